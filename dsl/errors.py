@@ -1,0 +1,108 @@
+"""Every error of frisket: one class per kind of mistake, with a position where there is one and a way out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class FrisketError(Exception):
+    """The root. `str(error)` says what is wrong, where, and how to write it right."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A half-open range of characters `[start, stop)` in one source text."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding of the parser or checker."""
+
+    message: str
+    span: Span
+    remedy: str = ""
+
+
+def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
+    """("mask 1:5", the line with carets below it) for a span of `source`."""
+    start = min(span.start, len(source))
+    line_start = source.rfind("\n", 0, start) + 1
+    line_stop = source.find("\n", line_start)
+    line = source[line_start : len(source) if line_stop < 0 else line_stop]
+    row, column = source.count("\n", 0, start) + 1, start - line_start
+    width = max(1, min(span.stop - start, len(line) - column))
+    shown = "".join(c if c.isprintable() else " " for c in line)
+    offset = 0
+    if len(shown) > 160:  # keep a window around the caret: a page of text helps nobody
+        offset = max(0, min(column - 60, len(shown) - 160))
+        shown, width = shown[offset : offset + 160], min(width, 100)
+    return f"{name} {row}:{column + 1}", f"{shown}\n{' ' * (column - offset)}{'^' * width}"
+
+
+@dataclass
+class MaskSyntaxError(FrisketError, SyntaxError):
+    """Text that is not in the language, or has the wrong types; lists every problem found."""
+
+    source: str
+    problems: list[Problem] = field(default_factory=list)
+    name: str = "mask"
+
+    def __post_init__(self) -> None:
+        super().__init__(self.render())
+        self.msg = self.render()
+
+    def render(self) -> str:
+        parts = []
+        for p in self.problems:
+            where, picture = caret(self.source, p.span, self.name)
+            lines = [p.message, f"  {where}", *(f"    {x}" for x in picture.split("\n"))]
+            if p.remedy:
+                lines.append(f"  {p.remedy}")
+            parts.append("\n".join(lines))
+        return "\n".join(parts)
+
+    def __str__(self) -> str:
+        return self.render()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.source, self.problems, self.name))
+
+
+class TraceError(FrisketError):
+    """A Python callable did something the language has no word for."""
+
+
+class ParameterError(FrisketError, ValueError):
+    """A parameter or table is unbound, unused, reserved, or of the wrong rank, dtype or size."""
+
+
+class ShapeError(FrisketError, ValueError):
+    """Arrays or lengths that do not fit together."""
+
+
+class EvaluationError(FrisketError, ValueError):
+    """An expression has no value here."""
+
+
+class LoweringError(FrisketError):
+    """No kernel can be made for this on this backend; the text says why and what can be done."""
+
+
+class BackendError(FrisketError, RuntimeError):
+    """A backend is unknown, or not usable here."""
+
+
+class MismatchError(FrisketError, AssertionError):
+    """A kernel's result is not the oracle's."""
+
+
+class BudgetError(FrisketError):
+    """An exact answer would cost more than the stated budget."""
+
+
+class Undecided(FrisketError):
+    """A question about a mask is beyond the budget; nothing is guessed."""

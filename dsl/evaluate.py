@@ -1,0 +1,224 @@
+"""The meaning of the language: a numpy interpreter of Expr, small enough to be believed by reading.
+
+>>> import numpy as np
+>>> from frisket.dsl.sugar import q, k
+>>> q_idx, k_idx = np.ogrid[:2, :3]
+>>> evaluate(q >= k, {"q": q_idx, "k": k_idx})
+array([[ True, False, False],
+       [ True,  True, False]])
+
+Int is int64 here and leaving 64 bits is an error; Float is float64. A division by zero and a shift outside
+0..63 give 0; a lookup out of range is clamped to the table (architecture: fixed meanings).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import EvaluationError
+from .ir import Expr, substitute, walk
+from .ir import lit as literal
+from .types import BOOL, FLOAT, INT, Type
+
+Array = NDArray[Any]
+DTYPES: dict[Type, Any] = {BOOL: np.bool_, INT: np.int64, FLOAT: np.float64}
+_INT_LIMIT = 2.0**63
+
+
+def evaluate(
+    root: Expr,
+    env: Mapping[str, Any],
+    tables: Mapping[str, Any] | None = None,
+    hooks: Mapping[str, Callable[..., Array]] | None = None,
+) -> Array:
+    """The value of `root`, broadcast over the arrays of `env` (variable and parameter names).
+
+    `tables` are numpy arrays; `hooks` add operators of the analysis. Raises `EvaluationError` for a name
+    without a value and for an Int outside 64 bits.
+    """
+    tables, hooks = tables or {}, hooks or {}
+    values: dict[Expr, Array] = {}
+    with np.errstate(all="ignore"):
+        for node in walk(_unrolled(root, env, tables)):
+            args = [values[a] for a in node.args]
+            if node.op in hooks:
+                values[node] = hooks[node.op](node, *args)
+            elif node.op == "lit":
+                values[node] = np.asarray(node.name, DTYPES[node.type])
+            elif node.op in ("var", "param"):
+                if node.name not in env:
+                    raise EvaluationError(f"`{node.name}` has no value")
+                values[node] = np.asarray(env[node.name]).astype(DTYPES[node.type], copy=False)
+            elif node.op in ("lookup", "segment"):
+                values[node] = _lookup(node, table_array(tables, node.name), args)
+            else:
+                values[node] = OPERATORS[node.op](*args)
+    return values[_unrolled(root, env, tables)]
+
+
+def table_array(tables: Mapping[str, Any], name: str) -> Array:
+    if name not in tables:
+        raise EvaluationError(f"table `{name}` has no value")
+    return np.asarray(tables[name])
+
+
+def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
+    if node.op == "segment":
+        found = np.searchsorted(table, indices[0], side="right") - 1
+        return np.clip(found, 0, max(len(table) - 2, 0))
+    if table.ndim != len(indices):
+        raise EvaluationError(f"`{node.name}` has {table.ndim} axes, indexed with {len(indices)}")
+    clamped = tuple(np.clip(i, 0, n - 1) for i, n in zip(indices, table.shape, strict=True))
+    return np.asarray(table[clamped]).astype(DTYPES[node.type], copy=False)
+
+
+def _unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> Expr:
+    """Reductions written out: their bounds are literals, extents of tables, or parameters."""
+    if not any(n.op in ("reduce", "extent") for n in walk(root)):
+        return root
+    sizes = {
+        n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]]))
+        for n in walk(root)
+        if n.op == "extent"
+    }
+    return unroll(substitute(root, sizes), env)
+
+
+JOIN = {"any": "or", "all": "and", "sum": "add", "min": "min", "max": "max"}
+
+
+def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
+    """Write reductions with known bounds out as chains of operators."""
+    from .ir import build, make
+
+    while True:
+        found = [n for n in walk(root) if n.op == "reduce"]
+        if not found:
+            return root
+        # the last in walk order has no reduction above it: outer binders go first
+        node = found[-1]
+        kind, height = node.name
+        bounds = [int(evaluate(a, env or {})) for a in node.args[:2]]
+        terms = [
+            substitute(node.args[2], {make("bound", (), height): literal(j)})
+            for j in range(bounds[0], bounds[1])
+        ]
+        if not terms:
+            if kind in ("min", "max"):
+                raise EvaluationError(f"{kind} over the empty range {bounds[0]}..{bounds[1]}")
+            zero = literal(0.0) if node.type is FLOAT else literal(0)
+            whole = {"any": literal(False), "all": literal(True)}.get(kind, zero)
+        else:
+            whole = terms[0]
+            for t in terms[1:]:
+                whole = build(JOIN[kind], whole, t)
+        root = substitute(root, {node: whole})
+
+
+# -- operators ------------------------------------------------------------------------------------
+
+
+def _within(estimate: Array) -> None:
+    if np.any(np.abs(estimate) >= _INT_LIMIT):
+        raise EvaluationError("an integer leaves 64 bits")
+
+
+def _checked(fn: Callable[..., Array]) -> Callable[..., Array]:
+    """Int arithmetic that refuses to wrap: the same operation in floating point sees it coming."""
+
+    def run(x: Array, y: Array) -> Array:
+        if x.dtype == np.int64:
+            _within(fn(x.astype(np.float64), y.astype(np.float64)))
+        return fn(x, y)
+
+    return run
+
+
+def _pow(x: Array, y: Array) -> Array:
+    if x.dtype == np.int64:
+        _within(np.power(x.astype(np.float64), y))
+        return np.power(x, y)
+    return np.asarray(np.float_power(x, y))
+
+
+def _floordiv(x: Array, y: Array) -> Array:
+    return np.where(y == 0, 0, np.floor_divide(x, np.where(y == 0, 1, y)))
+
+
+def _mod(x: Array, y: Array) -> Array:
+    return np.where(y == 0, 0, np.remainder(x, np.where(y == 0, 1, y)))
+
+
+def _shl(x: Array, y: Array) -> Array:
+    ok = (y >= 0) & (y < 64)
+    _within(np.where(ok, x * np.exp2(np.where(ok, y, 0)), 0))
+    return np.where(ok, np.left_shift(x, np.where(ok, y, 0)), 0)
+
+
+def _shr(x: Array, y: Array) -> Array:
+    ok = (y >= 0) & (y < 64)
+    return np.where(ok, np.right_shift(x, np.where(ok, y, 0)), 0)
+
+
+def _int(x: Array) -> Array:
+    if x.dtype == np.bool_:
+        return x.astype(np.int64)
+    return np.trunc(np.clip(np.nan_to_num(x), -(2.0**62), 2.0**62)).astype(np.int64)
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: Array) -> Array:
+    """The finaliser of MurmurHash3 (A. Appleby, public domain) on 32-bit words kept in int64."""
+    x = x ^ (x >> 16)
+    x = _times(x, 0x85EBCA6B)
+    x = x ^ (x >> 13)
+    x = _times(x, 0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _times(x: Array, factor: int) -> Array:
+    # a 32 x 32 bit product does not fit int64: multiply the halves
+    return (((x >> 16) * factor << 16) + (x & 0xFFFF) * factor) & _MASK
+
+
+def uniform(*counters: Array) -> Array:
+    """A 24-bit uniform in [0, 1) from 32-bit counters, the same on every backend:
+    x = mix(seed + c); for each counter: x = mix(x ^ (counter * 0x9E3779B1 mod 2^32))."""
+    x = _mix((counters[0] + 0x9E3779B9) & _MASK)
+    for c in counters[1:]:
+        x = _mix(x ^ _times(c & _MASK, 0x9E3779B1))
+    return np.asarray(x >> 8).astype(np.float64) * 2.0**-24
+
+
+OPERATORS: dict[str, Callable[..., Array]] = {
+    "neg": np.negative, "abs": np.abs, "sign": np.sign,
+    "add": _checked(np.add), "sub": _checked(np.subtract), "mul": _checked(np.multiply),
+    "min": np.minimum, "max": np.maximum, "pow": _pow, "div": np.divide,
+    "floordiv": _floordiv, "mod": _mod,
+    "bitand": np.bitwise_and, "bitor": np.bitwise_or, "bitxor": np.bitwise_xor, "bitnot": np.invert,
+    "shl": _shl, "shr": _shr,
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "eq": np.equal, "ne": np.not_equal,
+    "and": lambda *a: _fold(np.logical_and, a), "or": lambda *a: _fold(np.logical_or, a),
+    "xor": np.logical_xor, "not": np.logical_not, "where": np.where,
+    "int": _int, "float": lambda x: x.astype(np.float64), "floor": lambda x: _int(np.floor(x)),
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "log1p": np.log1p,
+    "tanh": np.tanh, "sigmoid": lambda x: 0.5 * (1 + np.tanh(0.5 * x)), "sin": np.sin, "cos": np.cos,
+    "tan": np.tan, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "erf": lambda x: _erf(x),
+    "isfinite": np.isfinite, "random": uniform,
+}  # fmt: skip
+
+
+def _fold(fn: Callable[[Array, Array], Array], args: Sequence[Array]) -> Array:
+    out = args[0]
+    for a in args[1:]:
+        out = fn(out, a)
+    return out

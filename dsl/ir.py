@@ -1,0 +1,381 @@
+"""Expr: the one node class of the compiler. Immutable, interned, typed.
+
+Equal structure is the same object, so `is` is equality and hashing is free:
+
+>>> from frisket.dsl.sugar import q, k
+>>> (q - k >= 0) is (q - k >= 0)
+True
+
+Operators, with the types they take:
+
+=====================================  ==========================================================
+`lit var param bound extent`           leaves; `name` (or `value`) says which
+`lookup segment random reduce`         `T[i, j]`, `segment(T, x)`, `random(seed, ...)`, `any(j in 0..n: ...)`
+`neg abs sign add sub mul min max`     Int, Int -> Int or Float, Float -> Float
+`pow`                                  Int ** non-negative literal -> Int, or Float ** Float
+`div`                                  Float / Float;  `floordiv mod` Int, rounding to minus infinity
+`bitand bitor bitxor bitnot shl shr`   Int
+`lt le gt ge`                          two Int or two Float -> Bool; `eq ne` two of any type
+`and or`                               two or more Bool, flattened;  `xor not` Bool
+`where`                                Bool, T, T -> T
+`int`                                  Bool or Float (towards zero) -> Int;  `float` Int -> Float;  `floor` Float -> Int
+`exp exp2 log log2 log1p tanh sigmoid  Float -> Float
+sin cos tan sqrt rsqrt erf`
+`isfinite`                             Float -> Bool
+=====================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
+
+from .types import BOOL, FLOAT, INT, Type
+
+COORDINATES = ("b", "h", "q", "k")
+SIZES = ("B", "H", "Q_LEN", "KV_LEN")
+LEAVES = frozenset({"lit", "var", "param", "bound", "extent"})
+COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
+FLOAT_FUNCTIONS = frozenset(
+    "exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf".split()
+)
+REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
+
+Key = tuple[Any, ...]
+Operand: TypeAlias = "Expr | bool | int | float"
+
+
+class Expr:
+    """One node. Python's operators build nodes: `(q >= k) & (q - k < w)`.
+
+    Int meets Float as in the language (the Int is converted); Bool in arithmetic is a TypeError.
+    `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
+    """
+
+    __slots__ = ("__weakref__", "args", "depth", "name", "op", "type")
+    op: str
+    args: tuple[Expr, ...]
+    name: Any  # the name of a leaf or table, the value of a literal, the kind of a reduction
+    type: Type
+    depth: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Interning must survive pickling: rebuild through `make`.
+        return (make, (self.op, self.args, self.name, self.type))
+
+    def __copy__(self) -> Expr:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Expr:
+        return self
+
+    def __bool__(self) -> bool:
+        raise TypeError("an Expr has no truth value; compare identity with `is`")
+
+    def __repr__(self) -> str:
+        from .show import show
+
+        return show(self)
+
+    # fmt: off
+    def __add__(self, other: Operand) -> Expr: return binary("add", self, other)
+    def __radd__(self, other: Operand) -> Expr: return binary("add", other, self)
+    def __sub__(self, other: Operand) -> Expr: return binary("sub", self, other)
+    def __rsub__(self, other: Operand) -> Expr: return binary("sub", other, self)
+    def __mul__(self, other: Operand) -> Expr: return binary("mul", self, other)
+    def __rmul__(self, other: Operand) -> Expr: return binary("mul", other, self)
+    def __truediv__(self, other: Operand) -> Expr: return binary("div", self, other)
+    def __rtruediv__(self, other: Operand) -> Expr: return binary("div", other, self)
+    def __floordiv__(self, other: Operand) -> Expr: return binary("floordiv", self, other)
+    def __rfloordiv__(self, other: Operand) -> Expr: return binary("floordiv", other, self)
+    def __mod__(self, other: Operand) -> Expr: return binary("mod", self, other)
+    def __rmod__(self, other: Operand) -> Expr: return binary("mod", other, self)
+    def __pow__(self, other: Operand) -> Expr: return binary("pow", self, other)
+    def __rpow__(self, other: Operand) -> Expr: return binary("pow", other, self)
+    def __lshift__(self, other: Operand) -> Expr: return binary("shl", self, other)
+    def __rlshift__(self, other: Operand) -> Expr: return binary("shl", other, self)
+    def __rshift__(self, other: Operand) -> Expr: return binary("shr", self, other)
+    def __rrshift__(self, other: Operand) -> Expr: return binary("shr", other, self)
+    def __and__(self, other: Operand) -> Expr: return binary("and", self, other)
+    def __rand__(self, other: Operand) -> Expr: return binary("and", other, self)
+    def __or__(self, other: Operand) -> Expr: return binary("or", self, other)
+    def __ror__(self, other: Operand) -> Expr: return binary("or", other, self)
+    def __xor__(self, other: Operand) -> Expr: return binary("xor", self, other)
+    def __rxor__(self, other: Operand) -> Expr: return binary("xor", other, self)
+    def __lt__(self, other: Operand) -> Expr: return binary("lt", self, other)
+    def __le__(self, other: Operand) -> Expr: return binary("le", self, other)
+    def __gt__(self, other: Operand) -> Expr: return binary("gt", self, other)
+    def __ge__(self, other: Operand) -> Expr: return binary("ge", self, other)
+    def __neg__(self) -> Expr: return build("neg", self)
+    def __abs__(self) -> Expr: return build("abs", self)
+    def __invert__(self) -> Expr: return build("not" if self.type is BOOL else "bitnot", self)
+    # fmt: on
+
+
+_interned: WeakValueDictionary[Key, Expr] = WeakValueDictionary()
+
+
+def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = INT) -> Expr:
+    """The interned node. Checks nothing: `build` is the checked door."""
+    # 1, 1.0, True and 0.0, -0.0 are equal in Python and different here.
+    tag = struct.pack("<d", name) if isinstance(name, float) else name
+    key = (op, tuple(map(id, args)), tag, type)
+    found = _interned.get(key)
+    if found is None:
+        found = object.__new__(Expr)
+        found.op, found.args, found.name, found.type = op, args, name, type
+        found.depth = 1 + max((a.depth for a in args), default=0)
+        _interned[key] = found
+    return found
+
+
+# -- leaves ---------------------------------------------------------------------------------------
+
+
+def lit(value: bool | int | float) -> Expr:
+    """A literal; its Python type is its type."""
+    if isinstance(value, bool):
+        return make("lit", (), value, BOOL)
+    if isinstance(value, int):
+        return make("lit", (), value, INT)
+    if math.isnan(value):
+        value = math.nan  # one NaN: payloads mean nothing
+    return make("lit", (), float(value), FLOAT)
+
+
+def var(name: str, type: Type = INT) -> Expr:
+    """A coordinate, a size, `score`, or one of the analysis' own variables."""
+    return make("var", (), name, type)
+
+
+def param(name: str, type: Type = INT) -> Expr:
+    """A named scalar whose value arrives at run time."""
+    return make("param", (), name, type)
+
+
+def extent(table: str, axis: int) -> Expr:
+    """The size of one axis of a table: known when the table is bound."""
+    return make("extent", (), (table, axis), INT)
+
+
+TRUE, FALSE = lit(True), lit(False)
+ZERO, ONE = lit(0), lit(1)
+INF, NEG_INF = lit(math.inf), lit(-math.inf)
+B, H, Q_LEN, KV_LEN = (var(n) for n in SIZES)
+SCORE = var("score", FLOAT)
+
+
+# -- inner nodes ----------------------------------------------------------------------------------
+
+
+def result_type(op: str, types: tuple[Type, ...]) -> Type | None:
+    """The type an operator gives for these argument types, or None where it does not take them."""
+    same = len(set(types)) == 1
+    first = types[0] if types else INT
+    numeric = first is not BOOL
+    if op in ("and", "or", "xor", "not"):
+        return BOOL if same and first is BOOL else None
+    if op in ("lt", "le", "gt", "ge"):
+        return BOOL if same and numeric else None
+    if op in ("eq", "ne"):
+        return BOOL if same else None
+    if op in ("add", "sub", "mul", "min", "max", "neg", "abs", "sign", "pow"):
+        return first if same and numeric else None
+    if op in ("floordiv", "mod", "bitand", "bitor", "bitxor", "bitnot", "shl", "shr"):
+        return INT if same and first is INT else None
+    if op == "div" or op in FLOAT_FUNCTIONS:
+        return FLOAT if same and first is FLOAT else None
+    if op == "where":
+        return types[1] if types[0] is BOOL and types[1] is types[2] else None
+    if op == "int":
+        return INT if first is not INT else None
+    if op == "float":
+        return FLOAT if first is INT else None
+    if op == "floor":
+        return INT if first is FLOAT else None
+    if op == "isfinite":
+        return BOOL if first is FLOAT else None
+    raise ValueError(f"unknown operator {op!r}")
+
+
+def build(op: str, *args: Expr) -> Expr:
+    """`build("ge", q, k)`: a checked operator node. Conjunctions and disjunctions are flattened."""
+    type = result_type(op, tuple(a.type for a in args))
+    if type is None:
+        raise TypeError(f"{op} does not take ({', '.join(str(a.type) for a in args)})")
+    if op in ("and", "or"):
+        flat: list[Expr] = []
+        for a in args:
+            flat.extend(a.args if a.op == op else (a,))
+        return make(op, tuple(flat), None, BOOL)
+    return make(op, args, None, type)
+
+
+ON_INT = {"and": "bitand", "or": "bitor", "xor": "bitxor"}
+
+
+def lift(value: Operand) -> Expr:
+    """A literal for a Python number, an Expr as it is."""
+    return value if isinstance(value, Expr) else lit(value)
+
+
+def to_float(e: Expr) -> Expr:
+    return build("float", e) if e.type is INT else e
+
+
+def binary(op: str, left: Operand, right: Operand) -> Expr:
+    """Two operands brought to one type as the language does: Int beside Float is converted,
+    `/` converts both, and `and or xor` on Int are bitwise."""
+    x, y = lift(left), lift(right)
+    if op == "div" or {x.type, y.type} == {INT, FLOAT}:
+        x, y = to_float(x), to_float(y)
+    if op in ON_INT and x.type is INT:
+        op = ON_INT[op]
+    return build(op, x, y)
+
+
+def conj(*args: Expr) -> Expr:
+    """`and` over any number of terms; constants drop out."""
+    return _junction("and", args, TRUE, FALSE)
+
+
+def disj(*args: Expr) -> Expr:
+    """`or` over any number of terms; constants drop out."""
+    return _junction("or", args, FALSE, TRUE)
+
+
+def _junction(op: str, args: tuple[Expr, ...], unit: Expr, zero: Expr) -> Expr:
+    kept: dict[Expr, None] = {}
+    for a in args:
+        for part in a.args if a.op == op else (a,):
+            if part is zero:
+                return zero
+            if part is not unit:
+                kept[part] = None
+    terms = tuple(kept)
+    return unit if not terms else terms[0] if len(terms) == 1 else make(op, terms, None, BOOL)
+
+
+def lookup(table: str, indices: tuple[Expr, ...], type: Type = INT) -> Expr:
+    """`T[i, j, ...]`; the element type is the node's type."""
+    return make("lookup", indices, table, type)
+
+
+def segment(table: str, index: Expr) -> Expr:
+    """The segment of the offsets table that holds `index`: offsets[s] <= index < offsets[s + 1]."""
+    return make("segment", (index,), table, INT)
+
+
+def random(*counters: Expr) -> Expr:
+    """A uniform in [0, 1) from Int counters; the first one is the seed."""
+    return make("random", counters, None, FLOAT)
+
+
+def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
+    """`any(j in lo..hi: body(j))`, and `all sum min max`; `hi` is exclusive.
+
+    The bound variable is named by the height of its binder, so that equal reductions are one node
+    whatever their variables were called.
+    """
+    probe = make("bound", (), "?")
+    inner = body(probe)
+    height = 1 + max((n.name[1] for n in walk(inner) if n.op == "reduce"), default=-1)
+    inner = substitute(inner, {probe: make("bound", (), height)})
+    return make("reduce", (lo, hi, inner), (kind, height), inner.type)
+
+
+# -- walking --------------------------------------------------------------------------------------
+
+
+def walk(*roots: Expr) -> Iterator[Expr]:
+    """Every distinct node below the roots, arguments before their users."""
+    seen: set[Expr] = set()
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            yield node
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operator over other arguments; the same object when the arguments are the same."""
+    if all(a is b for a, b in zip(args, node.args, strict=True)):
+        return node
+    if node.op in ("and", "or"):
+        return build(node.op, *args)
+    if node.op == "reduce":  # a body may have grown binders: name ours again
+        kind, height = node.name
+        mine = make("bound", (), height)
+        return reduce(kind, args[0], args[1], lambda j: substitute(args[2], {mine: j}))
+    return make(node.op, args, node.name, node.type)
+
+
+def transform(root: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """Apply `change` to every node, bottom up, each distinct node once."""
+    done: dict[Expr, Expr] = {}
+    for node in walk(root):
+        args = tuple(done[a] for a in node.args)
+        done[node] = change(rebuild(node, args))
+    return done[root]
+
+
+def substitute(root: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
+    """Replace leaves (or whole sub-expressions) by others, all at once, capturing nothing."""
+    done: dict[Expr, Expr] = {}
+    stack: list[tuple[Expr, bool]] = [(root, False)]
+    while stack:
+        node, ready = stack.pop()
+        if node in done:
+            continue
+        if node in mapping:
+            done[node] = mapping[node]
+        elif node.op == "reduce":
+            done[node] = _substitute_below(node, mapping)
+        elif ready or not node.args:
+            done[node] = rebuild(node, tuple(done[a] for a in node.args))
+        else:
+            stack.append((node, True))
+            stack.extend((a, False) for a in node.args)
+    return done[root]
+
+
+_fresh = count()
+
+
+def _substitute_below(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
+    # Open the binder under a name nothing else has, so that reductions brought in by the mapping
+    # (whose heights may equal ours) cannot catch our variable.
+    kind, height = node.name
+    lo, hi, body = node.args
+    own = make("bound", (), ("fresh", next(_fresh)))
+    opened = substitute(body, {make("bound", (), height): own})
+    changed = substitute(opened, mapping)
+    ends = substitute(lo, mapping), substitute(hi, mapping)
+    return reduce(kind, *ends, lambda j: substitute(changed, {own: j}))
+
+
+def free_names(root: Expr) -> tuple[dict[str, Type], dict[str, tuple[int, Type]]]:
+    """(scalar parameters with their types, tables with (rank, element type)) used by `root`."""
+    scalars: dict[str, Type] = {}
+    tables: dict[str, tuple[int, Type]] = {}
+    for node in walk(root):
+        if node.op == "param":
+            scalars[node.name] = node.type
+        elif node.op == "lookup":
+            tables[node.name] = (len(node.args), node.type)
+        elif node.op == "segment":
+            tables[node.name] = (1, INT)
+    return scalars, tables
+
+
+def uses(root: Expr) -> frozenset[str]:
+    """The names of the variables that occur: a subset of b h q k score B H Q_LEN KV_LEN."""
+    return frozenset(n.name for n in walk(root) if n.op == "var")

@@ -1,0 +1,105 @@
+"""Rules as rows. A row is `(name, before, after, when)`; `before` is a pattern or an operator name.
+
+A pattern is an Expr whose leaves may be *holes*: `x y z` match any Int, `m n` an Int literal, `p r` any Bool,
+`u v` any Float, `c` a Float literal. The same hole twice means the same node twice; commutative operators
+match both ways round. `after` is another pattern, or a function from what matched to an Expr (None: no change).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from frisket.dsl.ir import Expr, make, rebuild
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
+Found = dict[str, Expr]
+COMMUTATIVE = frozenset("add mul min max eq ne xor bitand bitor bitxor".split())
+
+
+def hole(name: str, type: Type, literal: bool = False) -> Expr:
+    return make("hole", (), (name, literal), type)
+
+
+x, y, z = (hole(n, INT) for n in "xyz")
+m, n = (hole(n, INT, literal=True) for n in "mn")
+p, r = (hole(n, BOOL) for n in "pr")
+u, v = (hole(n, FLOAT) for n in "uv")
+c = hole("c", FLOAT, literal=True)
+
+
+def match(pattern: Expr, node: Expr, found: Found) -> Found | None:
+    """What the holes of `pattern` stand for in `node`, extending `found`; None if they do not fit."""
+    if pattern.op == "hole":
+        name, literal = pattern.name
+        if node.type is not pattern.type or (literal and node.op != "lit"):
+            return None
+        if name in found:
+            return found if found[name] is node else None
+        return {**found, name: node}
+    if pattern is node:
+        return found
+    if (pattern.op, pattern.type, len(pattern.args)) != (node.op, node.type, len(node.args)):
+        return None
+    if not pattern.args:
+        return None
+    result = _match_all(pattern.args, node.args, found)
+    if result is None and pattern.op in COMMUTATIVE:
+        result = _match_all(pattern.args, node.args[::-1], found)
+    return result
+
+
+def _match_all(patterns: tuple[Expr, ...], nodes: tuple[Expr, ...], found: Found) -> Found | None:
+    result: Found | None = found
+    for a, b in zip(patterns, nodes, strict=True):
+        result = match(a, b, result) if result is not None else None
+    return result
+
+
+def fill(pattern: Expr, found: Found) -> Expr:
+    """The pattern with its holes filled."""
+    if pattern.op == "hole":
+        return found[pattern.name[0]]
+    return rebuild(pattern, tuple(fill(a, found) for a in pattern.args))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row; `origin` is the line it is written on."""
+
+    name: str
+    before: Expr | str
+    after: Expr | Callable[..., Expr | None]
+    when: Callable[..., bool] | None = None
+    origin: str = field(default="", compare=False)
+
+    @property
+    def op(self) -> str:
+        return self.before if isinstance(self.before, str) else self.before.op
+
+    def apply(self, node: Expr) -> Expr | None:
+        """The rewritten node, or None where the row does not apply."""
+        if isinstance(self.before, str):
+            assert callable(self.after) and not isinstance(self.after, Expr)
+            result = self.after(node)
+            return None if result is node else result
+        found = match(self.before, node, {})
+        if found is None:
+            return None
+        if self.when is not None and not self.when(*found.values()):
+            return None
+        result = fill(self.after, found) if isinstance(self.after, Expr) else self.after(*found.values())
+        return None if result is node else result
+
+
+def rule(
+    name: str,
+    before: Expr | str,
+    after: Expr | Callable[..., Expr | None],
+    when: Callable[..., bool] | None = None,
+) -> Rule:
+    """A row. `when`, and `after` if it is a function, get what the holes matched, in order of appearance;
+    where `before` is an operator name, `after` gets the node."""
+    frame = sys._getframe(1)
+    return Rule(name, before, after, when, f"{frame.f_globals['__name__']}:{frame.f_lineno}")

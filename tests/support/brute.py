@@ -1,0 +1,57 @@
+"""Layouts and spans by looking at every element: what the analysis is checked against."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from frisket.lowering.dense import coordinates, visible
+from frisket.lowering.plan import Spans
+
+
+def kinds(mask, q_len, kv_len, *, batch=1, heads=1, block=(128, 128), origin=(0, 0, 0, 0), sizes=None, params=None, tables=None):
+    """uint8 [batch, heads, q_tiles, k_tiles]: 0 empty, 1 partial, 2 full; outside the lengths is False."""
+    shape = (batch, heads, q_len, kv_len)
+    env = {**coordinates(*shape, origin=origin, sizes=sizes), **(params or {})}
+    dense = visible(mask, env, tables or {}, shape)
+    bq, bk = block
+    nq, nk = -(-q_len // bq), -(-kv_len // bk)
+    padded = np.zeros((batch, heads, nq * bq, nk * bk), bool)
+    padded[:, :, :q_len, :kv_len] = dense
+    seen = padded.reshape(batch, heads, nq, bq, nk, bk).sum((3, 5))
+    return np.where(seen == 0, 0, np.where(seen == bq * bk, 2, 1)).astype(np.uint8)
+
+
+def spans(mask, q_len, kv_len, **options) -> Spans:
+    """Spans straight from `kinds`, one slice per (batch, head)."""
+    grid = kinds(mask, q_len, kv_len, **options)
+    batch, heads, rows, _ = grid.shape
+    records = [[_row(grid[b, h, r]) for r in range(rows)] for b in range(batch) for h in range(heads)]
+    most = max((len(r) for s in records for r in s), default=0) or 1
+    bounds = np.zeros((batch * heads, rows, most, 4), np.int32)
+    count = np.zeros((batch * heads, rows), np.int32)
+    for s, rowlist in enumerate(records):
+        for r, found in enumerate(rowlist):
+            count[s, r] = len(found)
+            for i, record in enumerate(found):
+                bounds[s, r, i] = record
+    return Spans(bounds, count, np.arange(batch * heads, dtype=np.int32).reshape(batch, heads))
+
+
+def _row(kinds_of_row):
+    out, n, i = [], len(kinds_of_row), 0
+
+    def while_(kind, i):
+        while i < n and kinds_of_row[i] == kind:
+            i += 1
+        return i
+
+    while i < n:
+        if kinds_of_row[i] == 0:
+            i += 1
+            continue
+        lo = i
+        full_lo = i = while_(1, i)
+        full_hi = i = while_(2, i)
+        hi = i = while_(1, i) if full_hi > full_lo else i
+        out.append((lo, full_lo, full_hi, hi))
+    return out
