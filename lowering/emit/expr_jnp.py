@@ -1,0 +1,170 @@
+"""The operators of the language in JAX: one table of text, for the Pallas printer and the XLA executor.
+
+>>> operators()["floordiv"](-7, 2)
+Array(-4, dtype=int32)
+
+A `{}` stands for an argument. Names that are not of JAX are functions of `PRELUDE`, which a generated module
+carries above its kernel; `Int` and `Float` are its dtypes. Meanings are those of `dsl.evaluate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from frisket.dsl.ir import Expr, build, lit, transform, walk
+from frisket.dsl.types import FLOAT, INT
+
+JNP: dict[str, str] = {
+    "neg": "-{}", "abs": "jnp.abs({})", "sign": "jnp.sign({})",
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}",
+    "min": "jnp.minimum({}, {})", "max": "jnp.maximum({}, {})", "pow": "jnp.power({}, {})",
+    "div": "{} / {}", "floordiv": "floordiv({}, {})", "mod": "mod({}, {})",
+    "bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}",
+    "shl": "shl({}, {})", "shr": "shr({}, {})",
+    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
+    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "jnp.logical_not({})",
+    "where": "jnp.where({}, {}, {})",
+    "int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))",
+    "exp": "jnp.exp({})", "exp2": "jnp.exp2({})", "log": "jnp.log({})", "log2": "jnp.log2({})",
+    "log1p": "jnp.log1p({})", "tanh": "jnp.tanh({})", "sigmoid": "lax.logistic({})",
+    "sin": "jnp.sin({})", "cos": "jnp.cos({})", "tan": "jnp.tan({})",
+    "sqrt": "jnp.sqrt({})", "rsqrt": "lax.rsqrt({})", "erf": "lax.erf({})",
+    "isfinite": "jnp.isfinite({})", "random": "random({})",
+}  # fmt: skip
+
+PRELUDE: dict[str, str] = {
+    "floordiv": """
+def floordiv(x, y):
+    return jnp.where(y == 0, 0, jnp.floor_divide(x, jnp.where(y == 0, 1, y)))
+""",
+    "mod": """
+def mod(x, y):
+    return jnp.where(y == 0, 0, jnp.remainder(x, jnp.where(y == 0, 1, y)))
+""",
+    "shl": """
+def shl(x, y):
+    inside = (y >= 0) & (y < WIDTH)
+    return jnp.where(inside, x << jnp.where(inside, y, 0), 0)
+""",
+    "shr": """
+def shr(x, y):
+    return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), 0)
+""",
+    "to_int": """
+def to_int(x):
+    if x.dtype == jnp.bool_:
+        return x.astype(Int)
+    return jnp.where(x == x, jnp.clip(x, -LARGEST, LARGEST), 0).astype(Int)
+""",
+    "random": """
+def random(*counters):
+    def mix(x):
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        return x ^ (x >> 16)
+
+    first, *rest = (jnp.asarray(c).astype(jnp.uint32) for c in counters)
+    x = mix(first + jnp.uint32(0x9E3779B9))
+    for c in rest:
+        x = mix(x ^ c * jnp.uint32(0x9E3779B1))
+    return (x >> 8).astype(jnp.int32).astype(Float) * 2.0**-24
+""",
+}
+
+
+def text(op: str, args: Sequence[str]) -> str:
+    """`text("add", ["q", "1"])` is `q + 1`; `and`, `or` and `random` take any number of arguments."""
+    if op in ("and", "or"):
+        return f" {'&' if op == 'and' else '|'} ".join(args)
+    if op == "random":
+        return f"random({', '.join(args)})"
+    return JNP[op].format(*args)
+
+
+def prelude(*roots: Expr | None) -> str:
+    """The definitions that the text of these expressions needs."""
+    used = {n.op for r in roots if r is not None for n in walk(r)}
+    needed = [name for name in PRELUDE if any(f"{name}(" in JNP.get(op, "") for op in used)]
+    constants = []
+    if {"shl", "shr"} & set(needed):
+        constants.append("WIDTH = 32")
+    if "to_int" in needed:
+        constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
+    return "\n".join(constants) + "".join(f"\n\n{PRELUDE[name]}" for name in needed)
+
+
+@cache
+def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[..., Any]]:
+    """The table as functions of JAX arrays."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    names: dict[str, Any] = {
+        "jnp": jnp, "lax": lax,
+        "Int": jnp.int64 if int64 else jnp.int32, "Float": jnp.float64 if float64 else jnp.float32,
+        "WIDTH": 64 if int64 else 32, "LARGEST": 2.0**62 if int64 else 2147483520.0,
+    }  # fmt: skip
+    for definition in PRELUDE.values():
+        exec(definition, names)
+
+    def compiled(op: str) -> Callable[..., Any]:
+        made: dict[int, Callable[..., Any]] = {}
+
+        def run(*args: Any) -> Any:
+            if len(args) not in made:
+                formals = [f"x{i}" for i in range(len(args))]
+                made[len(args)] = eval(f"lambda {', '.join(formals)}: {text(op, formals)}", names)
+            return made[len(args)](*args)
+
+        return run
+
+    return {op: compiled(op) for op in JNP}
+
+
+def cheaper(root: Expr) -> Expr:
+    """`x // 2**n` and `x % 2**n` as a shift and an and: no machine here divides integers well."""
+
+    def change(e: Expr) -> Expr:
+        if e.op in ("floordiv", "mod") and e.args[1].op == "lit":
+            n = int(e.args[1].name)
+            if n > 0 and n & (n - 1) == 0:
+                x = e.args[0]
+                return (
+                    build("shr", x, lit(n.bit_length() - 1))
+                    if e.op == "floordiv"
+                    else build("bitand", x, lit(n - 1))
+                )
+        return e
+
+    return transform(root, change)
+
+
+def evaluate(
+    root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, int64: bool, float64: bool
+) -> Any:
+    """`root` over JAX arrays, traced or not; lookups clamp. Reductions and segments are the planner's."""
+    import jax.numpy as jnp
+
+    table = operators(int64, float64)
+    Int, Float = (jnp.int64 if int64 else jnp.int32), (jnp.float64 if float64 else jnp.float32)
+    dtypes = {INT: Int, FLOAT: Float}
+    root = cheaper(root)
+    values: dict[Expr, Any] = {}
+    for node in walk(root):
+        args = [values[a] for a in node.args]
+        dtype = dtypes.get(node.type, jnp.bool_)
+        if node.op == "lit":
+            values[node] = jnp.asarray(node.name, dtype)
+        elif node.op in ("var", "param"):
+            values[node] = jnp.asarray(env[node.name]).astype(dtype)
+        elif node.op == "lookup":
+            array = tables[node.name]
+            where = tuple(jnp.clip(i, 0, n - 1) for i, n in zip(args, array.shape, strict=True))
+            values[node] = array[where].astype(dtype)
+        elif node.op == "pow" and node.type is INT:
+            values[node] = args[0] ** int(node.args[1].name)
+        else:
+            values[node] = table[node.op](*args)
+    return values[root]

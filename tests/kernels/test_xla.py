@@ -1,0 +1,172 @@
+"""The XLA executor against dense attention by the interpreter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from frisket.dsl import ir
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.sugar import k, q
+from frisket.lowering import xla
+from frisket.lowering.plan import Spans, Target, make_plan
+from support import attention_cases as cases
+from support.attention_cases import CASES, Case, causal
+
+
+def run(case, made=None, **changes):
+    case = case.but(**changes)
+    made = made or cases.plan(case)
+    return xla.forward(
+        made, cases.spans(case), cases.geometry(case), *cases.arrays(case), case.slots,
+        cases.tables(case, made), Target("xla", *case.block),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name):
+    cases.check(CASES[name], *run(CASES[name]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "gqa", "softcap", "empty-rows"])
+def test_half_precision(name, dtype):
+    case = CASES[name].but(dtype=dtype)
+    cases.check(case, *run(case))
+
+
+@pytest.mark.parametrize("block", [(32, 32), (32, 64), (128, 32), (256, 128), (512, 512)])
+@pytest.mark.parametrize("name", ["window", "holes"])
+def test_any_tile(name, block):
+    case = CASES[name].but(block=block)
+    cases.check(case, *run(case))
+
+
+def test_float64_under_x64():
+    with jax.enable_x64(True):
+        case = CASES["documents"].but(dtype="float64")
+        out, lse = run(case)
+        assert lse.dtype == jnp.float64
+        np.testing.assert_allclose(np.asarray(out), cases.oracle(case)[0], atol=1e-13)
+        np.testing.assert_allclose(np.asarray(lse), cases.oracle(case)[1], atol=1e-13)
+
+
+def test_wide_indices_need_x64():
+    case = Case(causal & ((q * 2**20) * 2**20 >= k))
+    made = make_plan(case.mask, None)
+    made = type(made)(**{**vars(made), "int64": True})
+    with pytest.raises(LoweringError) as caught:
+        run(case, made)
+    assert str(caught.value) == (
+        "an index of this mask may leave 32 bits and JAX has 64-bit integers switched off; "
+        'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
+    )
+    with jax.enable_x64(True):
+        cases.check(case, *run(case, made))
+
+
+def test_nan_and_infinity_behind_the_mask_stay_there():
+    case = CASES["causal"].but(q_len=64, kv_len=200)
+    made = cases.plan(case)
+    q_, k_, v_ = cases.arrays(case)
+    bad = k_.at[:, 64:].set(jnp.nan).at[:, 100:].set(jnp.inf)
+    args = made, cases.spans(case), cases.geometry(case)
+    got = xla.forward(*args, q_, bad, v_, {}, {}, Target("xla", *case.block))
+    cases.check(case, *got)
+
+
+def test_new_values_compile_nothing():
+    xla._compiled.cache_clear()
+    case = CASES["documents"]
+    made = cases.plan(case)
+    for shift in range(3):
+        moved = case.but(tables={"doc": np.roll(cases.DOC, shift)})
+        cases.check(moved, *run(moved, made))
+    info = xla._compiled.cache_info()
+    assert (info.misses, info.hits) == (1, 2)
+
+
+def test_it_traces():
+    case = CASES["documents"]
+    made, spans = cases.plan(case), cases.spans(case)
+
+    @jax.jit
+    def call(doc, *qkv):
+        return xla.forward(
+            made, spans, cases.geometry(case), *qkv, {}, {"t0": doc}, Target("xla", *case.block)
+        )
+
+    cases.check(case, *call(cases.DOC, *cases.arrays(case)))
+
+
+def test_slots_and_origins_may_be_traced():
+    case = CASES["window"]
+    made, shape = cases.plan(case), cases.geometry(case)
+
+    @jax.jit
+    def call(w, start, *qkv):
+        placed = type(shape)(**{**vars(shape), "origin": (0, 0, start, start)})
+        return xla.forward(made, cases.spans(case), placed, *qkv, {"w": w}, {}, Target("xla", *case.block))
+
+    cases.check(case, *call(40, 1000, *cases.arrays(case)))
+
+
+def test_the_schedule_covers_each_record_once():
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        rows, tiles, block = 5, 17, 16
+        kinds = rng.choice(3, (rows, tiles), p=rng.dirichlet([1, 1, 1]))
+        kinds[:, -1] = np.minimum(kinds[:, -1], 1)  # a ragged tile is never FULL
+        spans = spans_of(kinds)
+        case = Case(q_len=rows * block, kv_len=tiles * block - 3)
+        work = xla.schedule(spans, cases.geometry(case), block)
+        seen = np.zeros((rows, case.kv_len), int)
+        for body, ends, chunks in zip(work.bodies, work.ends, work.chunks):
+            for r in range(rows):
+                for start, first, stop in chunks[ends[r] : ends[r + 1]]:
+                    assert 0 <= start <= first < stop <= start + body.width <= case.kv_len
+                    if not body.partial:
+                        assert (first, stop) == (start, start + body.width)
+                    seen[r, first:stop] += 10 if body.partial else 1
+        want = np.repeat(np.array([0, 10, 1])[kinds], block, axis=1)[:, : case.kv_len]
+        np.testing.assert_array_equal(seen, want)
+
+
+def spans_of(kinds):
+    from support.brute import _row
+
+    found = [_row(r) for r in kinds]
+    bounds = np.zeros((1, len(found), max(map(len, found)) or 1, 4), np.int32)
+    for r, records in enumerate(found):
+        for i, record in enumerate(records):
+            bounds[0, r, i] = record
+    return Spans(bounds, np.array([[len(r) for r in found]], np.int32), np.zeros((1, 2), np.int32))
+
+
+def temporaries(length):
+    case = Case(causal & (q - k < 300), q_len=length, kv_len=length, heads=1, kv_heads=1)
+    tiles = np.arange(length // 256)
+    bounds = np.stack([np.maximum(tiles - 2, 0), tiles + 1, tiles + 1, tiles + 1], 1)
+    spans = Spans(
+        bounds[None, :, None].astype(np.int32), np.ones((1, len(tiles)), np.int32), np.zeros((1, 1), np.int32)
+    )
+
+    def call(*qkv):
+        made, target = cases.plan(case), Target("xla", 256, 256)
+        return xla.forward(made, spans, cases.geometry(case), *qkv, {}, {}, target)
+
+    shape = jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)
+    compiled = jax.jit(call).lower(shape, shape, shape).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_linear():
+    small, large = temporaries(2048), temporaries(8192)
+    assert large < 4.5 * small
+    assert large < 8192 * 8192 * 4 / 10
+
+
+def test_a_constant_mask_is_no_special_case():
+    made = make_plan(ir.FALSE, None)
+    out, lse = run(CASES["nothing"], made)
+    assert not np.asarray(out).any()
+    assert np.isneginf(np.asarray(lse)).all()

@@ -1,0 +1,174 @@
+"""Attention problems with an answer: what every JAX kernel is run on, and the error it may have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from frisket.dsl import ir
+from frisket.dsl.ir import Expr, lookup
+from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
+from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering import dense
+from frisket.lowering.plan import Geometry, Spans, make_plan
+
+from support import brute
+
+rng = np.random.default_rng(7)
+causal = q >= k
+DOC = np.repeat(np.arange(40), rng.integers(3, 30, 40))[:400]
+EMPTY_ROWS = (k < 60) & (q % 64 >= 40) & (q < 128)
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: Expr | None = None
+    score: Expr | None = None
+    q_len: int = 150
+    kv_len: int = 150
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    dim: int = 32
+    v_dim: int = 32
+    dtype: str = "float32"
+    slots: dict = field(default_factory=dict)
+    tables: dict = field(default_factory=dict)
+    origin: tuple = (0, 0, 0, 0)
+    sizes: tuple | None = None
+    block: tuple = (64, 64)
+
+    def but(self, **changes) -> Case:
+        return replace(self, **changes)
+
+
+same_doc = eq(lookup("doc", (q,)), lookup("doc", (k,)))
+CASES = {
+    "full": Case(),
+    "causal": Case(causal),
+    "causal-aligned": Case(causal, q_len=256, kv_len=256),
+    "window": Case(causal & (q - k < ir.param("w")), slots={"w": 40}, q_len=300, kv_len=300),
+    "documents": Case(causal & same_doc, tables={"doc": DOC}, q_len=333, kv_len=333),
+    "documents-by-batch": Case(
+        causal & eq(lookup("doc", (b, q)), lookup("doc", (b, k))), batch=2,
+        tables={"doc": np.stack([DOC, DOC[::-1].copy()])}, q_len=200, kv_len=200,
+    ),
+    "heads": Case(causal & (q - k < 20 * (h + 1)), heads=4, kv_heads=4),
+    "heads-and-batches": Case(causal & (q - k < 20 * (h + 1) + 7 * b), heads=4, batch=2, kv_heads=2),
+    "gqa": Case(causal, heads=6, kv_heads=2, batch=2),
+    "mqa": Case(causal & (q - k < 50), heads=4, kv_heads=1),
+    "v-wider": Case(causal, dim=16, v_dim=48),
+    "v-narrower": Case(causal, dim=64, v_dim=16),
+    "dim-128": Case(causal, dim=128, v_dim=128, q_len=130, kv_len=130),
+    "empty-rows": Case(EMPTY_ROWS, q_len=200),
+    "nothing": Case(ir.FALSE),
+    "holes": Case(eq((q - k) % 96, 0) | eq(k // 64, 1), q_len=260, kv_len=400),
+    "decode": Case(k <= q, q_len=1, kv_len=300, origin=(0, 0, 299, 0), sizes=(1, 2, 300, 300)),
+    "short-keys": Case(q % 2 >= k % 2, q_len=70, kv_len=5),
+    "crop": Case(
+        causal & (q - k < 70) & ((k + ir.Q_LEN) % 3 > 0), origin=(1, 1, 37, 11), sizes=(4, 4, 500, 500)
+    ),
+    "origin-by-batch": Case(
+        causal, batch=2, kv_len=200, sizes=(2, 2, 200, 205),
+        origin=(0, 0, np.array([50, 13]), np.array([0, 5])),
+    ),
+    "softcap": Case(causal, 20.0 * function("tanh", score / 20.0)),
+    "alibi": Case(causal, score + lookup("slope", (h,), FLOAT) * (k - q),
+                  tables={"slope": np.array([0.5, 0.125], np.float32)}),
+    "relative-bias": Case(causal, score + lookup("bias", (h, k - q + 40), FLOAT),
+                          tables={"bias": rng.standard_normal((2, 41)).astype(np.float32)}),
+    "masked-nan": Case(causal, where(k > q, function("log", -1.0 * function("exp", score)), score)),
+    "visible-minus-inf": Case(causal, where((q % 5 < 2), ir.NEG_INF, score)),
+    "bool-table": Case(causal & lookup("keep", (k,), BOOL), tables={"keep": rng.random(150) < 0.7}),
+    "random": Case(causal & (ir.random(ir.param("seed"), h, q, k) < 0.5), slots={"seed": 3}),
+}  # fmt: skip
+
+
+def arrays(case: Case):
+    """(q, k, v) in [batch, length, heads, dim]."""
+    draw = np.random.default_rng(1)
+
+    def one(length, heads, dim):
+        return jnp.asarray(draw.standard_normal((case.batch, length, heads, dim)), case.dtype)
+
+    return (
+        one(case.q_len, case.heads, case.dim),
+        one(case.kv_len, case.kv_heads, case.dim),
+        one(case.kv_len, case.kv_heads, case.v_dim),
+    )
+
+
+def geometry(case: Case) -> Geometry:
+    return Geometry(
+        case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.dim, case.v_dim,
+        case.dim**-0.5, case.origin, case.sizes,
+    )  # fmt: skip
+
+
+def plan(case: Case):
+    return make_plan(case.mask, case.score, "the text of the mask")
+
+
+def tables(case: Case, made) -> dict:
+    return {t.name: jnp.asarray(case.tables[t.source]) for t in made.tables}
+
+
+def spans(case: Case) -> Spans:
+    mask = ir.TRUE if case.mask is None else case.mask
+    return shared(
+        brute.spans(
+            mask, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, block=case.block,
+            origin=case.origin, sizes=case.sizes, params=case.slots, tables=case.tables,
+        )
+    )  # fmt: skip
+
+
+def shared(found: Spans) -> Spans:
+    """Equal slices stored once."""
+    whole = np.concatenate([found.bounds.reshape(len(found.count), -1), found.count], 1)
+    _, first, inverse = np.unique(whole, axis=0, return_index=True, return_inverse=True)
+    slice_of = inverse.reshape(-1)[found.slice_of].astype(np.int32)
+    return Spans(found.bounds[first], found.count[first], slice_of)
+
+
+def oracle(case: Case):
+    """(out [batch, length, heads, dim], lse), float64."""
+    q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in arrays(case))
+    out, lse = dense.attention(
+        q, k, v, case.mask, case.score, scale=case.dim**-0.5, params=case.slots, tables=case.tables,
+        origin=case.origin, sizes=case.sizes,
+    )  # fmt: skip
+    return out.transpose(0, 2, 1, 3), lse
+
+
+def allowed(case: Case) -> float:
+    """Twice the error of dense attention in the same dtype, and 1e-6."""
+    q, k, v = arrays(case)
+    group = case.heads // case.kv_heads
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    shape = (case.batch, case.heads, case.q_len, case.kv_len)
+    env = dense.coordinates(*shape, origin=case.origin, sizes=case.sizes) | case.slots
+    seen = jnp.asarray(dense.visible(ir.TRUE if case.mask is None else case.mask, env, case.tables, shape))
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.asarray(case.dim**-0.5, q.dtype)
+    if case.score is not None:
+        from frisket.lowering.emit.expr_jnp import evaluate
+
+        named = {**env, "score": s.astype(jnp.float32)}
+        known = {n: jnp.asarray(t) for n, t in case.tables.items()}
+        s = evaluate(case.score, named, known, int64=False, float64=False).astype(q.dtype)
+    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), axis=-1)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jnp.where(seen.any(-1, keepdims=True), p, 0), v)
+    error = jnp.nan_to_num(jnp.abs(out.astype(jnp.float32) - oracle(case)[0]))
+    return 2 * float(error.max()) + 1e-6
+
+
+def check(case: Case, out, lse) -> None:
+    want, want_lse = oracle(case)
+    assert out.shape == want.shape
+    assert lse.shape == want_lse.shape
+    assert out.dtype == case.dtype
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=0, atol=allowed(case))
+    loose = {"float32": 2e-6, "float64": 1e-12}.get(case.dtype, 2e-2)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, rtol=loose, atol=loose)
