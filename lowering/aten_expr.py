@@ -1,0 +1,283 @@
+"""Expr on torch tensors: the operator table of the aten backend, and expressions as short tile programs.
+
+The table is checked row by row against `dsl.evaluate`. Tiles are small, so Int is int64 here, as in the oracle;
+Float is the dtype of the scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.evaluate import unroll
+from frisket.dsl.ir import Expr, uses, walk
+from frisket.dsl.types import BOOL, FLOAT, INT
+
+Tensor = Any  # torch is imported by the caller, inside the functions that need it
+Value = Any  # a tensor, or a Python number
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch
+
+
+# -- operators ------------------------------------------------------------------------------------
+
+
+def _floordiv(x: Tensor, y: Tensor) -> Tensor:
+    torch = _torch()
+    zero = y == 0
+    return torch.where(zero, 0, torch.div(x, torch.where(zero, 1, y), rounding_mode="floor"))
+
+
+def _mod(x: Tensor, y: Tensor) -> Tensor:
+    torch = _torch()
+    zero = y == 0
+    return torch.where(zero, 0, torch.remainder(x, torch.where(zero, 1, y)))
+
+
+def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        torch = _torch()
+        ok = (y >= 0) & (y < 64)
+        return torch.where(ok, getattr(torch, fn)(x, torch.where(ok, y, 0)), 0)
+
+    return run
+
+
+def _to_int(x: Tensor) -> Tensor:
+    torch = _torch()
+    if x.dtype == torch.bool:
+        return x.long()
+    # trunc of +-2^62 at most, NaN to 0: what the oracle does, without a trap
+    return x.nan_to_num(0.0, math.inf, -math.inf).clamp(-(2.0**62), 2.0**62).long()
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x ^ (x >> 16)
+    x = _times(x, 0x85EBCA6B)
+    x = x ^ (x >> 13)
+    x = _times(x, 0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    # 32 x 32 bits in halves; int64 wraps, and the low 32 bits survive wrapping
+    return (((x >> 16) * factor << 16) + (x & 0xFFFF) * factor) & 0xFFFFFFFF
+
+
+def _random(*counters: Tensor) -> Tensor:
+    x = _mix((counters[0] + 0x9E3779B9) & 0xFFFFFFFF)
+    for c in counters[1:]:
+        x = _mix(x ^ _times(c & 0xFFFFFFFF, 0x9E3779B1))
+    return x >> 8  # 24 bits: exact in float32; the caller converts and scales
+
+
+def _fold(name: str) -> Callable[..., Tensor]:
+    def run(*args: Tensor) -> Tensor:
+        out = args[0]
+        for a in args[1:]:
+            out = getattr(_torch(), name)(out, a)
+        return out
+
+    return run
+
+
+def _call(name: str) -> Callable[..., Tensor]:
+    return lambda *args: getattr(_torch(), name)(*args)
+
+
+# torch's name where it is one call; `minimum` and `maximum` propagate NaN, as numpy's do
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    **{ours: _call(theirs) for ours, theirs in {
+        "neg": "neg", "abs": "abs", "sign": "sign", "add": "add", "sub": "sub", "mul": "mul",
+        "min": "minimum", "max": "maximum", "pow": "pow", "div": "div",
+        "bitand": "bitwise_and", "bitor": "bitwise_or", "bitxor": "bitwise_xor", "bitnot": "bitwise_not",
+        "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne",
+        "xor": "logical_xor", "not": "logical_not", "where": "where",
+        "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "log1p": "log1p", "tanh": "tanh",
+        "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "tan": "tan", "sqrt": "sqrt", "rsqrt": "rsqrt",
+        "erf": "erf", "isfinite": "isfinite",
+    }.items()},
+    "floordiv": _floordiv, "mod": _mod, "shl": _shift("bitwise_left_shift"),
+    "shr": _shift("bitwise_right_shift"),
+    "and": _fold("logical_and"), "or": _fold("logical_or"), "int": _to_int,
+    "floor": lambda x: _to_int(x.floor()), "float": lambda x: x, "random": _random,
+}  # fmt: skip
+
+# Float operators that may overwrite their first argument when nobody else needs it
+IN_PLACE = {
+    "neg": "neg_", "abs": "abs_", "add": "add_", "sub": "sub_", "mul": "mul_", "div": "div_",
+    "exp": "exp_", "exp2": "exp2_", "log": "log_", "log2": "log2_", "log1p": "log1p_", "tanh": "tanh_",
+    "sigmoid": "sigmoid_", "sin": "sin_", "cos": "cos_", "tan": "tan_", "sqrt": "sqrt_", "rsqrt": "rsqrt_",
+    "erf": "erf_",
+}  # fmt: skip
+LITERAL_BESIDE = frozenset({"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne"})
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Instruction:
+    node: Expr
+    args: tuple[int, ...]
+    overwrites: bool  # the first argument is a Float nobody reads later
+
+
+class Program:
+    """An expression ready to run on tiles: `Program(e, dtype)(env, tables)`.
+
+    `env` gives `b h q k`, sizes and slots as integers, floats or int64 tensors that broadcast; `score` as a
+    tensor, which is overwritten where that saves a pass.
+    """
+
+    def __init__(self, root: Expr, dtype: Any, given: Mapping[Expr, str] | None = None) -> None:
+        self.dtype = dtype
+        self.given = dict(given or {})
+        order = [n for n in _walk_to(unroll(root), self.given)]
+        at = {n: i for i, n in enumerate(order)}
+        last = {a: i for i, n in enumerate(order) for a in self._inputs(n)}
+        self.code = []
+        for i, n in enumerate(order):
+            args = self._inputs(n)
+            first = args[0] if args else None
+            ours = first is not None and (bool(first.args) or first.name == "score") and first not in self.given
+            self.code.append(
+                Instruction(
+                    n,
+                    tuple(at[a] for a in args),
+                    n.op in IN_PLACE and n.type is FLOAT and ours and last[first] == i
+                    and first.op not in ("lookup", "float") and args.count(first) == 1,
+                )
+            )  # fmt: skip
+
+    def _inputs(self, node: Expr) -> tuple[Expr, ...]:
+        return () if node in self.given else node.args
+
+    def __call__(self, env: Mapping[str, Value], tables: Mapping[str, Tensor]) -> Tensor:
+        torch = _torch()
+        values: list[Value] = []
+        for step in self.code:
+            node = step.node
+            if node in self.given:
+                values.append(env[self.given[node]])
+            else:
+                values.append(self._run(torch, step, [values[i] for i in step.args], env, tables))
+        return self._tensor(torch, values[-1], self.code[-1].node)
+
+    def _tensor(self, torch: Any, value: Value, node: Expr) -> Tensor:
+        if isinstance(value, torch.Tensor):
+            return value
+        return torch.tensor(value, dtype={BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
+
+    def _run(
+        self, torch: Any, step: Instruction, args: list[Value], env: Mapping[str, Value],
+        tables: Mapping[str, Tensor],
+    ) -> Value:  # fmt: skip
+        node = step.node
+        if node.op == "lit":
+            return node.name
+        if node.op in ("var", "param"):
+            return env[node.name]
+        if node.op == "lookup":
+            return self._lookup(torch, node, args, tables[node.name])
+        if node.op not in OPERATORS:
+            raise LoweringError(f"the aten backend has no `{node.op}`; the planner rewrites it before lowering")
+        # A tensor beside a number stays so: no broadcasting, no promotion of float32 by a 0-d float64.
+        keep = node.op in LITERAL_BESIDE and isinstance(args[0], torch.Tensor)
+        args = [
+            a if keep and i else self._tensor(torch, a, n)
+            for i, (a, n) in enumerate(zip(args, node.args, strict=True))
+        ]
+        if node.op == "float":
+            return args[0].to(self.dtype)
+        if node.op == "random":
+            return OPERATORS["random"](*args).to(self.dtype).mul_(2.0**-24)
+        if step.overwrites and all(
+            not isinstance(a, torch.Tensor) or _fits(a.shape, args[0].shape) for a in args[1:]
+        ):
+            return getattr(args[0], IN_PLACE[node.op])(*args[1:])
+        return OPERATORS[node.op](*args)
+
+    def _lookup(self, torch: Any, node: Expr, indices: list[Value], table: Tensor) -> Tensor:
+        clamped = [
+            self._tensor(torch, i, n).to(table.device).clamp(0, size - 1)
+            for i, n, size in zip(indices, node.args, table.shape, strict=True)
+        ]
+        found = table[tuple(clamped)]
+        return found.to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
+
+
+def _fits(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:
+    """Whether a tensor of shape `inner` broadcasts into one of shape `outer`."""
+    if len(inner) > len(outer):
+        return False
+    return all(a in (1, b) for a, b in zip(reversed(inner), reversed(outer), strict=False))
+
+
+def _walk_to(root: Expr, given: Mapping[Expr, str]) -> list[Expr]:
+    """The nodes below `root`, arguments first, not looking below the given ones."""
+    order: dict[Expr, None] = {}
+    stack = [(root, False)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order[node] = None
+        elif node not in order:
+            stack.append((node, True))
+            if node not in given:
+                stack.extend((a, False) for a in reversed(node.args))
+    return list(order)
+
+
+# -- translation invariance -----------------------------------------------------------------------
+
+
+def drift(root: Expr) -> dict[Expr, int | None]:
+    """How each node moves when q and k both move by one: 0 for a node that only sees their distance,
+    None where it is not known."""
+    rate: dict[Expr, int | None] = {}
+    for n in walk(root):
+        rate[n] = _rate(n, [rate[a] for a in n.args])
+    return rate
+
+
+def _rate(n: Expr, rates: list[int | None]) -> int | None:
+    if n.op in ("lit", "var", "param"):
+        return int(n.op == "var" and n.name in ("q", "k"))
+    if n.op == "var" and n.name == "score":
+        return None
+    if any(r is None for r in rates):
+        return None
+    known = [r for r in rates if r is not None]
+    if not any(known):
+        return 0
+    if n.op == "add":
+        return sum(known)
+    if n.op == "sub":
+        return known[0] - known[1]
+    if n.op == "neg":
+        return -known[0]
+    if n.op == "mul" and n.type is INT and n.args[0].op == "lit":
+        return int(n.args[0].name) * known[1]
+    if n.op == "mul" and n.type is INT and n.args[1].op == "lit":
+        return int(n.args[1].name) * known[0]
+    if n.op in ("lt", "le", "gt", "ge", "eq", "ne") and n.args[0].type is INT and known[0] == known[1]:
+        return 0
+    if n.op in ("min", "max") and n.type is INT and known[0] == known[1]:
+        return known[0]
+    return None
+
+
+def distance_only(root: Expr) -> bool:
+    """Whether `root` is the same wherever q - k is the same (and b, h, score do not occur)."""
+    return not uses(root) & {"b", "h", "score"} and drift(root)[root] == 0
+
+
+__all__ = ["OPERATORS", "Program", "distance_only", "drift"]

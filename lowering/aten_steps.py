@@ -1,0 +1,122 @@
+"""Work for batched GEMMs: rows of tiles that may run together, and heads that may run together.
+
+Many masks repeat: a window's rows see equal spans, each moved along by one tile; a prefix's rows see the same
+span. Such rows become one `Step` whose K/V pieces are overlapping views, so that 57,000 small spans are not
+57,000 steps of a Python loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .plan import Geometry, Spans
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Keys `[start, stop)` of a step's first row, in tokens; `[full_start, full_stop)` needs no mask.
+    The next row's piece starts `stride` tokens later."""
+
+    start: int
+    full_start: int
+    full_stop: int
+    stop: int
+    stride: int
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Step:
+    """`count` rows of `height` queries from query `start` on, all with the same pieces but for their strides."""
+
+    start: int
+    height: int
+    count: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def width(self) -> int:
+        return sum(p.width for p in self.pieces)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """`count` key heads of one batch entry from `kv` on, with query heads `[first, last)` of each one's group."""
+
+    batch: int
+    kv: int
+    count: int
+    first: int
+    last: int
+
+
+def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[Step]:
+    """The rows of one slice of the span table, in order. A row that sees nothing has no pieces."""
+    count = spans.count[slice_]
+    tokens = np.minimum(spans.bounds[slice_].astype(np.int64) * block[1], geometry.kv_len)
+    used = np.arange(tokens.shape[1]) < count[:, None]
+    tokens[~used] = 0
+    found = []
+    for first, last in _runs(tokens, count, geometry.q_len, block[0]):
+        start = first * block[0]
+        moves = tokens[first + 1] - tokens[first] if last - first > 1 else np.zeros_like(tokens[first])
+        pieces = [Piece(*map(int, r), int(m)) for r, m in zip(tokens[first], moves[:, 0]) if r[3] > r[0]]
+        height = min(block[0], geometry.q_len - start)
+        if last - first > 1 and not moves.any():  # the same keys for all: one taller tile
+            tall = min(last * block[0], geometry.q_len) - start
+            found.append(Step(start, tall, 1, tuple(pieces)))
+        else:
+            found.append(Step(start, height, last - first, tuple(pieces)))
+    return found
+
+
+def _runs(
+    tokens: NDArray[np.int64], count: NDArray[np.int32], q_len: int, block_q: int
+) -> Iterator[tuple[int, int]]:
+    """Maximal ranges of rows where each record moves by one constant from row to row."""
+    rows = len(count)
+    moves = np.diff(tokens, axis=0)
+    links = (count[1:] == count[:-1]) & (moves == moves[..., :1]).all((1, 2))
+    short = rows * block_q > q_len  # the ragged last row has another height, unless nothing moves
+    if short and rows > 1:
+        links[-1] &= not moves[-1].any()
+    same = np.zeros(rows - 1, bool)  # link i continues link i - 1
+    same[1:] = links[1:] & links[:-1] & (moves[1:] == moves[:-1]).all((1, 2))
+    first = 0
+    while first < rows:
+        last = first + 1
+        if last < rows and links[first]:
+            last += 1
+            while last < rows and same[last - 1]:
+                last += 1
+        yield first, last
+        first = last
+
+
+def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
+    """For each slice, the heads that share it; a group of query heads stays whole where all of it shares."""
+    group = geometry.heads // geometry.kv_heads
+    found: dict[int, list[Heads]] = {}
+    for b in range(geometry.batch):
+        rows = spans.slice_of[b].reshape(geometry.kv_heads, group)
+        for kv, row in enumerate(rows.tolist()):
+            cuts = [0, *(i for i in range(1, group) if row[i] != row[i - 1]), group]
+            for first, last in zip(cuts, cuts[1:]):
+                known = found.setdefault(row[first], [])
+                one = Heads(b, kv, 1, first, last)
+                if known and _follows(known[-1], one):
+                    known[-1] = Heads(b, known[-1].kv, known[-1].count + 1, first, last)
+                else:
+                    known.append(one)
+    return found
+
+
+def _follows(a: Heads, b: Heads) -> bool:
+    return a.batch == b.batch and a.kv + a.count == b.kv and (a.first, a.last) == (b.first, b.last)
