@@ -1,0 +1,179 @@
+"""The tile picture in a terminal: which blocks of keys each block of queries reads.
+
+    queries ╲ keys
+            0       256     512     768
+          0 ▒▒· · · · · · ·
+        128 ██▒▒· · · · · ·
+
+A large layout is drawn from its runs: work and memory follow the runs and the picture, never the tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from rich.text import Text
+
+PARTIAL, FULL = 1, 2
+CELLS = 32  # drawn cells along each axis at most: two columns each, so 64 of 80
+MARGIN = 8  # columns for the labels of rows
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tiles counted per drawn cell: `full` and `partial` are int64 [rows, columns]; a cell spans
+    `step = (q, k)` tiles, fewer at the far edges."""
+
+    full: NDArray[np.int64]
+    partial: NDArray[np.int64]
+    total: NDArray[np.int64]
+    step: tuple[int, int]
+
+
+def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> Grid:
+    """From a grid of kinds, uint8 [q_tiles, k_tiles]."""
+    grid = np.asarray(kinds)
+    steps = _steps(*grid.shape, cells)
+    rows, columns = (np.arange(0, n, s) for n, s in zip(grid.shape, steps, strict=True))
+
+    def count(kind: int) -> NDArray[np.int64]:
+        by_row = np.add.reduceat((grid == kind).astype(np.int64), rows, axis=0)
+        return np.asarray(np.add.reduceat(by_row, columns, axis=1), np.int64)
+
+    return Grid(count(FULL), count(PARTIAL), _sizes(*grid.shape, steps), steps)
+
+
+def from_runs(
+    row_ptr: ArrayLike, start: ArrayLike, stop: ArrayLike, kind: ArrayLike, k_tiles: int, cells: int = CELLS
+) -> Grid:
+    """From runs in CSR: row r has runs `row_ptr[r] .. row_ptr[r + 1]`, each `[start, stop)` of one kind."""
+    row_ptr, start, stop, kind = (np.asarray(x, np.int64) for x in (row_ptr, start, stop, kind))
+    q_tiles = len(row_ptr) - 1
+    steps = _steps(q_tiles, k_tiles, cells)
+    rows, columns = -(-q_tiles // steps[0]), -(-k_tiles // steps[1])
+    row = np.repeat(np.arange(q_tiles), np.diff(row_ptr)) // steps[0]
+
+    def count(wanted: int) -> NDArray[np.int64]:
+        of = (kind == wanted) & (stop > start)
+        return _spread(row[of], start[of], stop[of], steps[1], rows, columns)
+
+    return Grid(count(FULL), count(PARTIAL), _sizes(q_tiles, k_tiles, steps), steps)
+
+
+def _spread(
+    row: NDArray[np.int64],
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    step: int,
+    rows: int,
+    columns: int,
+) -> NDArray[np.int64]:
+    """How many of the tiles `[start, stop)` of each row fall into each cell."""
+    # tiles of a run left of x grow linearly with x: count them as `min(stop, x) - min(start, x)` through
+    # the end cells and, in between, a constant `step` written as differences
+    first, last = start // step, (stop - 1) // step
+
+    def add(column: NDArray[np.int64], weight: NDArray[np.int64]) -> NDArray[np.int64]:
+        flat = np.bincount(row * (columns + 1) + column, weight, rows * (columns + 1))
+        return flat.astype(np.int64).reshape(rows, columns + 1)
+
+    here = np.minimum(stop, (first + 1) * step) - start
+    there = np.where(last > first, stop - last * step, 0)
+    inner = np.full_like(start, step) * (last > first)
+    between = add(first + 1, inner) - add(np.maximum(last, first + 1), inner)
+    return (add(first, here) + add(last, there) + np.cumsum(between, axis=1))[:, :columns]
+
+
+def _steps(q_tiles: int, k_tiles: int, cells: int) -> tuple[int, int]:
+    return max(1, -(-q_tiles // cells)), max(1, -(-k_tiles // cells))
+
+
+def _sizes(q_tiles: int, k_tiles: int, steps: tuple[int, int]) -> NDArray[np.int64]:
+    sides = [
+        np.diff(np.append(np.arange(0, n, s), n)) for n, s in zip((q_tiles, k_tiles), steps, strict=True)
+    ]
+    return np.multiply.outer(*sides)
+
+
+# -- characters -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ink:
+    """The characters of one picture: two columns for an empty cell, one repeated for the others."""
+
+    empty: str
+    little: str
+    half: str
+    most: str
+    full: str
+    corner: str
+
+
+UNICODE = Ink("· ", "░", "▒", "▓", "█", "╲")
+ASCII = Ink(". ", "-", "+", "%", "#", "\\")
+STYLES = {"empty": "bright_black", "little": "yellow", "half": "yellow", "most": "cyan", "full": "cyan"}
+
+
+def _levels(grid: Grid) -> NDArray[np.int64]:
+    """0 empty, 1 little, 2 half, 3 most, 4 full; a partial tile counts as half visible."""
+    share = (grid.full + grid.partial / 2) / grid.total
+    level = np.digitize(share, [0.3, 0.6]) + 1
+    level[grid.full + grid.partial == 0] = 0
+    level[grid.full == grid.total] = 4
+    return np.asarray(level, np.int64)
+
+
+def picture(
+    grid: Grid,
+    block: tuple[int, int],
+    origin: tuple[int, int] = (0, 0),
+    *,
+    ink: Ink = UNICODE,
+) -> Text:
+    """The picture with axes in tokens and a legend. `block` is a tile's size in tokens, `origin` the first
+    query and key of the layout."""
+    rows, columns = grid.full.shape
+    q_step, k_step = (s * b for s, b in zip(grid.step, block, strict=True))
+    every = 4
+    text = Text(no_wrap=True, overflow="crop")
+    text.append(f"queries {ink.corner} keys".ljust(MARGIN + 1).rstrip() + "\n", "dim")
+    marks = (
+        tokens(origin[1] + c * k_step).ljust(2 * min(every, columns - c)) for c in range(0, columns, every)
+    )
+    text.append(f"{'':{MARGIN}}{''.join(marks)}".rstrip() + "\n", "dim")
+    names = ("empty", "little", "half", "most", "full")
+    for r, levels in enumerate(_levels(grid)):
+        label = tokens(origin[0] + r * q_step) if rows <= 16 or r % every == 0 else ""
+        line = Text.assemble((f"{label:>{MARGIN - 1}} ", "dim"))
+        for name in (names[level] for level in levels):
+            line.append(getattr(ink, name).ljust(2, getattr(ink, name)), STYLES[name])
+        line.rstrip()
+        text.append(line).append("\n")
+    _legend(text, grid, (q_step, k_step), ink)
+    return text
+
+
+def _legend(text: Text, grid: Grid, step: tuple[int, int], ink: Ink) -> None:
+    text.append(" " * MARGIN)
+    text.append(ink.full, STYLES["full"]).append(" full  ", "dim")
+    if grid.step == (1, 1):
+        text.append(ink.half, STYLES["half"]).append(" partial  ", "dim")
+    else:
+        for name in ("most", "half", "little"):
+            text.append(getattr(ink, name), STYLES[name])
+        text.append(" part, by share  ", "dim")
+    text.append(ink.empty.strip(), STYLES["empty"]).append(" empty  ", "dim")
+    text.append(f"one cell {step[0]:,} {'x' if ink is ASCII else '×'} {step[1]:,} tokens", "dim")
+
+
+def tokens(n: int) -> str:
+    """A position on an axis, short enough for its column: 512, 65536, 128k, 3M."""
+    if abs(n) < 100_000:
+        return str(n)
+    for unit, size in (("M", 1 << 20), ("k", 1 << 10), ("M", 10**6), ("k", 10**3)):
+        if n % size == 0:
+            return f"{n // size}{unit}"
+    return f"{n / 2**20:.1f}M" if n >= 1 << 20 else f"{n / 1024:.1f}k"

@@ -1,0 +1,76 @@
+"""Dependencies point one way, and the heavy frameworks stay out until somebody brings their arrays."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ["grammar", "dsl", "lowering", "runtime"]
+FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
+FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
+
+
+def imports(tree, path):
+    """Absolute names of the modules a tree imports, relative ones resolved."""
+    inside = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(("frisket", *inside[: len(inside) - node.level + 1])) if node.level else ""
+            yield ".".join(part for part in (base, node.module or "") if part)
+
+
+def at_module_level(tree):
+    """The statements that run on import: those outside functions and `if TYPE_CHECKING`."""
+    kept = ast.Module(body=[], type_ignores=[])
+    stack = list(tree.body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kept.body.append(node)
+        stack.extend(
+            child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)
+        )
+    return kept
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_layer_imports_upward(path):
+    layer = LAYERS.index(path.relative_to(ROOT).parts[0])
+    above = tuple(f"frisket.{name}" for name in LAYERS[layer + 1 :])
+    named = set(imports(ast.parse(path.read_text()), path))
+    assert not [name for name in named if f"{name}.".startswith(tuple(f"{a}." for a in above))]
+    if layer < LAYERS.index("runtime"):
+        assert "frisket" not in named, "the facade is above every layer"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_module_level_imports(path):
+    """numpy and lark below runtime; no framework at module level anywhere."""
+    roots = {name.split(".")[0] for name in imports(at_module_level(ast.parse(path.read_text())), path)}
+    assert not roots & FRAMEWORKS
+    if path.relative_to(ROOT).parts[0] != "runtime":
+        assert roots - set(sys.stdlib_module_names) <= {"numpy", "lark", "frisket"}
+
+
+def test_importing_frisket_touches_no_framework():
+    code = "import sys, frisket; print(sorted({'torch', 'jax', 'triton', 'matplotlib'} & set(sys.modules)))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "[]\n"
+    )
+
+
+def test_the_rule_sees_a_wrong_import():
+    tree = ast.parse("def f():\n    from frisket.runtime.mask import Mask\nimport torch")
+    assert set(imports(tree, ROOT / "dsl" / "x.py")) == {"frisket.runtime.mask", "torch"}
+    assert set(imports(at_module_level(tree), ROOT / "dsl" / "x.py")) == {"torch"}
+    assert list(imports(ast.parse("from ..dsl import ir"), ROOT / "lowering" / "x.py")) == ["frisket.dsl"]

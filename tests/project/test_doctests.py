@@ -1,0 +1,28 @@
+"""Every example in a docstring is true. (pytest's own collector cannot import these folders by path.)"""
+
+import doctest
+import importlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+ROOMS = {name: package for package, name in SETUPTOOLS["package-dir"].items() if name != "runtime/facade"}
+
+
+def modules():
+    for room, package in ROOMS.items():
+        for file in sorted((ROOT / room).rglob("*.py")):
+            inside = file.relative_to(ROOT / room).with_suffix("").parts
+            # a cheap look first: importing every emitter for nothing takes seconds
+            if inside[0] != "facade" and ">>> " in file.read_text():
+                yield ".".join((package, *(part for part in inside if part != "__init__")))
+    yield "frisket"
+
+
+@pytest.mark.parametrize("name", list(modules()))
+def test_doctest(name):
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0

@@ -1,0 +1,72 @@
+"""What ships is what is on the disk."""
+
+import importlib
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+FOLDERS = SETUPTOOLS["package-dir"]
+
+
+def folder(package):
+    """The folder a package ships from, through its nearest mapped parent."""
+    parts = package.split(".")
+    for n in range(len(parts), 0, -1):
+        if (mapped := FOLDERS.get(".".join(parts[:n]))) is not None:
+            return ROOT.joinpath(mapped, *parts[n:])
+    raise AssertionError(package)
+
+
+def test_the_package_list_is_the_folders_on_disk():
+    listed = {folder(package) for package in SETUPTOOLS["packages"]}
+    rooms = (ROOT / name for name in ("grammar", "dsl", "lowering", "runtime"))
+    found = {file.parent for room in rooms for file in room.rglob("*.py")}
+    # a folder without an __init__.py would be absent from the wheel and present in an editable install
+    assert listed - {ROOT / "runtime" / "facade"} == found - {ROOT / "runtime" / "facade"}
+    assert all((place / "__init__.py").is_file() for place in listed)
+
+
+def test_every_data_file_is_declared():
+    for room in ("grammar", "dsl", "lowering", "runtime"):
+        for file in (ROOT / room).rglob("*"):
+            if file.is_dir() or "__pycache__" in file.parts or file.suffix == ".py":
+                continue
+            package = next(p for p in SETUPTOOLS["packages"] if folder(p) == file.parent)
+            patterns = SETUPTOOLS["package-data"].get(package, [])
+            assert any(file.match(pattern) for pattern in patterns), f"{file} is not in package-data"
+
+
+def test_constraints_pin_every_direct_dependency():
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [*PROJECT["project"]["dependencies"], *(r for group in extras.values() for r in group)]
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in wanted} - {"frisket"}
+    assert names <= set(pinned)
+
+
+@pytest.mark.parametrize("name", ["numpy", "lark", "rich", "platformdirs"])
+def test_core_dependencies_are_declared(name):
+    assert any(r.startswith(name) for r in PROJECT["project"]["dependencies"])
+
+
+def test_the_command_is_installed():
+    entry = next(e for e in metadata.entry_points(group="console_scripts") if e.name == "frisket")
+    module, function = entry.value.split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_version_is_the_projects():
+    import frisket
+
+    assert frisket.__version__ == PROJECT["project"]["version"]
+
+
+def test_test_files_have_unique_names():
+    names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
