@@ -1,0 +1,37 @@
+"""Simplify a mask and a score mod, and move masks hidden in the score mod into the mask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from frisket.dsl.ir import SCORE, TRUE, Expr, conj
+
+from .engine import RULES, Simplifier, simplify
+from .hoist import hoist
+from .pattern import Rule
+
+__all__ = ["RULES", "Rule", "Simplifier", "hoist", "prepare", "simplify"]
+
+
+def prepare(
+    mask: Expr | None,
+    score: Expr | None,
+    finite_tables: Mapping[str, bool] | None = None,
+    counts: Counter[str] | None = None,
+) -> tuple[Expr | None, Expr | None]:
+    """(mask, score) simplified: a mask that is always true and a score mod that changes nothing are None.
+
+    `finite_tables` says which Float tables hold only finite values: a bias beside a hidden mask needs it.
+    """
+    run = Simplifier()
+    seen, rest = TRUE, run(score) if score is not None else SCORE
+    while True:  # a branch can hide another
+        more, rest = hoist(rest, finite_tables)
+        if more is TRUE:
+            break
+        seen, rest = conj(seen, more), run(rest)
+    whole = run(conj(mask if mask is not None else TRUE, seen))
+    if counts is not None:
+        counts.update(run.counts)
+    return None if whole is TRUE else whole, None if rest is SCORE else rest

@@ -19,7 +19,9 @@ from frisket.dsl.show import show
 from frisket.dsl.types import INT
 
 Terms = tuple[tuple[Expr, int], ...]  # (atom, coefficient), coefficients not 0, in canonical order
-_ORDER = {name: i for i, name in enumerate(("q", "k", "b", "h", *SIZES))}
+# the analysis writes rectangles in q0 q1 k0 k1 (first and last query and key)
+MOVING = (*COORDINATES, "q0", "q1", "k0", "k1")
+_ORDER = {name: i for i, name in enumerate(("q", "q0", "q1", "k", "k0", "k1", "b", "h", *SIZES))}
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,13 @@ class Linear:
 
 
 @lru_cache(maxsize=65536)
-def sort_key(e: Expr) -> tuple[int, str]:
-    """Coordinates first (q before k), then sizes, parameters by name, everything else by its text."""
+def sort_key(e: Expr) -> tuple[int, list[int], str]:
+    """Coordinates first (q before k), then sizes, parameters by name, then the rest: by the variables it
+    holds, in that order, and its text."""
     if e.op == "var":
-        return (_ORDER.get(e.name, 20), str(e.name))
-    return (30 if e.op == "param" else 40, show(e))
+        return (_ORDER.get(e.name, 20), [], str(e.name))
+    held = [_ORDER.get(n.name, 20) for n in walk(e) if n.op == "var"]
+    return (30 if e.op == "param" else 40, held, show(e))
 
 
 def _collect(terms: Iterable[tuple[Expr, int]], const: int) -> Linear:
@@ -93,7 +97,13 @@ def write(form: Linear) -> Expr:
     for atom, factor in ordered:
         term = atom if abs(factor) == 1 else build("mul", lit(abs(factor)), atom)
         if result is None:
-            result = term if factor > 0 else build("neg", atom) if factor == -1 else build("mul", lit(factor), atom)
+            result = (
+                term
+                if factor > 0
+                else build("neg", atom)
+                if factor == -1
+                else build("mul", lit(factor), atom)
+            )
         else:
             result = build("add" if factor > 0 else "sub", result, term)
     if result is None:
@@ -105,8 +115,8 @@ def write(form: Linear) -> Expr:
 
 @lru_cache(maxsize=65536)
 def varies(e: Expr) -> bool:
-    """Whether a value depends on b, h, q or k."""
-    return any(n.op == "var" and n.name in COORDINATES or n.op in ("bound", "hole") for n in walk(e))
+    """Whether a value depends on b, h, q or k, or on the ends of a rectangle."""
+    return any((n.op == "var" and n.name in MOVING) or n.op in ("bound", "hole") for n in walk(e))
 
 
 # a comparison of Ints is `form REL 0` with REL one of ge, le, eq, ne

@@ -49,7 +49,10 @@ def interval(e: Expr) -> Interval:
         lo, hi = args[0]
         return (1 if lo and lo > 0 else 0 if lo == 0 else -1, -1 if hi is not None and hi < 0 else 1)
     if e.op == "bitand" and any(a[0] is not None and a[0] >= 0 for a in args):
-        return (0, min((a[1] for a in args if a[0] is not None and a[0] >= 0 and a[1] is not None), default=None))
+        return (
+            0,
+            min((a[1] for a in args if a[0] is not None and a[0] >= 0 and a[1] is not None), default=None),
+        )
     if e.op == "segment":
         return (0, None)
     return UNKNOWN

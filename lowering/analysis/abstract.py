@@ -1,0 +1,335 @@
+"""Abstract interpretation over a rectangle of (query, key): the ends of every Int and Float, as Exprs.
+
+A rectangle is `q0 <= q <= q1`, `k0 <= k <= k1` in global coordinates, ends inclusive; b and h are fixed. The
+ends of `e` are Exprs in `q0 q1 k0 k1 b h`, sizes, parameters and table minima and maxima, so that one text
+serves the host driver, a kernel's prologue and a planner on a device.
+
+>>> from frisket.dsl.sugar import q, k
+>>> r = ends(q - k)
+>>> (r.lo, r.hi)
+(q0 - k1, q1 - k0)
+
+Soundness is one-sided: an end may be too wide (None: unbounded), never too narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, uses, var
+from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.types import BOOL, FLOAT, INT
+
+from ..simplify.affine import Linear, linear, write
+
+Q0, Q1, K0, K1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
+
+
+@dataclass(frozen=True)
+class Range:
+    """`lo <= value <= hi`. `attained`: both ends are values at some point of the rectangle. `dense`: every
+    integer between two attained values is a value too (neighbouring points differ by at most 1). `nan`: a
+    Float that may be NaN somewhere, which then lies outside the ends."""
+
+    lo: Expr | None
+    hi: Expr | None
+    attained: bool = False
+    dense: bool = False
+    nan: Expr = FALSE
+
+    @property
+    def point(self) -> bool:
+        return self.lo is self.hi and self.lo is not None
+
+
+TOP = Range(None, None, nan=TRUE)
+FAR = 2**62  # beyond every Int that fits
+
+
+def point(e: Expr) -> Range:
+    return Range(e, e, attained=True, dense=True, nan=ne(e, e) if e.type is FLOAT else FALSE)
+
+
+def depends(e: Expr) -> frozenset[str]:
+    """Which of q and k a value varies with."""
+    return uses(e) & {"q", "k"}
+
+
+@lru_cache(maxsize=65536)
+def ends(e: Expr) -> Range:
+    """The range of an Int or Float over the rectangle."""
+    held = depends(e)
+    if not held:
+        return point(e)
+    if e.op == "var":
+        return Range(Q0, Q1, True, True) if e.name == "q" else Range(K0, K1, True, True)
+    if e.type is INT and e.op in ("add", "sub", "neg", "mul"):
+        form = linear(e)
+        if form.terms != ((e, 1),):
+            return _affine(form)
+    return TRANSFER[e.op](e) if e.op in TRANSFER else TOP
+
+
+def independent(*parts: Expr) -> bool:
+    """No two of them vary with the same variable, so their values combine freely."""
+    held = [depends(p) for p in parts]
+    return sum(map(len, held)) == len(frozenset().union(*held))
+
+
+def _affine(form: Linear) -> Range:
+    atoms = [ends(a) for a, _ in form.terms]
+    free = independent(*(a for a, _ in form.terms))
+    return Range(
+        _total(form, [r.lo if f > 0 else r.hi for (_, f), r in zip(form.terms, atoms, strict=True)]),
+        _total(form, [r.hi if f > 0 else r.lo for (_, f), r in zip(form.terms, atoms, strict=True)]),
+        attained=free and all(r.attained for r in atoms),
+        dense=free
+        and all(r.dense and (abs(f) == 1 or r.point) for (_, f), r in zip(form.terms, atoms, strict=True)),
+    )
+
+
+def _total(form: Linear, picked: list[Expr | None]) -> Expr | None:
+    total = Linear((), form.const)
+    for (_, f), end in zip(form.terms, picked, strict=True):
+        if end is None:
+            return None
+        total = total + linear(end).times(f)
+    return write(total)
+
+
+# -- transfer functions ---------------------------------------------------------------------------
+
+
+def _least(*xs: Expr | None) -> Expr | None:
+    return _extreme(minimum, xs)
+
+
+def _most(*xs: Expr | None) -> Expr | None:
+    return _extreme(maximum, xs)
+
+
+def _extreme(pick: Callable[[Expr, Expr], Expr], xs: tuple[Expr | None, ...]) -> Expr | None:
+    out: Expr | None = None
+    for x in dict.fromkeys(xs):
+        if x is None:
+            return None
+        out = x if out is None else pick(out, x)
+    return out
+
+
+def _neg(e: Expr) -> Range:
+    r = ends(e.args[0])
+    return Range(None if r.hi is None else -r.hi, None if r.lo is None else -r.lo, r.attained, r.dense, r.nan)
+
+
+def _float_result(e: Expr, lo: Expr | None, hi: Expr | None, attained: bool = False) -> Range:
+    """Arithmetic gives NaN only from NaN or where infinities meet, and then an end is not finite."""
+    if e.type is INT:
+        return Range(lo, hi, attained)
+    if lo is None or hi is None:
+        return TOP
+    wild = [build("not", build("isfinite", x)) for x in (lo, hi)]
+    return Range(lo, hi, nan=disj(*(ends(a).nan for a in e.args), *wild))
+
+
+def _add(e: Expr) -> Range:  # Float only: Int goes through affine forms
+    x, y = (ends(a) for a in e.args)
+    lo = None if x.lo is None or y.lo is None else x.lo + y.lo
+    return _float_result(e, lo, None if x.hi is None or y.hi is None else x.hi + y.hi)
+
+
+def _sub(e: Expr) -> Range:
+    x, y = (ends(a) for a in e.args)
+    lo = None if x.lo is None or y.hi is None else x.lo - y.hi
+    return _float_result(e, lo, None if x.hi is None or y.lo is None else x.hi - y.lo)
+
+
+def _mul(e: Expr) -> Range:
+    x, y = (ends(a) for a in e.args)
+    if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
+        return TOP
+    corners = (x.lo * y.lo, x.lo * y.hi, x.hi * y.lo, x.hi * y.hi)
+    free = independent(*e.args) and x.attained and y.attained
+    return _float_result(e, _least(*corners), _most(*corners), free)
+
+
+def _div(e: Expr) -> Range:
+    x, d = ends(e.args[0]), e.args[1]
+    if d.op != "lit" or not d.name or x.lo is None or x.hi is None:
+        return TOP
+    lo, hi = (x.lo, x.hi) if d.name > 0 else (x.hi, x.lo)
+    return _float_result(e, lo / d, hi / d)
+
+
+def _floordiv(e: Expr) -> Range:
+    x, y = (ends(a) for a in e.args)
+    d = e.args[1]
+    if d.op == "lit" and d.name > 0:
+        return Range(
+            None if x.lo is None else x.lo // d, None if x.hi is None else x.hi // d, x.attained, x.dense
+        )
+    if x.lo is None or x.hi is None:
+        return TOP
+    # |x // y| <= |x| whatever y is (x // 0 is 0); a divisor of one sign gives the corners
+    wide = maximum(-x.lo, x.hi) if x.lo is not x.hi else abs(x.lo)
+    if y.lo is None or y.hi is None:
+        return Range(minimum(-wide, -1), maximum(wide, 0))
+    safe = (y.lo > 0) | (y.hi < 0)
+    corners = (x.lo // y.lo, x.lo // y.hi, x.hi // y.lo, x.hi // y.hi)
+    lo, hi = _least(*corners), _most(*corners)
+    assert lo is not None and hi is not None
+    return Range(where(safe, lo, minimum(-wide, -1)), where(safe, hi, maximum(wide, 0)))
+
+
+def _mod(e: Expr) -> Range:
+    """0 <= x % d < d for d > 0, and the remainders of the ends when both have the same quotient."""
+    x, y = (ends(a) for a in e.args)
+    if y.lo is None or y.hi is None:
+        return TOP
+    lo, hi = minimum(y.lo + 1, 0), maximum(y.hi - 1, 0)
+    if not y.point or x.lo is None or x.hi is None:
+        return Range(lo, hi)
+    d = y.lo
+    same = eq(x.lo // d, x.hi // d) & (d > 0)
+    return Range(where(same, x.lo % d, lo), where(same, x.hi % d, hi))
+
+
+def _abs(e: Expr) -> Range:
+    r = ends(e.args[0])
+    zero = ZERO if e.type is INT else lit(0.0)
+    if r.lo is None or r.hi is None:
+        return Range(zero, None, nan=r.nan)
+    lo = maximum(maximum(r.lo, -r.hi), zero)
+    # the least is attained only if 0 is, when the values pass through it
+    return Range(lo, maximum(-r.lo, r.hi), r.attained and r.dense, r.dense, r.nan)
+
+
+def _sign(e: Expr) -> Range:
+    r = ends(e.args[0])
+    if e.type is FLOAT:
+        return TOP
+    lo = lit(-1) if r.lo is None else build("sign", r.lo)
+    return Range(lo, lit(1) if r.hi is None else build("sign", r.hi), r.attained, r.dense)
+
+
+def _minmax(e: Expr) -> Range:
+    x, y = (ends(a) for a in e.args)
+    free = independent(*e.args) and x.attained and y.attained
+    if e.type is FLOAT:
+        free = False
+    if e.op == "min":
+        hi = _either(x.hi, y.hi, minimum) if e.type is INT else _least(x.hi, y.hi)
+        return Range(_least(x.lo, y.lo), hi, free, x.dense and y.dense, disj(x.nan, y.nan))
+    lo = _either(x.lo, y.lo, maximum) if e.type is INT else _most(x.lo, y.lo)
+    return Range(lo, _most(x.hi, y.hi), free, x.dense and y.dense, disj(x.nan, y.nan))
+
+
+def _either(x: Expr | None, y: Expr | None, pick: Callable[[Expr, Expr], Expr]) -> Expr | None:
+    # min(x, y) <= x even where y is unbounded
+    return pick(x, y) if x is not None and y is not None else x if y is None else y
+
+
+def _where(e: Expr) -> Range:
+    from .questions import always, never
+
+    cond, yes, no = e.args
+    x, y = ends(yes), ends(no)
+    sure, not_ = always(cond), never(cond)
+
+    def side(a: Expr | None, b: Expr | None, hull: Callable[[Expr, Expr], Expr]) -> Expr | None:
+        return None if a is None or b is None else where(sure, a, where(not_, b, hull(a, b)))
+
+    return Range(side(x.lo, y.lo, minimum), side(x.hi, y.hi, maximum), nan=disj(x.nan, y.nan))
+
+
+def _int(e: Expr) -> Range:
+    from .questions import always, never
+
+    inner = e.args[0]
+    if inner.type is BOOL:
+        return Range(where(always(inner), 1, 0), where(never(inner), 0, 1), attained=False, dense=True)
+    return _rounded(e)
+
+
+def _rounded(e: Expr) -> Range:
+    """`floor` and `int` of a Float; NaN becomes 0, so a range that may hold NaN is everything."""
+    r = ends(e.args[0])
+
+    def end(x: Expr | None, far: int) -> Expr | None:
+        return (
+            None if x is None else where(r.nan, far, build(e.op, x)) if r.nan is not FALSE else build(e.op, x)
+        )
+
+    return Range(end(r.lo, -FAR), end(r.hi, FAR))
+
+
+def _monotone(e: Expr) -> Range:
+    """Functions that never decrease; below its domain one gives NaN, and then so does its lower end."""
+    r = ends(e.args[0])
+    if r.lo is None or r.hi is None:
+        return TOP
+    lo, hi = build(e.op, r.lo), build(e.op, r.hi)
+    return Range(lo, hi, nan=disj(r.nan, ne(lo, lo), ne(hi, hi)))
+
+
+def _float(e: Expr) -> Range:
+    r = ends(e.args[0])
+    return Range(
+        None if r.lo is None else build("float", r.lo),
+        None if r.hi is None else build("float", r.hi),
+        r.attained,
+    )
+
+
+def _lookup(e: Expr) -> Range:
+    lows, highs = table_box(e)
+    lo = make("range_min", (*lows, *highs), e.name, e.type)
+    # one varying index that passes every position meets the minimum and the maximum
+    varying = [a for a in e.args if depends(a)]
+    r = ends(varying[0])
+    exact = len(varying) == 1 and r.attained and r.dense and e.type is INT
+    hi = make("range_max", (*lows, *highs), e.name, e.type)
+    return Range(lo, hi, exact, nan=disj(ne(lo, lo), ne(hi, hi)) if e.type is FLOAT else FALSE)
+
+
+def table_box(e: Expr) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
+    """First and last index per axis; an unknown end is the table's (queries clamp)."""
+    ranges = [ends(a) for a in e.args]
+    far = lit(FAR)
+    return (
+        tuple(r.lo if r.lo is not None else ZERO for r in ranges),
+        tuple(r.hi if r.hi is not None else far for r in ranges),
+    )
+
+
+def _segment(e: Expr) -> Range:
+    r = ends(e.args[0])
+    if r.lo is None or r.hi is None:
+        return Range(ZERO, None)
+    lo, hi = (make("segment", (x,), e.name, INT) for x in (r.lo, r.hi))
+    return Range(lo, hi, attained=r.attained)
+
+
+def _bitand(e: Expr) -> Range:
+    tops = [r for r in (ends(a) for a in e.args) if r.lo is not None and r.lo.op == "lit" and r.lo.name >= 0]
+    highs = [r.hi for r in tops if r.hi is not None]
+    return Range(ZERO, highs[0] if highs else None) if tops else TOP
+
+
+def _shift(e: Expr) -> Range:
+    by = e.args[1]
+    if by.op != "lit" or not 0 <= by.name < 62:
+        return TOP
+    factor = lit(1 << by.name)
+    return ends(build("mul", e.args[0], factor) if e.op == "shl" else build("floordiv", e.args[0], factor))
+
+
+TRANSFER: dict[str, Callable[[Expr], Range]] = {
+    "neg": _neg, "add": _add, "sub": _sub, "mul": _mul, "div": _div, "floordiv": _floordiv, "mod": _mod,
+    "abs": _abs, "sign": _sign, "min": _minmax, "max": _minmax, "where": _where, "int": _int, "float": _float,
+    "floor": _rounded, "exp": _monotone, "exp2": _monotone, "log": _monotone, "log2": _monotone,
+    "log1p": _monotone, "sqrt": _monotone, "tanh": _monotone, "sigmoid": _monotone,
+    "lookup": _lookup, "segment": _segment, "bitand": _bitand, "shl": _shift, "shr": _shift,
+}  # fmt: skip

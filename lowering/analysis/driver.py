@@ -1,0 +1,181 @@
+"""From a simplified mask and lengths to spans: closed form where there is one, coarse to fine elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.evaluate import evaluate, unroll
+from frisket.dsl.ir import TRUE, Expr, lit, make, substitute, uses, var, walk
+
+from ..plan import Bounds, Origin, Sizes, Spans
+from ..simplify import simplify
+from .rows import both_sides, bounds
+from .spans import from_boxes, merge, records, share
+from .table import Table
+from .tiles import Grid, Scope, classify
+
+Array = NDArray[Any]
+SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What was found, and how."""
+
+    spans: Spans
+    bounds: Bounds | None  # the closed form, when the mask has one
+    method: str  # "closed form", "bounds", "coarse to fine"
+    exact: bool  # no tile was left PARTIAL for want of budget
+    settled: int  # tiles decided by looking at their elements
+    looked_at: int  # elements looked at
+
+
+def bind(e: Expr, tables: Mapping[str, Any]) -> Expr:
+    """Extents become the sizes of the bound tables, and reductions are written out."""
+    if not any(n.op in ("extent", "reduce") for n in walk(e)):
+        return e
+    sizes = {n: lit(int(np.shape(tables[n.name[0]])[n.name[1]])) for n in walk(e) if n.op == "extent"}
+    return unroll(substitute(e, sizes))
+
+
+def swap(e: Expr) -> Expr:
+    """The mask with queries and keys exchanged: its rows are the columns of the other."""
+    return substitute(e, {var("q"): var("k"), var("k"): var("q")})
+
+
+def analyse(
+    mask: Expr | None,
+    *,
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    block: tuple[int, int] = (128, 128),
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+    params: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Any] | None = None,
+    work: int = 1 << 28,
+    transposed: bool = False,
+) -> Analysis:
+    """The spans of `mask` over queries `[q, q + q_len)` and keys `[k, k + kv_len)` of the whole problem.
+
+    `origin` is (b, h, q, k), its q and k ints or one per batch; `sizes` (B, H, Q_LEN, KV_LEN) defaults to the
+    lengths given. `transposed` gives rows of key tiles whose records hold query tiles. `work` bounds the
+    elements looked at where the analysis cannot decide a tile; past it tiles stay PARTIAL and `exact` is False.
+    """
+    expr = TRUE if mask is None else mask
+    bound = {n: t if isinstance(t, Table) else Table(t) for n, t in (tables or {}).items()}
+    expr = simplify(bind(expr, {n: t.array for n, t in bound.items()}))
+    grid, slice_of = _grid(expr, q_len, kv_len, batch, heads, block, origin)
+    if transposed:
+        expr = simplify(swap(expr))
+        grid = Grid(kv_len, q_len, (block[1], block[0]), grid.b, grid.h, grid.k, grid.q)
+    full = sizes or (batch, heads, q_len, kv_len)
+    env = {**dict(zip(SIZE_NAMES, full, strict=True)), **(params or {})}
+    scope = Scope(env, bound, work)
+    slices, formula = len(grid.b), bounds(expr)
+    if formula is not None:
+        found, method = _closed(formula, grid, scope), "closed form"
+    elif (sides := both_sides(expr)) is not None:
+        found, method = _swept(sides, grid, scope), "bounds"
+    else:
+        boxes = classify(expr, grid, scope)
+        found, method = records(from_boxes(boxes), slices, grid.rows), "coarse to fine"
+    spans = share(*found, slice_of)
+    return Analysis(spans, formula, method, not scope.undecided, scope.settled, scope.looked_at)
+
+
+def _grid(
+    expr: Expr, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin
+) -> tuple[Grid, Array]:
+    """One slice for every (b, h) the mask can tell apart."""
+    b0, h0, q0, k0 = origin
+    used = uses(expr)
+    shifts = (
+        np.broadcast_to(np.asarray(q0, np.int64), (batch,)),
+        np.broadcast_to(np.asarray(k0, np.int64), (batch,)),
+    )
+    apart = "b" in used or any((s != s[0]).any() for s in shifts)
+    nb, nh = batch if apart else 1, heads if "h" in used else 1
+    b, h = np.divmod(np.arange(nb * nh), nh)
+    grid = Grid(q_len, kv_len, block, b0 + b, h0 + h, shifts[0][b], shifts[1][b])
+    rows, columns = np.arange(batch) % nb if apart else np.zeros(batch, int), np.arange(heads) % nh
+    return grid, rows[:, None] * nh + columns[None, :]
+
+
+def _rows(grid: Grid) -> dict[str, Array]:
+    """First and last query of every row of tiles, and the keys of the crop: [slices, rows]."""
+    start = np.arange(grid.rows) * grid.block[0]
+    stop = np.minimum(start + grid.block[0], grid.q_len)
+    q, k = grid.q[:, None], grid.k[:, None]
+    return {
+        "b": grid.b[:, None], "h": grid.h[:, None],
+        "q0": q + start, "q1": q + stop - 1, "k0": k, "k1": k + grid.kv_len - 1,
+    }  # fmt: skip
+
+
+def _values(parts: list[Expr], env: Mapping[str, Any], scope: Scope) -> list[Array]:
+    """Several Exprs at once, sharing what they share."""
+    out: list[Array] = []
+
+    def keep(node: Expr, *args: Array) -> Array:
+        out.extend(args)
+        return args[0]
+
+    hooks = {**scope.hooks(), "answers": keep}
+    evaluate(make("answers", tuple(parts)), {**scope.env, **env}, scope.arrays, hooks)
+    return out
+
+
+def _closed(f: Bounds, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    env = _rows(grid)
+    shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
+    first, full_first, full_last, last = _values([f.first, f.full_first, f.full_last, f.last], env, scope)
+    lo = np.broadcast_to((first - k0) // bk, shape)
+    hi = np.where(last >= first, (last - k0) // bk + 1, lo)
+    full_lo = np.clip(-((k0 - full_first) // bk), lo, hi)
+    full_hi = np.clip((full_last + 1 - k0) // bk, full_lo, hi)
+    none = full_lo >= full_hi
+    if grid.q_len % grid.block[0]:  # the last row of tiles reaches outside: it has no FULL tile
+        none = none.copy()
+        none[:, -1] = True
+    out = np.stack([lo, np.where(none, hi, full_lo), np.where(none, hi, full_hi), hi], axis=-1)
+    count = (hi > lo).astype(np.int32)
+    return (out * count[..., None]).astype(np.int32)[:, :, None], count
+
+
+def _swept(sides: Any, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    from .rows import sweep
+
+    env = _rows(grid)
+    shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
+    yes, no = sides
+    flat = _values([e for pair in (*yes, *no) for e in pair], env, scope)
+    tiles = []
+    for first, last in zip(flat[0::2], flat[1::2], strict=True):
+        start = np.broadcast_to((first - k0) // bk, shape)
+        stop = np.where(last >= first, (last - k0) // bk + 1, start)
+        tiles.append(np.stack([start, stop], axis=-1).reshape(-1, 2))
+    both = np.stack(tiles, axis=1)
+    seen, hidden = both[:, : len(yes)], both[:, len(yes) :]
+    hidden = np.concatenate([hidden, _outside(grid)[:, None]], axis=1)
+    row, start, stop, kind = sweep(seen, hidden, grid.columns)
+    runs = merge(row // grid.rows, row % grid.rows, start, stop, kind)
+    return records(runs, len(grid.b), grid.rows)
+
+
+def _outside(grid: Grid) -> Array:
+    """The tiles of each row that reach outside the lengths, where everything counts as hidden."""
+    bq, bk = grid.block
+    out = np.zeros((len(grid.b), grid.rows, 2), np.int64)
+    if grid.kv_len % bk:
+        out[..., 0], out[..., 1] = grid.columns - 1, grid.columns
+    if grid.q_len % bq:
+        out[:, -1, 0], out[:, -1, 1] = 0, grid.columns
+    return out.reshape(-1, 2)

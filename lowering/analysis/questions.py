@@ -1,0 +1,347 @@
+"""The three one-sided questions about a mask over a rectangle, answered by Exprs.
+
+`always(m)`: true at every point. `never(m)`: true at none. `mixed(m)`: every tile inside holds a point of each.
+They speak of `q0 q1 k0 k1` (inclusive), `b h`, sizes, parameters and table minima and maxima; `mixed` also of
+`single` (the rectangle is one tile, or less) and `tk` (no tile inside is narrower than this many keys).
+
+>>> from frisket.dsl.sugar import q, k
+>>> always(q >= k), never(q >= k)
+(q0 >= k1, q1 < k0)
+
+The mask is taken apart into a disjunction of conjunctions. Inside one conjunction, bounds on q, k and q - k are
+solved together (a difference-bound system in two variables is exact on the integers), so `q >= k & q - k < w`
+needs no luck; everything else is judged alone, which is sound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, uses, var, walk
+from frisket.dsl.sugar import eq
+from frisket.dsl.types import BOOL, INT
+
+from ..simplify import simplify
+from ..simplify.affine import is_int_comparison, linear, relation, write
+from ..simplify.rules_boolean import negate
+from .abstract import K0, K1, Q0, Q1, Range, depends, ends, table_box
+
+SINGLE = var("single", BOOL)
+TK = var("tk", INT)
+_Q, _K = var("q"), var("k")
+TERMS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
+_PERIODS = 4096  # positions enumerated to understand a periodic clause
+
+
+@dataclass(frozen=True)
+class System:
+    """One conjunction: bounds on q, k and q - k (Exprs that vary with neither), and what is left over."""
+
+    low: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
+    high: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
+    fixed: list[Expr] = field(default_factory=list)  # conditions that do not vary over the rectangle
+    rest: list[Expr] = field(default_factory=list)
+
+
+def terms(e: Expr) -> list[Expr] | None:
+    """The disjunction of conjunctions `e` is, as a list; None if it has more than TERMS."""
+    if e.op == "or":
+        out: list[Expr] = []
+        for a in e.args:
+            part = terms(a)
+            if part is None or len(out) + len(part) > TERMS:
+                return None
+            out += part
+        return out
+    if e.op == "and":
+        parts = [terms(a) for a in e.args]
+        found: list[Expr] = [TRUE]
+        for options in parts:
+            if options is None or len(found) * len(options) > TERMS:
+                return None
+            found = [conj(x, y) for x, y in product(found, options)]
+        return [f for f in found if f is not FALSE]
+    if e.op == "where" and e.type is BOOL:
+        c, x, y = e.args
+        return terms(disj(conj(c, x), conj(negate(c), y)))
+    if e.op == "xor":
+        x, y = e.args
+        return terms(simplify(disj(conj(x, negate(y)), conj(negate(x), y))))
+    if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
+        return [simplify(build("lt", *e.args)), simplify(build("gt", *e.args))]
+    return [e]
+
+
+def literals(term: Expr) -> tuple[Expr, ...]:
+    return term.args if term.op == "and" else () if term is TRUE else (term,)
+
+
+@lru_cache(maxsize=4096)
+def system(term: Expr) -> System:
+    """Sort the literals of a conjunction."""
+    out = System()
+    for e in literals(term):
+        if not depends(e):
+            out.fixed.append(e)
+        elif not (is_int_comparison(e) and _bound(e, out)):
+            out.rest.append(e)
+    return out
+
+
+def _bound(e: Expr, out: System) -> bool:
+    op, form = relation(e.op, *e.args)
+    moving = {a.name: f for a, f in form.terms if a is _Q or a is _K}
+    rest = form.without(_Q, _K)
+    direction = {(1, 0): "q", (0, 1): "k", (1, -1): "d"}.get((moving.get("q", 0), moving.get("k", 0)))
+    if direction is None or op == "ne" or depends(write(rest)):
+        return False
+    limit = write(-rest)
+    if op in ("ge", "eq"):
+        out.low[direction].append(limit)
+    if op in ("le", "eq"):
+        out.high[direction].append(limit)
+    return True
+
+
+def infeasible(s: System) -> Expr:
+    """No integer point of the rectangle meets the bounds of `s`."""
+    q_low, q_high = [Q0, *s.low["q"]], [Q1, *s.high["q"]]
+    k_low, k_high = [K0, *s.low["k"]], [K1, *s.high["k"]]
+    found: list[Expr] = []
+    for lows, highs in ((q_low, q_high), (k_low, k_high), (s.low["d"], s.high["d"])):
+        # the rectangle itself is never empty
+        found += [lo > hi for lo in lows for hi in highs if (lo, hi) not in ((Q0, Q1), (K0, K1))]
+    found += [d > qh - kl for d in s.low["d"] for qh in q_high for kl in k_low]
+    found += [d < ql - kh for d in s.high["d"] for ql in q_low for kh in k_high]
+    return disj(*found)
+
+
+# -- never and always -----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=65536)
+def never(e: Expr) -> Expr:
+    """True only if `e` is false at every point of the rectangle."""
+    found = terms(e)
+    if found is None:  # too many conjunctions: judge the parts alone
+        parts = [never(a) for a in e.args]
+        return disj(*parts) if e.op == "and" else conj(*parts) if e.op == "or" else FALSE
+    return simplify(conj(*(_never_term(t) for t in found)))
+
+
+@lru_cache(maxsize=65536)
+def always(e: Expr) -> Expr:
+    """True only if `e` is true at every point of the rectangle."""
+    return never(simplify(negate(e)))
+
+
+def _never_term(term: Expr) -> Expr:
+    s = system(term)
+    return disj(infeasible(s), *(negate(f) for f in s.fixed), *(_never_literal(r) for r in s.rest))
+
+
+def _never_literal(e: Expr) -> Expr:
+    if e.op == "lit":
+        return negate(e)
+    if e.op == "not":
+        return _always_literal(e.args[0])
+    if e.op in ("lt", "le", "gt", "ge", "eq", "ne"):
+        return _never_comparison(e)
+    if e.op == "lookup":
+        lows, highs = table_box(e)
+        return build("not", make("range_max", (*lows, *highs), e.name, BOOL))
+    if e.op == "xor":
+        x, y = e.args
+        return disj(conj(always(x), always(y)), conj(never(x), never(y)))
+    return FALSE
+
+
+def _always_literal(e: Expr) -> Expr:
+    """For what stands under a `not` in negation normal form: Float comparisons, lookups, xor."""
+    if e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is not BOOL:
+        return _always_float(e) if e.args[0].type is not INT else always(e)
+    if e.op == "lookup":
+        lows, highs = table_box(e)
+        return make("range_min", (*lows, *highs), e.name, BOOL)
+    if e.op == "xor":
+        x, y = e.args
+        return disj(conj(always(x), never(y)), conj(never(x), always(y)))
+    if e.op == "isfinite":
+        r = ends(e.args[0])
+        if r.lo is None or r.hi is None:
+            return FALSE
+        return conj(build("isfinite", r.lo), build("isfinite", r.hi), build("not", r.nan))
+    return FALSE
+
+
+def _never_comparison(e: Expr) -> Expr:
+    if e.args[0].type is INT:
+        # one range for the difference keeps `q - k` exact
+        op, form = relation(e.op, *e.args)
+        x, y = ends(write(form)), Range(lit(0), lit(0))
+    else:
+        op, (x, y) = e.op, (ends(a) for a in e.args)
+
+    def below(a: Expr | None, b: Expr | None, how: str) -> Expr:
+        return FALSE if a is None or b is None else build(how, a, b)
+
+    if op in ("ge", "gt"):
+        return below(x.hi, y.lo, "lt" if op == "ge" else "le")
+    if op in ("le", "lt"):
+        return below(y.hi, x.lo, "lt" if op == "le" else "le")
+    if op == "eq":
+        return disj(below(x.hi, y.lo, "lt"), below(y.hi, x.lo, "lt"))
+    if e.args[0].type is INT:
+        return FALSE if x.lo is None or x.hi is None else conj(eq(x.lo, 0), eq(x.hi, 0))
+    return conj(_same(x, y), _sane(x, y))
+
+
+def _sane(x: Range, y: Range) -> Expr:
+    return build("not", disj(x.nan, y.nan))
+
+
+def _same(x: Range, y: Range) -> Expr:
+    if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
+        return FALSE
+    return conj(eq(x.lo, x.hi), eq(y.lo, y.hi), eq(x.lo, y.lo))
+
+
+def _always_float(e: Expr) -> Expr:
+    x, y = (ends(a) for a in e.args)
+    if x.lo is None or x.hi is None or y.lo is None or y.hi is None:
+        return FALSE
+    sane = _sane(x, y)
+    if e.op in ("ge", "gt"):
+        return conj(build(e.op, x.lo, y.hi), sane)
+    if e.op in ("le", "lt"):
+        return conj(build(e.op, x.hi, y.lo), sane)
+    if e.op == "eq":
+        return conj(_same(x, y), sane)
+    return disj(x.hi < y.lo, y.hi < x.lo)  # NaN differs from everything, too
+
+
+# -- mixed ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=65536)
+def mixed(e: Expr) -> Expr:
+    """True only if every tile inside the rectangle holds a true and a false point."""
+    return simplify(conj(some(e), some(simplify(negate(e)))))
+
+
+@lru_cache(maxsize=65536)
+def some(e: Expr) -> Expr:
+    """True only if every tile inside the rectangle holds a point where `e` is true."""
+    found = terms(e)
+    if found is None:
+        return disj(*(some(a) for a in e.args)) if e.op == "or" else always(e)
+    return simplify(disj(*(_some_term(t) for t in found)))
+
+
+def _some_term(term: Expr) -> Expr:
+    s = system(term)
+    bounds = [e for e in literals(term) if depends(e) and e not in s.rest]
+    certain = [always(r) for r in s.rest]
+    inside = conj(SINGLE, build("not", infeasible(s)))
+    found = conj(inside, *certain)
+    held = conj(*(always(x) for x in bounds)) if bounds else TRUE
+    for i, r in enumerate(s.rest):
+        others = certain[:i] + certain[i + 1 :]
+        found = disj(found, conj(held, _some_literal(r), *others))
+        if len(s.rest) == 1 and _apart(bounds, r):  # independent variables: both can be had at once
+            found = disj(found, conj(inside, _some_literal(r)))
+    return conj(*s.fixed, disj(held if not s.rest else FALSE, found))
+
+
+def _apart(bounds: Iterable[Expr], r: Expr) -> bool:
+    held = frozenset[str]().union(*(depends(x) for x in bounds))
+    return not held & depends(r)
+
+
+def _some_literal(e: Expr) -> Expr:
+    return disj(always(e), conj(SINGLE, _some_attained(e)), _some_periodic(e))
+
+
+def _some_attained(e: Expr) -> Expr:
+    """A single tile: the ends of an Int are values, so a comparison that an end meets is met."""
+    if not is_int_comparison(e):
+        if e.op == "lookup" and _sweeps(e):
+            lows, highs = table_box(e)
+            return make("range_max", (*lows, *highs), e.name, BOOL)
+        if e.op == "not" and e.args[0].op == "lookup" and _sweeps(e.args[0]):
+            lows, highs = table_box(e.args[0])
+            return build("not", make("range_min", (*lows, *highs), e.args[0].name, BOOL))
+        return FALSE
+    op, form = relation(e.op, *e.args)
+    r = ends(write(form))
+    if r.lo is None or r.hi is None or not r.attained:
+        return FALSE
+    if op == "ge":
+        return r.hi >= 0
+    if op == "le":
+        return r.lo <= 0
+    if op == "eq":
+        return conj(r.lo <= 0, r.hi >= 0) if r.dense else disj(eq(r.lo, 0), eq(r.hi, 0))
+    return build("not", conj(eq(r.lo, 0), eq(r.hi, 0)))
+
+
+def _sweeps(e: Expr) -> bool:
+    """A lookup whose one varying index passes every position between its ends."""
+    varying = [a for a in e.args if depends(a)]
+    r = ends(varying[0]) if len(varying) == 1 else Range(None, None)
+    return r.attained and r.dense
+
+
+def _some_periodic(e: Expr) -> Expr:
+    """A clause that repeats along k: a tile as wide as the period holds every phase of it."""
+    period = _truth(e)
+    return FALSE if period is None else TK >= period
+
+
+@lru_cache(maxsize=4096)
+def _truth(e: Expr) -> int | None:
+    """A period along k after which `e` has been true somewhere, for every q; None if there is none."""
+    if uses(e) - {"q", "k"} or any(n.op in ("param", "lookup", "segment", "random") for n in walk(e)):
+        return None
+    if not is_int_comparison(e):
+        return None
+    form = linear(e.args[0]) - linear(e.args[1])
+    along_k, along_q = (_period(write(form), x) for x in (_K, _Q))
+    if along_k is None or along_q is None or along_k[1] or along_q[1] or along_k[0] * along_q[0] > _PERIODS:
+        return None
+    env = {"q": np.arange(along_q[0])[:, None], "k": np.arange(along_k[0])[None, :]}
+    true = np.broadcast_to(evaluate(e, env), (along_q[0], along_k[0]))
+    return along_k[0] if bool(true.any(axis=1).all()) else None
+
+
+def _period(e: Expr, x: Expr) -> tuple[int, int] | None:
+    """(p, s) with e(x + p) == e(x) + s for every x; None where no such pair is seen."""
+    if e is x:
+        return (1, 1)
+    if x not in walk(e):
+        return (1, 0)
+    if e.op in ("floordiv", "mod"):
+        inner, d = _period(e.args[0], x), e.args[1]
+        if inner is None or d.op != "lit" or d.name <= 0:
+            return None
+        repeat = d.name // math.gcd(d.name, inner[1]) if inner[1] else 1
+        p, s = inner[0] * repeat, inner[1] * repeat
+        return (p, s // d.name) if e.op == "floordiv" else (p, 0)
+    form = linear(e)
+    if form.terms == ((e, 1),):
+        parts = [_period(a, x) for a in e.args]
+        if e.op in ("abs", "min", "max", "mul", "where") and all(t is not None and t[1] == 0 for t in parts):
+            return (math.lcm(*(t[0] for t in parts if t is not None)), 0)
+        return None
+    steps = [(_period(a, x), f) for a, f in form.terms]
+    if any(t is None for t, _ in steps):
+        return None
+    p = math.lcm(*(t[0] for t, _ in steps if t is not None))
+    return (p, sum(f * t[1] * (p // t[0]) for t, f in steps if t is not None))

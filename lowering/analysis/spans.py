@@ -1,0 +1,107 @@
+"""Runs and span records: what the analysis hands to kernels. Memory follows the number of runs, never tiles²."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import Spans
+from .tiles import FULL, PARTIAL, Boxes
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Maximal runs of key tiles of one kind, sorted by slice, row, start: tiles [start, stop)."""
+
+    slice: Array
+    row: Array
+    start: Array
+    stop: Array
+    kind: Array
+
+
+def merge(slice: Array, row: Array, start: Array, stop: Array, kind: Array) -> Runs:
+    """Sort pieces and join neighbours of one kind."""
+    order = np.lexsort((start, row, slice))
+    slice, row, start, stop, kind = (x[order] for x in (slice, row, start, stop, kind))
+    if not len(start):
+        return Runs(slice, row, start, stop, kind)
+    new = np.ones(len(start), bool)
+    new[1:] = (
+        (slice[1:] != slice[:-1]) | (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
+    )
+    heads = np.flatnonzero(new)
+    tails = np.append(heads[1:], len(start)) - 1
+    return Runs(slice[heads], row[heads], start[heads], stop[tails], kind[heads])
+
+
+def from_boxes(boxes: Boxes) -> Runs:
+    """Boxes of several rows become one run in each."""
+    height = boxes.r1 - boxes.r0
+    index = np.repeat(np.arange(len(height)), height)
+    offset = np.arange(len(index)) - np.repeat(np.cumsum(height) - height, height)
+    return merge(
+        boxes.slice[index], boxes.r0[index] + offset, boxes.c0[index], boxes.c1[index], boxes.kind[index]
+    )
+
+
+def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(bounds [slices, rows, R, 4], count [slices, rows]): neighbouring runs partial, full, partial share one
+    record; every other full run opens a new one."""
+    n = len(runs.start)
+    line = runs.slice * rows + runs.row
+    chained = np.zeros(n, bool)
+    chained[1:] = (line[1:] == line[:-1]) & (runs.start[1:] == runs.stop[:-1])
+    link = np.arange(n)
+    place = link - np.maximum.accumulate(np.where(chained, 0, link))  # position within the chain
+    # kinds alternate along a chain: only in partial, full, partial does a full run continue a record
+    opens = ~chained | ((runs.kind == FULL) & (place != 1))
+    record = np.cumsum(opens) - 1
+    total = int(record[-1]) + 1 if n else 0
+    lo, hi = np.zeros(total, np.int64), np.zeros(total, np.int64)
+    firsts = np.flatnonzero(opens)
+    lasts = np.append(firsts[1:], n)[: len(firsts)] - 1
+    lo, hi = runs.start[firsts], runs.stop[lasts]
+    full_lo, full_hi = hi.copy(), hi.copy()
+    full = runs.kind == FULL
+    full_lo[record[full]], full_hi[record[full]] = runs.start[full], runs.stop[full]
+    owner = line[firsts]
+    count = np.bincount(owner, minlength=slices * rows)
+    within = np.arange(total) - np.repeat(np.cumsum(count) - count, count)
+    most = max(1, int(count.max(initial=0)))
+    bounds = np.zeros((slices * rows, most, 4), np.int32)
+    bounds[owner, within] = np.stack([lo, full_lo, full_hi, hi], axis=1)
+    return bounds.reshape(slices, rows, most, 4), count.reshape(slices, rows).astype(np.int32)
+
+
+def from_records(bounds: Array, count: Array) -> Runs:
+    """The runs that records stand for."""
+    used = np.arange(bounds.shape[2]) < count[..., None]
+    s, r, _ = np.nonzero(used)
+    lo, full_lo, full_hi, hi = bounds[used].T
+    pieces = [(lo, full_lo, PARTIAL), (full_lo, full_hi, FULL), (full_hi, hi, PARTIAL)]
+    start, stop = (np.concatenate([p[i] for p in pieces]).astype(np.int64) for i in (0, 1))
+    kind = np.repeat([k for _, _, k in pieces], len(lo))
+    keep = stop > start
+    return merge(np.tile(s, 3)[keep], np.tile(r, 3)[keep], start[keep], stop[keep], kind[keep])
+
+
+def share(bounds: Array, count: Array, slice_of: Array) -> Spans:
+    """Store equal slices once."""
+    if len(bounds) > 1:
+        flat = np.concatenate([bounds.reshape(len(bounds), -1), count], axis=1)
+        seen: dict[bytes, int] = {}
+        place = np.array([seen.setdefault(f.tobytes(), len(seen)) for f in flat])
+        if len(seen) < len(bounds):
+            first = np.array([int(np.argmax(place == i)) for i in range(len(seen))])
+            bounds, count, slice_of = bounds[first], count[first], place[slice_of]
+    return Spans(
+        np.ascontiguousarray(bounds, np.int32),
+        np.ascontiguousarray(count, np.int32),
+        slice_of.astype(np.int32),
+    )

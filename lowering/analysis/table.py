@@ -1,0 +1,138 @@
+"""Tables at bind time: exact minima and maxima over index ranges, and facts about the whole.
+
+>>> t = Table(np.array([3, 1, 2]))
+>>> t.extreme("min", [np.array([1])], [np.array([2])])
+array([1])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+class Table:
+    """A bound array with its range queries; trees are built when first asked, in O(size)."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = np.asarray(array)
+        self._trees: dict[tuple[str, int], Array] = {}
+        self._pyramid: dict[tuple[str, tuple[int, ...]], Array] = {}
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Array:
+        return self.array if dtype is None else self.array.astype(dtype)
+
+    @cached_property
+    def sorted(self) -> bool:
+        """One axis, never decreasing."""
+        a = self.array
+        return a.ndim == 1 and a.dtype != np.bool_ and bool(np.all(a[1:] >= a[:-1]))
+
+    @cached_property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.array).all())
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest magnitude, for overflow estimates."""
+        return float(np.abs(self.array.astype(np.float64)).max(initial=0.0))
+
+    def extreme(self, kind: str, lows: Sequence[Array], highs: Sequence[Array]) -> Array:
+        """Minimum or maximum (`all` or `any` of a Bool table) over the box `lows..highs`, inclusive; ends are
+        clamped to the table as lookups are. Exact when at most one axis ranges, or when boxes are aligned
+        powers of two; otherwise over a box that covers the one asked for."""
+        boxes = [
+            (np.clip(lo, 0, n - 1), np.clip(hi, 0, n - 1))
+            for lo, hi, n in zip(lows, highs, self.array.shape, strict=True)
+        ]
+        flat = np.broadcast_arrays(*(x for box in boxes for x in box))
+        los, his = flat[0::2], flat[1::2]
+        ranging = [i for i, (lo, hi) in enumerate(zip(los, his, strict=True)) if np.any(lo != hi)]
+        if not ranging:
+            return np.asarray(self.array[tuple(los)])
+        if len(ranging) == 1:
+            return self._line(kind, ranging[0], los, his)
+        return self._box(kind, los, his)
+
+    def _line(self, kind: str, axis: int, los: Sequence[Array], his: Sequence[Array]) -> Array:
+        """Iterative segment tree along one axis, a tree for every index of the others."""
+        n = self.array.shape[axis]
+        tree = self._tree(kind, axis)
+        join = _join(kind)
+        row = np.zeros(los[0].shape, np.int64)
+        for i, size in enumerate(self.array.shape):
+            if i != axis:
+                row = row * size + los[i]
+        flat = tree.reshape(-1)
+        base = row * (2 * n)
+        lo, hi = los[axis] + n, his[axis] + n + 1
+        out = flat[base + lo]
+        while True:
+            live = lo < hi
+            if not live.any():
+                return np.asarray(out)
+            left, right = live & (lo & 1 == 1), live & (hi & 1 == 1)
+            out = np.where(left, join(out, flat[base + np.where(left, lo, 1)]), out)
+            out = np.where(right, join(out, flat[base + np.where(right, hi - 1, 1)]), out)
+            lo, hi = np.where(live, (lo + left) >> 1, lo), np.where(live, (hi - right) >> 1, hi)
+
+    def _tree(self, kind: str, axis: int) -> Array:
+        key = (kind, axis)
+        if key not in self._trees:
+            leaves = np.moveaxis(self.array, axis, -1)
+            n = leaves.shape[-1]
+            tree = np.empty((*leaves.shape[:-1], 2 * n), leaves.dtype)
+            tree[..., n:] = leaves
+            tree[..., 0] = leaves[..., 0]
+            stop, join = n, _join(kind)
+            while stop > 1:  # one level of nodes [start, stop) at a time, children first
+                start = (stop + 1) // 2
+                tree[..., start:stop] = join(
+                    tree[..., 2 * start : 2 * stop : 2], tree[..., 2 * start + 1 : 2 * stop : 2]
+                )
+                stop = start
+            self._trees[key] = np.ascontiguousarray(tree)
+        return self._trees[key]
+
+    def _box(self, kind: str, los: Sequence[Array], his: Sequence[Array]) -> Array:
+        """Blocks of 2**level entries per axis, at most two per axis, that cover the box."""
+        shape = los[0].shape
+        flat_lo, flat_hi = ([x.reshape(-1) for x in xs] for xs in (los, his))
+        levels = np.stack([_levels(hi - lo + 1) for lo, hi in zip(flat_lo, flat_hi, strict=True)])
+        out = np.empty(flat_lo[0].shape, self.array.dtype)
+        for level in np.unique(levels, axis=1).T if levels.shape[1] else []:
+            mine = np.all(levels == level[:, None], axis=0)
+            blocks = self._blocks(kind, tuple(int(x) for x in level))
+            ends = [(lo[mine] >> x, hi[mine] >> x) for lo, hi, x in zip(flat_lo, flat_hi, level, strict=True)]
+            found: Array | None = None
+            for corner in np.ndindex(*(2,) * len(ends)):
+                part = blocks[tuple(e[c] for e, c in zip(ends, corner, strict=True))]
+                found = part if found is None else _join(kind)(found, part)
+            out[mine] = found
+        return out.reshape(shape)
+
+    def _blocks(self, kind: str, levels: tuple[int, ...]) -> Array:
+        key = (kind, levels)
+        if key not in self._pyramid:
+            a = self.array
+            for axis, level in enumerate(levels):
+                if level:
+                    starts = np.arange(0, a.shape[axis], 1 << level)
+                    a = _join(kind).reduceat(a, starts, axis=axis)
+            self._pyramid[key] = a
+        return self._pyramid[key]
+
+
+def _levels(width: Array) -> Array:
+    """The smallest level whose blocks are at least as wide: two of them cover any range of this width."""
+    return np.ceil(np.log2(np.maximum(width, 1))).astype(np.int64)
+
+
+def _join(kind: str) -> np.ufunc:
+    return np.minimum if kind == "min" else np.maximum

@@ -1,0 +1,202 @@
+"""Coarse to fine: classify rectangles of tiles, keep what is certain whole, split the rest, settle single tiles.
+
+Work follows the border of the mask, not its area. What the Exprs of `questions` leave open on a single tile is
+settled by witnesses (a true and a false point prove PARTIAL), then by looking at every element, up to a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import Expr, make
+from frisket.dsl.types import BOOL
+
+from .questions import always, mixed, never
+from .table import Table
+
+Array = NDArray[Any]
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_BATCH = 1 << 22  # elements looked at in one go
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tiles of a crop: `q_len` x `kv_len` tokens from global position (q, k), in tiles of `block`; one slice per
+    (batch, head) that matters, with its own b, h, q and k origin."""
+
+    q_len: int
+    kv_len: int
+    block: tuple[int, int]
+    b: Array  # [slices] each
+    h: Array
+    q: Array
+    k: Array
+
+    @property
+    def rows(self) -> int:
+        return -(-self.q_len // self.block[0])
+
+    @property
+    def columns(self) -> int:
+        return -(-self.kv_len // self.block[1])
+
+
+@dataclass
+class Scope:
+    """Values of sizes, parameters and tables during one analysis."""
+
+    env: Mapping[str, Any]
+    tables: Mapping[str, Table]
+    work: int = 1 << 28  # elements that may be looked at
+    looked_at: int = 0
+    settled: int = 0  # tiles decided element by element
+    undecided: int = 0  # tiles left PARTIAL because the budget was spent
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arrays = {n: t.array for n, t in self.tables.items()}
+
+    def value(self, e: Expr, env: Mapping[str, Any]) -> Array:
+        return evaluate(e, {**self.env, **env}, self.arrays, self.hooks())
+
+    def hooks(self) -> dict[str, Any]:
+        def ranging(kind: str) -> Any:
+            def run(node: Expr, *args: Array) -> Array:
+                half = len(args) // 2
+                found = self.tables[node.name].extreme(kind, args[:half], args[half:])
+                return found.astype(np.bool_ if node.type is BOOL else found.dtype)
+
+            return run
+
+        return {"range_min": ranging("min"), "range_max": ranging("max")}
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """Disjoint boxes of tiles: slice, rows [r0, r1), columns [c0, c1), kind PARTIAL or FULL. int32 [n] each."""
+
+    slice: Array
+    r0: Array
+    r1: Array
+    c0: Array
+    c1: Array
+    kind: Array
+
+
+def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
+    """The boxes of `mask` over `grid`; every tile not covered is EMPTY."""
+    questions = make("answers", (always(mask), never(mask), mixed(mask)))
+    bq, bk = grid.block
+    n = len(grid.b)
+    zero = np.zeros(n, np.int64)
+    live = np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns])
+    done: list[Array] = []
+    while live.shape[1]:
+        s, r0, r1, c0, c1 = live
+        env = _corners(grid, live)
+        single = (r1 - r0 == 1) & (c1 - c0 == 1)
+        yes, no, both = _answers(questions, {**env, "single": single}, scope, len(s))
+        # outside the lengths is False: a box with a cut tile is not FULL, and its cut tiles are narrower
+        cut_q = (r1 == grid.rows) & bool(grid.q_len % bq)
+        cut_k = (c1 == grid.columns) & bool(grid.kv_len % bk)
+        cut = cut_q | cut_k
+        full, partial = yes & ~cut & ~no, (both | (yes & cut & single)) & ~no
+        done.append(_kinds(live[:, full], FULL))
+        done.append(_kinds(live[:, partial], PARTIAL))
+        rest = live[:, ~(full | partial | no)]
+        single = (rest[2] - rest[1] == 1) & (rest[4] - rest[3] == 1)
+        if single.any():
+            done.append(_settle(mask, grid, rest[:, single], scope))
+        live = _split(rest[:, ~single])
+    return Boxes(*np.concatenate(done, axis=1))
+
+
+def _corners(grid: Grid, live: Array) -> dict[str, Array]:
+    s, r0, r1, c0, c1 = live
+    bq, bk = grid.block
+    q_last, k_last = np.minimum(r1 * bq, grid.q_len) - 1, np.minimum(c1 * bk, grid.kv_len) - 1
+    narrow = np.where(c1 == grid.columns, grid.kv_len - (grid.columns - 1) * bk, bk)
+    return {
+        "b": grid.b[s], "h": grid.h[s],
+        "q0": grid.q[s] + r0 * bq, "q1": grid.q[s] + q_last,
+        "k0": grid.k[s] + c0 * bk, "k1": grid.k[s] + k_last, "tk": narrow,
+    }  # fmt: skip
+
+
+def _answers(questions: Expr, env: Mapping[str, Any], scope: Scope, n: int) -> tuple[Array, Array, Array]:
+    out: list[Array] = []
+
+    def keep(node: Expr, *args: Array) -> Array:
+        out.extend(np.broadcast_to(a, (n,)) for a in args)
+        return args[0]
+
+    evaluate(questions, {**scope.env, **env}, scope.arrays, {**scope.hooks(), "answers": keep})
+    return out[0], out[1], out[2]
+
+
+def _kinds(live: Array, kind: int) -> Array:
+    return np.concatenate([live, np.full((1, live.shape[1]), kind)])
+
+
+def _split(live: Array) -> Array:
+    """Halve every box that has more than one tile, along both axes where both are long."""
+    for lo, hi in ((1, 2), (3, 4)):
+        width = live[hi] - live[lo]
+        wide = width > 1
+        middle = live[lo] + (width + 1) // 2
+        left, right = live.copy(), live[:, wide].copy()
+        left[hi] = np.where(wide, middle, live[hi])
+        right[lo] = middle[wide]
+        live = np.concatenate([left, right], axis=1)
+    return live
+
+
+def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope) -> Array:
+    """Kinds of single tiles, by witnesses and then by their elements."""
+    kind = np.full(tiles.shape[1], -1)
+    env = _corners(grid, tiles)
+    seen = scope.value(mask, _witnesses(env))
+    seen = np.broadcast_to(seen, (tiles.shape[1], seen.shape[-1] if seen.ndim else 1))
+    kind[seen.any(axis=1) & ~seen.all(axis=1)] = PARTIAL
+    open_ = np.flatnonzero(kind < 0)
+    bq, bk = grid.block
+    step = max(1, _BATCH // (bq * bk))
+    for start in range(0, len(open_), step):
+        mine = open_[start : start + step]
+        if scope.looked_at + len(mine) * bq * bk > scope.work:
+            scope.undecided += len(open_) - start
+            kind[open_[start:]] = PARTIAL
+            break
+        scope.looked_at += len(mine) * bq * bk
+        scope.settled += len(mine)
+        kind[mine] = _look(mask, grid, {n: v[mine] for n, v in env.items()}, scope)
+    return np.concatenate([tiles, kind[None]])[:, kind != EMPTY]
+
+
+def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:
+    """Corners, the diagonal's ends and a few strided points of each tile: [tiles, points]."""
+    q0, q1, k0, k1 = (env[n][:, None] for n in ("q0", "q1", "k0", "k1"))
+    f = np.array([0.0, 0.0, 1.0, 1.0, 0.5, 0.38, 0.71, 0.13, 0.9, 0.62, 0.25, 0.81])
+    g = np.array([0.0, 1.0, 0.0, 1.0, 0.5, 0.62, 0.25, 0.84, 0.4, 0.07, 0.93, 0.55])
+    q = q0 + np.floor((q1 - q0) * f).astype(np.int64)
+    k = k0 + np.floor((k1 - k0) * g).astype(np.int64)
+    on = np.concatenate([np.maximum(q0, k0), np.minimum(q1, k1)], axis=1)
+    q = np.concatenate([q, np.clip(on, q0, q1)], axis=1)
+    k = np.concatenate([k, np.clip(on, k0, k1)], axis=1)
+    return {"b": env["b"][:, None], "h": env["h"][:, None], "q": q, "k": k}
+
+
+def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Array:
+    bq, bk = grid.block
+    q = env["q0"][:, None, None] + np.arange(bq)[:, None]
+    k = env["k0"][:, None, None] + np.arange(bk)
+    inside = (q <= env["q1"][:, None, None]) & (k <= env["k1"][:, None, None])
+    points = {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
+    seen = scope.value(mask, points) & inside
+    return np.where(seen.all(axis=(1, 2)), FULL, np.where(seen.any(axis=(1, 2)), PARTIAL, EMPTY))

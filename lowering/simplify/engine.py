@@ -1,0 +1,74 @@
+"""The simplifier: rules to a fixpoint, bottom up, each interned node once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from frisket.dsl.ir import Expr, rebuild
+
+from . import rules_arithmetic, rules_boolean, rules_compare, rules_select
+from .pattern import Rule
+
+RULES: tuple[Rule, ...] = tuple(
+    r
+    for family in (rules_arithmetic, rules_compare, rules_boolean, rules_select)
+    for r in family.RULES
+    if isinstance(r, Rule)
+)
+_STEPS = 100_000  # a rule that undoes another would run for ever; no honest text comes near
+
+
+class Simplifier:
+    """Rules indexed by operator; `counts` says how often each one fired."""
+
+    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
+        self.by_op: dict[str, list[Rule]] = {}
+        for r in rules:
+            self.by_op.setdefault(r.op, []).append(r)
+        self.done: dict[Expr, Expr] = {}
+        self.counts: Counter[str] = Counter()
+        self.steps = 0
+
+    def __call__(self, root: Expr) -> Expr:
+        """The simplest form the rules reach: the same object when none applies."""
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in self.done:
+                stack.pop()
+                continue
+            missing = [a for a in node.args if a not in self.done]
+            if missing:
+                stack.extend(missing)
+                continue
+            inner = rebuild(node, tuple(self.done[a] for a in node.args))
+            new = self.done.get(inner) if inner is not node else None
+            if new is None:
+                new = self._once(inner) if inner is node or all(a in self.done for a in inner.args) else inner
+            if new is node:
+                self.done[node] = node
+                stack.pop()
+            elif new in self.done:
+                self.done[node] = self.done[new]
+                stack.pop()
+            else:
+                stack.append(new)
+        return self.done[root]
+
+    def _once(self, node: Expr) -> Expr:
+        for r in self.by_op.get(node.op, ()):
+            new = r.apply(node)
+            if new is not None:
+                self.counts[r.name] += 1
+                self.steps += 1
+                if self.steps > _STEPS:
+                    raise RuntimeError(f"the rules do not settle: {self.counts.most_common(4)}")
+                return new
+        return node
+
+
+def simplify(root: Expr, off: Iterable[str] = ()) -> Expr:
+    """`simplify(e)`: rows named in `off` do not run."""
+    skipped = frozenset(off)
+    return Simplifier(r for r in RULES if r.name not in skipped)(root)

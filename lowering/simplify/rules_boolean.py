@@ -1,0 +1,201 @@
+"""Logic: negation normal form, absorption, complement, factoring, and bounds that imply one another."""
+
+from __future__ import annotations
+
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj
+from frisket.dsl.sugar import where
+from frisket.dsl.types import BOOL, INT
+
+from .affine import NEGATE, Linear, Terms, is_int_comparison, relation, write_relation
+from .pattern import p, r, rule
+
+DUAL = {"and": "or", "or": "and"}
+
+
+def negate(e: Expr) -> Expr:
+    """not e, pushed to the leaves where that costs nothing."""
+    if e.op == "not":
+        return e.args[0]
+    if e is TRUE or e is FALSE:
+        return FALSE if e is TRUE else TRUE
+    if is_int_comparison(e):
+        return build(NEGATE[e.op], *e.args)
+    if e.op in ("and", "or"):
+        return build(DUAL[e.op], *(negate(a) for a in e.args))
+    return build("not", e)
+
+
+def push_not(node: Expr) -> Expr | None:
+    inner = node.args[0]
+    if inner.op in ("and", "or", "not", "lit") or is_int_comparison(inner):
+        return negate(inner)
+    if inner.op in ("eq", "ne") and inner.args[0].type is not INT:  # NaN: == and != are complements, < is not
+        return build(NEGATE[inner.op], *inner.args)
+    if inner.op == "xor":
+        return build("xor", negate(inner.args[0]), inner.args[1]) if inner.args[0].op == "not" else None
+    if inner.op == "where":
+        return where(inner.args[0], negate(inner.args[1]), negate(inner.args[2]))
+    return None
+
+
+def junction(node: Expr) -> Expr | None:
+    """Constants, repeats and complements of a conjunction or disjunction."""
+    join = conj if node.op == "and" else disj
+    zero = FALSE if node.op == "and" else TRUE
+    terms = set(node.args)
+    if any(a.op == "not" and a.args[0] in terms for a in node.args):
+        return zero
+    return join(*node.args)
+
+
+def absorb(node: Expr) -> Expr | None:
+    """p & (p | r) is p; with implication instead of equality: a term that another one implies is dropped."""
+    kept = list(node.args)
+    for term in node.args:
+        if term.op != DUAL[node.op]:
+            continue
+        others = [a for a in kept if a is not term]
+        if any(_implies(a, t) if node.op == "and" else _implies(t, a) for a in others for t in term.args):
+            kept.remove(term)
+    return build(node.op, *kept) if 1 < len(kept) < len(node.args) else kept[0] if len(kept) == 1 else None
+
+
+def resolve(node: Expr) -> Expr | None:
+    """p & (~p | r) is p & r: inside a term, what a sibling decides is decided."""
+    new, changed = [], False
+    for term in node.args:
+        if term.op == DUAL[node.op]:
+            siblings = [a for a in node.args if a is not term and a.op != DUAL[node.op]]
+            parts = [t for t in term.args if not any(_refutes(a, t, node.op) for a in siblings)]
+            if len(parts) < len(term.args):
+                changed = True
+                term = (disj if node.op == "and" else conj)(*parts)
+        new.append(term)
+    return (conj if node.op == "and" else disj)(*new) if changed else None
+
+
+def _refutes(sibling: Expr, part: Expr, op: str) -> bool:
+    # in a conjunction a sibling holds: parts it excludes go; in a disjunction it fails: parts it leaves true go
+    if op == "and":
+        return _implies(sibling, _negated(part))
+    return _implies(_negated(sibling), part)
+
+
+def _negated(e: Expr) -> Expr:
+    if is_int_comparison(e):
+        return write_relation(*relation(NEGATE[e.op], *e.args))
+    return e.args[0] if e.op == "not" else build("not", e)
+
+
+def _implies(a: Expr, b: Expr) -> bool:
+    """A sufficient test: the same term, or a tighter bound of the same form."""
+    if a is b:
+        return True
+    if not (is_int_comparison(a) and is_int_comparison(b)):
+        return False
+    (op_a, form_a), (op_b, form_b) = relation(a.op, *a.args), relation(b.op, *b.args)
+    if form_a.terms != form_b.terms:
+        return False
+    ca, cb = -form_a.const, -form_b.const  # terms op constant
+    if op_b == "ge":
+        return op_a in ("ge", "eq") and ca >= cb
+    if op_b == "le":
+        return op_a in ("le", "eq") and ca <= cb
+    if op_b == "ne":
+        return (op_a == "ge" and ca > cb) or (op_a == "le" and ca < cb) or (op_a == "eq" and ca != cb)
+    return False
+
+
+def factor(node: Expr) -> Expr | None:
+    """(p & a) | (p & b) is p & (a | b)."""
+    dual = DUAL[node.op]
+    groups = [set(a.args) if a.op == dual else {a} for a in node.args]
+    common = set.intersection(*groups)
+    if not common or len(node.args) < 2:
+        return None
+    inner, outer = (conj, disj) if dual == "and" else (disj, conj)
+    rests = [inner(*(t for t in (a.args if a.op == dual else (a,)) if t not in common)) for a in node.args]
+    first = node.args[0].args if node.args[0].op == dual else (node.args[0],)
+    return inner(*(t for t in first if t in common), outer(*rests))
+
+
+def merge_bounds(node: Expr) -> Expr | None:
+    """Among bounds of one affine form keep the tightest (loosest in a disjunction); contradictions are
+    false, covers are true."""
+    groups: dict[Terms, list[tuple[str, int]]] = {}
+    for a in node.args:
+        if is_int_comparison(a):
+            op, form = relation(a.op, *a.args)
+            groups.setdefault(form.terms, []).append((op, -form.const))
+    if all(len(g) == 1 for g in groups.values()):
+        return None
+    new: dict[Expr, None] = {}
+    for a in node.args:
+        if not is_int_comparison(a):
+            new[a] = None
+            continue
+        terms = relation(a.op, *a.args)[1].terms
+        if len(groups[terms]) == 1:
+            new[a] = None
+            continue
+        merged = (_intersect if node.op == "and" else _unite)(groups[terms])
+        if merged is None:
+            return FALSE if node.op == "and" else TRUE
+        for op, bound in merged:
+            new[write_relation(op, Linear(terms, -bound))] = None
+    return (conj if node.op == "and" else disj)(*new)
+
+
+def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
+    lo = max((b for op, b in bounds if op in ("ge", "eq")), default=None)
+    hi = min((b for op, b in bounds if op in ("le", "eq")), default=None)
+    holes = sorted({b for op, b in bounds if op == "ne"})
+    while lo is not None and lo in holes:
+        lo += 1
+    while hi is not None and hi in holes:
+        hi -= 1
+    if lo is not None and hi is not None:
+        if lo > hi:
+            return None
+        if lo == hi:
+            return [("eq", lo)]
+    holes = [b for b in holes if (lo is None or b > lo) and (hi is None or b < hi)]
+    return (
+        ([("ge", lo)] if lo is not None else [])
+        + ([("le", hi)] if hi is not None else [])
+        + [("ne", b) for b in holes]
+    )
+
+
+NEGATED = {"ge": ("le", -1), "le": ("ge", 1), "eq": ("ne", 0), "ne": ("eq", 0)}
+
+
+def _unite(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
+    # the complement of a union is the intersection of the complements
+    def complement(op: str, b: int) -> tuple[str, int]:
+        new, step = NEGATED[op]
+        return new, b + step
+
+    merged = _intersect([complement(op, b) for op, b in bounds])
+    return None if merged is None else [complement(op, b) for op, b in merged]
+
+
+RULES = [
+    rule("push-not", "not", push_not),
+    *(rule("junction", op, junction) for op in ("and", "or")),
+    *(rule("merge-bounds", op, merge_bounds) for op in ("and", "or")),
+    *(rule("absorb", op, absorb) for op in ("and", "or")),
+    *(rule("resolve", op, resolve) for op in ("and", "or")),
+    *(rule("factor", op, factor) for op in ("and", "or")),
+    rule("xor-false", p ^ False, p),
+    rule("xor-true", p ^ True, lambda p: negate(p)),
+    rule("xor-self", p ^ p, FALSE),
+    rule("xor-complement", p ^ ~p, TRUE),
+    rule("xor-not", ~p ^ r, lambda p, r: negate(build("xor", p, r)) if r.op != "not" else p ^ r.args[0]),
+    rule("where-true-false", where(p, True, False), p),
+    rule("where-false-true", where(p, False, True), lambda p: negate(p)),
+    rule("where-true", where(p, True, r), p | r),
+    rule("where-false", where(p, False, r), lambda p, r: build("and", negate(p), r)),
+    rule("where-or-true", where(p, r, True), lambda p, r: build("or", negate(p), r)),
+    rule("where-or-false", where(p, r, False), p & r),
+]  # fmt: skip
