@@ -7,14 +7,16 @@ records come from a table (`Spans`) or, for a convex mask, from four formulas (`
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.ir import Expr
-from frisket.dsl.types import Type
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import Expr, build, lookup, make, param, uses, walk
+from frisket.dsl.types import BOOL, INT, Type
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
@@ -22,20 +24,25 @@ Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, n
 
 @dataclass(frozen=True)
 class Slot:
-    """A run-time scalar of the kernel: a parameter of the user's, or a literal lifted out of the text."""
+    """A run-time scalar of the kernel: a parameter of the user's (`source` is its name), or a literal lifted
+    out of the text (`value`), so that `window(256)` and `window(512)` are one kernel."""
 
     name: str
     type: Type
+    source: str | None = field(default=None, compare=False)
+    value: int | float | bool | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class TableUse:
-    """A run-time table of the kernel; `source` is the user's name for it."""
+    """A run-time table of the kernel; `source` is the user's name for it. `derived` names what is computed from
+    the user's table before the kernel sees it: "segment" is the segment of every index below the last offset."""
 
     name: str
-    source: str
+    source: str = field(compare=False)
     rank: int
     type: Type
+    derived: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,14 @@ class LoopPlan:
     uses_head: bool  # the mask depends on h
     int64: bool  # an index of the mask or score may leave 32 bits
     text: str = field(compare=False)  # the mask and score as the user would write them
+
+    def slot_values(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """A value for every slot, from the literals lifted and the user's parameters."""
+        return {s.name: s.value if s.source is None else params[s.source] for s in self.slots}
+
+    def table_values(self, tables: Mapping[str, Any]) -> dict[str, Any]:
+        """An array for every table of the kernel, from the user's tables."""
+        return {t.name: _segments(tables[t.source]) if t.derived else tables[t.source] for t in self.tables}
 
 
 @dataclass(frozen=True)
@@ -114,42 +129,144 @@ class Spans:
     slice_of: NDArray[np.int32]
 
 
-def make_plan(mask: Expr | None, score: Expr | None, text: str = "") -> LoopPlan:
-    """The plan of a simplified mask and score mod."""
-    from frisket.dsl.ir import FALSE, TRUE, build, free_names, lookup, transform, uses
-    from frisket.dsl.types import BOOL
+def make_plan(
+    mask: Expr | None,
+    score: Expr | None,
+    text: str = "",
+    *,
+    bounds: Bounds | None = None,
+    rows_nonempty: bool = False,
+    score_finite: bool = False,
+    limits: Mapping[str, float] | None = None,
+) -> LoopPlan:
+    """The plan of a simplified mask and score mod, reductions written out.
 
-    roots = [e for e in (mask, score) if e is not None]
-    whole = [build("eq", e, e) if e.type is not BOOL else e for e in roots]
-    scalars: dict[str, Type] = {}
-    found: dict[str, tuple[int, Type]] = {}
-    for e in whole:
-        s, t = free_names(e)
-        scalars |= s
-        found |= t
-    tables = tuple(
-        TableUse(f"t{i}", name, rank, type) for i, (name, (rank, type)) in enumerate(found.items())
-    )
-    names = {t.source: t.name for t in tables}
+    `bounds` is the mask's closed form. `rows_nonempty` and `score_finite` say what was proved: without both the
+    -inf checks stay. `limits` are the largest magnitudes of variables, parameters and tables, by name; they
+    decide between 32- and 64-bit integers (unknown ones are taken to fit 31 bits).
 
-    def rename(e: Expr) -> Expr:
-        if e.op == "lookup":
-            return lookup(names[e.name], e.args, e.type)
-        return e
-
-    mask = None if mask is None or mask is TRUE else transform(mask, rename)
-    score = None if score is None else transform(score, rename)
-    used = frozenset[str]() if mask is None else uses(mask)
+    >>> from frisket.dsl.sugar import q, k
+    >>> make_plan((q >= k) & (q - k <= 255), None).mask
+    q >= k & q - k <= s0
+    """
+    formulas = [] if bounds is None else [bounds.first, bounds.full_first, bounds.full_last, bounds.last]
+    parts = [e for e in (mask, score) if e is not None]
+    names = _Names()
+    lifted = [names.lift(e) for e in (*parts, *formulas)]
+    given = iter(lifted)
+    new_mask = next(given) if mask is not None else None
+    new_score = next(given) if score is not None else None
+    new_bounds = Bounds(*given) if bounds is not None else None
+    held = uses(mask) if mask is not None else frozenset()
     return LoopPlan(
-        mask=mask,
-        score=score,
-        score_class="identity" if score is None else "general",
-        slots=tuple(Slot(n, t) for n, t in scalars.items()),
-        tables=tables,
-        bounds=None,
-        guard=mask is not None or score is not None or mask is FALSE,
-        uses_batch="b" in used,
-        uses_head="h" in used,
-        int64=False,
+        mask=new_mask,
+        score=new_score,
+        score_class=score_class(score),
+        slots=tuple(names.slots.values()),
+        tables=tuple(names.tables.values()),
+        bounds=new_bounds,
+        guard=not (rows_nonempty and (score is None or score_finite)),
+        uses_batch="b" in held,
+        uses_head="h" in held,
+        int64=needs_int64((*parts, *formulas), limits or {}),
         text=text,
     )
+
+
+class _Names:
+    """Numbered slots and tables, in order of first use: kernels of one shape are one text."""
+
+    def __init__(self) -> None:
+        self.slots: dict[tuple[Any, ...], Slot] = {}
+        self.tables: dict[tuple[str, str], TableUse] = {}
+
+    def lift(self, root: Expr) -> Expr:
+        """Bounds and summands become slots; divisors, factors, shifts and Float literals stay."""
+        done: dict[Expr, Expr] = {}
+        for e in walk(root):
+            if e.op == "param":
+                done[e] = self._slot(("param", e.name), e.type, source=e.name)
+            elif e.op in ("lookup", "segment"):
+                done[e] = self._table(e, tuple(done[a] for a in e.args))
+            elif e.op in _LIFTED and e.args[0].type is INT:
+                args = (self._slot(("lit", a.name), INT, value=a.name) if _liftable(a) else done[a] for a in e.args)
+                done[e] = build(e.op, *args)
+            elif e.args:
+                done[e] = make(e.op, tuple(done[a] for a in e.args), e.name, e.type)
+            else:
+                done[e] = e
+        return done[root]
+
+    def _slot(self, key: tuple[Any, ...], type: Type, **what: Any) -> Expr:
+        if key not in self.slots:
+            self.slots[key] = Slot(f"s{len(self.slots)}", type, **what)
+        return param(self.slots[key].name, type)
+
+    def _table(self, e: Expr, args: tuple[Expr, ...]) -> Expr:
+        derived = "segment" if e.op == "segment" else ""
+        key = (e.name, derived)
+        if key not in self.tables:
+            self.tables[key] = TableUse(f"t{len(self.tables)}", e.name, len(args), e.type, derived)
+        return lookup(self.tables[key].name, args, e.type)
+
+
+_LIFTED = frozenset({"add", "sub", "lt", "le", "gt", "ge", "eq", "ne", "min", "max"})
+
+
+def _liftable(e: Expr) -> bool:
+    return e.op == "lit" and e.type is INT and e.name != 0
+
+
+def _segments(offsets: Any) -> NDArray[np.int32]:
+    array = np.asarray(offsets)
+    found = np.searchsorted(array, np.arange(max(int(array[-1]), 1)), side="right") - 1
+    return np.clip(found, 0, max(len(array) - 2, 0)).astype(np.int32)
+
+
+def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
+    """How a score mod uses `score`: not at all changed, `score + f` with f free of it, or anything else."""
+    if score is None:
+        return "identity"
+    if score.op in ("add", "sub") and score.args[0].op == "var" and "score" not in uses(score.args[1]):
+        return "affine"
+    return "general"
+
+
+# -- widths ---------------------------------------------------------------------------------------
+
+
+def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float]) -> bool:
+    """Whether some Int of these expressions may leave 32 bits; leaving 64 is an error."""
+    size: dict[Expr, float] = {}
+    widest = 0.0
+    for e in walk(*parts):
+        if e.type is INT:
+            size[e] = _magnitude(e, [size.get(a, 0.0) for a in e.args], limits)
+            widest = max(widest, size[e])
+        elif e.type is BOOL:
+            size[e] = 1.0
+    if widest >= 2.0**63:
+        raise LoweringError(
+            "an integer of this mask may leave 64 bits\n  bound its parameters, or keep its products and powers smaller"
+        )
+    return widest >= 2.0**31
+
+
+def _magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float:
+    if e.op == "lit":
+        return abs(float(e.name))
+    if e.op in ("var", "param", "lookup"):
+        return limits.get(e.name, 2.0**30)
+    if e.op in ("add", "sub"):
+        return args[0] + args[1]
+    if e.op == "mul":
+        return args[0] * args[1]
+    if e.op == "pow":
+        return float(args[0] ** args[1]) if args[0] <= 1 or args[1] * np.log2(args[0]) < 64 else 2.0**64
+    if e.op == "shl":
+        return args[0] * 2.0 ** min(args[1], 63)
+    if e.op in ("bitand", "bitor", "bitxor", "bitnot"):
+        return 2.0 ** np.ceil(np.log2(max(args) + 2))
+    if e.op in ("int", "floor") and e.args[0].type is not BOOL:
+        return 2.0**30  # a Float turned Int: kernels clamp it to 32 bits
+    return max(args, default=1.0)

@@ -85,8 +85,7 @@ def _affine(form: Linear) -> Range:
         _total(form, [r.lo if f > 0 else r.hi for (_, f), r in zip(form.terms, atoms, strict=True)]),
         _total(form, [r.hi if f > 0 else r.lo for (_, f), r in zip(form.terms, atoms, strict=True)]),
         attained=free and all(r.attained for r in atoms),
-        dense=free
-        and all(r.dense and (abs(f) == 1 or r.point) for (_, f), r in zip(form.terms, atoms, strict=True)),
+        dense=free and all(r.dense and (abs(f) == 1 or r.point) for (_, f), r in zip(form.terms, atoms, strict=True)),
     )
 
 
@@ -167,9 +166,7 @@ def _floordiv(e: Expr) -> Range:
     x, y = (ends(a) for a in e.args)
     d = e.args[1]
     if d.op == "lit" and d.name > 0:
-        return Range(
-            None if x.lo is None else x.lo // d, None if x.hi is None else x.hi // d, x.attained, x.dense
-        )
+        return Range(None if x.lo is None else x.lo // d, None if x.hi is None else x.hi // d, x.attained, x.dense)
     if x.lo is None or x.hi is None:
         return TOP
     # |x // y| <= |x| whatever y is (x // 0 is 0); a divisor of one sign gives the corners
@@ -179,7 +176,8 @@ def _floordiv(e: Expr) -> Range:
     safe = (y.lo > 0) | (y.hi < 0)
     corners = (x.lo // y.lo, x.lo // y.hi, x.hi // y.lo, x.hi // y.hi)
     lo, hi = _least(*corners), _most(*corners)
-    assert lo is not None and hi is not None
+    assert lo is not None
+    assert hi is not None
     return Range(where(safe, lo, minimum(-wide, -1)), where(safe, hi, maximum(wide, 0)))
 
 
@@ -258,9 +256,7 @@ def _rounded(e: Expr) -> Range:
     r = ends(e.args[0])
 
     def end(x: Expr | None, far: int) -> Expr | None:
-        return (
-            None if x is None else where(r.nan, far, build(e.op, x)) if r.nan is not FALSE else build(e.op, x)
-        )
+        return None if x is None else where(r.nan, far, build(e.op, x)) if r.nan is not FALSE else build(e.op, x)
 
     return Range(end(r.lo, -FAR), end(r.hi, FAR))
 

@@ -71,8 +71,8 @@ def terms(e: Expr) -> list[Expr] | None:
     if e.op == "where" and e.type is BOOL:
         c, x, y = e.args
         return terms(disj(conj(c, x), conj(negate(c), y)))
-    if e.op == "xor":
-        x, y = e.args
+    if e.op == "xor" or (e.op == "not" and e.args[0].op == "xor"):
+        x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
         return terms(simplify(disj(conj(x, negate(y)), conj(negate(x), y))))
     if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
         return [simplify(build("lt", *e.args)), simplify(build("gt", *e.args))]
@@ -157,8 +157,8 @@ def _never_literal(e: Expr) -> Expr:
     if e.op == "lookup":
         lows, highs = table_box(e)
         return build("not", make("range_max", (*lows, *highs), e.name, BOOL))
-    if e.op == "xor":
-        x, y = e.args
+    if e.op == "xor" or (e.op == "not" and e.args[0].op == "xor"):
+        x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
         return disj(conj(always(x), always(y)), conj(never(x), never(y)))
     return FALSE
 
@@ -170,8 +170,8 @@ def _always_literal(e: Expr) -> Expr:
     if e.op == "lookup":
         lows, highs = table_box(e)
         return make("range_min", (*lows, *highs), e.name, BOOL)
-    if e.op == "xor":
-        x, y = e.args
+    if e.op == "xor" or (e.op == "not" and e.args[0].op == "xor"):
+        x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
         return disj(conj(always(x), never(y)), conj(never(x), always(y)))
     if e.op == "isfinite":
         r = ends(e.args[0])
@@ -302,7 +302,7 @@ def _sweeps(e: Expr) -> bool:
 def _some_periodic(e: Expr) -> Expr:
     """A clause that repeats along k: a tile as wide as the period holds every phase of it."""
     period = _truth(e)
-    return FALSE if period is None else TK >= period
+    return FALSE if period is None else period <= TK
 
 
 @lru_cache(maxsize=4096)

@@ -43,9 +43,7 @@ def bounds(mask: Expr) -> Bounds | None:
     first, last = _visible(s)
     full_first = _fold(maximum, K0, *s.low["k"], *(Q1 - d for d in s.high["d"]))
     full_last = _fold(minimum, K1, *s.high["k"], *(Q0 - d for d in s.low["d"]))
-    outside = disj(
-        *(Q0 < x for x in s.low["q"]), *(Q1 > x for x in s.high["q"]), *(negate(f) for f in s.fixed)
-    )
+    outside = disj(*(x > Q0 for x in s.low["q"]), *(x < Q1 for x in s.high["q"]), *(negate(f) for f in s.fixed))
     full_last = where(outside, K0 - 1, full_last) if outside is not FALSE else full_last
     return Bounds(simplify(first), simplify(full_first), simplify(full_last), simplify(last))
 

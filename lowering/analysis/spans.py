@@ -32,9 +32,7 @@ def merge(slice: Array, row: Array, start: Array, stop: Array, kind: Array) -> R
     if not len(start):
         return Runs(slice, row, start, stop, kind)
     new = np.ones(len(start), bool)
-    new[1:] = (
-        (slice[1:] != slice[:-1]) | (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
-    )
+    new[1:] = (slice[1:] != slice[:-1]) | (row[1:] != row[:-1]) | (start[1:] != stop[:-1]) | (kind[1:] != kind[:-1])
     heads = np.flatnonzero(new)
     tails = np.append(heads[1:], len(start)) - 1
     return Runs(slice[heads], row[heads], start[heads], stop[tails], kind[heads])
@@ -45,9 +43,7 @@ def from_boxes(boxes: Boxes) -> Runs:
     height = boxes.r1 - boxes.r0
     index = np.repeat(np.arange(len(height)), height)
     offset = np.arange(len(index)) - np.repeat(np.cumsum(height) - height, height)
-    return merge(
-        boxes.slice[index], boxes.r0[index] + offset, boxes.c0[index], boxes.c1[index], boxes.kind[index]
-    )
+    return merge(boxes.slice[index], boxes.r0[index] + offset, boxes.c0[index], boxes.c1[index], boxes.kind[index])
 
 
 def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

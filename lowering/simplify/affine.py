@@ -97,13 +97,7 @@ def write(form: Linear) -> Expr:
     for atom, factor in ordered:
         term = atom if abs(factor) == 1 else build("mul", lit(abs(factor)), atom)
         if result is None:
-            result = (
-                term
-                if factor > 0
-                else build("neg", atom)
-                if factor == -1
-                else build("mul", lit(factor), atom)
-            )
+            result = term if factor > 0 else build("neg", atom) if factor == -1 else build("mul", lit(factor), atom)
         else:
             result = build("add" if factor > 0 else "sub", result, term)
     if result is None:

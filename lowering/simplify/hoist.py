@@ -16,7 +16,9 @@ from .rules_boolean import negate
 
 FLOAT_ZEROS = (lit(0.0), lit(-0.0))
 # finite if their arguments are: a product of finite float32 values is taken as finite, like `score` itself
-_FINITE = frozenset("add sub mul neg abs min max sign tanh sigmoid sin cos erf float".split())
+_FINITE = frozenset(
+    ["add", "sub", "mul", "neg", "abs", "min", "max", "sign", "tanh", "sigmoid", "sin", "cos", "erf", "float"]
+)
 
 
 def finite(e: Expr, tables: Mapping[str, bool]) -> bool:

@@ -15,7 +15,7 @@ from frisket.dsl.ir import Expr, make, rebuild
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 Found = dict[str, Expr]
-COMMUTATIVE = frozenset("add mul min max eq ne xor bitand bitor bitxor".split())
+COMMUTATIVE = frozenset(["add", "mul", "min", "max", "eq", "ne", "xor", "bitand", "bitor", "bitxor"])
 
 
 def hole(name: str, type: Type, literal: bool = False) -> Expr:
@@ -81,7 +81,7 @@ class Rule:
     def apply(self, node: Expr) -> Expr | None:
         """The rewritten node, or None where the row does not apply."""
         if isinstance(self.before, str):
-            assert callable(self.after) and not isinstance(self.after, Expr)
+            assert not isinstance(self.after, Expr)
             result = self.after(node)
             return None if result is node else result
         found = match(self.before, node, {})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import ONE, ZERO, Expr, build, lit
+from frisket.dsl.ir import FLOAT_FUNCTIONS, ONE, ZERO, Expr, build, lit
 from frisket.dsl.sugar import maximum, minimum
 from frisket.dsl.types import INT
 
-from .affine import Linear, linear, write
+from .affine import Linear, linear, sort_key, write
 from .facts import interval
-from .pattern import hole, m, n, rule, x, y, z
+from .pattern import m, n, rule, x, y
 
 
 def fold(node: Expr) -> Expr | None:
@@ -72,14 +72,27 @@ def inside(a: Expr, d: Expr) -> bool:
     return lo is not None and lo >= 0 and hi is not None and hi < d.name
 
 
-def positive(d: Expr) -> bool:
-    return bool(d.name > 0)
+def natural(a: Expr) -> bool:
+    """a >= 0 at every position."""
+    lo = interval(a)[0]
+    return lo is not None and lo >= 0
+
+
+def merged_divisors(a: Expr, d: Expr, e: Expr) -> Expr:
+    """(a // d) // e is a // (d * e)."""
+    return a // lit(d.name * e.name)
 
 
 def ordered(a: Expr, b: Expr) -> bool:
     """a >= b at every position."""
     lo, hi = interval(a)[0], interval(b)[1]
     return lo is not None and hi is not None and lo >= hi
+
+
+def turn(e: Expr) -> Expr | None:
+    """abs(k - q) is abs(q - k): one sign."""
+    terms = linear(e.args[0]).terms
+    return abs(write(-linear(e.args[0]))) if terms and terms[0][1] < 0 else None
 
 
 def power_of_two(d: Expr) -> bool:
@@ -90,10 +103,19 @@ def small_shift(s: Expr) -> bool:
     return bool(0 <= s.name < 62)
 
 
+def sorted_product(e: Expr) -> Expr | None:
+    if e.type is INT and not any(a.op == "lit" for a in e.args) and sort_key(e.args[0]) > sort_key(e.args[1]):
+        return build("mul", e.args[1], e.args[0])
+    return None
+
+
+FOLDED = (
+    "add sub mul neg abs sign min max pow floordiv mod bitand bitor bitxor bitnot shl shr int float floor "
+    "lt le gt ge eq ne isfinite div"
+).split() + sorted(FLOAT_FUNCTIONS)
+
 RULES = [
-    *(rule("fold", op, fold) for op in "add sub mul neg abs sign min max pow floordiv mod bitand bitor bitxor "
-      "bitnot shl shr int float floor lt le gt ge eq ne isfinite div exp exp2 log log2 log1p tanh sigmoid sin "
-      "cos tan sqrt rsqrt erf".split()),
+    *(rule("fold", op, fold) for op in FOLDED),
     *(rule("recombine-div-mod", op, recombine) for op in ("add", "sub")),
     *(rule("affine", op, affine) for op in ("add", "sub", "neg", "mul")),
     # division and remainder by literals
@@ -103,7 +125,7 @@ RULES = [
     rule("mod-by-zero", x % 0, ZERO),
     rule("div-of-small", x // n, lambda x, n: ZERO, inside),
     rule("mod-of-small", x % n, x, inside),
-    rule("div-of-div", (x // m) // n, lambda x, m, n: x // lit(m.name * n.name), lambda x, m, n: m.name > 0 and n.name > 0),
+    rule("div-of-div", (x // m) // n, merged_divisors, lambda x, m, n: m.name > 0 and n.name > 0),
     rule("mod-of-mod", (x % m) % n, x % n, lambda x, m, n: n.name > 0 and m.name % n.name == 0 and m.name > 0),
     rule("div-of-mod", (x % m) // n, ZERO, lambda x, m, n: 0 < m.name <= n.name),
     rule("div-splits", x // n, divide),
@@ -120,9 +142,9 @@ RULES = [
     rule("bitnot-twice", ~~x, x),
     rule("bitnot-is-affine", ~x, -1 - x),
     # absolute value, minimum, maximum
-    rule("abs-of-natural", abs(x), x, lambda x: (interval(x)[0] or -1) >= 0 or interval(x)[0] == 0),
+    rule("abs-of-natural", abs(x), x, natural),
     rule("abs-of-negative", abs(-x), abs(x)),
-    rule("abs-canonical", "abs", lambda e: abs(write(-linear(e.args[0]))) if e.type is INT and _leads_minus(e.args[0]) else None),
+    rule("abs-canonical", "abs", lambda e: turn(e) if e.type is INT else None),
     rule("sign-of-positive", build("sign", x), ONE, lambda x: (interval(x)[0] or 0) > 0),
     rule("min-self", minimum(x, x), x),
     rule("max-self", maximum(x, x), x),
@@ -139,18 +161,5 @@ RULES = [
     rule("pow-zero", x ** 0, ONE),
     rule("pow-one", x ** 1, x),
     rule("square", x ** 2, x * x),
-    rule("mul-commutes", "mul", lambda e: _sorted_product(e)),
+    rule("mul-commutes", "mul", sorted_product),
 ]  # fmt: skip
-
-
-def _leads_minus(e: Expr) -> bool:
-    terms = linear(e).terms
-    return bool(terms) and terms[0][1] < 0
-
-
-def _sorted_product(e: Expr) -> Expr | None:
-    from .affine import sort_key
-
-    if e.type is INT and not any(a.op == "lit" for a in e.args) and sort_key(e.args[0]) > sort_key(e.args[1]):
-        return build("mul", e.args[1], e.args[0])
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj
 from frisket.dsl.sugar import where
-from frisket.dsl.types import BOOL, INT
+from frisket.dsl.types import INT
 
 from .affine import NEGATE, Linear, Terms, is_int_comparison, relation, write_relation
 from .pattern import p, r, rule
@@ -161,9 +161,7 @@ def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
             return [("eq", lo)]
     holes = [b for b in holes if (lo is None or b > lo) and (hi is None or b < hi)]
     return (
-        ([("ge", lo)] if lo is not None else [])
-        + ([("le", hi)] if hi is not None else [])
-        + [("ne", b) for b in holes]
+        ([("ge", lo)] if lo is not None else []) + ([("le", hi)] if hi is not None else []) + [("ne", b) for b in holes]
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit
-from frisket.dsl.sugar import eq, maximum, minimum, ne, where
-from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.dsl.sugar import eq, ne, where
+from frisket.dsl.types import BOOL, INT
 
-from .affine import Linear, is_int_comparison, relation, write, write_relation
+from .affine import is_int_comparison, relation, write, write_relation
 from .facts import interval
-from .pattern import m, n, p, rule, u, x, y
+from .pattern import m, n, p, rule, x
 
 
 def normal(node: Expr) -> Expr | None:

@@ -6,7 +6,7 @@ from frisket.dsl.ir import TRUE, Expr, build, lit
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.types import FLOAT, INT, Type
 
-from .pattern import c, hole, p, r, rule, u, v, x, y
+from .pattern import hole, p, r, rule, u, v, x
 
 NEG_ZERO = lit(-0.0)
 
@@ -33,10 +33,6 @@ def _literal(node: Expr) -> Expr | None:
     return node.args[1] if cond is TRUE else node.args[2]
 
 
-def _is(value: float) -> object:
-    return lambda u, c: c is lit(value)
-
-
 RULES = [
     *_select(INT), *_select(FLOAT),
     rule("float-of-floor", build("floor", build("float", x)), x),
@@ -45,7 +41,7 @@ RULES = [
     rule("sub-zero", u - 0.0, u),
     rule("mul-one", u * 1.0, u),
     rule("div-one", u / 1.0, u),
-    rule("neg-neg", -(-u), u),
+    rule("neg-neg", build("neg", -u), u),
     rule("sub-neg", u - (-v), u + v),
     rule("add-neg", u + (-v), u - v),
     rule("abs-neg", abs(-u), abs(u)),
