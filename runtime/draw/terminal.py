@@ -91,9 +91,7 @@ def _steps(q_tiles: int, k_tiles: int, cells: int) -> tuple[int, int]:
 
 
 def _sizes(q_tiles: int, k_tiles: int, steps: tuple[int, int]) -> NDArray[np.int64]:
-    sides = [
-        np.diff(np.append(np.arange(0, n, s), n)) for n, s in zip((q_tiles, k_tiles), steps, strict=True)
-    ]
+    sides = [np.diff(np.append(np.arange(0, n, s), n)) for n, s in zip((q_tiles, k_tiles), steps, strict=True)]
     return np.multiply.outer(*sides)
 
 
@@ -139,17 +137,15 @@ def picture(
     q_step, k_step = (s * b for s, b in zip(grid.step, block, strict=True))
     every = 4
     text = Text(no_wrap=True, overflow="crop")
-    text.append(f"queries {ink.corner} keys".ljust(MARGIN + 1).rstrip() + "\n", "dim")
-    marks = (
-        tokens(origin[1] + c * k_step).ljust(2 * min(every, columns - c)) for c in range(0, columns, every)
-    )
+    text.append(f"queries {ink.corner} keys\n", "dim")
+    marks = (tokens(origin[1] + c * k_step).ljust(2 * min(every, columns - c)) for c in range(0, columns, every))
     text.append(f"{'':{MARGIN}}{''.join(marks)}".rstrip() + "\n", "dim")
     names = ("empty", "little", "half", "most", "full")
     for r, levels in enumerate(_levels(grid)):
         label = tokens(origin[0] + r * q_step) if rows <= 16 or r % every == 0 else ""
         line = Text.assemble((f"{label:>{MARGIN - 1}} ", "dim"))
         for name in (names[level] for level in levels):
-            line.append(getattr(ink, name).ljust(2, getattr(ink, name)), STYLES[name])
+            line.append((getattr(ink, name) * 2)[:2], STYLES[name])
         line.rstrip()
         text.append(line).append("\n")
     _legend(text, grid, (q_step, k_step), ink)

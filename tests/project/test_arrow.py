@@ -36,9 +36,7 @@ def at_module_level(tree):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
             kept.body.append(node)
-        stack.extend(
-            child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler)
-        )
+        stack.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt | ast.ExceptHandler))
     return kept
 
 
@@ -63,10 +61,7 @@ def test_module_level_imports(path):
 
 def test_importing_frisket_touches_no_framework():
     code = "import sys, frisket; print(sorted({'torch', 'jax', 'triton', 'matplotlib'} & set(sys.modules)))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "[]\n"
-    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_the_rule_sees_a_wrong_import():

@@ -1,0 +1,160 @@
+"""The command line: `frisket show 'causal & window(256)' --q-len 2048`.
+
+>>> from frisket.runtime.cli import main
+>>> main(["show", "q - k"])  # the error goes to stderr
+2
+
+Exit status: 0 good, 1 mismatch with the oracle, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from frisket.dsl.errors import FrisketError, MismatchError
+
+from .cli_answer import Answer
+
+PLAIN = str.maketrans({"×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'"})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit status; prints, and raises nothing for bad input."""
+    try:
+        args = parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its usage, or the help
+        return int(stop.code or 0)
+    try:
+        answer: Answer = args.command(args, console())
+        write(answer, as_json=args.json)
+        return answer.status
+    except BrokenPipeError:  # `frisket … | head` is not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (FrisketError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1 if isinstance(error, MismatchError) else 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def console() -> Console:
+    """Colour on terminals only (rich also obeys NO_COLOR); lines are never folded or cut."""
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def write(answer: Answer, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(answer.data, indent=2, ensure_ascii=True))
+        return
+    out = console()
+    for piece in answer.text:
+        text = piece if isinstance(piece, Text) else Text(str(piece))
+        if out.options.ascii_only:
+            text = Text.assemble(*((s.text.translate(PLAIN), s.style or "") for s in text.render(out)))
+            text.rstrip()
+        out.print(text)
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    from . import cli_commands as commands
+
+    top = argparse.ArgumentParser(
+        prog="frisket", description="Attention masks and score modifiers, from a line of text to a kernel."
+    )
+    sub = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        p = sub.add_parser(name, help=help, description=help, parents=parents)
+        p.set_defaults(command=run)
+        p.add_argument("--json", action="store_true", help="print one JSON object")
+        return p
+
+    subject, sizes = subject_options(), size_options()
+    show = command("show", commands.show, "the simplified text, its facts, and the tile picture", subject, sizes)
+    add_slice(show)
+    explain = command("explain", commands.explain, "the stages; with --q and --k, why", subject, sizes)
+    explain.add_argument("--q", type=natural, help="a query position")
+    explain.add_argument("--k", type=natural, help="a key position")
+    add_slice(explain)
+    command("check", commands.check, "what runs here against the float64 interpreter", subject, sizes)
+    emit = command("emit", commands.emit, "the source text of the kernel", subject, sizes)
+    emit.add_argument("--backend", required=True, help="triton or pallas-tpu")
+    emit.add_argument("--head-dim", type=positive, default=64)
+    emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
+    add_run(command("run", commands.run, "attention over packed files, timed and checked", subject))
+    command("doctor", commands.doctor, "what is installed and what runs here")
+    return top
+
+
+def subject_options() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(add_help=False)
+    p.add_argument("expr", metavar="EXPR", help="a mask, a score mod, or a .frisket file")
+    p.add_argument("--score", metavar="EXPR", help="a score mod beside the mask")
+    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar")
+    p.add_argument("--table", action="append", default=[], metavar="NAME=FILE.npy", help="bind a table")
+    p.add_argument("--block", type=block, default=(128, 128), metavar="N or QxK", help="tile in tokens")
+    return p
+
+
+def size_options() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(add_help=False)
+    p.add_argument("--q-len", type=positive, metavar="TOKENS")
+    p.add_argument("--kv-len", type=positive, metavar="TOKENS", help="default: --q-len")
+    p.add_argument("--batch", type=positive, default=1)
+    p.add_argument("--heads", type=positive, default=1)
+    return p
+
+
+def add_slice(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--b", type=natural, default=0, help="which batch entry (default: %(default)s)")
+    p.add_argument("--h", type=natural, default=0, help="which head (default: %(default)s)")
+
+
+def add_run(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--tokens", nargs="+", type=Path, required=True, metavar="FILE", help="read as bytes")
+    p.add_argument("--max-tokens", type=positive, default=4096, help="default: %(default)s")
+    p.add_argument("--heads", type=positive, default=8, help="default: %(default)s")
+    p.add_argument("--head-dim", type=even, default=64, help="default: %(default)s")
+    p.add_argument("--framework", choices=["torch", "jax"], help="default: the first one installed")
+    p.add_argument("--repeats", type=positive, default=5, help="timed runs of each (default: %(default)s)")
+
+
+def positive(text: str) -> int:
+    n = natural(text)
+    if n == 0:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return n
+
+
+def natural(text: str) -> int:
+    if not text.replace("_", "").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def even(text: str) -> int:
+    if (n := positive(text)) % 2:
+        raise argparse.ArgumentTypeError("must be even: RoPE turns pairs of channels")
+    return n
+
+
+def block(text: str) -> tuple[int, int]:
+    q, _, k = text.replace(",", "x").partition("x")
+    return positive(q), positive(k or q)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""The main job: attention over files packed into one sequence, timed beside dense attention and checked.
+
+frisket run examples/packed.frisket --tokens README.md docs/*.md CHANGELOG.md
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import BackendError, ShapeError
+from frisket.dsl.ir import Expr
+from frisket.lowering import dense
+
+SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents in one sequence: `tokens` uint8 [length]; `doc` int32 [length], the number of the document."""
+
+    tokens: NDArray[np.uint8]
+    doc: NDArray[np.int32]
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+    available: int  # bytes in the files, before the limit
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def pack(paths: Sequence[Path], limit: int) -> Packed:
+    """Read files as bytes and put them one after the other. Where they have more than `limit` bytes, the
+    longest are cut at their end until the sum fits: dense attention and the oracle grow with its square."""
+    contents = [np.frombuffer(path.read_bytes(), np.uint8) for path in paths]
+    named = [(path.name, data) for path, data in zip(paths, contents, strict=True) if len(data)]
+    if not named:
+        raise ShapeError("the files are empty; give --tokens at least one byte")
+    if limit < len(named):
+        raise ShapeError(f"--max-tokens {limit} for {len(named)} files: give at least one token each")
+    kept = [data[:n] for (_, data), n in zip(named, shares([len(d) for _, d in named], limit), strict=True)]
+    lengths = tuple(map(len, kept))
+    doc = np.repeat(np.arange(len(kept), dtype=np.int32), lengths)
+    return Packed(np.concatenate(kept), doc, tuple(n for n, _ in named), lengths, sum(map(len, contents)))
+
+
+def shares(lengths: Sequence[int], limit: int) -> list[int]:
+    """`shares([10, 200, 300], 110) == [10, 50, 50]`: the same cap for everyone, as high as the limit allows."""
+    left, out = limit, list(lengths)
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    for rank, i in enumerate(order):
+        out[i] = min(lengths[i], left // (len(order) - rank))
+        left -= out[i]
+    return out
+
+
+def projections(tokens: NDArray[np.uint8], heads: int, dim: int) -> tuple[Array, Array, Array]:
+    """(q, k, v) float32 [1, heads, length, dim]: a fixed-seed embedding of 256 tokens, and RoPE (Su et al.,
+    "RoFormer", arXiv:2104.09864) on q and k."""
+    table = np.random.default_rng(20260101).standard_normal((3, 256, heads, dim), np.float32)
+    q, k, v = (part[tokens].transpose(1, 0, 2)[None] for part in table)
+    angle = np.arange(len(tokens))[:, None] * 10000.0 ** (-np.arange(0, dim, 2) / dim)
+    cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+    def turn(x: Array) -> Array:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
+
+    return turn(q), turn(k), np.ascontiguousarray(v)
+
+
+# -- frameworks -----------------------------------------------------------------------------------
+
+
+def installed() -> list[str]:
+    return [name for name in ("torch", "jax") if importlib.util.find_spec(name)]
+
+
+def choose(framework: str | None) -> str:
+    here = installed()
+    if framework and framework not in here:
+        raise BackendError(f"{framework} is not installed: pip install 'frisket[{framework}]'")
+    if not here:
+        raise BackendError("neither torch nor JAX is installed: pip install 'frisket[torch]' or 'frisket[jax]'")
+    return framework or here[0]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """The framework's own dense attention on the same arrays."""
+
+    name: str
+    run: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One framework's arrays, and what is timed on them. `numpy` turns a result into [1, H, S, D]."""
+
+    name: str  # of the framework, with its version
+    ours: Callable[[], Any]
+    dense: Rival  # with the score mod written out, where there is one
+    builtin: Rival | None  # the built-in call, which has no score mod: it does less
+    numpy: Callable[[Any], Array]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is computed: numpy arrays [1, heads, length, dim], the bound mask and score mod."""
+
+    arrays: tuple[Array, Array, Array]
+    mask: Expr | None
+    score: Expr | None
+    scalars: dict[str, Any]
+    tables: dict[str, Array]
+
+    def environment(self) -> dict[str, Any]:
+        q, k, _ = self.arrays
+        return {**dense.coordinates(1, q.shape[1], q.shape[2], k.shape[2]), **self.scalars}
+
+
+def prepare(framework: str, job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
+    """The arrays of a framework and what is timed on them: `attention(q, k, v)` beside dense attention under
+    the mask `seen`, bool [1, 1 or heads, length, length]."""
+    return (_torch if framework == "torch" else _jax)(job, seen, attention)
+
+
+def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
+    import torch
+    from torch.nn import functional
+
+    from frisket.lowering.aten_expr import Program
+
+    q, k, v = (torch.from_numpy(x) for x in job.arrays)
+    mask = torch.from_numpy(seen)
+    tables = {n: torch.from_numpy(t) for n, t in job.tables.items()}
+    env = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in job.environment().items()}
+    program = None if job.score is None else Program(job.score, torch.float32)
+
+    def builtin() -> Any:
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def written() -> Any:
+        s = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
+        s = program({**env, "score": s}, tables) if program else s
+        return functional.softmax(s.masked_fill_(~mask, -torch.inf), dim=-1).nan_to_num_(0.0) @ v
+
+    sdpa = Rival("scaled_dot_product_attention(attn_mask)", builtin)
+    with_score = Rival("dense, mask and score mod written out", written)
+    return Bench(
+        f"torch {torch.__version__}", lambda: attention(q, k, v),
+        with_score if program else sdpa, sdpa if program else None, lambda x: np.asarray(x),
+    )  # fmt: skip
+
+
+def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
+    import jax
+    import jax.numpy as jnp
+
+    from frisket.lowering.emit.expr_jnp import evaluate
+
+    q, k, v = (jnp.asarray(x.swapaxes(1, 2)) for x in job.arrays)
+    mask = jnp.asarray(seen)
+    tables = {n: jnp.asarray(t) for n, t in job.tables.items()}
+    score = job.score
+
+    @jax.jit
+    def builtin(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+    @jax.jit
+    def written(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        env = {n: jnp.asarray(x) for n, x in job.environment().items()}
+        if score is not None:
+            s = evaluate(score, {**env, "score": s}, tables, int64=False, float64=False)
+        p = jax.nn.softmax(jnp.where(mask, s, -jnp.inf), axis=-1, where=mask)
+        return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(mask, p, 0), v)
+
+    def ready(fn: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
+        return lambda: jax.block_until_ready(fn(*arrays))
+
+    dot = Rival("jax.nn.dot_product_attention(mask)", ready(builtin, q, k, v, mask))
+    with_score = Rival("dense, mask and score mod written out", ready(written, q, k, v, mask))
+    return Bench(
+        f"jax {jax.__version__}", ready(attention, q, k, v),
+        with_score if score is not None else dot, dot if score is not None else None,
+        lambda x: np.asarray(x).swapaxes(1, 2),
+    )  # fmt: skip
+
+
+# -- measuring ------------------------------------------------------------------------------------
+
+
+def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> Iterator[list[float] | None]:
+    """Seconds of each run, one after the other in every round so that a busy machine disturbs all alike.
+    Yields None after each round and at last the medians; one round before the first is not counted."""
+    times: list[list[float]] = [[] for _ in runs]
+    for round in range(repeats + 1):
+        for run, own in zip(runs, times, strict=True):
+            start = time.perf_counter()
+            run()
+            if round:
+                own.append(time.perf_counter() - start)
+        yield None
+    yield [statistics.median(own) for own in times]
+
+
+def oracle(
+    arrays: tuple[Array, Array, Array], mask: Expr | None, score: Expr | None, params: Any, tables: Any
+) -> Iterator[tuple[tuple[slice, slice], Array]]:
+    """The float64 interpreter's attention, piece by piece: ((heads, queries), out [1, 1, queries, dim])."""
+    q, k, v = arrays
+    heads, length = q.shape[1:3]
+    scale, sizes = q.shape[-1] ** -0.5, (1, heads, length, k.shape[2])
+    for h in range(heads):
+        for start in range(0, length, SLAB):
+            at = (slice(h, h + 1), slice(start, min(start + SLAB, length)))
+            out, _ = dense.attention(
+                q[:, *at], k[:, at[0]], v[:, at[0]], mask, score, scale=scale, params=params,
+                tables=tables, origin=(0, h, start, 0), sizes=sizes,
+            )  # fmt: skip
+            yield at, out
+
+
+def visible(mask: Expr | None, params: Any, tables: Any, heads: int, length: int, by_head: bool) -> Array:
+    """The dense mask by the interpreter, bool [1, heads or 1, length, length], a slab of queries at a time."""
+    h = heads if by_head else 1
+    sizes = (1, heads, length, length)
+    out = np.ones((1, h, length, length), bool)
+    for start in range(0, length if mask is not None else 0, SLAB):
+        n = min(SLAB, length - start)
+        env = {**dense.coordinates(1, h, n, length, (0, 0, start, 0), sizes), **params}
+        assert mask is not None
+        out[:, :, start : start + n] = dense.visible(mask, env, tables, (1, h, n, length))
+    return out
