@@ -41,7 +41,7 @@ SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 LEAVES = frozenset({"lit", "var", "param", "bound", "extent"})
 COMPARISONS = frozenset({"lt", "le", "gt", "ge", "eq", "ne"})
 FLOAT_FUNCTIONS = frozenset(
-    "exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf".split()
+    ["exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sin", "cos", "tan", "sqrt", "rsqrt", "erf"]
 )
 REDUCTIONS = frozenset({"any", "all", "sum", "min", "max"})
 
@@ -281,7 +281,7 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
     The bound variable is named by the height of its binder, so that equal reductions are one node
     whatever their variables were called.
     """
-    probe = make("bound", (), "?")
+    probe = make("bound", (), ("probe", next(_fresh)))  # its own, as `body` may build reductions too
     inner = body(probe)
     height = 1 + max((n.name[1] for n in walk(inner) if n.op == "reduce"), default=-1)
     inner = substitute(inner, {probe: make("bound", (), height)})

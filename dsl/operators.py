@@ -1,0 +1,342 @@
+"""The typing of every operator: what it takes, what it converts, and what it says when it does not fit.
+
+A name that nothing declares gets its type from use. Its occurrences carry the name in `Value.flex`; operators
+narrow what it can be, and the checker starts again when a guess has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from . import ir
+from .errors import Problem, Span
+from .ir import Expr, build, to_float
+from .library import Definition
+from .parse import Node
+from .types import BOOL, FLOAT, INT, Type
+
+NUMBERS = frozenset({INT, FLOAT})
+
+
+class Value(NamedTuple):
+    """An elaborated piece; `expr` is None after an error, `flex` names the parameters its type hangs on."""
+
+    expr: Expr | None
+    flex: frozenset[str] = frozenset()
+
+
+@dataclass
+class Frame:
+    """Where names are looked up: the text itself, or the body of a definition at one of its calls."""
+
+    text: str
+    names: dict[str, Value | str]  # a value, or the name of a parameter or table passed on
+    site: Node | None = None  # in a library body: the call in the user's text
+    definition: Definition | None = None
+    parent: Frame | None = None
+    depth: int = 0
+
+
+@dataclass
+class Guess:
+    """What is known of an undeclared parameter."""
+
+    span: Span
+    allowed: frozenset[Type] = frozenset({BOOL, INT, FLOAT})
+    floating: bool = False  # stands beside a Float
+    logical: bool = False  # stands in `&`, `|`, `~` or `^`
+    rank: int | None = None
+
+    @property
+    def type(self) -> Type:
+        wish = (FLOAT, self.floating), (BOOL, self.logical), (INT, True), (FLOAT, True), (BOOL, True)
+        return next(t for t, wanted in wish if wanted and t in self.allowed)
+
+
+Part = tuple[Node, Value]
+ERROR = Value(None)
+SIGNS = {
+    "+": "add", "-": "sub", "*": "mul", "/": "div", "//": "floordiv", "%": "mod", "<<": "shl", ">>": "shr",
+    "<": "lt", "<=": "le", ">": "gt", ">=": "ge", "==": "eq", "!=": "ne", "**": "pow",
+    "|": "or", "or": "or", "&": "and", "and": "and", "^": "xor", "xor": "xor",
+}  # fmt: skip
+ON_INTS = frozenset({"//", "%", "<<", ">>"})
+
+
+@dataclass
+class Operators:
+    """Typing rules. Subclassed by the checker, which knows where values come from."""
+
+    text: str
+    name: str = "mask"
+    problems: dict[Problem, None] = field(default_factory=dict)
+    guesses: dict[str, Guess] = field(default_factory=dict)
+    changed: bool = False
+
+    # -- saying it ----------------------------------------------------------------------------------
+
+    def report(self, frame: Frame, node: Node, message: str, remedy: str = "") -> Value:
+        if frame.site is not None:
+            inner = frame.definition
+            assert inner is not None
+            message, node = f"in `{inner.signature}`: {message}", frame.site
+            remedy = f"it is `def {inner.signature} = {inner.formula}`"
+        self.problems[Problem(message, node.span, remedy)] = None
+        return ERROR
+
+    def quote(self, frame: Frame, node: Node) -> str:
+        text = " ".join(frame.text[node.start : node.stop].split())
+        return f"`{text}`" if len(text) <= 60 else f"`{text[:57]}...`"
+
+    # -- what an undeclared name can be -------------------------------------------------------------
+
+    def narrow(self, frame: Frame, node: Node, value: Value, allowed: Iterable[Type]) -> bool:
+        """Whether `value` has one of the allowed types, after telling its undeclared names."""
+        allowed = frozenset(allowed)
+        for name in value.flex:
+            guess = self.guesses[name]
+            both = guess.allowed & allowed
+            if not both:
+                kinds, here = _types(guess.allowed), _types(allowed)
+                self.report(frame, node, f"`{name}` is {kinds} elsewhere and {here} here", _declare(name, guess.rank))
+                return False
+            self._update(guess, both, guess.floating, guess.logical)
+        return value.expr is not None and value.expr.type in allowed
+
+    def prefer(self, value: Value, type: Type) -> None:
+        for name in value.flex:
+            g = self.guesses[name]
+            self._update(g, g.allowed, g.floating or type is FLOAT, g.logical or type is BOOL)
+
+    def _update(self, guess: Guess, allowed: frozenset[Type], floating: bool, logical: bool) -> None:
+        before = guess.type
+        guess.allowed, guess.floating, guess.logical = allowed, floating, logical
+        self.changed |= guess.type is not before
+
+    # -- operands -----------------------------------------------------------------------------------
+
+    def numbers(self, frame: Frame, what: str, parts: Sequence[Part]) -> tuple[list[Expr], frozenset[str]] | None:
+        """The operands brought to one number type, and the names that type hangs on."""
+        good = True
+        for node, value in parts:
+            if not self.narrow(frame, node, value, NUMBERS) and value.expr is not None:
+                good = False
+                shown = self.quote(frame, node)
+                self.report(frame, node, f"{what} takes numbers, {shown} is a Bool", f"write `int({shown.strip('`')})`")
+        exprs = [v.expr for _, v in parts if v.expr is not None]
+        if not good or len(exprs) < len(parts):
+            return None
+        return self.joined([v for _, v in parts], exprs)
+
+    def joined(self, values: Sequence[Value], exprs: list[Expr]) -> tuple[list[Expr], frozenset[str]]:
+        flex = frozenset[str]().union(*(v.flex for v in values))
+        if any(e.type is FLOAT for e in exprs):
+            for value in values:
+                self.prefer(value, FLOAT)
+            if any(e.type is FLOAT and not v.flex for v, e in zip(values, exprs)):
+                flex = frozenset()
+            exprs = [to_float(e) for e in exprs]
+        return exprs, flex
+
+    def integers(self, frame: Frame, what: str, parts: Sequence[Part], remedy: str = "") -> list[Expr] | None:
+        good = True
+        for node, value in parts:
+            if not self.narrow(frame, node, value, {INT}) and value.expr is not None:
+                good = False
+                shown = self.quote(frame, node)
+                cast = f"write `int({shown.strip('`')})`"
+                kind = value.expr.type
+                self.report(frame, node, f"{what} takes Ints, {shown} is {_a(kind)}", remedy or cast)
+        exprs = [v.expr for _, v in parts if v.expr is not None]
+        return exprs if good and len(exprs) == len(parts) else None
+
+    def boolean(self, frame: Frame, node: Node, value: Value, what: str) -> Expr | None:
+        if self.narrow(frame, node, value, {BOOL}):
+            return value.expr
+        if value.expr is not None:
+            self.report(
+                frame, node, f"{what} takes a Bool, {self.quote(frame, node)} is {_a(value.expr.type)}",
+                f"compare it with something, for example `{_compared(self.quote(frame, node))}`",
+            )  # fmt: skip
+        return None
+
+    # -- operators ----------------------------------------------------------------------------------
+
+    def binary(self, frame: Frame, sign: str, parts: Sequence[Part]) -> Value:
+        if sign in ON_INTS:
+            remedy = "" if sign != "//" else "for Floats write `floor(x / y)`"
+            ints = self.integers(frame, f"`{sign}`", parts, remedy)
+            return ERROR if ints is None else Value(build(SIGNS[sign], *ints))
+        if sign == "**":
+            return self.power(frame, parts)
+        found = self.numbers(frame, f"`{sign}`", parts)
+        if found is None:
+            return ERROR
+        (x, y), flex = found
+        if sign == "/":
+            for _, value in parts:
+                self.prefer(value, FLOAT)
+            return Value(build("div", to_float(x), to_float(y)))
+        return Value(build(SIGNS[sign], x, y), flex)
+
+    def power(self, frame: Frame, parts: Sequence[Part]) -> Value:
+        (_, base), (_, exponent) = parts
+        found = self.numbers(frame, "`**`", parts)
+        if found is None or base.expr is None or exponent.expr is None:
+            return ERROR
+        literal = exponent.expr.op == "lit" and exponent.expr.type is INT and exponent.expr.name >= 0
+        if literal and base.expr.type is INT:
+            return Value(build("pow", base.expr, exponent.expr), base.flex)
+        for _, value in parts:
+            self.prefer(value, FLOAT)
+        x, y = (to_float(e) for e in found[0])
+        return Value(build("pow", x, y))
+
+    def chain(self, frame: Frame, signs: Sequence[str], parts: Sequence[Part]) -> Value:
+        """`0 <= q - k < w` is `0 <= q - k & q - k < w`."""
+        links = [self.compare(frame, s, parts[i : i + 2]).expr for i, s in enumerate(signs)]
+        good = [e for e in links if e is not None]
+        if len(good) < len(links):
+            return ERROR
+        return Value(good[0] if len(good) == 1 else build("and", *good))
+
+    def compare(self, frame: Frame, sign: str, parts: Sequence[Part]) -> Value:
+        (xn, x), (yn, y) = parts
+        if sign in ("==", "!="):
+            for node, value, other in ((xn, x, y), (yn, y, x)):
+                if value.expr is None or other.expr is None or not value.flex:
+                    continue
+                if not other.flex:
+                    self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
+                elif other.expr.type is BOOL:
+                    self.prefer(value, BOOL)
+            if x.expr is not None and y.expr is not None and x.expr.type is y.expr.type is BOOL:
+                return Value(build(SIGNS[sign], x.expr, y.expr))
+        found = self.numbers(frame, f"`{sign}`", parts)
+        return ERROR if found is None else Value(build(SIGNS[sign], *found[0]))
+
+    def logic(self, frame: Frame, node: Node, signs: Sequence[str], parts: Sequence[Part]) -> Value:
+        """`and or xor`: logic on Bools, bitwise on Ints where spelled with a sign."""
+        op = SIGNS[signs[0]]
+        word = next((s for s in signs if s.isalpha()), None)
+        rigid = {v.expr.type for _, v in parts if v.expr is not None and not v.flex}
+        want = BOOL if BOOL in rigid or word else INT if INT in rigid else None
+        for part, value in parts:
+            if want is None:
+                self.narrow(frame, part, value, {BOOL, INT})
+                self.prefer(value, BOOL)
+            elif value.flex:
+                self.narrow(frame, part, value, {want})
+        exprs = [v.expr for _, v in parts if v.expr is not None]
+        if len(exprs) < len(parts):
+            return ERROR
+        kinds = {e.type for e in exprs}
+        if kinds == {BOOL}:
+            return Value(_fold(op, exprs))
+        if kinds == {INT} and not word:
+            return Value(_fold(ir.ON_INT[op], exprs))
+        return self._mixed(frame, node, word or signs[0], parts, exprs)
+
+    def _mixed(self, frame: Frame, node: Node, sign: str, parts: Sequence[Part], exprs: list[Expr]) -> Value:
+        i = next(i for i, e in enumerate(exprs) if e.type is not BOOL)
+        part = parts[i][0]
+        shown = self.quote(frame, part)
+        message = f"`{sign}` takes Bools, {shown} is {_a(exprs[i].type)}"
+        if not sign.isalpha():
+            message = f"`{sign}` takes Bools or Ints, not both; {shown} is {_a(exprs[i].type)}"
+        beside = [p for p, _ in parts[i + 1 : i + 2]] + [p for p, _ in parts[max(i - 1, 0) : i]]
+        for other in beside:
+            if other.kind == "compare" and not sign.isalpha() and exprs[i].type is INT:
+                return self.report(frame, node, message, _grouped(frame.text, sign, part, other))
+        bits = "; for bits write `" + {"and": "&", "or": "|", "xor": "^"}[SIGNS[sign]] + "`"
+        extra = bits if sign.isalpha() and exprs[i].type is INT else ""
+        example = _compared(shown, "!=")
+        return self.report(frame, part, message, f"compare it, for example `{example}`{extra}")
+
+    def invert(self, frame: Frame, node: Node, sign: str, part: Part) -> Value:
+        inner, value = part
+        if sign != "not" and inner.kind not in ("name", "lookup", "call", "reduce", "parens", "not", "number"):
+            shown = frame.text[inner.start : inner.stop]
+            return self.report(
+                frame, node, f"`{sign}` before {self.quote(frame, inner)} reads differently here and in Python",
+                f"put it in parentheses: `{sign}({shown})`" if len(shown) < 60 else "use parentheses",
+            )  # fmt: skip
+        if sign == "~":
+            self.narrow(frame, inner, value, {BOOL, INT})
+            self.prefer(value, BOOL)
+            if value.expr is not None and value.expr.type is INT:
+                return Value(build("bitnot", value.expr))
+        e = self.boolean(frame, inner, value, f"`{sign}`")
+        return ERROR if e is None else Value(build("not", e))
+
+    def choose(self, frame: Frame, parts: Sequence[Part], what: str) -> Value:
+        (cn, c), (yn, y), (nn, n) = parts
+        cond = self.boolean(frame, cn, c, f"the condition of {what}")
+        if y.expr is None or n.expr is None:
+            return ERROR
+        for node, value, other in ((yn, y, n), (nn, n, y)):
+            if value.flex and not other.flex and other.expr is not None:
+                self.narrow(frame, node, value, {BOOL} if other.expr.type is BOOL else NUMBERS)
+        types = {y.expr.type, n.expr.type}
+        if types == {BOOL}:
+            joined, flex = [y.expr, n.expr], y.flex | n.flex
+            flex = flex if y.flex and n.flex else frozenset()
+        elif BOOL in types:
+            bad, good = ((yn, nn), (nn, yn))[n.expr.type is BOOL]
+            return self.report(
+                frame, bad, f"{what} gives {self.quote(frame, bad)}, a Bool, or {self.quote(frame, good)}, a number",
+                "both must be Bools or both numbers",
+            )  # fmt: skip
+        else:
+            joined, flex = self.joined([y, n], [y.expr, n.expr])
+        return ERROR if cond is None else Value(build("where", cond, *joined), flex)
+
+    def unary(self, frame: Frame, what: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
+        """A function that keeps the type of a number."""
+        found = self.numbers(frame, what, [part])
+        return ERROR if found is None else Value(make(found[0][0]), found[1])
+
+    def floating(self, frame: Frame, what: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
+        """A function of one Float."""
+        found = self.numbers(frame, what, [part])
+        self.prefer(part[1], FLOAT)
+        return ERROR if found is None else Value(make(to_float(found[0][0])))
+
+
+def _fold(op: str, exprs: Sequence[Expr]) -> Expr:
+    if op in ("and", "or"):
+        return build(op, *exprs)
+    out = exprs[0]
+    for e in exprs[1:]:
+        out = build(op, out, e)
+    return out
+
+
+def _types(types: frozenset[Type]) -> str:
+    return " or ".join(str(t) for t in Type if t in types)
+
+
+def _a(type: Type) -> str:
+    return f"an {type}" if type is INT else f"a {type}"
+
+
+def _declare(name: str, rank: int | None) -> str:
+    axes = "" if not rank else "[" + ", ".join("_" * rank) + "]"
+    return f"declare it, for example `param {name}: int{axes}`"
+
+
+def _compared(quoted: str, sign: str = ">=") -> str:
+    text = quoted.strip("`")
+    return f"{text} {sign} 0" if len(text) <= 40 and not text.endswith("...") else f"... {sign} 0"
+
+
+def _grouped(text: str, sign: str, part: Node, compare: Node) -> str:
+    """The remedy for `q & 3 == 0`: the grouping that was meant."""
+    first, second = compare.args[0], compare.args[-1]
+    if compare.start > part.start:
+        meant = f"({text[part.start : first.stop]}){text[first.stop : compare.stop]}"
+    else:
+        meant = f"{text[compare.start : second.start]}({text[second.start : part.stop]})"
+    return f"`{sign}` binds looser than `{compare.value[0]}`: write `{' '.join(meant.split())}`"

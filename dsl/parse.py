@@ -1,0 +1,277 @@
+"""Text to a tree with positions: a lexer and an LALR loop over the tables of grammar/mask.lark.
+
+>>> parse("q >= k").args[0].kind
+'bare'
+
+Neither recurses, and nothing is evaluated, so hostile text ends in a `MaskSyntaxError` and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from frisket.grammar import load
+
+from .errors import MaskSyntaxError, Problem, Span
+
+MAX_TEXT, MAX_NESTING, MAX_NODES = 64 * 1024, 200, 20_000
+OPENING = {"(": ")", "[": "]"}
+
+
+class Token(NamedTuple):
+    symbol: str
+    text: str
+    start: int
+    stop: int
+
+
+class Node:
+    """One piece of the tree: what it is, its parts, and where it stands in the text."""
+
+    __slots__ = ("args", "kind", "start", "stop", "value")
+
+    def __init__(self, kind: str, value: Any, args: list[Any], start: int, stop: int) -> None:
+        self.kind, self.value, self.args, self.start, self.stop = kind, value, args, start, stop
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start, self.stop)
+
+
+def fail(text: str, name: str, start: int, stop: int, message: str, remedy: str = "") -> NoReturn:
+    raise MaskSyntaxError(text, [Problem(message, Span(start, stop), remedy)], name)
+
+
+def parse(text: str, name: str = "mask") -> Node:
+    """The tree of a program: a node `program` whose args are its statements."""
+    if len(text) > MAX_TEXT:
+        fail(text[:200], name, 0, 1, f"the text has {len(text):,} characters, more than {MAX_TEXT:,}")
+    return _run(_tokens(text, name), text, name)
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+def _tokens(text: str, name: str) -> list[Token]:
+    """The tokens; a newline counts only outside brackets, and only between statements."""
+    tables = load()
+    out: list[Token] = []
+    open_: list[Token] = []
+    match, words = tables.tokens.match, tables.words
+    position = 0
+    while position < len(text):
+        found = match(text, position)
+        if found is None:
+            _strange(text, name, position)
+        kind, word, stop = found.lastgroup, found.group(), found.end()
+        if kind == "NL":
+            if not open_ and out and out[-1].symbol not in ("NL", "="):
+                out.append(Token("NL", word, position, stop))
+        elif kind != "SPACE":
+            symbol = word if kind == "sign" or word in words else str(kind)
+            token = Token(symbol, word, position, stop)
+            out.append(token)
+            if word in OPENING:
+                open_.append(token)
+                if len(open_) > MAX_NESTING:
+                    fail(text, name, position, stop, f"brackets are nested more than {MAX_NESTING} deep")
+            elif word in (")", "]"):
+                _close(open_, token, text, name)
+        position = stop
+    if open_:
+        t = open_[-1]
+        fail(text, name, t.start, t.stop, f"`{t.text}` is never closed", f"add a `{OPENING[t.text]}`")
+    while out and out[-1].symbol == "NL":
+        out.pop()
+    out.append(Token("$END", "", len(text.rstrip()), len(text.rstrip())))
+    return out
+
+
+def _close(open_: list[Token], token: Token, text: str, name: str) -> None:
+    if not open_:
+        fail(text, name, token.start, token.stop, f"`{token.text}` closes nothing", "remove it, or open it before")
+    opened = open_.pop()
+    if OPENING[opened.text] != token.text:
+        want = OPENING[opened.text]
+        fail(text, name, token.start, token.stop, f"`{token.text}` closes `{opened.text}`", f"write `{want}` here")
+
+
+def _strange(text: str, name: str, at: int) -> NoReturn:
+    c = text[at]
+    shown = f"`{c}`" if c.isprintable() and not c.isspace() else f"U+{ord(c):04X}"
+    remedies = {
+        ".": "a float has a digit on both sides of its dot: `1.0`, `0.5`",
+        '"': "there are no strings in the language",
+        "'": "there are no strings in the language",
+        ";": "statements end with their line",
+        "{": "brackets are `( )` and `[ ]`",
+        "@": "to multiply, write `*`",
+        "?": "to choose, write `a if c else b`",
+    }
+    remedy = remedies.get(c, "the language is written in ASCII" if ord(c) > 126 else "")
+    fail(text, name, at, at + 1, f"{shown} has no meaning here", remedy)
+
+
+# -- the loop -------------------------------------------------------------------------------------
+
+
+def _run(tokens: list[Token], text: str, name: str) -> Node:
+    tables = load()
+    states, rules, end = tables.states, tables.rules, tables.end
+    path, values = [tables.start], []
+    made = 0
+    for i, token in enumerate(tokens):
+        while True:
+            action = states[path[-1]].get(token.symbol)
+            if action is None:
+                _unexpected(tokens, i, states[path[-1]], text, name)
+            if action >= 0:
+                break
+            origin, size, act = rules[-action - 1]
+            if act is not None:
+                made += 1
+                parts = values[-size:]
+                del values[-size:]
+                values.append(ACTIONS[act](parts, text, name))
+            del path[-size:]
+            path.append(states[path[-1]][origin])
+            if path[-1] == end:
+                return Node("program", None, values[0], 0, len(text))
+        path.append(action)
+        values.append(token)
+        if made > 4 * MAX_NODES:
+            fail(text, name, token.start, token.stop, f"the text has more than {MAX_NODES:,} parts")
+    raise AssertionError("the last token is $END, which ends the loop")
+
+
+VALUES = frozenset({"NAME", "INT", "FLOAT", "(", ")", "]"})
+
+
+def _unexpected(tokens: list[Token], i: int, row: dict[str, int], text: str, name: str) -> NoReturn:
+    token, before = tokens[i], tokens[i - 1] if i else None
+    last = before.symbol if before else ""
+    wants_value = "NAME" in row and "(" in row
+    if token.symbol == "$END":
+        message = "the text ends where a value is expected" if wants_value else "the text ends too early"
+        if before is None:
+            message = "there is nothing here"
+    elif token.symbol == "NL":
+        message = "the line ends too early"
+    elif wants_value:
+        message = f"`{token.text}` stands where a value is expected"
+    else:
+        message = f"`{token.text}` is not expected here"
+    fail(text, name, token.start, token.stop, message, _remedy(token, last, before, wants_value, row))
+
+
+def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, row: dict[str, int]) -> str:
+    symbol = token.symbol
+    if symbol == "NL":
+        return "an expression over several lines goes in parentheses"
+    if symbol == "$END" and before is None:
+        return "write an expression, for example `q >= k`"
+    if symbol == "=":
+        return "to compare, write `==`"
+    if symbol in ("~", "not", "!") and wants_value:
+        return f"put it in parentheses: `({symbol}{' ' if symbol == 'not' else ''}...)`"
+    if symbol == last and symbol in ("&", "|"):
+        return f"write one `{symbol}`, or `{'and' if symbol == '&' else 'or'}`"
+    if symbol == "+" and wants_value:
+        return "a value has no `+` before it"
+    if symbol in load().words and wants_value:
+        return f"`{symbol}` is a word of the language and cannot be a name"
+    if symbol == ":" and "]" not in row:
+        return "a `:` belongs in `any(j in 0..n: ...)`, in `dot(x[b, :], y[k, :])` or after `param`"
+    if symbol in VALUES and symbol not in (")", "]") and last in VALUES and before and before.text != "(":
+        return "put an operator between the two, for example `&`"
+    return ""
+
+
+# -- actions: the parts of a production to a node ---------------------------------------------------
+
+Action = Callable[[list[Any], str, str], Any]
+
+
+def _node(kind: str, value: Any, args: list[Any], parts: list[Any]) -> Node:
+    return Node(kind, value, args, parts[0].start, parts[-1].stop)
+
+
+def _more(parts: list[Any], text: str, name: str) -> list[Any]:
+    items: list[Any] = parts[0]
+    items.append(parts[-1])
+    return items
+
+
+def _number(parts: list[Any], text: str, name: str) -> Node:
+    token = parts[0]
+    if token.symbol == "FLOAT":
+        return _node("number", float(token.text), [], parts)
+    digits = token.text.replace("_", "")
+    if len(digits) > 80:  # far beyond 64 bits; Python would refuse thousands of digits in its own way
+        fail(text, name, token.start, token.stop, "this integer does not fit 64 bits")
+    return _node("number", int(digits, 0) if digits[:2].lower() in ("0x", "0b") else int(digits), [], parts)
+
+
+def _junction(kind: str) -> Action:
+    def make(parts: list[Any], text: str, name: str) -> Node:
+        left, sign, right = parts
+        if left.kind != kind:  # value: the spellings used
+            return _node(kind, [sign.text], [left, right], parts)
+        left.args.append(right)
+        left.value.append(sign.text)
+        left.stop = right.stop
+        return left  # type: ignore[no-any-return]
+
+    return make
+
+
+def _lookup(parts: list[Any], text: str, name: str) -> Node:
+    base, _, items, _ = parts
+    if base.kind == "lookup":  # T[i][j] is T[i, j]
+        base.args.extend(items)
+        base.stop = parts[-1].stop
+        return base  # type: ignore[no-any-return]
+    return _node("lookup", None, [base, *items], parts)
+
+
+def _negative(parts: list[Any], text: str, name: str) -> Node:
+    x = parts[1]
+    if x.kind == "number" and text[x.start : x.start + 1] != "-":
+        return _node("number", -x.value, [], parts)
+    return _node("negative", None, [x], parts)
+
+
+ACTIONS: dict[str, Action] = {
+    "first": lambda p, *_: [p[0]],
+    "more": _more,
+    "bare": lambda p, *_: _node("bare", None, [p[0]], p),
+    "assign": lambda p, *_: _node("assign", p[0], [p[2]], p),
+    "define": lambda p, *_: _node("define", p[1], [[], p[3]], p),
+    "define_with": lambda p, *_: _node("define", p[1], [p[3], p[6]], p),
+    "param": lambda p, *_: _node("param", p[1], [p[3], None], p),
+    "param_default": lambda p, *_: _node("param", p[1], [p[3], p[5]], p),
+    "type": lambda p, *_: _node("type", (None, p[0]), [], p),
+    "type_fact": lambda p, *_: _node("type", (p[0], p[1]), [], p),
+    "type_table": lambda p, *_: _node("type", (None, p[0]), p[2], p),
+    "type_fact_table": lambda p, *_: _node("type", (p[0], p[1]), p[3], p),
+    "then": lambda p, *_: _node("then", None, [p[0], p[2]], p),
+    "choose": lambda p, *_: _node("choose", None, [p[2], p[0], p[4]], p),
+    "or": _junction("or"),
+    "and": _junction("and"),
+    "xor": lambda p, *_: _node("xor", p[1].text, [p[0], p[2]], p),
+    "not": lambda p, *_: _node("not", "not", [p[1]], p),
+    "invert": lambda p, *_: _node("not", p[0].text, [p[1]], p),
+    "compare": _junction("compare"),
+    "binary": lambda p, *_: _node("binary", p[1].text, [p[0], p[2]], p),
+    "negative": _negative,
+    "lookup": _lookup,
+    "call_empty": lambda p, *_: _node("call", p[0], [], p),
+    "call": lambda p, *_: _node("call", p[0], p[2], p),
+    "reduce": lambda p, *_: _node("reduce", (p[0], p[2]), [p[4], p[6], p[8]], p),
+    "colon": lambda p, *_: _node("colon", None, [], p),
+    "keyword": lambda p, *_: _node("keyword", p[0], [p[2]], p),
+    "name": lambda p, *_: _node("name", p[0].text, [], p),
+    "number": _number,
+    "parens": lambda p, *_: _node("parens", None, [p[1]], p),
+}

@@ -1,0 +1,269 @@
+"""One text read whole: declarations, definitions, and the mask and score mod they lead to.
+
+>>> read("causal & window(w)", params={"w": 256}).mask
+q >= k & abs(q - k) < w
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Literal
+
+import numpy as np
+
+from . import ir, library
+from .check import RESERVED, Checker, elaborate
+from .errors import MaskSyntaxError, ParameterError, Problem, Span
+from .functions import BUILT_IN
+from .ir import Expr
+from .library import Definition, define
+from .parse import Node, parse
+from .types import BOOL, FLOAT, INT, Type
+
+Kind = Literal["mask", "score"]
+Scalar = bool | int | float
+ELEMENTS = {"int": INT, "float": FLOAT, "bool": BOOL}
+FACTS = frozenset({"sorted"})
+
+
+@dataclass(frozen=True)
+class Declared:
+    """One `param` line: `param doc: sorted int[Q_LEN]`."""
+
+    rank: int
+    type: Type
+    fact: str | None = None
+    axes: tuple[str, ...] = ()  # as written: sizes, numbers, or `_`
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a text says. `expr` is the lone expression of a text read without a kind."""
+
+    source: str
+    name: str
+    mask: Expr | None
+    score: Expr | None
+    expr: Expr | None
+    defaults: dict[str, Scalar]
+    declared: dict[str, Declared]
+    notes: list[str] = field(default_factory=list)
+    sites: list[tuple[Span, Expr]] = field(default_factory=list)  # sub-expressions, outermost first
+
+
+def parse_expression(text: str, params: Mapping[str, Any] | None = None) -> Expr:
+    """The Expr of a text of any type: the inverse of `show`."""
+    found = read(text, params=params or {})
+    e = found.expr if found.expr is not None else found.mask if found.mask is not None else found.score
+    assert e is not None
+    return e
+
+
+def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | None = None, name: str = "mask") -> Parsed:
+    """Read a program. `kind` says what a lone expression is; values in `params` give names their types."""
+    params = params or {}
+    if not isinstance(text, str):
+        raise ParameterError(f"a mask is text, not {type(text).__name__}")
+    check_names(params)
+    reader = _Reader(text, name)
+    roots = reader.statements(parse(text, name), kind)
+    known = {n: (d.rank, d.type) for n, d in reader.declared.items()}
+    for n, value in params.items():
+        known[n] = _agreed(n, type_of(n, value), reader.declared.get(n))
+    reader.clash(params)
+    checker = Checker(text, name, dict(reader.problems), known=known, definitions=reader.definitions)
+    early = dict(reader.problems)
+    found = _elaborate(checker, roots, early)
+    if unused := [n for n in params if n not in checker.used]:
+        raise ParameterError(_unused(unused, checker))
+    notes = [
+        f"`{n}` is a parameter here and hides the library's `{n}`"
+        for n in [*known, *reader.definitions]
+        if n in library.definitions() and (n in checker.used or n in reader.definitions)
+    ]
+    lone = found.get("expr")
+    sites = sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))
+    return Parsed(
+        text, name, found.get("mask"), found.get("score"), lone, reader.defaults, reader.declared, notes, sites
+    )
+
+
+def _elaborate(checker: Checker, roots: dict[str, Node], early: dict[Problem, None]) -> dict[str, Expr]:
+    try:
+        found = elaborate(checker, roots)
+    except MaskSyntaxError as error:
+        error = MaskSyntaxError(error.source, [*early, *error.problems], error.name)
+        raise error from None
+    if early:
+        raise MaskSyntaxError(checker.text, list(early), checker.name)
+    return found
+
+
+def _unused(unused: list[str], checker: Checker) -> str:
+    names = ", ".join(f"`{n}`" for n in unused)
+    verb = "is" if len(unused) == 1 else "are"
+    open_ = [n for n in checker.used if n not in checker.known and "." not in n]
+    near = get_close_matches(unused[0], open_, 1, 0.5)
+    remedy = f"; did you mean `{unused[0]}` where it says `{near[0]}`?" if near else "; remove it"
+    return f"{names} {verb} given but not used{remedy}"
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def check_names(params: Mapping[str, Any]) -> None:
+    from frisket.grammar import load
+
+    for n in params:
+        if not isinstance(n, str) or not n.isidentifier() or not n.isascii() or n in load().words:
+            raise ParameterError(f"{n!r} is not a name of the language")
+        if n in RESERVED:
+            raise ParameterError(f"`{n}` is reserved; choose another name, for example `{n}_`")
+
+
+def type_of(name: str, value: Any) -> tuple[int, Type]:
+    """(rank, type) of a Python number or an array; rank 0 is a scalar."""
+    if isinstance(value, bool | np.bool_):
+        return 0, BOOL
+    if isinstance(value, int | np.integer):
+        if not -(2**63) <= int(value) < 2**63:
+            raise ParameterError(f"`{name}` is {value}, which does not fit 64 bits")
+        return 0, INT
+    if isinstance(value, float | np.floating):
+        return 0, FLOAT
+    dtype = getattr(value, "dtype", None)
+    kind = getattr(dtype, "kind", None)
+    if not isinstance(value, np.ndarray) or kind not in "biuf":
+        what = f"an array of {dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+        raise ParameterError(f"`{name}` is {what}; give a number, or an array of bool, int or float")
+    return value.ndim, {"b": BOOL, "f": FLOAT}.get(str(kind), INT)
+
+
+def _agreed(name: str, found: tuple[int, Type], declared: Declared | None) -> tuple[int, Type]:
+    """The declaration wins where the value can be read as it: an Int as a Float."""
+    if declared is None:
+        return found
+    if found[0] != declared.rank:
+        raise ParameterError(f"`{name}` is declared with {declared.rank} axes, the value has {found[0]}")
+    if found[1] is declared.type or (found[1], declared.type) == (INT, FLOAT):
+        return declared.rank, declared.type
+    raise ParameterError(f"`{name}` is declared {declared.type}, the value is {found[1]}")
+
+
+# -- statements -----------------------------------------------------------------------------------
+
+
+class _Reader:
+    """The statements of a text, sorted into declarations, definitions and roots."""
+
+    def __init__(self, text: str, name: str) -> None:
+        self.text, self.name = text, name
+        self.problems: dict[Problem, None] = {}
+        self.declared: dict[str, Declared] = {}
+        self.defaults: dict[str, Scalar] = {}
+        self.definitions: dict[str, dict[int, Definition]] = {}
+        self.where: dict[str, Span] = {}
+
+    def report(self, at: Any, message: str, remedy: str = "") -> None:
+        self.problems[Problem(message, Span(at.start, at.stop), remedy)] = None
+
+    def statements(self, program: Node, kind: Kind | None) -> dict[str, Node]:
+        roots: dict[str, Node] = {}
+        for s in program.args:
+            if s.kind == "define":
+                self.define(s)
+            elif s.kind == "param":
+                self.param(s)
+            else:
+                self.root(s, kind, roots)
+        if not roots and not self.problems:
+            end = len(self.text.rstrip())
+            message, remedy = "there is no mask and no score here", "end with an expression, or `mask = ...`"
+            raise MaskSyntaxError(self.text, [Problem(message, Span(end, end), remedy)], self.name)
+        return roots
+
+    def root(self, s: Node, kind: Kind | None, roots: dict[str, Node]) -> None:
+        what = s.value.text if s.kind == "assign" else kind or "expr"
+        if s.kind == "assign" and what not in ("mask", "score"):
+            left, right = s.value.text, self.text[s.args[0].start : s.args[0].stop]
+            self.report(
+                s.value, "only `mask` and `score` are assigned to",
+                f"to compare, write `==`; to define, write `def {left} = {right}`",
+            )  # fmt: skip
+        elif what in roots or (roots and "expr" in (what, *roots)):
+            self.report(s, "there is already an expression above", "join them with `&`, or name one with `def`")
+        else:
+            roots[what] = s.args[0]
+
+    def define(self, s: Node) -> None:
+        name, params = s.value.text, [p.text for p in s.args[0]]
+        if name in RESERVED or name in BUILT_IN:
+            self.report(s.value, f"`{name}` is {_kept(name)}", "choose another name")
+            return
+        for p in s.args[0]:
+            if p.text in (*ir.COORDINATES, *ir.SIZES, "score"):
+                self.report(p, f"`{p.text}` is reserved", "choose another name")
+        if len(set(params)) < len(params):
+            self.report(s, f"`{name}` has two parameters of one name", "rename one")
+        overloads = self.definitions.setdefault(name, {})
+        if len(params) in overloads or name in self.declared:
+            self.report(s.value, f"`{name}` is defined twice", "rename or remove one")
+        overloads[len(params)] = define(s, self.text)
+        self.where.setdefault(name, Span(s.value.start, s.value.stop))
+
+    def param(self, s: Node) -> None:
+        name, (type_, default) = s.value.text, s.args
+        fact, element = type_.value
+        if name in RESERVED:
+            self.report(s.value, f"`{name}` is reserved", "choose another name")
+        elif name in self.declared or name in self.definitions:
+            self.report(s.value, f"`{name}` is defined twice", "rename or remove one")
+        elif element.text not in ELEMENTS or (fact is not None and fact.text not in FACTS):
+            self.report(type_, "this is not a type", "types are `int`, `float`, `bool`, `sorted int[n]`, `float[n, m]`")
+        elif fact is not None and (len(type_.args) != 1 or element.text != "int"):
+            self.report(type_, "only a table of Ints with one axis is sorted", f"write `sorted int[{ir.SIZES[2]}]`")
+        else:
+            axes = tuple(self.text[a.start : a.stop] for a in type_.args)
+            declared = Declared(len(axes), ELEMENTS[element.text], fact and fact.text, axes)
+            self.declared[name] = declared
+            if default is not None:
+                self.default(name, declared, default)
+
+    def default(self, name: str, declared: Declared, node: Node) -> None:
+        value = constant(node)
+        fits = value is not None and declared.rank == 0
+        if fits:
+            found = type_of(name, value)[1]
+            fits = found is declared.type or (found, declared.type) == (INT, FLOAT)
+        if not fits or value is None:
+            self.report(
+                node, f"the default of `{name}` is not {declared.type}",
+                "write a literal of the declared type" if declared.rank == 0 else "tables have no default",
+            )  # fmt: skip
+            return
+        self.defaults[name] = float(value) if declared.type is FLOAT else value
+
+    def clash(self, params: Mapping[str, Any]) -> None:
+        for n in params:
+            if n in self.definitions:
+                at = self.where[n]
+                message = f"`{n}` is defined here and given as a parameter"
+                self.problems[Problem(message, at, "rename one of them")] = None
+
+
+def _kept(name: str) -> str:
+    return "a built-in function" if name in BUILT_IN else "reserved"
+
+
+def constant(node: Node) -> Scalar | None:
+    """The value of a literal: `4`, `-0.5`, `true`, `-inf`."""
+    if node.kind == "number" and (isinstance(node.value, float) or -(2**63) <= node.value < 2**63):
+        return node.value  # type: ignore[no-any-return]
+    if node.kind == "negative" and node.args[0].value == "inf":
+        return -math.inf
+    return {"true": True, "false": False, "True": True, "False": False, "inf": math.inf, "nan": math.nan}.get(
+        node.value if node.kind == "name" else ""
+    )

@@ -1,0 +1,258 @@
+"""Expr to text that parses back to the same Expr.
+
+>>> from frisket.dsl.sugar import q, k
+>>> show((q - k) * 2 >= 0)
+'(q - k) * 2 >= 0'
+
+Conversions of Int to Float are left out where the parser puts them back. A name whose type its use does not
+tell is declared first: `param p: float`, a newline, `p >= x`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import TypeAlias
+
+from . import library
+from .errors import BudgetError
+from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, walk
+from .types import BOOL, FLOAT, INT, Type
+
+MAX_NODES = 20_000
+OR, XOR, AND, NOT, COMPARE, SHIFT, SUM, PRODUCT, UNARY, POWER, ATOM = range(11)
+INFIX: dict[str, tuple[str, int]] = {
+    "or": ("|", OR), "bitor": ("|", OR), "xor": ("^", XOR), "bitxor": ("^", XOR),
+    "and": ("&", AND), "bitand": ("&", AND),
+    "lt": ("<", COMPARE), "le": ("<=", COMPARE), "gt": (">", COMPARE), "ge": (">=", COMPARE),
+    "eq": ("==", COMPARE), "ne": ("!=", COMPARE), "shl": ("<<", SHIFT), "shr": (">>", SHIFT),
+    "add": ("+", SUM), "sub": ("-", SUM), "mul": ("*", PRODUCT), "div": ("/", PRODUCT),
+    "floordiv": ("//", PRODUCT), "mod": ("%", PRODUCT), "pow": ("**", POWER),
+}  # fmt: skip
+# Operators whose type is that of their operands.
+SAME = frozenset("add sub mul min max neg abs sign where pow reduce".split())
+JOINING = frozenset("add sub mul min max where".split()) | COMPARISONS
+TELLING = frozenset("and or xor not div floor isfinite".split())  # take Bools, or prefer Floats
+BITS = frozenset("bitand bitor bitxor bitnot".split())
+Piece: TypeAlias = "str | tuple[Expr, int]"
+
+
+def show(e: Expr, known: Collection[str] = ()) -> str:
+    """The text of `e`; names in `known` get their types elsewhere and are not declared."""
+    size = _tree_size(e)
+    if size > MAX_NODES:
+        raise BudgetError(f"this expression prints as {size:,} nodes, more than {MAX_NODES:,}")
+    printer = _Printer(e)
+    lines = [
+        f"param {name}: {str(type).lower()}{_axes(rank)}"
+        for name, (rank, type) in _undetermined(e, printer.flex).items()
+        if name not in known
+    ]
+    return "\n".join([*lines, printer.text()])
+
+
+class _Printer:
+    def __init__(self, root: Expr) -> None:
+        self.root = root
+        self.flex = _flex(root)
+        free = {n.name if n.op != "extent" else n.name[0] for n in walk(root) if n.op != "lit"}
+        heights = {n.name[1] for n in walk(root) if n.op == "reduce"}
+        self.bound: dict[int, str] = {}
+        for height in sorted(heights):
+            name = "j" if height == 0 else f"j{height}"
+            while name in free:
+                name += "_"
+            self.bound[height] = name
+
+    def text(self) -> str:
+        out: list[str] = []
+        stack: list[Piece] = [(self.root, OR)]
+        while stack:
+            piece = stack.pop()
+            if isinstance(piece, str):
+                out.append(piece)
+                continue
+            node, least = piece
+            level, *pieces = self.pieces(node)
+            if level < least:
+                pieces = ["(", *pieces, ")"]
+            stack.extend(reversed(pieces))
+        return "".join(out)
+
+    def pieces(self, e: Expr) -> tuple[int, *tuple[Piece, ...]]:
+        """How tightly the text of `e` binds, and its parts."""
+        op, args = e.op, e.args
+        if op == "lit":
+            text = _literal(e)
+            return (UNARY if text.startswith("-") else ATOM), text
+        if op in ("var", "param"):
+            return ATOM, str(e.name)
+        if op == "bound":
+            return ATOM, self.bound[e.name] if e.name in self.bound else str(e.name)
+        if op in INFIX:
+            return self.infix(e)
+        if op == "neg":
+            operand = args[0]
+            if operand.op == "lit":  # `-1` is a literal of its own
+                return UNARY, "-(", (operand, OR), ")"
+            return UNARY, "-", (operand, UNARY)
+        if op in ("not", "bitnot"):
+            bare = args[0].op in ("not", "bitnot", "lit")
+            return NOT, "~", (args[0], OR if bare else ATOM)
+        if op in ("lookup", "segment", "extent", "reduce"):
+            return self.special(e)
+        if op in ("min", "max"):
+            args = self.joined(args)
+        elif op == "where":
+            args = (args[0], *self.joined(args[1:]))
+        elif op in FLOAT_FUNCTIONS or op == "isfinite":
+            args = (self.plain(args[0]),)
+        return ATOM, f"{op}(", *_separated(args), ")"
+
+    def infix(self, e: Expr) -> tuple[int, *tuple[Piece, ...]]:
+        sign, level = INFIX[e.op]
+        args = e.args
+        if e.op == "div":
+            args = (self.plain(args[0]), self.plain(args[1]))
+        elif e.op == "pow" and e.type is FLOAT:
+            args = self.power(*args)
+        elif e.op in JOINING:
+            args = self.joined(args)
+        if e.op == "pow":
+            return level, (args[0], ATOM), " ** ", (args[1], UNARY)
+        first = level + 1 if level == COMPARE or e.op in ("and", "or") else level
+        out: list[Piece] = [(args[0], first)]
+        for a in args[1:]:
+            out += [f" {sign} ", (a, level + 1)]
+        return level, *out
+
+    def special(self, e: Expr) -> tuple[int, *tuple[Piece, ...]]:
+        if e.op == "lookup":
+            return ATOM, f"{e.name}[", *_separated(e.args), "]"
+        if e.op == "segment":
+            return ATOM, f"segment({e.name}, ", (e.args[0], OR), ")"
+        if e.op == "extent":
+            return ATOM, f"extent({e.name[0]}, {e.name[1]})"
+        kind, height = e.name
+        low, high, body = e.args
+        return ATOM, f"{kind}({self.bound[height]} in ", (low, OR), "..", (high, OR), ": ", (body, OR), ")"
+
+    def plain(self, e: Expr) -> Expr:
+        """The operand of something that converts Int by itself."""
+        return e.args[0] if e.op == "float" and not self.flex[e.args[0]] else e
+
+    def joined(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        """Two operands of one type: a conversion goes without saying beside a Float."""
+        x, y = args
+        if x.op != "float":
+            return x, self.plain(y)
+        return (x, self.plain(y)) if y.op == "float" else (self.plain(x), y)
+
+    def power(self, x: Expr, y: Expr) -> tuple[Expr, ...]:
+        literal = y.op == "float" and y.args[0].op == "lit" and y.args[0].name >= 0
+        return (x if literal else self.plain(x)), self.plain(y)
+
+
+def _separated(args: tuple[Expr, ...]) -> list[Piece]:
+    out: list[Piece] = []
+    for a in args:
+        out += [", ", (a, OR)]
+    return out[1:]
+
+
+def _literal(e: Expr) -> str:
+    if e.type is BOOL:
+        return "true" if e.name else "false"
+    if e.type is FLOAT and not math.isfinite(e.name):
+        return "nan" if math.isnan(e.name) else "inf" if e.name > 0 else "-inf"
+    return repr(e.name)
+
+
+def _axes(rank: int) -> str:
+    return "" if rank == 0 else "[" + ", ".join("_" * rank) + "]"
+
+
+# -- which names the parser cannot type -------------------------------------------------------------
+
+
+def _typed_by(e: Expr) -> tuple[Expr, ...]:
+    """The arguments whose type is the type of `e`."""
+    if e.op not in SAME:
+        return ()
+    if e.op == "pow":
+        return e.args[:1] if e.type is INT else ()
+    if e.op == "reduce":
+        return e.args[2:] if e.name[0] in ("sum", "min", "max") else ()
+    return e.args[1:] if e.op == "where" else e.args
+
+
+def _flex(root: Expr) -> dict[Expr, frozenset[str]]:
+    """Per node: the names its type hangs on; empty when it has its type whatever the names are."""
+    flex: dict[Expr, frozenset[str]] = {}
+    for node in walk(root):
+        sets = [flex[a] for a in _typed_by(node)]
+        if node.op in ("param", "lookup"):
+            flex[node] = frozenset({node.name})
+        elif not sets or (node.type is not INT and not all(sets)):
+            flex[node] = frozenset()
+        else:
+            flex[node] = frozenset().union(*sets)
+    return flex
+
+
+def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tuple[int, Type]]:
+    """Names to declare, with rank and type: the parser would read them differently, or as something else."""
+    names: dict[str, tuple[int, Type]] = {}
+    doubtful: set[str] = set()
+    evident: set[str] = set()
+    for node in walk(root):
+        if node.op == "param":
+            names[node.name] = (0, node.type)
+        elif node.op == "lookup":
+            names[node.name] = (len(node.args), node.type)
+        elif node.op == "segment":
+            names[node.name] = (1, INT)
+        elif node.op in BITS and all(flex[a] for a in node.args):
+            doubtful.update(*(flex[a] for a in node.args))
+        evident.update(_evidence(node, flex))
+    entries = library.definitions()
+    return {
+        name: (rank, type)
+        for name, (rank, type) in names.items()
+        if name in entries or (name in doubtful if type is INT else name not in evident)
+    }
+
+
+def _evidence(node: Expr, flex: dict[Expr, frozenset[str]]) -> Iterator[str]:
+    """Names of Bools and Floats that this use gives away."""
+    op, args = node.op, node.args
+    if op in TELLING or op in FLOAT_FUNCTIONS or (op == "pow" and node.type is FLOAT):
+        direct = args
+    elif op == "reduce" and node.name[0] in ("any", "all"):
+        direct = args[2:]
+    elif op == "where":
+        yield from _named(args[:1], BOOL)
+        direct = _beside_float(args[1:], flex)
+    elif op in JOINING:
+        direct = _beside_float(args, flex)
+    else:
+        return
+    yield from _named(direct, BOOL, FLOAT)
+
+
+def _beside_float(args: tuple[Expr, ...], flex: dict[Expr, frozenset[str]]) -> tuple[Expr, ...]:
+    x, y = args
+    return tuple(a for a, b in ((x, y), (y, x)) if b.type is FLOAT and not flex[b] and b.op != "float")
+
+
+def _named(args: tuple[Expr, ...], *types: Type) -> Iterator[str]:
+    for a in args:
+        if a.op in ("param", "lookup") and a.type in types:
+            yield a.name
+
+
+def _tree_size(root: Expr) -> int:
+    sizes: dict[Expr, int] = {}
+    for node in walk(root):
+        sizes[node] = 1 + sum(sizes[a] for a in node.args)
+    return sizes[root]
