@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr
 
+from .plan import whole
+
 Array = NDArray[Any]
 
 
@@ -27,7 +29,7 @@ def coordinates(
     The q and k entries of `origin` may be vectors with one entry per batch.
     """
     b0, h0, q0, k0 = origin
-    full = sizes or (batch, heads, q_len, kv_len)
+    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
 
     def along(start: Any, n: int, axis: int) -> Array:
         shape = [1, 1, 1, 1]
@@ -43,9 +45,7 @@ def coordinates(
     }  # fmt: skip
 
 
-def visible(
-    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], shape: tuple[int, ...]
-) -> Array:
+def visible(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], shape: tuple[int, ...]) -> Array:
     """The dense mask, bool [batch, heads, q_len, kv_len]."""
     return np.broadcast_to(evaluate(mask, env, tables), shape).astype(bool)
 

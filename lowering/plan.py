@@ -16,10 +16,17 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lookup, make, param, uses, walk
+from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, INT, Type
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
+
+
+def whole(origin: Origin, lengths: Sizes) -> Sizes:
+    """The sizes of the whole problem where none are given: it ends where the call does."""
+    b, h, q, k = (int(np.max(start)) + n for start, n in zip(origin, lengths, strict=True))
+    return (b, h, q, k)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,24 @@ class LoopPlan:
     int64: bool  # an index of the mask or score may leave 32 bits
     text: str = field(compare=False)  # the mask and score as the user would write them
 
+    def __str__(self) -> str:
+        lines = [f"mask     {'every position' if self.mask is None else show(self.mask, self._names())}"]
+        lines.append(f"score    {'as it is' if self.score is None else show(self.score, self._names())}")
+        if self.bounds is None:
+            lines.append("bounds   read from the span table")
+        else:
+            for name in ("first", "full_first", "full_last", "last"):
+                lines.append(f"{name:10} = {show(getattr(self.bounds, name), self._names())}")
+        lines.append(f"guard    {'a row may be empty: -inf is checked' if self.guard else 'no row is empty'}")
+        for s in self.slots:
+            lines.append(f"slot     {s.name} = {s.source if s.source is not None else s.value}")
+        lines += [f"table    {t.name} = {t.source}{' by index' if t.derived else ''}" for t in self.tables]
+        lines.append(f"integers {64 if self.int64 else 32} bits")
+        return "\n".join(lines)
+
+    def _names(self) -> list[str]:
+        return [s.name for s in self.slots] + [t.name for t in self.tables]
+
     def slot_values(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """A value for every slot, from the literals lifted and the user's parameters."""
         return {s.name: s.value if s.source is None else params[s.source] for s in self.slots}
@@ -113,7 +138,7 @@ class Geometry:
 
     @property
     def full(self) -> Sizes:
-        return self.sizes or (self.batch, self.heads, self.q_len, self.kv_len)
+        return self.sizes or whole(self.origin, (self.batch, self.heads, self.q_len, self.kv_len))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from frisket.dsl.evaluate import evaluate, unroll
 from frisket.dsl.ir import TRUE, Expr, lit, make, substitute, uses, var, walk
 
-from ..plan import Bounds, Origin, Sizes, Spans
+from ..plan import Bounds, Origin, Sizes, Spans, whole
 from ..simplify import simplify
 from .rows import both_sides, bounds
 from .spans import from_boxes, merge, records, share
@@ -65,18 +65,18 @@ def analyse(
 ) -> Analysis:
     """The spans of `mask` over queries `[q, q + q_len)` and keys `[k, k + kv_len)` of the whole problem.
 
-    `origin` is (b, h, q, k), its q and k ints or one per batch; `sizes` (B, H, Q_LEN, KV_LEN) defaults to the
-    lengths given. `transposed` gives rows of key tiles whose records hold query tiles. `work` bounds the
+    `origin` is (b, h, q, k), its q and k ints or one per batch; `sizes` (B, H, Q_LEN, KV_LEN) defaults to
+    where the crop ends. `transposed` gives rows of key tiles whose records hold query tiles. `work` bounds the
     elements looked at where the analysis cannot decide a tile; past it tiles stay PARTIAL and `exact` is False.
     """
     expr = TRUE if mask is None else mask
     bound = {n: t if isinstance(t, Table) else Table(t) for n, t in (tables or {}).items()}
     expr = simplify(bind(expr, {n: t.array for n, t in bound.items()}))
-    grid, slice_of = _grid(expr, q_len, kv_len, batch, heads, block, origin)
+    grid, slice_of = grid_of(expr, q_len, kv_len, batch, heads, block, origin)
     if transposed:
         expr = simplify(swap(expr))
         grid = Grid(kv_len, q_len, (block[1], block[0]), grid.b, grid.h, grid.k, grid.q)
-    full = sizes or (batch, heads, q_len, kv_len)
+    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
     env = {**dict(zip(SIZE_NAMES, full, strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
     slices, formula = len(grid.b), bounds(expr)
@@ -91,7 +91,7 @@ def analyse(
     return Analysis(spans, formula, method, not scope.undecided, scope.settled, scope.looked_at)
 
 
-def _grid(
+def grid_of(
     expr: Expr, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin
 ) -> tuple[Grid, Array]:
     """One slice for every (b, h) the mask can tell apart."""

@@ -1,10 +1,10 @@
 """Affine normal form of Int expressions and of their comparisons, and how it is written back.
 
 >>> from frisket.dsl.sugar import q, k
->>> show(compare("lt", q - k, lit(256)))
-'q - k <= 255'
->>> show(compare("ge", q + 1, k + 1))
-'q >= k'
+>>> compare("lt", q - k, lit(256))
+q - k <= 255
+>>> compare("ge", q + 1, k + 1)
+q >= k
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from frisket.dsl.ir import COORDINATES, FALSE, SIZES, TRUE, Expr, build, lit, walk
-from frisket.dsl.show import show
 from frisket.dsl.types import INT
 
 Terms = tuple[tuple[Expr, int], ...]  # (atom, coefficient), coefficients not 0, in canonical order
@@ -53,13 +52,14 @@ class Linear:
 
 
 @lru_cache(maxsize=65536)
-def sort_key(e: Expr) -> tuple[int, list[int], str]:
-    """Coordinates first (q before k), then sizes, parameters by name, then the rest: by the variables it
-    holds, in that order, and its text."""
+def sort_key(e: Expr) -> tuple[object, ...]:
+    """Coordinates first (q before k), then sizes, parameters by name, then the rest: by the variables held, in
+    that order, then by structure. The same in every process."""
     if e.op == "var":
-        return (_ORDER.get(e.name, 20), [], str(e.name))
+        return (_ORDER.get(e.name, 20), [], 0, e.op, str(e.name), ())
     held = [_ORDER.get(n.name, 20) for n in walk(e) if n.op == "var"]
-    return (30 if e.op == "param" else 40, held, show(e))
+    rank = 30 if e.op == "param" else 40
+    return (rank, held, e.depth, e.op, str(e.name), tuple(sort_key(a) for a in e.args))
 
 
 def _collect(terms: Iterable[tuple[Expr, int]], const: int) -> Linear:

@@ -1,0 +1,63 @@
+"""Stages: the record of one compilation, a field per stage, each with text people can read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from frisket.dsl.ir import Expr
+from frisket.dsl.show import show
+
+from .plan import LoopPlan, Target
+
+NAMES = ("expr", "simplified", "facts", "layout", "plan", "target", "source")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A mask and a score mod at one stage."""
+
+    mask: Expr | None
+    score: Expr | None
+
+    def __str__(self) -> str:
+        lines = [f"mask = {'true' if self.mask is None else show(self.mask)}"]
+        if self.score is not None:
+            lines.append(f"score = {show(self.score)}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What became of a mask and a score mod: `print(att.stages(...))`, or one field of it.
+
+    `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score
+    mod, `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the
+    `source` of the kernel, empty for backends that run library calls.
+    """
+
+    expr: Pair
+    simplified: Pair
+    facts: Any
+    layout: Any
+    plan: LoopPlan
+    target: Target
+    source: str
+    rules: Counter[str] = field(default_factory=Counter)
+
+    def text(self, name: str) -> str:
+        """One stage as text."""
+        if name not in NAMES:
+            raise ValueError(f"no stage {name!r}; there are {', '.join(NAMES)}")
+        if name == "target":
+            t = self.target
+            return f"{t.backend}: {t.block_q} queries x {t.block_k} keys, {t.num_warps} warps, {t.num_stages} stages"
+        shown = str(getattr(self, name))
+        if name == "simplified" and self.rules:
+            fired = ", ".join(f"{n} x {c}" if c > 1 else n for n, c in self.rules.most_common())
+            shown += f"\nrules: {fired}"
+        return shown or "library calls"
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"-- {name} {'-' * (76 - len(name))}\n{self.text(name)}" for name in NAMES)

@@ -1,0 +1,314 @@
+"""Layout: which tiles of keys each tile of queries reads, and everything known about that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import BudgetError, ShapeError
+from frisket.dsl.explain import Explanation, explain
+from frisket.dsl.ir import TRUE, Expr, uses
+from frisket.dsl.show import show
+from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind, grid_of
+from frisket.lowering.analysis.facts import row_counts
+from frisket.lowering.analysis.spans import Runs, from_records
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, Scope
+from frisket.lowering.plan import Origin, Sizes, Spans, whole
+from frisket.lowering.simplify import prepare
+
+if TYPE_CHECKING:
+    from .mask import Mask
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tiles by kind, over every batch entry and head of the layout."""
+
+    empty: int
+    partial: int
+    full: int
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """Runs of key tiles in CSR, per distinct slice and row of tiles: row `i = slice * rows + row` has runs
+    `row_ptr[i] .. row_ptr[i + 1]`, each tiles `[start, stop)` of one `kind` (1 partial, 2 full)."""
+
+    row_ptr: NDArray[np.int64]
+    start: NDArray[np.int32]
+    stop: NDArray[np.int32]
+    kind: NDArray[np.uint8]
+    slice_of: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the analysis proved. Lengths in tokens, runs in tiles, FLOPs of the two matmuls per head_dim of 1."""
+
+    rows_nonempty: bool | None  # None: counting would exceed the budget
+    max_runs_per_row: int
+    contiguous: bool  # every row of tiles reads one run of neighbouring key tiles
+    closed_form: bool  # the bounds of a row are formulas: kernels read no table
+    uses: tuple[str, ...]  # which of b, h, and which tables and parameters
+    method: str  # how the layout was found
+    settled: int  # tiles decided by looking at their elements
+    visible_pairs: int | None
+    flops: int | None  # 4 * visible pairs: multiply by head_dim
+
+    def __str__(self) -> str:
+        rows = {True: "every query sees a key", False: "some query sees no key", None: "not counted"}
+        lines = {
+            "rows": rows[self.rows_nonempty],
+            "runs": f"at most {self.max_runs_per_row} per row of tiles" + (", contiguous" if self.contiguous else ""),
+            "found by": self.method + (f", {self.settled} tiles looked at" if self.settled else ""),
+            "uses": ", ".join(self.uses) or "positions only",
+        }
+        if self.visible_pairs is not None:
+            lines["visible"] = f"{self.visible_pairs:,} pairs"
+        return "\n".join(f"{name:9} {text}" for name, text in lines.items())
+
+
+class Layout:
+    """The block-sparse layout of a mask: `m.layout(q_len, kv_len, ...)`.
+
+    >>> import frisket as fk
+    >>> layout = fk.mask("causal & window(256)").layout(1024, 1024)
+    >>> layout.counts, layout.visible_pairs
+    (Counts(empty=43, partial=15, full=6), 229504)
+
+    Tiles are `block = (queries, keys)` tokens; the last of a row or column may be cut by the lengths, and what
+    lies outside counts as hidden. Positions are global: `origin = (b, h, q, k)` is where the layout begins and
+    `sizes = (B, H, Q_LEN, KV_LEN)` are the lengths of the whole problem.
+    """
+
+    def __init__(
+        self,
+        mask: Expr,
+        params: Mapping[str, Any],
+        tables: Mapping[str, Table],
+        q_len: int,
+        kv_len: int,
+        batch: int,
+        heads: int,
+        block: tuple[int, int],
+        origin: Origin,
+        sizes: Sizes | None,
+        exact: bool,
+        written: Expr,
+    ) -> None:
+        self.mask, self.written = mask, written  # simplified, and as the user wrote it
+        self.params, self.tables = params, tables
+        self.q_len, self.kv_len, self.batch, self.heads, self.block = q_len, kv_len, batch, heads, block
+        self.origin, self.sizes = origin, sizes or whole(origin, (batch, heads, q_len, kv_len))
+        self.work = 1 << 28 if exact else 0
+        self.analysis: Analysis = self._analyse(transposed=False)
+
+    def _analyse(self, *, transposed: bool) -> Analysis:
+        return analyse(
+            self.mask, q_len=self.q_len, kv_len=self.kv_len, batch=self.batch, heads=self.heads, block=self.block,
+            origin=self.origin, sizes=self.sizes, params=self.params, tables=self.tables, work=self.work,
+            transposed=transposed,
+        )  # fmt: skip
+
+    # -- tiles ------------------------------------------------------------------------------------
+
+    @property
+    def spans(self) -> Spans:
+        """Records of four bounds per row of tiles, in key tiles."""
+        return self.analysis.spans
+
+    @property
+    def exact(self) -> bool:
+        """Every tile has its true kind; False when the budget ran out and some FULL or EMPTY are PARTIAL."""
+        return self.analysis.exact
+
+    @property
+    def rows(self) -> int:
+        return -(-self.q_len // self.block[0])
+
+    @property
+    def columns(self) -> int:
+        return -(-self.kv_len // self.block[1])
+
+    @cached_property
+    def _runs(self) -> Runs:
+        return from_records(self.spans.bounds, self.spans.count)
+
+    @cached_property
+    def runs(self) -> RunTable:
+        return _table(self._runs, self.spans, self.rows)
+
+    @cached_property
+    def transposed(self) -> Side:
+        """The same tiles by columns: for each tile of keys, the runs of query tiles that read it."""
+        return Side(self._analyse(transposed=True).spans, self.columns)
+
+    @cached_property
+    def counts(self) -> Counts:
+        width = self._runs.stop - self._runs.start
+        uses_of = np.bincount(self.spans.slice_of.reshape(-1), minlength=len(self.spans.count))
+        by = [int((width * uses_of[self._runs.slice])[self._runs.kind == kind].sum()) for kind in (PARTIAL, FULL)]
+        total = self.batch * self.heads * self.rows * self.columns
+        return Counts(total - sum(by), *by)
+
+    def kinds(self) -> NDArray[np.uint8]:
+        """Every tile, uint8 [batch, heads, q_tiles, k_tiles]: 0 empty, 1 partial, 2 full."""
+        grid = np.full((len(self.spans.count), self.rows, self.columns), EMPTY, np.uint8)
+        r = self._runs
+        steps = np.zeros((len(self.spans.count), self.rows, self.columns + 1), np.int8)
+        np.add.at(steps, (r.slice, r.row, r.start), r.kind.astype(np.int8))
+        np.add.at(steps, (r.slice, r.row, r.stop), -r.kind.astype(np.int8))
+        grid += np.cumsum(steps, axis=2, dtype=np.int8)[..., :-1].astype(np.uint8)
+        return grid[self.spans.slice_of]
+
+    # -- facts ------------------------------------------------------------------------------------
+
+    @cached_property
+    def row_counts(self) -> NDArray[np.int64]:
+        """Keys each query sees, int64 [batch, heads, q_len]; BudgetError when counting costs too much."""
+        env = {**dict(zip(SIZE_NAMES, self.sizes, strict=True)), **self.params}
+        grid, slice_of = grid_of(self.mask, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)
+        # the grid has one slice for every (b, h) told apart, the spans one for every different answer
+        index = np.zeros(len(grid.b), np.int64)
+        index[slice_of.reshape(-1)] = self.spans.slice_of.reshape(-1)
+        r = self._runs
+        parts = [np.flatnonzero(r.slice == s) for s in index]
+        at = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
+        spread = Runs(owner, r.row[at], r.start[at], r.stop[at], r.kind[at])
+        return row_counts(self.mask, grid, Scope(env, self.tables), spread)[slice_of]
+
+    @property
+    def visible_pairs(self) -> int:
+        """The exact number of visible (query, key) pairs over every batch entry and head."""
+        return int(self.row_counts.sum())
+
+    @property
+    def density(self) -> float:
+        """The share of tiles that are read."""
+        read = self.counts.partial + self.counts.full
+        return read / (read + self.counts.empty)
+
+    @cached_property
+    def facts(self) -> Facts:
+        try:
+            pairs, nonempty = self.visible_pairs, bool(self.row_counts.all())
+        except BudgetError:
+            pairs, nonempty = None, None  # type: ignore[assignment]
+        r = self._runs
+        line = r.slice * self.rows + r.row
+        gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
+        named = sorted(uses(self.mask) & {"b", "h"}) + sorted({*self.params, *self.tables})
+        return Facts(
+            rows_nonempty=nonempty,
+            max_runs_per_row=int(np.bincount(line, minlength=1).max(initial=0)),
+            contiguous=not gaps.any(),
+            closed_form=self.analysis.bounds is not None,
+            uses=tuple(named),
+            method=self.analysis.method,
+            settled=self.analysis.settled,
+            visible_pairs=pairs,
+            flops=None if pairs is None else 4 * pairs,
+        )
+
+    def explain(self, q: int, k: int, b: int = 0, h: int = 0) -> Explanation:
+        """Why query q may or may not see key k, in global positions: the clause of the mask and its values."""
+        for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
+            if not 0 <= at < size:
+                raise ShapeError(f"{name} = {at} is outside 0..{size}\n  positions are global, below `sizes`")
+        env = {**dict(zip(SIZE_NAMES, self.sizes, strict=True)), **self.params, "b": b, "h": h, "q": q, "k": k}
+        return explain(self.written, env, {n: t.array for n, t in self.tables.items()})
+
+    def __str__(self) -> str:
+        from .draw.terminal import draw
+
+        return draw(self)
+
+    def __repr__(self) -> str:
+        shape = f"{self.q_len} x {self.kv_len}, block {self.block[0]} x {self.block[1]}"
+        c = self.counts
+        return f"Layout({show(self.mask)!r}, {shape}: {c.full} full, {c.partial} partial, {c.empty} empty)"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way through the tiles: `spans`, and the same as CSR `runs`."""
+
+    spans: Spans
+    rows: int
+
+    @cached_property
+    def runs(self) -> RunTable:
+        return _table(from_records(self.spans.bounds, self.spans.count), self.spans, self.rows)
+
+
+def _table(runs: Runs, spans: Spans, rows: int) -> RunTable:
+    lines = len(spans.count) * rows
+    row_ptr = np.zeros(lines + 1, np.int64)
+    np.cumsum(np.bincount(runs.slice * rows + runs.row, minlength=lines), out=row_ptr[1:])
+    return RunTable(
+        row_ptr, runs.start.astype(np.int32), runs.stop.astype(np.int32), runs.kind.astype(np.uint8), spans.slice_of
+    )
+
+
+def make_layout(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    block: tuple[int, int] | int = (128, 128),
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+    exact: bool = True,
+) -> Layout:
+    """The layout of a mask over `[origin.q, origin.q + q_len)` x `[origin.k, origin.k + kv_len)`.
+
+    `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. Raises `ShapeError` for
+    lengths, tile sizes or origins that make no sense, `ParameterError` for a parameter without a value.
+    """
+    pair = (block, block) if isinstance(block, int) else tuple(block)
+    check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
+    mask.require_bound()
+    tables = {n: Table(t) for n, t in mask.tables.items()}
+    written = bind(mask.expr, mask.tables)
+    simple, _ = prepare(written, None)
+    return Layout(
+        TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
+        (pair[0], pair[1]), origin, sizes, exact, mask.expr,
+    )  # fmt: skip
+
+
+def check_lengths(
+    q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, ...], origin: Origin, sizes: Sizes | None
+) -> None:
+    """Refuse what cannot be laid out."""
+    for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+        if int(n) != n or n <= 0:
+            raise ShapeError(f"{name} is {n}\n  lengths and counts are positive integers, in tokens")
+    if len(block) != 2 or any(int(n) != n or n <= 0 for n in block):
+        raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
+    if len(origin) != 4 or any(np.any(np.asarray(x) < 0) for x in origin):
+        raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
+    for x in origin[2:]:
+        if np.ndim(x) and np.shape(x) != (batch,):
+            raise ShapeError(
+                f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
+            )
+    if sizes is None:
+        return
+    far = [int(np.max(x)) + n for x, n in zip(origin, (batch, heads, q_len, kv_len), strict=True)]
+    for name, stop, size in zip(SIZE_NAMES, far, sizes, strict=True):
+        if stop > size:
+            raise ShapeError(
+                f"the crop ends at {stop} but {name} is {size}\n"
+                "  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)"
+            )
