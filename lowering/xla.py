@@ -14,9 +14,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
-from numpy.typing import NDArray
 
 from .emit.expr_jnp import evaluate
 from .plan import Geometry, LoopPlan, Spans, Target
@@ -24,7 +25,7 @@ from .plan import Geometry, LoopPlan, Spans, Target
 if TYPE_CHECKING:
     import jax
 
-Ints: TypeAlias = NDArray[np.int32]
+Ints: TypeAlias = NDArray[np.integer[Any]]
 STEP_COST = 96.0  # tokens of key length that one more step of a loop is worth
 WIDEST = 512  # tokens of key length beyond which a step gains nothing and leaves the cache
 
@@ -103,7 +104,7 @@ def forward(
 def int64_enabled() -> bool:
     import jax
 
-    return bool(jax.config.read("jax_enable_x64"))
+    return bool(jax.dtypes.canonicalize_dtype(np.int64) == np.int64)
 
 
 def scalar(type: Type, value: Any, int64: bool, float64: bool) -> jax.Array:
@@ -123,9 +124,7 @@ def schedule(spans: Spans, geometry: Geometry, block_k: int) -> Schedule:
     """Spans as chunks of few widths."""
     (batches, heads), slices, places = _sharing(spans.slice_of)
     n_rows = spans.bounds.shape[1]
-    rows = np.concatenate(
-        [np.stack([np.full(n_rows, b), np.full(n_rows, h), np.arange(n_rows)], 1) for b, h in places]
-    )
+    rows = np.concatenate([np.stack([np.full(n_rows, b), np.full(n_rows, h), np.arange(n_rows)], 1) for b, h in places])
     records = spans.bounds[slices].reshape(-1, *spans.bounds.shape[2:])
     used = np.arange(records.shape[1]) < spans.count[slices].reshape(-1, 1)
     row, record = np.nonzero(used)
@@ -243,7 +242,7 @@ def _attention(
         here = constants | _coordinates(static, origin, b, h, kvs, groups, tile * block)
         k_origin = _per_batch(origin[3].reshape(-1, 1, 1, 1, 1), b, static.batches)
         q_tile = lax.dynamic_slice(q5, (*at, zero), (*part, dim))
-        least = jnp.full(part, jnp.finfo(dtype).min, dtype)
+        least = jnp.full(part, np.finfo(dtype).min, dtype)
         state = least, jnp.zeros(part, dtype), jnp.zeros((*part, v_dim), dtype)
         for body, end, chunk in zip(static.bodies, ends, chunks):
             step = _step(static, body, chunk, q_tile, k4, v4, at[:2], here, tables, k_origin)
@@ -306,9 +305,7 @@ def _constants(plan: LoopPlan, slots: Any, sizes: Any) -> dict[str, Any]:
     }
 
 
-def _coordinates(
-    static: Static, origin: Any, b: Any, h: Any, kvs: int, groups: int, start: Any
-) -> dict[str, Any]:
+def _coordinates(static: Static, origin: Any, b: Any, h: Any, kvs: int, groups: int, start: Any) -> dict[str, Any]:
     """Global b, h, q of one row of tiles, shaped to broadcast as [batch, kv head, group, q, k]."""
     import jax.numpy as jnp
 

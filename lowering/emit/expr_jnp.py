@@ -3,18 +3,20 @@
 >>> operators()["floordiv"](-7, 2)
 Array(-4, dtype=int32)
 
-A `{}` stands for an argument. Names that are not of JAX are functions of `PRELUDE`, which a generated module
+Rows are those of `emit.expr`. Names that are not of JAX are functions of `PRELUDE`, which a generated module
 carries above its kernel; `Int` and `Float` are its dtypes. Meanings are those of `dsl.evaluate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial, reduce
 from typing import Any
 
-from frisket.dsl.ir import Expr, build, lit, transform, walk
+from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT, INT
+
+from .expr import machine
 
 JNP: dict[str, str] = {
     "neg": "-{}", "abs": "jnp.abs({})", "sign": "jnp.sign({})",
@@ -31,17 +33,19 @@ JNP: dict[str, str] = {
     "log1p": "jnp.log1p({})", "tanh": "jnp.tanh({})", "sigmoid": "lax.logistic({})",
     "sin": "jnp.sin({})", "cos": "jnp.cos({})", "tan": "jnp.tan({})",
     "sqrt": "jnp.sqrt({})", "rsqrt": "lax.rsqrt({})", "erf": "lax.erf({})",
-    "isfinite": "jnp.isfinite({})", "random": "random({})",
+    "isfinite": "jnp.isfinite({})", "random": "random(*)",
 }  # fmt: skip
 
 PRELUDE: dict[str, str] = {
     "floordiv": """
 def floordiv(x, y):
-    return jnp.where(y == 0, 0, jnp.floor_divide(x, jnp.where(y == 0, 1, y)))
+    safe = jnp.where(y == 0, 1, y).astype(Int)
+    x, safe = x + 0 * safe, safe + 0 * x  # lax.div wants equal shapes; Mosaic has no jnp.floor_divide
+    return jnp.where(y == 0, 0, lax.div(x - jnp.remainder(x, safe), safe))
 """,
     "mod": """
 def mod(x, y):
-    return jnp.where(y == 0, 0, jnp.remainder(x, jnp.where(y == 0, 1, y)))
+    return jnp.where(y == 0, 0, jnp.remainder(x, jnp.where(y == 0, 1, y).astype(Int)))
 """,
     "shl": """
 def shl(x, y):
@@ -74,25 +78,16 @@ def random(*counters):
 }
 
 
-def text(op: str, args: Sequence[str]) -> str:
-    """`text("add", ["q", "1"])` is `q + 1`; `and`, `or` and `random` take any number of arguments."""
-    if op in ("and", "or"):
-        return f" {'&' if op == 'and' else '|'} ".join(args)
-    if op == "random":
-        return f"random({', '.join(args)})"
-    return JNP[op].format(*args)
-
-
-def prelude(*roots: Expr | None) -> str:
-    """The definitions that the text of these expressions needs."""
-    used = {n.op for r in roots if r is not None for n in walk(r)}
+def prelude(*roots: Expr) -> tuple[list[str], list[str]]:
+    """(constants, definitions) that the text of these expressions needs."""
+    used = {n.op for r in roots for n in walk(r)}
     needed = [name for name in PRELUDE if any(f"{name}(" in JNP.get(op, "") for op in used)]
     constants = []
     if {"shl", "shr"} & set(needed):
         constants.append("WIDTH = 32")
     if "to_int" in needed:
         constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
-    return "\n".join(constants) + "".join(f"\n\n{PRELUDE[name]}" for name in needed)
+    return constants, [PRELUDE[name] for name in needed]
 
 
 @cache
@@ -109,48 +104,28 @@ def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[
     for definition in PRELUDE.values():
         exec(definition, names)
 
-    def compiled(op: str) -> Callable[..., Any]:
-        made: dict[int, Callable[..., Any]] = {}
-
-        def run(*args: Any) -> Any:
-            if len(args) not in made:
-                formals = [f"x{i}" for i in range(len(args))]
-                made[len(args)] = eval(f"lambda {', '.join(formals)}: {text(op, formals)}", names)
-            return made[len(args)](*args)
-
-        return run
-
-    return {op: compiled(op) for op in JNP}
+    made: dict[str, Callable[..., Any]] = {}
+    for op, row in JNP.items():
+        formals = [f"x{i}" for i in range(row.count("{}"))] or ["*x"]
+        body = row.format(*formals) if "{}" in row else row.replace("*", "*x")
+        made[op] = eval(f"lambda {', '.join(formals)}: {body}", names)
+    for op in ("and", "or"):
+        made[op] = partial(_joined, made[op])
+    return made
 
 
-def cheaper(root: Expr) -> Expr:
-    """`x // 2**n` and `x % 2**n` as a shift and an and: no machine here divides integers well."""
-
-    def change(e: Expr) -> Expr:
-        if e.op in ("floordiv", "mod") and e.args[1].op == "lit":
-            n = int(e.args[1].name)
-            if n > 0 and n & (n - 1) == 0:
-                x = e.args[0]
-                return (
-                    build("shr", x, lit(n.bit_length() - 1))
-                    if e.op == "floordiv"
-                    else build("bitand", x, lit(n - 1))
-                )
-        return e
-
-    return transform(root, change)
+def _joined(pair: Callable[[Any, Any], Any], *args: Any) -> Any:
+    return reduce(pair, args)
 
 
-def evaluate(
-    root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, int64: bool, float64: bool
-) -> Any:
+def evaluate(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, int64: bool, float64: bool) -> Any:
     """`root` over JAX arrays, traced or not; lookups clamp. Reductions and segments are the planner's."""
     import jax.numpy as jnp
 
     table = operators(int64, float64)
     Int, Float = (jnp.int64 if int64 else jnp.int32), (jnp.float64 if float64 else jnp.float32)
     dtypes = {INT: Int, FLOAT: Float}
-    root = cheaper(root)
+    root = machine(root)
     values: dict[Expr, Any] = {}
     for node in walk(root):
         args = [values[a] for a in node.args]
@@ -163,8 +138,6 @@ def evaluate(
             array = tables[node.name]
             where = tuple(jnp.clip(i, 0, n - 1) for i, n in zip(args, array.shape, strict=True))
             values[node] = array[where].astype(dtype)
-        elif node.op == "pow" and node.type is INT:
-            values[node] = args[0] ** int(node.args[1].name)
         else:
             values[node] = table[node.op](*args)
     return values[root]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.ir import build, lit, lookup, make, var
@@ -44,9 +45,7 @@ def expect(root, env, tables=None, rtol=4e-6):
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("op", "types"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x))
-)
+@pytest.mark.parametrize(("op", "types"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)))
 def test_each_operator_means_what_the_interpreter_says(op, types):
     names = "xyz"[: len(types)]
     root = build(op, *(var(n, t) for n, t in zip(names, types)))
@@ -73,8 +72,6 @@ def test_integer_powers_and_powers_of_two():
     for n in (1, 2, 8, 64, 5, -4, 0):
         expect(x // n, env)
         expect(x % n, env)
-    assert expr_jnp.cheaper(x // 8) is x >> 3
-    assert expr_jnp.cheaper(x % 8).op == "bitand"
 
 
 def test_random_is_the_same_bits_everywhere():

@@ -4,20 +4,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import attention_cases as cases
+from support.attention_cases import CASES, Case, causal
+
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.sugar import k, q
 from frisket.lowering import xla
 from frisket.lowering.plan import Spans, Target, make_plan
-from support import attention_cases as cases
-from support.attention_cases import CASES, Case, causal
 
 
 def run(case, made=None, **changes):
     case = case.but(**changes)
     made = made or cases.plan(case)
     return xla.forward(
-        made, cases.spans(case), cases.geometry(case), *cases.arrays(case), case.slots,
+        made, cases.spans(case), cases.geometry(case), *cases.arrays(case), cases.slots(case, made),
         cases.tables(case, made), Target("xla", *case.block),
     )  # fmt: skip
 
@@ -52,8 +53,8 @@ def test_float64_under_x64():
 
 def test_wide_indices_need_x64():
     case = Case(causal & ((q * 2**20) * 2**20 >= k))
-    made = make_plan(case.mask, None)
-    made = type(made)(**{**vars(made), "int64": True})
+    made = make_plan(case.mask, None, limits={"q": 2.0**16})
+    assert made.int64
     with pytest.raises(LoweringError) as caught:
         run(case, made)
     assert str(caught.value) == (
@@ -70,7 +71,7 @@ def test_nan_and_infinity_behind_the_mask_stay_there():
     q_, k_, v_ = cases.arrays(case)
     bad = k_.at[:, 64:].set(jnp.nan).at[:, 100:].set(jnp.inf)
     args = made, cases.spans(case), cases.geometry(case)
-    got = xla.forward(*args, q_, bad, v_, {}, {}, Target("xla", *case.block))
+    got = xla.forward(*args, q_, bad, v_, cases.slots(case, made), {}, Target("xla", *case.block))
     cases.check(case, *got)
 
 
@@ -91,9 +92,7 @@ def test_it_traces():
 
     @jax.jit
     def call(doc, *qkv):
-        return xla.forward(
-            made, spans, cases.geometry(case), *qkv, {}, {"t0": doc}, Target("xla", *case.block)
-        )
+        return xla.forward(made, spans, cases.geometry(case), *qkv, {}, {"t0": doc}, Target("xla", *case.block))
 
     cases.check(case, *call(cases.DOC, *cases.arrays(case)))
 
@@ -105,7 +104,9 @@ def test_slots_and_origins_may_be_traced():
     @jax.jit
     def call(w, start, *qkv):
         placed = type(shape)(**{**vars(shape), "origin": (0, 0, start, start)})
-        return xla.forward(made, cases.spans(case), placed, *qkv, {"w": w}, {}, Target("xla", *case.block))
+        return xla.forward(
+            made, cases.spans(case), placed, *qkv, made.slot_values({"w": w}), {}, Target("xla", *case.block)
+        )
 
     cases.check(case, *call(40, 1000, *cases.arrays(case)))
 
@@ -150,9 +151,10 @@ def temporaries(length):
         bounds[None, :, None].astype(np.int32), np.ones((1, len(tiles)), np.int32), np.zeros((1, 1), np.int32)
     )
 
+    made, target = cases.plan(case), Target("xla", 256, 256)
+
     def call(*qkv):
-        made, target = cases.plan(case), Target("xla", 256, 256)
-        return xla.forward(made, spans, cases.geometry(case), *qkv, {}, {}, target)
+        return xla.forward(made, spans, cases.geometry(case), *qkv, cases.slots(case, made), {}, target)
 
     shape = jax.ShapeDtypeStruct((1, length, 1, 32), jnp.float32)
     compiled = jax.jit(call).lower(shape, shape, shape).compile()

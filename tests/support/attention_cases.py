@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from frisket.dsl import ir
 from frisket.dsl.ir import Expr, lookup
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry, Spans, make_plan
-
 from support import brute
 
 rng = np.random.default_rng(7)
@@ -108,11 +108,16 @@ def geometry(case: Case) -> Geometry:
 
 
 def plan(case: Case):
-    return make_plan(case.mask, case.score, "the text of the mask")
+    limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**16)
+    return make_plan(case.mask, case.score, "the text of the mask", limits=limits)
+
+
+def slots(case: Case, made) -> dict:
+    return made.slot_values(case.slots)
 
 
 def tables(case: Case, made) -> dict:
-    return {t.name: jnp.asarray(case.tables[t.source]) for t in made.tables}
+    return {name: jnp.asarray(table) for name, table in made.table_values(case.tables).items()}
 
 
 def spans(case: Case) -> Spans:

@@ -1,0 +1,100 @@
+"""Runs a plan on JAX arrays: the one door from `attention.py` to the JAX backends."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frisket.dsl.errors import BackendError, ParameterError
+from frisket.dsl.types import FLOAT
+from frisket.lowering import xla
+from frisket.lowering.emit import pallas_tpu
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+
+if TYPE_CHECKING:
+    import jax
+
+BACKENDS = ("xla", "pallas-tpu")
+TILES = {"xla": (256, 128), "pallas-tpu": (512, 512)}
+
+
+def default_target(backend: str, geometry: Geometry) -> Target:
+    """The tiles a backend starts from, no larger than the problem needs."""
+    block_q, block_k = TILES[backend]
+    if backend == "pallas-tpu":
+        lanes = pallas_tpu.LANES
+        block_q, block_k = (
+            min(block, -(-length // lanes) * lanes)
+            for block, length in ((block_q, geometry.q_len), (block_k, geometry.kv_len))
+        )
+    return Target(backend, block_q, block_k)
+
+
+def forward(
+    plan: LoopPlan,
+    spans: Spans,
+    geometry: Geometry,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slots: Mapping[str, Any],
+    tables: Mapping[str, Any],
+    target: Target,
+    backend: str,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [batch, q_len, heads, v_dim], lse [batch, heads, q_len]) of q [batch, q_len, heads, dim] and k, v
+    [batch, kv_len, kv_heads, dim]. `target` is the one the spans were made for. Without a TPU `pallas-tpu` runs
+    in Pallas' interpreter: slow, and for checking only."""
+    if backend not in BACKENDS:
+        raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(BACKENDS)}")
+    tables = {t.name: _narrow(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
+    if backend == "xla":
+        return xla.forward(plan, spans, geometry, q, k, v, slots, tables, target)
+    import jax
+
+    pallas_tpu.check_tables(plan, {name: tuple(table.shape) for name, table in tables.items()})
+    steps, *walk = pallas_tpu.walk_of(spans)
+    run = _pallas(plan, target, replace(geometry, origin=(0, 0, 0, 0), sizes=None), str(q.dtype))
+    result: tuple[jax.Array, jax.Array] = run(
+        q, k, v, steps, *walk, geometry.origin, geometry.full,
+        [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables],
+        interpret=jax.default_backend() != "tpu",
+    )  # fmt: skip
+    return result
+
+
+def _narrow(source: str, floating: bool, table: Any, int64: bool) -> Any:
+    """A table in the integers JAX has; numbers that do not fit are an error, not other numbers."""
+    import jax.numpy as jnp
+
+    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
+    wide = np.iinfo(np.int32)
+    if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
+        raise ParameterError(
+            f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
+        )
+    return jnp.asarray(table)
+
+
+@lru_cache(maxsize=64)
+def _pallas(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str) -> Callable[..., Any]:
+    import jax
+
+    source = pallas_tpu.emit(plan, target, geometry, dtype)
+    module = load(source)
+    return jax.jit(module["attention_forward"], static_argnames=("steps", "interpret"))
+
+
+def load(source: str) -> dict[str, Any]:
+    """The names of a generated module; tracebacks show its lines."""
+    name = f"<frisket {sha256(source.encode()).hexdigest()[:12]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    names: dict[str, Any] = {"__name__": "frisket_kernel", "__file__": name}
+    exec(compile(source, name, "exec"), names)
+    return names
