@@ -11,12 +11,17 @@ A large layout is drawn from its runs: work and memory follow the runs and the p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from rich.text import Text
 
-PARTIAL, FULL = 1, 2
+from frisket.lowering.analysis.tiles import FULL, PARTIAL
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
 CELLS = 32  # drawn cells along each axis at most: two columns each, so 64 of 80
 MARGIN = 8  # columns for the labels of rows
 
@@ -93,6 +98,39 @@ def _steps(q_tiles: int, k_tiles: int, cells: int) -> tuple[int, int]:
 def _sizes(q_tiles: int, k_tiles: int, steps: tuple[int, int]) -> NDArray[np.int64]:
     sides = [np.diff(np.append(np.arange(0, n, s), n)) for n, s in zip((q_tiles, k_tiles), steps, strict=True)]
     return np.multiply.outer(*sides)
+
+
+def of_layout(layout: Layout, b: int = 0, h: int = 0, cells: int = CELLS) -> Grid:
+    """From one batch entry and head of a layout, counted from 0 in the layout."""
+    runs, rows = layout.runs, layout.rows
+    first = int(runs.slice_of[b, h]) * rows
+    row_ptr = runs.row_ptr[first : first + rows + 1]
+    at = slice(int(row_ptr[0]), int(row_ptr[-1]))
+    return from_runs(row_ptr - row_ptr[0], runs.start[at], runs.stop[at], runs.kind[at], layout.columns, cells)
+
+
+def draw(layout: Layout) -> str:
+    """What `print(layout)` shows: sizes, counts, and the picture of its first batch entry and head."""
+    c, (bq, bk) = layout.counts, layout.block
+    head = f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq} × {bk}: "
+    head += f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty"
+    return "\n".join([head, *filter(None, [which(layout)]), layout_picture(layout).plain])
+
+
+def which(layout: Layout, b: int = 0, h: int = 0) -> str:
+    """Which of several pictures this is; empty where all are the same."""
+    slices = len(layout.spans.count)
+    return f"batch {b}, head {h}: one of {slices:,} different layouts" if slices > 1 else ""
+
+
+def layout_picture(layout: Layout, b: int = 0, h: int = 0, *, ink: Ink | None = None) -> Text:
+    """The picture of one batch entry and head, with its axes in global positions."""
+    origin = tuple(_entry(x, b) for x in layout.origin[2:])
+    return picture(of_layout(layout, b, h), layout.block, (origin[0], origin[1]), ink=ink or UNICODE)
+
+
+def _entry(x: Any, b: int) -> int:
+    return int(np.asarray(x)[b]) if np.ndim(x) else int(x)
 
 
 # -- characters -----------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""The commands. Each takes the arguments and a console to ask what it can show, and returns an `Answer`."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from frisket.dsl.errors import ShapeError
+from frisket.dsl.show import show as text_of
+from frisket.lowering.simplify import prepare
+
+from .cli_answer import Answer, row, rows
+from .cli_input import Subject, subject
+from .draw import terminal
+from .layout import Layout
+
+LENGTH = 2048  # of queries, where nobody says
+
+
+def show(args: argparse.Namespace, console: Console) -> Answer:
+    """`frisket show EXPR`: the simplified text, the facts, the counts, the picture."""
+    what = subject(args)
+    data, lines = described(what)
+    answer = Answer(data, rows(lines))
+    if what.mask is None:
+        return answer
+    layout = laid_out(args, what)
+    found, facts = laid(layout)
+    answer.data |= found
+    answer.text += rows(facts)
+    if extra := terminal.which(layout, args.b, args.h):
+        answer.text.append(row("picture", extra))
+    answer.text += ["", picture(layout, args, console)]
+    return answer
+
+
+def described(what: Subject) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """The texts of a mask and a score mod, as written and simplified, with what is bound."""
+    mask, score = (x and x.expr for x in (what.mask, what.score))
+    counts: Counter[str] = Counter()
+    simple_mask, simple_score = prepare(mask, score, counts=counts)
+    bound = {n: x for n, x in what.scalars.items()}
+    tables = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in what.tables.items()}
+    data = {
+        "mask": mask and text_of(mask), "score": score and text_of(score),
+        "simplified": {"mask": simple_mask and text_of(simple_mask), "score": simple_score and text_of(simple_score)},
+        "rules": dict(counts.most_common()), "params": bound, "tables": tables,
+    }  # fmt: skip
+    where = ", ".join(f"{n} = {x}" for n, x in {**bound, **tables}.items())
+    lines = [("mask", "everything is visible" if simple_mask is None and mask is not None else "")]
+    if simple_mask is not None:
+        lines = [("mask", text_of(simple_mask))]
+    if simple_score is not None:
+        lines.append(("score", text_of(simple_score)))
+    return data, [*lines, ("with", where)]
+
+
+def laid_out(args: argparse.Namespace, what: Subject) -> Layout:
+    assert what.mask is not None
+    q_len = args.q_len or LENGTH
+    layout = what.mask.layout(q_len, args.kv_len or q_len, batch=args.batch, heads=args.heads, block=args.block)
+    for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
+        if at >= size:
+            raise ShapeError(f"{name} {at} is outside the {size} there are; give --batch or --heads")
+    return layout
+
+
+def laid(layout: Layout) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Counts and facts of a layout."""
+    c, f, (bq, bk) = layout.counts, layout.facts, layout.block
+    total = layout.batch * layout.heads * layout.q_len * layout.kv_len
+    data = {
+        "q_len": layout.q_len, "kv_len": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
+        "block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density,
+        "facts": asdict(f), "visible_pairs": f.visible_pairs,
+    }  # fmt: skip
+    shape = f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq} × {bk}"
+    if layout.batch * layout.heads > 1:
+        shape += f", batch {layout.batch}, {layout.heads} heads"
+    tiles = f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty"
+    pairs = "" if f.visible_pairs is None else f"{f.visible_pairs:,} of {total:,} pairs, {share(f.visible_pairs, total)}"
+    facts = "\n".join(line for line in str(f).splitlines() if not line.startswith("visible"))
+    if not layout.exact:
+        tiles += " (the budget ran out: some of the partial ones may be full or empty)"
+    return data, [("layout", shape), ("tiles", tiles), ("visible", pairs), ("facts", facts)]
+
+
+def share(part: int, total: int) -> str:
+    return f"{100 * part / total:.3g} %"
+
+
+def picture(layout: Layout, args: argparse.Namespace, console: Console) -> Any:
+    ink = terminal.ASCII if console.options.ascii_only else terminal.UNICODE
+    return terminal.layout_picture(layout, args.b, args.h, ink=ink)
+
+
+def explain(args: argparse.Namespace, console: Console) -> Answer:
+    """`frisket explain EXPR`: the stages and the rules that fired; with --q and --k, the clause that decides."""
+    what = subject(args)
+    if (args.q is None) != (args.k is None):
+        raise ShapeError("--q and --k go together: a query and a key, for example --q 300 --k 17")
+    if args.q is not None:
+        return explain_point(args, what)
+    q_len = args.q_len or LENGTH
+    stages = compiled(what).stages(
+        q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32"
+    )
+    texts = {name: stages.text(name) for name in NAMES}
+    return Answer({**texts, "rules": dict(stages.rules.most_common())}, [str(stages)])
+
+
+def explain_point(args: argparse.Namespace, what: Subject) -> Answer:
+    if what.mask is None:
+        raise ShapeError("a score mod hides nothing; --q and --k explain a mask")
+    args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
+    layout = laid_out(args, what)
+    found = layout.explain(args.q, args.k, args.b, args.h)
+    position = {"b": args.b, "h": args.h, "q": args.q, "k": args.k}
+    data = {**position, "visible": found.visible, "because": found.because}
+    at = f"query {args.q:,}, key {args.k:,}"
+    if args.batch * args.heads > 1:
+        at += f", batch {args.b}, head {args.h}"
+    answer = "visible" if found.visible else "hidden"
+    return Answer(data, [*rows([("position", at), ("answer", answer), ("because", found.because)])])
+
+
+def emit(args: argparse.Namespace, console: Console) -> Answer:
+    """`frisket emit EXPR --backend triton`: the source text of the kernel."""
+    q_len = args.q_len or LENGTH
+    source = compiled(subject(args)).source(
+        args.backend, q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads,
+        head_dim=args.head_dim, dtype=args.dtype,
+    )  # fmt: skip
+    return Answer({"backend": args.backend, "source": source}, [source.rstrip("\n")])
