@@ -244,7 +244,7 @@ def _written(
     root: Expr, names: Mapping[Expr, Text], look: Callable[[Expr, str], Text], temporary: str
 ) -> tuple[list[str], str]:
     """(assignments, text of the value) of `root`, with `names` for what is at hand."""
-    at_hand = {e: param(f"{e.name} at hand" if not e.args else f"{i} at hand", e.type) for i, e in enumerate(names)}
+    at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}
     shown = {at_hand[e]: text for e, text in names.items()}
 
     def leaf(e: Expr, args: list[Text]) -> Text | None:
@@ -254,7 +254,10 @@ def _written(
             return Text("s" if e.name == "score" else str(e.name))
         if e.op == "param":
             return shown.get(e) or Text(str(e.name))
-        return look(e, ", ".join(a.text for a in args)) if e.op == "lookup" else None
+        listed = ", ".join(a.text for a in args)
+        if e.op == "random":
+            return Text(f"random({listed})")
+        return look(e, listed) if e.op == "lookup" else None
 
     count = itertools.count()
     root = substitute(root, at_hand)
@@ -317,7 +320,8 @@ def _seen(plan: LoopPlan, inputs: Inputs) -> list[str]:
 def _before(plan: LoopPlan, inputs: Inputs) -> list[str]:
     """What `attention_forward` works out with plain JAX before the kernel runs."""
     lines = []
-    whole, floating = [], []
+    whole: list[str] = []
+    floating: list[str] = []
     for i, s in enumerate(plan.slots):
         lines.append(f"{s.name} = jnp.asarray(slots[{i}], {_DTYPES[s.type]})")
         (floating if s.type is FLOAT else whole).append(s.name)
