@@ -19,7 +19,7 @@ from frisket.dsl.types import FLOAT, INT
 from .expr import machine
 
 JNP: dict[str, str] = {
-    "neg": "-{}", "abs": "jnp.abs({})", "sign": "jnp.sign({})",
+    "neg": "-{}", "abs": "jnp.abs({})", "sign": "sign({})",
     "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}",
     "min": "jnp.minimum({}, {})", "max": "jnp.maximum({}, {})", "pow": "jnp.power({}, {})",
     "div": "{} / {}", "floordiv": "floordiv({}, {})", "mod": "mod({}, {})",
@@ -37,6 +37,11 @@ JNP: dict[str, str] = {
 }  # fmt: skip
 
 PRELUDE: dict[str, str] = {
+    "sign": """
+def sign(x):
+    one, zero = jnp.ones_like(x), jnp.zeros_like(x)
+    return jnp.where(x > 0, one, jnp.where(x < 0, -one, jnp.where(x == 0, zero, x)))
+""",
     "floordiv": """
 def floordiv(x, y):
     safe = jnp.where(y == 0, 1, y).astype(Int)

@@ -108,7 +108,7 @@ def geometry(case: Case) -> Geometry:
 
 
 def plan(case: Case):
-    limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**16)
+    limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**14)
     return make_plan(case.mask, case.score, "the text of the mask", limits=limits)
 
 

@@ -1,0 +1,26 @@
+"""Options and fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew; read `git diff`")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest):
+    """`golden("name.py", text)`: the text is what tests/golden/name.py holds."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert text == path.read_text(), f"{name} changed; if it should have, run pytest --update-golden"
+
+    return check
