@@ -6,7 +6,7 @@ parts with `yield node, frame`), so depth is bounded by memory and not by Python
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import GeneratorType
@@ -18,7 +18,7 @@ from .evaluate import evaluate
 from .functions import BUILT_IN, CONSTANTS, FORMS, FUNCTIONS
 from .ir import COORDINATES, REDUCTIONS, SIZES, Expr
 from .library import Definition
-from .operators import ERROR, SIGNS, Frame, Guess, Operators, Part, Value
+from .operators import ERROR, Frame, Guess, Operators, Part, Value
 from .parse import MAX_NODES, Node, fail
 from .types import BOOL, FLOAT, INT, Type
 
@@ -568,8 +568,4 @@ def tree_size(root: Expr) -> int:
     return sizes[root]
 
 
-def statements(program: Node) -> Iterator[Node]:
-    yield from program.args
-
-
-__all__ = ["RESERVED", "SIGNS", "Checker", "elaborate", "tree_size"]
+__all__ = ["RESERVED", "Checker", "elaborate", "tree_size"]

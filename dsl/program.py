@@ -7,7 +7,7 @@ q >= k & abs(q - k) < w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
@@ -106,9 +106,14 @@ def _unused(unused: list[str], checker: Checker) -> str:
     names = ", ".join(f"`{n}`" for n in unused)
     verb = "is" if len(unused) == 1 else "are"
     open_ = [n for n in checker.used if n not in checker.known and "." not in n]
-    near = get_close_matches(unused[0], open_, 1, 0.5)
-    remedy = f"; did you mean `{unused[0]}` where it says `{near[0]}`?" if near else "; remove it"
+    near = nearest(unused[0], open_)
+    remedy = f"; did you mean `{unused[0]}` where it says `{near}`?" if near else "; remove it"
     return f"{names} {verb} given but not used{remedy}"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant."""
+    return next(iter(get_close_matches(name, list(names), 1, 0.6)), None)
 
 
 # -- values ---------------------------------------------------------------------------------------

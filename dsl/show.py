@@ -38,11 +38,11 @@ Piece: TypeAlias = "str | tuple[Expr, int]"
 
 
 def show(e: Expr, known: Collection[str] = ()) -> str:
-    """The text of `e`; names in `known` get their types elsewhere and are not declared."""
+    """The text of `e`; names in `known` get their types elsewhere (from values) and are not declared."""
     size = _tree_size(e)
     if size > MAX_NODES:
         raise BudgetError(f"this expression prints as {size:,} nodes, more than {MAX_NODES:,}")
-    printer = _Printer(e)
+    printer = _Printer(e, known)
     lines = [
         f"param {name}: {str(type).lower()}{_axes(rank)}"
         for name, (rank, type) in _undetermined(e, printer.flex).items()
@@ -52,9 +52,9 @@ def show(e: Expr, known: Collection[str] = ()) -> str:
 
 
 class _Printer:
-    def __init__(self, root: Expr) -> None:
+    def __init__(self, root: Expr, known: Collection[str]) -> None:
         self.root = root
-        self.flex = _flex(root)
+        self.flex = _flex(root, known)
         free = {n.name if n.op != "extent" else n.name[0] for n in walk(root) if n.op != "lit"}
         heights = {n.name[1] for n in walk(root) if n.op == "reduce"}
         self.bound: dict[int, str] = {}
@@ -186,13 +186,13 @@ def _typed_by(e: Expr) -> tuple[Expr, ...]:
     return e.args[1:] if e.op == "where" else e.args
 
 
-def _flex(root: Expr) -> dict[Expr, frozenset[str]]:
+def _flex(root: Expr, known: Collection[str]) -> dict[Expr, frozenset[str]]:
     """Per node: the names its type hangs on; empty when it has its type whatever the names are."""
     flex: dict[Expr, frozenset[str]] = {}
     for node in walk(root):
         sets = [flex[a] for a in _typed_by(node)]
         if node.op in ("param", "lookup"):
-            flex[node] = frozenset({node.name})
+            flex[node] = frozenset({node.name}) - set(known)
         elif not sets or (node.type is not INT and not all(sets)):
             flex[node] = frozenset()
         else:
