@@ -1,0 +1,173 @@
+"""Prints Exprs as source text through one operator table per backend.
+
+A row of a table is a template: `"add": "{} + {}"`, `"neg": "-{}"`, `"tanh": "tanh({})"`; the operator in it gives
+the precedence, so parentheses appear only where they are needed. Interned nodes make common sub-expressions free
+to find: what is used twice, what is long, and what can be worked out earlier than its user gets a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from frisket.dsl.errors import EvaluationError, LoweringError
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import Expr, build, lit, transform, walk
+from frisket.dsl.types import BOOL
+
+# When a value is known: once (SCALAR), per query row, per key column, or per position. A union is a bit-or.
+SCALAR, ROW, COLUMN, POSITION = 0, 1, 2, 3
+LEVELS = {"q": ROW, "k": COLUMN, "score": POSITION}
+
+ATOM = 10
+PRECEDENCE = {
+    "<": 1, "<=": 1, ">": 1, ">=": 1, "==": 1, "!=": 1, "|": 2, "^": 3, "&": 4, "<<": 5, ">>": 5,
+    "+": 6, "-": 6, "*": 7, "/": 7, "//": 7, "%": 7,
+}  # fmt: skip
+PREFIX = 8
+ASSOCIATIVE = {"|", "&", "^"}
+COMPARISON = 1
+LONG = 72  # characters of an expression that earn it a name
+
+
+@dataclass(frozen=True)
+class Text:
+    """Source text and how tightly its outermost operator binds."""
+
+    text: str
+    binds: int = ATOM
+
+    def inside(self, least: int) -> str:
+        return self.text if self.binds >= least else f"({self.text})"
+
+
+@dataclass(frozen=True)
+class Line:
+    """`name = text`, for a node whose value is known at `level`."""
+
+    node: Expr
+    name: str
+    text: str
+    level: int
+
+
+@dataclass
+class Printed:
+    """The lines in order of need, and the text of every root."""
+
+    lines: list[Line] = field(default_factory=list)
+    values: dict[Expr, str] = field(default_factory=dict)
+
+    def needed(self, roots: Iterable[Expr], level: int) -> list[Line]:
+        """The lines of one level that these roots use, directly or through others."""
+        below = set(walk(*roots))
+        return [line for line in self.lines if line.level == level and line.node in below]
+
+
+def levels(*roots: Expr) -> dict[Expr, int]:
+    """When the value of each node is known."""
+    known: dict[Expr, int] = {}
+    for node in walk(*roots):
+        known[node] = LEVELS.get(node.name, SCALAR) if node.op == "var" else SCALAR
+        for a in node.args:
+            known[node] |= known[a]
+    return known
+
+
+def printed(
+    roots: Iterable[Expr],
+    table: Mapping[str, str],
+    leaf: Callable[[Expr, list[Text]], Text | None],
+    name: Callable[[Expr, int], str],
+    backend: str,
+    inner: Collection[Expr] = (),
+) -> Printed:
+    """`roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
+    node of a level; the roots in `inner` are used per position. Raises LoweringError for an operator without a
+    row."""
+    roots = tuple(dict.fromkeys(roots))
+    known = levels(*roots)
+    users: dict[Expr, list[Expr]] = {node: [] for node in known}
+    for node in known:
+        for a in node.args:
+            users[a].append(node)
+    page = Printed()
+    texts: dict[Expr, Text] = {}
+    for node in known:
+        args = [texts[a] for a in node.args]
+        text = leaf(node, args) or operator(node, args, table, backend)
+        sooner = any(known[u] != known[node] for u in users[node])
+        sooner |= node in inner and known[node] in (SCALAR, ROW)
+        often = len(users[node]) > 1 or (bool(users[node]) and (node in roots or len(text.text) > LONG))
+        load = node.op == "lookup" and known[node] == POSITION
+        if node.args and (sooner or often or load):
+            page.lines.append(Line(node, name(node, known[node]), text.text, known[node]))
+            text = Text(page.lines[-1].name)
+        texts[node] = text
+    page.values = {r: texts[r].text for r in roots}
+    return page
+
+
+def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: str) -> Text:
+    """One row of the table, filled in."""
+    row = table.get(node.op)
+    if row is None:
+        raise LoweringError(
+            f"`{node.op}` has no {backend} form; rewrite the expression without it, "
+            "or choose another backend (frisket doctor lists them)"
+        )
+    infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
+    if infix:
+        symbol = infix[1]
+        binds = PRECEDENCE[symbol]
+        # a - (b - c) keeps its parentheses, and comparisons do not chain
+        right = binds + (symbol not in ASSOCIATIVE)
+        left = binds + (binds == COMPARISON)
+        parts = [args[0].inside(left), *(a.inside(right) for a in args[1:])]
+        return Text(f" {symbol} ".join(parts), binds)
+    if row[0] in "-~":
+        return Text(row.format(args[0].inside(PREFIX)), PREFIX)
+    if row.startswith("{}"):  # a method
+        return Text(row.format(args[0].inside(ATOM), *(a.text for a in args[1:])))
+    return Text(row.format(*(a.text for a in args)))
+
+
+# -- what every backend would rather not see ----------------------------------------------------------
+
+
+def machine(root: Expr) -> Expr:
+    """The same value from cheaper operators: literals folded, small powers multiplied out, division and
+    remainder by 2**n as a shift and an `and` (both round to minus infinity)."""
+    return transform(root, _cheaper)
+
+
+def _cheaper(e: Expr) -> Expr:
+    if e.args and all(a.op == "lit" for a in e.args) and e.op not in ("lookup", "segment"):
+        return _folded(e)
+    if e.op in ("floordiv", "mod") and e.args[1].op == "lit":
+        n = e.args[1].name
+        if n > 0 and n & (n - 1) == 0:
+            shift, low = lit(n.bit_length() - 1), lit(n - 1)
+            if e.op == "mod":
+                return build("bitand", e.args[0], low)
+            return build("shr", e.args[0], shift) if n > 1 else e.args[0]
+    if e.op == "pow" and e.args[1].op == "lit" and e.args[1].name in range(1, 65):
+        return _power(e.args[0], int(e.args[1].name))
+    return e
+
+
+def _power(x: Expr, n: int) -> Expr:
+    if n == 1:
+        return x
+    half = _power(x, n // 2)
+    square = build("mul", half, half)
+    return build("mul", square, x) if n % 2 else square
+
+
+def _folded(e: Expr) -> Expr:
+    try:
+        value = evaluate(e, {}).item()
+    except EvaluationError:
+        return e
+    return lit(bool(value) if e.type is BOOL else value)

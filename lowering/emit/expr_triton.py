@@ -1,0 +1,198 @@
+"""The operators of the language in Triton: one table of templates and the small functions it calls.
+
+Meanings are those of `dsl.evaluate`: `//` and `%` round to minus infinity (Triton's own round to zero), a division
+by zero and a shift outside 0..63 give 0, min and max hand NaN on. Nothing here needs libdevice, so all of it runs
+in Triton's interpreter too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from frisket.dsl.ir import Expr
+from frisket.dsl.types import FLOAT
+
+from .expr import PREFIX, Text
+
+TRITON: dict[str, str] = {
+    "neg": "-{}", "abs": "tl.abs({})", "sign": "sign({})",
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}",
+    "min": "tl.minimum({}, {})", "max": "tl.maximum({}, {})", "pow": "power({}, {})",
+    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})",
+    "bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}",
+    "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
+    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
+    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}",
+    "where": "tl.where({}, {}, {})",
+    "int": "to_int({})", "float": "{}.to(tl.float32)", "floor": "to_int(tl.floor({}))",
+    "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
+    "log1p": "log1p({})", "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})",
+    "sin": "tl.sin({})", "cos": "tl.cos({})", "tan": "tan({})",
+    "sqrt": "tl.sqrt_rn({})", "rsqrt": "tl.rsqrt({})", "erf": "tl.erf({})",
+    "isfinite": "finite({})", "random": "uniform({})",
+}  # fmt: skip
+
+PRELUDE: dict[str, str] = {
+    "clamp": '''
+def clamp(i, size):
+    return tl.minimum(tl.maximum(i, 0), size - 1)
+''',
+    "sign": '''
+def sign(x):
+    return tl.where(x > 0, 1, tl.where(x < 0, -1, x))
+''',
+    "power": '''
+def power(x, y):
+    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    whole = tl.floor(y) == y
+    odd = whole & (2 * tl.floor(y * 0.5) != y)
+    signed = tl.where(x < 0, tl.where(odd, -size, tl.where(whole, size, float("nan"))), size)
+    return tl.where((y == 0) | (x == 1), 1.0, signed)
+''',
+    "floordiv": '''
+def floordiv(x, y):
+    """Rounds to minus infinity; 0 where y is 0."""
+    divisor = tl.where(y == 0, 1, y)
+    quotient = x // divisor
+    down = (quotient * divisor != x) & ((x < 0) != (divisor < 0))
+    return tl.where(y == 0, 0, tl.where(down, quotient - 1, quotient))
+''',
+    "modulo": '''
+def modulo(x, y):
+    """Has the sign of y; 0 where y is 0."""
+    divisor = tl.where(y == 0, 1, y)
+    rest = x % divisor
+    return tl.where(y == 0, 0, tl.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest))
+''',
+    "shift_left": '''
+def shift_left(x, y):
+    inside = (y >= 0) & (y < BITS)
+    return tl.where(inside, x << tl.where(inside, y, 0), 0)
+''',
+    "shift_right": '''
+def shift_right(x, y):
+    inside = (y >= 0) & (y < 64)
+    return tl.where(inside, x >> tl.minimum(tl.where(inside, y, 0), BITS - 1), 0)
+''',
+    "to_int": '''
+def to_int(x):
+    """Towards zero; NaN is 0, and what does not fit becomes the largest that does."""
+    return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0).to(INT)
+''',
+    "finite": '''
+def finite(x):
+    return tl.abs(x) < INFINITY
+''',
+    "log1p": '''
+def log1p(x):
+    # W. Kahan: the rounding error of 1 + x cancels in the quotient.
+    y = 1.0 + x
+    near = tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0))
+    return tl.where(tl.abs(x) < 0.5, tl.where(y == 1.0, x, near), tl.log(y))
+''',
+    "tanh": '''
+def tanh(x):
+    # S. Moshier, Cephes tanhf: a polynomial near 0, where 1 - 2 / (1 + exp(2x)) would cancel.
+    z = x * x
+    series = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
+    near = (series - 3.33332819422e-1) * z * x + x
+    return tl.where(tl.abs(x) < 0.625, near, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
+''',
+    "tan": '''
+def tan(x):
+    return tl.sin(x) / tl.cos(x)
+''',
+    "seeded": '''
+def seeded(seed):
+    return mix(tl.add(tl.cast(seed, tl.uint32), 0x9E3779B9, sanitize_overflow=False))
+''',
+    "stirred": '''
+def stirred(x, counter):
+    return mix(x ^ tl.mul(tl.cast(counter, tl.uint32), 0x9E3779B1, sanitize_overflow=False))
+''',
+    "uniform": '''
+def uniform(x):
+    """24 bits as a number in [0, 1); the same on every backend."""
+    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+''',
+    "mix": '''
+def mix(x):
+    # A. Appleby, MurmurHash3 finaliser.
+    x = tl.mul(x ^ (x >> 16), 0x85EBCA6B, sanitize_overflow=False)
+    x = tl.mul(x ^ (x >> 13), 0xC2B2AE35, sanitize_overflow=False)
+    return x ^ (x >> 16)
+''',
+}  # fmt: skip
+
+# With 16-bit inputs the cancellation near 0 (1e-7) is far below the rounding of the result.
+TANH_16 = """
+def tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+"""
+NAN_AWARE = ", propagate_nan=tl.PropagateNan.ALL)"
+
+
+def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
+    """The forms that depend on more than the operator; None: the table's row."""
+    if node.op == "lit":
+        return literal(node.name)
+    if node.op in ("min", "max") and node.type is FLOAT:
+        return Text(TRITON[node.op].format(*(a.text for a in args))[:-1] + NAN_AWARE)
+    if node.op in ("shl", "shr") and node.args[1].op == "lit":
+        n, bits = node.args[1].name, 64 if int64 else 32
+        if node.op == "shr" and bits <= n < 64:
+            n = bits - 1  # only the sign is left
+        if 0 <= n < bits:
+            return Text(f"{args[0].inside(5)} {'<<' if node.op == 'shl' else '>>'} {n}", 5)
+    if node.op == "int" and node.args[0].type is not FLOAT:
+        return Text(f"{args[0].inside(10)}.to(INT)")
+    if node.op == "random":
+        state = f"seeded({args[0].text})"
+        for counter in args[1:]:
+            state = f"stirred({state}, {counter.text})"
+        return Text(f"uniform({state})")
+    return None
+
+
+def literal(value: bool | int | float) -> Text:
+    """`5`, `-0.5`, `INFINITY`: as Triton reads them, Float being float32."""
+    if isinstance(value, float):
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = float(np.float32(value))
+        if math.isnan(rounded):
+            return Text('float("nan")')
+        if math.isinf(rounded):
+            return Text("INFINITY") if rounded > 0 else Text("-INFINITY", PREFIX)
+        if abs(rounded) < 2.0**-126:
+            value = 0.0  # Triton would make a subnormal constant float64
+    return Text(repr(value), PREFIX if isinstance(value, (int, float)) and repr(value)[0] == "-" else 10)
+
+
+def prelude(source: str, dtype: str, int64: bool) -> str:
+    """The constants and functions that `source` uses, each under `@triton.jit`."""
+    used = [name for name in PRELUDE if name in words(source)]
+    if "seeded" in used:
+        used.insert(0, "mix")
+    bodies = {n: TANH_16 if n == "tanh" and dtype != "float32" else PRELUDE[n] for n in used}
+    text = "".join(bodies.values()) + source
+    constants = {
+        "INT": "tl.int64" if int64 else "tl.int32",
+        "BITS": "64" if int64 else "32",
+        "LARGEST": "4611686018427387904.0" if int64 else "2147483520.0",
+    }
+    lines = [f"{n} = tl.constexpr({v})\n" for n, v in constants.items() if n in words(text)]
+    return "".join(lines) + "".join(f"\n\n@triton.jit{b}" for b in bodies.values())
+
+
+def words(source: str) -> set[str]:
+    """The identifiers of a text."""
+    return set(re.findall(r"[A-Za-z_]\w*", source))
+
+
+def all_names() -> Iterable[str]:
+    """What a user's name may not shadow."""
+    return {*PRELUDE, *words("".join(PRELUDE.values())), "tl", "triton", "INFINITY", "LOG2E", "LN2"}

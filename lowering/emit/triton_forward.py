@@ -1,0 +1,509 @@
+"""Writes the Triton forward kernel of a LoopPlan, as the text of a module.
+
+One program works on one tile of queries of one head. It walks the records of its row: first the border tiles of
+keys, with the mask as a predicate, then the full ones without. Of an expression, what depends on b, h and q is
+worked out before the loops, what depends on k alone once per key, the rest per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import TRUE, Expr, make, transform, uses
+from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.plan import LoopPlan, Target
+
+from . import expr, expr_triton
+from .expr import COLUMN, POSITION, ROW, SCALAR, Text
+from .text import Names, Page
+
+DTYPES = ("float32", "float16", "bfloat16")
+SIZES = ("B", "H", "Q_LEN", "KV_LEN")
+EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
+LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
+# What the kernel calls things of its own: a slot or table of such a name gets another.
+OWN = """
+attention_forward Q K V Out Lse Spans Count SliceOf Order records scale heads q_len kv_len
+b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
+BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head kv_head distinct entry record
+query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
+i j tile inside visible score unit top peak rescale total p acc out lse empty present range float int bool
+""".split()
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A slot or table as the kernel's parameters call it: its value or pointer, and for a table its axes."""
+
+    name: str
+    sizes: tuple[str, ...] = ()
+    strides: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (self.name, *self.sizes, *self.strides)
+
+
+def arguments(plan: LoopPlan) -> dict[str, Argument]:
+    """By `Slot.name` and `TableUse.name`, the names in the kernel: the user's own where they are free."""
+    names = Names({*OWN, *SIZES, *expr_triton.all_names()})
+    found = {s.name: Argument(names.new(s.name)) for s in plan.slots}
+    for t in plan.tables:
+        name = names.new(t.source)
+        axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
+        sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
+        found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
+    return found
+
+
+def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, group: int) -> str:
+    """`emit(plan, target, 128, 128, "bfloat16", group=4)`: the module's text; the same input gives the same text.
+
+    `dtype` is that of q, k and v; `group` query heads share a key head. The kernel is `attention_forward`; its
+    parameters say by their names what they hold, and those the plan has no use for are absent.
+    """
+    if dtype not in DTYPES:
+        raise LoweringError(
+            f"the Triton kernel takes float32, float16 or bfloat16, not {dtype}; "
+            "float64 runs on the CPU backends (aten, xla)"
+        )
+    for name, block in (("block_q", target.block_q), ("block_k", target.block_k)):
+        if block < 16 or block & (block - 1):
+            raise LoweringError(f"Triton tiles are powers of two from 16 on, {name} is {block}; take 64 or 128")
+    return _Kernel(plan, target, head_dim, v_dim, dtype, group).module()
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that Triton's dot needs."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+class _Kernel:
+    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, group: int) -> None:
+        self.plan, self.target, self.dtype, self.group = plan, target, dtype, group
+        self.head_dim, self.v_dim = head_dim, v_dim
+        self.tabled = plan.mask is not None and plan.bounds is None
+        self.mask = _conjuncts(plan.mask)
+        self.score = [] if plan.score is None else [expr.machine(plan.score)]
+        self.bounds = _bounds(plan)
+        self.arguments = arguments(plan)
+        self.names = Names({*OWN, *SIZES, *expr_triton.all_names()})
+        for a in self.arguments.values():
+            for n in a.all:
+                self.names.new(n)
+        roots = [*self.bounds.values(), *self.mask, *self.score]
+        self.used = frozenset[str]().union(*map(uses, roots))
+        self.printed = expr.printed(
+            roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=[*self.mask, *self.score]
+        )
+        self.page = Page()
+
+    # -- expressions ------------------------------------------------------------------------------
+
+    def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
+        if node.op == "var":
+            return Text(EDGES.get(node.name, node.name))
+        if node.op == "param":
+            return Text(self._argument(node).name)
+        if node.op == "lookup":
+            return self._lookup(node, args)
+        return expr_triton.operator(node, args, self.plan.int64)
+
+    def _argument(self, node: Expr) -> Argument:
+        if node.name not in self.arguments:
+            raise LoweringError(f"`{node.name}` is neither a slot nor a table of the plan; make it one first")
+        return self.arguments[node.name]
+
+    def _lookup(self, node: Expr, args: list[Text]) -> Text:
+        table = self._argument(node)
+        address = table.name
+        for axis, (index, size, stride) in enumerate(zip(args, table.sizes, table.strides, strict=True)):
+            # Only the last axis may count in 32 bits: the launcher sees to it that it fits.
+            wide = ".to(tl.int64)" if axis < len(args) - 1 else ""
+            address += f" + clamp({index.text}, {size}){wide} * {stride}"
+        load = f"tl.load({address}{LOAD_MASK})"
+        if node.type is BOOL:
+            return Text(f"{load} != 0", expr.COMPARISON)
+        if node.type is FLOAT:
+            return Text(f"{load}.to(tl.float32)")
+        return Text(f"{load}.to(tl.int64)" if self.plan.int64 else load)
+
+    def _name(self, node: Expr, level: int) -> str:
+        """`doc_q` for `doc[q]`, otherwise a number behind a word that says how often it is worked out."""
+        if node.op == "lookup":
+            return self.names.new(self._called(node))
+        return self.names.numbered({SCALAR: "fixed", ROW: "row", COLUMN: "column", POSITION: "x"}[level])
+
+    def _called(self, node: Expr) -> str:
+        if node.op == "var":
+            return str(node.name)
+        if node.op != "lookup":
+            return "at"
+        return "_".join([self.arguments[node.name].name, *map(self._called, node.args)])
+
+    def _lines(self, roots: list[Expr], level: int, written: set[str], load_mask: str = "") -> None:
+        """What the roots need of this level and is not written yet."""
+        mask = f", mask={load_mask}" if load_mask else ""
+        for line in self.printed.needed(roots, level):
+            if line.name not in written:
+                written.add(line.name)
+                self.page.line(f"{line.name} = {line.text.replace(LOAD_MASK, mask)}")
+
+    def _value(self, root: Expr) -> str:
+        return self.printed.values[root].replace(LOAD_MASK, "")
+
+    # -- the module -------------------------------------------------------------------------------
+
+    def module(self) -> str:
+        with self.page.block(f"@triton.jit(do_not_specialize={_listed(self._plain())})\n{self._signature()}"):
+            self._place()
+            self._prologue()
+            with self._records():
+                self._border_tiles()
+                self._full_tiles()
+            self._epilogue()
+        kernel = str(self.page)
+        prelude = expr_triton.prelude(kernel, self.dtype, self.plan.int64)
+        head = Page()
+        self._header(head)
+        needed = expr_triton.words(prelude + kernel)
+        for name, value in self._constants().items():
+            if name in needed:
+                head.line(f"{name} = tl.constexpr({value})")
+        return f"{head}{prelude}\n\n{kernel}"
+
+    def _header(self, head: Page) -> None:
+        t, dims = self.target, {self.head_dim, self.v_dim}
+        size = str(self.head_dim) if len(dims) == 1 else f"{self.head_dim} (values {self.v_dim})"
+        group = f", {self.group} query heads to a key head" if self.group > 1 else ""
+        head.line(
+            '"""Attention forward in Triton, written by frisket for',
+            "",
+            *(f"    {line}".rstrip() for line in self._shown().split("\n")),
+            "",
+            f"Head size {size}, {self.dtype}{group}; tiles of {t.block_q} queries by {t.block_k} keys.",
+            f"Launch with grid (q tiles, batch * heads), num_warps={t.num_warps}, num_stages={t.num_stages}.",
+            '"""',
+            "",
+            "import triton",
+            "import triton.language as tl",
+            "",
+        )
+
+    def _constants(self) -> dict[str, object]:
+        return {
+            "BLOCK_Q": self.target.block_q, "BLOCK_K": self.target.block_k, "GROUP": self.group,
+            "HEAD_DIM": self.head_dim, "V_DIM": self.v_dim,
+            "DIM": padded(self.head_dim), "DIM_V": padded(self.v_dim),
+            "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
+            "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
+        }  # fmt: skip
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def _origins(self) -> list[str]:
+        """The origins that the expressions and bounds ask for."""
+        of = {"b": ["b"], "h": ["h"], "q": ["q", "q0", "q1"], "k": ["k", "k0", "k1"]}
+        if self.bounds:
+            return [n for n in "bhqk" if n in "qk" or n in self.used]
+        return [n for n, names in of.items() if self.used.intersection(names)]
+
+    def _plain(self) -> list[str]:
+        """Scalars whose value must not make a new kernel."""
+        slots = [self.arguments[s.name].name for s in self.plan.slots]
+        sizes = [n for t in self.plan.tables for n in self.arguments[t.name].sizes]
+        own = ["heads", "q_len", "kv_len", "records"] if self.tabled else ["heads", "q_len", "kv_len"]
+        return [*own, *(f"{n}_origin" for n in self._origins()), *self._sizes(), *slots, *sizes]
+
+    def _sizes(self) -> list[str]:
+        return [n for n in SIZES if n in self.used]
+
+    def _signature(self) -> str:
+        page = Page()
+        with page.block("def attention_forward(", "):"):
+            page.line("Q, K, V, Out,  # [batch, heads, length, dim], any strides")
+            page.line("Lse,  # float32 [batch, heads, q_len], contiguous")
+            for t in "qkvo":
+                page.line("".join(f"stride_{t}{axis}, " for axis in "bhsd").strip())
+            page.line("scale, heads, q_len, kv_len,")
+            if self.tabled:
+                page.line("Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles")
+                page.line("Count, Order,  # int32 [slices, rows]: records in use; rows in order of work")
+                page.line("SliceOf,  # int32 [batch, heads]")
+                page.line("records,")
+            if self._origins():
+                page.line(", ".join(f"{n}_origin" for n in self._origins()) + ",  # of this call in the whole problem")
+            if self._sizes():
+                page.line(", ".join(self._sizes()) + ",")
+            if self.plan.slots:
+                page.line(", ".join(self.arguments[s.name].name for s in self.plan.slots) + ",")
+            for table in self.plan.tables:
+                page.line(", ".join(self.arguments[table.name].all) + ",")
+            if {"q", "k"} & set(self._origins()):
+                page.line("ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]")
+        return str(page).rstrip()
+
+    # -- before the loops ---------------------------------------------------------------------------
+
+    def _place(self) -> None:
+        line = self.page.line
+        line("batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads")
+        ordered = self.target.order == "longest-first"
+        if self.tabled:
+            line("distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)")
+            row = "tl.load(Order + distinct + tl.program_id(0))" if ordered else "tl.program_id(0)"
+        else:
+            row = "tl.num_programs(0) - 1 - tl.program_id(0)" if ordered else "tl.program_id(0)"
+        line(f"row = {row}" + ("  # longest first" if ordered else ""))
+        line(
+            "start = row * BLOCK_Q",
+            "rows = tl.arange(0, BLOCK_Q)",
+            "columns = tl.arange(0, BLOCK_K)",
+            "d = tl.arange(0, DIM)",
+        )
+        if self.v_dim != self.head_dim:
+            line("e = tl.arange(0, DIM_V)")
+        kv = "head"
+        if self.group > 1:
+            line("kv_head = head // GROUP")
+            kv = "kv_head"
+        self.page.blank()
+        self.page.comment("Offsets are 64 bits where they are scalars, 32 within a tile.")
+        batch = "batch.to(tl.int64)"
+        line(f"Q += {batch} * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs")
+        line(f"K += {batch} * stride_kb + {kv}.to(tl.int64) * stride_kh")
+        line(f"V += {batch} * stride_vb + {kv}.to(tl.int64) * stride_vh")
+        line(f"Out += {batch} * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os")
+        line("key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd")
+        line(f"value_at = columns[:, None] * stride_vs + {self._e}[None, :] * stride_vd")
+        line("present = start + rows < q_len")
+        mask = "present[:, None]" + self._pad("d[None, :]", self.head_dim, "HEAD_DIM")
+        line(f"query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask={mask}, other=0.0)")
+
+    @property
+    def _e(self) -> str:
+        return "d" if self.v_dim == self.head_dim else "e"
+
+    @property
+    def _v(self) -> str:
+        return "HEAD_DIM" if self.v_dim == self.head_dim else "V_DIM"
+
+    @staticmethod
+    def _pad(index: str, dim: int, name: str) -> str:
+        return "" if padded(dim) == dim else f" & ({index} < {name})"
+
+    def _prologue(self) -> None:
+        line = self.page.line
+        self.page.blank()
+        wide = ".to(tl.int64)" if self.plan.int64 else ""
+        origins = self._origins()
+        offset = [n for n in "qk" if n in origins]
+        if offset:
+            with self.page.block("if ORIGIN_PER_BATCH:"):
+                for n in offset:
+                    line(f"{n}_origin = tl.load({n}_origin + batch)")
+        if wide:
+            for n in (*self._sizes(), *(self.arguments[s.name].name for s in self.plan.slots if s.type is not FLOAT)):
+                line(f"{n} = tl.cast({n}, tl.int64)")
+        if "b" in self.used:
+            line(f"b = {_widened('b_origin + batch', wide)}")
+        if "h" in self.used:
+            line(f"h = {_widened('h_origin + head', wide)}")
+        if "q" in self.used:
+            line(f"q = {_widened('q_origin + start + rows', wide)}[:, None]")
+        self.hoisted: set[str] = set()
+        positions = [*self.mask, *self.score]
+        if self.bounds:
+            self._closed_form()
+        for level in (SCALAR, ROW):
+            self._lines(positions, level, self.hoisted)
+        if self.plan.score is None:
+            line("unit = scale * LOG2E")
+        line(
+            "top = tl.full([BLOCK_Q], LOWEST, tl.float32)",
+            "total = tl.zeros([BLOCK_Q], tl.float32)",
+            f"acc = tl.zeros([BLOCK_Q, {'DIM' if self._e == 'd' else 'DIM_V'}], tl.float32)",
+        )
+
+    def _closed_form(self) -> None:
+        line = self.page.line
+        line(
+            "q_first = q_origin + start",
+            "q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1",
+            "k_first = k_origin",
+            "k_last = k_origin + kv_len - 1",
+        )
+        roots = list(self.bounds.values())
+        self._lines(roots, SCALAR, self.hoisted)
+        self.page.comment("Some query of the tile sees keys first..last, every one sees full_first..full_last.")
+        for name, root in self.bounds.items():
+            clamp = "tl.maximum({}, k_first)" if "first" in name else "tl.minimum({}, k_last)"
+            line(f"{name} = {clamp.format(self._value(root))} - k_first")
+        line(
+            "hi = (tl.maximum(last, -1) + BLOCK_K) // BLOCK_K",
+            "lo = tl.minimum(first // BLOCK_K, hi)",
+            "full_lo = tl.minimum((tl.minimum(full_first, kv_len) + BLOCK_K - 1) // BLOCK_K, hi)",
+            "full_lo = tl.maximum(full_lo, lo)",
+            "full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)",
+            "full_hi = tl.maximum(full_hi, full_lo)",
+        )
+
+    def _shown(self) -> str:
+        return self.plan.text or "every key visible, plain scores"
+
+    def _quote(self, e: Expr) -> None:
+        """The expression in the language, with the names the kernel has for its slots and tables."""
+        named = {n: a.name for n, a in self.arguments.items()}
+        self.page.comment(str(_renamed(e, named)))
+
+    # -- the loops ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _records(self) -> Iterator[None]:
+        line = self.page.line
+        self.page.blank()
+        if not self.tabled:
+            if not self.bounds:  # no mask: all that is not full is the ragged edge
+                line("lo, full_lo = 0, 0")
+                line("full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)")
+            yield
+            return
+        line("entry = distinct + row")
+        with self.page.block("for i in range(tl.load(Count + entry)):"):
+            line("record = Spans + (entry.to(tl.int64) * records + i) * 4")
+            line("lo, full_lo = tl.load(record), tl.load(record + 1)")
+            line("full_hi, hi = tl.load(record + 2), tl.load(record + 3)")
+            yield
+
+    def _border_tiles(self) -> None:
+        line = self.page.line
+        self.page.comment("Border tiles, before and behind the full ones: the mask is a predicate.")
+        with self.page.block("for j in range(lo, hi - full_hi + full_lo):"):
+            line("tile = tl.where(j < full_lo, j, j - full_lo + full_hi)")
+            line("inside = tile * BLOCK_K + columns < kv_len")
+            self._scores("inside")
+            written = set(self.hoisted)
+            self._column(written, [*self.mask, *self.score])
+            self._lines(self.mask, POSITION, written)
+            if self.plan.mask is not None:
+                self._quote(self.plan.mask)
+            line("visible = inside[None, :]")
+            for term in self.mask:
+                line(f"visible &= {self._value(term)}")
+            self._modify(written, "visible")
+            line("score = tl.where(visible, score, -INFINITY)")
+            self._accumulate("inside")
+
+    def _full_tiles(self) -> None:
+        self.page.comment("Full tiles: every position is visible.")
+        with self.page.block("for tile in range(full_lo, full_hi):"):
+            self._scores()
+            written = set(self.hoisted)
+            self._column(written, self.score)
+            self._modify(written)
+            self._accumulate()
+
+    def _scores(self, inside: str = "") -> None:
+        line = self.page.line
+        line("at = tl.cast(tile * BLOCK_K, tl.int64)")
+        mask = [f"{inside}[None, :]"] if inside else []
+        if padded(self.head_dim) != self.head_dim:
+            mask.append("(d[:, None] < HEAD_DIM)")
+        line(f"keys = tl.load(K + at * stride_ks + key_at{_masked(mask)})")
+        line(f"score = tl.dot(query, keys{self._precision})" + ("" if not self.score else " * scale"))
+
+    @property
+    def _precision(self) -> str:
+        return ', input_precision="ieee"' if self.dtype == "float32" else ""
+
+    def _column(self, written: set[str], roots: list[Expr]) -> None:
+        if any("k" in uses(r) for r in roots):
+            wide = ".to(tl.int64)" if self.plan.int64 else ""
+            self.page.line(f"k = {_widened('k_origin + tile * BLOCK_K + columns', wide)}[None, :]")
+        self._lines(roots, COLUMN, written)
+
+    def _modify(self, written: set[str], load_mask: str = "") -> None:
+        if self.plan.score is None:
+            return
+        self._quote(self.plan.score)
+        self._lines(self.score, POSITION, written, load_mask)
+        self.page.line(f"score = {self._value(self.score[0])}")
+
+    def _accumulate(self, inside: str = "") -> None:
+        line = self.page.line
+        if self.score:
+            line("peak = tl.maximum(top, tl.max(score, 1))")
+            line("p = tl.exp2((score - peak[:, None]) * LOG2E)")
+            line("rescale = tl.exp2((top - peak) * LOG2E)")
+        else:
+            line("peak = tl.maximum(top, tl.max(score, 1) * unit)")
+            line("p = tl.exp2(score * unit - peak[:, None])")
+            line("rescale = tl.exp2(top - peak)")
+        mask = [f"{inside}[:, None]"] if inside else []
+        if padded(self.v_dim) != self.v_dim:
+            mask.append(f"({self._e}[None, :] < {self._v})")
+        line(f"values = tl.load(V + at * stride_vs + value_at{_masked(mask)})")
+        line("total = total * rescale + tl.sum(p, 1)")
+        line("acc = acc * rescale[:, None]")
+        line(f"acc = tl.dot(p.to(values.dtype), values, acc{self._precision})")
+        line("top = peak")
+
+    def _epilogue(self) -> None:
+        line = self.page.line
+        self.page.blank()
+        log = "top + tl.log(total)" if self.score else "(top + tl.log2(total)) * LN2"
+        if self.plan.guard:
+            self.page.comment("A row without a visible key gives 0, and lse -inf.")
+            line("empty = total == 0.0")
+            line("total = tl.where(empty, 1.0, total)")
+            line(f"lse = tl.where(empty, -INFINITY, {log})")
+        else:
+            line(f"lse = {log}")
+        line("out = acc * (1.0 / total)[:, None]")
+        mask = ["present[:, None]"]
+        if padded(self.v_dim) != self.v_dim:
+            mask.append(f"({self._e}[None, :] < {self._v})")
+        line(
+            f"out_at = rows[:, None] * stride_os + {self._e}[None, :] * stride_od",
+            f"tl.store(Out + out_at, out.to(query.dtype), mask={' & '.join(mask)})",
+            "Lse += tl.program_id(1).to(tl.int64) * q_len + start",
+            "tl.store(Lse + rows, lse, mask=present)",
+        )
+
+
+def _conjuncts(mask: Expr | None) -> list[Expr]:
+    if mask is None:
+        return []
+    mask = expr.machine(mask)
+    return list(mask.args) if mask.op == "and" else [] if mask is TRUE else [mask]
+
+
+def _bounds(plan: LoopPlan) -> dict[str, Expr]:
+    if plan.bounds is None or plan.mask is None:
+        return {}
+    names = ("first", "full_first", "full_last", "last")
+    return {n: expr.machine(getattr(plan.bounds, n)) for n in names}
+
+
+def _widened(text: str, wide: str) -> str:
+    return f"({text}){wide}"
+
+
+def _masked(terms: list[str]) -> str:
+    return f", mask={' & '.join(terms)}, other=0.0" if terms else ""
+
+
+def _listed(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{n}"' for n in names) + "]"
+
+
+def _renamed(e: Expr, names: dict[str, str]) -> Expr:
+    def change(node: Expr) -> Expr:
+        if node.op in ("param", "lookup") and node.name in names:
+            return make(node.op, node.args, names[node.name], node.type)
+        return node
+
+    return transform(e, change)
