@@ -40,9 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `frisket … | head` is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (FrisketError, OSError) as error:
+    except FrisketError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1 if isinstance(error, MismatchError) else 2
+    except OSError as error:
+        print(f"cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -70,15 +73,16 @@ def write(answer: Answer, *, as_json: bool) -> None:
 
 def parser() -> argparse.ArgumentParser:
     from . import cli_commands as commands
+    from .cli_run import run
 
     top = argparse.ArgumentParser(
         prog="frisket", description="Attention masks and score modifiers, from a line of text to a kernel."
     )
     sub = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Any, help: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def command(name: str, does: Any, help: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
         p = sub.add_parser(name, help=help, description=help, parents=parents)
-        p.set_defaults(command=run)
+        p.set_defaults(command=does)
         p.add_argument("--json", action="store_true", help="print one JSON object")
         return p
 
@@ -94,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     emit.add_argument("--backend", required=True, help="triton or pallas-tpu")
     emit.add_argument("--head-dim", type=positive, default=64)
     emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
-    add_run(command("run", commands.run, "attention over packed files, timed and checked", subject))
+    add_run(command("run", run, "attention over packed files, timed and checked", subject))
     command("doctor", commands.doctor, "what is installed and what runs here")
     return top
 
@@ -129,6 +133,7 @@ def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--heads", type=positive, default=8, help="default: %(default)s")
     p.add_argument("--head-dim", type=even, default=64, help="default: %(default)s")
     p.add_argument("--framework", choices=["torch", "jax"], help="default: the first one installed")
+    p.set_defaults(b=0, h=0)
     p.add_argument("--repeats", type=positive, default=5, help="timed runs of each (default: %(default)s)")
 
 

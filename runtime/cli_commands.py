@@ -10,13 +10,16 @@ from typing import Any
 from rich.console import Console
 
 from frisket.dsl.errors import ShapeError
-from frisket.dsl.show import show as text_of
+from frisket.dsl.ir import Expr
+from frisket.dsl.show import show as show_text
 from frisket.lowering.simplify import prepare
+from frisket.lowering.stages import NAMES
 
 from .cli_answer import Answer, row, rows
-from .cli_input import Subject, subject
+from .cli_input import require_bound, scalars, subject, tables
 from .draw import terminal
 from .layout import Layout
+from .mask import Program
 
 LENGTH = 2048  # of queries, where nobody says
 
@@ -38,29 +41,37 @@ def show(args: argparse.Namespace, console: Console) -> Answer:
     return answer
 
 
-def described(what: Subject) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+def described(what: Program) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """The texts of a mask and a score mod, as written and simplified, with what is bound."""
-    mask, score = (x and x.expr for x in (what.mask, what.score))
+    mask, score = (None if part is None else part.expr for part in (what.mask, what.score))
     counts: Counter[str] = Counter()
     simple_mask, simple_score = prepare(mask, score, counts=counts)
-    bound = {n: x for n, x in what.scalars.items()}
-    tables = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in what.tables.items()}
+    bound = scalars(what)
+    shapes = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in tables(what).items()}
     data = {
-        "mask": mask and text_of(mask), "score": score and text_of(score),
-        "simplified": {"mask": simple_mask and text_of(simple_mask), "score": simple_score and text_of(simple_score)},
-        "rules": dict(counts.most_common()), "params": bound, "tables": tables,
+        "mask": text(mask), "score": text(score),
+        "simplified": {"mask": text(simple_mask), "score": text(simple_score)},
+        "rules": dict(counts.most_common()), "params": bound, "tables": shapes,
     }  # fmt: skip
-    where = ", ".join(f"{n} = {x}" for n, x in {**bound, **tables}.items())
-    lines = [("mask", "everything is visible" if simple_mask is None and mask is not None else "")]
-    if simple_mask is not None:
-        lines = [("mask", text_of(simple_mask))]
-    if simple_score is not None:
-        lines.append(("score", text_of(simple_score)))
-    return data, [*lines, ("with", where)]
+    where = ", ".join(f"{n} = {x}" for n, x in {**bound, **shapes}.items())
+    everything = "true: everything is visible" if mask is not None else ""
+    lines = [("mask", text(simple_mask) or everything), ("score", text(simple_score) or ""), ("with", where)]
+    return data, lines
 
 
-def laid_out(args: argparse.Namespace, what: Subject) -> Layout:
+def text(e: Expr | None) -> str | None:
+    return None if e is None else show_text(e)
+
+
+def compiled(what: Program) -> Any:
+    from .attention import compile  # the frameworks behind it are none of `show`'s business
+
+    return compile(mask=what.mask, score=what.score)
+
+
+def laid_out(args: argparse.Namespace, what: Program) -> Layout:
     assert what.mask is not None
+    require_bound(what)
     q_len = args.q_len or LENGTH
     layout = what.mask.layout(q_len, args.kv_len or q_len, batch=args.batch, heads=args.heads, block=args.block)
     for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
@@ -82,7 +93,9 @@ def laid(layout: Layout) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     if layout.batch * layout.heads > 1:
         shape += f", batch {layout.batch}, {layout.heads} heads"
     tiles = f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty"
-    pairs = "" if f.visible_pairs is None else f"{f.visible_pairs:,} of {total:,} pairs, {share(f.visible_pairs, total)}"
+    pairs = (
+        "" if f.visible_pairs is None else f"{f.visible_pairs:,} of {total:,} pairs, {share(f.visible_pairs, total)}"
+    )
     facts = "\n".join(line for line in str(f).splitlines() if not line.startswith("visible"))
     if not layout.exact:
         tiles += " (the budget ran out: some of the partial ones may be full or empty)"
@@ -113,7 +126,7 @@ def explain(args: argparse.Namespace, console: Console) -> Answer:
     return Answer({**texts, "rules": dict(stages.rules.most_common())}, [str(stages)])
 
 
-def explain_point(args: argparse.Namespace, what: Subject) -> Answer:
+def explain_point(args: argparse.Namespace, what: Program) -> Answer:
     if what.mask is None:
         raise ShapeError("a score mod hides nothing; --q and --k explain a mask")
     args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
@@ -136,3 +149,11 @@ def emit(args: argparse.Namespace, console: Console) -> Answer:
         head_dim=args.head_dim, dtype=args.dtype,
     )  # fmt: skip
     return Answer({"backend": args.backend, "source": source}, [source.rstrip("\n")])
+
+
+def doctor(args: argparse.Namespace, console: Console) -> Answer:
+    raise NotImplementedError
+
+
+def check(args: argparse.Namespace, console: Console) -> Answer:
+    raise NotImplementedError

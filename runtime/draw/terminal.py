@@ -176,11 +176,12 @@ def picture(
     every = 4
     text = Text(no_wrap=True, overflow="crop")
     text.append(f"queries {ink.corner} keys\n", "dim")
-    marks = (tokens(origin[1] + c * k_step).ljust(2 * min(every, columns - c)) for c in range(0, columns, every))
+    largest = max(origin[0] + (rows - 1) * q_step, origin[1] + (columns - 1) * k_step)
+    marks = (tokens(origin[1] + c * k_step, largest).ljust(2 * every) for c in range(0, columns, every))
     text.append(f"{'':{MARGIN}}{''.join(marks)}".rstrip() + "\n", "dim")
     names = ("empty", "little", "half", "most", "full")
     for r, levels in enumerate(_levels(grid)):
-        label = tokens(origin[0] + r * q_step) if rows <= 16 or r % every == 0 else ""
+        label = tokens(origin[0] + r * q_step, largest) if rows <= 16 or r % every == 0 else ""
         line = Text.assemble((f"{label:>{MARGIN - 1}} ", "dim"))
         for name in (names[level] for level in levels):
             line.append((getattr(ink, name) * 2)[:2], STYLES[name])
@@ -203,9 +204,9 @@ def _legend(text: Text, grid: Grid, step: tuple[int, int], ink: Ink) -> None:
     text.append(f"one cell {step[0]:,} {'x' if ink is ASCII else '×'} {step[1]:,} tokens", "dim")
 
 
-def tokens(n: int) -> str:
-    """A position on an axis, short enough for its column: 512, 65536, 128k, 3M."""
-    if abs(n) < 100_000:
+def tokens(n: int, largest: int = 0) -> str:
+    """A position on an axis whose last is `largest`, short enough for its column: 512, 65536, 128k, 3M."""
+    if max(abs(n), largest) < 100_000 or n == 0:
         return str(n)
     for unit, size in (("M", 1 << 20), ("k", 1 << 10), ("M", 10**6), ("k", 10**3)):
         if n % size == 0:

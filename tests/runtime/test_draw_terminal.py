@@ -97,3 +97,7 @@ def test_it_fits_eighty_columns(shape):
 )
 def test_positions_stay_short(n, text):
     assert terminal.tokens(n) == text
+
+
+def test_positions_of_one_axis_have_one_unit():
+    assert [terminal.tokens(n, 200 * 1024) for n in (0, 16384, 131072)] == ["0", "16k", "128k"]

@@ -1,0 +1,122 @@
+"""`frisket run FILE|EXPR --tokens FILE...`: the main job, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from frisket.dsl.errors import ShapeError
+from frisket.dsl.ir import uses
+from frisket.lowering.simplify import prepare
+
+from . import packed
+from .cli_answer import Answer, rows
+from .cli_commands import described, laid, picture
+from .cli_input import require_bound, scalars, subject, tables
+
+
+def run(args: argparse.Namespace, console: Console) -> Answer:
+    """Pack the files, attend, and report: text, layout, picture, times, errors. Status 1 when the error is more
+    than twice that of dense attention in the same dtype (plus 1e-6)."""
+    from .attention import compile
+
+    framework = packed.choose(args.framework)
+    files = packed.pack(args.tokens, args.max_tokens)
+    what = subject(args, doc=files.doc)
+    if what.mask is None:
+        raise ShapeError("`run` needs a mask; give one, for example `causal`, and the score mod with --score")
+    require_bound(what)
+    mask, score = prepare(what.mask.expr, None if what.score is None else what.score.expr)
+    layout = what.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
+    arrays = packed.projections(files.tokens, args.heads, args.head_dim)
+    job = packed.Job(arrays, mask, score, scalars(what), tables(what))
+    by_head = mask is not None and "h" in uses(mask)
+    seen = packed.visible(mask, job.scalars, job.tables, args.heads, len(files), by_head)
+    bench = packed.prepare(framework, job, seen, compile(mask=what.mask, score=what.score))
+
+    rivals = [bench.dense, *([bench.builtin] if bench.builtin else [])]
+    pieces = args.heads * -(-len(files) // packed.SLAB)
+    with progress(args.repeats + 1 + pieces) as step:
+        seconds = timed(bench, rivals, args.repeats, step)
+        errors = compared(job, bench, step)
+
+    data, lines = described(what)
+    found, facts = laid(layout)
+    where = machine()
+    data |= found | {
+        "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files),
+        "available": files.available, "framework": bench.name, "machine": where, "heads": args.heads,
+        "head_dim": args.head_dim, "repeats": args.repeats,
+        "seconds": {"frisket": seconds[0]} | {r.name: s for r, s in zip(rivals, seconds[1:], strict=True)},
+        "ratio": seconds[1] / seconds[0], "error": errors[0], "error_dense": errors[1],
+    }  # fmt: skip
+    good = errors[0] <= 2 * errors[1] + 1e-6
+    times = [f"{1e3 * s:9.1f} ms" for s in seconds]
+    table = [f"{times[0]}  frisket"]
+    for rival, mine, s in zip(rivals, times[1:], seconds[1:], strict=True):
+        table.append(f"{mine}  {rival.name}, {s / seconds[0]:.1f} × as long")
+    error = f"{errors[0]:.1e} from the float64 interpreter at most; dense attention: {errors[1]:.1e}"
+    text = rows([("tokens", packing(files, args.max_tokens)), *lines, *facts])
+    text += ["", picture(layout, args, console), ""]
+    text += rows([
+        ("run", f"{bench.name}, float32, {args.heads} heads of {args.head_dim}, {where}"),
+        ("time", "\n".join(table) + f"\nmedian of {args.repeats} interleaved runs"),
+        ("error", error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"),
+    ])  # fmt: skip
+    return Answer(data, text, 0 if good else 1)
+
+
+def packing(files: packed.Packed, limit: int) -> str:
+    parts = ", ".join(f"{name} {n:,}" for name, n in zip(files.names, files.lengths, strict=True))
+    if files.available > len(files):
+        cut = f"{len(files):,} of {files.available:,} bytes, the longest files cut at --max-tokens {limit:,}"
+    else:
+        cut = f"{len(files):,} bytes"
+    return f"{cut}\n{parts}"
+
+
+def machine() -> str:
+    import os
+
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.machine()}, {count} CPU{'s' if count != 1 else ''}"
+
+
+def timed(bench: packed.Bench, rivals: list[packed.Rival], repeats: int, step: Any) -> list[float]:
+    medians: list[float] = []
+    for found in packed.interleaved([bench.ours, *(r.run for r in rivals)], repeats):
+        if found is None:
+            step("timing")
+        else:
+            medians = found
+    return medians
+
+
+def compared(job: packed.Job, bench: packed.Bench, step: Any) -> tuple[float, float]:
+    """Largest error of frisket's and of dense attention's output against the float64 interpreter."""
+    ours, dense = bench.numpy(bench.ours()), bench.numpy(bench.dense.run())
+    worst = np.zeros(2)
+    for at, want in packed.oracle(job.arrays, job.mask, job.score, job.scalars, job.tables):
+        # NaN must not pass: max keeps it, and no comparison with it is true
+        worst = np.maximum(worst, [np.abs(got[:, *at] - want).max() for got in (ours, dense)])
+        step("checking")
+    return float(worst[0]), float(worst[1])
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Any]:
+    """A bar on stderr if that is a terminal, gone when the work is done; `step(name)` moves it."""
+    err = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description:9}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal
+    )
+    with bar:
+        task = bar.add_task("preparing", total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)

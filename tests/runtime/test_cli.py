@@ -1,0 +1,156 @@
+"""The command line: what it prints, where, and its exit status."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from frisket.runtime.cli import main
+
+
+@pytest.fixture
+def run(capsys, tmp_path, monkeypatch):
+    """`run("show", "causal")` gives (status, stdout, stderr), in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*argv):
+        status = main([str(a) for a in argv])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    return call
+
+
+DOC = np.repeat([0, 1, 2], [300, 500, 224]).astype(np.int32)
+SHOWN = {
+    "causal_window": ["causal & window(w)", "--set", "w=256"],
+    "documents": ["causal & same(doc)", "--table", "doc=doc.npy", "--q-len", "1024"],
+    "prefix": ["prefix(300) | causal", "--q-len", "1000"],
+    "dilated": ["dilated(512, 4)", "--score", "alibi", "--q-len", "1500", "--block", "128x256"],
+    "long": ["causal & (window(4096) | sinks(4))", "--q-len", "131072"],
+    "heads": ["causal | h == 0", "--heads", "4", "--h", "1", "--q-len", "700"],
+    "everything": ["q >= 0", "--q-len", "256", "--kv-len", "512"],
+}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_show(run, golden, tmp_path, name):
+    np.save(tmp_path / "doc.npy", DOC)
+    status, out, err = run("show", *SHOWN[name])
+    assert (status, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    golden(f"cli_show_{name}.txt", out)
+
+
+def test_show_a_score_mod_alone(run):
+    assert run("show", "softcap(c)", "--set", "c=50.0") == (
+        0,
+        "score     c * tanh(score / c)\nwith      c = 50.0\n",
+        "",
+    )
+
+
+def test_show_a_file(run, tmp_path):
+    (tmp_path / "m.frisket").write_text("param w: int = 64\nmask = causal & window(w)\nscore = softcap(50)\n")
+    status, out, _ = run("show", "m.frisket", "--q-len", 512, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["mask"] == "q >= k & abs(q - k) < w"
+    assert found["simplified"]["score"] == "50.0 * tanh(score / 50.0)"
+    assert found["params"] == {"w": 64}
+    assert found["counts"] == {"empty": 9, "partial": 7, "full": 0}
+    assert found["visible_pairs"] == sum(min(q + 1, 64) for q in range(512))
+
+
+def test_explain_a_point(run):
+    assert run("explain", "causal & window(w)", "--set", "w=256", "--q", 300, "--k", 17) == (
+        0,
+        "position  query 300, key 17\nanswer    hidden\nbecause   abs(q - k) < w is false: abs(q - k) = 283, w = 256\n",
+        "",
+    )
+    status, out, _ = run("explain", "causal", "--q", 5, "--k", 2, "--json")
+    assert status == 0
+    assert json.loads(out)["visible"] is True
+
+
+BAD = {
+    "show 'q - k'": "MaskSyntaxError: a mask needs a Bool, this is an Int\n  mask 1:1\n    q - k\n    ^^^^^\n"
+    "  compare it with something, for example `q - k >= 0`\n",
+    "show nothere.frisket": "cannot read nothere.frisket: No such file or directory\n",
+    "show causal --set w=x": "ParameterError: --set w=x: write NAME=VALUE with a number, true or false, "
+    "for example --set w=256\n",
+    "show window(w)": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
+    "show same(doc)": "ParameterError: `doc` has no value; give it: --table doc=FILE.npy\n",
+    "show same(doc) --table doc": "ParameterError: --table doc: write NAME=FILE.npy, for example --table doc=doc.npy\n",
+    "show same(doc) --table doc=no.npy": "cannot read no.npy: No such file or directory\n",
+    "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
+    "explain causal --q 3": "ShapeError: --q and --k go together: a query and a key, for example --q 300 --k 17\n",
+    "explain softcap(50) --q 3 --k 3": "ShapeError: a score mod hides nothing; --q and --k explain a mask\n",
+    "explain causal --q-len 8 --q 9 --k 3": "ShapeError: q = 9 is outside 0..8\n"
+    "  positions are global, below `sizes`\n",
+    "run causal --tokens nothere.md": "cannot read nothere.md: No such file or directory\n",
+    "run softcap(50) --tokens a.md": "ShapeError: `run` needs a mask; give one, for example `causal`, "
+    "and the score mod with --score\n",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input(run, tmp_path, line):
+    import shlex
+
+    (tmp_path / "a.md").write_text("some text")
+    assert run(*shlex.split(line)) == (2, "", BAD[line])
+
+
+def test_a_table_that_is_no_table(run, tmp_path):
+    (tmp_path / "doc.npy").write_text("not an array")
+    status, out, err = run("show", "same(doc)", "--table", "doc=doc.npy")
+    assert (status, out) == (2, "")
+    assert err.startswith("ParameterError: --table doc=doc.npy: doc.npy is not a .npy file (")
+    assert err.endswith("; write it with numpy.save\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["show"], "the following arguments are required: EXPR"),
+        (["show", "causal", "--q-len", "0"], "argument --q-len: must be at least 1"),
+        (["show", "causal", "--q-len", "-5"], "argument --q-len: '-5' is not a whole number"),
+        (["show", "causal", "--block", "0x64"], "argument --block: must be at least 1"),
+        (["show", "causal", "--block", "big"], "argument --block: 'big' is not a whole number"),
+        (["run", "causal", "--tokens", "a", "--head-dim", "63"], "must be even: RoPE turns pairs of channels"),
+        (["shwo"], "invalid choice: 'shwo'"),
+    ],
+)
+def test_bad_usage(run, argv, told):
+    status, out, err = run(*argv)
+    assert (status, out) == (2, "")
+    assert told in err
+
+
+def test_help(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    for command in ("show", "explain", "check", "emit", "run", "doctor"):
+        assert f"  {command} " in out
+
+
+def shell(argv, **env):
+    code = "import sys; from frisket.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+    merged = {**os.environ, **env}
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, env=merged, check=True).stdout
+
+
+def test_no_colour_in_pipes_and_ascii_where_that_is_all_there_is():
+    argv = ["show", "causal", "--q-len", "384"]
+    plain = shell(argv, PYTHONIOENCODING="utf-8")
+    assert b"\x1b" not in plain
+    assert "▒▒·".encode() in plain
+    narrow = shell(argv, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert narrow.isascii()
+    assert b"++. ." in narrow
+    assert b"384 x 384 tokens in tiles of 128 x 128" in narrow
