@@ -18,15 +18,13 @@ from frisket.lowering.simplify import prepare
 
 from . import packed
 from .cli_answer import Answer, rows
-from .cli_commands import described, laid, picture
+from .cli_commands import compiled, described, laid, picture
 from .cli_input import require_bound, scalars, subject, tables
 
 
 def run(args: argparse.Namespace, console: Console) -> Answer:
     """Pack the files, attend, and report: text, layout, picture, times, errors. Status 1 when the error is more
     than twice that of dense attention in the same dtype (plus 1e-6)."""
-    from .attention import compile
-
     framework = packed.choose(args.framework)
     files = packed.pack(args.tokens, args.max_tokens)
     what = subject(args, doc=files.doc)
@@ -39,7 +37,7 @@ def run(args: argparse.Namespace, console: Console) -> Answer:
     job = packed.Job(arrays, mask, score, scalars(what), tables(what))
     by_head = mask is not None and "h" in uses(mask)
     seen = packed.visible(mask, job.scalars, job.tables, args.heads, len(files), by_head)
-    bench = packed.prepare(framework, job, seen, compile(mask=what.mask, score=what.score))
+    bench = packed.prepare(framework, job, seen, compiled(what))
 
     rivals = [bench.dense, *([bench.builtin] if bench.builtin else [])]
     pieces = args.heads * -(-len(files) // packed.SLAB)

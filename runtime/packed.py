@@ -187,7 +187,7 @@ def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
         return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(mask, p, 0), v)
 
     def ready(fn: Callable[..., Any], *arrays: Any) -> Callable[[], Any]:
-        return lambda: jax.block_until_ready(fn(*arrays))
+        return lambda: fn(*arrays).block_until_ready()
 
     dot = Rival("jax.nn.dot_product_attention(mask)", ready(builtin, q, k, v, mask))
     with_score = Rival("dense, mask and score mod written out", ready(written, q, k, v, mask))

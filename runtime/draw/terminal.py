@@ -40,14 +40,14 @@ class Grid:
 def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> Grid:
     """From a grid of kinds, uint8 [q_tiles, k_tiles]."""
     grid = np.asarray(kinds)
-    steps = _steps(*grid.shape, cells)
+    steps = _steps(grid.shape, cells)
     rows, columns = (np.arange(0, n, s) for n, s in zip(grid.shape, steps, strict=True))
 
     def count(kind: int) -> NDArray[np.int64]:
         by_row = np.add.reduceat((grid == kind).astype(np.int64), rows, axis=0)
         return np.asarray(np.add.reduceat(by_row, columns, axis=1), np.int64)
 
-    return Grid(count(FULL), count(PARTIAL), _sizes(*grid.shape, steps), steps)
+    return Grid(count(FULL), count(PARTIAL), _sizes(grid.shape, steps), steps)
 
 
 def from_runs(
@@ -56,7 +56,7 @@ def from_runs(
     """From runs in CSR: row r has runs `row_ptr[r] .. row_ptr[r + 1]`, each `[start, stop)` of one kind."""
     row_ptr, start, stop, kind = (np.asarray(x, np.int64) for x in (row_ptr, start, stop, kind))
     q_tiles = len(row_ptr) - 1
-    steps = _steps(q_tiles, k_tiles, cells)
+    steps = _steps((q_tiles, k_tiles), cells)
     rows, columns = -(-q_tiles // steps[0]), -(-k_tiles // steps[1])
     row = np.repeat(np.arange(q_tiles), np.diff(row_ptr)) // steps[0]
 
@@ -64,7 +64,7 @@ def from_runs(
         of = (kind == wanted) & (stop > start)
         return _spread(row[of], start[of], stop[of], steps[1], rows, columns)
 
-    return Grid(count(FULL), count(PARTIAL), _sizes(q_tiles, k_tiles, steps), steps)
+    return Grid(count(FULL), count(PARTIAL), _sizes((q_tiles, k_tiles), steps), steps)
 
 
 def _spread(
@@ -91,12 +91,13 @@ def _spread(
     return (add(first, here) + add(last, there) + np.cumsum(between, axis=1))[:, :columns]
 
 
-def _steps(q_tiles: int, k_tiles: int, cells: int) -> tuple[int, int]:
+def _steps(shape: tuple[int, ...], cells: int) -> tuple[int, int]:
+    q_tiles, k_tiles = shape
     return max(1, -(-q_tiles // cells)), max(1, -(-k_tiles // cells))
 
 
-def _sizes(q_tiles: int, k_tiles: int, steps: tuple[int, int]) -> NDArray[np.int64]:
-    sides = [np.diff(np.append(np.arange(0, n, s), n)) for n, s in zip((q_tiles, k_tiles), steps, strict=True)]
+def _sizes(shape: tuple[int, ...], steps: tuple[int, int]) -> NDArray[np.int64]:
+    sides = [np.diff(np.append(np.arange(0, n, s), n)) for n, s in zip(shape, steps, strict=True)]
     return np.multiply.outer(*sides)
 
 
