@@ -6,7 +6,7 @@ parts with `yield node, frame`), so depth is bounded by memory and not by Python
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from types import GeneratorType
@@ -15,16 +15,13 @@ from typing import Any, NoReturn
 from . import ir, library
 from .errors import MaskSyntaxError, Problem, Span
 from .evaluate import evaluate
-from .functions import BUILT_IN, CONSTANTS, FORMS, FUNCTIONS
-from .ir import COORDINATES, REDUCTIONS, SIZES, Expr
+from .functions import BUILT_IN, FORMS, FUNCTIONS, LEAVES, RESERVED
+from .ir import COORDINATES, REDUCTIONS, Expr
 from .library import Definition
 from .operators import ERROR, Frame, Guess, Operators, Part, Value
 from .parse import MAX_NODES, Node, fail
 from .types import BOOL, FLOAT, INT, Type
 
-CALL_KEYWORDS = frozenset("scale mask score sinks dropout seed backend return_lse origin sizes plan layout".split())
-LEAVES = {n: ir.var(n) for n in (*COORDINATES, *SIZES)} | {"score": ir.SCORE} | CONSTANTS
-RESERVED = frozenset(LEAVES) | CALL_KEYWORDS
 MAX_CALLS, MAX_RANGE, MAX_ROUNDS = 200, 4096, 50
 Steps = Generator[tuple[Node, Frame], Value, Value]
 
@@ -127,8 +124,8 @@ class Checker(Operators):
 
     def _then(self, node: Node, frame: Frame) -> Steps:
         parts = yield from self._parts(node.args, frame)
-        found = [self.numbers(frame, "`then`", [p]) for p in parts]
-        if found[0] is None or found[1] is None:
+        found = [f for p in parts if (f := self.numbers(frame, "`then`", [p]))]
+        if len(found) < 2:
             return ERROR
         first, second = (ir.to_float(f[0][0]) for f in found)
         if "score" not in ir.uses(second):
@@ -258,7 +255,8 @@ class Checker(Operators):
         if name in FUNCTIONS:
             return self._function(node, frame, given)
         if name in FORMS:
-            return getattr(self, "_form_" + name, self._form)(node, frame, given)  # type: ignore[no-any-return]
+            form: Callable[..., Value | Steps] = getattr(self, "_form_" + name, self._form)
+            return form(node, frame, given)
         near = get_close_matches(name, [*BUILT_IN, *library.definitions(), *self.definitions], 1)
         known = f"did you mean `{near[0]}`?" if near else "define it: `def " + name + "(...) = ...`"
         return self.report(frame, node, f"there is no function `{name}`", known)
@@ -325,12 +323,12 @@ class Checker(Operators):
         for param, arg in zip(definition.params, given):
             bare = self._bare(arg, frame)
             value = bare if bare is not None else (yield arg, frame)
-            number = isinstance(value, Value) and value.expr is not None and value.expr.type is not BOOL
-            if coordinates and number and value.expr.op != "lit":
-                # it keeps the caller's coordinates: it goes in after they have changed
+            e = value.expr if isinstance(value, Value) else None
+            if coordinates and isinstance(value, Value) and e is not None and e.type is not BOOL and e.op != "lit":
+                # a number keeps the caller's coordinates: it goes in after they have changed
                 self.fresh += 1
-                place = ir.make("param", (), ("argument", self.fresh), value.expr.type)
-                moved[place] = value.expr
+                place = ir.make("param", (), ("argument", self.fresh), e.type)
+                moved[place] = e
                 value = Value(place, value.flex)
             names[param] = value
         parts = yield from self._parts(list(coordinates.values()), frame)
@@ -452,7 +450,7 @@ class Checker(Operators):
                 e, flex = (None, frozenset()) if found is None else (found[0][0], found[1])
             if e is None or bounds is None or not fine:
                 return ERROR
-            return Value(ir.reduce(kind.text, *bounds, lambda j: ir.substitute(e, {own: j})), flex)
+            return Value(ir.reduce(kind.text, bounds[0], bounds[1], lambda j: ir.substitute(e, {own: j})), flex)
 
         return steps()
 
@@ -495,7 +493,8 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
     """The Exprs of the statements `mask`, `score` or (kind not known) `expr`; raises with every problem."""
     for _ in range(MAX_ROUNDS):
         checker.changed, checker.steps, checker.fresh = False, 0, 0
-        checker.problems.clear(), checker.sites.clear()
+        checker.problems.clear()
+        checker.sites.clear()
         found = {kind: _root(checker, kind, node) for kind, node in roots.items()}
         _unused_definitions(checker)
         if not checker.changed:
@@ -568,4 +567,4 @@ def tree_size(root: Expr) -> int:
     return sizes[root]
 
 
-__all__ = ["RESERVED", "Checker", "elaborate", "tree_size"]
+__all__ = ["Checker", "elaborate", "tree_size"]

@@ -26,6 +26,10 @@ CONSTANTS: dict[str, Expr] = {
     "true": ir.TRUE, "false": ir.FALSE, "True": ir.TRUE, "False": ir.FALSE,
 }  # fmt: skip
 
+LEAVES = {n: ir.var(n) for n in (*ir.COORDINATES, *ir.SIZES)} | {"score": ir.SCORE} | CONSTANTS
+CALL_KEYWORDS = frozenset("scale mask score sinks dropout seed backend return_lse origin sizes plan layout".split())
+RESERVED = frozenset(LEAVES) | CALL_KEYWORDS
+
 
 def _sigmoid(x: Expr) -> Expr:
     return build("sigmoid", x)

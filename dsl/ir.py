@@ -77,9 +77,13 @@ class Expr:
         raise TypeError("an Expr has no truth value; compare identity with `is`")
 
     def __repr__(self) -> str:
+        from .errors import BudgetError
         from .show import show
 
-        return show(self)
+        try:
+            return show(self)
+        except BudgetError as error:  # a repr must not raise
+            return f"<{error}>"
 
     # fmt: off
     def __add__(self, other: Operand) -> Expr: return binary("add", self, other)

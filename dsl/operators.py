@@ -233,10 +233,11 @@ class Operators:
         if len(exprs) < len(parts):
             return ERROR
         kinds = {e.type for e in exprs}
+        flex = frozenset[str]() if want else frozenset[str]().union(*(v.flex for _, v in parts))
         if kinds == {BOOL}:
-            return Value(_fold(op, exprs))
+            return Value(_fold(op, exprs), flex)
         if kinds == {INT} and not word:
-            return Value(_fold(ir.ON_INT[op], exprs))
+            return Value(_fold(ir.ON_INT[op], exprs), flex)
         return self._mixed(frame, node, word or signs[0], parts, exprs)
 
     def _mixed(self, frame: Frame, node: Node, sign: str, parts: Sequence[Part], exprs: list[Expr]) -> Value:
@@ -267,9 +268,9 @@ class Operators:
             self.narrow(frame, inner, value, {BOOL, INT})
             self.prefer(value, BOOL)
             if value.expr is not None and value.expr.type is INT:
-                return Value(build("bitnot", value.expr))
+                return Value(build("bitnot", value.expr), value.flex)
         e = self.boolean(frame, inner, value, f"`{sign}`")
-        return ERROR if e is None else Value(build("not", e))
+        return ERROR if e is None else Value(build("not", e), value.flex if sign == "~" else frozenset())
 
     def choose(self, frame: Frame, parts: Sequence[Part], what: str) -> Value:
         (cn, c), (yn, y), (nn, n) = parts

@@ -119,7 +119,8 @@ def _strange(text: str, name: str, at: int) -> NoReturn:
 def _run(tokens: list[Token], text: str, name: str) -> Node:
     tables = load()
     states, rules, end = tables.states, tables.rules, tables.end
-    path, values = [tables.start], []
+    path: list[int] = [tables.start]
+    values: list[Any] = []
     made = 0
     for i, token in enumerate(tokens):
         while True:

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from . import ir, library
-from .check import RESERVED, Checker, elaborate
+from .check import Checker, elaborate
 from .errors import MaskSyntaxError, ParameterError, Problem, Span
-from .functions import BUILT_IN
+from .functions import BUILT_IN, RESERVED
 from .ir import Expr
 from .library import Definition, define
 from .parse import Node, parse
@@ -139,12 +139,11 @@ def type_of(name: str, value: Any) -> tuple[int, Type]:
         return 0, INT
     if isinstance(value, float | np.floating):
         return 0, FLOAT
-    dtype = getattr(value, "dtype", None)
-    kind = getattr(dtype, "kind", None)
+    kind = value.dtype.kind if isinstance(value, np.ndarray) else ""
     if not isinstance(value, np.ndarray) or kind not in "biuf":
-        what = f"an array of {dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+        what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
         raise ParameterError(f"`{name}` is {what}; give a number, or an array of bool, int or float")
-    return value.ndim, {"b": BOOL, "f": FLOAT}.get(str(kind), INT)
+    return value.ndim, {"b": BOOL, "f": FLOAT}.get(kind, INT)
 
 
 def _agreed(name: str, found: tuple[int, Type], declared: Declared | None) -> tuple[int, Type]:
@@ -269,6 +268,12 @@ def constant(node: Node) -> Scalar | None:
         return node.value  # type: ignore[no-any-return]
     if node.kind == "negative" and node.args[0].value == "inf":
         return -math.inf
-    return {"true": True, "false": False, "True": True, "False": False, "inf": math.inf, "nan": math.nan}.get(
-        node.value if node.kind == "name" else ""
-    )
+    words: dict[str, Scalar] = {
+        "true": True,
+        "false": False,
+        "True": True,
+        "False": False,
+        "inf": math.inf,
+        "nan": math.nan,
+    }
+    return words.get(node.value) if node.kind == "name" else None

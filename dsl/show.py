@@ -30,11 +30,12 @@ INFIX: dict[str, tuple[str, int]] = {
     "floordiv": ("//", PRODUCT), "mod": ("%", PRODUCT), "pow": ("**", POWER),
 }  # fmt: skip
 # Operators whose type is that of their operands.
-SAME = frozenset("add sub mul min max neg abs sign where pow reduce".split())
+SAME = frozenset("add sub mul min max neg abs sign where pow reduce bitand bitor bitxor bitnot".split())
 JOINING = frozenset("add sub mul min max where".split()) | COMPARISONS
 TELLING = frozenset("and or xor not div floor isfinite".split())  # take Bools, or prefer Floats
 BITS = frozenset("bitand bitor bitxor bitnot".split())
 Piece: TypeAlias = "str | tuple[Expr, int]"
+Pieces: TypeAlias = "tuple[int, list[Piece]]"  # how tightly a text binds, and its parts
 
 
 def show(e: Expr, known: Collection[str] = ()) -> str:
@@ -73,43 +74,39 @@ class _Printer:
                 out.append(piece)
                 continue
             node, least = piece
-            level, *pieces = self.pieces(node)
+            level, pieces = self.pieces(node)
             if level < least:
                 pieces = ["(", *pieces, ")"]
             stack.extend(reversed(pieces))
         return "".join(out)
 
-    def pieces(self, e: Expr) -> tuple[int, *tuple[Piece, ...]]:
-        """How tightly the text of `e` binds, and its parts."""
+    def pieces(self, e: Expr) -> Pieces:
         op, args = e.op, e.args
         if op == "lit":
             text = _literal(e)
-            return (UNARY if text.startswith("-") else ATOM), text
+            return (UNARY if text.startswith("-") else ATOM), [text]
         if op in ("var", "param"):
-            return ATOM, str(e.name)
+            return ATOM, [str(e.name)]
         if op == "bound":
-            return ATOM, self.bound[e.name] if e.name in self.bound else str(e.name)
+            return ATOM, [self.bound.get(e.name, str(e.name))]
         if op in INFIX:
             return self.infix(e)
-        if op == "neg":
-            operand = args[0]
-            if operand.op == "lit":  # `-1` is a literal of its own
-                return UNARY, "-(", (operand, OR), ")"
-            return UNARY, "-", (operand, UNARY)
+        if op == "neg":  # `-1` is a literal of its own
+            return UNARY, ["-(", (args[0], OR), ")"] if args[0].op == "lit" else ["-", (args[0], UNARY)]
         if op in ("not", "bitnot"):
             bare = args[0].op in ("not", "bitnot", "lit")
-            return NOT, "~", (args[0], OR if bare else ATOM)
+            return NOT, ["~", (args[0], OR if bare else ATOM)]
         if op in ("lookup", "segment", "extent", "reduce"):
-            return self.special(e)
+            return ATOM, self.special(e)
         if op in ("min", "max"):
             args = self.joined(args)
         elif op == "where":
             args = (args[0], *self.joined(args[1:]))
         elif op in FLOAT_FUNCTIONS or op == "isfinite":
             args = (self.plain(args[0]),)
-        return ATOM, f"{op}(", *_separated(args), ")"
+        return ATOM, [f"{op}(", *_separated(args), ")"]
 
-    def infix(self, e: Expr) -> tuple[int, *tuple[Piece, ...]]:
+    def infix(self, e: Expr) -> Pieces:
         sign, level = INFIX[e.op]
         args = e.args
         if e.op == "div":
@@ -119,23 +116,23 @@ class _Printer:
         elif e.op in JOINING:
             args = self.joined(args)
         if e.op == "pow":
-            return level, (args[0], ATOM), " ** ", (args[1], UNARY)
+            return level, [(args[0], ATOM), " ** ", (args[1], UNARY)]
         first = level + 1 if level == COMPARE or e.op in ("and", "or") else level
         out: list[Piece] = [(args[0], first)]
         for a in args[1:]:
             out += [f" {sign} ", (a, level + 1)]
-        return level, *out
+        return level, out
 
-    def special(self, e: Expr) -> tuple[int, *tuple[Piece, ...]]:
+    def special(self, e: Expr) -> list[Piece]:
         if e.op == "lookup":
-            return ATOM, f"{e.name}[", *_separated(e.args), "]"
+            return [f"{e.name}[", *_separated(e.args), "]"]
         if e.op == "segment":
-            return ATOM, f"segment({e.name}, ", (e.args[0], OR), ")"
+            return [f"segment({e.name}, ", (e.args[0], OR), ")"]
         if e.op == "extent":
-            return ATOM, f"extent({e.name[0]}, {e.name[1]})"
+            return [f"extent({e.name[0]}, {e.name[1]})"]
         kind, height = e.name
         low, high, body = e.args
-        return ATOM, f"{kind}({self.bound[height]} in ", (low, OR), "..", (high, OR), ": ", (body, OR), ")"
+        return [f"{kind}({self.bound[height]} in ", (low, OR), "..", (high, OR), ": ", (body, OR), ")"]
 
     def plain(self, e: Expr) -> Expr:
         """The operand of something that converts Int by itself."""
@@ -193,7 +190,7 @@ def _flex(root: Expr, known: Collection[str]) -> dict[Expr, frozenset[str]]:
         sets = [flex[a] for a in _typed_by(node)]
         if node.op in ("param", "lookup"):
             flex[node] = frozenset({node.name}) - set(known)
-        elif not sets or (node.type is not INT and not all(sets)):
+        elif not sets or ((node.type is not INT or node.op in BITS) and not all(sets)):
             flex[node] = frozenset()
         else:
             flex[node] = frozenset().union(*sets)

@@ -25,8 +25,8 @@ import numpy as np
 
 from . import ir
 from .errors import TraceError
+from .functions import RESERVED
 from .ir import COORDINATES, Expr, binary, build, lit, to_float
-from .program import RESERVED
 from .types import BOOL, FLOAT, INT, Type
 
 Kind = Literal["mask", "score"]
@@ -510,7 +510,7 @@ class _Tracer:
             return MethodType(self.copied(fn.__func__), fn.__self__)
         if isinstance(fn, FunctionType):
             return self.function(fn)
-        call = vars(type(fn)).get("__call__")
+        call = inspect.getattr_static(type(fn), "__call__", None)
         if isinstance(call, FunctionType):
             return MethodType(self.function(call), fn)
         return fn

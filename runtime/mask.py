@@ -494,7 +494,7 @@ def _summary(value: Any) -> str:
 
 def _flattened(roots: tuple[Expr, ...]) -> tuple[list[tuple[Any, ...]], list[int]]:
     place: dict[Expr, int] = {}
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for node in ir.walk(*roots):
         place[node] = len(rows)
         rows.append((node.op, tuple(place[a] for a in node.args), node.name, node.type))
