@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, uses, var, walk
+from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from ..plan import Geometry, LoopPlan, Spans, Target
@@ -96,7 +96,19 @@ def check_tables(plan: LoopPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _roots(plan: LoopPlan) -> list[Expr]:
-    return [machine(e) for e in (plan.mask, plan.score) if e is not None]
+    return [_mosaic(e) for e in (plan.mask, plan.score) if e is not None]
+
+
+def _mosaic(root: Expr) -> Expr:
+    """As the machine likes it; and Mosaic cannot choose between two vectors of Bool."""
+
+    def change(e: Expr) -> Expr:
+        if e.op == "where" and e.type is BOOL:
+            when, yes, no = e.args
+            return (when & yes) | (~when & no)
+        return e
+
+    return transform(machine(root), change)
 
 
 def place(plan: LoopPlan) -> Inputs:
@@ -306,14 +318,14 @@ def _here(plan: LoopPlan, inputs: Inputs) -> list[str]:
 def _score(plan: LoopPlan, inputs: Inputs) -> list[str]:
     if plan.score is None:
         return []
-    lines, value = _written(machine(plan.score), _in_kernel(plan, inputs), _pick, "y")
+    lines, value = _written(_mosaic(plan.score), _in_kernel(plan, inputs), _pick, "y")
     return [*lines, f"s = jnp.broadcast_to({value}, s.shape)"]
 
 
 def _seen(plan: LoopPlan, inputs: Inputs) -> list[str]:
     if plan.mask is None:
         return []
-    lines, value = _written(machine(plan.mask), _in_kernel(plan, inputs), _pick, "x")
+    lines, value = _written(_mosaic(plan.mask), _in_kernel(plan, inputs), _pick, "x")
     return [*lines, f"s = jnp.where({value}, s, -jnp.inf)"]
 
 
