@@ -1,0 +1,73 @@
+"""What the documents say is so."""
+
+import doctest
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import readme
+
+from frisket.dsl.library import entries
+from frisket.dsl.program import read
+from frisket.runtime.mask import load
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.frisket"))
+TABLES = {"doc": np.zeros(512, np.int32), "star": np.zeros(512, bool)}
+
+
+def test_the_quick_start_is_two_complete_commands():
+    first, tests = readme.commands().values()
+    for command in (first, tests):
+        assert "\n" not in command
+        assert command.startswith("python3 -m venv .venv && ")
+        assert re.search(r"pip install .* -c constraints\.txt && ", command)
+    assert first.endswith("frisket run examples/packed.frisket --tokens README.md docs/*.md CHANGELOG.md")
+    assert "[torch,jax,triton]" in first
+    assert tests.endswith(" && pytest")
+
+
+def test_the_readme_session_prints_what_it_shows():
+    sessions = [block for block in readme.blocks("python") if block.startswith(">>> ")]
+    assert sessions
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    names: dict = {}
+    for number, block in enumerate(sessions):
+        runner.run(parser.get_doctest(block, names, f"README session {number}", "README.md", 0), clear_globs=False)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_the_tour_names_every_file_once():
+    named = re.findall(r"^- `([^`]+)`", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"), re.M)
+    files = [f for room in ("grammar", "dsl", "lowering", "runtime") for f in (ROOT / room).rglob("*")]
+    kept = [f for f in files if f.suffix in (".py", ".lark", ".frisket") and f.stat().st_size]
+    assert sorted(named) == sorted(str(f.relative_to(ROOT)) for f in kept)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert re.match(r"https?://", target) or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
+def test_examples_lay_out(path):
+    parsed = read(path.read_text(encoding="utf-8"), name=path.name)
+    program = load(path, **{name: TABLES[name] for name in parsed.declared if name in TABLES})
+    assert program.mask.layout(512, 512).visible_pairs > 0
+
+
+def test_the_language_page_lists_the_library():
+    text = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
+    listed = {}
+    for names, formulas in re.findall(r"^\| (`[a-z].*?`) \| (`.*`) \|$", text[text.index("## Library") :], re.M):
+        pairs = zip(re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", formulas), strict=True)
+        listed |= {name: formula.replace("\\|", "|") for name, formula in pairs}
+    assert listed == {name: entry.formula for name, entry in entries().items()}
+
+
+def test_the_language_page_example_is_a_program():
+    block = readme.blocks("frisket", ROOT / "docs" / "language.md")[0]
+    assert read(block).mask is not None
