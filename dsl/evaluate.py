@@ -49,6 +49,8 @@ def evaluate(
             if node.op in hooks:
                 values[node] = hooks[node.op](node, *args)
             elif node.op == "lit":
+                if node.type is INT and not -(2**63) <= node.name < 2**63:
+                    raise EvaluationError("an integer leaves 64 bits")
                 values[node] = np.asarray(node.name, DTYPES[node.type])
             elif node.op in ("var", "param"):
                 if node.name not in env:
@@ -81,11 +83,7 @@ def _unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> 
     """Reductions written out: their bounds are literals, extents of tables, or parameters."""
     if not any(n.op in ("reduce", "extent") for n in walk(root)):
         return root
-    sizes = {
-        n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]]))
-        for n in walk(root)
-        if n.op == "extent"
-    }
+    sizes = {n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]])) for n in walk(root) if n.op == "extent"}
     return unroll(substitute(root, sizes), env)
 
 
@@ -104,10 +102,7 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
         node = found[-1]
         kind, height = node.name
         bounds = [int(evaluate(a, env or {})) for a in node.args[:2]]
-        terms = [
-            substitute(node.args[2], {make("bound", (), height): literal(j)})
-            for j in range(bounds[0], bounds[1])
-        ]
+        terms = [substitute(node.args[2], {make("bound", (), height): literal(j)}) for j in range(bounds[0], bounds[1])]
         if not terms:
             if kind in ("min", "max"):
                 raise EvaluationError(f"{kind} over the empty range {bounds[0]}..{bounds[1]}")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, make
 from frisket.dsl.types import BOOL
@@ -136,7 +137,12 @@ def _answers(questions: Expr, env: Mapping[str, Any], scope: Scope, n: int) -> t
         out.extend(np.broadcast_to(a, (n,)) for a in args)
         return args[0]
 
-    evaluate(questions, {**scope.env, **env}, scope.arrays, {**scope.hooks(), "answers": keep})
+    try:
+        evaluate(questions, {**scope.env, **env}, scope.arrays, {**scope.hooks(), "answers": keep})
+    except EvaluationError:
+        # an end of some range leaves 64 bits, which the values themselves need not: nothing is known here
+        unknown = np.zeros(n, bool)
+        return unknown, unknown, unknown
     return out[0], out[1], out[2]
 
 
@@ -196,7 +202,11 @@ def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Arr
     bq, bk = grid.block
     q = env["q0"][:, None, None] + np.arange(bq)[:, None]
     k = env["k0"][:, None, None] + np.arange(bk)
-    inside = (q <= env["q1"][:, None, None]) & (k <= env["k1"][:, None, None])
-    points = {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
+    last_q, last_k = env["q1"][:, None, None], env["k1"][:, None, None]
+    inside = (q <= last_q) & (k <= last_k)
+    points = {
+        "b": env["b"][:, None, None], "h": env["h"][:, None, None],
+        "q": np.minimum(q, last_q), "k": np.minimum(k, last_k),
+    }  # fmt: skip
     seen = scope.value(mask, points) & inside
     return np.where(seen.all(axis=(1, 2)), FULL, np.where(seen.any(axis=(1, 2)), PARTIAL, EMPTY))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from frisket.dsl.ir import COORDINATES, SIZES, Expr
+from frisket.dsl.types import BOOL, INT
 
 Interval = tuple[int | None, int | None]  # inclusive; None: unbounded on that side
 UNKNOWN: Interval = (None, None)
@@ -18,6 +19,8 @@ UNKNOWN: Interval = (None, None)
 @lru_cache(maxsize=65536)
 def interval(e: Expr) -> Interval:
     """Inclusive ends of the values `e` can take at any position of any problem."""
+    if e.type is not INT:
+        return UNKNOWN
     if e.op == "lit":
         return (int(e.name), int(e.name))
     if e.op == "var":
@@ -41,7 +44,7 @@ def interval(e: Expr) -> Interval:
         return _extreme(e.op, args[0], args[1])
     if e.op == "where":
         return _hull(args[1], args[2])
-    if e.op == "int" and e.args[0].type.value == "Bool":
+    if e.op == "int" and e.args[0].type is BOOL:
         return (0, 1)
     if e.op in ("floordiv", "mod") and e.args[1].op == "lit" and e.args[1].name > 0:
         return _divided(e.op, args[0], e.args[1].name)

@@ -1,0 +1,78 @@
+"""Layouts are exact: every tile, forward and transposed, equals what looking at every element says."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from frisket.dsl.errors import EvaluationError
+from frisket.lowering.analysis.driver import analyse
+from frisket.lowering.analysis.spans import from_records
+from frisket.lowering.simplify import simplify
+
+from support import brute, masks
+
+
+def kinds(found, columns):
+    runs = from_records(found.spans.bounds, found.spans.count)
+    grid = np.zeros((*found.spans.count.shape, columns), np.uint8)
+    for s, row, start, stop, kind in zip(runs.slice, runs.row, runs.start, runs.stop, runs.kind, strict=True):
+        grid[s, row, start:stop] = kind
+    return grid[found.spans.slice_of]
+
+
+def check(case: masks.Case):
+    want = brute.kinds(case.mask, case.q_len, case.kv_len, **case.options)
+    mask = simplify(case.mask)
+    for transposed in (False, True):
+        found = analyse(mask, q_len=case.q_len, kv_len=case.kv_len, transposed=transposed, **case.options)
+        rows = want.swapaxes(2, 3) if transposed else want
+        np.testing.assert_array_equal(kinds(found, rows.shape[3]), rows)
+        assert found.exact
+        records(found)
+        # without looking at elements, what is certain is still true
+        blind = analyse(mask, q_len=case.q_len, kv_len=case.kv_len, transposed=transposed, work=0, **case.options)
+        got = kinds(blind, rows.shape[3])
+        assert ((got == rows) | (got == 1)).all()
+    return found
+
+
+def records(found):
+    """lo <= full_lo <= full_hi <= hi, disjoint and in order; unused records are zero."""
+    bounds, count = found.spans.bounds, found.spans.count
+    assert (np.diff(bounds, axis=-1) >= 0).all()
+    used = np.arange(bounds.shape[2]) < count[..., None]
+    assert (bounds[~used] == 0).all()
+    assert (bounds[used][:, 3] > bounds[used][:, 0]).all()
+    later = used[..., 1:]
+    assert (bounds[..., 1:, 0] >= bounds[..., :-1, 3])[later].all()
+
+
+@pytest.mark.parametrize("name", masks.written())
+def test_written_masks(name):
+    rng = random.Random(name)
+    for _ in range(5):
+        check(masks.case(masks.written()[name], rng))
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_random_masks(seed):
+    rng = random.Random(seed)
+    one_random_mask(rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_many_random_masks(seed):
+    rng = random.Random(f"slow {seed}")
+    for _ in range(1000):
+        one_random_mask(rng)
+
+
+def one_random_mask(rng):
+    case = masks.case(masks.random_mask(rng), rng)
+    try:
+        check(case)
+    except EvaluationError as error:  # products of products: refused, never wrong
+        assert "leaves 64 bits" in str(error)

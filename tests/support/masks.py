@@ -1,0 +1,197 @@
+"""Masks for layouts: the shapes people write, and random ones over every operator the analysis knows."""
+
+from __future__ import annotations
+
+import random as pyrandom
+from dataclasses import dataclass, field
+
+import numpy as np
+from frisket.dsl.ir import FALSE, KV_LEN, Q_LEN, TRUE, Expr, build, lit, lookup, param, segment
+from frisket.dsl.ir import random as uniform
+from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, ne, q, where
+from frisket.dsl.types import BOOL, FLOAT, INT
+
+w = param("w")
+
+
+def doc(i):
+    return lookup("doc", (i,))
+
+
+def written() -> dict[str, Expr]:
+    """Masks by name: together they reach every path of the analysis."""
+    ln = lookup("len", (b,))
+    bias = lookup("bias", (k,), FLOAT)
+    return {
+        "causal": q >= k,
+        "causal-window": (q >= k) & (q - k < 50),
+        "window": abs(q - k) < w,
+        "prefix": (k < 40) | (q >= k),
+        "bottom-right": q + KV_LEN - Q_LEN >= k,
+        "sliding-varying": (q - k <= q // 2) & (k - q <= 4),
+        "documents": (q >= k) & eq(doc(q), doc(k)),
+        "documents-window": (q >= k) & eq(doc(q), doc(k)) & (q - k < w),
+        "segments": (q >= k) & eq(segment("off", q), segment("off", k)),
+        "chunked": eq(q // 30, k // 30),
+        "chunked-causal": (q >= k) & eq(q // w, k // w),
+        "block-causal": q // 16 >= k // 16,
+        "dilated": (abs(q - k) <= 40) & eq((q - k) % 3, 0),
+        "every-other": eq(k % 2, 0) & (q >= k),
+        "strided": (q >= k) & ((q - k < 16) | eq((q - k) % 16, 0)),
+        "padding": (q < ln) & (k < ln),
+        "by-head": (q >= k) & (q - k < (h + 1) * 16),
+        "by-batch-and-head": (q >= k) & (q - k < (h + 1) * 9 + 20 * b),
+        "sinks-window": (k < 5) | ((q >= k) & (q - k < 24)),
+        "global": (k < 5) | (q < 5) | (abs(q - k) < 9),
+        "xor": (q >= k) ^ (k < 30),
+        "hole": ne(q, k),
+        "complement": ~((q >= k) & (q - k < 60)),
+        "full": TRUE,
+        "nothing": FALSE,
+        "antidiagonal": q + k < 90,
+        "steep": 2 * q >= k,
+        "tile-map": (q >= k) & lookup("map", (q // 16, k // 16), BOOL),
+        "global-tokens": lookup("glob", (q,), BOOL) | lookup("glob", (k,), BOOL) | (abs(q - k) < 10),
+        "neighbourhood": (abs(clamped(q // 14, 2, 11) - k // 14) <= 2) & (abs(clamped(q % 14, 2, 11) - k % 14) <= 2),
+        "per-query-window": (q >= k) & (k >= lookup("start", (q,))),
+        "bias": (q >= k) & (bias + build("float", k) * 0.01 > 0.4),
+        "nan-bias": lookup("wild", (k,), FLOAT) <= lookup("wild", (q,), FLOAT),
+        "log": function("log", build("float", q - k)) < 3.0,
+        "random": (q >= k) & (uniform(lit(3), b, h, q, k) < 0.5),
+        "bits": build("bitxor", q, k) < 37,
+        "shifts": build("shr", q, lit(3)) >= build("shl", build("shr", k, lit(4)), lit(1)),
+        "where": where(q < 50, q >= k, abs(q - k) < 12),
+        "zero-divisor": eq(q // (w - 20), k % (w - 20)),
+        "negative": (q - k - 30) // 7 % 5 >= 2,
+        "tree": (k < 10) | lookup("anc", (q, k - 10), BOOL),
+    }  # fmt: skip
+
+
+def clamped(x, lo, hi):
+    return minimum(maximum(x, lit(lo)), lit(hi))
+
+
+@dataclass
+class Case:
+    """One layout problem."""
+
+    mask: Expr
+    q_len: int
+    kv_len: int
+    batch: int = 2
+    heads: int = 3
+    block: tuple = (16, 16)
+    origin: tuple = (0, 0, 0, 0)
+    sizes: tuple = (5, 6, 300, 310)
+    params: dict = field(default_factory=dict)
+    tables: dict = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict:
+        names = ("batch", "heads", "block", "origin", "sizes", "params", "tables")
+        return {n: getattr(self, n) for n in names}
+
+
+def case(mask: Expr, rng: pyrandom.Random) -> Case:
+    """Ragged lengths, unequal tiles, origins (one or per batch), crops that no tile divides."""
+    seed = np.random.default_rng(rng.randrange(2**32))
+    origin = (0, 0, 0, 0)
+    if rng.random() < 0.6:
+        origin = (rng.randrange(3), rng.randrange(3), rng.randrange(60), rng.randrange(60))
+    if rng.random() < 0.25:
+        origin = (*origin[:2], seed.integers(0, 60, 2), seed.integers(0, 60, 2))
+    wild = seed.standard_normal(300)
+    wild[seed.integers(0, 300, 9)] = np.nan
+    wild[seed.integers(0, 300, 5)] = np.inf
+    wild[100:140] = -np.inf
+    return Case(
+        mask, rng.randrange(1, 190), rng.randrange(1, 190), origin=origin,
+        block=(rng.choice([4, 8, 16, 24, 32, 128]), rng.choice([4, 8, 16, 24, 32, 128])),
+        params={"w": rng.randrange(0, 70), "p": rng.randrange(-9, 9)},
+        tables={
+            "doc": np.sort(seed.integers(0, 6, 300)).astype(np.int32),
+            "off": np.unique(np.concatenate([[0, 300], seed.integers(1, 299, 7)])),
+            "any": seed.integers(-30, 30, 70), "grid": seed.integers(-9, 9, (40, 50)),
+            "len": seed.integers(0, 250, 6), "map": seed.random((20, 20)) < 0.3,
+            "glob": seed.random(320) < 0.02, "start": np.maximum(np.arange(320) - seed.integers(0, 60, 320), 0),
+            "bias": seed.standard_normal(320), "wild": wild, "anc": seed.random((300, 300)) < 0.7,
+        },
+    )  # fmt: skip
+
+
+def random_mask(rng: pyrandom.Random, depth: int = 3) -> Expr:
+    """A Bool over b h q k, sizes, parameters and tables."""
+    pick = rng.random()
+    if depth == 0 or pick < 0.45:
+        return _comparison(rng, depth)
+    if pick < 0.65:
+        return build("and", random_mask(rng, depth - 1), random_mask(rng, depth - 1))
+    if pick < 0.8:
+        return build("or", random_mask(rng, depth - 1), random_mask(rng, depth - 1))
+    if pick < 0.88:
+        return build("not", random_mask(rng, depth - 1))
+    if pick < 0.92:
+        return build("xor", random_mask(rng, depth - 1), random_mask(rng, depth - 1))
+    if pick < 0.95:
+        return where(random_mask(rng, depth - 1), random_mask(rng, depth - 1), random_mask(rng, depth - 1))
+    table, i = rng.choice([("map", 2), ("glob", 1)])
+    return lookup(table, tuple(random_int(rng, 1) for _ in range(i)), BOOL)
+
+
+def _comparison(rng: pyrandom.Random, depth: int) -> Expr:
+    op = rng.choice(["lt", "le", "gt", "ge", "eq", "ne"])
+    if rng.random() < 0.12:
+        return build(op, random_float(rng, 1), random_float(rng, 1))
+    if rng.random() < 0.4:  # the affine comparisons masks are made of
+        left = rng.choice([q - k, q, k, k - q, q + k, abs(q - k)])
+        return build(op, left, rng.choice([lit(rng.randrange(-40, 160)), w, lit(0), w + 3 * h, KV_LEN - Q_LEN]))
+    return build(op, random_int(rng, depth), random_int(rng, depth))
+
+
+def random_int(rng: pyrandom.Random, depth: int) -> Expr:
+    if depth == 0 or rng.random() < 0.25:
+        return rng.choice([q, k, q, k, b, h, w, param("p"), lit(rng.randrange(-12, 130)), Q_LEN, KV_LEN])
+    op = rng.choice(
+        "add add sub sub mul floordiv floordiv mod mod min max abs neg sign where int lookup bitand bitor bitxor "
+        "bitnot shl shr segment floor pow".split()
+    )
+    x, y = random_int(rng, depth - 1), random_int(rng, depth - 1)
+    small = lit(rng.randrange(1, 20))
+    if op in ("floordiv", "mod"):
+        return build(op, x, rng.choice([small, small, small, y, -small]))
+    if op == "mul":
+        return build(op, x, rng.choice([small, y]))
+    if op in ("abs", "neg", "sign", "bitnot"):
+        return build(op, x)
+    if op in ("shl", "shr"):
+        return build(op, x, lit(rng.randrange(0, 6)))
+    if op == "where":
+        return where(_comparison(rng, 0), x, y)
+    if op == "int":
+        return build("int", _comparison(rng, 0))
+    if op == "floor":
+        return build("floor", random_float(rng, depth - 1))
+    if op == "pow":
+        return build("pow", x, lit(rng.randrange(0, 3)))
+    if op == "segment":
+        return segment("off", x)
+    if op == "lookup":
+        table = rng.choice(["doc", "any", "grid", "len", "start"])
+        return lookup(table, (x, y) if table == "grid" else (x,), INT)
+    return build(op, x, y)
+
+
+def random_float(rng: pyrandom.Random, depth: int) -> Expr:
+    pick = rng.random()
+    if depth == 0 or pick < 0.3:
+        return rng.choice(
+            [build("float", random_int(rng, 1)), lit(rng.uniform(-3, 3)), lookup("bias", (rng.choice([q, k]),), FLOAT),
+             lookup("wild", (rng.choice([q, k, k - q]),), FLOAT), lit(float("inf"))]
+        )  # fmt: skip
+    op = rng.choice("add sub mul div min max abs neg exp log sqrt tanh sigmoid sin where".split())
+    x, y = random_float(rng, depth - 1), random_float(rng, depth - 1)
+    if op in ("abs", "neg", "exp", "log", "sqrt", "tanh", "sigmoid", "sin"):
+        return build(op, x)
+    if op == "where":
+        return where(_comparison(rng, 0), x, y)
+    return build(op, x, lit(2.5) if op == "div" else y)
