@@ -188,7 +188,7 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str) -> str:
     blocks = [*inputs.columns.values(), *inputs.rows.values(), *inputs.planes.values()]
     return filled(
         SKELETON,
-        text=(plan.text or "every key").splitlines(),
+        text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
         block_q=target.block_q,
         block_k=target.block_k,
         scale=repr(float(geometry.scale)),
@@ -434,10 +434,10 @@ def pick(table, shape, *index):
 '''
 
 SKELETON = '''
-"""Attention forward on TPU (Pallas, Mosaic), written by frisket for:
-
+"""Attention forward on TPU (Pallas, Mosaic), written by frisket."""
+# What it computes:
+#
 $text
-"""
 
 import functools
 $math
@@ -467,7 +467,7 @@ def locate(b, h, tile, step, first_row, count, records):
         here = (row * number + i) * 4
         return jnp.where(records[here] <= step_inside, here, at)
 
-    at = lax.fori_loop(1, number, later, row * number * 4)
+    at = lax.fori_loop(Int(1), Int(number), later, row * number * 4)
     full = (records[at + 2] <= step_inside) & (step_inside < records[at + 3])
     return step_inside + records[at + 1], step < count[row], full
 
@@ -495,7 +495,7 @@ def kernel(
         )
         s = s * SCALE
         $score
-        if partial:
+        if partial:  # the mask
             $seen
             if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
                 behind = kv_len - key_tile * BLOCK_K

@@ -1,8 +1,8 @@
-"""Attention forward on TPU (Pallas, Mosaic), written by frisket for:
-
-mask: q >= k
-score: score + bias[h, k - q + 40]
-"""
+"""Attention forward on TPU (Pallas, Mosaic), written by frisket."""
+# What it computes:
+#
+#     mask: q >= k
+#     score: score + bias[h, k - q + 40]
 
 import functools
 import math
@@ -51,7 +51,7 @@ def locate(b, h, tile, step, first_row, count, records):
         here = (row * number + i) * 4
         return jnp.where(records[here] <= step_inside, here, at)
 
-    at = lax.fori_loop(1, number, later, row * number * 4)
+    at = lax.fori_loop(Int(1), Int(number), later, row * number * 4)
     full = (records[at + 2] <= step_inside) & (step_inside < records[at + 3])
     return step_inside + records[at + 1], step < count[row], full
 
@@ -82,7 +82,7 @@ def kernel(
         s = s * SCALE
         y0 = pick(t0_ref, t0_shape, h, k - q + s0)
         s = jnp.broadcast_to(s + y0, s.shape)
-        if partial:
+        if partial:  # the mask
             s = jnp.where(q >= k, s, -jnp.inf)
             if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
                 behind = kv_len - key_tile * BLOCK_K

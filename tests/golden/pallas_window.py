@@ -1,7 +1,7 @@
-"""Attention forward on TPU (Pallas, Mosaic), written by frisket for:
-
-q >= k & q - k < w
-"""
+"""Attention forward on TPU (Pallas, Mosaic), written by frisket."""
+# What it computes:
+#
+#     q >= k & q - k < w
 
 import functools
 
@@ -29,7 +29,7 @@ def locate(b, h, tile, step, first_row, count, records):
         here = (row * number + i) * 4
         return jnp.where(records[here] <= step_inside, here, at)
 
-    at = lax.fori_loop(1, number, later, row * number * 4)
+    at = lax.fori_loop(Int(1), Int(number), later, row * number * 4)
     full = (records[at + 2] <= step_inside) & (step_inside < records[at + 3])
     return step_inside + records[at + 1], step < count[row], full
 
@@ -57,7 +57,7 @@ def kernel(
             q_ref[0, 0], k_ref[0, 0], (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
         )
         s = s * SCALE
-        if partial:
+        if partial:  # the mask
             s = jnp.where((q >= k) & (q - k < s0), s, -jnp.inf)
             if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
                 behind = kv_len - key_tile * BLOCK_K
