@@ -8,7 +8,7 @@ there is no score mod, torch's built-in flash kernel does the block and the piec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from .plan import Geometry, LoopPlan, Spans, Target
 
 Tensor = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+FLASH_ROWS = 256  # below, the built-in kernel's own tiles are too flat to pay
 BUDGET = 1 << 20  # scores of one step: what stays in the second-level caches of a few cores
 
 # Operators that make no NaN or +inf of finite values: a mask may be *added* to such scores.
@@ -119,9 +120,7 @@ class _Run:
         if not step.pieces:
             rows = slice(step.start, step.start + step.height * step.count)
             self.out[member.batch, member.kv : member.kv + member.count, member.first : member.last, rows] = 0
-            self.lse[member.batch, member.kv : member.kv + member.count, member.first : member.last, rows] = (
-                -math.inf
-            )
+            self.lse[member.batch, member.kv : member.kv + member.count, member.first : member.last, rows] = -math.inf
             return
         group = member.last - member.first
         cell = group * step.height * step.width
@@ -255,9 +254,7 @@ class _Run:
         shape = (block.step.count, *first.shape)
         return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
 
-    def _coordinates(
-        self, block: _Block, piece: Piece, lo: int, hi: int, still: bool = False
-    ) -> dict[str, Any]:
+    def _coordinates(self, block: _Block, piece: Piece, lo: int, hi: int, still: bool = False) -> dict[str, Any]:
         """Global `b h q k` of keys [lo, hi) beside the block's queries, for cells [batch, group, height, width].
         `still`: all rows look alike, so the first one's coordinates do."""
         torch, g, m, step = self.torch, self.geometry, block.heads, block.step
@@ -302,8 +299,97 @@ class _Run:
     # -- torch's flash kernel ---------------------------------------------------------------------------
 
     def _flash(self, todo: list[Step], members: list[Heads]) -> list[Step]:
-        """Do what the built-in kernel can do; give back the rest."""
-        return todo
+        """Do what torch's fused kernel can do: blocks without a predicate and plain triangles, where nothing
+        changes the scores. Gives back the rest."""
+        g = self.geometry
+        if self.score is not None or g.head_dim != g.v_dim or self.q.device.type != "cpu":
+            return todo
+        rest: list[Step] = []
+        for rows in _triangles(todo):
+            step = _joined(rows, self.target.block_q)
+            corner = rows[0].pieces[-1].full_stop if rows[0].pieces else 0
+            tall = step.height >= FLASH_ROWS and step.count == 1 and len(step.pieces) == 1
+            plain = tall and not _partial(step.pieces[0])
+            if tall and (plain or self._is_triangle(step, corner)):
+                self._fused(step, None if plain else corner, members)
+            else:
+                rest.extend(rows)
+        return rest
+
+    def _is_triangle(self, step: Step, corner: int) -> bool:
+        """Whether the mask on the diagonal tiles is exactly `local query >= local key`."""
+        if not self.still or self.mask is None:
+            return False
+        torch, n, g = self.torch, self.target.block_q, self.geometry
+        q = torch.arange(step.start + int(g.origin[2]), step.start + int(g.origin[2]) + n).unsqueeze(1)
+        k = torch.arange(corner + int(g.origin[3]), corner + int(g.origin[3]) + n)
+        seen = self.mask({**self.env, "q": q, "k": k}, self.tables).expand(n, n)
+        return bool((seen == torch.ones(n, n, dtype=torch.bool).tril()).all())
+
+    def _fused(self, step: Step, corner: int | None, members: list[Heads]) -> None:
+        """Keys before `corner` in full, and the triangle from there on; merged by lse."""
+        torch, piece = self.torch, step.pieces[0]
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        rows = slice(step.start, step.start + step.height)
+        split = piece.stop if corner is None else corner
+        parts = [(slice(piece.start, split), False), (slice(split, piece.stop), True)]
+        parts = [(keys, triangle) for keys, triangle in parts if keys.stop > keys.start]
+        for m in members:
+            kv = slice(m.kv, m.kv + m.count)
+            for j in range(m.first, m.last):
+                query = self.q[m.batch, kv, j, rows].unsqueeze(0)
+                done = [
+                    kernel(query, *(x[m.batch, kv, keys].unsqueeze(0) for x in (self.k, self.v)),
+                           is_causal=triangle, scale=self.geometry.scale)
+                    for keys, triangle in parts
+                ]  # fmt: skip
+                out, lse = done[0]
+                if len(done) == 2:
+                    out, lse = _merge(torch, done)
+                self.out[m.batch, kv, j, rows] = out[0]
+                self.lse[m.batch, kv, j, rows] = lse[0]
+
+
+def _merge(torch: Any, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over disjoint keys, combined."""
+    (out1, lse1), (out2, lse2) = parts
+    lse = torch.logaddexp(lse1, lse2)
+    return out1 * (lse1 - lse).exp().unsqueeze(-1) + out2 * (lse2 - lse).exp().unsqueeze(-1), lse
+
+
+def _partial(p: Piece) -> bool:
+    return p.full_start > p.start or p.full_stop < p.stop
+
+
+def _triangles(todo: list[Step]) -> Iterator[list[Step]]:
+    """Consecutive rows that share their first key and end in one masked tile, a tile further down each time;
+    other rows come alone."""
+    i = 0
+    while i < len(todo):
+        j = i
+        while j < len(todo) and _diagonal(todo[i], todo[j]):
+            j += 1
+        yield todo[i : max(j, i + 1)]
+        i = max(j, i + 1)
+
+
+def _diagonal(first: Step, step: Step) -> bool:
+    """Whether `step` continues a triangle that begins with `first`."""
+    if step.count != 1 or len(step.pieces) != 1 or len(first.pieces) != 1:
+        return False
+    a, p = first.pieces[0], step.pieces[0]
+    down = step.start - first.start
+    return p.full_start == p.start == a.start and p.full_stop == a.full_stop + down and p.stop > p.full_stop
+
+
+def _joined(rows: list[Step], block_q: int) -> Step:
+    """One tall step of the rows of a triangle; keys right of the last diagonal tile are hidden anyway."""
+    first, last = rows[0], rows[-1]
+    if len(rows) == 1:
+        return first
+    height = last.start + last.height - first.start
+    stop = min(last.pieces[0].stop, first.pieces[0].full_stop + height)
+    return Step(first.start, height, 1, (replace(first.pieces[0], stop=stop),))
 
 
 def _vectors(g: Geometry) -> bool:

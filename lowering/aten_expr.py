@@ -126,6 +126,7 @@ LITERAL_BESIDE = frozenset({"add", "sub", "mul", "div", "pow", "lt", "le", "gt",
 @dataclass(frozen=True)
 class Instruction:
     node: Expr
+    nodes: tuple[Expr, ...]
     args: tuple[int, ...]
     overwrites: bool  # the first argument is a Float nobody reads later
 
@@ -146,16 +147,16 @@ class Program:
         self.code = []
         for i, n in enumerate(order):
             args = self._inputs(n)
-            first = args[0] if args else None
-            ours = first is not None and (bool(first.args) or first.name == "score") and first not in self.given
-            self.code.append(
-                Instruction(
-                    n,
-                    tuple(at[a] for a in args),
-                    n.op in IN_PLACE and n.type is FLOAT and ours and last[first] == i
-                    and first.op not in ("lookup", "float") and args.count(first) == 1,
-                )
-            )  # fmt: skip
+            if n.op in ("add", "mul") and args and not self._fresh(args[0]):
+                args = args[::-1]  # the value that may be overwritten goes first
+            free = n.op in IN_PLACE and n.type is FLOAT and bool(args) and self._fresh(args[0])
+            ends = free and last[args[0]] == i and args.count(args[0]) == 1
+            self.code.append(Instruction(n, args, tuple(at[a] for a in args), ends))
+
+    def _fresh(self, node: Expr) -> bool:
+        """Whether the value of `node` is a tensor of its own (the score counts: it may be overwritten)."""
+        own = bool(node.args) and node.op not in ("lookup", "float")
+        return node.type is FLOAT and (own or node.name == "score") and node not in self.given
 
     def _inputs(self, node: Expr) -> tuple[Expr, ...]:
         return () if node in self.given else node.args
@@ -193,15 +194,13 @@ class Program:
         keep = node.op in LITERAL_BESIDE and isinstance(args[0], torch.Tensor)
         args = [
             a if keep and i else self._tensor(torch, a, n)
-            for i, (a, n) in enumerate(zip(args, node.args, strict=True))
+            for i, (a, n) in enumerate(zip(args, step.nodes, strict=True))
         ]
         if node.op == "float":
             return args[0].to(self.dtype)
         if node.op == "random":
             return OPERATORS["random"](*args).to(self.dtype).mul_(2.0**-24)
-        if step.overwrites and all(
-            not isinstance(a, torch.Tensor) or _fits(a.shape, args[0].shape) for a in args[1:]
-        ):
+        if step.overwrites and all(not isinstance(a, torch.Tensor) or _fits(a.shape, args[0].shape) for a in args[1:]):
             return getattr(args[0], IN_PLACE[node.op])(*args[1:])
         return OPERATORS[node.op](*args)
 

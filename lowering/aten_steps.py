@@ -61,8 +61,9 @@ def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int])
     """The rows of one slice of the span table, in order. A row that sees nothing has no pieces."""
     count = spans.count[slice_]
     tokens = np.minimum(spans.bounds[slice_].astype(np.int64) * block[1], geometry.kv_len)
-    used = np.arange(tokens.shape[1]) < count[:, None]
-    tokens[~used] = 0
+    tokens[np.arange(tokens.shape[1]) >= count[:, None]] = 0
+    bare = tokens[..., 2] <= tokens[..., 1]  # nothing full: say so in one way, all of it behind
+    tokens[..., 1:3] = np.where(bare[..., None], tokens[..., :1], tokens[..., 1:3])
     found = []
     for first, last in _runs(tokens, count, geometry.q_len, block[0]):
         start = first * block[0]
@@ -77,9 +78,7 @@ def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int])
     return found
 
 
-def _runs(
-    tokens: NDArray[np.int64], count: NDArray[np.int32], q_len: int, block_q: int
-) -> Iterator[tuple[int, int]]:
+def _runs(tokens: NDArray[np.int64], count: NDArray[np.int32], q_len: int, block_q: int) -> Iterator[tuple[int, int]]:
     """Maximal ranges of rows where each record moves by one constant from row to row."""
     rows = len(count)
     moves = np.diff(tokens, axis=0)

@@ -1,1 +1,71 @@
-"""frisket."""
+"""frisket: write which keys a query may see, get block-sparse attention for torch and JAX.
+
+>>> import frisket as fk
+>>> fk.mask("causal & window(256)").layout(1024, 1024).counts
+Counts(empty=43, partial=15, full=6)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from frisket.dsl.errors import (
+        BackendError as BackendError,
+    )
+    from frisket.dsl.errors import BudgetError as BudgetError
+    from frisket.dsl.errors import EvaluationError as EvaluationError
+    from frisket.dsl.errors import FrisketError as FrisketError
+    from frisket.dsl.errors import LoweringError as LoweringError
+    from frisket.dsl.errors import MaskSyntaxError as MaskSyntaxError
+    from frisket.dsl.errors import MismatchError as MismatchError
+    from frisket.dsl.errors import ParameterError as ParameterError
+    from frisket.dsl.errors import ShapeError as ShapeError
+    from frisket.dsl.errors import TraceError as TraceError
+    from frisket.dsl.errors import Undecided as Undecided
+    from frisket.dsl.explain import Explanation as Explanation
+    from frisket.lowering.stages import Stages as Stages
+    from frisket.runtime.attention import Attention as Attention
+    from frisket.runtime.attention import Plan as Plan
+    from frisket.runtime.attention import attention as attention
+    from frisket.runtime.attention import compile as compile
+    from frisket.runtime.attention import reference as reference
+    from frisket.runtime.backends import backends as backends
+    from frisket.runtime.layout import Layout as Layout
+    from frisket.runtime.mask import Mask as Mask
+    from frisket.runtime.mask import Program as Program
+    from frisket.runtime.mask import ScoreMod as ScoreMod
+    from frisket.runtime.mask import load as load
+    from frisket.runtime.mask import mask as mask
+    from frisket.runtime.mask import score as score
+    from frisket.runtime.report import Report as Report
+
+__version__ = "0.1.0"
+
+# Names are fetched when first used: `import frisket` costs what it uses.
+_HOMES = {
+    "frisket.dsl.errors": (
+        "BackendError BudgetError EvaluationError FrisketError LoweringError MaskSyntaxError MismatchError "
+        "ParameterError ShapeError TraceError Undecided"
+    ),
+    "frisket.dsl.explain": "Explanation",
+    "frisket.lowering.stages": "Stages",
+    "frisket.runtime.attention": "Attention Plan attention compile reference",
+    "frisket.runtime.backends": "backends",
+    "frisket.runtime.layout": "Layout",
+    "frisket.runtime.mask": "Mask Program ScoreMod load mask score",
+    "frisket.runtime.report": "Report",
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'frisket' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

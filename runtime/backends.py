@@ -1,0 +1,125 @@
+"""What runs here, and why the others do not."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+from frisket.dsl.errors import BackendError
+
+from .settings import BACKENDS, TIERS, Settings
+
+LATER = {
+    "cpp": "the native CPU kernels come in a later version",
+    "gluon": "the Gluon kernels come in a later version",
+    "pallas-mosaic-gpu": "the Mosaic GPU kernels come in a later version",
+}
+PRINTED = ("triton", "pallas-tpu")  # backends with a kernel text
+
+
+class Availability(dict[str, str]):
+    """`fk.backends()`: name -> "" when it runs here, otherwise the reason it does not."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:18} {'runs here' if not why else why}" for name, why in self.items())
+
+    __repr__ = __str__
+
+
+def backends() -> Availability:
+    """What runs here and why the others do not.
+
+    >>> import frisket as fk
+    >>> fk.backends()["dense"]
+    ''
+    """
+    return Availability((name, reason(name)) for name in BACKENDS)
+
+
+def reason(name: str) -> str:
+    """Why a backend does not run here; empty when it does."""
+    return LATER[name] if name in LATER else REASONS[name]()
+
+
+def _installed(module: str, extra: str) -> str:
+    return "" if importlib.util.find_spec(module) else f"{module} is not installed: pip install 'frisket[{extra}]'"
+
+
+def _triton() -> str:
+    missing = _installed("torch", "torch") or _installed("triton", "triton")
+    if missing or os.environ.get("TRITON_INTERPRET") == "1":
+        return missing
+    import torch
+
+    return "" if torch.cuda.is_available() else "no GPU is visible to torch; its source can be printed all the same"
+
+
+def _pallas() -> str:
+    return _installed("jax", "jax")  # without a TPU in Pallas' interpreter
+
+
+REASONS: dict[str, Callable[[], str]] = {
+    "aten": lambda: _installed("torch", "torch"),
+    "xla": lambda: _installed("jax", "jax"),
+    "triton": _triton,
+    "pallas-tpu": _pallas,
+    "dense": lambda: "",
+}
+OF_FRAMEWORK = {
+    "torch": ("aten", "triton", "dense"),
+    "jax": ("xla", "pallas-tpu", "dense"),
+}
+
+
+def check_name(name: str | None) -> None:
+    """Refuse a backend nobody knows, or that is not there yet."""
+    if name is None:
+        return
+    if name not in BACKENDS + TIERS:
+        raise BackendError(f"no backend {name!r}; there are {', '.join(BACKENDS + TIERS)}")
+    name = "cpp" if name == "native" else name
+    if name in LATER:
+        raise BackendError(f"backend {name!r} is not there yet: {LATER[name]}; take one of {', '.join(REASONS)}")
+
+
+def choose(name: str | None, framework: str, device: str) -> str:
+    """The backend of a call: the keyword, else FRISKET_BACKEND, else by framework and device."""
+    name = name or Settings.read().backend
+    check_name(name)
+    if name is None:
+        name = _automatic(framework, device)
+    elif name == "library":
+        name = "aten" if framework == "torch" else "xla"
+    if name not in OF_FRAMEWORK[framework]:
+        raise BackendError(
+            f"backend {name!r} does not take {framework} arrays; they run on {', '.join(OF_FRAMEWORK[framework])}"
+        )
+    if why := reason(name):
+        raise BackendError(f"backend {name!r} does not run here: {why}")
+    if name == "aten" and device != "cpu":
+        raise BackendError(f"backend 'aten' runs on the CPU, q is on {device}; take 'triton', or move q, k and v")
+    return name
+
+
+def _automatic(framework: str, device: str) -> str:
+    if framework == "torch":
+        return "triton" if device == "cuda" else "aten"
+    return "pallas-tpu" if device == "tpu" else "xla"
+
+
+def target_of(backend: str, geometry: Any, dtype: str, tile: tuple[int, int] | None, narrow: bool) -> Any:
+    """The tiles and warps of a backend for one call. `narrow`: rows see few keys, so smaller tiles waste less."""
+    from frisket.lowering.plan import Target
+
+    if backend in ("xla", "pallas-tpu"):
+        from .jax_op import default_target
+
+        made = default_target(backend, geometry)
+        return Target(backend, *tile) if tile else made
+    if backend == "triton":
+        wide = dtype not in ("float32", "float64") and geometry.head_dim <= 128
+        side = 128 if wide else 64
+        return Target(backend, *(tile or (side, side)), num_warps=8 if wide and geometry.head_dim > 64 else 4)
+    return Target(backend, *(tile or ((64, 64) if narrow else (128, 128))))

@@ -1,0 +1,226 @@
+"""From masks, score mods and parameters to what kernels take: a plan, spans, slots and tables."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
+from frisket.dsl.ir import TRUE, Expr, uses
+from frisket.dsl.program import nearest, read
+from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
+from frisket.lowering.simplify import prepare
+
+from .layout import Layout, check_lengths, make_layout
+from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, as_value, mask, names_of, score, separated, short_tables
+
+Array = NDArray[Any]
+CACHED = 256  # compilations kept
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A mask and a score mod whose names mean one thing, with the values bound so far."""
+
+    mask: Mask | None
+    score: ScoreMod | None
+
+    @property
+    def parts(self) -> list[Mask | ScoreMod]:
+        return [p for p in (self.mask, self.score) if p is not None]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(n for p in self.parts for found in names_of(p.expr) for n in found)
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        return {n: x for p in self.parts for n, x in p.scalars.items()}
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        return {n: x for p in self.parts for n, x in p.tables.items()}
+
+    def bind(self, params: Mapping[str, Any]) -> Subject:
+        """The same with more parameters bound; a name nobody uses is an error."""
+        if not params:
+            return self
+        _check_used(params, self.names)
+        values = {n: as_value(n, x) for n, x in params.items()}
+        bound = (
+            None if p is None else p.bind(**{n: values[n] for n in values if _mentions(p, n)})
+            for p in (self.mask, self.score)
+        )
+        return Subject(*bound)  # type: ignore[arg-type]
+
+    def require_bound(self) -> None:
+        for p in self.parts:
+            p.require_bound()
+
+    def __str__(self) -> str:
+        lines = [] if self.mask is None else [f"mask = {self.mask}"]
+        return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
+
+
+def subject(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any]) -> Subject:
+    """The mask and score mod of a call; each parameter goes where its name occurs."""
+    if isinstance(what, Program):
+        if mod is not None:
+            raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
+        return joined(what.mask, what.score).bind(params)
+    values = {n: as_value(n, x) for n, x in params.items()}
+    mine, theirs = (_wanted(w, kind, values) for w, kind in ((what, "mask"), (mod, "score")))
+    _check_used(params, {*mine, *theirs})
+    return joined(
+        None if what is None else mask(what, **mine),
+        None if mod is None else score(mod, **theirs),
+    )  # fmt: skip
+
+
+def joined(m: Mask | None, s: ScoreMod | None) -> Subject:
+    if m is not None and s is not None:
+        m, s = separated(m, s)  # type: ignore[type-var,assignment]
+    return Subject(m, s)
+
+
+def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values whose names occur in a mask or score mod."""
+    if what is None or not values:
+        return {}
+    if isinstance(what, str):
+        try:
+            found = read(what, kind=kind)
+        except MaskSyntaxError:  # types may need the values: say what is wrong with all of them in hand
+            return dict(values)
+        e = found.mask if kind == "mask" else found.score
+        e = e if e is not None else found.expr
+        names = {n for group in names_of(e) for n in group} if e is not None else set()
+    else:
+        one = mask(what) if kind == "mask" else score(what)
+        names = {n for group in names_of(one.expr) for n in group}
+    return {n: x for n, x in values.items() if n in names}
+
+
+def _mentions(part: Mask | ScoreMod, name: str) -> bool:
+    return any(name in found for found in names_of(part.expr))
+
+
+def _check_used(params: Mapping[str, Any], names: Any) -> None:
+    if unused := [n for n in params if n not in names]:
+        near = nearest(unused[0], names)
+        hint = f"; did you mean `{near}`?" if near else "; the parameters are " + (", ".join(sorted(names)) or "none")
+        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it{hint}")
+
+
+# -- compilation --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """A subject laid out for one shape and tile size: what every backend runs."""
+
+    subject: Subject
+    simplified: tuple[Expr | None, Expr | None]
+    layout: Layout
+    plan: LoopPlan
+    slots: Mapping[str, Any]
+    tables: Mapping[str, Array]
+    rules: Counter[str]
+
+    @property
+    def spans(self) -> Spans:
+        return self.layout.spans
+
+
+_works: OrderedDict[tuple[Any, ...], Work] = OrderedDict()
+
+
+def work(
+    what: Subject, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False,
+) -> Work:  # fmt: skip
+    """The compilation, kept by value: the mask and the contents of its tables, lengths,
+    tiles, origin. `proofs` counts rows to drop the checks for empty ones, which pays in kernels only."""
+    place = tuple(x if isinstance(x, int) else tuple(np.asarray(x).tolist()) for x in origin)
+    key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place, sizes, proofs)
+    if key in _works:
+        _works.move_to_end(key)
+        return _works[key]
+    check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
+    what.require_bound()
+    _check_tables(what, q_len, kv_len, batch, heads, origin, sizes)
+    made = _works[key] = _compiled(what, q_len, kv_len, batch, heads, block, origin, sizes, proofs)
+    while len(_works) > CACHED:
+        _works.popitem(last=False)
+    return made
+
+
+def _compiled(
+    what: Subject, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
+    origin: Origin, sizes: Sizes | None, proofs: bool,
+) -> Work:  # fmt: skip
+    tables, scalars = what.tables, what.scalars
+    finite = {n: bool(np.isfinite(t).all()) for n, t in tables.items() if t.dtype.kind == "f"}
+    rules: Counter[str] = Counter()
+    parts = [None if p is None else written_out(p.expr, tables) for p in (what.mask, what.score)]
+    seen, mod = prepare(parts[0], parts[1], finite, rules)
+    known = {**scalars, **tables}
+    inside = Mask(TRUE if seen is None else seen)
+    inside = inside.bind(**{n: known[n] for n in inside.unbound})
+    layout = make_layout(inside, q_len, kv_len, batch, heads, block, origin, sizes)
+    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
+    plan = make_plan(
+        seen, mod, str(what), bounds=layout.analysis.bounds, score_finite=mod is None,
+        rows_nonempty=seen is None or bool(proofs and layout.facts.rows_nonempty),
+        limits=_limits(full, scalars, tables),
+    )  # fmt: skip
+    arrays = {n: np.asarray(t) for n, t in plan.table_values(tables).items()}
+    return Work(what, (seen, mod), layout, plan, plan.slot_values(scalars), arrays, rules)
+
+
+def _limits(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:
+    """The largest magnitude of every name, for the width of integers."""
+    b, h, q, k = full
+    limits: dict[str, float] = {"b": b, "h": h, "q": q, "k": k, "q0": q, "q1": q, "k0": k, "k1": k}
+    limits |= {"B": b, "H": h, "Q_LEN": q, "KV_LEN": k}
+    limits |= {n: abs(float(x)) for n, x in scalars.items()}
+    limits |= {n: max(abs(int(t.max())), abs(int(t.min()))) for n, t in tables.items() if t.dtype.kind in "iu"}
+    return limits
+
+
+def _check_tables(
+    what: Subject, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None
+) -> None:
+    """A table must reach as far as the coordinate that reads it, unless the mask hides what lies beyond."""
+    ends = dict(zip("bhqk", whole(origin, (batch, heads, q_len, kv_len)), strict=True))
+    first = what.mask is not None and sizes is None and ends == {"b": batch, "h": heads, "q": q_len, "k": kv_len}
+    if first and what.mask is not None:
+        what.mask.check_tables(q_len, kv_len, batch, heads)
+    checked = [what.score] if first else what.parts
+    for part in checked:
+        if part is None:
+            continue
+        for coordinate, name, axis, have in short_tables(part.expr, part.tables, ends):
+            if what.mask is not None and coordinate in uses(what.mask.expr):
+                continue  # hidden positions may lie beyond; lookups clamp
+            raise ParameterError(
+                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = "
+                f"0..{ends[coordinate] - 1}; give {ends[coordinate]}"
+            )
+
+
+def check_tile(tile: Any) -> tuple[int, int] | None:
+    """(queries, keys) of a tile, or `ShapeError`."""
+    if tile is None:
+        return None
+    pair = (tile, tile) if isinstance(tile, int) else tuple(tile)
+    if len(pair) != 2 or any(int(n) != n or n <= 0 for n in pair):
+        raise ShapeError(f"tile is {tile}; tile sizes are two positive integers (queries, keys), in tokens")
+    return int(pair[0]), int(pair[1])

@@ -1,0 +1,168 @@
+"""Which framework an array belongs to, asked without importing one that the caller did not bring; and the
+shapes of a call, checked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import ShapeError
+from frisket.lowering.plan import Geometry, Origin, Sizes
+
+LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
+NATURAL = {"torch": "bhsd", "jax": "bshd"}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def framework_of(x: Any) -> str | None:
+    """ "torch", "jax", "numpy", or None for anything else."""
+    torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
+    if torch is not None and isinstance(x, getattr(torch, "Tensor", ())):
+        return "torch"
+    if jax is not None and isinstance(x, getattr(jax, "Array", ())):
+        return "jax"
+    return "numpy" if isinstance(x, np.ndarray) else None
+
+
+def check_layout(layout: str | None) -> None:
+    if layout is not None and layout not in LAYOUTS:
+        known = " or ".join(f'"{n}" {shape}' for n, shape in LAYOUTS.items())
+        raise ShapeError(f"layout is {layout!r}; it is {known}")
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """q, k and v of one call, known to fit together; `layout` says where their axes are."""
+
+    q: Any
+    k: Any
+    v: Any
+    framework: str
+    layout: str
+    dtype: str
+
+    @property
+    def device(self) -> str:
+        """ "cpu", "cuda", "tpu", ...: where the call runs."""
+        if self.framework == "torch":
+            return str(self.q.device.type)
+        if self.framework == "jax":
+            return str(sys.modules["jax"].default_backend())
+        return "cpu"
+
+    def turned(self, layout: str) -> tuple[Any, Any, Any]:
+        """The arrays with their axes in another order: views in torch and numpy."""
+        q, k, v = (turn(x, self.layout, layout) for x in (self.q, self.k, self.v))
+        return q, k, v
+
+    def geometry(
+        self, scale: float | None, enable_gqa: bool, origin: Origin | None = None, sizes: Sizes | None = None
+    ) -> Geometry:
+        """The sizes of the call, or `ShapeError`."""
+        (b, h, s, d), (kb, hkv, n, kd), (vb, hv, vn, dv) = (
+            _ordered(x.shape, self.layout) for x in (self.q, self.k, self.v)
+        )
+        shapes = "".join(f"\n  {name} {tuple(x.shape)}" for name, x in zip("qkv", (self.q, self.k, self.v)))
+        shapes += f'\n  read as {LAYOUTS[self.layout]}; layout="bhsd" or "bshd" says otherwise'
+        for what, wrong in (
+            ("a batch, length, head count or head size is zero", 0 in (b, h, s, d, kb, hkv, n, kd, vb, hv, vn, dv)),
+            (f"q, k and v have {b}, {kb} and {vb} batch entries", not b == kb == vb),
+            (f"k and v have {hkv} and {hv} heads", hkv != hv),
+            (f"k and v have {n} and {vn} keys", n != vn),
+            (f"q and k have head sizes {d} and {kd}", d != kd),
+            (f"{h} query heads do not divide among {hkv} key heads", bool(hkv) and h % hkv != 0),
+            (f"{h} query heads share {hkv} key heads and enable_gqa is False", h != hkv and not enable_gqa),
+        ):
+            if wrong:
+                raise ShapeError(what + shapes)
+        where = (0, 0, 0, 0) if origin is None else tuple(origin)
+        if len(where) != 4:
+            raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
+        start = (int(where[0]), int(where[1]), _start(where[2]), _start(where[3]))
+        factor = d**-0.5 if scale is None else float(scale)
+        return Geometry(b, h, hkv, s, n, d, dv, factor, start, None if sizes is None else tuple(sizes))
+
+
+def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False) -> Arrays:
+    """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in."""
+    check_layout(layout)
+    given = dict(zip("qkv", (q, k, v)))
+    found = {name: framework_of(x) for name, x in given.items()}
+    if (strange := next((n for n, f in found.items() if f is None), None)) is not None:
+        raise ShapeError(f"{strange} is a {type(given[strange]).__name__}; give torch tensors or JAX arrays")
+    if len(set(found.values())) > 1:
+        which = ", ".join(f"{n} from {f}" for n, f in found.items())
+        raise ShapeError(f"q, k and v come from different frameworks: {which}; convert them to one")
+    framework = str(found["q"])
+    if framework == "numpy" and not numpy:
+        raise ShapeError(
+            "q, k and v are numpy arrays; give torch tensors (torch.from_numpy(q)) or JAX arrays "
+            "(jax.numpy.asarray(q)), or use frisket.reference for numpy"
+        )
+    if framework == "numpy" and layout is None:
+        raise ShapeError('numpy arrays have no layout of their own; give layout="bhsd" or layout="bshd"')
+    for name, x in given.items():
+        if x.ndim != 4:
+            raise ShapeError(
+                f"{name} has {x.ndim} axes, shape {tuple(x.shape)}; it needs four: "
+                f"{LAYOUTS[layout or NATURAL[framework]]}"
+            )
+    dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in given.items()}
+    if len(set(dtypes.values())) > 1:
+        raise ShapeError(f"q, k and v have dtypes {', '.join(dtypes.values())}; convert them to one")
+    if dtypes["q"] not in FLOATS:
+        raise ShapeError(f"q, k and v are {dtypes['q']}; attention takes {', '.join(FLOATS)}")
+    if framework == "torch" and len({x.device for x in given.values()}) > 1:
+        where = ", ".join(f"{n} on {x.device}" for n, x in given.items())
+        raise ShapeError(f"q, k and v are on different devices: {where}; move them to one")
+    return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"])
+
+
+def turn(x: Any, have: str, want: str) -> Any:
+    """`x` with its heads and length axes as `want` has them."""
+    return x if have == want else x.swapaxes(1, 2)
+
+
+def to_numpy(x: Any) -> NDArray[Any]:
+    """float64 numpy, whatever the framework."""
+    if framework_of(x) == "torch":
+        x = x.detach().cpu()
+        return np.asarray(x.double().numpy())
+    return np.asarray(x).astype(np.float64)
+
+
+def from_numpy(x: NDArray[Any], like: Any, dtype: str | None = None) -> Any:
+    """A numpy array as one of `like`'s framework, on its device, in its dtype or the one named."""
+    framework = framework_of(like)
+    if framework == "torch":
+        torch = sys.modules["torch"]
+        kind = like.dtype if dtype is None else getattr(torch, dtype)
+        return torch.from_numpy(np.array(x)).to(device=like.device, dtype=kind)
+    if framework == "jax":
+        return sys.modules["jax"].numpy.asarray(x, dtype=like.dtype if dtype is None else dtype)
+    return x
+
+
+def rounding(like: Any) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """Rounds numpy arrays to the dtype of `like`."""
+    return lambda x: to_numpy(from_numpy(x, like))
+
+
+def _ordered(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
+    """(batch, heads, length, dim) of a shape."""
+    a, b, c, d = (int(n) for n in shape)
+    return (a, b, c, d) if layout == "bhsd" else (a, c, b, d)
+
+
+def _start(x: Any) -> Any:
+    """An int, or an int64 vector with one entry per batch."""
+    if framework_of(x) == "torch":
+        x = x.detach().cpu().numpy()
+    if np.ndim(x) == 0:
+        return int(x)
+    return np.asarray(x, np.int64)

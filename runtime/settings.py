@@ -1,0 +1,67 @@
+"""Settings from the environment: one table. A keyword of a call beats its variable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from frisket.dsl.errors import ParameterError
+from frisket.lowering.stages import NAMES
+
+BACKENDS = ("aten", "xla", "cpp", "triton", "gluon", "pallas-tpu", "pallas-mosaic-gpu", "dense")
+TIERS = ("library", "native")  # the CPU tiers: aten or xla by the arrays' framework; cpp
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table: `read` turns its text into a value or raises with the good ones."""
+
+    name: str
+    read: Callable[[str], Any]
+    meaning: str
+
+
+def _stages(text: str) -> tuple[str, ...]:
+    names = tuple(n.strip() for n in text.split(",") if n.strip())
+    for n in names:
+        if n not in NAMES:
+            raise ParameterError(f"FRISKET_SHOW={text}: no stage {n!r}; there are {', '.join(NAMES)}")
+    return names
+
+
+def _backend(text: str) -> str:
+    if text not in BACKENDS + TIERS:
+        raise ParameterError(f"FRISKET_BACKEND={text}: there are {', '.join(BACKENDS + TIERS)}")
+    return text
+
+
+def _check(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ParameterError(f"FRISKET_CHECK={text}: write 0 or 1")
+    return text == "1"
+
+
+VARIABLES = (
+    Variable("FRISKET_SHOW", _stages, "print these stages of every new compilation to stderr, comma separated"),
+    Variable("FRISKET_CACHE_DIR", str, "where generated kernels are kept"),
+    Variable("FRISKET_BACKEND", _backend, "the backend of every call that names none"),
+    Variable("FRISKET_CHECK", _check, "1: check every call against the float64 interpreter"),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the variables say; `Settings.read()` looks at the environment now."""
+
+    show: tuple[str, ...] = ()
+    cache_dir: str | None = None
+    backend: str | None = None
+    check: bool = False
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
+        env = os.environ if environment is None else environment
+        found = {v.name[8:].lower(): v.read(env[v.name]) for v in VARIABLES if env.get(v.name)}
+        return cls(**found)

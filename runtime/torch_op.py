@@ -1,0 +1,50 @@
+"""Runs a compiled attention on torch tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from frisket.dsl.errors import FrisketError
+from frisket.lowering.plan import Geometry, Target
+
+from .bind import Work
+
+Tensor = Any
+_tables: WeakKeyDictionary[Any, dict[str, dict[str, Tensor]]] = WeakKeyDictionary()
+
+
+class BackwardError(FrisketError, NotImplementedError):
+    """Gradients are asked of a forward-only backend."""
+
+
+def forward(work: Work, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    """(out [batch, heads, q_len, v_dim], lse [batch, heads, q_len]) for tensors [batch, heads, length, dim]."""
+    import torch
+
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise BackwardError(
+            "q, k or v requires a gradient; the backward comes with the native kernels, in a later version\n"
+            "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
+        )
+    tables = _on_device(work, q.device)
+    with torch.no_grad():
+        if target.backend == "triton":
+            from . import triton_launch
+
+            return triton_launch.forward(work.plan, work.spans, geometry, q, k, v, work.slots, tables, target)
+        from frisket.lowering import aten
+
+        return aten.forward(work.plan, work.spans, geometry, q, k, v, work.slots, tables, target)
+
+
+def _on_device(work: Work, device: Any) -> dict[str, Tensor]:
+    """The tables as tensors, made once for each compilation and device."""
+    import torch
+
+    known = _tables.setdefault(work.layout, {})
+    if str(device) not in known:
+        known[str(device)] = {n: torch.from_numpy(np.array(t)).to(device) for n, t in work.tables.items()}
+    return known[str(device)]
