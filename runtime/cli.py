@@ -73,6 +73,8 @@ def write(answer: Answer, *, as_json: bool) -> None:
 
 def parser() -> argparse.ArgumentParser:
     from . import cli_commands as commands
+    from .cli_check import check
+    from .cli_doctor import doctor
     from .cli_run import run
 
     top = argparse.ArgumentParser(
@@ -92,14 +94,15 @@ def parser() -> argparse.ArgumentParser:
     explain = command("explain", commands.explain, "the stages; with --q and --k, why", subject, sizes)
     explain.add_argument("--q", type=natural, help="a query position")
     explain.add_argument("--k", type=natural, help="a key position")
+    explain.add_argument("--backend", help="whose target and source to show; default: the library calls of torch")
     add_slice(explain)
-    command("check", commands.check, "what runs here against the float64 interpreter", subject, sizes)
+    command("check", check, "what runs here against the float64 interpreter", subject, sizes)
     emit = command("emit", commands.emit, "the source text of the kernel", subject, sizes)
     emit.add_argument("--backend", required=True, help="triton or pallas-tpu")
     emit.add_argument("--head-dim", type=positive, default=64)
     emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
     add_run(command("run", run, "attention over packed files, timed and checked", subject))
-    command("doctor", commands.doctor, "what is installed and what runs here")
+    command("doctor", doctor, "what is installed and what runs here")
     return top
 
 

@@ -120,8 +120,9 @@ def explain(args: argparse.Namespace, console: Console) -> Answer:
         return explain_point(args, what)
     q_len = args.q_len or LENGTH
     stages = compiled(what).stages(
-        q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32"
-    )
+        q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32",
+        backend=args.backend,
+    )  # fmt: skip
     texts = {name: stages.text(name) for name in NAMES}
     return Answer({**texts, "rules": dict(stages.rules.most_common())}, [str(stages)])
 
@@ -149,11 +150,3 @@ def emit(args: argparse.Namespace, console: Console) -> Answer:
         head_dim=args.head_dim, dtype=args.dtype,
     )  # fmt: skip
     return Answer({"backend": args.backend, "source": source}, [source.rstrip("\n")])
-
-
-def doctor(args: argparse.Namespace, console: Console) -> Answer:
-    raise NotImplementedError
-
-
-def check(args: argparse.Namespace, console: Console) -> Answer:
-    raise NotImplementedError

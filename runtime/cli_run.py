@@ -19,6 +19,7 @@ from frisket.lowering.simplify import prepare
 from . import packed
 from .cli_answer import Answer, rows
 from .cli_commands import compiled, described, laid, picture
+from .cli_doctor import cpu_count
 from .cli_input import require_bound, scalars, subject, tables
 
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, console: Console) -> Answer:
 
     data, lines = described(what)
     found, facts = laid(layout)
-    where = machine()
+    where = f"{platform.machine()}, {cpu_count()}"
     data |= found | {
         "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files),
         "available": files.available, "framework": bench.name, "machine": where, "heads": args.heads,
@@ -78,13 +79,6 @@ def packing(files: packed.Packed, limit: int) -> str:
     else:
         cut = f"{len(files):,} bytes"
     return f"{cut}\n{parts}"
-
-
-def machine() -> str:
-    import os
-
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.machine()}, {count} CPU{'s' if count != 1 else ''}"
 
 
 def timed(bench: packed.Bench, rivals: list[packed.Rival], repeats: int, step: Any) -> list[float]:

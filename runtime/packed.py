@@ -142,7 +142,7 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
 
     q, k, v = (torch.from_numpy(x) for x in job.arrays)
     mask = torch.from_numpy(seen)
-    tables = {n: torch.from_numpy(t) for n, t in job.tables.items()}
+    tables = {n: torch.tensor(t) for n, t in job.tables.items()}
     env = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in job.environment().items()}
     program = None if job.score is None else Program(job.score, torch.float32)
 

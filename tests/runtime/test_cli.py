@@ -154,3 +154,107 @@ def test_no_colour_in_pipes_and_ascii_where_that_is_all_there_is():
     assert narrow.isascii()
     assert b"++. ." in narrow
     assert b"384 x 384 tokens in tiles of 128 x 128" in narrow
+
+
+def test_explain_shows_the_stages(run, golden):
+    argv = ["explain", "causal & window(64)", "--score", "where(k < 500, score, -inf)", "--q-len", "512"]
+    status, out, err = run(*argv)
+    assert (status, err) == (0, "")
+    golden("cli_explain.txt", out)
+    status, out, _ = run(*argv, "--json")
+    assert json.loads(out)["rules"]["merge-bounds"] > 0
+
+
+@pytest.mark.parametrize("backend", ["triton", "pallas-tpu"])
+def test_emit_prints_the_kernel(run, backend):
+    import frisket as fk
+
+    status, out, err = run("emit", "causal & window(256)", "--backend", backend, "--head-dim", "128")
+    assert (status, err) == (0, "")
+    att = fk.compile("causal & window(256)")
+    assert out == att.source(backend, q_len=2048, kv_len=2048, heads=1, head_dim=128)
+    compile(out, backend, "exec")
+
+
+def test_emit_for_library_calls(run):
+    status, out, err = run("emit", "causal", "--backend", "aten")
+    assert (status, out) == (2, "")
+    assert err.startswith("LoweringError: backend 'aten' runs library calls and has no kernel text")
+
+
+def test_check(run, monkeypatch):
+    monkeypatch.setattr("frisket.runtime.cli_check.DTYPES", ("float32",))
+    argv = ["check", "causal & window(w)", "--set", "w=20", "--score", "softcap(20)", "--q-len", "65"]
+    status, out, err = run(*argv, "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert found["good"] is True
+    assert {c["backend"] for c in found["cases"]} >= {"aten", "xla"}
+    assert all(c["out"] <= 2 * c["dense_out"] + 1e-6 for c in found["cases"])
+
+
+def test_check_tells_a_mismatch(run, monkeypatch):
+    from frisket.dsl.errors import MismatchError
+    from frisket.runtime.attention import Attention
+
+    def wrong(self, *arrays):
+        raise MismatchError("float32: out 1.0e+00")
+
+    monkeypatch.setattr(Attention, "check", wrong)
+    monkeypatch.setattr("frisket.runtime.cli_check.DTYPES", ("float32",))
+    status, out, _ = run("check", "causal", "--q-len", "8")
+    assert status == 1
+    assert "MISMATCH\n          float32: out 1.0e+00" in out
+    assert out.endswith("result    MISMATCH\n")
+
+
+def test_doctor(run):
+    import frisket as fk
+
+    status, out, err = run("doctor", "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert found["packages"]["numpy"] == np.__version__
+    assert found["backends"] == {name: why or "runs here" for name, why in fk.backends().items()}
+    status, out, _ = run("doctor")
+    assert status == 0
+    assert "backends  aten               runs here\n" in out
+    assert "FRISKET_BACKEND" in out
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_run_packs_attends_and_reports(run, tmp_path, framework):
+    (tmp_path / "a.md").write_text("one " * 40)
+    (tmp_path / "b.md").write_text("two " * 100)
+    (tmp_path / "packed.frisket").write_text(
+        "param w: int = 64\nmask = causal & same(doc) & window(w)\nscore = softcap(50)\n"
+    )
+    argv = ["run", "packed.frisket", "--tokens", "a.md", "b.md", "--max-tokens", "384", "--heads", "2"]
+    argv += ["--head-dim", "16", "--repeats", "1", "--framework", framework]
+    status, out, err = run(*argv)
+    assert (status, err) == (0, "")
+    assert (
+        "tokens    384 of 560 bytes, the longest files cut at --max-tokens 384\n          a.md 160, b.md 224\n" in out
+    )
+    assert "score     50.0 * tanh(score / 50.0)\n" in out
+    assert "queries ╲ keys" in out
+    assert "from the float64 interpreter" in out
+    status, out, _ = run(*argv, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["files"] == {"a.md": 160, "b.md": 224}
+    pairs = 2 * sum(min(q + 1, 64) for n in (160, 224) for q in range(n))
+    assert found["visible_pairs"] == pairs
+    assert found["framework"].startswith(framework)
+    assert len(found["seconds"]) == 3
+    assert found["error"] <= 2 * found["error_dense"] + 1e-6
+
+
+def test_run_tells_a_mismatch(run, tmp_path, monkeypatch):
+    from frisket.runtime import cli_run
+
+    monkeypatch.setattr(cli_run, "compiled", lambda what: lambda q, k, v: 2 * v)
+    (tmp_path / "a.md").write_text("some text")
+    status, out, _ = run("run", "causal", "--tokens", "a.md", "--repeats", "1", "--heads", "1", "--framework", "torch")
+    assert status == 1
+    assert "MISMATCH: more than 2 × that of dense attention + 1e-6" in out
