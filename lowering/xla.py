@@ -92,7 +92,7 @@ def forward(
     static = Static(plan, geometry.scale, block_q, work.batches, work.heads, work.bodies, plan.int64, float64)
     values = tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots)
     arrays = tuple(jnp.asarray(tables[t.name]) for t in plan.tables)
-    origin = tuple(jnp.atleast_1d(scalar(INT, x, plan.int64, float64)) for x in geometry.origin)
+    origin = tuple(scalar(INT, x, plan.int64, float64).reshape(-1) for x in geometry.origin)
     sizes = tuple(scalar(INT, x, plan.int64, float64) for x in geometry.full)
     compiled = _compiled(static)
     result: tuple[jax.Array, jax.Array] = compiled(
@@ -107,14 +107,11 @@ def int64_enabled() -> bool:
     return bool(jax.dtypes.canonicalize_dtype(np.int64) == np.int64)
 
 
-def scalar(type: Type, value: Any, int64: bool, float64: bool) -> jax.Array:
-    import jax.numpy as jnp
-
-    if type is BOOL:
-        return jnp.asarray(value, jnp.bool_)
-    if type is FLOAT:
-        return jnp.asarray(value, jnp.float64 if float64 else jnp.float32)
-    return jnp.asarray(value, jnp.int64 if int64 else jnp.int32)
+def scalar(type: Type, value: Any, int64: bool, float64: bool) -> Any:
+    """A number, or a vector of them, in the width the kernel computes in; traced values stay traced."""
+    whole, floating = (np.int64 if int64 else np.int32), (np.float64 if float64 else np.float32)
+    dtype = {BOOL: np.bool_, INT: whole, FLOAT: floating}[type]
+    return value.astype(dtype) if hasattr(value, "astype") else np.asarray(value, dtype)
 
 
 # -- on the host: which chunks each row visits ------------------------------------------------------
