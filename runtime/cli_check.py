@@ -48,15 +48,10 @@ def check(args: argparse.Namespace, console: Console) -> Answer:
     answer = Answer(data | {"cases": [], "good": True}, rows(lines))
     for framework, case in cases(args):
         attention = compile(mask=what.mask, score=what.score, backend=case.backend)
+        outcome: dict[str, Any]
         try:
-            report = attention.check(*arrays(framework, case, args.batch))
-            outcome = {
-                "out": report.out,
-                "lse": report.lse,
-                "dense_out": report.dense_out,
-                "dense_lse": report.dense_lse,
-            }
-            verdict = f"error {report.out:.1e}, dense {report.dense_out:.1e}"
+            outcome = asdict(attention.check(*arrays(framework, case, args.batch)))
+            verdict = f"error {outcome['out']:.1e}, dense {outcome['dense_out']:.1e}"
         except MismatchError as error:
             outcome, verdict, answer.status = {"mismatch": str(error)}, f"MISMATCH\n{error}", 1
         answer.data["cases"].append(asdict(case) | outcome)
@@ -78,10 +73,10 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
         for backend in OF_FRAMEWORK[framework]:
             if backend != "dense" and not reason(backend):
                 for dtype in DTYPES:
-                    yield from ((framework, Case(backend, dtype, *n, heads, kv_heads)) for n in lengths)
+                    yield from ((framework, Case(backend, dtype, q, k, heads, kv_heads)) for q, k in lengths)
 
 
-def arrays(framework: str, case: Case, batch: int) -> tuple[Any, Any, Any]:
+def arrays(framework: str, case: Case, batch: int) -> tuple[Any, ...]:
     """Normal q, k and v of a fixed seed in the framework's own order of axes."""
     draw = np.random.default_rng(0).standard_normal
     sizes = ((case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len))
@@ -89,9 +84,7 @@ def arrays(framework: str, case: Case, batch: int) -> tuple[Any, Any, Any]:
     if framework == "torch":
         import torch
 
-        q, k, v = (torch.from_numpy(x).to(getattr(torch, case.dtype)) for x in made)
-    else:
-        import jax.numpy as jnp
+        return tuple(torch.from_numpy(x).to(getattr(torch, case.dtype)) for x in made)
+    import jax.numpy as jnp
 
-        q, k, v = (jnp.asarray(x.swapaxes(1, 2), case.dtype) for x in made)
-    return q, k, v
+    return tuple(jnp.asarray(x.swapaxes(1, 2), case.dtype) for x in made)

@@ -82,7 +82,7 @@ class Layout:
     >>> import frisket as fk
     >>> layout = fk.mask("causal & window(256)").layout(1024, 1024)
     >>> layout.counts, layout.visible_pairs
-    (Counts(empty=43, partial=15, full=6), 229504)
+    (Counts(empty=43, partial=14, full=7), 229504)
 
     Tiles are `block = (queries, keys)` tokens; the last of a row or column may be cut by the lengths, and what
     lies outside counts as hidden. Positions are global: `origin = (b, h, q, k)` is where the layout begins and

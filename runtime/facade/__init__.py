@@ -2,7 +2,7 @@
 
 >>> import frisket as fk
 >>> fk.mask("causal & window(256)").layout(1024, 1024).counts
-Counts(empty=43, partial=15, full=6)
+Counts(empty=43, partial=14, full=7)
 """
 
 from importlib import import_module

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import readme
 
+import frisket as fk
 from frisket.dsl.library import entries
 from frisket.dsl.program import read
 from frisket.runtime.mask import load
+from frisket.runtime.settings import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,6 +39,19 @@ def test_the_readme_session_prints_what_it_shows():
     for number, block in enumerate(sessions):
         runner.run(parser.get_doctest(block, names, f"README session {number}", "README.md", 0), clear_globs=False)
     assert runner.summarize(verbose=False).failed == 0
+
+
+def test_the_readme_kernel_is_the_kernel():
+    att = fk.compile(fk.mask("causal & window(w)", w=256), "softcap(50)")
+    source = att.source("triton", q_len=4096, kv_len=4096, heads=8, head_dim=64, dtype="bfloat16")
+    excerpts = readme.blocks("triton")
+    assert len(excerpts) == 2
+    assert all(part in source for part in excerpts)
+
+
+def test_the_readme_lists_the_settings():
+    listed = re.findall(r"^\| `(FRISKET_\w+)` \| (.*) \|$", readme.README.read_text(encoding="utf-8"), re.M)
+    assert listed == [(v.name, v.meaning) for v in VARIABLES]
 
 
 def test_the_tour_names_every_file_once():

@@ -69,7 +69,6 @@ def test_the_oracle_by_pieces_is_the_oracle(monkeypatch):
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_dense_rivals_compute_the_same(framework):
-    pytest.importorskip(framework)
     arrays = packed.projections(np.arange(40, dtype=np.uint8), 2, 8)
     tables = {"doc": np.repeat([0, 1], 20).astype(np.int32)}
     seen = packed.visible(MASK, {}, tables, 2, 40, by_head=False)

@@ -1,0 +1,64 @@
+"""The names of the public contract, with the arguments people write."""
+
+import inspect
+
+import pytest
+
+import frisket as fk
+
+FUNCTIONS = {
+    "mask": "what **params",
+    "score": "what **params",
+    "load": "path **params",
+    "compile": "mask score scale enable_gqa deterministic dropout sinks backend tile",
+    "attention": "q k v mask score scale enable_gqa backend dropout seed sinks origin sizes layout return_lse **params",
+    "reference": "q k v mask score",
+    "backends": "",
+}
+METHODS = {
+    "Mask": "layout dense at __and__ __or__ __xor__ __invert__ __sub__ params",
+    "ScoreMod": "then params",
+    "Layout": "counts visible_pairs density exact facts spans runs transposed kinds explain",
+    "Attention": "__call__ plan source stages check",
+    "Program": "mask score",
+    "Report": "good",
+    "Stages": "expr simplified facts layout plan target source",
+    "Explanation": "visible because",
+}
+ERRORS = (
+    "FrisketError MaskSyntaxError TraceError ParameterError ShapeError EvaluationError LoweringError BackendError "
+    "MismatchError BudgetError Undecided"
+).split()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    have = inspect.signature(getattr(fk, name)).parameters
+    shown = [f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in have.values()]
+    assert set(FUNCTIONS[name].split()) <= set(shown)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods(name):
+    kind = getattr(fk, name)
+    fields = {f for base in kind.__mro__ for f in getattr(base, "__annotations__", {})}
+    assert set(METHODS[name].split()) <= {*dir(kind), *fields}
+
+
+def test_layout_arguments():
+    have = inspect.signature(fk.Mask.layout).parameters
+    wanted = "q_len kv_len batch heads block origin sizes exact".split()
+    assert [n for n in have if n != "self"] == wanted
+    assert (have["block"].default, have["origin"].default) == ((128, 128), (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    assert issubclass(getattr(fk, name), fk.FrisketError)
+
+
+def test_the_list_is_what_there_is():
+    assert {*FUNCTIONS, *METHODS, *ERRORS} <= set(fk.__all__)
+    assert all(hasattr(fk, name) for name in fk.__all__)
+    with pytest.raises(AttributeError, match="module 'frisket' has no attribute 'maks'"):
+        fk.maks  # noqa: B018
