@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from frisket.dsl.errors import EvaluationError, LoweringError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, build, lit, transform, walk
-from frisket.dsl.types import BOOL
+from frisket.dsl.types import BOOL, INT
 
 # When a value is known: once (SCALAR), per query row, per key column, or per position. A union is a bit-or.
 SCALAR, ROW, COLUMN, POSITION = 0, 1, 2, 3
@@ -152,8 +152,12 @@ def _cheaper(e: Expr) -> Expr:
             if e.op == "mod":
                 return build("bitand", e.args[0], low)
             return build("shr", e.args[0], shift) if n > 1 else e.args[0]
-    if e.op == "pow" and e.args[1].op == "lit" and e.args[1].name in range(1, 65):
-        return _power(e.args[0], int(e.args[1].name))
+    if e.op == "pow" and e.args[1].op == "lit":
+        n = e.args[1].name
+        if n == 0:
+            return lit(1) if e.type is INT else lit(1.0)
+        if n in range(1, 65):
+            return _power(e.args[0], int(n))
     return e
 
 

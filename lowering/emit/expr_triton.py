@@ -37,6 +37,10 @@ TRITON: dict[str, str] = {
 }  # fmt: skip
 
 PRELUDE: dict[str, str] = {
+    "step": '''
+def step(i, size, stride):
+    return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64) * stride
+''',
     "clamp": '''
 def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
@@ -47,11 +51,15 @@ def sign(x):
 ''',
     "power": '''
 def power(x, y):
-    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    x, y = tl.broadcast(x, tl.cast(y, tl.float32))
     whole = tl.floor(y) == y
-    odd = whole & (2 * tl.floor(y * 0.5) != y)
-    signed = tl.where(x < 0, tl.where(odd, -size, tl.where(whole, size, float("nan"))), size)
-    return tl.where((y == 0) | (x == 1), 1.0, signed)
+    odd = whole & (2.0 * tl.floor(0.5 * y) != y)
+    negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
+    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    size = tl.where((tl.abs(x) == 1.0) & (y == y), 1.0, size)
+    signed = tl.where(negative & odd, -size, size)
+    signed = tl.where((x < 0) & (x > -INFINITY) & ~whole, float("nan"), signed)
+    return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
 ''',
     "floordiv": '''
 def floordiv(x, y):
@@ -148,6 +156,7 @@ def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
             n = bits - 1  # only the sign is left
         if 0 <= n < bits:
             return Text(f"{args[0].inside(5)} {'<<' if node.op == 'shl' else '>>'} {n}", 5)
+        return Text("tl.cast(0, INT)")
     if node.op == "int" and node.args[0].type is not FLOAT:
         return Text(f"{args[0].inside(10)}.to(INT)")
     if node.op == "random":
@@ -167,8 +176,8 @@ def literal(value: bool | int | float) -> Text:
             return Text('float("nan")')
         if math.isinf(rounded):
             return Text("INFINITY") if rounded > 0 else Text("-INFINITY", PREFIX)
-        if abs(rounded) < 2.0**-126:
-            value = 0.0  # Triton would make a subnormal constant float64
+        if 0 < abs(value) < 2.0**-126:
+            return Text(f"tl.cast({value!r}, tl.float32)")  # Triton reads subnormal constants as float64
     return Text(repr(value), PREFIX if isinstance(value, (int, float)) and repr(value)[0] == "-" else 10)
 
 

@@ -7,56 +7,25 @@ worked out before the loops, what depends on k alone once per key, the rest per 
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import TRUE, Expr, make, transform, uses
-from frisket.dsl.types import BOOL, FLOAT
+from frisket.dsl.show import show
+from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr, expr_triton
 from .expr import COLUMN, POSITION, ROW, SCALAR, Text
-from .text import Names, Page
+from .text import Page
+from .triton_parameters import Argument, Parameters, arguments, padded, taken
 
 DTYPES = ("float32", "float16", "bfloat16")
-SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
-# What the kernel calls things of its own: a slot or table of such a name gets another.
-OWN = """
-attention_forward Q K V Out Lse Spans Count SliceOf Order records scale heads q_len kv_len
-b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
-BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head kv_head distinct entry record
-query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
-i j tile inside visible score unit top peak rescale total p acc out lse empty present range float int bool
-""".split()
-
-
-@dataclass(frozen=True)
-class Argument:
-    """A slot or table as the kernel's parameters call it: its value or pointer, and for a table its axes."""
-
-    name: str
-    sizes: tuple[str, ...] = ()
-    strides: tuple[str, ...] = ()
-
-    @property
-    def all(self) -> tuple[str, ...]:
-        return (self.name, *self.sizes, *self.strides)
-
-
-def arguments(plan: LoopPlan) -> dict[str, Argument]:
-    """By `Slot.name` and `TableUse.name`, the names in the kernel: the user's own where they are free."""
-    names = Names({*OWN, *SIZES, *expr_triton.all_names()})
-    found = {s.name: Argument(names.new(s.name)) for s in plan.slots}
-    for t in plan.tables:
-        name = names.new(t.source)
-        axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
-        sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
-        found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
-    return found
 
 
 def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, group: int) -> str:
@@ -76,11 +45,6 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, 
     return _Kernel(plan, target, head_dim, v_dim, dtype, group).module()
 
 
-def padded(dim: int) -> int:
-    """The power of two, at least 16, that Triton's dot needs."""
-    return max(16, 1 << (dim - 1).bit_length())
-
-
 class _Kernel:
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, group: int) -> None:
         self.plan, self.target, self.dtype, self.group = plan, target, dtype, group
@@ -90,15 +54,13 @@ class _Kernel:
         self.score = [] if plan.score is None else [expr.machine(plan.score)]
         self.bounds = _bounds(plan)
         self.arguments = arguments(plan)
-        self.names = Names({*OWN, *SIZES, *expr_triton.all_names()})
-        for a in self.arguments.values():
-            for n in a.all:
-                self.names.new(n)
+        self.names = taken(plan)
         roots = [*self.bounds.values(), *self.mask, *self.score]
         self.used = frozenset[str]().union(*map(uses, roots))
         self.printed = expr.printed(
             roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=[*self.mask, *self.score]
         )
+        self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds))
         self.page = Page()
 
     # -- expressions ------------------------------------------------------------------------------
@@ -119,12 +81,10 @@ class _Kernel:
 
     def _lookup(self, node: Expr, args: list[Text]) -> Text:
         table = self._argument(node)
-        address = table.name
-        for axis, (index, size, stride) in enumerate(zip(args, table.sizes, table.strides, strict=True)):
-            # Only the last axis may count in 32 bits: the launcher sees to it that it fits.
-            wide = ".to(tl.int64)" if axis < len(args) - 1 else ""
-            address += f" + clamp({index.text}, {size}){wide} * {stride}"
-        load = f"tl.load({address}{LOAD_MASK})"
+        *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
+        # The last axis counts in 32 bits: the launcher sees to it that it fits.
+        steps = [table.name, *(f"step({i.text}, {n}, {by})" for i, n, by in outer)]
+        load = f"tl.load({' + '.join(steps)} + clamp({index.text}, {size}) * {stride}{LOAD_MASK})"
         if node.type is BOOL:
             return Text(f"{load} != 0", expr.COMPARISON)
         if node.type is FLOAT:
@@ -150,7 +110,8 @@ class _Kernel:
         for line in self.printed.needed(roots, level):
             if line.name not in written:
                 written.add(line.name)
-                self.page.line(f"{line.name} = {line.text.replace(LOAD_MASK, mask)}")
+                text = f"{line.name} = {line.text.replace(LOAD_MASK, mask)}"
+                self.page.line(_wrapped(text) if line.node.op == "lookup" else text)
 
     def _value(self, root: Expr) -> str:
         return self.printed.values[root].replace(LOAD_MASK, "")
@@ -158,7 +119,7 @@ class _Kernel:
     # -- the module -------------------------------------------------------------------------------
 
     def module(self) -> str:
-        with self.page.block(f"@triton.jit(do_not_specialize={_listed(self._plain())})\n{self._signature()}"):
+        with self.page.block(self.parameters.signature()):
             self._place()
             self._prologue()
             with self._records():
@@ -201,50 +162,6 @@ class _Kernel:
             "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
             "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
         }  # fmt: skip
-
-    # -- parameters -------------------------------------------------------------------------------
-
-    def _origins(self) -> list[str]:
-        """The origins that the expressions and bounds ask for."""
-        of = {"b": ["b"], "h": ["h"], "q": ["q", "q0", "q1"], "k": ["k", "k0", "k1"]}
-        if self.bounds:
-            return [n for n in "bhqk" if n in "qk" or n in self.used]
-        return [n for n, names in of.items() if self.used.intersection(names)]
-
-    def _plain(self) -> list[str]:
-        """Scalars whose value must not make a new kernel."""
-        slots = [self.arguments[s.name].name for s in self.plan.slots]
-        sizes = [n for t in self.plan.tables for n in self.arguments[t.name].sizes]
-        own = ["heads", "q_len", "kv_len", "records"] if self.tabled else ["heads", "q_len", "kv_len"]
-        return [*own, *(f"{n}_origin" for n in self._origins()), *self._sizes(), *slots, *sizes]
-
-    def _sizes(self) -> list[str]:
-        return [n for n in SIZES if n in self.used]
-
-    def _signature(self) -> str:
-        page = Page()
-        with page.block("def attention_forward(", "):"):
-            page.line("Q, K, V, Out,  # [batch, heads, length, dim], any strides")
-            page.line("Lse,  # float32 [batch, heads, q_len], contiguous")
-            for t in "qkvo":
-                page.line("".join(f"stride_{t}{axis}, " for axis in "bhsd").strip())
-            page.line("scale, heads, q_len, kv_len,")
-            if self.tabled:
-                page.line("Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles")
-                page.line("Count, Order,  # int32 [slices, rows]: records in use; rows in order of work")
-                page.line("SliceOf,  # int32 [batch, heads]")
-                page.line("records,")
-            if self._origins():
-                page.line(", ".join(f"{n}_origin" for n in self._origins()) + ",  # of this call in the whole problem")
-            if self._sizes():
-                page.line(", ".join(self._sizes()) + ",")
-            if self.plan.slots:
-                page.line(", ".join(self.arguments[s.name].name for s in self.plan.slots) + ",")
-            for table in self.plan.tables:
-                page.line(", ".join(self.arguments[table.name].all) + ",")
-            if {"q", "k"} & set(self._origins()):
-                page.line("ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]")
-        return str(page).rstrip()
 
     # -- before the loops ---------------------------------------------------------------------------
 
@@ -299,21 +216,25 @@ class _Kernel:
         line = self.page.line
         self.page.blank()
         wide = ".to(tl.int64)" if self.plan.int64 else ""
-        origins = self._origins()
+        origins = self.parameters.origins()
         offset = [n for n in "qk" if n in origins]
         if offset:
             with self.page.block("if ORIGIN_PER_BATCH:"):
                 for n in offset:
                     line(f"{n}_origin = tl.load({n}_origin + batch)")
         if wide:
-            for n in (*self._sizes(), *(self.arguments[s.name].name for s in self.plan.slots if s.type is not FLOAT)):
+            for n in self.parameters.sizes():
                 line(f"{n} = tl.cast({n}, tl.int64)")
+        for slot in self.plan.slots:
+            n = self.arguments[slot.name].name
+            if slot.type is FLOAT or (wide and slot.type is INT):
+                line(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
         if "b" in self.used:
             line(f"b = {_widened('b_origin + batch', wide)}")
         if "h" in self.used:
             line(f"h = {_widened('h_origin + head', wide)}")
         if "q" in self.used:
-            line(f"q = {_widened('q_origin + start + rows', wide)}[:, None]")
+            line(f"q = (q_origin + start + rows)[:, None]{wide}")
         self.hoisted: set[str] = set()
         positions = [*self.mask, *self.score]
         if self.bounds:
@@ -352,12 +273,19 @@ class _Kernel:
         )
 
     def _shown(self) -> str:
-        return self.plan.text or "every key visible, plain scores"
+        """The text of the plan and what its slots stand for, fit for a docstring."""
+        lines = [self.plan.text or "every key visible, plain scores"]
+        for s in self.plan.slots:
+            name = self.arguments[s.name].name
+            if s.source != name:
+                lines.append(f"{name} = {s.source if s.value is None else s.value}")
+        return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
     def _quote(self, e: Expr) -> None:
         """The expression in the language, with the names the kernel has for its slots and tables."""
         named = {n: a.name for n, a in self.arguments.items()}
-        self.page.comment(str(_renamed(e, named)))
+        shown = show(_renamed(e, named), known={a.name for a in self.arguments.values()})
+        self.page.comment("\n".join(textwrap.wrap(shown, 100, break_long_words=False)))
 
     # -- the loops ----------------------------------------------------------------------------------
 
@@ -422,7 +350,7 @@ class _Kernel:
     def _column(self, written: set[str], roots: list[Expr]) -> None:
         if any("k" in uses(r) for r in roots):
             wide = ".to(tl.int64)" if self.plan.int64 else ""
-            self.page.line(f"k = {_widened('k_origin + tile * BLOCK_K + columns', wide)}[None, :]")
+            self.page.line(f"k = (k_origin + tile * BLOCK_K + columns)[None, :]{wide}")
         self._lines(roots, COLUMN, written)
 
     def _modify(self, written: set[str], load_mask: str = "") -> None:
@@ -489,15 +417,20 @@ def _bounds(plan: LoopPlan) -> dict[str, Expr]:
 
 
 def _widened(text: str, wide: str) -> str:
-    return f"({text}){wide}"
+    return f"({text}){wide}" if wide else text
 
 
 def _masked(terms: list[str]) -> str:
     return f", mask={' & '.join(terms)}, other=0.0" if terms else ""
 
 
-def _listed(names: list[str]) -> str:
-    return "[" + ", ".join(f'"{n}"' for n in names) + "]"
+def _wrapped(load: str) -> str:
+    """A long load over several lines: its address, then its mask."""
+    found = re.fullmatch(r"(.*?tl\.load\()(.*)(\)(?:\.to\(tl\.\w+\)| != 0)?)", load)
+    if len(load) < 96 or found is None:
+        return load
+    head, inside, tail = found.groups()
+    return "\n".join([head, f"    {inside.replace(', mask=', f',{chr(10)}    mask=')},", tail])
 
 
 def _renamed(e: Expr, names: dict[str, str]) -> Expr:

@@ -1,0 +1,117 @@
+"""The parameters of the Triton kernels: what they are called, which a plan needs, how they are written down."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from frisket.lowering.plan import LoopPlan
+
+from . import expr_triton
+from .text import Names, Page
+
+SIZES = ("B", "H", "Q_LEN", "KV_LEN")
+# What the kernel calls things of its own: a slot or table of such a name gets another.
+OWN = (
+    """
+attention_forward Q K V Out Lse Spans Count SliceOf Order records scale heads q_len kv_len
+b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
+BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head kv_head distinct entry record
+query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
+at i j tile inside visible score unit top peak rescale total p acc out lse empty present range float int bool out_at
+""".split()
+    + [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhsd"]
+)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A slot or table as the kernel's parameters call it: its value or pointer, and for a table its axes."""
+
+    name: str
+    sizes: tuple[str, ...] = ()
+    strides: tuple[str, ...] = ()
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (self.name, *self.sizes, *self.strides)
+
+
+def arguments(plan: LoopPlan) -> dict[str, Argument]:
+    """By `Slot.name` and `TableUse.name`, the names in the kernel: the user's own where they are free."""
+    names = Names({*OWN, *SIZES, *expr_triton.all_names()})
+    found = {s.name: Argument(names.new(s.name)) for s in plan.slots}
+    for t in plan.tables:
+        name = names.new(t.source)
+        axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
+        sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
+        found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
+    return found
+
+
+def taken(plan: LoopPlan) -> Names:
+    """Names for what else the kernel of this plan has to call something."""
+    return Names({*OWN, *SIZES, *expr_triton.all_names()}.union(*(a.all for a in arguments(plan).values())))
+
+
+def padded(dim: int) -> int:
+    """The power of two, at least 16, that Triton's dot needs."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The parameters of one kernel: `used` are the variables its expressions mention, `tabled` says that the
+    records come from a table, `closed` that they come from formulas."""
+
+    plan: LoopPlan
+    used: frozenset[str]
+    tabled: bool
+    closed: bool
+
+    def origins(self) -> list[str]:
+        """The origins that the expressions and bounds ask for."""
+        of = {"b": ["b"], "h": ["h"], "q": ["q", "q0", "q1"], "k": ["k", "k0", "k1"]}
+        if self.closed:
+            return [n for n in "bhqk" if n in "qk" or n in self.used]
+        return [n for n, names in of.items() if self.used.intersection(names)]
+
+    def run_time(self) -> list[str]:
+        """Scalars whose value must not make a new kernel."""
+        slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
+        sizes = [n for t in self.plan.tables for n in arguments(self.plan)[t.name].sizes]
+        own = ["heads", "q_len", "kv_len", "records"] if self.tabled else ["heads", "q_len", "kv_len"]
+        return [*own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes]
+
+    def sizes(self) -> list[str]:
+        """The global sizes that occur."""
+        return [n for n in SIZES if n in self.used]
+
+    def signature(self) -> str:
+        """The decorator and the head of the kernel."""
+        named = arguments(self.plan)
+        page = Page()
+        with page.block("@triton.jit(", ")"), page.block("do_not_specialize=[", "]"):
+            page.line(*textwrap.wrap(", ".join(f'"{n}"' for n in self.run_time()) + ",", 100))
+        with page.block("def attention_forward(", "):"):
+            page.line("Q, K, V, Out,  # [batch, heads, length, dim], any strides")
+            page.line("Lse,  # float32 [batch, heads, q_len], contiguous")
+            for t in "qkvo":
+                page.line("".join(f"stride_{t}{axis}, " for axis in "bhsd").strip())
+            page.line("scale, heads, q_len, kv_len,")
+            if self.tabled:
+                page.line("Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles")
+                page.line("Count, Order,  # int32 [slices, rows]: records in use; rows in order of work")
+                page.line("SliceOf,  # int32 [batch, heads]")
+                page.line("records,")
+            if self.origins():
+                page.line(", ".join(f"{n}_origin" for n in self.origins()) + ",  # of this call in the whole problem")
+            if self.sizes():
+                page.line(", ".join(self.sizes()) + ",")
+            if self.plan.slots:
+                page.line(", ".join(named[s.name].name for s in self.plan.slots) + ",")
+            for table in self.plan.tables:
+                page.line(", ".join(named[table.name].all) + ",")
+            if {"q", "k"} & set(self.origins()):
+                page.line("ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]")
+        return str(page).rstrip()

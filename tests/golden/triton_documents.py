@@ -1,0 +1,146 @@
+"""Attention forward in Triton, written by frisket for
+
+    causal & same(doc)
+    softcap(50) + slope[h] * (k - q)
+
+Head size 80 (values 64), float16; tiles of 128 queries by 64 keys.
+Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK_Q = tl.constexpr(128)
+BLOCK_K = tl.constexpr(64)
+HEAD_DIM = tl.constexpr(80)
+DIM = tl.constexpr(128)
+DIM_V = tl.constexpr(64)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def step(i, size, stride):
+    return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64) * stride
+
+
+@triton.jit
+def clamp(i, size):
+    return tl.minimum(tl.maximum(i, 0), size - 1)
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "q_len", "kv_len", "records", "b_origin", "h_origin", "q_origin", "k_origin", "doc_size0",
+        "doc_size1", "slope_size",
+    ]
+)
+def attention_forward(
+    Q, K, V, Out,  # [batch, heads, length, dim], any strides
+    Lse,  # float32 [batch, heads, q_len], contiguous
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    scale, heads, q_len, kv_len,
+    Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles
+    Count, Order,  # int32 [slices, rows]: records in use; rows in order of work
+    SliceOf,  # int32 [batch, heads]
+    records,
+    b_origin, h_origin, q_origin, k_origin,  # of this call in the whole problem
+    doc, doc_size0, doc_size1, doc_stride0, doc_stride1,
+    slope, slope_size, slope_stride,
+    ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
+):
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)
+    row = tl.load(Order + distinct + tl.program_id(0))  # longest first
+    start = row * BLOCK_Q
+    rows = tl.arange(0, BLOCK_Q)
+    columns = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, DIM)
+    e = tl.arange(0, DIM_V)
+
+    # Offsets are 64 bits where they are scalars, 32 within a tile.
+    Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
+    K += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
+    V += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
+    key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
+    value_at = columns[:, None] * stride_vs + e[None, :] * stride_vd
+    present = start + rows < q_len
+    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+
+    if ORIGIN_PER_BATCH:
+        q_origin = tl.load(q_origin + batch)
+        k_origin = tl.load(k_origin + batch)
+    b = b_origin + batch
+    h = h_origin + head
+    q = (q_origin + start + rows)[:, None]
+    slope_h = tl.load(slope + clamp(h, slope_size) * slope_stride).to(tl.float32)
+    doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
+    top = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
+
+    entry = distinct + row
+    for i in range(tl.load(Count + entry)):
+        record = Spans + (entry.to(tl.int64) * records + i) * 4
+        lo, full_lo = tl.load(record), tl.load(record + 1)
+        full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+        # Border tiles, before and behind the full ones: the mask is a predicate.
+        for j in range(lo, hi - full_hi + full_lo):
+            tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+            inside = tile * BLOCK_K + columns < kv_len
+            at = tl.cast(tile * BLOCK_K, tl.int64)
+            keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :] & (d[:, None] < HEAD_DIM), other=0.0)
+            score = tl.dot(query, keys) * scale
+            k = (k_origin + tile * BLOCK_K + columns)[None, :]
+            doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
+            # q >= k & doc[b, q] == doc[b, k]
+            visible = inside[None, :]
+            visible &= q >= k
+            visible &= doc_b_q == doc_b_k
+            # 50 * tanh(score / 50) + slope[h] * (k - q)
+            score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
+            score = tl.where(visible, score, -INFINITY)
+            peak = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2((score - peak[:, None]) * LOG2E)
+            rescale = tl.exp2((top - peak) * LOG2E)
+            values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+            total = total * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(p.to(values.dtype), values, acc)
+            top = peak
+        # Full tiles: every position is visible.
+        for tile in range(full_lo, full_hi):
+            at = tl.cast(tile * BLOCK_K, tl.int64)
+            keys = tl.load(K + at * stride_ks + key_at, mask=(d[:, None] < HEAD_DIM), other=0.0)
+            score = tl.dot(query, keys) * scale
+            k = (k_origin + tile * BLOCK_K + columns)[None, :]
+            # 50 * tanh(score / 50) + slope[h] * (k - q)
+            score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
+            peak = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2((score - peak[:, None]) * LOG2E)
+            rescale = tl.exp2((top - peak) * LOG2E)
+            values = tl.load(V + at * stride_vs + value_at)
+            total = total * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(p.to(values.dtype), values, acc)
+            top = peak
+
+    # A row without a visible key gives 0, and lse -inf.
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, -INFINITY, top + tl.log(total))
+    out = acc * (1.0 / total)[:, None]
+    out_at = rows[:, None] * stride_os + e[None, :] * stride_od
+    tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
+    Lse += tl.program_id(1).to(tl.int64) * q_len + start
+    tl.store(Lse + rows, lse, mask=present)

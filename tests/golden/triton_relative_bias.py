@@ -1,0 +1,156 @@
+"""Attention forward in Triton, written by frisket for
+
+    causal & q // 3 % 8 == k // 3 % 8
+    score + bias[h, k - q + 512]
+    s0 = 512
+
+Head size 64, float32, 4 query heads to a key head; tiles of 128 queries by 64 keys.
+Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK_Q = tl.constexpr(128)
+BLOCK_K = tl.constexpr(64)
+GROUP = tl.constexpr(4)
+DIM = tl.constexpr(64)
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def step(i, size, stride):
+    return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64) * stride
+
+
+@triton.jit
+def clamp(i, size):
+    return tl.minimum(tl.maximum(i, 0), size - 1)
+
+
+@triton.jit
+def floordiv(x, y):
+    """Rounds to minus infinity; 0 where y is 0."""
+    divisor = tl.where(y == 0, 1, y)
+    quotient = x // divisor
+    down = (quotient * divisor != x) & ((x < 0) != (divisor < 0))
+    return tl.where(y == 0, 0, tl.where(down, quotient - 1, quotient))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "q_len", "kv_len", "records", "h_origin", "q_origin", "k_origin", "s0", "bias_size0",
+        "bias_size1",
+    ]
+)
+def attention_forward(
+    Q, K, V, Out,  # [batch, heads, length, dim], any strides
+    Lse,  # float32 [batch, heads, q_len], contiguous
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    scale, heads, q_len, kv_len,
+    Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles
+    Count, Order,  # int32 [slices, rows]: records in use; rows in order of work
+    SliceOf,  # int32 [batch, heads]
+    records,
+    h_origin, q_origin, k_origin,  # of this call in the whole problem
+    s0,
+    bias, bias_size0, bias_size1, bias_stride0, bias_stride1,
+    ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
+):
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)
+    row = tl.load(Order + distinct + tl.program_id(0))  # longest first
+    start = row * BLOCK_Q
+    rows = tl.arange(0, BLOCK_Q)
+    columns = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, DIM)
+    kv_head = head // GROUP
+
+    # Offsets are 64 bits where they are scalars, 32 within a tile.
+    Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
+    K += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    V += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
+    key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
+    value_at = columns[:, None] * stride_vs + d[None, :] * stride_vd
+    present = start + rows < q_len
+    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None], other=0.0)
+
+    if ORIGIN_PER_BATCH:
+        q_origin = tl.load(q_origin + batch)
+        k_origin = tl.load(k_origin + batch)
+    s0 = tl.cast(s0, tl.int64)
+    h = (h_origin + head).to(tl.int64)
+    q = (q_origin + start + rows)[:, None].to(tl.int64)
+    row0 = floordiv(q, 3) & 7
+    top = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
+
+    entry = distinct + row
+    for i in range(tl.load(Count + entry)):
+        record = Spans + (entry.to(tl.int64) * records + i) * 4
+        lo, full_lo = tl.load(record), tl.load(record + 1)
+        full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+        # Border tiles, before and behind the full ones: the mask is a predicate.
+        for j in range(lo, hi - full_hi + full_lo):
+            tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+            inside = tile * BLOCK_K + columns < kv_len
+            at = tl.cast(tile * BLOCK_K, tl.int64)
+            keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
+            score = tl.dot(query, keys, input_precision="ieee") * scale
+            k = (k_origin + tile * BLOCK_K + columns)[None, :].to(tl.int64)
+            column0 = floordiv(k, 3) & 7
+            # q >= k & q // 3 % 8 == k // 3 % 8
+            visible = inside[None, :]
+            visible &= q >= k
+            visible &= row0 == column0
+            # score + bias[h, k - q + s0]
+            bias_h_at = tl.load(
+                bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1,
+                mask=visible).to(tl.float32,
+            )
+            score = score + bias_h_at
+            score = tl.where(visible, score, -INFINITY)
+            peak = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2((score - peak[:, None]) * LOG2E)
+            rescale = tl.exp2((top - peak) * LOG2E)
+            values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+            total = total * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+            top = peak
+        # Full tiles: every position is visible.
+        for tile in range(full_lo, full_hi):
+            at = tl.cast(tile * BLOCK_K, tl.int64)
+            keys = tl.load(K + at * stride_ks + key_at)
+            score = tl.dot(query, keys, input_precision="ieee") * scale
+            k = (k_origin + tile * BLOCK_K + columns)[None, :].to(tl.int64)
+            # score + bias[h, k - q + s0]
+            bias_h_at = tl.load(
+                bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1).to(tl.float32,
+            )
+            score = score + bias_h_at
+            peak = tl.maximum(top, tl.max(score, 1))
+            p = tl.exp2((score - peak[:, None]) * LOG2E)
+            rescale = tl.exp2((top - peak) * LOG2E)
+            values = tl.load(V + at * stride_vs + value_at)
+            total = total * rescale + tl.sum(p, 1)
+            acc = acc * rescale[:, None]
+            acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+            top = peak
+
+    # A row without a visible key gives 0, and lse -inf.
+    empty = total == 0.0
+    total = tl.where(empty, 1.0, total)
+    lse = tl.where(empty, -INFINITY, top + tl.log(total))
+    out = acc * (1.0 / total)[:, None]
+    out_at = rows[:, None] * stride_os + d[None, :] * stride_od
+    tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
+    Lse += tl.program_id(1).to(tl.int64) * q_len + start
+    tl.store(Lse + rows, lse, mask=present)

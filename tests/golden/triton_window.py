@@ -1,0 +1,124 @@
+"""Attention forward in Triton, written by frisket for
+
+    causal & window(w)
+    s0 = w
+    s1 = 1
+
+Head size 128, bfloat16, 8 query heads to a key head; tiles of 128 queries by 64 keys.
+Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
+"""
+
+import triton
+import triton.language as tl
+
+BLOCK_Q = tl.constexpr(128)
+BLOCK_K = tl.constexpr(64)
+GROUP = tl.constexpr(8)
+DIM = tl.constexpr(128)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "q_len", "kv_len", "q_origin", "k_origin", "KV_LEN", "s0", "s1",
+    ]
+)
+def attention_forward(
+    Q, K, V, Out,  # [batch, heads, length, dim], any strides
+    Lse,  # float32 [batch, heads, q_len], contiguous
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    scale, heads, q_len, kv_len,
+    q_origin, k_origin,  # of this call in the whole problem
+    KV_LEN,
+    s0, s1,
+    ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
+):
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first
+    start = row * BLOCK_Q
+    rows = tl.arange(0, BLOCK_Q)
+    columns = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, DIM)
+    kv_head = head // GROUP
+
+    # Offsets are 64 bits where they are scalars, 32 within a tile.
+    Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
+    K += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    V += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
+    key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
+    value_at = columns[:, None] * stride_vs + d[None, :] * stride_vd
+    present = start + rows < q_len
+    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None], other=0.0)
+
+    if ORIGIN_PER_BATCH:
+        q_origin = tl.load(q_origin + batch)
+        k_origin = tl.load(k_origin + batch)
+    q = (q_origin + start + rows)[:, None]
+    q_first = q_origin + start
+    q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1
+    k_first = k_origin
+    k_last = k_origin + kv_len - 1
+    # Some query of the tile sees keys first..last, every one sees full_first..full_last.
+    first = tl.maximum(q_first - s0 + s1, k_first) - k_first
+    full_first = tl.maximum(q_last - s0 + s1, k_first) - k_first
+    full_last = tl.minimum(q_first, k_last) - k_first
+    last = tl.minimum(tl.minimum(q_last, KV_LEN - s1), k_last) - k_first
+    hi = (tl.maximum(last, -1) + BLOCK_K) // BLOCK_K
+    lo = tl.minimum(first // BLOCK_K, hi)
+    full_lo = tl.minimum((tl.minimum(full_first, kv_len) + BLOCK_K - 1) // BLOCK_K, hi)
+    full_lo = tl.maximum(full_lo, lo)
+    full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)
+    full_hi = tl.maximum(full_hi, full_lo)
+    unit = scale * LOG2E
+    top = tl.full([BLOCK_Q], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
+
+    # Border tiles, before and behind the full ones: the mask is a predicate.
+    for j in range(lo, hi - full_hi + full_lo):
+        tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+        inside = tile * BLOCK_K + columns < kv_len
+        at = tl.cast(tile * BLOCK_K, tl.int64)
+        keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
+        score = tl.dot(query, keys)
+        k = (k_origin + tile * BLOCK_K + columns)[None, :]
+        # q >= k & q - k < s0
+        visible = inside[None, :]
+        visible &= q >= k
+        visible &= q - k < s0
+        score = tl.where(visible, score, -INFINITY)
+        peak = tl.maximum(top, tl.max(score, 1) * unit)
+        p = tl.exp2(score * unit - peak[:, None])
+        rescale = tl.exp2(top - peak)
+        values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(p.to(values.dtype), values, acc)
+        top = peak
+    # Full tiles: every position is visible.
+    for tile in range(full_lo, full_hi):
+        at = tl.cast(tile * BLOCK_K, tl.int64)
+        keys = tl.load(K + at * stride_ks + key_at)
+        score = tl.dot(query, keys)
+        peak = tl.maximum(top, tl.max(score, 1) * unit)
+        p = tl.exp2(score * unit - peak[:, None])
+        rescale = tl.exp2(top - peak)
+        values = tl.load(V + at * stride_vs + value_at)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(p.to(values.dtype), values, acc)
+        top = peak
+
+    lse = (top + tl.log2(total)) * LN2
+    out = acc * (1.0 / total)[:, None]
+    out_at = rows[:, None] * stride_os + d[None, :] * stride_od
+    tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
+    Lse += tl.program_id(1).to(tl.int64) * q_len + start
+    tl.store(Lse + rows, lse, mask=present)

@@ -1,0 +1,91 @@
+"""Run by test_triton_interpret.py without TRITON_INTERPRET: Triton compiles what is emitted, for machines not here."""
+
+import pytest
+import torch
+import triton
+from support import attention_cases as cases
+from support import triton_operators
+from support.attention_cases import CASES
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from frisket.dsl import ir
+from frisket.dsl.errors import BackendError
+from frisket.dsl.sugar import b, eq, function, h, k, q, score
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.emit.triton_forward import emit
+from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.runtime.triton_launch import ARCHITECTURES, compile_report, default_target, forward, load
+
+causal = q >= k
+w = ir.param("w")
+q0, q1 = ir.var("q0"), ir.var("q1")
+documents = eq(ir.lookup("doc", (q,)), ir.lookup("doc", (k,)))
+softcap = 50 * function("tanh", score / 50)
+PLANS = {
+    "full": make_plan(None, None, rows_nonempty=True, score_finite=True),
+    "window": make_plan(causal & (q - k < w), None, rows_nonempty=True, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1)),
+    "documents": make_plan(causal & documents, None),
+    "softcap, alibi": make_plan(causal, softcap + ir.lookup("slope", (h,), FLOAT) * (k - q)),
+    "bias": make_plan(causal, score + ir.lookup("bias", (b, h, q, k), FLOAT)),
+}
+
+
+def report(name, dim, dtype, arch="sm_90"):
+    plan = PLANS[name]
+    target = default_target(plan, Geometry(1, 8, 8, 4096, 4096, dim, dim, dim**-0.5), dtype, arch)
+    return target, compile_report(emit(plan, target, dim, dim, dtype, 1), plan, target, dtype, arch)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", PLANS)
+def test_default_tiles_do_not_spill(name, dim):
+    _, found = report(name, dim, "bfloat16")
+    assert found.spills == 0
+    assert found.fits
+
+
+@pytest.mark.parametrize("arch", set(ARCHITECTURES) - {"sm_90"})
+def test_other_machines(arch):
+    _, found = report("window", 128, "float16", arch)
+    assert found.fits
+
+
+def test_float32():
+    _, found = report("window", 64, "float32")
+    assert found.spills == 0
+    assert found.fits
+
+
+@pytest.mark.parametrize("name", ["crop", "nested", "keep-plane", "switch", "random", "v-wider", "gqa", "scaled"])
+def test_cases_compile(name):
+    case = CASES[name]
+    made, target = cases.plan(case), Target("triton", 64, 32, 4, 2)
+    source = emit(made, target, case.dim, case.v_dim, "float16", case.heads // case.kv_heads)
+    assert compile_report(source, made, target, "float16").fits
+
+
+@pytest.mark.parametrize("int64", [False, True])
+def test_every_operator_compiles(int64):
+    roots = list(triton_operators.EXPRESSIONS.values())
+    kernel = load(triton_operators.module(roots, int64)).attention_forward
+    inputs = {p.name.upper(): {INT: "*i32", FLOAT: "*fp32", BOOL: "*i8"}[p.type] for p in triton_operators.free(*roots)}
+    outs = {f"Out{i}": {INT: "*i64", FLOAT: "*fp32", BOOL: "*i1"}[e.type] for i, e in enumerate(roots)}
+    source = ASTSource(kernel, {**inputs, **outs, "N": "constexpr"}, {"N": 256})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+def test_errors():
+    made = cases.plan(CASES["causal"])
+    target = Target("triton", 64, 64)
+    source = emit(made, target, 64, 64, "float16", 1)
+    with pytest.raises(BackendError) as caught:
+        compile_report(source, made, target, "float16", "sm_70")
+    assert str(caught.value) == ("no figures for 'sm_70'; ahead-of-time reports know sm_80, sm_90, sm_100, gfx942")
+    x = torch.zeros(1, 2, 150, 32)
+    with pytest.raises(BackendError) as caught:
+        forward(made, None, cases.geometry(CASES["causal"]), x, x, x, {}, {}, target)
+    assert str(caught.value) == (
+        "Triton kernels need a GPU: on the CPU take backend='aten', or set TRITON_INTERPRET=1 before "
+        "Python starts to run them in Triton's interpreter"
+    )

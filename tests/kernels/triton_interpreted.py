@@ -1,0 +1,230 @@
+"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: the forward kernel against dense attention."""
+
+import numpy as np
+import pytest
+import torch
+from support import attention_cases as cases
+from support import triton_bf16, triton_operators
+from support.attention_cases import CASES, Case, causal
+
+from frisket.dsl import ir
+from frisket.dsl.errors import BackendError, ParameterError
+from frisket.dsl.ir import lit, var
+from frisket.dsl.sugar import eq, h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.runtime import triton_launch
+
+triton_bf16.install()
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
+
+
+def poisoned(array, dtype, layout="bhsd"):
+    """The array as a torch tensor of odd strides, with NaN (or nonsense) all around it."""
+    axes = [("bhsd" if array.ndim == 4 else "bhsd"[: array.ndim]).index(c) for c in layout]
+    source = torch.as_tensor(np.ascontiguousarray(array)).to(dtype).permute(axes)
+    bad = float("nan") if dtype.is_floating_point else 1 if dtype is torch.bool else min(2**30, torch.iinfo(dtype).max)
+    whole = torch.full([n + 8 for n in source.shape], bad, dtype=dtype)
+    inner = whole[tuple(slice(3, 3 + n) for n in source.shape)]
+    inner.copy_(source)
+    return inner.permute([axes.index(i) for i in range(source.dim())])
+
+
+def run(case, made=None, layout="bhsd", spans=None, **target):
+    made = made or cases.plan(case)
+    dtype = getattr(torch, case.dtype)
+    q, k, v = (
+        poisoned(np.asarray(x.astype("float32")).transpose(0, 2, 1, 3), dtype, layout) for x in cases.arrays(case)
+    )
+    tables = {
+        n: poisoned(a, torch.as_tensor(np.asarray(a)).dtype, "bhsd"[: np.ndim(a)])
+        for n, a in made.table_values(case.tables).items()
+    }
+    return triton_launch.forward(
+        made, spans or cases.spans(case), cases.geometry(case), q, k, v,
+        made.slot_values(case.slots), tables, Target("triton", *case.block, **target),
+    )  # fmt: skip
+
+
+def check(case, out, lse):
+    want, want_lse = cases.oracle(case)
+    error = np.abs(out.double().numpy().transpose(0, 2, 1, 3) - want)
+    assert error.max() <= cases.allowed(case)  # and so no NaN
+    loose = 2e-6 if case.dtype == "float32" else 2e-2
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=loose, atol=loose)
+    assert out.dtype == getattr(torch, case.dtype)
+    assert lse.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name):
+    check(CASES[name], *run(CASES[name]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["window", "gqa", "softcap", "empty-rows", "crop", "documents-by-batch"])
+def test_every_case_in_half_precision(name, dtype):
+    case = CASES[name].but(dtype=dtype)
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dim", [16, 24, 32, 64, 80, 96, 128])
+def test_tensors_of_any_head_size(dim, dtype):
+    case = Case(causal & (q - k < 70), q_len=100, kv_len=100, heads=1, kv_heads=1, dim=dim, v_dim=dim, dtype=dtype)
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhds", "sbhd", "dhsb"])
+def test_tensors_of_any_strides(layout):
+    case = Case(causal, dim=48, v_dim=80, heads=4, batch=2, q_len=70, kv_len=70)
+    check(case, *run(case, layout=layout))
+
+
+@pytest.mark.parametrize("block", [(16, 16), (32, 64), (128, 32), (64, 128)])
+@pytest.mark.parametrize("name", ["crop", "gqa"])
+def test_tensors_in_any_tile(name, block):
+    case = CASES[name].but(block=block)
+    check(case, *run(case, order="forward"))
+
+
+# Closed forms: first..last is what some query of the tile sees, full_first..full_last what every one does.
+q0, q1, k0, k1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
+w = ir.param("w")
+NEVER = lit(1), lit(0)
+CLOSED = {
+    "causal": (causal, Bounds(k0, k0, q0, q1)),
+    "anticausal": (k >= q, Bounds(q0, q1, k1, k1)),
+    "window": (causal & (q - k < w), Bounds(q0 - w + 1, q1 - w + 1, q0, q1)),
+    "band": ((q - k < w) & (k - q < 9), Bounds(q0 - w + 1, q1 - w + 1, q0 + 8, q1 + 8)),
+    "by-head": (causal & (q - k < w + 20 * h), Bounds(q0 - w - 20 * h + 1, q1 - w - 20 * h + 1, q0, q1)),
+    "chunked": (causal & eq(q // 48, k // 48), Bounds(q0 // 48 * 48, q1 // 48 * 48, q0, q1)),
+    "nothing": (ir.FALSE, Bounds(*NEVER[:1], lit(1), lit(0), lit(0))),
+    "far away": (k > q + 10**6, Bounds(q0 + 10**6 + 1, q1 + 10**6 + 1, k1, k1)),
+    "sizes": (k - q <= ir.KV_LEN - ir.Q_LEN, Bounds(k0, k0, q0 + ir.KV_LEN - ir.Q_LEN, q1 + ir.KV_LEN - ir.Q_LEN)),
+}  # fmt: skip
+PLACES = {
+    "whole": {},
+    "ragged": {"q_len": 149, "kv_len": 131},
+    "crop": {"q_len": 90, "kv_len": 77, "origin": (0, 1, 137, 101), "sizes": (1, 4, 400, 410)},
+    "per batch": {
+        "batch": 2, "q_len": 40, "kv_len": 120, "origin": (0, 0, np.array([80, 30]), 5), "sizes": (2, 2, 120, 130),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", CLOSED)
+def test_every_case_with_closed_form_bounds(name, place):
+    mask, bounds = CLOSED[name]
+    case = Case(mask, slots={"w": 50}, block=(32, 16), dim=16, v_dim=16).but(**PLACES[place])
+    made = make_plan(mask, None, name, bounds=bounds)
+    check(case, *run(case, made, spans=cases.spans(CASES["nothing"])))  # the table is not read
+
+
+def test_launch_reads_no_table_with_bounds():
+    case = Case(causal)
+    made = make_plan(causal, None, "causal", bounds=CLOSED["causal"][1])
+    arrays = (torch.as_tensor(np.asarray(x)).transpose(1, 2) for x in cases.arrays(case))
+    check(case, *triton_launch.forward(made, None, cases.geometry(case), *arrays, {}, {}, Target("triton", 32, 32)))
+
+
+def test_launch_without_guard():
+    case = Case(causal & (q - k < 20), block=(32, 32))
+    check(case, *run(case, make_plan(case.mask, None, rows_nonempty=True)))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_launch_with_a_scale_that_cannot_be_folded(scale):
+    from frisket.lowering import dense
+
+    case = Case(causal)
+    arrays = [np.asarray(x).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
+    g = Geometry(1, 2, 2, 150, 150, 32, 32, scale)
+    made = make_plan(causal, None)
+    out, lse = triton_launch.forward(
+        made, cases.spans(case), g, *map(torch.tensor, arrays), {}, {}, Target("triton", 64, 64)
+    )
+    want, want_lse = dense.attention(*arrays, causal, None, scale=scale, params={}, tables={})
+    np.testing.assert_allclose(out.numpy(), want, atol=2e-6)
+    np.testing.assert_allclose(lse.numpy(), want_lse, atol=2e-6)
+
+
+def test_launch_in_64_bits():
+    far = (q << 40) - k * 2**33 >= ir.param("w")
+    case = Case(far & eq((q << 40) >> 40, q), slots={"w": 5 * 2**35}, block=(32, 32))
+    made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40})
+    assert made.int64
+    check(case, *run(case, made))
+
+
+def test_launch_huge_shift_of_a_small_integer():
+    case = Case(eq(q >> 40, 0) & (k >> 63 >= 0), block=(32, 32))
+    made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12})
+    check(case, *run(case, made))
+
+
+def test_launch_keeps_user_names_apart_from_the_kernels():
+    names = ["Q", "tile", "tanh", "lambda", "start", "row0", "doc"]
+    mask = causal
+    for n in names:
+        mask = mask & (ir.lookup(n, (q,)) >= ir.lookup(n, (k,)))
+    case = Case(mask, tables={n: np.arange(150) for n in names}, block=(64, 64))
+    check(case, *run(case))
+
+
+def test_launch_another_plan_of_the_same_shape():
+    bias = np.random.default_rng(3).standard_normal(150).astype(np.float32)
+    for name in ("first", "second"):  # equal plans: the second runs the kernel of the first
+        case = Case(causal, score + ir.lookup(name, (k,), FLOAT), tables={name: bias})
+        check(case, *run(case))
+
+
+def test_launch_narrow_and_wide_tables():
+    for dtype in (np.uint8, np.int16, np.int64):
+        case = Case(
+            ir.lookup("doc", (q,)) - ir.lookup("doc", (k,)) >= 0, tables={"doc": (cases.DOC % 200).astype(dtype)}
+        )
+        check(case, *run(case))
+
+
+def test_launch_refuses_tables_that_do_not_fit():
+    case = CASES["documents"].but(tables={"doc": np.zeros(400, np.int32)})
+    made = cases.plan(case)
+    arrays = [torch.zeros(1, 2, 333, 32)] * 3
+    tables = {"t0": torch.zeros(2, 3)}
+    with pytest.raises(ParameterError) as caught:
+        triton_launch.forward(
+            made,
+            cases.spans(case),
+            cases.geometry(case),
+            *arrays,
+            {},
+            {"t0": torch.zeros(2, 3)},
+            Target("triton", 64, 64),
+        )
+    assert str(caught.value) == "table `doc` has 1 axes of at least one entry, not shape [2, 3]"
+
+
+def test_launch_never_trusts_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
+    path = triton_launch.write("x = 1\n")
+    assert path.parent == tmp_path / "triton"
+    path.write_text("x = 2\n")
+    assert triton_launch.load("x = 1\n").x == 1
+    assert path.read_text() == "x = 1\n"
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_launch_reports_only_compiled_kernels():
+    made = make_plan(causal, None)
+    target = Target("triton", 64, 64)
+    source = triton_launch.emit(made, target, 64, 64, "float16", 1)
+    with pytest.raises(BackendError, match="TRITON_INTERPRET=1 is set"):
+        triton_launch.compile_report(source, made, target, "float16")
+
+
+@pytest.mark.parametrize("int64", [False, True])
+@pytest.mark.parametrize("name", triton_operators.EXPRESSIONS)
+def test_operators(name, int64):
+    triton_operators.check(name, int64)

@@ -1,0 +1,230 @@
+"""The text of the Triton kernels: golden files, names, operators, errors. Nothing here imports triton."""
+
+import ast
+import re
+from dataclasses import replace
+
+import pytest
+from support.attention_cases import CASES, plan
+
+from frisket.dsl import ir
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.evaluate import OPERATORS
+from frisket.dsl.ir import build, lit, param, var
+from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.emit import expr, expr_jnp, expr_triton
+from frisket.lowering.emit.expr import COLUMN, POSITION, ROW, SCALAR, Text
+from frisket.lowering.emit.text import Names, Page
+from frisket.lowering.emit.triton_forward import emit
+from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
+from frisket.lowering.plan import Bounds, Target, make_plan
+
+TARGET = Target("triton", 128, 64, 8, 3)
+causal = q >= k
+q0, q1 = var("q0"), var("q1")
+window = causal & (q - k < param("w"))
+documents = eq(ir.lookup("doc", (b, q)), ir.lookup("doc", (b, k)))
+softcap = 50 * function("tanh", score / 50)
+alibi = ir.lookup("slope", (h,), FLOAT) * (k - q)
+last = minimum(q1, ir.KV_LEN - 1)
+GOLDEN = {
+    "triton_full.py": (make_plan(None, None, rows_nonempty=True, score_finite=True), 128, 128, "bfloat16", 1),
+    "triton_window.py": (
+        make_plan(
+            window, None, "causal & window(w)", rows_nonempty=True,
+            bounds=Bounds(q0 - param("w") + 1, q1 - param("w") + 1, q0, last),
+        ),
+        128, 128, "bfloat16", 8,
+    ),
+    "triton_documents.py": (
+        make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)"),
+        80, 64, "float16", 1,
+    ),
+    "triton_relative_bias.py": (
+        make_plan(
+            causal & eq(q // 3 % 8, k // 3 % 8), score + ir.lookup("bias", (h, k - q + 512), FLOAT),
+            "causal & q // 3 % 8 == k // 3 % 8\nscore + bias[h, k - q + 512]", limits={"q": 2**33, "k": 2**33},
+        ),
+        64, 64, "float32", 4,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_text(name, golden):
+    made, *rest = GOLDEN[name]
+    golden(name, emit(made, TARGET, *rest))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_input_same_text_and_it_parses(name):
+    case = CASES[name]
+    text = emit(plan(case), TARGET, case.dim, case.v_dim, "float32", case.heads // case.kv_heads)
+    assert text == emit(plan(case), TARGET, case.dim, case.v_dim, "float32", case.heads // case.kv_heads)
+    tree = ast.parse(text)
+    assert [n.name for n in tree.body if isinstance(n, ast.FunctionDef)][-1] == "attention_forward"
+    assert not [line for line in text.split("\n") if line != line.rstrip() or len(line) > 140]
+
+
+def test_windows_of_any_size_are_one_kernel():
+    def kernel(n):
+        text = emit(make_plan(causal & (q - k < n), None, f"window({n})"), TARGET, 64, 64, "float16", 1)
+        return text[text.index("@triton.jit") :]
+
+    assert kernel(256) == kernel(512)
+
+
+def test_only_what_is_used_is_a_parameter():
+    text = emit(make_plan(None, None), TARGET, 64, 64, "float16", 1)
+    assert "origin" not in text
+    assert "Spans" not in text
+    text = emit(make_plan(k < ir.KV_LEN - 3 * h, None), TARGET, 64, 64, "float16", 1)
+    assert "    h_origin, k_origin,  # of this call" in text
+    assert "    KV_LEN,\n" in text
+
+
+def test_the_guard_is_left_out_when_proved_needless():
+    proved = emit(make_plan(causal, None, rows_nonempty=True), TARGET, 64, 64, "float16", 1)
+    assert "empty" not in proved
+    assert "empty = total == 0.0" in emit(make_plan(causal, None), TARGET, 64, 64, "float16", 1)
+
+
+def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
+    made = make_plan(causal & documents & (q // 48 <= k // 48), None)
+    lines = emit(made, TARGET, 64, 64, "float16", 1).split("\n")
+    loop = next(i for i, line in enumerate(lines) if line.lstrip().startswith("for j in"))
+    assert [i < loop for i, line in enumerate(lines) if line.lstrip().startswith(("doc_b_q =", "row0 ="))] == [
+        True,
+        True,
+    ]
+    assert [i > loop for i, line in enumerate(lines) if line.lstrip().startswith(("doc_b_k =", "column0 ="))] == [
+        True,
+        True,
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_name_of_the_kernel_is_reserved(name):
+    case = CASES[name]
+    made = plan(case)
+    text = emit(made, TARGET, 80, 48, "float16", 2)
+    users = [n for a in arguments(made).values() for n in a.all]
+    tables = "|".join(a.name for a in arguments(made).values()) or "-"
+    known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
+    found = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+    assert not [n for n in found - known if not re.fullmatch(rf"(fixed|row|column|x)\d+|({tables})_\w+", n)]
+
+
+def test_user_names_give_way():
+    made = make_plan(ir.lookup("tile", (q,)) > ir.lookup("row0", (q // 3 + q,)), None)
+    names = arguments(made)
+    assert names["t0"].all == ("tile_", "tile__size", "tile__stride")
+    assert names["t1"].all == ("row0", "row0_size", "row0_stride")
+
+
+def test_errors():
+    made = make_plan(causal, None)
+    with pytest.raises(LoweringError) as caught:
+        emit(made, TARGET, 64, 64, "float64", 1)
+    assert str(caught.value) == (
+        "the Triton kernel takes float32, float16 or bfloat16, not float64; "
+        "float64 runs on the CPU backends (aten, xla)"
+    )
+    for block in (8, 24):
+        with pytest.raises(LoweringError) as caught:
+            emit(made, replace(TARGET, block_k=block), 64, 64, "float16", 1)
+        message = f"Triton tiles are powers of two from 16 on, block_k is {block}; take 64 or 128"
+        assert str(caught.value) == message
+
+
+def test_a_name_outside_the_plan():
+    made = replace(make_plan(causal, None), mask=k < param("w"))
+    with pytest.raises(LoweringError) as caught:
+        emit(made, TARGET, 64, 64, "float16", 1)
+    assert str(caught.value) == "`w` is neither a slot nor a table of the plan; make it one first"
+
+
+# -- the tables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", [expr_triton.TRITON, expr_jnp.JNP], ids=["triton", "jnp"])
+@pytest.mark.parametrize("op", OPERATORS)
+def test_every_operator_has_a_row(op, table):
+    assert op in table
+
+
+@pytest.mark.parametrize("op", ["segment", "reduce", "extent", "bound"])
+def test_what_the_planner_rewrites_is_refused_by_name(op):
+    node = ir.make(op, (), "n", INT)
+    made = replace(make_plan(causal, None), mask=build("lt", k, node))
+    with pytest.raises(LoweringError) as caught:
+        emit(made, TARGET, 64, 64, "float16", 1)
+    assert str(caught.value) == (
+        f"`{op}` has no Triton form; rewrite the expression without it, "
+        "or choose another backend (frisket doctor lists them)"
+    )
+
+
+def printed(e):
+    def leaf(node, args):
+        return Text(node.name) if node.op in ("var", "param") else expr_triton.operator(node, args, False)
+
+    made = expr.printed([e], expr_triton.TRITON, leaf, lambda node, level: f"n{level}", "Triton")
+    return [f"{line.name} = {line.text}" for line in made.lines], made.values[e]
+
+
+x, y, z = param("x"), param("y"), param("z")
+
+
+@pytest.mark.parametrize(("e", "text"), [
+    (x - (y - z), "x - (y - z)"),
+    ((x - y) - z, "x - y - z"),
+    (x * (y + z), "x * (y + z)"),
+    (-(x + y), "-(x + y)"),
+    (~(x ^ y) & z, "~(x ^ y) & z"),
+    ((x < y) & ((y < z) | (x < z)), "(x < y) & ((y < z) | (x < z))"),
+    (eq(x < y, y < z), "(x < y) == (y < z)"),
+    (x << 3, "x << 3"),
+    ((x + y) >> 40, "x + y >> 31"),
+    (build("float", x + y), "(x + y).to(tl.float32)"),
+    (build("int", x < y), "(x < y).to(INT)"),
+    (build("max", lit(0.5), build("float", x)), "tl.maximum(0.5, x.to(tl.float32), propagate_nan=tl.PropagateNan.ALL)"),
+    (build("where", x < y, lit(-2.0), ir.NEG_INF), "tl.where(x < y, -2.0, -INFINITY)"),
+    (ir.random(x, y), "uniform(stirred(seeded(x), y))"),
+])  # fmt: skip
+def test_parentheses_only_where_needed(e, text):
+    assert printed(e) == ([], text)
+
+
+def test_names_for_what_is_shared_or_known_sooner():
+    assert printed((q * 3 - k) * (q * 3 - k)) == (["n1 = q * 3", "n3 = n1 - k"], "n3 * n3")
+    found = expr.levels(q * 3 - k)
+    assert (found[q * 3], found[k], found[q * 3 - k], found[lit(3)]) == (ROW, COLUMN, POSITION, SCALAR)
+
+
+@pytest.mark.parametrize(("e", "better"), [
+    (x // 8, x >> 3), (x % 8, build("bitand", x, lit(7))), (x // 1, x), (x // 3, x // 3), (x % -8, x % -8),
+    (x**3, x * x * x), (x**1, x), (x**0, lit(1)), (lit(2) ** 5 + x, 32 + x), (lit(7) // 0 + x, 0 + x),
+    (build("and", x < 1, lit(2) < lit(1)), build("and", x < 1, ir.FALSE)),
+])  # fmt: skip
+def test_cheaper_forms(e, better):
+    assert expr.machine(e) is better
+
+
+def test_pages_and_names():
+    page = Page()
+    with page.block("if x:"):
+        page.comment("one\n\ntwo")
+        page.line("y = 1")
+    assert str(page) == "if x:\n    # one\n    #\n    # two\n    y = 1\n"
+    names = Names({"q"})
+    assert [names.new(n) for n in ("q", "w", "w", "a b", "if")] == ["q_", "w", "w_", "x", "if_"]
+    assert [names.numbered("x") for _ in range(2)] == ["x0", "x1"]
+
+
+def test_bools_and_floats_are_told_apart_in_tables():
+    made = make_plan(ir.lookup("keep", (q, k), BOOL), None)
+    text = emit(made, TARGET, 64, 64, "float16", 1)
+    assert "keep_q_k = tl.load(keep + clamp(q, keep_size0).to(tl.int64) * keep_stride0" in text
+    assert "* keep_stride1) != 0" in text
