@@ -104,5 +104,5 @@ class BudgetError(FrisketError):
     """An exact answer would cost more than the stated budget."""
 
 
-class Undecided(FrisketError):
+class Undecided(FrisketError):  # noqa: N818 (a public name)
     """A question about a mask is beyond the budget; nothing is guessed."""
