@@ -7,6 +7,7 @@ there is no score mod, torch's built-in flash kernel does the block and the piec
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -64,6 +65,10 @@ class _Block:
     @property
     def group(self) -> int:
         return self.heads.last - self.heads.first
+
+    def slides(self, piece: Piece) -> bool:
+        """Whether all rows see the piece at one distance."""
+        return not self.by_row or self.step.count == 1 or piece.stride == self.step.height
 
 
 class _Run:
@@ -208,12 +213,13 @@ class _Run:
     def _hide(self, block: _Block, piece: Piece, lo: int, hi: int, cells: Tensor) -> None:
         assert self.mask is not None
         torch, step = self.torch, block.step
+        still = self.still and block.slides(piece)
         place = (lo - step.start, hi - lo, step.height, int(self.careful))
-        hidden = self.memory.get(place) if self.still else None
+        hidden = self.memory.get(place) if still else None
         if hidden is None:
-            seen = self.mask(self._coordinates(block, piece, lo, hi, still=self.still), self.tables)
+            seen = self.mask(self._coordinates(block, piece, lo, hi, still=still), self.tables)
             hidden = ~seen if self.careful else torch.where(seen, 0.0, -math.inf).to(self.dtype)
-            if self.still:
+            if still:
                 self.memory[place] = hidden
         if self.careful:
             cells.masked_fill_(hidden, -math.inf)
@@ -223,6 +229,8 @@ class _Run:
     def _strip(self, name: str, program: Program, block: _Block, piece: Piece) -> Tensor:
         """A part of the score mod that only sees q - k: one strip of tiles serves all rows."""
         torch, g, step = self.torch, self.geometry, block.step
+        if not block.slides(piece):
+            return program(self._coordinates(block, piece, piece.start, piece.stop), self.tables)
         place = (-1, len(name), int(name[1:]), step.height)
         strip = self.memory.get(place)
         if strip is None:
@@ -280,10 +288,7 @@ class _Run:
 
     def _store(self, block: _Block, acc: Tensor, top: Tensor, total: Tensor) -> None:
         torch, m, step = self.torch, block.heads, block.step
-        if self.plan.guard or self.careful:
-            safe = torch.where(total == 0, 1.0, total)
-        else:
-            safe = total
+        safe = torch.where(total == 0, 1.0, total) if self.plan.guard or self.careful else total
         acc = acc.div_(safe)
         lse = total.log2_().add_(top).mul_(LN2).squeeze(-1)
         rows = slice(step.start, step.start + step.height * step.count)
@@ -432,7 +437,7 @@ def _moved(step: Step, by: int, count: int) -> Step:
 def _parts(n: int, room: int) -> list[range]:
     parts = -(-n // max(1, min(room, n)))
     cuts = [n * i // parts for i in range(parts + 1)]
-    return [range(a, b) for a, b in zip(cuts, cuts[1:])]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def _chunks(pieces: tuple[Piece, ...], room: int) -> list[list[Piece]]:

@@ -50,6 +50,10 @@ def _shift(fn: str) -> Callable[[Tensor, Tensor], Tensor]:
     return run
 
 
+def _sign(x: Tensor) -> Tensor:
+    return x.sign() if x.dtype == _torch().int64 else _torch().where(x.isnan(), x, x.sign())
+
+
 def _to_int(x: Tensor) -> Tensor:
     torch = _torch()
     if x.dtype == torch.bool:
@@ -95,7 +99,7 @@ def _call(name: str) -> Callable[..., Tensor]:
 # torch's name where it is one call; `minimum` and `maximum` propagate NaN, as numpy's do
 OPERATORS: dict[str, Callable[..., Tensor]] = {
     **{ours: _call(theirs) for ours, theirs in {
-        "neg": "neg", "abs": "abs", "sign": "sign", "add": "add", "sub": "sub", "mul": "mul",
+        "neg": "neg", "abs": "abs", "add": "add", "sub": "sub", "mul": "mul",
         "min": "minimum", "max": "maximum", "pow": "pow", "div": "div",
         "bitand": "bitwise_and", "bitor": "bitwise_or", "bitxor": "bitwise_xor", "bitnot": "bitwise_not",
         "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "eq": "eq", "ne": "ne",
@@ -104,6 +108,7 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
         "sigmoid": "sigmoid", "sin": "sin", "cos": "cos", "tan": "tan", "sqrt": "sqrt", "rsqrt": "rsqrt",
         "erf": "erf", "isfinite": "isfinite",
     }.items()},
+    "sign": _sign,
     "floordiv": _floordiv, "mod": _mod, "shl": _shift("bitwise_left_shift"),
     "shr": _shift("bitwise_right_shift"),
     "and": _fold("logical_and"), "or": _fold("logical_or"), "int": _to_int,
@@ -141,7 +146,7 @@ class Program:
     def __init__(self, root: Expr, dtype: Any, given: Mapping[Expr, str] | None = None) -> None:
         self.dtype = dtype
         self.given = dict(given or {})
-        order = [n for n in _walk_to(unroll(root), self.given)]
+        order = list(_walk_to(unroll(root), self.given))
         at = {n: i for i, n in enumerate(order)}
         last = {a: i for i, n in enumerate(order) for a in self._inputs(n)}
         self.code = []

@@ -7,6 +7,7 @@ span. Such rows become one `Step` whose K/V pieces are overlapping views, so tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,7 +69,8 @@ def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int])
     for first, last in _runs(tokens, count, geometry.q_len, block[0]):
         start = first * block[0]
         moves = tokens[first + 1] - tokens[first] if last - first > 1 else np.zeros_like(tokens[first])
-        pieces = [Piece(*map(int, r), int(m)) for r, m in zip(tokens[first], moves[:, 0]) if r[3] > r[0]]
+        records = zip(tokens[first].tolist(), moves[:, 0].tolist())
+        pieces = [Piece(lo, full_lo, full_hi, hi, move) for (lo, full_lo, full_hi, hi), move in records if hi > lo]
         height = min(block[0], geometry.q_len - start)
         if last - first > 1 and not moves.any():  # the same keys for all: one taller tile
             tall = min(last * block[0], geometry.q_len) - start
@@ -107,7 +109,7 @@ def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
         rows = spans.slice_of[b].reshape(geometry.kv_heads, group)
         for kv, row in enumerate(rows.tolist()):
             cuts = [0, *(i for i in range(1, group) if row[i] != row[i - 1]), group]
-            for first, last in zip(cuts, cuts[1:]):
+            for first, last in itertools.pairwise(cuts):
                 known = found.setdefault(row[first], [])
                 one = Heads(b, kv, 1, first, last)
                 if known and _follows(known[-1], one):

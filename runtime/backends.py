@@ -23,7 +23,7 @@ class Availability(dict[str, str]):
     """`fk.backends()`: name -> "" when it runs here, otherwise the reason it does not."""
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:18} {'runs here' if not why else why}" for name, why in self.items())
+        return "\n".join(f"{name:18} {why if why else 'runs here'}" for name, why in self.items())
 
     __repr__ = __str__
 

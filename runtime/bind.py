@@ -86,7 +86,7 @@ def subject(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapp
 
 def joined(m: Mask | None, s: ScoreMod | None) -> Subject:
     if m is not None and s is not None:
-        m, s = separated(m, s)  # type: ignore[type-var,assignment]
+        m, s = separated(m, s)  # type: ignore[assignment]
     return Subject(m, s)
 
 

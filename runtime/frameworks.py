@@ -85,7 +85,7 @@ class Arrays:
             raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
         start = (int(where[0]), int(where[1]), _start(where[2]), _start(where[3]))
         factor = d**-0.5 if scale is None else float(scale)
-        return Geometry(b, h, hkv, s, n, d, dv, factor, start, None if sizes is None else tuple(sizes))
+        return Geometry(b, h, hkv, s, n, d, dv, factor, start, sizes)
 
 
 def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False) -> Arrays:

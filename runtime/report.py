@@ -65,7 +65,7 @@ def compared(given: Arrays, g: Geometry, what: Subject, out: Array, lse: Array) 
 def _rounded(given: Arrays, g: Geometry, what: Subject, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Dense attention whose scores, probabilities and output are rounded to the dtype of the arrays."""
     half = rounding(given.q)
-    work = np.float64 if given.dtype == "float64" else np.float32
+    work: Any = np.float64 if given.dtype == "float64" else np.float32
     q, k, v = (x.astype(work) for x in (q, k, v))
     group = g.heads // g.kv_heads
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))

@@ -1,0 +1,273 @@
+"""torch's library calls against the oracle: every operator, every kind of mask, shape and stride."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from support import brute
+
+from frisket.dsl import ir
+from frisket.dsl.evaluate import OPERATORS as MEANING
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering import aten, dense
+from frisket.lowering.aten_expr import OPERATORS, Program, distance_only
+from frisket.lowering.aten_steps import steps
+from frisket.lowering.plan import Geometry, Spans, Target, make_plan
+
+INTS = np.array([-(2**40), -129, -64, -7, -3, -1, 0, 1, 2, 3, 5, 63, 64, 100, 2**31, 2**40])
+FLOATS = np.array([-np.inf, -1e30, -3.5, -1.0, -0.25, -0.0, 0.0, 1e-3, 0.5, 1.0, 2.75, 40.0, 1e30, np.inf, np.nan])
+BOOLS = np.array([False, True])
+VALUES = {INT: INTS, FLOAT: FLOATS, BOOL: BOOLS}
+# operators whose Int results must stay in 64 bits
+SMALL = {"mul": np.arange(-9, 10), "shl": np.arange(-3, 40), "pow": np.arange(0, 8)}
+
+
+def signatures(op):
+    """Every list of argument types the operator takes."""
+    for n in (1, 2, 3):
+        for types in itertools.product((BOOL, INT, FLOAT), repeat=n):
+            try:
+                if n in arity(op) and ir.result_type(op, types) is not None:
+                    yield types
+            except IndexError:
+                continue
+
+
+def arity(op):
+    if op in ("and", "or"):
+        return (2, 3)
+    if op == "where":
+        return (3,)
+    unary = {"neg", "abs", "sign", "bitnot", "not", "int", "float", "floor", "isfinite"} | ir.FLOAT_FUNCTIONS
+    return (1,) if op in unary else (2,)
+
+
+CASES = [(op, types) for op in sorted(set(MEANING) - {"random"}) for types in signatures(op)]
+
+
+def test_the_table_has_every_operator():
+    assert set(OPERATORS) == set(MEANING)
+
+
+@pytest.mark.parametrize(("op", "types"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x)))
+def test_operator(op, types):
+    values = [SMALL[op] if t is INT and op in SMALL else VALUES[t] for t in types]
+    grids = np.meshgrid(*values, indexing="ij")
+    names = [f"x{i}" for i in range(len(types))]
+    node = ir.build(op, *(ir.var(n, t) for n, t in zip(names, types)))
+    env = dict(zip(names, grids))
+    want = evaluate(node, env)
+    got = Program(node, torch.float64)({n: torch.from_numpy(np.array(x)) for n, x in env.items()}, {}).numpy()
+    if want.dtype.kind == "f":
+        assert_close(got, want)
+    else:
+        np.testing.assert_array_equal(got, want)
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_random_is_equal_bit_for_bit():
+    e = ir.random(ir.param("seed"), b, h, q, k)
+    env = {"seed": 77, "b": 1, "h": 3, "q": np.arange(40)[:, None], "k": np.arange(-20, 40)}
+    tensors = {n: torch.tensor(x) for n, x in env.items()}
+    np.testing.assert_array_equal(Program(e, torch.float32)(tensors, {}).numpy(), evaluate(e, env))
+
+
+def test_lookups_clamp_and_literals_need_no_tensor():
+    e = ir.lookup("t", (q + k,)) + 1
+    table = np.array([10, 20, 30])
+    env = {"q": np.arange(-3, 4)[:, None], "k": np.arange(3)}
+    got = Program(e, torch.float32)({n: torch.from_numpy(x) for n, x in env.items()}, {"t": torch.from_numpy(table)})
+    np.testing.assert_array_equal(got.numpy(), evaluate(e, env, {"t": table}))
+    assert Program(ir.TRUE, torch.float32)({}, {}).item() is True
+
+
+def test_the_score_is_overwritten_only_after_its_last_use():
+    e = score + function("tanh", score) * score
+    s = torch.randn(3, 4)
+    want = s + s.tanh() * s
+    torch.testing.assert_close(Program(e, torch.float32)({"score": s.clone()}, {}), want)
+
+
+@pytest.mark.parametrize(
+    ("e", "answer"),
+    [
+        (q >= k, True), (q - k < 5, True), ((q + 3 >= k) & (k - q > -9), True), (q < 5, False),
+        (eq((q - k) % 3, 0), True), (eq(q % 3, k % 3), False), (q - 2 * k < 0, False), (2 * q - 2 * k < 0, True),
+        ((q - k) * h < 3, False), (eq(ir.lookup("t", (q - k,)), 1), True),
+    ],
+)  # fmt: skip
+def test_distance_only(e, answer):
+    assert distance_only(e) is answer
+
+
+# -- whole calls ----------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(3)
+DOC = np.sort(RNG.integers(0, 7, 700))
+TABLES = {"doc": DOC, "slope": np.array([0.5, 0.25, 0.1, 0.05]), "bias": RNG.standard_normal((40, 40))}
+causal = q >= k
+
+
+def doc(x):
+    return ir.lookup("doc", (x,))
+
+
+MASKS = {
+    "none": None,
+    "causal": causal,
+    "window": causal & (q - k < 40),
+    "band": abs(q - k) < 30,
+    "documents": causal & eq(doc(q), doc(k)),
+    "sinks": causal & ((q - k < 20) | (k < 5)),
+    "dilated": eq((q - k) % 32, 0),
+    "by-head": causal & (q - k < 20 * (h + 1)),
+    "by-half-groups": causal & ((h < 1) | (q - k < 9)),
+    "by-batch": causal & (eq(b, 0) | (q - k < 50)),
+    "empty-rows": causal & (q > 60),
+    "nothing": q < 0,
+    "random": ir.random(ir.lit(3), b, h, q, k) < 0.3,
+    "prefix": k < 33,
+    "shifted": q + 64 >= k,
+}
+SCORES = {
+    "none": None,
+    "softcap": 5.0 * function("tanh", score / 5.0),
+    "alibi": score + ir.lookup("slope", (h,), FLOAT) * ir.to_float(k - q),
+    "nan-outside": score + function("log", ir.to_float(q - k + 1)),
+    "hidden": where(q >= k, score, -math.inf),
+    "bias": score + ir.lookup("bias", (q, k), FLOAT),
+    "constant": ir.to_float(k) * 0.01,
+}
+SHAPES = {
+    "gqa": Geometry(2, 4, 2, 130, 170, 16, 24, 0.25),
+    "square": Geometry(1, 4, 4, 300, 300, 16, 16, 0.25),
+    "long-keys": Geometry(1, 4, 1, 70, 400, 8, 8, 0.3),
+    "long-queries": Geometry(1, 4, 4, 400, 90, 8, 8, 0.3),
+}
+
+
+def run(mask, mod, g, *, block=(32, 32), dtype="float32", tables=TABLES, change=None, shared=False):
+    """((out, lse), the oracle's)."""
+    plan = make_plan(mask, mod)
+    spans = brute.spans(
+        ir.TRUE if mask is None else mask, g.q_len, g.kv_len, batch=g.batch, heads=g.heads, block=block,
+        origin=g.origin, sizes=g.sizes, tables=tables,
+    )  # fmt: skip
+    if shared and not (plan.uses_head or plan.uses_batch):
+        spans = Spans(spans.bounds[:1], spans.count[:1], np.zeros_like(spans.slice_of))
+    rng = np.random.default_rng(0)
+    shapes = (
+        (g.batch, g.heads, g.q_len, g.head_dim), (g.batch, g.kv_heads, g.kv_len, g.head_dim),
+        (g.batch, g.kv_heads, g.kv_len, g.v_dim),
+    )  # fmt: skip
+    qkv = [torch.from_numpy(rng.standard_normal(s)).to(getattr(torch, dtype)) for s in shapes]
+    if change:
+        qkv = change(*qkv)
+    given = {n: torch.from_numpy(t) for n, t in plan.table_values(tables).items()}
+    got = aten.forward(plan, spans, g, *qkv, plan.slot_values({}), given, Target("aten", *block))
+    want = dense.attention(
+        *(x.double().numpy() for x in qkv), mask, mod, scale=g.scale, params={}, tables=tables, origin=g.origin,
+        sizes=g.full,
+    )  # fmt: skip
+    return [x.double().numpy() for x in got], want
+
+
+def check(got, want, tolerance=3e-6):
+    for mine, right in zip(got, want):
+        np.testing.assert_allclose(mine, right, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("mod", ["none", "softcap", "alibi"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, mod, shape):
+    check(*run(MASKS[mask], SCORES[mod], SHAPES[shape], shared=shape != "square"), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("mod", SCORES)
+@pytest.mark.parametrize("mask", ["causal", "documents", "window"])
+def test_score_mods_in_float64(mod, mask):
+    check(*run(MASKS[mask], SCORES[mod], SHAPES["square"], dtype="float64", shared=True), tolerance=1e-12)
+
+
+@pytest.mark.parametrize("block", [(64, 32), (32, 64), (48, 16), (512, 512)])
+def test_unequal_tiles(block):
+    for mask in ("causal", "sinks", "documents", "prefix"):
+        check(*run(MASKS[mask], None, SHAPES["square"], block=block, shared=True), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 2e-3), ("bfloat16", 1.6e-2)])
+def test_half_precision(dtype, tolerance):
+    got, want = run(MASKS["documents"], SCORES["softcap"], SHAPES["gqa"], dtype=dtype, shared=True)
+    check(got[:1], want[:1], tolerance)
+    check(got[1:], want[1:], 1e-5)  # scores, and with them the lse, are float32 whatever the arrays are
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "by-batch"])
+@pytest.mark.parametrize("origin", [(1, 2, 37, 0), (0, 0, 64, 64), (0, 0, np.array([10, 200]), np.array([0, 64]))])
+def test_crops_in_global_coordinates(mask, origin):
+    g = Geometry(2, 2, 2, 100, 260, 8, 8, 0.3, origin, (4, 4, 600, 600))
+    check(*run(MASKS[mask], SCORES["alibi"], g), tolerance=1e-5)
+
+
+def test_large_triangles_take_the_fused_kernel_and_agree():
+    g = Geometry(1, 4, 2, 600, 600, 16, 16, 0.25)
+    for mask in (causal, q + 128 >= k, None):
+        check(*run(mask, None, g, block=(64, 64), shared=True), tolerance=1e-5)
+    near = causal & (q - k < 600)  # a triangle in these lengths, with another text
+    check(*run(near, None, g, block=(64, 64), shared=True), tolerance=1e-5)
+
+
+def test_any_strides():
+    def twisted(x, y, z):
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        y = y.transpose(2, 3).contiguous().transpose(2, 3)
+        return x, y, torch.cat([z, z], -1)[..., : z.shape[-1]]
+
+    for mask in ("causal", "window", "by-head"):
+        check(*run(MASKS[mask], None, SHAPES["gqa"], change=twisted), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("mask", ["causal", "window", "documents"])
+def test_masked_positions_never_contribute(mask, poison):
+    g = Geometry(1, 4, 4, 600, 600, 16, 16, 0.25)
+
+    def poisoned(x, y, z):
+        y[:, :, 500:] = poison  # queries below 500 do not see these keys
+        return x, y, z
+
+    got, want = run(MASKS[mask], None, g, block=(64, 64), shared=True, change=poisoned)
+    assert np.isfinite(got[0][:, :, :500]).all()
+    check([x[:, :, :500] for x in got], [x[:, :, :500] for x in want], tolerance=1e-5)
+
+
+def test_an_empty_row_is_zero_and_minus_infinity():
+    (out, lse), _ = run(MASKS["empty-rows"], None, SHAPES["square"], shared=True)
+    assert (out[:, :, :61] == 0).all()
+    assert np.isneginf(lse[:, :, :61]).all()
+    (out, lse), _ = run(None, where(q >= 10, score, -math.inf), SHAPES["square"], shared=True)
+    assert (out[:, :, :10] == 0).all()
+    assert np.isneginf(lse[:, :, :10]).all()
+
+
+def test_wide_rows_are_cut_into_chunks(monkeypatch):
+    monkeypatch.setattr(aten, "BUDGET", 4096)
+    for mask, mod in itertools.product(("causal", "sinks", "by-head", "empty-rows", "none"), ("none", "softcap")):
+        check(*run(MASKS[mask], SCORES[mod], SHAPES["gqa"]), tolerance=1e-5)
+
+
+def test_rows_that_repeat_are_one_step():
+    """A dilated mask has thousands of little spans; a 2-D neighbourhood has one per image row."""
+    g = Geometry(1, 1, 1, 8192, 8192, 8, 8, 1.0)
+    mask = causal & (q - k < 256)
+    found = steps(brute.spans(mask, 8192, 8192, block=(32, 32)), 0, g, (32, 32))
+    assert len(found) < 15
+    assert sum(s.count * s.height for s in found) == 8192
