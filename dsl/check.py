@@ -22,7 +22,7 @@ from .operators import ERROR, Frame, Guess, Operators, Part, Value
 from .parse import MAX_NODES, Node, fail
 from .types import BOOL, FLOAT, INT, Type
 
-MAX_CALLS, MAX_RANGE, MAX_ROUNDS = 200, 4096, 50
+MAX_CALLS, MAX_RANGE, MAX_REDUCTIONS, MAX_ROUNDS = 200, 4096, 6, 50
 Steps = Generator[tuple[Node, Frame], Value, Value]
 
 
@@ -133,9 +133,9 @@ class Checker(Operators):
         self._charge(second, node, frame)
         return Value(ir.substitute(second, {ir.SCORE: first}))
 
-    def _charge(self, e: Expr, node: Node, frame: Frame) -> None:
+    def _charge(self, e: Expr, node: Node, frame: Frame, times: int = 1) -> None:
         """Substitution is work too: doubling and quadratic texts must end."""
-        self.steps += sum(1 for _ in ir.walk(e)) // 4
+        self.steps += times * sum(1 for _ in ir.walk(e)) // 4
         if self.steps > MAX_NODES:
             self._too_large(node, frame)
 
@@ -450,6 +450,15 @@ class Checker(Operators):
                 e, flex = (None, frozenset()) if found is None else (found[0][0], found[1])
             if e is None or bounds is None or not fine:
                 return ERROR
+            inside = 1 + max((n.name[1] for n in ir.walk(e) if n.op == "reduce"), default=-1)
+            if inside >= MAX_REDUCTIONS:
+                return self.report(
+                    frame,
+                    node,
+                    f"reductions are nested more than {MAX_REDUCTIONS} deep",
+                    "put the inner ones in a table",
+                )
+            self._charge(e, node, frame, 3**inside)  # opening a binder opens those inside it
             return Value(ir.reduce(kind.text, bounds[0], bounds[1], lambda j: ir.substitute(e, {own: j})), flex)
 
         return steps()
@@ -501,7 +510,7 @@ def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
             break
     _unknown_names(checker)
     if checker.problems:
-        problems = sorted(checker.problems, key=lambda p: (p.span.start, -p.span.stop))
+        problems = sorted(checker.problems.values(), key=lambda p: (p.span.start, -p.span.stop))
         raise MaskSyntaxError(checker.text, problems[:20], checker.name)
     return {kind: e for kind, e in found.items() if e is not None}
 
@@ -551,12 +560,9 @@ def _unknown_names(checker: Checker) -> None:
     for name, guess in checker.guesses.items():
         near = get_close_matches(name, candidates, 1, 0.75) if guess.rank == 0 and guess.type is BOOL else []
         if near and "." not in name:
-            checker.problems[
-                Problem(
-                    f"unknown name `{name}`", guess.span,
-                    f"did you mean `{near[0]}`? A parameter of that name is declared: `param {name}: bool`",
-                )
-            ] = None  # fmt: skip
+            remedy = f"did you mean `{near[0]}`? A parameter of that name is declared: `param {name}: bool`"
+            problem = Problem(f"unknown name `{name}`", guess.span, remedy)
+            checker.problems.setdefault(guess.span, problem)
 
 
 def tree_size(root: Expr) -> int:

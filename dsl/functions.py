@@ -94,7 +94,9 @@ def _int(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
 def _float(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
     node, value = parts[0]
     if value.expr is not None and value.expr.type is BOOL and not value.flex:
-        return c.report(frame, node, "`float` takes a number", "write `1.0 if ... else 0.0`")
+        return c.report(
+            frame, node, f"`float` takes a number, {c.quote(frame, node)} is a Bool", "write `1.0 if ... else 0.0`"
+        )
     found = c.numbers(frame, "`float`", parts)
     return ERROR if found is None else Value(ir.to_float(found[0][0]))
 

@@ -71,7 +71,7 @@ class Operators:
 
     text: str
     name: str = "mask"
-    problems: dict[Problem, None] = field(default_factory=dict)
+    problems: dict[Span, Problem] = field(default_factory=dict)  # one per place: the first is the cause
     guesses: dict[str, Guess] = field(default_factory=dict)
     changed: bool = False
 
@@ -83,7 +83,7 @@ class Operators:
             assert inner is not None
             message, node = f"in `{inner.signature}`: {message}", frame.site
             remedy = f"it is `def {inner.signature} = {inner.formula}`"
-        self.problems[Problem(message, node.span, remedy)] = None
+        self.problems.setdefault(node.span, Problem(message, node.span, remedy))
         return ERROR
 
     def quote(self, frame: Frame, node: Node) -> str:
@@ -124,7 +124,7 @@ class Operators:
             if not self.narrow(frame, node, value, NUMBERS) and value.expr is not None:
                 good = False
                 shown = self.quote(frame, node)
-                self.report(frame, node, f"{what} takes numbers, {shown} is a Bool", f"write `int({shown.strip('`')})`")
+                self.report(frame, node, f"{what} takes numbers, {shown} is a Bool", f"write `{_cast(shown)}`")
         exprs = [v.expr for _, v in parts if v.expr is not None]
         if not good or len(exprs) < len(parts):
             return None
@@ -146,7 +146,7 @@ class Operators:
             if not self.narrow(frame, node, value, {INT}) and value.expr is not None:
                 good = False
                 shown = self.quote(frame, node)
-                cast = f"write `int({shown.strip('`')})`"
+                cast = f"write `{_cast(shown)}`"
                 kind = value.expr.type
                 self.report(frame, node, f"{what} takes Ints, {shown} is {_a(kind)}", remedy or cast)
         exprs = [v.expr for _, v in parts if v.expr is not None]
@@ -326,6 +326,13 @@ def _a(type: Type) -> str:
 def _declare(name: str, rank: int | None) -> str:
     axes = "" if not rank else "[" + ", ".join("_" * rank) + "]"
     return f"declare it, for example `param {name}: int{axes}`"
+
+
+def _cast(quoted: str) -> str:
+    """`int(x)` of a quoted text, without doubled parentheses."""
+    text = quoted.strip("`")
+    bare = text.startswith("(") and text.endswith(")") and ")" not in text[:-1]
+    return f"int{text}" if bare else f"int({text})"
 
 
 def _compared(quoted: str, sign: str = ">=") -> str:

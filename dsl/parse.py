@@ -172,6 +172,8 @@ def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, ro
         return "an expression over several lines goes in parentheses"
     if symbol == "$END" and before is None:
         return "write an expression, for example `q >= k`"
+    if before and before.text == "lambda":
+        return "a Python function is given as it is, not as text"
     if symbol == "=":
         return "to compare, write `==`"
     if symbol in ("~", "not", "!") and wants_value:
@@ -207,7 +209,10 @@ def _more(parts: list[Any], text: str, name: str) -> list[Any]:
 def _number(parts: list[Any], text: str, name: str) -> Node:
     token = parts[0]
     if token.symbol == "FLOAT":
-        return _node("number", float(token.text), [], parts)
+        value = float(token.text)
+        if value == float("inf"):
+            fail(text, name, token.start, token.stop, "this float does not fit 64 bits", "write `inf`")
+        return _node("number", value, [], parts)
     digits = token.text.replace("_", "")
     if len(digits) > 80:  # far beyond 64 bits; Python would refuse thousands of digits in its own way
         fail(text, name, token.start, token.stop, "this integer does not fit 64 bits")

@@ -1,6 +1,6 @@
 """One text read whole: declarations, definitions, and the mask and score mod they lead to.
 
->>> read("causal & window(w)", params={"w": 256}).mask
+>>> read("causal & window(w)", kind="mask", params={"w": 256}).mask
 q >= k & abs(q - k) < w
 """
 
@@ -74,15 +74,14 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     for n, value in params.items():
         known[n] = _agreed(n, type_of(n, value), reader.declared.get(n))
     reader.clash(params)
-    checker = Checker(text, name, dict(reader.problems), known=known, definitions=reader.definitions)
-    early = dict(reader.problems)
-    found = _elaborate(checker, roots, early)
+    checker = Checker(text, name, known=known, definitions=reader.definitions)
+    found = _elaborate(checker, roots, list(reader.problems))
     if unused := [n for n in params if n not in checker.used]:
         raise ParameterError(_unused(unused, checker))
+    hides = "here and hides the library's"
     notes = [
-        f"`{n}` is a parameter here and hides the library's `{n}`"
-        for n in [*known, *reader.definitions]
-        if n in library.definitions() and (n in checker.used or n in reader.definitions)
+        *(f"`{n}` is defined {hides} `{n}`" for n in reader.definitions if n in library.definitions()),
+        *(f"`{n}` is a parameter {hides} `{n}`" for n in known if n in library.definitions()),
     ]
     lone = found.get("expr")
     sites = sorted(checker.sites, key=lambda s: (s[0].start, -s[0].stop))
@@ -91,14 +90,14 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     )
 
 
-def _elaborate(checker: Checker, roots: dict[str, Node], early: dict[Problem, None]) -> dict[str, Expr]:
+def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -> dict[str, Expr]:
     try:
         found = elaborate(checker, roots)
     except MaskSyntaxError as error:
         error = MaskSyntaxError(error.source, [*early, *error.problems], error.name)
         raise error from None
     if early:
-        raise MaskSyntaxError(checker.text, list(early), checker.name)
+        raise MaskSyntaxError(checker.text, early, checker.name)
     return found
 
 
@@ -193,10 +192,8 @@ class _Reader:
         what = s.value.text if s.kind == "assign" else kind or "expr"
         if s.kind == "assign" and what not in ("mask", "score"):
             left, right = s.value.text, self.text[s.args[0].start : s.args[0].stop]
-            self.report(
-                s.value, "only `mask` and `score` are assigned to",
-                f"to compare, write `==`; to define, write `def {left} = {right}`",
-            )  # fmt: skip
+            remedy = "" if left in RESERVED else f"; to define, write `def {left} = {right}`"
+            self.report(s.value, "only `mask` and `score` are assigned to", f"to compare, write `==`{remedy}")
         elif what in roots or (roots and "expr" in (what, *roots)):
             self.report(s, "there is already an expression above", "join them with `&`, or name one with `def`")
         else:

@@ -22,6 +22,8 @@ def tables() -> dict[str, Any]:
     parser: Any = grammar.parser
     table = parser.parser.parser.parse_table
     spelled = {t.name: t.pattern.value for t in grammar.terminals if t.pattern.type == "str"}
+    clash = {r.origin.name for r in grammar.rules} & set(spelled.values())
+    assert not clash, f"rules and words share a name: {clash}"
     rules = sorted(grammar.rules, key=lambda r: (r.origin.name, r.order))
     numbers = {rule: -i - 1 for i, rule in enumerate(rules)}
     rows = {
