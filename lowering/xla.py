@@ -126,6 +126,9 @@ def schedule(spans: Spans, geometry: Geometry, block_k: int) -> Schedule:
     used = np.arange(records.shape[1]) < spans.count[slices].reshape(-1, 1)
     row, record = np.nonzero(used)
     lo, full_lo, full_hi, hi = records[row, record].T
+    # a record that one step can take is taken whole: the predicate costs less than two more steps
+    full_lo = np.where((hi - lo) * block_k <= WIDEST, hi, full_lo)
+    full_hi = np.maximum(full_lo, full_hi)
     edge = np.concatenate([_segments(row, lo, full_lo), _segments(row, full_hi, hi)])
     full = _segments(row, full_lo, full_hi)
     bodies: list[Body] = []

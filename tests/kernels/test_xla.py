@@ -120,7 +120,8 @@ def test_slots_and_origins_may_be_traced():
     cases.check(case, *call(40, 1000, *cases.arrays(case)))
 
 
-def test_the_schedule_covers_each_record_once():
+def test_the_schedule_covers_each_record_once(monkeypatch):
+    monkeypatch.setattr(xla, "WIDEST", 48)
     rng = np.random.default_rng(3)
     for _ in range(40):
         rows, tiles, block = 5, 17, 16
@@ -138,7 +139,7 @@ def test_the_schedule_covers_each_record_once():
                         assert (first, stop) == (start, start + body.width)
                     seen[r, first:stop] += 10 if body.partial else 1
         want = np.repeat(np.array([0, 10, 1])[kinds], block, axis=1)[:, : case.kv_len]
-        np.testing.assert_array_equal(seen, want)
+        assert ((seen == want) | ((want == 1) & (seen == 10))).all()  # a short record may be taken whole
 
 
 def spans_of(kinds):
