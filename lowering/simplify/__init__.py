@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from frisket.dsl.ir import SCORE, TRUE, Expr, conj
+from frisket.dsl.ir import FALSE, SCORE, TRUE, Expr, conj
 
 from .engine import RULES, Simplifier, simplify
 from .hoist import hoist
@@ -29,6 +29,9 @@ def prepare(
     while True:  # a branch can hide another
         more, rest = hoist(rest, finite_tables)
         if more is TRUE:
+            break
+        if more is FALSE:  # nothing is visible, so nothing is left to score
+            seen, rest = FALSE, SCORE
             break
         seen, rest = conj(seen, more), run(rest)
     whole = run(conj(mask if mask is not None else TRUE, seen))

@@ -90,6 +90,7 @@ def linear(e: Expr) -> Linear:
     return Linear(((e, 1),), 0)
 
 
+@lru_cache(maxsize=65536)
 def write(form: Linear) -> Expr:
     """The one expression for an affine form: positive terms first, the constant last."""
     ordered = sorted(form.terms, key=lambda t: t[1] < 0)
@@ -118,6 +119,7 @@ FLIP = {"ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
 NEGATE = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge", "eq": "ne", "ne": "eq"}
 
 
+@lru_cache(maxsize=65536)
 def relation(op: str, left: Expr, right: Expr) -> tuple[str, Linear]:
     """`left op right` as (rel, form) meaning `form rel 0`, in canonical direction: the first varying atom
     has a positive coefficient, coefficients have no common divisor, bounds are not strict."""
@@ -140,6 +142,7 @@ def compare(op: str, left: Expr, right: Expr) -> Expr:
     return write_relation(*relation(op, left, right))
 
 
+@lru_cache(maxsize=65536)
 def write_relation(op: str, form: Linear) -> Expr:
     if not form.terms:
         value = {"ge": form.const >= 0, "le": form.const <= 0, "eq": form.const == 0, "ne": form.const != 0}

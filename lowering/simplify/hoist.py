@@ -83,6 +83,10 @@ def _hoist(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
 def _hoist_binary(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
     left, right = e.args
     safe = finite if e.op in ("add", "sub") else positive
+    if e.op == "add":
+        (seen_left, new_left), (seen_right, new_right) = _hoist(left, tables), _hoist(right, tables)
+        if TRUE not in (seen_left, seen_right) and finite(new_left, tables) and finite(new_right, tables):
+            return conj(seen_left, seen_right), _rest("add", new_left, new_right)
     seen, new = _hoist(left, tables)
     if seen is not TRUE and safe(right, tables):
         return seen, _rest(e.op, new, right)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj
 from frisket.dsl.sugar import where
 from frisket.dsl.types import INT
@@ -12,6 +14,7 @@ from .pattern import p, r, rule
 DUAL = {"and": "or", "or": "and"}
 
 
+@lru_cache(maxsize=65536)
 def negate(e: Expr) -> Expr:
     """not e, pushed to the leaves where that costs nothing."""
     if e.op == "not":
@@ -81,12 +84,14 @@ def _refutes(sibling: Expr, part: Expr, op: str) -> bool:
     return _implies(_negated(sibling), part)
 
 
+@lru_cache(maxsize=65536)
 def _negated(e: Expr) -> Expr:
     if is_int_comparison(e):
         return write_relation(*relation(NEGATE[e.op], *e.args))
     return e.args[0] if e.op == "not" else build("not", e)
 
 
+@lru_cache(maxsize=65536)
 def _implies(a: Expr, b: Expr) -> bool:
     """A sufficient test: the same term, or a tighter bound of the same form."""
     if a is b:

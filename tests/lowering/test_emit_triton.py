@@ -223,8 +223,13 @@ def test_pages_and_names():
     assert [names.numbered("x") for _ in range(2)] == ["x0", "x1"]
 
 
-def test_bools_and_floats_are_told_apart_in_tables():
-    made = make_plan(ir.lookup("keep", (q, k), BOOL), None)
-    text = emit(made, TARGET, 64, 64, "float16", 1)
-    assert "keep_q_k = tl.load(keep + clamp(q, keep_size0).to(tl.int64) * keep_stride0" in text
-    assert "* keep_stride1) != 0" in text
+def test_bools_are_read_as_bytes_and_floats_as_float32():
+    keep = make_plan(ir.lookup("keep", (k,), BOOL), score + ir.lookup("bias", (k,), FLOAT))
+    text = emit(keep, TARGET, 64, 64, "float16", 1)
+    assert "visible &= tl.load(keep + clamp(k, keep_size) * keep_stride) != 0\n" in text
+    assert "bias_k = tl.load(bias + clamp(k, bias_size) * bias_stride).to(tl.float32)\n" in text
+
+
+def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
+    text = emit(make_plan(ir.lookup("keep", (q, k), BOOL), None), TARGET, 64, 64, "float16", 1)
+    assert "keep + step(q, keep_size0, keep_stride0) + clamp(k, keep_size1) * keep_stride1" in text

@@ -6,6 +6,7 @@ import random as pyrandom
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from frisket.dsl.ir import FALSE, KV_LEN, Q_LEN, TRUE, Expr, build, lit, lookup, param, segment
 from frisket.dsl.ir import random as uniform
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, ne, q, where

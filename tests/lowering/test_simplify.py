@@ -1,0 +1,242 @@
+"""Every row of the rule table keeps values; the whole keeps them too, settles, and says what it did."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from support import expressions, masks
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import NEG_INF, SCORE, TRUE, Expr, lit, lookup, param, walk
+from frisket.dsl.program import read
+from frisket.dsl.show import show
+from frisket.dsl.sugar import b, eq, function, h, k, ne, q, score, where
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.simplify import RULES, Simplifier, hoist, prepare, simplify
+from frisket.lowering.simplify.hoist import finite
+
+INTS = [-70, -9, -8, -3, -2, -1, 0, 1, 2, 3, 4, 7, 8, 9, 64]
+FLOATS = [-math.inf, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0, math.inf, math.nan]
+SIGNED = [q % 8, q % 8 + 9, -1 - q % 8]
+PATTERNS = [r for r in RULES if isinstance(r.before, Expr)]
+
+
+def same(x, y):
+    """Equal, with NaN equal to itself and 0.0 told from -0.0."""
+    x, y = np.broadcast_arrays(x, y)
+    if x.dtype.kind != "f":
+        return bool((x == y).all())
+    alike = (x == y) & (np.signbit(x) == np.signbit(y))
+    return bool((alike | (np.isnan(x) & np.isnan(y))).all())
+
+
+@pytest.mark.parametrize("rule", PATTERNS, ids=lambda r: f"{r.name} {r.origin.rsplit(':')[-1]}")
+def test_row_keeps_values(rule):
+    """Fill the holes with literals or with variables, apply the row, compare everywhere."""
+    holes = sorted({n for n in walk(rule.before) if n.op == "hole"}, key=lambda n: n.name)
+    domain = {INT: INTS, FLOAT: FLOATS, BOOL: [True, False]}
+    names = {n: build_variable(n) for n in holes}
+    applied = 0
+    for values in itertools.product(*(domain[n.type] for n in holes)):
+        filled = {n: lit(v) if n.name[1] else names[n] for n, v in zip(holes, values, strict=True)}
+        env = {names[n].name: v for n, v in zip(holes, values, strict=True)}
+        applied += check_row(rule, filled, env)
+    for atoms in itertools.product(SIGNED, repeat=len(holes)):  # rows that ask for a sign: atoms that have one
+        natural = {
+            n: a if n.type is INT and not n.name[1] else lit_for(n, 5) for n, a in zip(holes, atoms, strict=True)
+        }
+        for at in range(10):
+            applied += check_row(rule, natural, {"q": at})
+    assert applied, "the row applied to nothing"
+
+
+def check_row(rule, filled, env) -> bool:
+    from frisket.dsl.ir import substitute
+
+    before = substitute(rule.before, filled)
+    after = rule.apply(before)
+    if after is None:
+        return False
+    assert same(evaluate(before, env), evaluate(after, env)), (show(before), show(after), env)
+    return True
+
+
+def build_variable(hole):
+    return param(f"x_{hole.name[0]}", hole.type)
+
+
+def lit_for(hole, value):
+    return lit({INT: value + 3, FLOAT: float(value), BOOL: bool(value)}[hole.type])
+
+
+def grid():
+    at = np.ogrid[:3, :3, :24, :24]
+    return dict(zip("bhqk", at, strict=True)) | {"B": 3, "H": 3, "Q_LEN": 24, "KV_LEN": 24, "w": 7, "p": -3}
+
+
+def tables():
+    rng = random.Random(3)
+    return masks.case(TRUE, rng).tables
+
+
+def test_random_expressions_keep_their_values():
+    """Whole masks, by brute force; between them they fire the rules that are functions."""
+    fired = Simplifier()
+    env, bound = grid(), tables()
+    for seed in range(400):
+        mask = masks.random_mask(random.Random(f"simplify {seed}"), depth=4)
+        try:
+            before = evaluate(mask, env, bound)
+        except ValueError:
+            continue
+        after = fired(mask)
+        assert same(before, evaluate(after, env, bound)), show(mask)
+        assert fired(after) is after
+        assert simplify(mask) is after, "the order of work must not matter"
+    for e in (
+        ((q >= k) & (h > 1)) | ((q >= k) & (b > 0)), eq(q // 8 * 8 + q % 8, k), eq(q >= k, h > 1), ne(q >= k, h > 1),
+    ):  # fmt: skip
+        assert same(evaluate(e, env), evaluate(fired(e), env)), show(e)
+    functions = {r.name for r in RULES if isinstance(r.before, str)}
+    assert functions - set(fired.counts) <= {"equality-order"}
+
+
+@pytest.mark.slow
+def test_many_random_expressions_keep_their_values():
+    env, bound = grid(), tables()
+    for seed in range(20_000):
+        mask = masks.random_mask(random.Random(f"slow simplify {seed}"), depth=4)
+        try:
+            before = evaluate(mask, env, bound)
+        except ValueError:
+            continue
+        assert same(before, evaluate(simplify(mask), env, bound)), show(mask)
+
+
+def test_every_operator_settles():
+    """Expressions of every type and operator: the rules reach a fixpoint and it is one."""
+    rng = random.Random(11)
+    for _ in range(300):
+        e = expressions.Everything(rng).of(rng.choice([BOOL, INT, FLOAT]), 5)
+        once = simplify(e)
+        assert simplify(once) is once
+        assert once.type is e.type
+
+
+TEXTS = {
+    "q >= k & q - k < 256 & q - k < 512": "q >= k & q - k <= 255",
+    "q + 1 >= k + 1": "q >= k",
+    "abs(q - k) < w": "q - k < w & q - k > -w",
+    "~(q >= k & k < 5)": "q < k | k >= 5",
+    "q >= k | q < k": "true",
+    "q >= k & q < k": "false",
+    "q >= k & (q >= k | doc[q] == 0)": "q >= k",
+    "q >= k & (q < k | doc[q] == 0)": "q >= k & doc[q] == 0",
+    "q >= k & doc[q] == doc[k] | q >= k & k < 4": "q >= k & (doc[q] == doc[k] | k <= 3)",
+    "q // 128 == k // 128": "q // 128 == k // 128",
+    "(q * 8 + 3) // 8 >= k": "q >= k",
+    "q % 8 % 4 >= 2": "q % 4 >= 2",
+    "q // 4 // 8 >= k": "k <= q // 32",
+    "q // 8 * 8 + q % 8 >= k": "q >= k",
+    "q // 4 >= 2": "q >= 8",
+    "max(q - 5, 0) <= k": "q - k <= 5",
+    "q >= 0 & k >= 0": "true",
+    "(q & 7) >= (k >> 3)": "q % 8 >= k // 8",
+    "(q - k < 4 | q - k < 9) & q >= k": "q >= k & q - k <= 8",
+    "k < where(q >= 4, 10, 20)": "k <= 9 if q >= 4 else k <= 19",
+    "where(q >= k, k < 5, false)": "q >= k & k <= 4",
+    "2 * q >= 2 * k + 1": "q > k",
+    "2 * q == 2 * k + 1": "false",
+    "abs(k - q) % 3 == 0": "(q - k) % 3 == 0",
+    "q + KV_LEN - Q_LEN >= k": "q - k >= Q_LEN - KV_LEN",
+    "(q >= k) ^ true": "q < k",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_simplified_text(text):
+    mask = read(text, kind="mask").mask
+    assert show(simplify(mask)) == show(read(TEXTS[text], kind="mask").mask)
+
+
+def test_untouched_is_the_same_object():
+    for text in ("q >= k", "q >= k & q - k <= 255", "doc[q] == doc[k]", "q // 30 == k // 30"):
+        mask = read(text, kind="mask").mask
+        assert simplify(mask) is mask
+
+
+def test_rows_have_names_origins_and_a_switch():
+    assert len(RULES) > 100
+    assert all(r.name and ".rules_" in r.origin and int(r.origin.rsplit(":")[-1]) for r in RULES)
+    e = (q + 1) >= (k + 1)
+    assert simplify(e, off=("affine-comparison", "affine")) is e
+    assert simplify(e) is (q >= k)
+
+
+def test_counts_say_which_rules_fired():
+    run = Simplifier()
+    run(~((q >= k) & (k < 5)))
+    assert run.counts["push-not"] == 2
+    assert run.counts["affine-comparison"] >= 1
+
+
+# -- hoisting -------------------------------------------------------------------------------------
+
+BIAS = lookup("bias", (h, q - k), FLOAT)
+HIDDEN = {
+    "branch": (where(q >= k, score, NEG_INF), "q >= k", None),
+    "other branch": (where(q < k, NEG_INF, score * 2.0), "q >= k", "score * 2.0"),
+    "added": (score + where(q >= k, 0.0, NEG_INF), "q >= k", None),
+    "nested": (where(q >= k, where(k < 5, score, NEG_INF), NEG_INF) + 3.0, "q >= k & k <= 4", "score + 3.0"),
+    "scaled": (where(q >= k, score, NEG_INF) * 0.5, "q >= k", "score * 0.5"),
+    "two": (where(q >= k, score, NEG_INF) + where(k < 9, 1.0, NEG_INF), "q >= k & k <= 8", "score + 1.0"),
+    "both branches": (where(q >= 5, where(q >= k, score, NEG_INF), score), "q >= k | q <= 4", "score"),
+    "everything": (NEG_INF, "false", None),
+}
+KEPT = {
+    "tanh": 50.0 * function("tanh", where(q >= k, score, NEG_INF) / 50.0),
+    "negated": -where(q >= k, score, NEG_INF),
+    "unknown factor": where(q >= k, score, NEG_INF) * (score + 1.0),
+    "unknown summand": where(q >= k, score, NEG_INF) + BIAS,
+    "negative factor": where(q >= k, score, NEG_INF) * -2.0,
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_hidden_masks_are_hoisted(name):
+    mod, mask, rest = HIDDEN[name]
+    found, left = prepare(None, mod)
+    assert found is simplify(read(mask, kind="mask").mask)
+    assert left is (None if rest in (None, "score") else simplify(read(rest, kind="score").score))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_does_not_keep_minus_infinity_stays(name):
+    assert hoist(simplify(KEPT[name]))[0] is TRUE
+    assert prepare(None, KEPT[name])[0] is None
+
+
+def test_a_finite_table_may_stand_beside_a_hidden_mask():
+    mod = where(q >= k, score, NEG_INF) + BIAS
+    assert prepare(None, mod, {"bias": True})[0] is (q >= k)
+    assert finite(BIAS, {"bias": True})
+    assert not finite(BIAS, {})
+
+
+@pytest.mark.parametrize("name", set(HIDDEN) - {"everything"} | set(KEPT))
+def test_hoisting_keeps_scores(name):
+    """where(mask, rest, -inf) is the score mod, wherever scores are finite."""
+    mod = HIDDEN[name][0] if name in HIDDEN else KEPT[name]
+    mask, rest = prepare(None, mod)
+    env = grid() | {"score": np.linspace(-3, 3, 24)}
+    bound = {"bias": np.random.default_rng(0).standard_normal((3, 24))}
+    left = evaluate(SCORE if rest is None else rest, env, bound)
+    seen = evaluate(TRUE if mask is None else mask, env, bound)
+    want = evaluate(mod, env, bound)
+    np.testing.assert_array_equal(*np.broadcast_arrays(np.where(seen, left, -np.inf), want))
+
+
