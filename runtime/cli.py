@@ -46,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"cannot read {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"not enough memory: {error}\n  ask for smaller lengths, or larger tiles with --block", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -66,6 +66,7 @@ def text(e: Expr | None) -> str | None:
 def compiled(what: Program) -> Any:
     from .attention import compile  # the frameworks behind it are none of `show`'s business
 
+    require_bound(what)
     return compile(mask=what.mask, score=what.score)
 
 
@@ -73,7 +74,9 @@ def laid_out(args: argparse.Namespace, what: Program) -> Layout:
     assert what.mask is not None
     require_bound(what)
     q_len = args.q_len or LENGTH
-    layout = what.mask.layout(q_len, args.kv_len or q_len, batch=args.batch, heads=args.heads, block=args.block)
+    kv_len = args.kv_len or q_len
+    what.mask.check_tables(q_len, kv_len, args.batch, args.heads)
+    layout = what.mask.layout(q_len, kv_len, batch=args.batch, heads=args.heads, block=args.block)
     for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
         if at >= size:
             raise ShapeError(f"{name} {at} is outside the {size} there are; give --batch or --heads")

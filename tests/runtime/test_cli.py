@@ -87,6 +87,11 @@ BAD = {
     "show same(doc)": "ParameterError: `doc` has no value; give it: --table doc=FILE.npy\n",
     "show same(doc) --table doc": "ParameterError: --table doc: write NAME=FILE.npy, for example --table doc=doc.npy\n",
     "show same(doc) --table doc=no.npy": "cannot read no.npy: No such file or directory\n",
+    "show same(doc) --table doc=short.npy": "ParameterError: table `doc` has 10 entries on axis 0 and is read at `q` = "
+    "0..2047; give 2048, or hide what lies beyond: `q < 10 & ...`\n",
+    "emit window(w) --backend triton": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
+    "emit causal --backend nope": "BackendError: no backend 'nope'; there are aten, xla, cpp, triton, gluon, "
+    "pallas-tpu, pallas-mosaic-gpu, dense, library, native\n",
     "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
     "explain causal --q 3": "ShapeError: --q and --k go together: a query and a key, for example --q 300 --k 17\n",
     "explain softcap(50) --q 3 --k 3": "ShapeError: a score mod hides nothing; --q and --k explain a mask\n",
@@ -103,7 +108,20 @@ def test_bad_input(run, tmp_path, line):
     import shlex
 
     (tmp_path / "a.md").write_text("some text")
+    np.save(tmp_path / "short.npy", np.zeros(10, np.int32))
     assert run(*shlex.split(line)) == (2, "", BAD[line])
+
+
+def test_lengths_beyond_memory(run, monkeypatch):
+    def layout(self, *args, **options):
+        raise MemoryError("Unable to allocate 5.68 TiB")
+
+    monkeypatch.setattr("frisket.runtime.mask.Mask.layout", layout)
+    assert run("show", "causal") == (
+        2,
+        "",
+        "not enough memory: Unable to allocate 5.68 TiB\n  ask for smaller lengths, or larger tiles with --block\n",
+    )
 
 
 def test_a_table_that_is_no_table(run, tmp_path):
