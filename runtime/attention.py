@@ -118,6 +118,8 @@ class Attention:
         self, given: Arrays, plan: Plan | None, origin: Origin | None, sizes: Sizes | None, params: dict[str, Any]
     ) -> tuple[Any, Any]:
         geometry = self._geometry(given, plan, origin, sizes)
+        if plan is not None and params:
+            raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
         backend = choose(self.options.backend, given.framework, given.device)
         plan = plan or self._plan_for(geometry, params)
         if backend == "dense":

@@ -1,0 +1,173 @@
+"""What cannot be run is refused, with a way out. The texts are pinned."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+
+
+def t(*shape, **more):
+    return torch.zeros(shape, **more)
+
+
+Q, K = t(1, 4, 8, 16), t(1, 2, 8, 16)
+READ = '\n  read as (batch, heads, length, head_dim); layout="bhsd" or "bshd" says otherwise'
+DOC = np.zeros(8, int)
+
+
+def shapes(*qkv):
+    return "".join(f"\n  {n} {s}" for n, s in zip("qkv", qkv)) + READ
+
+
+GOOD = ((1, 4, 8, 16), (1, 2, 8, 16), (1, 2, 8, 16))
+
+BAD = {
+    "three axes": (
+        lambda: fk.attention(t(4, 8, 16), K, K), fk.ShapeError,
+        "q has 3 axes, shape (4, 8, 16); it needs four: (batch, heads, length, head_dim)",
+    ),
+    "batch": (
+        lambda: fk.attention(t(2, 4, 8, 16), K, K), fk.ShapeError,
+        "q, k and v have 2, 1 and 1 batch entries" + shapes((2, 4, 8, 16), *GOOD[1:]),
+    ),
+    "keys": (
+        lambda: fk.attention(Q, K, t(1, 2, 9, 16)), fk.ShapeError,
+        "k and v have 8 and 9 keys" + shapes(*GOOD[:2], (1, 2, 9, 16)),
+    ),
+    "key heads": (
+        lambda: fk.attention(Q, K, t(1, 4, 8, 16)), fk.ShapeError,
+        "k and v have 2 and 4 heads" + shapes(*GOOD[:2], (1, 4, 8, 16)),
+    ),
+    "head size": (
+        lambda: fk.attention(Q, t(1, 2, 8, 8), K), fk.ShapeError,
+        "q and k have head sizes 16 and 8" + shapes(GOOD[0], (1, 2, 8, 8), GOOD[2]),
+    ),
+    "heads that do not divide": (
+        lambda: fk.attention(Q, t(1, 3, 8, 16), t(1, 3, 8, 16)), fk.ShapeError,
+        "4 query heads do not divide among 3 key heads" + shapes(GOOD[0], (1, 3, 8, 16), (1, 3, 8, 16)),
+    ),
+    "no gqa": (
+        lambda: fk.attention(Q, K, K, enable_gqa=False), fk.ShapeError,
+        "4 query heads share 2 key heads and enable_gqa is False" + shapes(*GOOD),
+    ),
+    "zero length": (
+        lambda: fk.attention(t(1, 4, 0, 16), K, K), fk.ShapeError,
+        "a batch, length, head count or head size is zero" + shapes((1, 4, 0, 16), *GOOD[1:]),
+    ),
+    "dtypes": (
+        lambda: fk.attention(Q, K.half(), K), fk.ShapeError,
+        "q, k and v have dtypes float32, float16, float32; convert them to one",
+    ),
+    "integers": (
+        lambda: fk.attention(Q.int(), K.int(), K.int()), fk.ShapeError,
+        "q, k and v are int32; attention takes float16, bfloat16, float32, float64",
+    ),
+    "frameworks": (
+        lambda: fk.attention(Q, jnp.zeros((1, 8, 2, 16)), K), fk.ShapeError,
+        "q, k and v come from different frameworks: q from torch, k from jax, v from torch; convert them to one",
+    ),
+    "devices": (
+        lambda: fk.attention(Q, t(1, 2, 8, 16, device="meta"), K), fk.ShapeError,
+        "q, k and v are on different devices: q on cpu, k on meta, v on cpu; move them to one",
+    ),
+    "numpy": (
+        lambda: fk.attention(*[np.zeros((1, 2, 8, 16))] * 3), fk.ShapeError,
+        "q, k and v are numpy arrays; give torch tensors (torch.from_numpy(q)) or JAX arrays (jax.numpy.asarray(q)), "
+        "or use frisket.reference for numpy",
+    ),
+    "numpy without a layout": (
+        lambda: fk.reference(*[np.zeros((1, 2, 8, 16))] * 3), fk.ShapeError,
+        'numpy arrays have no layout of their own; give layout="bhsd" or layout="bshd"',
+    ),
+    "lists": (
+        lambda: fk.attention([[1.0]], K, K), fk.ShapeError, "q is a list; give torch tensors or JAX arrays",
+    ),
+    "layout": (
+        lambda: fk.attention(Q, K, K, layout="sbhd"), fk.ShapeError,
+        "layout is 'sbhd'; it is \"bhsd\" (batch, heads, length, head_dim) or \"bshd\" (batch, length, heads, head_dim)",
+    ),
+    "tile": (
+        lambda: fk.compile("causal", tile=(128, 0)), fk.ShapeError,
+        "tile is (128, 0); tile sizes are two positive integers (queries, keys), in tokens",
+    ),
+    "origin": (
+        lambda: fk.attention(Q, K, K, "causal", origin=(0, 0)), fk.ShapeError,
+        "origin is (0, 0)\n  it is (b, h, q, k), in global positions",
+    ),
+    "sizes": (
+        lambda: fk.attention(Q, K, K, "causal", origin=(0, 0, 8, 0), sizes=(1, 4, 12, 8)), fk.ShapeError,
+        "the crop ends at 16 but Q_LEN is 12\n  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)",
+    ),
+    "gradient": (
+        lambda: fk.attention(t(1, 4, 8, 16, requires_grad=True), K, K), fk.FrisketError,
+        "q, k or v requires a gradient; the backward comes with the native kernels, in a later version\n"
+        "  for the forward alone write `with torch.no_grad():`, or detach the tensors",
+    ),
+    "dropout": (
+        lambda: fk.attention(Q, K, K, dropout=0.1), fk.LoweringError,
+        "dropout is 0.1; dropout is not there yet: leave it at 0.0",
+    ),
+    "sinks": (
+        lambda: fk.compile("causal", sinks=[1.0]), fk.LoweringError,
+        "attention sinks are not there yet: leave `sinks` out (`sinks(n)` in a mask is there)",
+    ),
+    "seed": (
+        lambda: fk.attention(Q, K, K, seed=3), fk.LoweringError,
+        "`seed` belongs to dropout, which is not there yet: leave it out",
+    ),
+    "unknown backend": (
+        lambda: fk.attention(Q, K, K, backend="cuda"), fk.BackendError,
+        "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, pallas-tpu, pallas-mosaic-gpu, dense, library, "
+        "native",
+    ),
+    "later backend": (
+        lambda: fk.compile("causal", backend="cpp"), fk.BackendError,
+        "backend 'cpp' is not there yet: the native CPU kernels come in a later version; take one of aten, xla, "
+        "triton, pallas-tpu, dense",
+    ),
+    "unbound": (
+        lambda: fk.attention(Q, K, K, "window(w)"), fk.ParameterError,
+        "`w` has no value; give it: w=...",
+    ),
+    "unused": (
+        lambda: fk.attention(Q, K, K, "causal", w=3), fk.ParameterError,
+        "`w` is given and neither the mask nor the score mod uses it; the parameters are none",
+    ),
+    "misspelt": (
+        lambda: fk.compile("same(doc)")(Q, K, K, docs=DOC), fk.ParameterError,
+        "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?",
+    ),
+    "short table": (
+        lambda: fk.attention(Q, K, K, "same(doc)", doc=DOC[:5]), fk.ParameterError,
+        "table `doc` has 5 entries on axis 0 and is read at `q` = 0..7; give 8, or hide what lies beyond: "
+        "`q < 5 & ...`",
+    ),
+    "short bias": (
+        lambda: fk.attention(Q, K, K, score="score + bias[q, k]", bias=np.zeros((8, 5))), fk.ParameterError,
+        "table `bias` has 5 entries on axis 1 and is read at `k` = 0..7; give 8",
+    ),
+    "rank": (
+        lambda: fk.compile("same(doc)")(Q, K, K, doc=np.zeros((8, 8), int)), fk.ParameterError,
+        "`doc` is a table with 1 axis in the text, the value is a table with 2 axes",
+    ),
+    "dtype of a table": (
+        lambda: fk.attention(Q, K, K, "same(doc)", doc=np.zeros(8, complex)), fk.ParameterError,
+        None,
+    ),
+    "program and score": (
+        lambda: fk.compile(fk.Program(fk.mask("causal")), "softcap(5)"), fk.ParameterError,
+        "a Program has its score mod already; give score= or the Program, not both",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name):
+    run, kind, text = BAD[name]
+    with pytest.raises(kind) as error:
+        run()
+    assert isinstance(error.value, fk.FrisketError)
+    if text is not None:
+        assert str(error.value) == text

@@ -1,0 +1,41 @@
+"""`import frisket` costs what it uses, and every public name is there."""
+
+import subprocess
+import sys
+
+import frisket as fk
+
+HEAVY = ("torch", "jax", "triton", "rich", "matplotlib")
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def test_importing_loads_no_framework():
+    found = run(f"import sys, frisket; print([n for n in {HEAVY} if n in sys.modules])")
+    assert found.strip() == "[]"
+
+
+def test_a_layout_needs_no_framework():
+    found = run(
+        f"import sys, frisket as fk; fk.mask('causal & window(64)').layout(512, 512).counts; fk.compile('causal');"
+        f"print([n for n in {HEAVY} if n in sys.modules])"
+    )
+    assert found.strip() == "[]"
+
+
+def test_jax_arrays_do_not_load_torch():
+    found = run(
+        "import sys, jax.numpy as jnp, frisket as fk; x = jnp.ones((1, 8, 2, 4));"
+        "fk.attention(x, x, x, 'causal'); print('torch' in sys.modules)"
+    )
+    assert found.strip() == "False"
+
+
+def test_every_public_name_is_there():
+    for name in fk.__all__:
+        assert getattr(fk, name) is not None
+    assert set(fk.__all__) <= set(dir(fk))
+    wanted = "mask score load compile attention reference backends Mask ScoreMod Program Attention Layout Report Stages"
+    assert set(wanted.split()) <= set(fk.__all__)
