@@ -192,8 +192,8 @@ def write(source: str) -> Path:
 
 # (16-bit or float32, padded head size) -> block_q, block_k, warps, stages, for Hopper and the like
 TILES = {
-    (16, 64): (128, 128, 8, 3), (16, 128): (128, 64, 8, 3), (16, 256): (128, 32, 8, 2),
-    (32, 64): (32, 32, 4, 2), (32, 128): (32, 16, 8, 2), (32, 256): (16, 16, 4, 2),
+    (16, 64): (128, 64, 8, 3), (16, 128): (128, 64, 8, 2), (16, 256): (128, 32, 8, 2),
+    (32, 64): (32, 32, 8, 2), (32, 128): (32, 16, 8, 2), (32, 256): (16, 16, 4, 2),
 }  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def default_target(plan: LoopPlan, geometry: Geometry, dtype: str, arch: str = "
     dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
     block_q, block_k, warps, stages = TILES[bits, dim]
     if bits == 16 and dim == 128 and plan.bounds is not None and plan.score is None:
-        block_k = 128  # the light prologue leaves the registers for it
+        block_k, stages = 128, 3  # without a span table the registers suffice
     if bits == 16 and _loads_per_position(plan):
         block_k, stages = min(block_k, 32), 2  # Triton stages such a table through shared memory too
     if arch.startswith("gfx"):
@@ -249,9 +249,9 @@ def compile_report(source: str, plan: LoopPlan, target: Target, dtype: str, arch
 
     BackendError for an architecture that is not in ARCHITECTURES, and where Triton runs as an interpreter.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+    import triton  # type: ignore[import-untyped]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
     if arch not in ARCHITECTURES:
         raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(ARCHITECTURES)}")

@@ -198,7 +198,9 @@ class _Kernel:
         line(f"value_at = columns[:, None] * stride_vs + {self._e}[None, :] * stride_vd")
         line("present = start + rows < q_len")
         mask = "present[:, None]" + self._pad("d[None, :]", self.head_dim, "HEAD_DIM")
-        line(f"query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask={mask}, other=0.0)")
+        line(
+            _wrapped(f"query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask={mask}, other=0.0)")
+        )
 
     @property
     def _e(self) -> str:
@@ -239,6 +241,7 @@ class _Kernel:
         positions = [*self.mask, *self.score]
         if self.bounds:
             self._closed_form()
+            self.page.blank()
         for level in (SCALAR, ROW):
             self._lines(positions, level, self.hoisted)
         if self.plan.score is None:
@@ -251,6 +254,7 @@ class _Kernel:
 
     def _closed_form(self) -> None:
         line = self.page.line
+        self.page.blank()
         line(
             "q_first = q_origin + start",
             "q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1",
@@ -339,7 +343,7 @@ class _Kernel:
         line("at = tl.cast(tile * BLOCK_K, tl.int64)")
         mask = [f"{inside}[None, :]"] if inside else []
         if padded(self.head_dim) != self.head_dim:
-            mask.append("(d[:, None] < HEAD_DIM)")
+            mask.append("(d[:, None] < HEAD_DIM)" if mask else "d[:, None] < HEAD_DIM")
         line(f"keys = tl.load(K + at * stride_ks + key_at{_masked(mask)})")
         line(f"score = tl.dot(query, keys{self._precision})" + ("" if not self.score else " * scale"))
 
@@ -372,7 +376,8 @@ class _Kernel:
             line("rescale = tl.exp2(top - peak)")
         mask = [f"{inside}[:, None]"] if inside else []
         if padded(self.v_dim) != self.v_dim:
-            mask.append(f"({self._e}[None, :] < {self._v})")
+            pad = f"{self._e}[None, :] < {self._v}"
+            mask.append(f"({pad})" if mask else pad)
         line(f"values = tl.load(V + at * stride_vs + value_at{_masked(mask)})")
         line("total = total * rescale + tl.sum(p, 1)")
         line("acc = acc * rescale[:, None]")
@@ -426,8 +431,8 @@ def _masked(terms: list[str]) -> str:
 
 def _wrapped(load: str) -> str:
     """A long load over several lines: its address, then its mask."""
-    found = re.fullmatch(r"(.*?tl\.load\()(.*)(\)(?:\.to\(tl\.\w+\)| != 0)?)", load)
-    if len(load) < 96 or found is None:
+    found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:\.to\(tl\.\w+\)| != 0)?)", load)
+    if len(load) < 106 or found is None:
         return load
     head, inside, tail = found.groups()
     return "\n".join([head, f"    {inside.replace(', mask=', f',{chr(10)}    mask=')},", tail])

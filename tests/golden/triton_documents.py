@@ -75,7 +75,10 @@ def attention_forward(
     key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
     value_at = columns[:, None] * stride_vs + e[None, :] * stride_vd
     present = start + rows < q_len
-    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask=present[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+    query = tl.load(
+        Q + rows[:, None] * stride_qs + d[None, :] * stride_qd,
+        mask=present[:, None] & (d[None, :] < HEAD_DIM), other=0.0,
+    )
 
     if ORIGIN_PER_BATCH:
         q_origin = tl.load(q_origin + batch)
@@ -121,7 +124,7 @@ def attention_forward(
         # Full tiles: every position is visible.
         for tile in range(full_lo, full_hi):
             at = tl.cast(tile * BLOCK_K, tl.int64)
-            keys = tl.load(K + at * stride_ks + key_at, mask=(d[:, None] < HEAD_DIM), other=0.0)
+            keys = tl.load(K + at * stride_ks + key_at, mask=d[:, None] < HEAD_DIM, other=0.0)
             score = tl.dot(query, keys) * scale
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             # 50 * tanh(score / 50) + slope[h] * (k - q)

@@ -113,8 +113,8 @@ def attention_forward(
             # score + bias[h, k - q + s0]
             bias_h_at = tl.load(
                 bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1,
-                mask=visible).to(tl.float32,
-            )
+                mask=visible,
+            ).to(tl.float32)
             score = score + bias_h_at
             score = tl.where(visible, score, -INFINITY)
             peak = tl.maximum(top, tl.max(score, 1))
@@ -133,8 +133,8 @@ def attention_forward(
             k = (k_origin + tile * BLOCK_K + columns)[None, :].to(tl.int64)
             # score + bias[h, k - q + s0]
             bias_h_at = tl.load(
-                bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1).to(tl.float32,
-            )
+                bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1,
+            ).to(tl.float32)
             score = score + bias_h_at
             peak = tl.maximum(top, tl.max(score, 1))
             p = tl.exp2((score - peak[:, None]) * LOG2E)

@@ -61,6 +61,7 @@ def attention_forward(
         q_origin = tl.load(q_origin + batch)
         k_origin = tl.load(k_origin + batch)
     q = (q_origin + start + rows)[:, None]
+
     q_first = q_origin + start
     q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1
     k_first = k_origin
@@ -76,6 +77,7 @@ def attention_forward(
     full_lo = tl.maximum(full_lo, lo)
     full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)
     full_hi = tl.maximum(full_hi, full_lo)
+
     unit = scale * LOG2E
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)

@@ -28,5 +28,6 @@ def test_interpreted(part):
     run("triton_interpreted.py", part, TRITON_INTERPRET="1")
 
 
-def test_compiled():
-    run("triton_compiled.py", "test")
+@pytest.mark.parametrize("part", ["spill", "not spill"])
+def test_compiled(part):
+    run("triton_compiled.py", part)

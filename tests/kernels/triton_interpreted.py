@@ -189,20 +189,12 @@ def test_launch_narrow_and_wide_tables():
 
 
 def test_launch_refuses_tables_that_do_not_fit():
-    case = CASES["documents"].but(tables={"doc": np.zeros(400, np.int32)})
-    made = cases.plan(case)
+    case = CASES["documents"]
+    made, wrong = cases.plan(case), {"t0": torch.zeros(2, 3)}
     arrays = [torch.zeros(1, 2, 333, 32)] * 3
-    tables = {"t0": torch.zeros(2, 3)}
+    target = Target("triton", 64, 64)
     with pytest.raises(ParameterError) as caught:
-        triton_launch.forward(
-            made,
-            cases.spans(case),
-            cases.geometry(case),
-            *arrays,
-            {},
-            {"t0": torch.zeros(2, 3)},
-            Target("triton", 64, 64),
-        )
+        triton_launch.forward(made, cases.spans(case), cases.geometry(case), *arrays, {}, wrong, target)
     assert str(caught.value) == "table `doc` has 1 axes of at least one entry, not shape [2, 3]"
 
 
