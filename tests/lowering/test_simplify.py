@@ -238,5 +238,3 @@ def test_hoisting_keeps_scores(name):
     seen = evaluate(TRUE if mask is None else mask, env, bound)
     want = evaluate(mod, env, bound)
     np.testing.assert_array_equal(*np.broadcast_arrays(np.where(seen, left, -np.inf), want))
-
-

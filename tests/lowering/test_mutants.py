@@ -1,0 +1,207 @@
+"""Twenty small mistakes, one at a time: a sign, an off-by-one, a swapped bound. The checks notice every one."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+
+import pytest
+from support import masks
+
+from frisket.dsl.ir import TRUE, build, conj, disj, make
+from frisket.dsl.sugar import minimum
+from frisket.dsl.types import BOOL
+from frisket.lowering.analysis import abstract, driver, questions, rows, spans, tiles
+from frisket.lowering.analysis.abstract import K0, K1, Q0, Q1, Range, ends
+from frisket.lowering.plan import Bounds
+from frisket.lowering.simplify import affine, engine, facts, rules_boolean, rules_compare
+from frisket.lowering.simplify.affine import Linear
+from lowering import test_layout_exact, test_simplify, test_transfer
+
+NAMES = (
+    "causal-window sinks-window documents chunked every-other by-head padding dilated tile-map global bottom-right "
+    "complement xor neighbourhood documents-window"
+)
+
+
+def forget():
+    """Answers remembered from the sound code would hide the mistake, and the mistake's would outlive it."""
+    for thing in gc.get_objects():
+        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith("frisket"):
+            thing.cache_clear()
+
+
+def battery():
+    """A short form of the other tests of this folder: labels, ranges, values."""
+    for text in test_simplify.TEXTS:
+        test_simplify.test_simplified_text(text)
+    env, bound = test_simplify.grid(), test_simplify.tables()
+    for seed in range(30):
+        mask = masks.random_mask(random.Random(f"mutant {seed}"), depth=3)
+        try:
+            before = test_simplify.evaluate(mask, env, bound)
+        except ValueError:
+            continue
+        assert test_simplify.same(before, test_simplify.evaluate(engine.simplify(mask), env, bound))
+    test_transfer.test_bounds_on_q_k_and_their_difference_are_exact(scope())
+    for op in abstract.TRANSFER:
+        test_transfer.test_ends_contain_every_value(op, scope())
+    for seed in range(12):
+        test_transfer.test_questions_are_one_sided(seed, scope())
+    for mask in (eq(k % 3, 0), (q - k) % 4 >= 2, (k // 2) % 3 < 1):
+        test_transfer.one_sided(mask, scope())
+    for name in NAMES.split():
+        rng = random.Random(f"mutant {name}")
+        for _ in range(2):
+            test_layout_exact.check(masks.case(masks.written()[name], rng))
+
+
+def scope():
+    return tiles.Scope({}, {n: tiles.Table(t) for n, t in test_transfer.TABLES.items()})
+
+
+def flipped_affine(form):
+    found = sound["_affine"](form)
+    return Range(found.hi, found.lo, found.attained, found.dense)
+
+
+def wide_floordiv(e):
+    x, d = ends(e.args[0]), e.args[1]
+    if d.op != "lit" or x.lo is None:
+        return sound["_floordiv"](e)
+    return Range(x.lo // d + 1, x.hi // d, x.attained, x.dense)
+
+
+def loose_mod(e):
+    found = sound["_mod"](e)
+    return Range(found.lo, None if found.hi is None else found.hi - 1)
+
+
+def abs_forgets_zero(e):
+    r = ends(e.args[0])
+    found = sound["_abs"](e)
+    return found if r.lo is None or r.hi is None else Range(minimum(abs(r.lo), abs(r.hi)), found.hi)
+
+
+def dense_products(e):
+    found = sound["_mul"](e)
+    return Range(found.lo, found.hi, found.attained, dense=True)
+
+
+def attained_remainders(e):
+    found = sound["_mod"](e)
+    return Range(found.lo, found.hi, attained=True)
+
+
+def strict_infeasible(s):
+    found = sound["infeasible"](s)
+    return make(found.op, tuple(build("ge", *a.args) if a.op == "gt" else a for a in found.args), None, BOOL)
+
+
+def forgets_difference(s):
+    return disj(*(lo > hi for x, first, last in (("q", Q0, Q1), ("k", K0, K1))
+                  for lo in (first, *s.low[x]) for hi in (last, *s.high[x]) if (lo, hi) != (first, last)))  # fmt: skip
+
+
+def eager_terms(e):
+    found = sound["terms"](e)
+    return found[:1] if found and e.op == "or" else found
+
+
+def short_period(e):
+    found = sound["_truth"](e)
+    return None if found is None else max(1, found - 1)
+
+
+def narrow_bounds(mask):
+    found = sound["bounds"](mask)
+    return None if found is None else Bounds(found.first, found.full_first, found.full_last + 1, found.last)
+
+
+def late_first(mask):
+    found = sound["bounds"](mask)
+    return None if found is None else Bounds(found.first + 1, found.full_first, found.full_last, found.last)
+
+
+def greedy_sweep(seen, hidden, columns):
+    return sound["sweep"](seen, hidden[:, 1:], columns)
+
+
+def no_ragged_edge(grid):
+    return sound["_outside"](grid) * 0
+
+
+def careless_implication(a, b):
+    return a is b or a.args[1:] == b.args[1:]
+
+
+def lying_witnesses(env):
+    return sound["_witnesses"]({n: v + 16 * (n == "k1") for n, v in env.items()})
+
+
+def drifting_relation(op, left, right):
+    rel, form = sound["relation"](op, left, right)
+    return rel, Linear(form.terms, form.const + (1 if op == "gt" else 0))
+
+
+def upper_bound_drifts(op, form):
+    return sound["write_relation"](op, Linear(form.terms, form.const - (op == "le")))
+
+
+MUTANTS = {
+    "affine ends swapped": (abstract, "_affine", flipped_affine),
+    "floor division rounds up": ("TRANSFER", "floordiv", wide_floordiv),
+    "remainder stops one short": ("TRANSFER", "mod", loose_mod),
+    "abs forgets zero": ("TRANSFER", "abs", abs_forgets_zero),
+    "products are dense": ("TRANSFER", "mul", dense_products),
+    "remainders attain their ends": ("TRANSFER", "mod", attained_remainders),
+    "a touching bound excludes": (questions, "infeasible", strict_infeasible),
+    "bounds on the difference are ignored": (questions, "infeasible", forgets_difference),
+    "a disjunction keeps its first term": (questions, "terms", eager_terms),
+    "one key short of a period": (questions, "_truth", short_period),
+    "full one key too far": (driver, "bounds", narrow_bounds),
+    "the first key is missed": (driver, "bounds", late_first),
+    "a hidden interval is forgotten": (rows, "sweep", greedy_sweep),
+    "the ragged edge is full": (driver, "_outside", no_ragged_edge),
+    "strict comparisons drift": (rules_compare, "relation", drifting_relation),
+    "upper bounds drift": (rules_compare, "write_relation", upper_bound_drifts),
+    "q may be negative... or positive": (rules_compare, "interval", lambda e: (1, facts.interval(e)[1])),
+    "an intersection keeps the looser bound": (rules_boolean, "_intersect", lambda f: [("ge", min(b for _, b in f))]),
+    "anything implies anything of its form": (rules_boolean, "_implies", careless_implication),
+    "a record swallows its neighbour": (spans, "FULL", 1),
+    "partial tiles are called full": (tiles, "PARTIAL", 2),
+    "witnesses lie": (tiles, "_witnesses", lying_witnesses),
+    "never is always": (questions, "_never_literal", lambda e: TRUE),
+    "eq is found between the ends": (questions, "_some_attained", lambda e: conj(TRUE)),
+    "and is or": (affine, "FLIP", {"ge": "ge", "le": "le", "eq": "eq", "ne": "ne"}),
+}  # fmt: skip
+
+sound = {
+    "_affine": abstract._affine, "_floordiv": abstract._floordiv, "_mod": abstract._mod, "_abs": abstract._abs,
+    "_mul": abstract._mul, "infeasible": questions.infeasible, "terms": questions.terms, "_truth": questions._truth,
+    "bounds": rows.bounds, "sweep": rows.sweep, "_outside": driver._outside, "relation": affine.relation,
+    "write_relation": affine.write_relation, "_witnesses": tiles._witnesses,
+}  # fmt: skip
+
+
+def test_the_battery_passes_on_sound_code():
+    forget()
+    battery()
+    assert len(MUTANTS) >= 20
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_noticed(name, monkeypatch):
+    where, attribute, wrong = MUTANTS[name]
+    if where == "TRANSFER":
+        monkeypatch.setitem(abstract.TRANSFER, attribute, wrong)
+    else:
+        monkeypatch.setattr(where, attribute, wrong)
+    forget()
+    try:
+        with pytest.raises((AssertionError, TypeError, ValueError, IndexError, RuntimeError)):
+            battery()
+    finally:
+        monkeypatch.undo()
+        forget()
