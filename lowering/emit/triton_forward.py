@@ -193,7 +193,6 @@ class _Kernel:
         line(f"Q += {batch} * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs")
         line(f"K += {batch} * stride_kb + {kv}.to(tl.int64) * stride_kh")
         line(f"V += {batch} * stride_vb + {kv}.to(tl.int64) * stride_vh")
-        line(f"Out += {batch} * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os")
         line("key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd")
         line(f"value_at = columns[:, None] * stride_vs + {self._e}[None, :] * stride_vd")
         line("present = start + rows < q_len")
@@ -400,6 +399,7 @@ class _Kernel:
         if padded(self.v_dim) != self.v_dim:
             mask.append(f"({self._e}[None, :] < {self._v})")
         line(
+            "Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os",
             f"out_at = rows[:, None] * stride_os + {self._e}[None, :] * stride_od",
             f"tl.store(Out + out_at, out.to(query.dtype), mask={' & '.join(mask)})",
             "Lse += tl.program_id(1).to(tl.int64) * q_len + start",

@@ -43,7 +43,6 @@ def attention_forward(
     Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
     K += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
     V += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
-    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
     value_at = columns[:, None] * stride_vs + d[None, :] * stride_vd
     present = start + rows < q_len
@@ -89,6 +88,7 @@ def attention_forward(
 
     lse = (top + tl.log2(total)) * LN2
     out = acc * (1.0 / total)[:, None]
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     out_at = rows[:, None] * stride_os + d[None, :] * stride_od
     tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
     Lse += tl.program_id(1).to(tl.int64) * q_len + start
