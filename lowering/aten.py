@@ -11,12 +11,14 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from threading import local
 from typing import Any
 
 from frisket.dsl.ir import Expr, walk
 
 from .aten_expr import Program, distance_only
 from .aten_steps import Heads, Piece, Step, heads, steps
+from .aten_workers import spread
 from .plan import Geometry, LoopPlan, Spans, Target
 
 Tensor = Any
@@ -66,6 +68,10 @@ class _Block:
     def group(self) -> int:
         return self.heads.last - self.heads.first
 
+    @property
+    def cells(self) -> int:
+        return self.batch * self.group * self.step.height * self.step.width
+
     def slides(self, piece: Piece) -> bool:
         """Whether all rows see the piece at one distance."""
         return not self.by_row or self.step.count == 1 or piece.stride == self.step.height
@@ -92,7 +98,7 @@ class _Run:
         self.q = self.q.unflatten(1, (geometry.kv_heads, geometry.heads // geometry.kv_heads))
         sizes = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
         self.env = {**sizes, **slots}
-        self.buffers: dict[str, Tensor] = {}
+        self.buffers = local()  # of each thread, reused by its blocks
         self.memory: dict[tuple[int, ...], Tensor] = {}  # masks that depend on q - k only, by place
         self.mask = None if plan.mask is None else Program(plan.mask, self.dtype)
         self.still = plan.mask is not None and distance_only(plan.mask) and not _vectors(geometry)
@@ -112,36 +118,37 @@ class _Run:
         self.out = torch.empty((*shape, g.v_dim), dtype=self.dtype, device=self.q.device)
         self.lse = torch.empty(shape, dtype=self.dtype, device=self.q.device)
         block = (self.target.block_q, self.target.block_k)
+        blocks: list[_Block] = []
         for slice_, members in heads(self.spans, g).items():
             todo = self._flash(steps(self.spans, slice_, g, block), members)
             for step in todo:
                 for member in members:
-                    self._step(step, member)
+                    blocks.extend(self._cut(step, member))
+        blocks.sort(key=lambda x: x.cells)  # the largest go first: the last ones to end are short
+        spread(self._attend, blocks)
         out = self.out.flatten(1, 2).to(self.given)
         return out, self.lse.flatten(1, 2)
 
-    def _step(self, step: Step, member: Heads) -> None:
-        """Cut a step so that its scores fit the budget, along whichever axis needs fewer calls."""
+    def _cut(self, step: Step, member: Heads) -> Iterator[_Block]:
+        """Blocks whose scores fit the budget, cut along whichever axis needs fewer of them."""
         if not step.pieces:
             rows = slice(step.start, step.start + step.height * step.count)
-            self.out[member.batch, member.kv : member.kv + member.count, member.first : member.last, rows] = 0
-            self.lse[member.batch, member.kv : member.kv + member.count, member.first : member.last, rows] = -math.inf
+            place = (member.batch, slice(member.kv, member.kv + member.count), slice(member.first, member.last), rows)
+            self.out[place], self.lse[place] = 0, -math.inf
             return
-        group = member.last - member.first
-        cell = group * step.height * step.width
-        room = max(1, BUDGET // cell)
+        room = max(1, BUDGET // ((member.last - member.first) * step.height * step.width))
         by_head = step.count * -(-member.count // min(room, member.count))
         by_row = member.count * -(-step.count // min(room, step.count))
         if by_head <= by_row:
             for i in range(step.count):
                 for part in _parts(member.count, room):
-                    sub = replace(member, kv=member.kv + part.start, count=len(part))
-                    self._attend(_Block(sub, _moved(step, i, 1), by_row=False))
+                    some = replace(member, kv=member.kv + part.start, count=len(part))
+                    yield _Block(some, _moved(step, i, 1), by_row=False)
             return
         for j in range(member.count):
             one = replace(member, kv=member.kv + j, count=1)
             for part in _parts(step.count, room):
-                self._attend(_Block(one, _moved(step, part.start, len(part)), by_row=True))
+                yield _Block(one, _moved(step, part.start, len(part)), by_row=True)
 
     # -- one block --------------------------------------------------------------------------------------
 
@@ -280,10 +287,10 @@ class _Run:
 
     def _buffer(self, name: str, *shape: int) -> Tensor:
         size = math.prod(shape)
-        known = self.buffers.get(name)
+        known = getattr(self.buffers, name, None)
         if known is None or known.numel() < size:
             known = self.torch.empty(size, dtype=self.dtype, device=self.q.device)
-            self.buffers[name] = known
+            setattr(self.buffers, name, known)
         return known[:size].view(shape)
 
     def _store(self, block: _Block, acc: Tensor, top: Tensor, total: Tensor) -> None:

@@ -86,7 +86,8 @@ BAD = {
     ),
     "layout": (
         lambda: fk.attention(Q, K, K, layout="sbhd"), fk.ShapeError,
-        "layout is 'sbhd'; it is \"bhsd\" (batch, heads, length, head_dim) or \"bshd\" (batch, length, heads, head_dim)",
+        "layout is 'sbhd'; it is \"bhsd\" (batch, heads, length, head_dim) or "
+        '"bshd" (batch, length, heads, head_dim)',
     ),
     "tile": (
         lambda: fk.compile("causal", tile=(128, 0)), fk.ShapeError,

@@ -1,0 +1,57 @@
+"""Threads that each run whole blocks with single-threaded torch calls.
+
+A block is a dozen short library calls. Spreading each of them over all cores costs a barrier a call, and one
+late core (another process is enough) holds up every one of them; blocks are independent and need none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from threading import Barrier
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def spread(run: Callable[[T], None], blocks: list[T]) -> None:
+    """`run` every block, the last of the list first, over as many threads as torch would use."""
+    import torch
+
+    threads = min(torch.get_num_threads(), len(blocks))
+    if threads < 2:
+        for block in reversed(blocks):
+            run(block)
+        return
+
+    def drain() -> None:
+        with torch.no_grad():
+            while blocks:
+                try:
+                    block = blocks.pop()
+                except IndexError:  # another thread took the last one
+                    return
+                run(block)
+
+    for done in [_pool(torch.get_num_threads(), os.getpid()).submit(drain) for _ in range(threads)]:
+        done.result()
+
+
+@lru_cache(maxsize=4)
+def _pool(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads in which torch starts no threads of its own; threads do not survive a fork, hence `process`."""
+    import torch
+
+    together = Barrier(threads)  # every thread takes one of the first tasks
+    pool = ThreadPoolExecutor(threads, "frisket")
+
+    def alone() -> None:
+        torch.set_num_threads(1)
+        together.wait()
+
+    for ready in [pool.submit(alone) for _ in range(threads)]:
+        ready.result()
+    torch.set_num_threads(threads)  # torch keeps the last number for threads yet to come: put it back
+    return pool
