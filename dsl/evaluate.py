@@ -163,7 +163,7 @@ def _shr(x: Array, y: Array) -> Array:
 def _int(x: Array) -> Array:
     if x.dtype == np.bool_:
         return x.astype(np.int64)
-    return np.trunc(np.clip(np.nan_to_num(x), -(2.0**62), 2.0**62)).astype(np.int64)
+    return np.asarray(np.trunc(np.clip(np.nan_to_num(x), -(2.0**62), 2.0**62)), np.int64)
 
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -172,16 +172,16 @@ _MASK = 0xFFFFFFFF
 
 def _mix(x: Array) -> Array:
     """The finaliser of MurmurHash3 (A. Appleby, public domain) on 32-bit words kept in int64."""
-    x = x ^ (x >> 16)
+    x = np.bitwise_xor(x, x >> 16)
     x = _times(x, 0x85EBCA6B)
-    x = x ^ (x >> 13)
+    x = np.bitwise_xor(x, x >> 13)
     x = _times(x, 0xC2B2AE35)
-    return x ^ (x >> 16)
+    return np.asarray(np.bitwise_xor(x, x >> 16))
 
 
 def _times(x: Array, factor: int) -> Array:
     # a 32 x 32 bit product does not fit int64: multiply the halves
-    return (((x >> 16) * factor << 16) + (x & 0xFFFF) * factor) & _MASK
+    return np.asarray((((x >> 16) * factor << 16) + (x & 0xFFFF) * factor) & _MASK)
 
 
 def uniform(*counters: Array) -> Array:

@@ -68,8 +68,9 @@ def attention(
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-    shape = (*q.shape[:3], k.shape[2])
-    env = {**coordinates(*shape, origin=origin, sizes=sizes), **params}
+    batch, heads, q_len = q.shape[:3]
+    shape = (batch, heads, q_len, k.shape[2])
+    env = {**coordinates(*shape, origin, sizes), **params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
     with np.errstate(all="ignore"):
         s = np.einsum("bhqd,bhkd->bhqk", q, k) * scale

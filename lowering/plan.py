@@ -168,7 +168,7 @@ def make_plan(
 
     `bounds` is the mask's closed form. `rows_nonempty` and `score_finite` say what was proved: without both the
     -inf checks stay. `limits` are the largest magnitudes of variables, parameters and tables, by name; they
-    decide between 32- and 64-bit integers (unknown ones are taken to fit 31 bits).
+    decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28).
 
     >>> from frisket.dsl.sugar import q, k
     >>> make_plan((q >= k) & (q - k <= 255), None).mask
@@ -281,7 +281,7 @@ def _magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float
     if e.op == "lit":
         return abs(float(e.name))
     if e.op in ("var", "param", "lookup"):
-        return limits.get(e.name, 2.0**30)
+        return limits.get(e.name, 2.0**28)
     if e.op in ("add", "sub"):
         return args[0] + args[1]
     if e.op == "mul":
@@ -289,9 +289,9 @@ def _magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float
     if e.op == "pow":
         return float(args[0] ** args[1]) if args[0] <= 1 or args[1] * np.log2(args[0]) < 64 else 2.0**64
     if e.op == "shl":
-        return args[0] * 2.0 ** min(args[1], 63)
+        return float(args[0] * 2.0 ** min(args[1], 63))
     if e.op in ("bitand", "bitor", "bitxor", "bitnot"):
-        return 2.0 ** np.ceil(np.log2(max(args) + 2))
+        return float(2.0 ** np.ceil(np.log2(max(args) + 2)))
     if e.op in ("int", "floor") and e.args[0].type is not BOOL:
         return 2.0**30  # a Float turned Int: kernels clamp it to 32 bits
     return max(args, default=1.0)

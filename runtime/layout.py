@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -199,10 +200,10 @@ class Layout:
 
     @cached_property
     def facts(self) -> Facts:
-        try:
+        pairs: int | None = None
+        nonempty: bool | None = None
+        with suppress(BudgetError):
             pairs, nonempty = self.visible_pairs, bool(self.row_counts.all())
-        except BudgetError:
-            pairs, nonempty = None, None  # type: ignore[assignment]
         r = self._runs
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
@@ -277,7 +278,8 @@ def make_layout(
     """
     pair = (block, block) if isinstance(block, int) else tuple(block)
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
-    mask.require_bound()
+    stop = whole(origin, (batch, heads, q_len, kv_len))
+    mask.check_tables(stop[2], stop[3], stop[0], stop[1], sizes or stop)
     tables = {n: Table(t) for n, t in mask.tables.items()}
     written = bind(mask.expr, mask.tables)
     simple, _ = prepare(written, None)

@@ -210,24 +210,32 @@ class Mask(Bound):
 
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact)
 
-    def check_tables(self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> None:
+    def check_tables(
+        self,
+        q_len: int,
+        kv_len: int,
+        batch: int = 1,
+        heads: int = 1,
+        sizes: tuple[int, int, int, int] | None = None,
+    ) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position at the far end of
-        an axis reads past the end of a table."""
+        an axis reads past the end of a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
         from frisket.lowering.dense import coordinates, visible
 
         self.require_bound()
-        sizes = {"b": batch, "h": heads, "q": q_len, "k": kv_len}
-        for what, n in zip(("batch", "heads", "q_len", "kv_len"), sizes.values(), strict=True):
+        stops = {"b": batch, "h": heads, "q": q_len, "k": kv_len}
+        for what, n in zip(("batch", "heads", "q_len", "kv_len"), stops.values(), strict=True):
             if isinstance(n, bool) or not isinstance(n, int | np.integer) or n <= 0:
                 raise ShapeError(f"{what} is {n!r}; it must be a positive int")
-        for coordinate, name, axis, have in short_tables(self.expr, self.tables, sizes):
-            crop = {**sizes, coordinate: 1}
-            first = dict.fromkeys(sizes, 0) | {coordinate: sizes[coordinate] - 1}
+        for coordinate, name, axis, have in short_tables(self.expr, self.tables, stops):
+            crop = {**stops, coordinate: 1}
+            first = dict.fromkeys(stops, 0) | {coordinate: stops[coordinate] - 1}
             shape = (crop["b"], crop["h"], crop["q"], crop["k"])
             start = (first["b"], first["h"], first["q"], first["k"])
-            env = {**coordinates(*shape, origin=start, sizes=(batch, heads, q_len, kv_len)), **self.scalars}
+            whole = sizes or (batch, heads, q_len, kv_len)
+            env = {**coordinates(*shape, origin=start, sizes=whole), **self.scalars}
             if visible(self.expr, env, self.tables, shape).any():
-                need = sizes[coordinate]
+                need = stops[coordinate]
                 raise ParameterError(
                     f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
                     f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"

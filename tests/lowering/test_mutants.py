@@ -10,7 +10,7 @@ import pytest
 from support import masks
 
 from frisket.dsl.ir import TRUE, build, conj, disj, make
-from frisket.dsl.sugar import minimum
+from frisket.dsl.sugar import eq, k, minimum, q
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis import abstract, driver, questions, rows, spans, tiles
 from frisket.lowering.analysis.abstract import K0, K1, Q0, Q1, Range, ends
@@ -136,10 +136,6 @@ def careless_implication(a, b):
     return a is b or a.args[1:] == b.args[1:]
 
 
-def lying_witnesses(env):
-    return sound["_witnesses"]({n: v + 16 * (n == "k1") for n, v in env.items()})
-
-
 def drifting_relation(op, left, right):
     rel, form = sound["relation"](op, left, right)
     return rel, Linear(form.terms, form.const + (1 if op == "gt" else 0))
@@ -171,7 +167,6 @@ MUTANTS = {
     "anything implies anything of its form": (rules_boolean, "_implies", careless_implication),
     "a record swallows its neighbour": (spans, "FULL", 1),
     "partial tiles are called full": (tiles, "PARTIAL", 2),
-    "witnesses lie": (tiles, "_witnesses", lying_witnesses),
     "never is always": (questions, "_never_literal", lambda e: TRUE),
     "eq is found between the ends": (questions, "_some_attained", lambda e: conj(TRUE)),
     "and is or": (affine, "FLIP", {"ge": "ge", "le": "le", "eq": "eq", "ne": "ne"}),
@@ -181,7 +176,7 @@ sound = {
     "_affine": abstract._affine, "_floordiv": abstract._floordiv, "_mod": abstract._mod, "_abs": abstract._abs,
     "_mul": abstract._mul, "infeasible": questions.infeasible, "terms": questions.terms, "_truth": questions._truth,
     "bounds": rows.bounds, "sweep": rows.sweep, "_outside": driver._outside, "relation": affine.relation,
-    "write_relation": affine.write_relation, "_witnesses": tiles._witnesses,
+    "write_relation": affine.write_relation,
 }  # fmt: skip
 
 

@@ -180,6 +180,9 @@ def test_no_written_mask_needs_its_elements_looked_at():
         "tree": "the table is indexed by both coordinates", "tile-map": "tiles of the map that no witness hits",
         "global-tokens": "a token that no witness hits", "bias": "floats", "nan-bias": "NaN has no place in a range",
         "per-query-window": "bounds by table, beside a diagonal",
+        "neighbourhood": "columns of the image: k % width and k // width in one tile",
+        "log": "NaN below the domain of a logarithm has no place in a range",
+        "zero-divisor": "a divisor that may be 0",
         "sliding-varying": "q and q // 2 in one comparison: their ranges are taken apart",
     }  # fmt: skip
     for name, mask in masks.written().items():

@@ -8,17 +8,25 @@ from frisket.lowering.dense import coordinates, visible
 from frisket.lowering.plan import Spans
 
 
-def kinds(mask, q_len, kv_len, *, batch=1, heads=1, block=(128, 128), origin=(0, 0, 0, 0), sizes=None, params=None, tables=None):
-    """uint8 [batch, heads, q_tiles, k_tiles]: 0 empty, 1 partial, 2 full; outside the lengths is False."""
+def dense(
+    mask, q_len, kv_len, *, batch=1, heads=1, block=None, origin=(0, 0, 0, 0), sizes=None, params=None, tables=None
+):
+    """The mask at every position, bool [batch, heads, q_len, kv_len]."""
     shape = (batch, heads, q_len, kv_len)
     env = {**coordinates(*shape, origin=origin, sizes=sizes), **(params or {})}
-    dense = visible(mask, env, tables or {}, shape)
+    return visible(mask, env, tables or {}, shape)
+
+
+def kinds(mask, q_len, kv_len, *, block=(128, 128), **options):
+    """uint8 [batch, heads, q_tiles, k_tiles]: 0 empty, 1 partial, 2 full; outside the lengths is False."""
+    seen = dense(mask, q_len, kv_len, **options)
+    batch, heads = seen.shape[:2]
     bq, bk = block
     nq, nk = -(-q_len // bq), -(-kv_len // bk)
     padded = np.zeros((batch, heads, nq * bq, nk * bk), bool)
-    padded[:, :, :q_len, :kv_len] = dense
-    seen = padded.reshape(batch, heads, nq, bq, nk, bk).sum((3, 5))
-    return np.where(seen == 0, 0, np.where(seen == bq * bk, 2, 1)).astype(np.uint8)
+    padded[:, :, :q_len, :kv_len] = seen
+    count = padded.reshape(batch, heads, nq, bq, nk, bk).sum((3, 5))
+    return np.where(count == 0, 0, np.where(count == bq * bk, 2, 1)).astype(np.uint8)
 
 
 def spans(mask, q_len, kv_len, **options) -> Spans:
