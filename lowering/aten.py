@@ -105,7 +105,7 @@ class _Run:
         self.score = self.strips = None
         if plan.score is not None:
             shared = _hoisted(plan.score) if not _vectors(geometry) else {}
-            self.score = Program(plan.score, self.dtype, shared)
+            self.score = Program(_in_base_2(plan.score), self.dtype, shared)
             self.strips = {name: Program(e, self.dtype) for e, name in shared.items()}
 
     # -- the whole call -------------------------------------------------------------------------------
@@ -215,7 +215,6 @@ class _Run:
         value = self.score(env, self.tables)
         if value.data_ptr() != cells.data_ptr():
             cells.copy_(value)
-        cells.mul_(LOG2E)
 
     def _hide(self, block: _Block, piece: Piece, lo: int, hi: int, cells: Tensor) -> None:
         assert self.mask is not None
@@ -402,6 +401,14 @@ def _joined(rows: list[Step], block_q: int) -> Step:
     height = last.start + last.height - first.start
     stop = min(last.pieces[0].stop, first.pieces[0].full_stop + height)
     return Step(first.start, height, 1, (replace(first.pieces[0], stop=stop),))
+
+
+def _in_base_2(score: Expr) -> Expr:
+    """The score mod times log2(e), in one factor with a literal that is there already."""
+    if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
+        other = score.args[1] if score.args[0] is known else score.args[0]
+        return other * (known.name * LOG2E)
+    return score * LOG2E
 
 
 def _vectors(g: Geometry) -> bool:

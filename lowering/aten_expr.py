@@ -7,13 +7,14 @@ Float is the dtype of the scores.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import unroll
-from frisket.dsl.ir import Expr, uses, walk
+from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, uses, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
 
 Tensor = Any  # torch is imported by the caller, inside the functions that need it
@@ -115,13 +116,22 @@ OPERATORS: dict[str, Callable[..., Tensor]] = {
     "floor": lambda x: _to_int(x.floor()), "float": lambda x: x, "random": _random,
 }  # fmt: skip
 
+
+def _tanh_in_place(x: Tensor) -> Tensor:
+    # tanh(x) = 1 / (1 + 2 / expm1(2x)): exact to a few units in the last place near 0 too, in half torch's time
+    return x.mul_(2.0).expm1_().reciprocal_().mul_(2.0).add_(1.0).reciprocal_()
+
+
+def _method(name: str) -> Callable[..., Tensor]:
+    return lambda x, *args: getattr(x, name)(*args)
+
+
 # Float operators that may overwrite their first argument when nobody else needs it
-IN_PLACE = {
-    "neg": "neg_", "abs": "abs_", "add": "add_", "sub": "sub_", "mul": "mul_", "div": "div_",
-    "exp": "exp_", "exp2": "exp2_", "log": "log_", "log2": "log2_", "log1p": "log1p_", "tanh": "tanh_",
-    "sigmoid": "sigmoid_", "sin": "sin_", "cos": "cos_", "tan": "tan_", "sqrt": "sqrt_", "rsqrt": "rsqrt_",
-    "erf": "erf_",
-}  # fmt: skip
+IN_PLACE: dict[str, Callable[..., Tensor]] = {
+    **{n: _method(f"{n}_") for n in "neg abs add sub mul div".split()},
+    **{n: _method(f"{n}_") for n in FLOAT_FUNCTIONS},
+    "tanh": _tanh_in_place,
+}
 LITERAL_BESIDE = frozenset({"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne"})
 
 
@@ -157,6 +167,13 @@ class Program:
             free = n.op in IN_PLACE and n.type is FLOAT and bool(args) and self._fresh(args[0])
             ends = free and last[args[0]] == i and args.count(args[0]) == 1
             self.code.append(Instruction(n, args, tuple(at[a] for a in args), ends))
+        readers = Counter(a for n in order for a in self._inputs(n))
+        # a product that is only added to an overwritten value goes there in one pass, without a tile of its own
+        self.products = {
+            i.nodes[1] for i in self.code
+            if i.node.op == "add" and i.overwrites and i.nodes[1].op == "mul" and readers[i.nodes[1]] == 1
+            and i.nodes[1] not in self.given
+        }  # fmt: skip
 
     def _fresh(self, node: Expr) -> bool:
         """Whether the value of `node` is a tensor of its own (the score counts: it may be overwritten)."""
@@ -196,17 +213,21 @@ class Program:
         if node.op not in OPERATORS:
             raise LoweringError(f"the aten backend has no `{node.op}`; the planner rewrites it before lowering")
         # A tensor beside a number stays so: no broadcasting, no promotion of float32 by a 0-d float64.
+        if isinstance(args[-1], _Product):
+            return _add_product(torch, args[0], args[1])
         keep = node.op in LITERAL_BESIDE and isinstance(args[0], torch.Tensor)
         args = [
             a if keep and i else self._tensor(torch, a, n)
             for i, (a, n) in enumerate(zip(args, step.nodes, strict=True))
         ]
+        if node in self.products:
+            return _Product(*(self._tensor(torch, a, n) for a, n in zip(args, step.nodes, strict=True)))
         if node.op == "float":
             return args[0].to(self.dtype)
         if node.op == "random":
             return OPERATORS["random"](*args).to(self.dtype).mul_(2.0**-24)
         if step.overwrites and all(not isinstance(a, torch.Tensor) or _fits(a.shape, args[0].shape) for a in args[1:]):
-            return getattr(args[0], IN_PLACE[node.op])(*args[1:])
+            return IN_PLACE[node.op](*args)
         return OPERATORS[node.op](*args)
 
     def _lookup(self, torch: Any, node: Expr, indices: list[Value], table: Tensor) -> Tensor:
@@ -216,6 +237,20 @@ class Program:
         ]
         found = table[tuple(clamped)]
         return found.to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
+
+
+@dataclass(frozen=True)
+class _Product:
+    """Two factors not multiplied yet."""
+
+    left: Tensor
+    right: Tensor
+
+
+def _add_product(torch: Any, x: Tensor, product: _Product) -> Tensor:
+    if all(_fits(f.shape, x.shape) for f in (product.left, product.right)):
+        return x.addcmul_(product.left, product.right)
+    return torch.addcmul(x, product.left, product.right)
 
 
 def _fits(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:

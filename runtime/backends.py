@@ -122,4 +122,4 @@ def target_of(backend: str, geometry: Any, dtype: str, tile: tuple[int, int] | N
         wide = dtype not in ("float32", "float64") and geometry.head_dim <= 128
         side = 128 if wide else 64
         return Target(backend, *(tile or (side, side)), num_warps=8 if wide and geometry.head_dim > 64 else 4)
-    return Target(backend, *(tile or ((64, 64) if narrow else (128, 128))))
+    return Target(backend, *(tile or ((64, 32) if narrow else (128, 32))))

@@ -271,3 +271,27 @@ def test_rows_that_repeat_are_one_step():
     found = steps(brute.spans(mask, 8192, 8192, block=(32, 32)), 0, g, (32, 32))
     assert len(found) < 15
     assert sum(s.count * s.height for s in found) == 8192
+
+
+@pytest.mark.parametrize("op", sorted(ir.FLOAT_FUNCTIONS | {"neg", "abs"}))
+def test_overwriting_changes_nothing(op):
+    node = ir.build(op, score)
+    want = evaluate(node, {"score": FLOATS})
+    assert_close(Program(node, torch.float64)({"score": torch.from_numpy(FLOATS.copy())}, {}).numpy(), want)
+
+
+def test_tanh_keeps_its_digits_near_zero():
+    x = np.concatenate([np.logspace(-30, 2, 2000), [0.0, 1e-42]]).astype(np.float32)
+    x = np.concatenate([x, -x])
+    got = Program(ir.build("tanh", score), torch.float32)({"score": torch.from_numpy(x.copy())}, {}).numpy()
+    np.testing.assert_allclose(got, np.tanh(x.astype(np.float64)), rtol=6e-7, atol=1e-40)
+
+
+def test_a_product_is_added_in_one_pass():
+    e = score + ir.lookup("slope", (h,), FLOAT) * ir.to_float(k - q)
+    env = {"h": torch.arange(4).view(4, 1, 1), "q": torch.arange(5).view(5, 1), "k": torch.arange(6)}
+    scores = torch.randn(4, 5, 6, dtype=torch.float64)
+    want = evaluate(e, {n: x.numpy() for n, x in env.items()} | {"score": scores.numpy().copy()}, TABLES)
+    got = Program(e, torch.float64)({**env, "score": scores}, {"slope": torch.from_numpy(TABLES["slope"])})
+    assert got.data_ptr() == scores.data_ptr()
+    assert_close(got.numpy(), want)
