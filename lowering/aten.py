@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from threading import local
 from typing import Any
 
-from frisket.dsl.ir import Expr, walk
+from frisket.dsl.ir import Expr, binary, walk
 
 from .aten_expr import Program, distance_only
 from .aten_steps import Heads, Piece, Step, heads, steps
@@ -357,6 +357,9 @@ class _Run:
                 out, lse = done[0]
                 if len(done) == 2:
                     out, lse = _merge(torch, done)
+                if out.numel() == self.out.numel():  # the whole call: no copy
+                    self.out, self.lse = out.unsqueeze(2), lse.unsqueeze(2)
+                    return
                 self.out[m.batch, kv, j, rows] = out[0]
                 self.lse[m.batch, kv, j, rows] = lse[0]
 
@@ -407,8 +410,8 @@ def _in_base_2(score: Expr) -> Expr:
     """The score mod times log2(e), in one factor with a literal that is there already."""
     if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
         other = score.args[1] if score.args[0] is known else score.args[0]
-        return other * (known.name * LOG2E)
-    return score * LOG2E
+        return binary("mul", other, float(known.name) * LOG2E)
+    return binary("mul", score, LOG2E)
 
 
 def _vectors(g: Geometry) -> bool:
