@@ -7,7 +7,6 @@ there is no score mod, torch's built-in flash kernel does the block and the piec
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import Any
 from frisket.dsl.ir import Expr, binary, walk
 
 from .aten_expr import Program, distance_only
-from .aten_steps import Heads, Piece, Step, heads, steps
+from .aten_steps import Heads, Piece, Step, chunks, heads, joined, moved, partial, shares, steps, triangles
 from .aten_workers import spread
 from .plan import Geometry, LoopPlan, Spans, Target
 
@@ -141,14 +140,14 @@ class _Run:
         by_row = member.count * -(-step.count // min(room, step.count))
         if by_head <= by_row:
             for i in range(step.count):
-                for part in _parts(member.count, room):
+                for part in shares(member.count, room):
                     some = replace(member, kv=member.kv + part.start, count=len(part))
-                    yield _Block(some, _moved(step, i, 1), by_row=False)
+                    yield _Block(some, moved(step, i, 1), by_row=False)
             return
         for j in range(member.count):
             one = replace(member, kv=member.kv + j, count=1)
-            for part in _parts(step.count, room):
-                yield _Block(one, _moved(step, part.start, len(part)), by_row=True)
+            for part in shares(step.count, room):
+                yield _Block(one, moved(step, part.start, len(part)), by_row=True)
 
     # -- one block --------------------------------------------------------------------------------------
 
@@ -157,7 +156,7 @@ class _Run:
         rows = block.group * step.height
         query = self._queries(block)
         top = total = acc = None
-        for chunk in _chunks(step.pieces, max(64, BUDGET // (block.batch * rows))):
+        for chunk in chunks(step.pieces, max(64, BUDGET // (block.batch * rows))):
             tiles = self._scores(block, query, chunk)
             peak = tiles[0].amax(-1, keepdim=True)
             for t in tiles[1:]:
@@ -316,11 +315,11 @@ class _Run:
         if self.score is not None or g.head_dim != g.v_dim or self.q.device.type != "cpu":
             return todo
         rest: list[Step] = []
-        for rows in _triangles(todo):
-            step = _joined(rows, self.target.block_q)
+        for rows in triangles(todo):
+            step = joined(rows, self.target.block_q)
             corner = rows[0].pieces[-1].full_stop if rows[0].pieces else 0
             tall = step.height >= FLASH_ROWS and step.count == 1 and len(step.pieces) == 1
-            plain = tall and not _partial(step.pieces[0])
+            plain = tall and not partial(step.pieces[0])
             if tall and (plain or self._is_triangle(step, corner)):
                 self._fused(step, None if plain else corner, members)
             else:
@@ -371,41 +370,6 @@ def _merge(torch: Any, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tens
     return out1 * (lse1 - lse).exp().unsqueeze(-1) + out2 * (lse2 - lse).exp().unsqueeze(-1), lse
 
 
-def _partial(p: Piece) -> bool:
-    return p.full_start > p.start or p.full_stop < p.stop
-
-
-def _triangles(todo: list[Step]) -> Iterator[list[Step]]:
-    """Consecutive rows that share their first key and end in one masked tile, a tile further down each time;
-    other rows come alone."""
-    i = 0
-    while i < len(todo):
-        j = i
-        while j < len(todo) and _diagonal(todo[i], todo[j]):
-            j += 1
-        yield todo[i : max(j, i + 1)]
-        i = max(j, i + 1)
-
-
-def _diagonal(first: Step, step: Step) -> bool:
-    """Whether `step` continues a triangle that begins with `first`."""
-    if step.count != 1 or len(step.pieces) != 1 or len(first.pieces) != 1:
-        return False
-    a, p = first.pieces[0], step.pieces[0]
-    down = step.start - first.start
-    return p.full_start == p.start == a.start and p.full_stop == a.full_stop + down and p.stop > p.full_stop
-
-
-def _joined(rows: list[Step], block_q: int) -> Step:
-    """One tall step of the rows of a triangle; keys right of the last diagonal tile are hidden anyway."""
-    first, last = rows[0], rows[-1]
-    if len(rows) == 1:
-        return first
-    height = last.start + last.height - first.start
-    stop = min(last.pieces[0].stop, first.pieces[0].full_stop + height)
-    return Step(first.start, height, 1, (replace(first.pieces[0], stop=stop),))
-
-
 def _in_base_2(score: Expr) -> Expr:
     """The score mod times log2(e), in one factor with a literal that is there already."""
     if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
@@ -436,42 +400,6 @@ def _hoisted(score: Expr) -> dict[Expr, str]:
             visit(a)
 
     visit(score)
-    return found
-
-
-def _moved(step: Step, by: int, count: int) -> Step:
-    """Rows `[by, by + count)` of a step."""
-    pieces = tuple(
-        replace(
-            p, start=p.start + by * p.stride, full_start=p.full_start + by * p.stride,
-            full_stop=p.full_stop + by * p.stride, stop=p.stop + by * p.stride,
-        )
-        for p in step.pieces
-    )  # fmt: skip
-    return replace(step, start=step.start + by * step.height, count=count, pieces=pieces)
-
-
-def _parts(n: int, room: int) -> list[range]:
-    parts = -(-n // max(1, min(room, n)))
-    cuts = [n * i // parts for i in range(parts + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(cuts)]
-
-
-def _chunks(pieces: tuple[Piece, ...], room: int) -> list[list[Piece]]:
-    """Pieces, cut where they are too wide, in lists of at most `room` keys."""
-    found: list[list[Piece]] = [[]]
-    left = room
-    for p in pieces:
-        start = p.start
-        while start < p.stop:
-            if left <= 0:
-                found.append([])
-                left = room
-            stop = min(p.stop, start + left)
-            lo, hi = (min(max(x, start), stop) for x in (p.full_start, p.full_stop))
-            found[-1].append(Piece(start, lo, hi, stop, p.stride))
-            left -= stop - start
-            start = stop
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -121,3 +121,74 @@ def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
 
 def _follows(a: Heads, b: Heads) -> bool:
     return a.batch == b.batch and a.kv + a.count == b.kv and (a.first, a.last) == (b.first, b.last)
+
+
+def moved(step: Step, by: int, count: int) -> Step:
+    """Rows `[by, by + count)` of a step."""
+    pieces = tuple(
+        replace(
+            p, start=p.start + by * p.stride, full_start=p.full_start + by * p.stride,
+            full_stop=p.full_stop + by * p.stride, stop=p.stop + by * p.stride,
+        )
+        for p in step.pieces
+    )  # fmt: skip
+    return replace(step, start=step.start + by * step.height, count=count, pieces=pieces)
+
+
+def shares(n: int, room: int) -> list[range]:
+    parts = -(-n // max(1, min(room, n)))
+    cuts = [n * i // parts for i in range(parts + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def chunks(pieces: tuple[Piece, ...], room: int) -> list[list[Piece]]:
+    """Pieces, cut where they are too wide, in lists of at most `room` keys."""
+    found: list[list[Piece]] = [[]]
+    left = room
+    for p in pieces:
+        start = p.start
+        while start < p.stop:
+            if left <= 0:
+                found.append([])
+                left = room
+            stop = min(p.stop, start + left)
+            lo, hi = (min(max(x, start), stop) for x in (p.full_start, p.full_stop))
+            found[-1].append(Piece(start, lo, hi, stop, p.stride))
+            left -= stop - start
+            start = stop
+    return found
+
+
+def triangles(todo: list[Step]) -> Iterator[list[Step]]:
+    """Consecutive rows that share their first key and end in one masked tile, a tile further down each time;
+    other rows come alone."""
+    i = 0
+    while i < len(todo):
+        j = i
+        while j < len(todo) and _diagonal(todo[i], todo[j]):
+            j += 1
+        yield todo[i : max(j, i + 1)]
+        i = max(j, i + 1)
+
+
+def _diagonal(first: Step, step: Step) -> bool:
+    """Whether `step` continues a triangle that begins with `first`."""
+    if step.count != 1 or len(step.pieces) != 1 or len(first.pieces) != 1:
+        return False
+    a, p = first.pieces[0], step.pieces[0]
+    down = step.start - first.start
+    return p.full_start == p.start == a.start and p.full_stop == a.full_stop + down and p.stop > p.full_stop
+
+
+def joined(rows: list[Step], block_q: int) -> Step:
+    """One tall step of the rows of a triangle; keys right of the last diagonal tile are hidden anyway."""
+    first, last = rows[0], rows[-1]
+    if len(rows) == 1:
+        return first
+    height = last.start + last.height - first.start
+    stop = min(last.pieces[0].stop, first.pieces[0].full_stop + height)
+    return Step(first.start, height, 1, (replace(first.pieces[0], stop=stop),))
+
+
+def partial(p: Piece) -> bool:
+    return p.full_start > p.start or p.full_stop < p.stop
