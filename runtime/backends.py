@@ -17,13 +17,14 @@ LATER = {
     "pallas-mosaic-gpu": "the Mosaic GPU kernels come in a later version",
 }
 PRINTED = ("triton", "pallas-tpu")  # backends with a kernel text
+HOW = {"pallas-tpu": ", in Pallas' interpreter where there is no TPU"}
 
 
 class Availability(dict[str, str]):
     """`fk.backends()`: name -> "" when it runs here, otherwise the reason it does not."""
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:18} {why if why else 'runs here'}" for name, why in self.items())
+        return "\n".join(f"{name:18} {why if why else 'runs here' + HOW.get(name, '')}" for name, why in self.items())
 
     __repr__ = __str__
 

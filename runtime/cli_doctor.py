@@ -11,7 +11,7 @@ import shutil
 
 from rich.console import Console
 
-from .backends import backends
+from .backends import HOW, backends
 from .cli_answer import Answer, rows
 from .packed import installed
 from .settings import VARIABLES
@@ -22,7 +22,7 @@ PACKAGES = ("frisket", "numpy", "lark", "rich", "platformdirs", "torch", "jax", 
 def doctor(args: argparse.Namespace, console: Console) -> Answer:
     """Versions, the machine, the backends, the settings in the environment."""
     versions = {name: version(name) for name in PACKAGES}
-    ready = {name: why or "runs here" for name, why in backends().items()}
+    ready = {name: why or "runs here" + HOW.get(name, "") for name, why in backends().items()}
     compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
     given = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}

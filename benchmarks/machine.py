@@ -1,0 +1,63 @@
+"""What every benchmark shares: the machine's name, timing turn about, and where results are kept."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def described() -> dict[str, Any]:
+    """CPU, cores and versions, for the head of a result file."""
+    versions = {}
+    for name in ("numpy", "torch", "jax", "triton"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "date": str(date.today()), "cpu": cpu_name(), "cores": os.cpu_count(),
+        "python": platform.python_version(), **versions,
+    }  # fmt: skip
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def turn_about(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """Median milliseconds of both, and the median of the ratios peer / ours, after a warm-up of each."""
+    ours()
+    peer()
+    pairs = [(seconds(ours), seconds(peer)) for _ in range(rounds)]
+    return {
+        "frisket_ms": 1e3 * statistics.median(a for a, _ in pairs),
+        "peer_ms": 1e3 * statistics.median(b for _, b in pairs),
+        "ratio": statistics.median(b / a for a, b in pairs),
+    }
+
+
+def save(name: str, found: dict[str, Any]) -> None:
+    """`benchmarks/results/<name>.json`, with the machine named."""
+    RESULTS.mkdir(exist_ok=True)
+    text = json.dumps({"machine": described(), **found}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
