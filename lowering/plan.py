@@ -177,7 +177,7 @@ def make_plan(
     formulas = [] if bounds is None else [bounds.first, bounds.full_first, bounds.full_last, bounds.last]
     parts = [e for e in (mask, score) if e is not None]
     names = _Names()
-    lifted = [names.lift(e) for e in (*parts, *formulas)]
+    lifted = [names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas]
     given = iter(lifted)
     new_mask = next(given) if mask is not None else None
     new_score = next(given) if score is not None else None
@@ -205,8 +205,9 @@ class _Names:
         self.slots: dict[tuple[Any, ...], Slot] = {}
         self.tables: dict[tuple[str, str], TableUse] = {}
 
-    def lift(self, root: Expr) -> Expr:
-        """Bounds and summands become slots; divisors, factors, shifts and Float literals stay."""
+    def lift(self, root: Expr, units: bool = True) -> Expr:
+        """Bounds and summands become slots; divisors, factors, shifts and Float literals stay, and so does the
+        1 of a formula (`units`), which says strict or not and is no number of the user's."""
         done: dict[Expr, Expr] = {}
         for e in walk(root):
             if e.op == "param":
@@ -214,7 +215,9 @@ class _Names:
             elif e.op in ("lookup", "segment"):
                 done[e] = self._table(e, tuple(done[a] for a in e.args))
             elif e.op in _LIFTED and e.args[0].type is INT:
-                args = (self._slot(("lit", a.name), INT, value=a.name) if _liftable(a) else done[a] for a in e.args)
+                args = (
+                    self._slot(("lit", a.name), INT, value=a.name) if _liftable(a, units) else done[a] for a in e.args
+                )
                 done[e] = build(e.op, *args)
             elif e.args:
                 done[e] = make(e.op, tuple(done[a] for a in e.args), e.name, e.type)
@@ -238,8 +241,8 @@ class _Names:
 _LIFTED = frozenset({"add", "sub", "lt", "le", "gt", "ge", "eq", "ne", "min", "max"})
 
 
-def _liftable(e: Expr) -> bool:
-    return e.op == "lit" and e.type is INT and e.name != 0
+def _liftable(e: Expr, units: bool) -> bool:
+    return e.op == "lit" and e.type is INT and e.name != 0 and (units or abs(e.name) != 1)
 
 
 def _segments(offsets: Any) -> NDArray[np.int32]:

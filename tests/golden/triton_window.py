@@ -2,7 +2,6 @@
 
     causal & window(w)
     s0 = w
-    s1 = 1
 
 Head size 128, bfloat16, 8 query heads to a key head; tiles of 128 queries by 64 keys.
 Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
@@ -23,7 +22,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit(
     do_not_specialize=[
-        "heads", "q_len", "kv_len", "q_origin", "k_origin", "KV_LEN", "s0", "s1",
+        "heads", "q_len", "kv_len", "q_origin", "k_origin", "KV_LEN", "s0",
     ]
 )
 def attention_forward(
@@ -36,7 +35,7 @@ def attention_forward(
     scale, heads, q_len, kv_len,
     q_origin, k_origin,  # of this call in the whole problem
     KV_LEN,
-    s0, s1,
+    s0,
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
 ):
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -66,10 +65,10 @@ def attention_forward(
     k_first = k_origin
     k_last = k_origin + kv_len - 1
     # Some query of the tile sees keys first..last, every one sees full_first..full_last.
-    first = tl.maximum(q_first - s0 + s1, k_first) - k_first
-    full_first = tl.maximum(q_last - s0 + s1, k_first) - k_first
+    first = tl.maximum(q_first - s0 + 1, k_first) - k_first
+    full_first = tl.maximum(q_last - s0 + 1, k_first) - k_first
     full_last = tl.minimum(q_first, k_last) - k_first
-    last = tl.minimum(tl.minimum(q_last, KV_LEN - s1), k_last) - k_first
+    last = tl.minimum(tl.minimum(q_last, KV_LEN - 1), k_last) - k_first
     hi = (tl.maximum(last, -1) + BLOCK_K) // BLOCK_K
     lo = tl.minimum(first // BLOCK_K, hi)
     full_lo = tl.minimum((tl.minimum(full_first, kv_len) + BLOCK_K - 1) // BLOCK_K, hi)

@@ -233,7 +233,9 @@ def test_doctor(run):
     found = json.loads(out)
     assert (status, err) == (0, "")
     assert found["packages"]["numpy"] == np.__version__
-    assert found["backends"] == {name: why or "runs here" for name, why in fk.backends().items()}
+    assert found["backends"].keys() == fk.backends().keys()
+    for name, why in fk.backends().items():
+        assert found["backends"][name].startswith(why or "runs here")
     status, out, _ = run("doctor")
     assert status == 0
     assert "backends  aten               runs here\n" in out
