@@ -98,6 +98,8 @@ class _Printer:
             return NOT, ["~", (args[0], OR if bare else ATOM)]
         if op in ("lookup", "segment", "extent", "reduce"):
             return ATOM, self.special(e)
+        if op in ("range_min", "range_max"):  # of the analysis: not in the language
+            return ATOM, self.least_or_most(e)
         if op in ("min", "max"):
             args = self.joined(args)
         elif op == "where":
@@ -133,6 +135,14 @@ class _Printer:
         kind, height = e.name
         low, high, body = e.args
         return [f"{kind}({self.bound[height]} in ", (low, OR), "..", (high, OR), ": ", (body, OR), ")"]
+
+    def least_or_most(self, e: Expr) -> list[Piece]:
+        half = len(e.args) // 2
+        name = e.op.removeprefix("range_") if e.type is not BOOL else {"range_min": "all", "range_max": "any"}[e.op]
+        out: list[Piece] = [f"{name}({e.name}["]
+        for i in range(half):
+            out += [", " if i else "", (e.args[i], SUM), "..", (e.args[half + i], SUM)]
+        return [*out, "])"]
 
     def plain(self, e: Expr) -> Expr:
         """The operand of something that converts Int by itself."""

@@ -57,6 +57,9 @@ class Stages:
         if name == "simplified" and self.rules:
             fired = ", ".join(f"{n} x {c}" if c > 1 else n for n, c in self.rules.most_common())
             shown += f"\nrules: {fired}"
+        if name == "facts" and self.layout is not None:
+            asked = self.layout.questions
+            shown += "".join(f"\n{n:9} {show(asked[n])}" for n in ("always", "never"))
         return shown or "library calls"
 
     def __str__(self) -> str:

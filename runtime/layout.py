@@ -17,6 +17,7 @@ from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.dsl.show import show
 from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind, grid_of
 from frisket.lowering.analysis.facts import row_counts
+from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.spans import Runs, from_records
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, Scope
@@ -169,6 +170,12 @@ class Layout:
         np.add.at(steps, (r.slice, r.row, r.stop), -r.kind.astype(np.int8))
         grid += np.cumsum(steps, axis=2, dtype=np.int8)[..., :-1].astype(np.uint8)
         return grid[self.spans.slice_of]
+
+    @cached_property
+    def questions(self) -> dict[str, Expr]:
+        """What the analysis asks of a rectangle `q0..q1` x `k0..k1` of positions, ends inclusive: `always`,
+        `never`, and `mixed` (every tile of it holds both; `tk` is the width of its narrowest tile)."""
+        return {"always": always(self.mask), "never": never(self.mask), "mixed": mixed(self.mask)}
 
     # -- facts ------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from support import masks
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import FLOAT_FUNCTIONS, KV_LEN, Expr, build, lit, lookup, segment
-from frisket.dsl.sugar import k, q
+from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.analysis.abstract import TRANSFER, ends
 from frisket.lowering.analysis.questions import always, mixed, never, some
@@ -121,6 +121,15 @@ def test_the_table_of_operators_is_complete():
     unknown = {"bitor", "bitxor", "bitnot", "pow", "random", "sin", "cos", "tan", "erf", "rsqrt"}
     assert not unknown & set(TRANSFER)
     assert FLOAT_FUNCTIONS - set(TRANSFER) <= unknown
+
+
+def test_answers_are_text():
+    mask = simplify((q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))) & lookup("map", (q // 16, k), BOOL))
+    assert repr(never(mask)) == (
+        "q1 < k0 | max(doc[q0..q1]) < min(doc[k0..k1]) | min(doc[q0..q1]) > max(doc[k0..k1])"
+        " | ~any(map[q0 // 16..q1 // 16, k0..k1])"
+    )
+    assert repr(always((q >= k) & (q - k <= 255))) == "q0 >= k1 & q1 - k0 <= 255"
 
 
 @pytest.mark.parametrize("seed", range(60))
