@@ -17,6 +17,7 @@ from frisket.dsl.program import nearest, read
 from frisket.lowering.analysis.driver import bind as written_out
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify.hoist import finite
 
 from .layout import Layout, check_lengths, make_layout
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, as_value, mask, names_of, score, separated, short_tables
@@ -167,17 +168,17 @@ def _compiled(
     origin: Origin, sizes: Sizes | None, proofs: bool,
 ) -> Work:  # fmt: skip
     tables, scalars = what.tables, what.scalars
-    finite = {n: bool(np.isfinite(t).all()) for n, t in tables.items() if t.dtype.kind == "f"}
+    sane = {n: bool(np.isfinite(t).all()) for n, t in tables.items() if t.dtype.kind == "f"}
     rules: Counter[str] = Counter()
     parts = [None if p is None else written_out(p.expr, tables) for p in (what.mask, what.score)]
-    seen, mod = prepare(parts[0], parts[1], finite, rules)
+    seen, mod = prepare(parts[0], parts[1], sane, rules)
     known = {**scalars, **tables}
     inside = Mask(TRUE if seen is None else seen)
     inside = inside.bind(**{n: known[n] for n in inside.unbound})
     layout = make_layout(inside, q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, (batch, heads, q_len, kv_len))
     plan = make_plan(
-        seen, mod, str(what), bounds=layout.analysis.bounds, score_finite=mod is None,
+        seen, mod, str(what), bounds=layout.analysis.bounds, score_finite=mod is None or finite(mod, sane),
         rows_nonempty=seen is None or bool(proofs and layout.facts.rows_nonempty),
         limits=_limits(full, scalars, tables),
     )  # fmt: skip

@@ -25,6 +25,8 @@ from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_parameters import Argument, arguments, padded
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 
+from .settings import Settings
+
 Tensor = Any
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 
@@ -178,7 +180,7 @@ def write(source: str) -> Path:
     tracebacks read it."""
     from platformdirs import user_cache_dir
 
-    folder = Path(os.environ.get("FRISKET_CACHE_DIR") or user_cache_dir("frisket")) / "triton"
+    folder = Path(Settings.read().cache_dir or user_cache_dir("frisket")) / "triton"
     data = source.encode()
     path = folder / f"attention_{hashlib.sha256(data).hexdigest()[:20]}.py"
     if not (path.is_file() and path.read_bytes() == data):
