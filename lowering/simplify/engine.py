@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 
 from frisket.dsl.ir import Expr, rebuild
 
@@ -19,13 +20,19 @@ RULES: tuple[Rule, ...] = tuple(
 _STEPS = 100_000  # a rule that undoes another would run for ever; no honest text comes near
 
 
+@lru_cache(maxsize=64)
+def _by_operator(rules: tuple[Rule, ...]) -> dict[str, list[Rule]]:
+    found: dict[str, list[Rule]] = {}
+    for r in rules:
+        found.setdefault(r.op, []).append(r)
+    return found
+
+
 class Simplifier:
     """Rules indexed by operator; `counts` says how often each one fired."""
 
-    def __init__(self, rules: Iterable[Rule] = RULES) -> None:
-        self.by_op: dict[str, list[Rule]] = {}
-        for r in rules:
-            self.by_op.setdefault(r.op, []).append(r)
+    def __init__(self, rules: tuple[Rule, ...] = RULES) -> None:
+        self.by_op = _by_operator(rules)
         self.done: dict[Expr, Expr] = {}
         self.counts: Counter[str] = Counter()
         self.steps = 0
@@ -71,4 +78,4 @@ class Simplifier:
 def simplify(root: Expr, off: Iterable[str] = ()) -> Expr:
     """`simplify(e)`: rows named in `off` do not run."""
     skipped = frozenset(off)
-    return Simplifier(r for r in RULES if r.name not in skipped)(root)
+    return Simplifier(tuple(r for r in RULES if r.name not in skipped) if skipped else RULES)(root)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from frisket.dsl.ir import Expr, make, rebuild
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
@@ -64,7 +64,7 @@ def fill(pattern: Expr, found: Found) -> Expr:
     return rebuild(pattern, tuple(fill(a, found) for a in pattern.args))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """One row; `origin` is the line it is written on."""
 
@@ -72,7 +72,7 @@ class Rule:
     before: Expr | str
     after: Expr | Callable[..., Expr | None]
     when: Callable[..., bool] | None = None
-    origin: str = field(default="", compare=False)
+    origin: str = ""
 
     @property
     def op(self) -> str:
