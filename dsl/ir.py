@@ -366,6 +366,18 @@ def _substitute_below(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
     return reduce(kind, *ends, lambda j: substitute(changed, {own: j}))
 
 
+def renamed(root: Expr, names: Mapping[str, str]) -> Expr:
+    """`root` with other names for its parameters and tables."""
+
+    def change(e: Expr) -> Expr:
+        if e.op == "extent":
+            return extent(names.get(e.name[0], e.name[0]), e.name[1])
+        named = e.op in ("param", "lookup", "segment") and e.name in names
+        return make(e.op, e.args, names[e.name], e.type) if named else e
+
+    return transform(root, change)
+
+
 def free_names(root: Expr) -> tuple[dict[str, Type], dict[str, tuple[int, Type]]]:
     """(scalar parameters with their types, tables with (rank, element type)) used by `root`."""
     scalars: dict[str, Type] = {}

@@ -15,5 +15,14 @@ class Type(Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def with_article(self) -> str:
+        return f"an {self}" if self is INT else f"a {self}"
+
 
 BOOL, INT, FLOAT = Type.BOOL, Type.INT, Type.FLOAT
+
+
+def ranked(rank: int | None) -> str:
+    """What a name of this rank is, in words; None and 0 are scalars."""
+    return "a number" if not rank else f"a table with {rank} {'axis' if rank == 1 else 'axes'}"

@@ -19,8 +19,10 @@ from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, who
 from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
 
+from .bound_expr import separated
 from .layout import Layout, check_lengths, make_layout
-from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, as_value, mask, names_of, score, separated, short_tables
+from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
+from .parameters import as_value, names_of, short_tables
 
 Array = NDArray[Any]
 CACHED = 256  # compilations kept
@@ -39,7 +41,7 @@ class Subject:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        return frozenset(n for p in self.parts for found in names_of(p.expr) for n in found)
+        return frozenset(n for p in self.parts for n in names_of(p.expr))
 
     @property
     def scalars(self) -> dict[str, Any]:
@@ -102,15 +104,15 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             return dict(values)
         e = found.mask if kind == "mask" else found.score
         e = e if e is not None else found.expr
-        names = {n for group in names_of(e) for n in group} if e is not None else set()
+        names = set(names_of(e)) if e is not None else set()
     else:
         one = mask(what) if kind == "mask" else score(what)
-        names = {n for group in names_of(one.expr) for n in group}
+        names = set(names_of(one.expr))
     return {n: x for n, x in values.items() if n in names}
 
 
 def _mentions(part: Mask | ScoreMod, name: str) -> bool:
-    return any(name in found for found in names_of(part.expr))
+    return name in names_of(part.expr)
 
 
 def _check_used(params: Mapping[str, Any], names: Any) -> None:

@@ -13,7 +13,8 @@ from frisket.dsl.errors import ParameterError
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import FLOAT
 
-from .mask import Program, mask, names_of, program
+from .mask import Program, mask, program
+from .parameters import names_of
 
 Scalar = bool | int | float
 
@@ -33,14 +34,14 @@ def require_bound(what: Program) -> None:
     for part in (what.mask, what.score):
         for name in () if part is None else part.unbound:
             assert part is not None
-            how = f"--set {name}=VALUE" if name in names_of(part.expr)[0] else f"--table {name}=FILE.npy"
+            how = f"--table {name}=FILE.npy" if names_of(part.expr)[name][0] != 0 else f"--set {name}=VALUE"
             raise ParameterError(f"`{name}` has no value; give it: {how}")
 
 
 def chosen(more: dict[str, Any], given: dict[str, Any], parsed: Parsed) -> dict[str, Any]:
     """Those of `more` that the program mentions and nobody has bound."""
     roots = [e for e in (parsed.mask, parsed.score, parsed.expr) if e is not None]
-    names = {name for e in roots for found in names_of(e) for name in found}
+    names = {name for e in roots for name in names_of(e)}
     return {n: x for n, x in more.items() if n in names and n not in given}
 
 

@@ -9,151 +9,29 @@ Mask('q >= k & ~(k < 4)')
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import ir
-from frisket.dsl.errors import ParameterError, ShapeError, Span
+from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr
-from frisket.dsl.program import Declared, Parsed, check_names, nearest, read, type_of
-from frisket.dsl.show import show
+from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.trace import trace
-from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.dsl.types import BOOL
+
+from .bound_expr import Bound, Origin
+from .parameters import as_value, names_of, short_tables
 
 if TYPE_CHECKING:
     from .layout import Layout
 
-Array = NDArray[Any]
-Number = bool | int | float
-Self = TypeVar("Self", bound="Bound")
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where an expression came from; no part of its value."""
-
-    source: str | None = None
-    sites: tuple[tuple[Span, Expr], ...] = ()  # sub-expressions of the text, outermost first
-    declared: Mapping[str, Declared] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
-class Bound:
-    """An Expr and the values of some or all of its parameters. Immutable."""
-
-    what = "expression"
-    expr: Expr
-    params: Mapping[str, Any]
-    origin: Origin
-
-    def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
-        self.expr = expr
-        self.origin = origin or Origin()
-        scalars, tables = names_of(expr)
-        wanted: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()} | dict(tables)
-        check_names(dict.fromkeys(wanted))
-        given = {n: as_value(n, v) for n, v in (params or {}).items()}
-        if unused := [n for n in given if n not in wanted]:
-            near = nearest(unused[0], [n for n in wanted if n not in given])
-            hint = f"; did you mean `{near}`?" if near else ""
-            raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
-        self.params = MappingProxyType({n: _fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
-
-    @property
-    def source(self) -> str:
-        """The text as it was written; for expressions made in Python, as it prints."""
-        return self.origin.source if self.origin.source is not None else str(self)
-
-    @property
-    def sites(self) -> tuple[tuple[Span, Expr], ...]:
-        return self.origin.sites
-
-    @property
-    def tables(self) -> dict[str, Array]:
-        return {n: v for n, v in self.params.items() if isinstance(v, np.ndarray)}
-
-    @property
-    def scalars(self) -> dict[str, Number]:
-        return {n: v for n, v in self.params.items() if not isinstance(v, np.ndarray)}
-
-    @cached_property
-    def unbound(self) -> tuple[str, ...]:
-        """The parameters that have no value yet."""
-        scalars, tables = names_of(self.expr)
-        return tuple(n for n in (*scalars, *tables) if n not in self.params)
-
-    def bind(self: Self, **params: Any) -> Self:
-        """The same with more parameters bound; a new value replaces an old one."""
-        return type(self)(self.expr, {**self.params, **params}, self.origin) if params else self
-
-    def require_bound(self) -> None:
-        """Raise `ParameterError` unless every parameter has a value."""
-        if not self.unbound:
-            return
-        from frisket.dsl.library import definitions
-
-        name = self.unbound[0]
-        near = nearest(name, definitions())
-        hint = f" (did you mean `{near}`?)" if near else ""
-        example = "..." if name in names_of(self.expr)[0] else "<array>"
-        raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")
-
-    def _brief(self) -> str:
-        text = show(self.expr)
-        return text if len(text) <= 60 else text[:57] + "..."
-
-    def __str__(self) -> str:
-        return show(self.expr, self.params)
-
-    def __repr__(self) -> str:
-        values = "".join(f", {n}={_summary(v)}" for n, v in self.params.items())
-        return f"{type(self).__name__}({str(self)!r}{values})"
-
-    @cached_property
-    def _identity(self) -> tuple[Any, ...]:
-        return self.expr, tuple((n, _digest(v)) for n, v in self.params.items())
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        assert isinstance(other, Bound)
-        return self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        o = self.origin
-        rows = _flattened((self.expr, *(e for _, e in o.sites)))
-        origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes)
-        return _restored, (type(self), rows, dict(self.params), origin)
-
-    def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
-        """Both expressions in one, with different bindings of one name kept apart."""
-        left, right = separated(self, other)
-        declared = {**right.origin.declared, **left.origin.declared}
-        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, Origin(declared=declared))
-
-    def at(self: Self, **coordinates: Any) -> Self:
-        """The same read elsewhere: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those texts."""
-        moved: dict[Expr, Expr] = {}
-        params = {**self.params, **{n: v for n, v in coordinates.items() if n not in ir.COORDINATES}}
-        for name in ir.COORDINATES:
-            if name in coordinates:
-                moved[ir.var(name)] = _position(name, coordinates[name], params)
-        if not moved:
-            raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
-        return type(self)(ir.substitute(self.expr, moved), params, Origin(declared=self.origin.declared))
 
 
 class Mask(Bound):
@@ -163,7 +41,7 @@ class Mask(Bound):
 
     def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
         if expr.type is not BOOL:
-            raise ParameterError(f"a mask is a Bool, `{expr!r}` is {'an' if expr.type is INT else 'a'} {expr.type}")
+            raise ParameterError(f"a mask is a Bool, `{expr!r}` is {expr.type.with_article}")
         if "score" in ir.uses(expr):
             raise ParameterError("a mask does not know `score`; use it in a score mod")
         super().__init__(expr, params, origin)
@@ -348,171 +226,9 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
 
 
 def _used(e: Expr, found: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
-    scalars, tables = names_of(e)
-    return {n: v for n, v in {**found.defaults, **values}.items() if n in scalars or n in tables}
+    names = names_of(e)
+    return {n: v for n, v in {**found.defaults, **values}.items() if n in names}
 
 
 def _origin(found: Parsed) -> Origin:
     return Origin(found.source, tuple(found.sites), found.declared, tuple(found.notes))
-
-
-# -- parameters -------------------------------------------------------------------------------------
-
-
-def names_of(e: Expr) -> tuple[dict[str, Type], dict[str, tuple[int | None, Type]]]:
-    """(scalars, tables) of an Expr; the rank is None where only the size of a table is used."""
-    scalars, tables = ir.free_names(e)
-    sizes: dict[str, tuple[int | None, Type]] = {n.name[0]: (None, INT) for n in ir.walk(e) if n.op == "extent"}
-    return scalars, sizes | tables
-
-
-def as_value(name: str, value: Any) -> Any:
-    """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-        value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
-    elif not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
-        try:
-            value = np.asarray(value)
-        except ValueError as error:
-            raise ParameterError(f"`{name}` is not an array: {error}") from None
-    if isinstance(value, np.ndarray):
-        if value.dtype.name == "bfloat16":
-            value = value.astype(np.float32)
-        if value.ndim and value.flags.writeable:
-            value = value.copy()
-            value.flags.writeable = False
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
-        value = value.item()
-    rank, _ = type_of(name, value)
-    if rank and value.size == 0:
-        raise ParameterError(f"table `{name}` is empty")
-    return value
-
-
-def _fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
-    """The value as the type its name has; an Int does for a Float, nothing else changes type."""
-    have, kind = type_of(name, value)
-    if rank is not None and have != rank:
-        raise ParameterError(f"`{name}` is {_rank(rank)} in the text, the value is {_rank(have)}")
-    if kind is type or rank is None:
-        return value
-    if (kind, type) != (INT, FLOAT):
-        raise ParameterError(
-            f"`{name}` is {type} in the text, the value is {kind}; declare it: "
-            f"`param {name}: {kind.value.lower()}{'[' + ', '.join('_' * have) + ']' if have else ''}`"
-        )
-    if not have:
-        return float(value)
-    value = value.astype(np.float32)
-    value.flags.writeable = False
-    return value
-
-
-def _rank(rank: int) -> str:
-    return "a number" if rank == 0 else f"a table with {rank} {'axis' if rank == 1 else 'axes'}"
-
-
-def separated(left: Self, right: Self) -> tuple[Self, Self]:
-    """Both with names that mean one thing: a name bound differently on the right gets a number."""
-    taken = {*_all_names(left), *_all_names(right)}
-    for name in sorted(_all_names(left) & _all_names(right)):
-        a, b = left.params.get(name), right.params.get(name)
-        if _kind(left, name) == _kind(right, name) and (a is None) == (b is None) and _digest(a) == _digest(b):
-            continue
-        number = 2
-        while f"{name}_{number}" in taken:
-            number += 1
-        taken.add(f"{name}_{number}")
-        if b is not None:
-            right = renamed(right, name, f"{name}_{number}")
-        elif a is not None:  # the name without a value keeps it: it is still to be given
-            left = renamed(left, name, f"{name}_{number}")
-        else:
-            raise ParameterError(f"`{name}` has two types here and no value yet; rename or bind one")
-    return left, right
-
-
-def renamed(one: Self, old: str, new: str) -> Self:
-    def change(e: Expr) -> Expr:
-        if e.op in ("param", "lookup", "segment") and e.name == old:
-            return ir.make(e.op, e.args, new, e.type)
-        return ir.extent(new, e.name[1]) if e.op == "extent" and e.name[0] == old else e
-
-    params = {new if n == old else n: v for n, v in one.params.items()}
-    declared = {new if n == old else n: d for n, d in one.origin.declared.items()}
-    return type(one)(ir.transform(one.expr, change), params, Origin(declared=declared))
-
-
-def _all_names(one: Bound) -> set[str]:
-    scalars, tables = names_of(one.expr)
-    return {*scalars, *tables}
-
-
-def _kind(one: Bound, name: str) -> Any:
-    scalars, tables = names_of(one.expr)
-    return scalars.get(name, tables.get(name))
-
-
-def _position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
-        return ir.lit(int(value))
-    if not isinstance(value, str):
-        raise ParameterError(f"{name}= takes a text or an int, not {type(value).__name__}")
-    used = names_of(_lone(read(value, name=name)))
-    known = {n: v for n, v in params.items() if n in used[0] or n in used[1]}
-    e = _lone(read(value, name=name, params=known))
-    if e.type is not INT:
-        raise ParameterError(f"{name}= takes an Int, `{value}` is a {e.type}; use `//`, `floor` or `int`")
-    return e
-
-
-def _lone(found: Parsed) -> Expr:
-    if found.expr is None:
-        raise ParameterError("a coordinate is one expression, not a program")
-    return found.expr
-
-
-def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, str, int, int]]:
-    """(coordinate, table, axis, its length) wherever a bare coordinate runs past the end of a table."""
-    found = []
-    for node in ir.walk(e):
-        if node.op == "lookup":
-            for axis, index in enumerate(node.args):
-                have = tables[node.name].shape[axis]
-                if index.op == "var" and sizes.get(index.name, 0) > have:
-                    found.append((index.name, node.name, axis, have))
-    return found
-
-
-def _digest(value: Any) -> Any:
-    """Something hashable that is equal for equal values; 1, 1.0 and True differ."""
-    if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(value).tobytes()
-        return value.dtype.str, value.shape, hashlib.blake2b(data, digest_size=16).digest()
-    return type(value), repr(value)
-
-
-def _summary(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
-
-
-# -- pickle: nodes in a flat list, so that depth is no matter ----------------------------------------------
-
-
-def _flattened(roots: tuple[Expr, ...]) -> tuple[list[tuple[Any, ...]], list[int]]:
-    place: dict[Expr, int] = {}
-    rows: list[tuple[Any, ...]] = []
-    for node in ir.walk(*roots):
-        place[node] = len(rows)
-        rows.append((node.op, tuple(place[a] for a in node.args), node.name, node.type))
-    return rows, [place[r] for r in roots]
-
-
-def _restored(kind: type[Bound], rows: Any, params: dict[str, Any], origin: tuple[Any, ...]) -> Bound:
-    nodes: list[Expr] = []
-    for op, args, name, type_ in rows[0]:
-        nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, type_))
-    root, *sites = (nodes[i] for i in rows[1])
-    source, spans, declared, notes = origin
-    return kind(root, params, Origin(source, tuple(zip(spans, sites, strict=True)), declared, notes))

@@ -1,0 +1,210 @@
+"""An Expr with values for some or all of its parameters: equality, renaming, pickle.
+
+>>> from frisket.dsl.sugar import k, q
+>>> Bound(q - k < ir.param("w"), {"w": 4})
+Bound('q - k < w', w=4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from frisket.dsl import ir
+from frisket.dsl.errors import ParameterError, Span
+from frisket.dsl.ir import Expr
+from frisket.dsl.program import Declared, Parsed, check_names, nearest, read
+from frisket.dsl.show import show
+from frisket.dsl.types import INT
+
+from .parameters import Array, Number, as_value, digest, fitted, names_of, summary
+
+Self = TypeVar("Self", bound="Bound")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an expression came from; no part of its value."""
+
+    source: str | None = None
+    sites: tuple[tuple[Span, Expr], ...] = ()  # sub-expressions of the text, outermost first
+    declared: Mapping[str, Declared] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Bound:
+    """An Expr and the values of some or all of its parameters. Immutable."""
+
+    what = "expression"
+    expr: Expr
+    params: Mapping[str, Any]
+    origin: Origin
+
+    def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
+        self.expr = expr
+        self.origin = origin or Origin()
+        wanted = names_of(expr)
+        check_names(wanted)
+        given = {n: as_value(n, v) for n, v in (params or {}).items()}
+        if unused := [n for n in given if n not in wanted]:
+            near = nearest(unused[0], [n for n in wanted if n not in given])
+            hint = f"; did you mean `{near}`?" if near else ""
+            raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
+        self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
+
+    @property
+    def source(self) -> str:
+        """The text as it was written; for expressions made in Python, as it prints."""
+        return self.origin.source if self.origin.source is not None else str(self)
+
+    @property
+    def sites(self) -> tuple[tuple[Span, Expr], ...]:
+        return self.origin.sites
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        return {n: v for n, v in self.params.items() if isinstance(v, np.ndarray)}
+
+    @property
+    def scalars(self) -> dict[str, Number]:
+        return {n: v for n, v in self.params.items() if not isinstance(v, np.ndarray)}
+
+    @cached_property
+    def unbound(self) -> tuple[str, ...]:
+        """The parameters that have no value yet."""
+        return tuple(n for n in names_of(self.expr) if n not in self.params)
+
+    def bind(self: Self, **params: Any) -> Self:
+        """The same with more parameters bound; a new value replaces an old one."""
+        return type(self)(self.expr, {**self.params, **params}, self.origin) if params else self
+
+    def require_bound(self) -> None:
+        """Raise `ParameterError` unless every parameter has a value."""
+        if not self.unbound:
+            return
+        from frisket.dsl.library import definitions
+
+        name = self.unbound[0]
+        near = nearest(name, definitions())
+        hint = f" (did you mean `{near}`?)" if near else ""
+        example = "<array>" if names_of(self.expr)[name][0] != 0 else "..."
+        raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")
+
+    def _brief(self) -> str:
+        text = show(self.expr)
+        return text if len(text) <= 60 else text[:57] + "..."
+
+    def __str__(self) -> str:
+        return show(self.expr, self.params)
+
+    def __repr__(self) -> str:
+        values = "".join(f", {n}={summary(v)}" for n, v in self.params.items())
+        return f"{type(self).__name__}({str(self)!r}{values})"
+
+    @cached_property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.expr, tuple((n, digest(v)) for n, v in self.params.items())
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        assert isinstance(other, Bound)
+        return self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        o = self.origin
+        rows = _flattened((self.expr, *(e for _, e in o.sites)))
+        origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes)
+        return _restored, (type(self), rows, dict(self.params), origin)
+
+    def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
+        """Both expressions in one, with different bindings of one name kept apart."""
+        left, right = separated(self, other)
+        declared = {**right.origin.declared, **left.origin.declared}
+        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, Origin(declared=declared))
+
+    def at(self: Self, **coordinates: Any) -> Self:
+        """The same read elsewhere: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those texts."""
+        moved: dict[Expr, Expr] = {}
+        params = {**self.params, **{n: v for n, v in coordinates.items() if n not in ir.COORDINATES}}
+        for name in ir.COORDINATES:
+            if name in coordinates:
+                moved[ir.var(name)] = _position(name, coordinates[name], params)
+        if not moved:
+            raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
+        return type(self)(ir.substitute(self.expr, moved), params, Origin(declared=self.origin.declared))
+
+
+def separated(left: Self, right: Self) -> tuple[Self, Self]:
+    """Both with names that mean one thing: a name bound differently on the right gets a number."""
+    mine, theirs = names_of(left.expr), names_of(right.expr)
+    taken = {*mine, *theirs}
+    for name in sorted(mine.keys() & theirs.keys()):
+        a, b = left.params.get(name), right.params.get(name)
+        if mine[name] == theirs[name] and (a is None) == (b is None) and digest(a) == digest(b):
+            continue
+        number = 2
+        while f"{name}_{number}" in taken:
+            number += 1
+        taken.add(f"{name}_{number}")
+        if b is not None:
+            right = renamed(right, name, f"{name}_{number}")
+        elif a is not None:  # the name without a value keeps it: it is still to be given
+            left = renamed(left, name, f"{name}_{number}")
+        else:
+            raise ParameterError(f"`{name}` has two types here and no value yet; rename or bind one")
+    return left, right
+
+
+def renamed(one: Self, old: str, new: str) -> Self:
+    params = {new if n == old else n: v for n, v in one.params.items()}
+    declared = {new if n == old else n: d for n, d in one.origin.declared.items()}
+    return type(one)(ir.renamed(one.expr, {old: new}), params, Origin(declared=declared))
+
+
+def _position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return ir.lit(int(value))
+    if not isinstance(value, str):
+        raise ParameterError(f"{name}= takes a text or an int, not {type(value).__name__}")
+    used = names_of(_lone(read(value, name=name)))
+    known = {n: v for n, v in params.items() if n in used}
+    e = _lone(read(value, name=name, params=known))
+    if e.type is not INT:
+        raise ParameterError(f"{name}= takes an Int, `{value}` is a {e.type}; use `//`, `floor` or `int`")
+    return e
+
+
+def _lone(found: Parsed) -> Expr:
+    if found.expr is None:
+        raise ParameterError("a coordinate is one expression, not a program")
+    return found.expr
+
+
+# -- pickle: nodes in a flat list, so that depth is no matter ----------------------------------------------
+
+
+def _flattened(roots: tuple[Expr, ...]) -> tuple[list[tuple[Any, ...]], list[int]]:
+    place: dict[Expr, int] = {}
+    rows: list[tuple[Any, ...]] = []
+    for node in ir.walk(*roots):
+        place[node] = len(rows)
+        rows.append((node.op, tuple(place[a] for a in node.args), node.name, node.type))
+    return rows, [place[r] for r in roots]
+
+
+def _restored(kind: type[Bound], rows: Any, params: dict[str, Any], origin: tuple[Any, ...]) -> Bound:
+    nodes: list[Expr] = []
+    for op, args, name, type_ in rows[0]:
+        nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, type_))
+    root, *sites = (nodes[i] for i in rows[1])
+    source, spans, declared, notes = origin
+    return kind(root, params, Origin(source, tuple(zip(spans, sites, strict=True)), declared, notes))

@@ -1,0 +1,98 @@
+"""The parameters of an Expr, and values as they take them.
+
+>>> as_value("w", np.int64(4)), as_value("doc", [0, 0, 1]).flags.writeable
+(4, False)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl import ir
+from frisket.dsl.errors import ParameterError
+from frisket.dsl.ir import Expr
+from frisket.dsl.program import type_of
+from frisket.dsl.types import FLOAT, INT, Type, ranked
+
+Array = NDArray[Any]
+Number = bool | int | float
+
+
+def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
+    """(rank, type) of what an Expr reads; rank 0 is a scalar, None a table of which only the size is used."""
+    scalars, tables = ir.free_names(e)
+    found: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()}
+    found |= {n.name[0]: (None, INT) for n in ir.walk(e) if n.op == "extent"}
+    return {**found, **tables}
+
+
+def as_value(name: str, value: Any) -> Any:
+    """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
+    elif not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise ParameterError(f"`{name}` is not an array: {error}") from None
+    if isinstance(value, np.ndarray):
+        if value.dtype.name == "bfloat16":
+            value = value.astype(np.float32)
+        if value.ndim and value.flags.writeable:
+            value = value.copy()
+            value.flags.writeable = False
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    rank, _ = type_of(name, value)
+    if rank and value.size == 0:
+        raise ParameterError(f"table `{name}` is empty")
+    return value
+
+
+def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
+    """The value as the type its name has; an Int does for a Float, nothing else changes type."""
+    have, kind = type_of(name, value)
+    if rank is not None and have != rank:
+        raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(have)}")
+    if kind is type or rank is None:
+        return value
+    if (kind, type) != (INT, FLOAT):
+        raise ParameterError(
+            f"`{name}` is {type} in the text, the value is {kind}; declare it: "
+            f"`param {name}: {kind.value.lower()}{'[' + ', '.join('_' * have) + ']' if have else ''}`"
+        )
+    if not have:
+        return float(value)
+    value = value.astype(np.float32)
+    value.flags.writeable = False
+    return value
+
+
+def short_tables(e: Expr, tables: Mapping[str, Array], sizes: Mapping[str, int]) -> list[tuple[str, str, int, int]]:
+    """(coordinate, table, axis, its length) wherever a bare coordinate runs past the end of a table."""
+    found = []
+    for node in ir.walk(e):
+        if node.op == "lookup":
+            for axis, index in enumerate(node.args):
+                have = tables[node.name].shape[axis]
+                if index.op == "var" and sizes.get(index.name, 0) > have:
+                    found.append((index.name, node.name, axis, have))
+    return found
+
+
+def digest(value: Any) -> Any:
+    """Something hashable that is equal for equal values; 1, 1.0 and True differ."""
+    if isinstance(value, np.ndarray):
+        data = np.ascontiguousarray(value).tobytes()
+        return value.dtype.str, value.shape, hashlib.blake2b(data, digest_size=16).digest()
+    return type(value), repr(value)
+
+
+def summary(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
