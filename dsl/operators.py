@@ -148,7 +148,7 @@ class Operators:
                 shown = self.quote(frame, node)
                 cast = f"write `{_cast(shown)}`"
                 kind = value.expr.type
-                self.report(frame, node, f"{what} takes Ints, {shown} is {_a(kind)}", remedy or cast)
+                self.report(frame, node, f"{what} takes Ints, {shown} is {kind.with_article}", remedy or cast)
         exprs = [v.expr for _, v in parts if v.expr is not None]
         return exprs if good and len(exprs) == len(parts) else None
 
@@ -157,7 +157,7 @@ class Operators:
             return value.expr
         if value.expr is not None:
             self.report(
-                frame, node, f"{what} takes a Bool, {self.quote(frame, node)} is {_a(value.expr.type)}",
+                frame, node, f"{what} takes a Bool, {self.quote(frame, node)} is {value.expr.type.with_article}",
                 f"compare it with something, for example `{_compared(self.quote(frame, node))}`",
             )  # fmt: skip
         return None
@@ -244,9 +244,9 @@ class Operators:
         i = next(i for i, e in enumerate(exprs) if e.type is not BOOL)
         part = parts[i][0]
         shown = self.quote(frame, part)
-        message = f"`{sign}` takes Bools, {shown} is {_a(exprs[i].type)}"
+        message = f"`{sign}` takes Bools, {shown} is {exprs[i].type.with_article}"
         if not sign.isalpha():
-            message = f"`{sign}` takes Bools or Ints, not both; {shown} is {_a(exprs[i].type)}"
+            message = f"`{sign}` takes Bools or Ints, not both; {shown} is {exprs[i].type.with_article}"
         beside = [p for p, _ in parts[i + 1 : i + 2]] + [p for p, _ in parts[max(i - 1, 0) : i]]
         for other in beside:
             if other.kind == "compare" and not sign.isalpha() and exprs[i].type is INT:
@@ -317,10 +317,6 @@ def _fold(op: str, exprs: Sequence[Expr]) -> Expr:
 
 def _types(types: frozenset[Type]) -> str:
     return " or ".join(str(t) for t in Type if t in types)
-
-
-def _a(type: Type) -> str:
-    return f"an {type}" if type is INT else f"a {type}"
 
 
 def _declare(name: str, rank: int | None) -> str:

@@ -40,7 +40,7 @@ Pieces: TypeAlias = "tuple[int, list[Piece]]"  # how tightly a text binds, and i
 
 def show(e: Expr, known: Collection[str] = ()) -> str:
     """The text of `e`; names in `known` get their types elsewhere (from values) and are not declared."""
-    size = _tree_size(e)
+    size = tree_size(e)
     if size > MAX_NODES:
         raise BudgetError(f"this expression prints as {size:,} nodes, more than {MAX_NODES:,}")
     printer = _Printer(e, known)
@@ -258,7 +258,8 @@ def _named(args: tuple[Expr, ...], *types: Type) -> Iterator[str]:
             yield a.name
 
 
-def _tree_size(root: Expr) -> int:
+def tree_size(root: Expr) -> int:
+    """How many nodes `root` has when shared ones are written out each time."""
     sizes: dict[Expr, int] = {}
     for node in walk(root):
         sizes[node] = 1 + sum(sizes[a] for a in node.args)

@@ -1,0 +1,138 @@
+"""The forms of the language whose arguments are not all values: ranges, whole axes, tables, coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from . import ir
+from .evaluate import evaluate
+from .functions import FORMS, LEAVES, RESERVED
+from .ir import COORDINATES, REDUCTIONS, Expr
+from .operators import ERROR, Frame, Value
+from .parse import Node
+from .steps import Steps, Walk
+from .types import INT
+
+MAX_RANGE, MAX_REDUCTIONS = 4096, 6
+
+
+def at(w: Walk, node: Node, frame: Frame, given: list[Node], keywords: dict[str, Node]) -> Steps:
+    bad = next((a for c, a in keywords.items() if c not in COORDINATES), None)
+    if len(given) != 1 or not keywords or bad is not None:
+        return w.report(frame, bad or node, "`at` re-reads one expression elsewhere", f"it is `{FORMS['at']}`")
+    body = yield given[0], frame
+    parts = yield from w.parts([a.args[0] for a in keywords.values()], frame)
+    moves = w.integers(frame, "a coordinate", parts)
+    if moves is None or body.expr is None:
+        return ERROR
+    w.charge(body.expr, node, frame)
+    moved = {LEAVES[c]: e for c, e in zip(keywords, moves)}
+    return Value(ir.substitute(body.expr, moved), body.flex)
+
+
+def segment(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Steps:
+    if len(given) != 2:
+        return misused(w, node, frame, given)
+    table = w.table(frame, given[0], 1)
+    index = w.integers(frame, "`segment`", (yield from w.parts(given[1:], frame)))
+    if table is None or index is None:
+        return ERROR
+    name, type_, flex = table
+    if not w.narrow(frame, given[0], Value(ir.param(name, type_), flex), {INT}):
+        return w.report(frame, given[0], f"`segment` takes a table of Ints, `{name}` is of {type_}s")
+    return Value(ir.segment(name, index[0]))
+
+
+def extent(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Value:
+    if len(given) != 2 or given[1].kind != "number" or not isinstance(given[1].value, int):
+        return w.report(frame, node, "`extent` takes a table and the number of an axis", "for example `extent(t, 0)`")
+    table = w.table(frame, given[0], None)
+    if table is None:
+        return ERROR
+    rank = w.known[table[0]][0] if table[0] in w.known else None
+    if given[1].value < 0 or (rank is not None and given[1].value >= rank):
+        return w.report(frame, given[1], f"`{table[0]}` has no axis {given[1].value}", "axes count from 0")
+    return Value(ir.extent(table[0], given[1].value))
+
+
+def dot(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Steps:
+    """`dot(x[b, :], y[k, :])` is `sum(j in 0..extent(x, 1): x[b, j] * y[k, j])`."""
+    axes = [[i for i, a in enumerate(g.args) if a.kind == "colon"] for g in given if g.kind == "lookup"]
+    if len(given) != 2 or [len(a) for a in axes] != [1, 1]:
+        return w.report(frame, node, "`dot` takes two tables with one whole axis each", f"for example `{FORMS['dot']}`")
+    w.fresh += 1
+    own = ir.make("bound", (), ("dot", w.fresh))
+    name = f"axis {w.fresh}"  # no name in a text has a space
+    inner = replace(frame, names={**frame.names, name: Value(own)})
+    rows = [Node("lookup", None, [_axis(a, name) for a in g.args], g.start, g.stop) for g in given]
+    parts = yield from w.parts(rows, inner)
+    found, table = w.numbers(frame, "`dot`", parts), w.table(frame, given[0].args[0], None)
+    if found is None or table is None:
+        return ERROR
+    (x, y), flex = found
+    end = ir.extent(table[0], axes[0][0] - 1)
+    return Value(ir.reduce("sum", ir.ZERO, end, lambda j: ir.substitute(x * y, {own: j})), flex)
+
+
+def _axis(node: Node, name: str) -> Node:
+    return Node("name", name, [], node.start, node.stop) if node.kind == "colon" else node
+
+
+def misused(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Value:
+    return w.arity(node, frame, f"`{FORMS[node.value.text]}`", len(given))
+
+
+CALLED: dict[str, Callable[[Walk, Node, Frame, list[Node]], Value | Steps]] = {
+    "segment": segment, "extent": extent, "dot": dot, "any": misused, "all": misused, "sum": misused,
+}  # fmt: skip
+
+
+def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
+    kind, variable = node.value
+    low, high, body = node.args
+    if kind.text not in REDUCTIONS:
+        return w.report(frame, node, f"there is no reduction `{kind.text}`", "it is any, all, sum, min or max")
+    if variable.text in RESERVED:
+        return w.report(frame, node, f"`{variable.text}` is reserved", "call the variable `j`")
+    ends = yield from w.parts([low, high], frame)
+    bounds = w.integers(frame, "a bound", ends)
+    fine = bounds is not None and _range(w, kind.text, bounds, node, frame)
+    w.fresh += 1
+    own = ir.make("bound", (), ("own", w.fresh))
+    inner = replace(frame, names={**frame.names, variable.text: Value(own)})
+    value = yield body, inner
+    if kind.text in ("any", "all"):
+        e, flex = w.boolean(frame, body, value, f"`{kind.text}`"), frozenset[str]()
+    else:
+        found = w.numbers(frame, f"`{kind.text}`", [(body, value)])
+        e, flex = (None, frozenset()) if found is None else (found[0][0], found[1])
+    if e is None or bounds is None or not fine:
+        return ERROR
+    inside = 1 + max((n.name[1] for n in ir.walk(e) if n.op == "reduce"), default=-1)
+    if inside >= MAX_REDUCTIONS:
+        message = f"reductions are nested more than {MAX_REDUCTIONS} deep"
+        return w.report(frame, node, message, "put the inner ones in a table")
+    w.charge(e, node, frame, 3**inside)  # opening a binder opens those inside it
+    return Value(ir.reduce(kind.text, bounds[0], bounds[1], lambda j: ir.substitute(e, {own: j})), flex)
+
+
+def _range(w: Walk, kind: str, bounds: list[Expr], node: Node, frame: Frame) -> bool:
+    """Whether the bounds are known when the text is read, and the range is of a sane size."""
+    leaves = [n for n in ir.walk(*bounds) if not n.args]
+    if any(n.op not in ("lit", "extent") for n in leaves):
+        w.report(
+            frame, node, f"the bounds of `{kind}` must be known when the text is read",
+            "write numbers, or take them from a table: `0..extent(t, 0)`",
+        )  # fmt: skip
+        return False
+    if any(n.op == "extent" for n in leaves):
+        return True
+    low, high = (int(evaluate(e, {})) for e in bounds)
+    if high - low > MAX_RANGE:
+        w.report(frame, node, f"`{kind}` runs over {high - low:,} values, more than {MAX_RANGE:,}", "use a table")
+    elif high <= low and kind in ("min", "max"):
+        w.report(frame, node, f"`{kind}` over an empty range has no value", "make the range longer")
+    else:
+        return True
+    return False
