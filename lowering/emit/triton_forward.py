@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import TRUE, Expr, make, transform, uses
+from frisket.dsl.ir import TRUE, Expr, renamed, uses
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.plan import LoopPlan, Target
@@ -49,6 +49,9 @@ class _Kernel:
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, group: int) -> None:
         self.plan, self.target, self.dtype, self.group = plan, target, dtype, group
         self.head_dim, self.v_dim = head_dim, v_dim
+        self.e, self.v = ("d", "HEAD_DIM") if v_dim == head_dim else ("e", "V_DIM")  # along the values' axis
+        self.wide = ".to(tl.int64)" if plan.int64 else ""
+        self.precision = ', input_precision="ieee"' if dtype == "float32" else ""
         self.tabled = plan.mask is not None and plan.bounds is None
         self.mask = _conjuncts(plan.mask)
         self.score = [] if plan.score is None else [expr.machine(plan.score)]
@@ -194,48 +197,38 @@ class _Kernel:
         line(f"K += {batch} * stride_kb + {kv}.to(tl.int64) * stride_kh")
         line(f"V += {batch} * stride_vb + {kv}.to(tl.int64) * stride_vh")
         line("key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd")
-        line(f"value_at = columns[:, None] * stride_vs + {self._e}[None, :] * stride_vd")
+        line(f"value_at = columns[:, None] * stride_vs + {self.e}[None, :] * stride_vd")
         line("present = start + rows < q_len")
-        mask = "present[:, None]" + self._pad("d[None, :]", self.head_dim, "HEAD_DIM")
-        line(
-            _wrapped(f"query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd, mask={mask}, other=0.0)")
-        )
+        mask = _masked("present[:, None]", self._head_pad("d[None, :]"))
+        line(_wrapped(f"query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd{mask})"))
 
-    @property
-    def _e(self) -> str:
-        return "d" if self.v_dim == self.head_dim else "e"
+    def _head_pad(self, index: str) -> str:
+        return "" if padded(self.head_dim) == self.head_dim else f"{index} < HEAD_DIM"
 
-    @property
-    def _v(self) -> str:
-        return "HEAD_DIM" if self.v_dim == self.head_dim else "V_DIM"
-
-    @staticmethod
-    def _pad(index: str, dim: int, name: str) -> str:
-        return "" if padded(dim) == dim else f" & ({index} < {name})"
+    def _value_pad(self) -> str:
+        return "" if padded(self.v_dim) == self.v_dim else f"{self.e}[None, :] < {self.v}"
 
     def _prologue(self) -> None:
         line = self.page.line
         self.page.blank()
-        wide = ".to(tl.int64)" if self.plan.int64 else ""
-        origins = self.parameters.origins()
-        offset = [n for n in "qk" if n in origins]
+        offset = [n for n in "qk" if n in self.parameters.origins()]
         if offset:
             with self.page.block("if ORIGIN_PER_BATCH:"):
                 for n in offset:
                     line(f"{n}_origin = tl.load({n}_origin + batch)")
-        if wide:
+        if self.wide:
             for n in self.parameters.sizes():
                 line(f"{n} = tl.cast({n}, tl.int64)")
         for slot in self.plan.slots:
             n = self.arguments[slot.name].name
-            if slot.type is FLOAT or (wide and slot.type is INT):
+            if slot.type is FLOAT or (self.wide and slot.type is INT):
                 line(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
         if "b" in self.used:
-            line(f"b = {_widened('b_origin + batch', wide)}")
+            line(f"b = {self._widened('b_origin + batch')}")
         if "h" in self.used:
-            line(f"h = {_widened('h_origin + head', wide)}")
+            line(f"h = {self._widened('h_origin + head')}")
         if "q" in self.used:
-            line(f"q = (q_origin + start + rows)[:, None]{wide}")
+            line(f"q = (q_origin + start + rows)[:, None]{self.wide}")
         self.hoisted: set[str] = set()
         positions = [*self.mask, *self.score]
         if self.bounds:
@@ -248,8 +241,11 @@ class _Kernel:
         line(
             "top = tl.full([BLOCK_Q], LOWEST, tl.float32)",
             "total = tl.zeros([BLOCK_Q], tl.float32)",
-            f"acc = tl.zeros([BLOCK_Q, {'DIM' if self._e == 'd' else 'DIM_V'}], tl.float32)",
+            f"acc = tl.zeros([BLOCK_Q, {'DIM' if self.e == 'd' else 'DIM_V'}], tl.float32)",
         )
+
+    def _widened(self, text: str) -> str:
+        return f"({text}){self.wide}" if self.wide else text
 
     def _closed_form(self) -> None:
         line = self.page.line
@@ -287,7 +283,7 @@ class _Kernel:
     def _quote(self, e: Expr) -> None:
         """The expression in the language, with the names the kernel has for its slots and tables."""
         named = {n: a.name for n, a in self.arguments.items()}
-        shown = show(_renamed(e, named), known={a.name for a in self.arguments.values()})
+        shown = show(renamed(e, named), known={a.name for a in self.arguments.values()})
         self.page.comment("\n".join(textwrap.wrap(shown, 100, break_long_words=False)))
 
     # -- the loops ----------------------------------------------------------------------------------
@@ -340,20 +336,13 @@ class _Kernel:
     def _scores(self, inside: str = "") -> None:
         line = self.page.line
         line("at = tl.cast(tile * BLOCK_K, tl.int64)")
-        mask = [f"{inside}[None, :]"] if inside else []
-        if padded(self.head_dim) != self.head_dim:
-            mask.append("(d[:, None] < HEAD_DIM)" if mask else "d[:, None] < HEAD_DIM")
-        line(f"keys = tl.load(K + at * stride_ks + key_at{_masked(mask)})")
-        line(f"score = tl.dot(query, keys{self._precision})" + ("" if not self.score else " * scale"))
-
-    @property
-    def _precision(self) -> str:
-        return ', input_precision="ieee"' if self.dtype == "float32" else ""
+        mask = _masked(inside and f"{inside}[None, :]", self._head_pad("d[:, None]"))
+        line(f"keys = tl.load(K + at * stride_ks + key_at{mask})")
+        line(f"score = tl.dot(query, keys{self.precision})" + ("" if not self.score else " * scale"))
 
     def _column(self, written: set[str], roots: list[Expr]) -> None:
         if any("k" in uses(r) for r in roots):
-            wide = ".to(tl.int64)" if self.plan.int64 else ""
-            self.page.line(f"k = (k_origin + tile * BLOCK_K + columns)[None, :]{wide}")
+            self.page.line(f"k = (k_origin + tile * BLOCK_K + columns)[None, :]{self.wide}")
         self._lines(roots, COLUMN, written)
 
     def _modify(self, written: set[str], load_mask: str = "") -> None:
@@ -373,14 +362,11 @@ class _Kernel:
             line("peak = tl.maximum(top, tl.max(score, 1) * unit)")
             line("p = tl.exp2(score * unit - peak[:, None])")
             line("rescale = tl.exp2(top - peak)")
-        mask = [f"{inside}[:, None]"] if inside else []
-        if padded(self.v_dim) != self.v_dim:
-            pad = f"{self._e}[None, :] < {self._v}"
-            mask.append(f"({pad})" if mask else pad)
-        line(f"values = tl.load(V + at * stride_vs + value_at{_masked(mask)})")
+        mask = _masked(inside and f"{inside}[:, None]", self._value_pad())
+        line(f"values = tl.load(V + at * stride_vs + value_at{mask})")
         line("total = total * rescale + tl.sum(p, 1)")
         line("acc = acc * rescale[:, None]")
-        line(f"acc = tl.dot(p.to(values.dtype), values, acc{self._precision})")
+        line(f"acc = tl.dot(p.to(values.dtype), values, acc{self.precision})")
         line("top = peak")
 
     def _epilogue(self) -> None:
@@ -395,13 +381,10 @@ class _Kernel:
         else:
             line(f"lse = {log}")
         line("out = acc * (1.0 / total)[:, None]")
-        mask = ["present[:, None]"]
-        if padded(self.v_dim) != self.v_dim:
-            mask.append(f"({self._e}[None, :] < {self._v})")
         line(
             "Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os",
-            f"out_at = rows[:, None] * stride_os + {self._e}[None, :] * stride_od",
-            f"tl.store(Out + out_at, out.to(query.dtype), mask={' & '.join(mask)})",
+            f"out_at = rows[:, None] * stride_os + {self.e}[None, :] * stride_od",
+            f"tl.store(Out + out_at, out.to(query.dtype){_masked('present[:, None]', self._value_pad(), other='')})",
             "Lse += tl.program_id(1).to(tl.int64) * q_len + start",
             "tl.store(Lse + rows, lse, mask=present)",
         )
@@ -421,12 +404,11 @@ def _bounds(plan: LoopPlan) -> dict[str, Expr]:
     return {n: expr.machine(getattr(plan.bounds, n)) for n in names}
 
 
-def _widened(text: str, wide: str) -> str:
-    return f"({text}){wide}" if wide else text
-
-
-def _masked(terms: list[str]) -> str:
-    return f", mask={' & '.join(terms)}, other=0.0" if terms else ""
+def _masked(*terms: str, other: str = ", other=0.0") -> str:
+    """The mask of a load, or with no `other` of a store; an empty term asks for nothing."""
+    terms = tuple(t for t in terms if t)
+    joined = " & ".join(f"({t})" if "<" in t and len(terms) > 1 else t for t in terms)
+    return f", mask={joined}{other}" if joined else ""
 
 
 def _wrapped(load: str) -> str:
@@ -436,12 +418,3 @@ def _wrapped(load: str) -> str:
         return load
     head, inside, tail = found.groups()
     return "\n".join([head, f"    {inside.replace(', mask=', f',{chr(10)}    mask=')},", tail])
-
-
-def _renamed(e: Expr, names: dict[str, str]) -> Expr:
-    def change(node: Expr) -> Expr:
-        if node.op in ("param", "lookup") and node.name in names:
-            return make(node.op, node.args, names[node.name], node.type)
-        return node
-
-    return transform(e, change)
