@@ -44,11 +44,17 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def turn_about(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """Median milliseconds of both, and the median of the ratios peer / ours, after a warm-up of each."""
+def turn_about(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int, rest: float = 0.0) -> dict[str, float]:
+    """Median milliseconds of both, and the median of the ratios peer / ours, after a warm-up of each. `rest` is
+    the pause before each call, in seconds, where one gives memory back after it has answered."""
+
+    def rested(run: Callable[[], Any]) -> float:
+        time.sleep(rest)
+        return seconds(run)
+
     ours()
     peer()
-    pairs = [(seconds(ours), seconds(peer)) for _ in range(rounds)]
+    pairs = [(rested(ours), rested(peer)) for _ in range(rounds)]
     return {
         "frisket_ms": 1e3 * statistics.median(a for a, _ in pairs),
         "peer_ms": 1e3 * statistics.median(b for _, b in pairs),

@@ -2,8 +2,9 @@
 
 One compiled loop over q tiles; inside, one loop per *body* over that row's chunks of keys. A body is a fixed
 number of keys, with or without the predicate, so K and V are read by `dynamic_slice` of a static size while
-the trip counts are data: the same mask with other values in its tables compiles nothing. Batch and heads ride
-in the batch dimensions of `dot_general`, or go one at a time where the mask differs between them.
+the trip counts are data: the same mask with other values in its tables compiles nothing. Where one chunk is
+all a row ever has (windows, documents) there is no inner loop. Batch and heads ride in the batch dimensions of
+`dot_general`, or go one at a time where the mask differs between them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Static:
     batches: int  # batch entries that share a row of spans: all of them or one
     heads: int  # heads that do: all or one
     bodies: tuple[Body, ...]
+    once: bool  # row i has chunk i and no other
     int64: bool
     float64: bool
 
@@ -63,6 +65,7 @@ class Schedule:
     rows: Ints
     ends: tuple[Ints, ...]
     chunks: tuple[Ints, ...]
+    once: bool = False
 
 
 def forward(
@@ -89,7 +92,9 @@ def forward(
         )
     block_q = min(target.block_q, geometry.q_len)
     work = schedule(spans, geometry, target.block_k)
-    static = Static(plan, geometry.scale, block_q, work.batches, work.heads, work.bodies, plan.int64, float64)
+    static = Static(
+        plan, geometry.scale, block_q, work.batches, work.heads, work.bodies, work.once, plan.int64, float64
+    )  # fmt: skip
     values = tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots)
     arrays = tuple(jnp.asarray(tables[t.name]) for t in plan.tables)
     origin = tuple(scalar(INT, x, plan.int64, float64).reshape(-1) for x in geometry.origin)
@@ -140,7 +145,10 @@ def schedule(spans: Spans, geometry: Geometry, block_k: int) -> Schedule:
             end, chunk = _pack(pieces[order], len(rows), bodies[-1].width, block_k, geometry.kv_len)
             ends.append(end)
             chunks.append(chunk)
-    return Schedule(tuple(bodies), batches, heads, rows.astype(np.int32), tuple(ends), tuple(chunks))
+    once = len(bodies) == 1 and bodies[0].partial and bool((np.diff(ends[0]) <= 1).all())
+    if once:
+        ends, chunks = _one_each(ends[0], chunks[0])
+    return Schedule(tuple(bodies), batches, heads, rows.astype(np.int32), tuple(ends), tuple(chunks), once)
 
 
 def _sharing(slice_of: Ints) -> tuple[tuple[int, int], Ints, list[tuple[int, int]]]:
@@ -201,6 +209,13 @@ def _pack(pieces: Ints, rows: int, width: int, block_k: int, kv_len: int) -> tup
     return ends, chunks
 
 
+def _one_each(ends: Ints, chunks: Ints) -> tuple[list[Ints], list[Ints]]:
+    """One chunk for every row of at most one; that of a row with none has no key that counts."""
+    held = np.zeros((len(ends) - 1, 3), np.int32)
+    held[np.diff(ends) == 1] = chunks[: ends[-1]]
+    return [np.arange(len(ends), dtype=np.int32)], [held]
+
+
 # -- in JAX -----------------------------------------------------------------------------------------
 
 
@@ -225,45 +240,46 @@ def _attention(
     kv_heads, v_dim = v.shape[2:]
     group, block = heads // kv_heads, static.block_q
     dtype = jnp.float64 if static.float64 else jnp.float32
-    tiles = -(-q_len // block)
     zero = jnp.int32(0)  # the indices of a slice have one type
-    # one copy each, with heads outside; query head h is (h // group, h % group)
-    q5 = (q.astype(dtype) * static.scale).reshape(batch, q_len, kv_heads, group, dim).transpose(0, 2, 3, 1, 4)
-    q5 = jnp.pad(q5, ((0, 0), (0, 0), (0, 0), (0, tiles * block - q_len), (0, 0)))
-    k4, v4 = (x.astype(dtype).transpose(0, 2, 1, 3) for x in (k, v))
+    # tiles are turned heads outside as they are read and back as they are written: a whole array turned would be
+    # memory that the system hands out page by page at every call; query head h is (h // group, h % group)
+    length = -(-q_len // block) * block
+    if length > q_len:
+        q = jnp.pad(q, ((0, 0), (0, length - q_len), (0, 0), (0, 0)))
     kvs, groups = (kv_heads, group) if static.heads == heads else (1, 1)
-    part = (static.batches, kvs, groups, block)
     constants = _constants(static.plan, slots, sizes)
     tables = {t.name: array for t, array in zip(static.plan.tables, tables, strict=True)}
 
     def row(r: Any, results: Any) -> Any:
-        b, h, tile = rows[r, 0], rows[r, 1], rows[r, 2]
-        at = (b, h // group, h % group, tile * block)
-        here = constants | _coordinates(static, origin, b, h, kvs, groups, tile * block)
+        b, h, start = rows[r, 0], rows[r, 1], rows[r, 2] * block
+        here = constants | _coordinates(static, origin, b, h, kvs, groups, start)
         k_origin = _per_batch(origin[3].reshape(-1, 1, 1, 1, 1), b, static.batches)
-        q_tile = lax.dynamic_slice(q5, (*at, zero), (*part, dim))
+        q_tile = lax.dynamic_slice(q, (b, start, h, zero), (static.batches, block, kvs * groups, dim))
+        q_tile = q_tile.reshape(static.batches, block, kvs, groups, dim)
+        q_tile = q_tile.transpose(0, 2, 3, 1, 4).astype(dtype) * static.scale
+        part = q_tile.shape[:-1]
         least = jnp.full(part, np.finfo(dtype).min, dtype)
         state = least, jnp.zeros(part, dtype), jnp.zeros((*part, v_dim), dtype)
         for body, end, chunk in zip(static.bodies, ends, chunks):
-            step = _step(static, body, chunk, q_tile, k4, v4, at[:2], here, tables, k_origin)
-            state = lax.fori_loop(end[r], end[r + 1], step, state)
+            step = _step(static, body, chunk, q_tile, k, v, (b, h // group), here, tables, k_origin)
+            state = step(r, state) if static.once else lax.fori_loop(end[r], end[r + 1], step, state)
         top, total, acc = state
         out = acc / jnp.where(total == 0, 1, total)[..., None]
         lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
+        out = out.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(static.batches, block, kvs * groups, v_dim)
+        lse = lse.reshape(static.batches, kvs * groups, block)
         return (
-            lax.dynamic_update_slice(results[0], out.astype(q.dtype), (*at, zero)),
-            lax.dynamic_update_slice(results[1], lse, at),
+            lax.dynamic_update_slice(results[0], out, (b, start, h, zero)),
+            lax.dynamic_update_slice(results[1], lse, (b, h, start)),
         )
 
-    shape = q5.shape[:-1]
-    empty = jnp.zeros((*shape, v_dim), q.dtype), jnp.full(shape, -jnp.inf, dtype)
+    empty = jnp.zeros((batch, length, heads, v_dim), q.dtype), jnp.full((batch, heads, length), -jnp.inf, dtype)
     out, lse = lax.fori_loop(0, len(rows), row, empty)
-    out = out[:, :, :, :q_len].transpose(0, 3, 1, 2, 4).reshape(batch, q_len, heads, v_dim)
-    return out, lse[..., :q_len].reshape(batch, heads, q_len)
+    return out[:, :q_len], lse[..., :q_len]
 
 
 def _step(
-    static: Static, body: Body, chunks: Any, q_tile: Any, k4: Any, v4: Any, at: Any, here: Any, tables: Any,
+    static: Static, body: Body, chunks: Any, q_tile: Any, k: Any, v: Any, at: Any, here: Any, tables: Any,
     k_origin: Any,
 ) -> Any:  # fmt: skip
     """One chunk of keys into the running (max, sum, accumulator)."""
@@ -271,13 +287,17 @@ def _step(
     from jax import lax
 
     plan, exact, zero = static.plan, lax.Precision.HIGHEST, jnp.int32(0)
-    size = (static.batches, q_tile.shape[1], body.width)
+    kvs = q_tile.shape[1]
 
     def step(i: Any, state: Any) -> Any:
         top, total, acc = state
         start, first, stop = chunks[i, 0], chunks[i, 1], chunks[i, 2]
-        k_tile = lax.dynamic_slice(k4, (*at, start, zero), (*size, k4.shape[-1]))
-        v_tile = lax.dynamic_slice(v4, (*at, start, zero), (*size, v4.shape[-1]))
+        k_tile, v_tile = (
+            lax.dynamic_slice(x, (at[0], start, at[1], zero), (static.batches, body.width, kvs, x.shape[-1]))
+            .transpose(0, 2, 1, 3)
+            .astype(q_tile.dtype)
+            for x in (k, v)
+        )
         s = lax.dot_general(q_tile, k_tile, (((4,), (3,)), ((0, 1), (0, 1))), precision=exact)
         local = start + jnp.arange(body.width, dtype=jnp.int32)
         names = {**here, "k": k_origin + local, "score": s}
