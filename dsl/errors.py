@@ -96,6 +96,10 @@ class BackendError(FrisketError, RuntimeError):
     """A backend is unknown, or not usable here."""
 
 
+class BackwardError(FrisketError, NotImplementedError):
+    """Gradients are asked of a forward-only backend."""
+
+
 class MismatchError(FrisketError, AssertionError):
     """A kernel's result is not the oracle's."""
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
-from frisket.dsl.ir import TRUE, Expr, uses
+from frisket.dsl.ir import TRUE, Expr
 from frisket.dsl.program import nearest, read
 from frisket.lowering.analysis.driver import bind as written_out
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
@@ -20,9 +20,9 @@ from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
 
 from .bound_expr import separated
-from .layout import Layout, check_lengths, make_layout
+from .layout import Layout, check_lengths, check_reach, make_layout
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
-from .parameters import as_value, names_of, short_tables
+from .parameters import as_value, names_of
 
 Array = NDArray[Any]
 CACHED = 256  # compilations kept
@@ -158,7 +158,9 @@ def work(
         return _works[key]
     check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
     what.require_bound()
-    _check_tables(what, q_len, kv_len, batch, heads, origin, sizes)
+    seen = TRUE if what.mask is None else what.mask.expr
+    readers = [p.expr for p in what.parts]
+    check_reach(seen, readers, what.scalars, what.tables, (batch, heads, q_len, kv_len), origin, sizes)
     made = _works[key] = _compiled(what, q_len, kv_len, batch, heads, block, origin, sizes, proofs)
     while len(_works) > CACHED:
         _works.popitem(last=False)
@@ -196,27 +198,6 @@ def _limits(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]
     limits |= {n: abs(float(x)) for n, x in scalars.items()}
     limits |= {n: max(abs(int(t.max())), abs(int(t.min()))) for n, t in tables.items() if t.dtype.kind in "iu"}
     return limits
-
-
-def _check_tables(
-    what: Subject, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None
-) -> None:
-    """A table must reach as far as the coordinate that reads it, unless the mask hides what lies beyond."""
-    ends = dict(zip("bhqk", whole(origin, (batch, heads, q_len, kv_len)), strict=True))
-    first = what.mask is not None and sizes is None and ends == {"b": batch, "h": heads, "q": q_len, "k": kv_len}
-    if first and what.mask is not None:
-        what.mask.check_tables(q_len, kv_len, batch, heads)
-    checked = [what.score] if first else what.parts
-    for part in checked:
-        if part is None:
-            continue
-        for coordinate, name, axis, have in short_tables(part.expr, part.tables, ends):
-            if what.mask is not None and coordinate in uses(what.mask.expr):
-                continue  # hidden positions may lie beyond; lookups clamp
-            raise ParameterError(
-                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = "
-                f"0..{ends[coordinate] - 1}; give {ends[coordinate]}"
-            )
 
 
 def check_tile(tile: Any) -> tuple[int, int] | None:

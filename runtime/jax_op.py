@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError, ParameterError
+from frisket.dsl.errors import BackendError, BackwardError, ParameterError
 from frisket.dsl.types import FLOAT
 from frisket.lowering import xla
 from frisket.lowering.emit import pallas_tpu
@@ -54,19 +54,41 @@ def forward(
     if backend not in BACKENDS:
         raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(BACKENDS)}")
     tables = {t.name: _narrow(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
-    if backend == "xla":
-        return xla.forward(plan, spans, geometry, q, k, v, slots, tables, target)
+    run = xla.forward if backend == "xla" else _run_pallas
+    attend = _forward_only(lambda q, k, v: run(plan, spans, geometry, q, k, v, slots, tables, target))
+    result: tuple[jax.Array, jax.Array] = attend(q, k, v)
+    return result
+
+
+def _forward_only(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` with a gradient that says there is none, where JAX would differentiate loops it happens to be able to."""
+    import jax
+
+    def refuse(*arrays: Any) -> Any:
+        raise BackwardError(
+            "a gradient of attention is asked for; the backward comes with the native kernels, in a later version\n"
+            "  for the forward alone wrap q, k and v in jax.lax.stop_gradient"
+        )
+
+    guarded = jax.custom_vjp(run)
+    guarded.defvjp(refuse, refuse)
+    return guarded
+
+
+def _run_pallas(
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target,
+) -> Any:  # fmt: skip
     import jax
 
     pallas_tpu.check_tables(plan, {name: tuple(table.shape) for name, table in tables.items()})
     steps, *walk = pallas_tpu.walk_of(spans)
     run = _pallas(plan, target, replace(geometry, origin=(0, 0, 0, 0), sizes=None), str(q.dtype))
-    result: tuple[jax.Array, jax.Array] = run(
+    return run(
         q, k, v, steps, *walk, geometry.origin, geometry.full,
         [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables],
         interpret=jax.default_backend() != "tpu",
     )  # fmt: skip
-    return result
 
 
 def _narrow(source: str, floating: bool, table: Any, int64: bool) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import BudgetError, ShapeError
+from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, explain
-from frisket.dsl.ir import TRUE, Expr, uses
+from frisket.dsl.ir import TRUE, Expr, conj, uses, var
 from frisket.dsl.show import show
 from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind, grid_of
 from frisket.lowering.analysis.facts import row_counts
@@ -22,7 +22,9 @@ from frisket.lowering.analysis.spans import Runs, from_records
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, Scope
 from frisket.lowering.plan import Origin, Sizes, Spans, whole
-from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify import prepare, simplify
+
+from .parameters import short_tables
 
 if TYPE_CHECKING:
     from .mask import Mask
@@ -285,8 +287,8 @@ def make_layout(
     """
     pair = (block, block) if isinstance(block, int) else tuple(block)
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
-    stop = whole(origin, (batch, heads, q_len, kv_len))
-    mask.check_tables(stop[2], stop[3], stop[0], stop[1], sizes or stop)
+    mask.require_bound()
+    check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
     written = bind(mask.expr, mask.tables)
     simple, _ = prepare(written, None)
@@ -294,6 +296,33 @@ def make_layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
         (pair[0], pair[1]), origin, sizes, exact, mask.expr,
     )  # fmt: skip
+
+
+def check_reach(
+    mask: Expr,
+    readers: Sequence[Expr],
+    scalars: Mapping[str, Any],
+    tables: Mapping[str, Array],
+    lengths: Sizes,
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+) -> None:
+    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows.
+    `lengths` are batch, heads, q_len and kv_len of the call. Hidden positions may lie beyond: lookups clamp."""
+    stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
+    batch, heads, q_len, kv_len = lengths
+    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, tables, stops)):
+        beyond = simplify(conj(bind(mask, tables), var(coordinate) >= have))
+        found = analyse(
+            beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
+            tables=tables,
+        )  # fmt: skip
+        if found.exact and found.spans.count.any():
+            need = stops[coordinate]
+            raise ParameterError(
+                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+            )
 
 
 def check_lengths(

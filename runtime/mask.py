@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl import ir
-from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.trace import trace
 from frisket.dsl.types import BOOL
 
 from .bound_expr import Bound, Origin
-from .parameters import as_value, names_of, short_tables
+from .parameters import as_value, names_of
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -96,28 +96,13 @@ class Mask(Bound):
         heads: int = 1,
         sizes: tuple[int, int, int, int] | None = None,
     ) -> None:
-        """Raise unless everything is bound, lengths are positive, and no visible position at the far end of
-        an axis reads past the end of a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
-        from frisket.lowering.dense import coordinates, visible
+        """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
+        a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
+        from .layout import check_lengths, check_reach
 
+        check_lengths(q_len, kv_len, batch, heads, (1, 1), (0, 0, 0, 0), sizes)
         self.require_bound()
-        stops = {"b": batch, "h": heads, "q": q_len, "k": kv_len}
-        for what, n in zip(("batch", "heads", "q_len", "kv_len"), stops.values(), strict=True):
-            if isinstance(n, bool) or not isinstance(n, int | np.integer) or n <= 0:
-                raise ShapeError(f"{what} is {n!r}; it must be a positive int")
-        for coordinate, name, axis, have in short_tables(self.expr, self.tables, stops):
-            crop = {**stops, coordinate: 1}
-            first = dict.fromkeys(stops, 0) | {coordinate: stops[coordinate] - 1}
-            shape = (crop["b"], crop["h"], crop["q"], crop["k"])
-            start = (first["b"], first["h"], first["q"], first["k"])
-            whole = sizes or (batch, heads, q_len, kv_len)
-            env = {**coordinates(*shape, origin=start, sizes=whole), **self.scalars}
-            if visible(self.expr, env, self.tables, shape).any():
-                need = stops[coordinate]
-                raise ParameterError(
-                    f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
-                    f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
-                )
+        check_reach(self.expr, [self.expr], self.scalars, self.tables, (batch, heads, q_len, kv_len), sizes=sizes)
 
 
 class ScoreMod(Bound):

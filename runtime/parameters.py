@@ -33,6 +33,11 @@ def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
 
 def as_value(name: str, value: Any) -> Any:
     """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
+    if any(c.__name__ == "Tracer" for c in type(value).__mro__):  # JAX's: it has no values to look at
+        raise ParameterError(
+            f"`{name}` is traced by jax.jit or another transform, and layouts are made from values; close over it, "
+            "or mark its argument static"
+        )
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()

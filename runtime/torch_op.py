@@ -7,17 +7,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from frisket.dsl.errors import FrisketError
+from frisket.dsl.errors import BackwardError
 from frisket.lowering.plan import Geometry, Target
 
 from .bind import Work
 
 Tensor = Any
 _tables: WeakKeyDictionary[Any, dict[str, dict[str, Tensor]]] = WeakKeyDictionary()
-
-
-class BackwardError(FrisketError, NotImplementedError):
-    """Gradients are asked of a forward-only backend."""
 
 
 def forward(work: Work, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, target: Target) -> tuple[Tensor, Tensor]:

@@ -81,10 +81,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_ends_soon_and_in_our_errors(name):
-    start = time.perf_counter()
+    start = time.process_time()
     with contextlib.suppress(FrisketError):
         read(HOSTILE[name], kind="mask")
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_all_errors_of_a_text_are_reported_at_once():
@@ -118,7 +118,7 @@ PARAMETERS = [
         "table `doc` has 3 entries on axis 0 and is read at `q` = 0..3; "
         "give 4, or hide what lies beyond: `q < 3 & ...`",
     ),
-    (lambda: mask("causal").dense(0, 4), "q_len is 0; it must be a positive int"),
+    (lambda: mask("causal").dense(0, 4), "q_len is 0\n  lengths and counts are positive integers, in tokens"),
     (lambda: mask(score("alibi")), "this is a score mod, not a mask"),
     (lambda: score(mask("causal")), "this is a mask, not a score mod; a mask is given as mask=..."),
     (
