@@ -132,7 +132,7 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
     if found is None:
         found = object.__new__(Expr)
         found.op, found.args, found.name, found.type = op, args, name, type
-        found.depth = 1 + max((a.depth for a in args), default=0)
+        found.depth = 1 + max([a.depth for a in args], default=0)
         _interned[key] = found
     return found
 
@@ -311,7 +311,7 @@ def walk(*roots: Expr) -> Iterator[Expr]:
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """The same operator over other arguments; the same object when the arguments are the same."""
-    if all(a is b for a, b in zip(args, node.args, strict=True)):
+    if args == node.args:  # equality of nodes is identity
         return node
     if node.op in ("and", "or"):
         return build(node.op, *args)

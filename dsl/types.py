@@ -12,6 +12,9 @@ class Type(Enum):
     INT = "Int"
     FLOAT = "Float"
 
+    # members are singletons; Enum's own hash is a Python call in every look-up of a node
+    __hash__ = object.__hash__
+
     def __str__(self) -> str:
         return self.value
 

@@ -147,7 +147,8 @@ BAD = {
     ),
     "short bias": (
         lambda: fk.attention(Q, K, K, score="score + bias[q, k]", bias=np.zeros((8, 5))), fk.ParameterError,
-        "table `bias` has 5 entries on axis 1 and is read at `k` = 0..7; give 8, or hide what lies beyond: `k < 5 & ...`",
+        "table `bias` has 5 entries on axis 1 and is read at `k` = 0..7; give 8, or hide what lies beyond: "
+        "`k < 5 & ...`",
     ),
     "rank": (
         lambda: fk.compile("same(doc)")(Q, K, K, doc=np.zeros((8, 8), int)), fk.ParameterError,
