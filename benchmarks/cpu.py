@@ -7,19 +7,15 @@ ratios peer / frisket (above 1: frisket is faster). Compiled flex_attention take
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
-from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from machine import save, seconds, turn_about
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -27,27 +23,13 @@ import frisket as fk
 
 BATCH, HEADS, LENGTH, DIM = 1, 8, 4096, 64
 DOCUMENTS = 16
+BAND = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-255)
 SLOPES = 2.0 ** -np.arange(1, HEADS + 1)
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def duel(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    """Median milliseconds of both and the median of their ratios, run turn about after a warm-up."""
     torch.testing.assert_close(ours(), peer(), rtol=1e-3, atol=1e-4)
-    pairs = []
-    for i in range(rounds):  # who goes first changes: the second finds warm caches
-        first, second = (seconds(run) for run in ((ours, peer) if i % 2 else (peer, ours)))
-        pairs.append((first, second) if i % 2 else (second, first))
-    return {
-        "frisket_ms": 1e3 * statistics.median(a for a, _ in pairs),
-        "peer_ms": 1e3 * statistics.median(b for _, b in pairs),
-        "ratio": statistics.median(b / a for a, b in pairs),
-    }
+    return turn_about(ours, peer, rounds)
 
 
 def flex(compiled: Any, mask: Any, score: Any, arrays: Any) -> Callable[[], Any]:
@@ -92,6 +74,8 @@ def contests(arrays: Any) -> dict[str, tuple[float, Callable[[], Any], Callable[
     return {
         "causal / SDPA is_causal": (
             1.0, ours("causal"), lambda: lambda: scaled_dot_product_attention(*arrays, is_causal=True)),
+        "causal & window(256) / SDPA + mask": (
+            1.0, ours("causal & window(256)"), lambda: lambda: scaled_dot_product_attention(*arrays, attn_mask=BAND)),
         "causal / flex": (1.0, ours("causal"), lambda: flex(compiled, causal, None, arrays)),
         "causal & window(256) / flex": (
             1.3, ours("causal & window(256)"), lambda: flex(compiled, window, None, arrays)),
@@ -103,9 +87,10 @@ def contests(arrays: Any) -> dict[str, tuple[float, Callable[[], Any], Callable[
 
 
 FIRST = """
-import time, torch
+import gc, time, torch
 q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
 torch.nn.functional.scaled_dot_product_attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
+gc.collect()  # a full collection is due after importing torch, whoever allocates next
 start = time.perf_counter()
 import frisket as fk
 fk.attention
@@ -132,6 +117,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     arrays = tuple(torch.randn(BATCH, HEADS, LENGTH, DIM) for _ in range(3))
+    imported, first = first_call(7)
+    print(f"{'first call, torch imported':46} {first:8.1f} ms (goal 100), after an import of {imported:.1f} ms")
     rows = {}
     with torch.no_grad():
         for name, (goal, ours, peer) in contests(arrays).items():
@@ -142,26 +129,11 @@ def main() -> int:
                     f"{name:46} {r['frisket_ms']:8.1f} ms {r['peer_ms']:8.1f} ms  x{r['ratio']:.2f} (goal {goal})",
                     flush=True,
                 )
-    imported, first = first_call(5)
-    print(f"{'first call, torch imported':46} {first:8.1f} ms (goal 100), after an import of {imported:.1f} ms")
-    result = {
-        "date": str(date.today()), "machine": f"{platform.machine()}, {platform.processor() or platform.system()}",
-        "cpu": cpu_name(), "torch": torch.__version__, "python": platform.python_version(), "threads": args.threads,
-        "shape": [BATCH, HEADS, LENGTH, DIM], "matmul_gflops": matmul_peak(), "import_ms": imported,
-        "first_call_ms": first, "rows": rows,
-    }  # fmt: skip
-    folder = Path(__file__).parent / "results"
-    folder.mkdir(exist_ok=True)
-    (folder / "cpu-torch.json").write_text(json.dumps(result, indent=1) + "\n")
+    if not args.only:
+        found = {"threads": args.threads, "shape": [BATCH, HEADS, LENGTH, DIM], "matmul_gflops": matmul_peak(),
+                 "import_ms": imported, "first_call_ms": first, "rows": rows}  # fmt: skip
+        save("cpu-torch", found)
     return 0
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

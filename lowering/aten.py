@@ -23,7 +23,7 @@ from .plan import Geometry, LoopPlan, Spans, Target
 Tensor = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 FLASH_ROWS = 512  # below, a few batched products are as fast and need no merging
-BUDGET = 1 << 20  # scores of one step: what stays in the second-level caches of a few cores
+BUDGET = 1 << 22  # scores of one step: fewer, larger steps pay for their Python even out of the second-level cache
 
 # Operators that make no NaN or +inf of finite values: a mask may be *added* to such scores.
 TAME = frozenset(

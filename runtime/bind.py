@@ -15,6 +15,7 @@ from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
 from frisket.dsl.ir import TRUE, Expr
 from frisket.dsl.program import nearest, read
 from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
@@ -183,11 +184,19 @@ def _compiled(
     full = sizes or whole(origin, (batch, heads, q_len, kv_len))
     plan = make_plan(
         seen, mod, str(what), bounds=layout.analysis.bounds, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or bool(proofs and layout.facts.rows_nonempty),
+        rows_nonempty=_no_empty_row(seen, layout, proofs),
         limits=_limits(full, scalars, tables),
     )  # fmt: skip
     arrays = {n: np.asarray(t) for n, t in plan.table_values(tables).items()}
     return Work(what, (seen, mod), layout, plan, plan.slot_values(scalars), arrays, rules)
+
+
+def _no_empty_row(seen: Expr | None, layout: Layout, count: bool) -> bool:
+    if seen is None:
+        return True
+    q, k = (np.asarray(x) for x in layout.origin[2:])
+    own = bool(np.all(q >= k) and np.all(q + layout.q_len <= k + layout.kv_len))  # keys at the queries' positions
+    return (own and sees_itself(seen)) or bool(count and layout.facts.rows_nonempty)
 
 
 def _limits(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:

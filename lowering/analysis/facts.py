@@ -8,14 +8,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import TRUE, Expr, substitute, var
 
+from ..simplify import simplify
 from .rows import intervals
 from .spans import Runs
 from .tiles import FULL, Grid, Scope
 
 Array = NDArray[Any]
 _BATCH = 1 << 21
+
+
+def sees_itself(mask: Expr) -> bool:
+    """Whether every query provably sees the key at its own position, as under most causal masks: no row is
+    empty, then, where that key is part of the call.
+
+    >>> from frisket.dsl.sugar import q, k
+    >>> sees_itself((q >= k) & (q - k < 256))
+    True
+    """
+    return simplify(substitute(mask, {var("k"): var("q")})) is TRUE
 
 
 def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:

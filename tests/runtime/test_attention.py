@@ -229,3 +229,21 @@ def test_bad_settings_list_the_good_ones(name, value, text):
 def test_settings_are_one_table():
     assert len(VARIABLES) <= 8
     assert Settings.read({"FRISKET_CACHE_DIR": "x", "FRISKET_CHECK": "1"}) == Settings(cache_dir="x", check=True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "shape", "guard"),
+    [
+        ("causal & window(5)", (16, 16, 0), False),
+        ("causal & same(doc)", (16, 16, 0), False),
+        ("q > k", (16, 16, 0), True),
+        ("causal", (16, 8, 0), True),  # queries past the last key: not proved by the diagonal
+        ("causal", (8, 16, 8), False),
+        ("causal & window(5)", (8, 16, 20), True),
+    ],
+)
+def test_checks_for_empty_rows_go_where_every_query_sees_its_own_key(mask, shape, guard):
+    q_len, kv_len, start = shape
+    params = {"doc": np.zeros(64, int)} if "doc" in mask else {}
+    made = fk.compile(mask, **params).plan(q_len, kv_len, 1, 1, origin=(0, 0, start, 0)).work((8, 8))
+    assert made.plan.guard is guard
