@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from machine import save, seconds, turn_about
+from machine import fresh, save, seconds, turn_about
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -102,8 +101,7 @@ print(1e3 * (imported - start), 1e3 * (time.perf_counter() - imported))
 
 def first_call(rounds: int) -> tuple[float, float]:
     """Milliseconds to import frisket, and of the first call, in a new process that has torch already."""
-    command = [sys.executable, "-c", FIRST]
-    found = [subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(rounds)]
+    found = [fresh(FIRST) for _ in range(rounds + 1)][1:]
     imports, calls = zip(*(map(float, text.split()) for text in found), strict=True)
     return statistics.median(imports), statistics.median(calls)
 

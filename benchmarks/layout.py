@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from machine import save, seconds, turn_about
+from machine import fresh, save, seconds, turn_about
 
 import frisket as fk
 from frisket.lowering.simplify import prepare
@@ -117,8 +115,9 @@ def imports(rounds: int = 9) -> dict[str, float]:
 
     def run(what: str) -> float:
         code = f"import time; t = time.perf_counter(); {what}; print(time.perf_counter() - t)"
-        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        return float(fresh(code))
 
+    run("import frisket; frisket.mask; frisket.attention")
     pairs = [(run("import frisket; frisket.mask; frisket.attention"), run("import numpy, lark")) for _ in range(rounds)]
     return {
         "frisket_ms": 1e3 * statistics.median(a for a, _ in pairs),

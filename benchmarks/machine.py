@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -64,6 +66,12 @@ def turn_about(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int, re
         "peer_ms": 1e3 * statistics.median(b for _, b in pairs),
         "ratio": statistics.median(b / a for a, b in pairs),
     }
+
+
+def fresh(code: str) -> str:
+    """What a new Python prints for `code`, with bytecode kept as an installed package has it."""
+    env = {n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
 
 
 def save(name: str, found: dict[str, Any]) -> None:
