@@ -88,6 +88,9 @@ class Mask(Bound):
 
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact)
 
+    def __add__(self, other: Any) -> Mask:
+        raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
+
     def check_tables(
         self,
         q_len: int,

@@ -26,6 +26,14 @@ def test_torch_gradients():
         assert fk.attention(q, q, q, "causal").shape == q.shape
 
 
+def test_masks_do_not_add():
+    with pytest.raises(ParameterError) as caught:
+        fk.mask("causal") + fk.mask("causal")
+    assert str(caught.value) == (
+        "masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add"
+    )
+
+
 @pytest.mark.parametrize("backend", ["xla", "pallas-tpu"])
 def test_jax_gradients(backend):
     q = jnp.asarray(ONES)
