@@ -64,17 +64,27 @@ def absorb(node: Expr) -> Expr | None:
 
 
 def resolve(node: Expr) -> Expr | None:
-    """p & (~p | r) is p & r: inside a term, what a sibling decides is decided."""
+    """p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s): inside a term, what a sibling decides is decided."""
+    join, dual_join = (conj, disj) if node.op == "and" else (disj, conj)
     new, changed = [], False
     for term in node.args:
         if term.op == DUAL[node.op]:
             siblings = [a for a in node.args if a is not term and a.op != DUAL[node.op]]
-            parts = [t for t in term.args if not any(_refutes(a, t, node.op) for a in siblings)]
-            if len(parts) < len(term.args):
+            parts = [_without_known(t, siblings, node.op) for t in term.args]
+            parts = [t for t in parts if not any(_refutes(a, t, node.op) for a in siblings)]
+            if parts != list(term.args):
                 changed = True
-                term = (disj if node.op == "and" else conj)(*parts)
+                term = dual_join(*parts)
         new.append(term)
-    return (conj if node.op == "and" else disj)(*new) if changed else None
+    return join(*new) if changed else None
+
+
+def _without_known(part: Expr, siblings: list[Expr], op: str) -> Expr:
+    """A part that is itself a conjunction (disjunction), without the terms that a sibling implies (is implied by)."""
+    if part.op != op:
+        return part
+    kept = [c for c in part.args if not any(_implies(a, c) if op == "and" else _implies(c, a) for a in siblings)]
+    return (conj if op == "and" else disj)(*kept)
 
 
 def _refutes(sibling: Expr, part: Expr, op: str) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support import expressions, masks
 
+from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import NEG_INF, SCORE, TRUE, Expr, lit, lookup, param, walk
 from frisket.dsl.program import read
@@ -107,14 +108,20 @@ def test_random_expressions_keep_their_values():
 
 @pytest.mark.slow
 def test_many_random_expressions_keep_their_values():
-    env, bound = grid(), tables()
+    env, bound, refused = grid(), tables(), 0
     for seed in range(20_000):
         mask = masks.random_mask(random.Random(f"slow simplify {seed}"), depth=4)
         try:
             before = evaluate(mask, env, bound)
         except ValueError:
             continue
-        assert same(before, evaluate(simplify(mask), env, bound)), show(mask)
+        try:
+            after = evaluate(simplify(mask), env, bound)
+        except EvaluationError:  # sums in another order may leave 64 bits on the way: refused, never wrong
+            refused += 1
+        else:
+            assert same(before, after), show(mask)
+    assert refused < 20
 
 
 def test_every_operator_settles():
@@ -136,6 +143,8 @@ TEXTS = {
     "q >= k & q < k": "false",
     "q >= k & (q >= k | doc[q] == 0)": "q >= k",
     "q >= k & (q < k | doc[q] == 0)": "q >= k & doc[q] == 0",
+    "q >= k & (abs(q - k) < 256 | k < 64)": "q >= k & (q - k <= 255 | k <= 63)",
+    "k < 9 | q >= k & (k < 4 | doc[q] == 0)": "k <= 8 | q >= k & doc[q] == 0",
     "q >= k & doc[q] == doc[k] | q >= k & k < 4": "q >= k & (doc[q] == doc[k] | k <= 3)",
     "q // 128 == k // 128": "q // 128 == k // 128",
     "(q * 8 + 3) // 8 >= k": "q >= k",
