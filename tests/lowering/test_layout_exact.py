@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import numpy as np
@@ -73,5 +72,8 @@ def test_many_random_masks(seed):
 
 def one_random_mask(rng):
     case = masks.case(masks.random_mask(rng), rng)
-    with contextlib.suppress(EvaluationError):  # products of products leave 64 bits: refused, never wrong
+    try:
         check(case)
+    except EvaluationError as error:  # products of products: refused, never wrong
+        if "leaves 64 bits" not in str(error):
+            raise
