@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.evaluate import evaluate, unroll
-from frisket.dsl.ir import TRUE, Expr, lit, make, substitute, uses, var, walk
+from frisket.dsl.evaluate import unroll
+from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
 
 from ..plan import Bounds, Origin, Sizes, Spans, whole
 from ..simplify import simplify
@@ -120,23 +120,10 @@ def _rows(grid: Grid) -> dict[str, Array]:
     }  # fmt: skip
 
 
-def _values(parts: list[Expr], env: Mapping[str, Any], scope: Scope) -> list[Array]:
-    """Several Exprs at once, sharing what they share."""
-    out: list[Array] = []
-
-    def keep(node: Expr, *args: Array) -> Array:
-        out.extend(args)
-        return args[0]
-
-    hooks = {**scope.hooks(), "answers": keep}
-    evaluate(make("answers", tuple(parts)), {**scope.env, **env}, scope.arrays, hooks)
-    return out
-
-
 def _closed(f: Bounds, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     env = _rows(grid)
     shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
-    first, full_first, full_last, last = _values([f.first, f.full_first, f.full_last, f.last], env, scope)
+    first, full_first, full_last, last = scope.values([f.first, f.full_first, f.full_last, f.last], env)
     lo = np.broadcast_to((first - k0) // bk, shape)
     hi = np.where(last >= first, (last - k0) // bk + 1, lo)
     full_lo = np.clip(-((k0 - full_first) // bk), lo, hi)
@@ -156,7 +143,7 @@ def _swept(sides: Any, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDA
     env = _rows(grid)
     shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
     yes, no = sides
-    flat = _values([e for pair in (*yes, *no) for e in pair], env, scope)
+    flat = scope.values([e for pair in (*yes, *no) for e in pair], env)
     tiles = []
     for first, last in zip(flat[0::2], flat[1::2], strict=True):
         start = np.broadcast_to((first - k0) // bk, shape)

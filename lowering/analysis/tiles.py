@@ -6,7 +6,7 @@ settled by witnesses (a true and a false point prove PARTIAL), then by looking a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,18 @@ class Scope:
     def value(self, e: Expr, env: Mapping[str, Any]) -> Array:
         return evaluate(e, {**self.env, **env}, self.arrays, self.hooks())
 
+    def values(self, parts: Sequence[Expr], env: Mapping[str, Any]) -> list[Array]:
+        """Several Exprs at once, sharing what they share."""
+        out: list[Array] = []
+
+        def keep(node: Expr, *args: Array) -> Array:
+            out.extend(args)
+            return args[0]
+
+        root = make("answers", tuple(parts))
+        evaluate(root, {**self.env, **env}, self.arrays, {**self.hooks(), "answers": keep})
+        return out
+
     def hooks(self) -> dict[str, Any]:
         def ranging(kind: str) -> Any:
             def run(node: Expr, *args: Array) -> Array:
@@ -80,7 +92,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Disjoint boxes of tiles: slice, rows [r0, r1), columns [c0, c1), kind PARTIAL or FULL. int32 [n] each."""
+    """Disjoint boxes of tiles: slice, rows [r0, r1), columns [c0, c1), kind PARTIAL or FULL. Integers [n] each."""
 
     slice: Array
     r0: Array
@@ -92,7 +104,7 @@ class Boxes:
 
 def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
     """The boxes of `mask` over `grid`; every tile not covered is EMPTY."""
-    questions = make("answers", (always(mask), never(mask), mixed(mask)))
+    questions = (always(mask), never(mask), mixed(mask))
     bq, bk = grid.block
     n = len(grid.b)
     zero = np.zeros(n, np.int64)
@@ -130,20 +142,12 @@ def _corners(grid: Grid, live: Array) -> dict[str, Array]:
     }  # fmt: skip
 
 
-def _answers(questions: Expr, env: Mapping[str, Any], scope: Scope, n: int) -> tuple[Array, Array, Array]:
-    out: list[Array] = []
-
-    def keep(node: Expr, *args: Array) -> Array:
-        out.extend(np.broadcast_to(a, (n,)) for a in args)
-        return args[0]
-
+def _answers(questions: Sequence[Expr], env: Mapping[str, Any], scope: Scope, n: int) -> list[Array]:
     try:
-        evaluate(questions, {**scope.env, **env}, scope.arrays, {**scope.hooks(), "answers": keep})
+        return [np.broadcast_to(a, (n,)) for a in scope.values(questions, env)]
     except EvaluationError:
         # an end of some range leaves 64 bits, which the values themselves need not: nothing is known here
-        unknown = np.zeros(n, bool)
-        return unknown, unknown, unknown
-    return out[0], out[1], out[2]
+        return [np.zeros(n, bool)] * len(questions)
 
 
 def _kinds(live: Array, kind: int) -> Array:

@@ -236,7 +236,7 @@ def test_a_finite_table_may_stand_beside_a_hidden_mask():
     assert not finite(BIAS, {})
 
 
-@pytest.mark.parametrize("name", set(HIDDEN) - {"everything"} | set(KEPT))
+@pytest.mark.parametrize("name", sorted(set(HIDDEN) - {"everything"} | set(KEPT)))
 def test_hoisting_keeps_scores(name):
     """where(mask, rest, -inf) is the score mod, wherever scores are finite."""
     mod = HIDDEN[name][0] if name in HIDDEN else KEPT[name]
