@@ -104,6 +104,10 @@ class MismatchError(FrisketError, AssertionError):
     """A kernel's result is not the oracle's."""
 
 
+class ExportError(FrisketError, ValueError):
+    """A layout does not fit a format; the text says which part does not, and what does."""
+
+
 class BudgetError(FrisketError):
     """An exact answer would cost more than the stated budget."""
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -236,6 +237,67 @@ class Layout:
                 raise ShapeError(f"{name} = {at} is outside 0..{size}\n  positions are global, below `sizes`")
         env = {**dict(zip(SIZE_NAMES, self.sizes, strict=True)), **self.params, "b": b, "h": h, "q": q, "k": k}
         return explain(self.written, env, {n: t.array for n, t in self.tables.items()})
+
+    # -- pictures and exports -----------------------------------------------------------------------
+
+    def plot(self, path: str | Path | None = None, **options: Any) -> Any:
+        """A picture of the tiles, `.png` or `.svg`; without a path, the matplotlib figure."""
+        from .draw.plot import plot
+
+        return plot(self, path, **options)
+
+    def to_html(self, path: str | Path | None = None) -> str:
+        """One page that works offline: zoom, pan, and ask any position why. Written to `path` if there is one."""
+        from .draw.html import to_html
+
+        return to_html(self, path)
+
+    def _repr_html_(self) -> str:
+        from .draw.html import notebook
+
+        return notebook(self)
+
+    def to_block_mask(self, device: Any = "cpu") -> Any:
+        """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`."""
+        from .export.block_mask import to_block_mask
+
+        return to_block_mask(self, device)
+
+    def to_flashmask(self) -> Any:
+        """FlashMask's start and end rows per key column."""
+        from .export.flashmask import to_flashmask
+
+        return to_flashmask(self)
+
+    def to_slices(self) -> Any:
+        """MagiAttention's rectangles: query range, key range, kind."""
+        from .export.slices import to_slices
+
+        return to_slices(self)
+
+    def to_bsr(self) -> Any:
+        """Block sparse rows, per distinct slice."""
+        from .export.bsr import to_bsr
+
+        return to_bsr(self)
+
+    def to_splash(self) -> Any:
+        """Splash attention's `MaskInfo`."""
+        from .export.splash import to_splash
+
+        return to_splash(self)
+
+    def to_fa4(self, device: Any = "cpu") -> Any:
+        """FlashAttention 4's block-sparse tensors."""
+        from .export.fa4 import to_fa4
+
+        return to_fa4(self, device)
+
+    def to_varlen(self) -> Any:
+        """`cu_seqlens` and the causal and window flags of variable-length attention."""
+        from .export.varlen import to_varlen
+
+        return to_varlen(self)
 
     def __str__(self) -> str:
         from .draw.terminal import draw

@@ -28,6 +28,7 @@ from .bound_expr import Bound, Origin
 from .parameters import as_value, names_of
 
 if TYPE_CHECKING:
+    from .answers import Answer
     from .layout import Layout
 
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
@@ -87,6 +88,30 @@ class Mask(Bound):
         from .layout import make_layout
 
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact)
+
+    def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
+        """Whether `other` shows every position this mask shows; else `.witness` is one (b, h, q, k) it hides."""
+        from .answers import implies
+
+        return implies(self, mask(other), q_len, kv_len, **where)
+
+    def equivalent(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
+        """Whether both show the same positions; else `.witness` is one (b, h, q, k) where they differ."""
+        from .answers import equivalent
+
+        return equivalent(self, mask(other), q_len, kv_len, **where)
+
+    def is_empty(self, q_len: int, kv_len: int, **where: Any) -> Answer:
+        """Whether nothing is visible; else `.witness` is a visible (b, h, q, k)."""
+        from .answers import is_empty
+
+        return is_empty(self, q_len, kv_len, **where)
+
+    def empty_rows(self, q_len: int, kv_len: int, **where: Any) -> Answer:
+        """Whether some query sees no key: truthy when there is one, `.witness` its (b, h, q, None)."""
+        from .answers import empty_rows
+
+        return empty_rows(self, q_len, kv_len, **where)
 
     def __add__(self, other: Any) -> Mask:
         raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
