@@ -6,22 +6,34 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from .parse import Node, parse
+
+HEAD = re.compile(r"def (\w+)(?: = |\(([^)]*)\) = )")
 
 
 @dataclass(frozen=True)
 class Definition:
-    """`def name(params) = body`; `text` is the source that the positions of `body` point into."""
+    """`def name(params) = body`; positions of `body` point into `text`. The library's are parsed when used."""
 
     name: str
     params: tuple[str, ...]
-    body: Node
     text: str
+    node: Node | None = None
     library: bool = False
+
+    @cached_property
+    def body(self) -> Node:
+        if self.node is not None:
+            return self.node
+        body: Node = parse(self.text, "library").args[0].args[1]
+        return body
 
     @property
     def signature(self) -> str:
@@ -34,42 +46,55 @@ class Definition:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the comments above a library definition say."""
+    """A definition of the library: how it is called, what it does in a sentence, as a formula of mathematics
+    and in the language (`text`), where it comes from, and the part of the library it stands in."""
 
+    name: str
+    params: tuple[str, ...]
     signature: str
-    formula: str
     sentence: str
-    meaning: str
+    formula: str
     source: str
+    text: str
+    section: str
 
 
-def define(node: Node, text: str, library: bool = False) -> Definition:
+def define(node: Node, text: str) -> Definition:
     params, body = node.args
-    return Definition(node.value.text, tuple(p.text for p in params), body, text, library)
+    return Definition(node.value.text, tuple(p.text for p in params), text, body)
 
 
 @cache
-def _read() -> tuple[str, tuple[Definition, ...]]:
-    text = (Path(__file__).parent / "library.frisket").read_text(encoding="utf-8")
-    return text, tuple(define(s, text, library=True) for s in parse(text, "library").args)
+def _read() -> tuple[Entry, ...]:
+    return read_entries((Path(__file__).parent / "library.frisket").read_text(encoding="utf-8"))
+
+
+def read_entries(text: str) -> tuple[Entry, ...]:
+    """The definitions of a text laid out as the library is: `## Section`, then one paragraph each, three lines
+    of comment (sentence, formula, source) above a `def`."""
+    found, section = [], ""
+    for paragraph in text.split("\n\n"):
+        *above, body = re.split(r"^(?=def )", paragraph.strip("\n"), maxsplit=1, flags=re.M)
+        if paragraph.startswith("## "):
+            section = paragraph.strip("# \n")
+        if above and (head := HEAD.match(body)):
+            sentence, formula, source = (line.removeprefix("# ") for line in above[0].splitlines())
+            params = tuple(p.strip() for p in (head[2] or "").split(",")) if head[2] else ()
+            signature = f"{head[1]}({', '.join(params)})" if params else head[1]
+            found.append(Entry(head[1], params, signature, sentence, formula, source, body, section))
+    return tuple(found)
 
 
 @cache
 def definitions() -> dict[str, dict[int, Definition]]:
     """Name -> number of parameters -> definition."""
     found: dict[str, dict[int, Definition]] = {}
-    for d in _read()[1]:
-        found.setdefault(d.name, {})[len(d.params)] = d
+    for e in _read():
+        found.setdefault(e.name, {})[len(e.params)] = Definition(e.name, e.params, e.text, library=True)
     return found
 
 
 @cache
-def entries() -> dict[str, Entry]:
-    """Signature -> its documentation: the three comment lines above each definition."""
-    text, all_ = _read()
-    found = {}
-    for d in all_:
-        above = text[: d.body.start].rsplit("\ndef ", 1)[0].rsplit("\n", 3)[-3:]
-        sentence, meaning, source = (line.removeprefix("# ") for line in above)
-        found[d.signature] = Entry(d.signature, d.formula, sentence, meaning, source)
-    return found
+def entries() -> Mapping[str, Entry]:
+    """Signature -> entry, in the order of the library: `entries()["causal(offset)"].formula`."""
+    return MappingProxyType({e.signature: e for e in _read()})

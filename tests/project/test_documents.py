@@ -76,11 +76,9 @@ def test_examples_lay_out(path):
 
 def test_the_language_page_lists_the_library():
     text = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
-    listed = {}
-    for names, formulas in re.findall(r"^\| (`[a-z].*?`) \| (`.*`) \|$", text[text.index("## Library") :], re.M):
-        pairs = zip(re.findall(r"`([^`]+)`", names), re.findall(r"`([^`]+)`", formulas), strict=True)
-        listed |= {name: formula.replace("\\|", "|") for name, formula in pairs}
-    assert listed == {name: entry.formula for name, entry in entries().items()}
+    rows = re.findall(r"^\| ([A-Z][^|`]*) \| (`.*`) \|$", text[text.index("## Library") :], re.M)
+    listed = {(part, name) for part, names in rows for name in re.findall(r"`(\w+)`", names)}
+    assert listed == {(entry.section, entry.name) for entry in entries().values()}
 
 
 def test_the_language_page_example_is_a_program():
