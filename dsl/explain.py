@@ -57,12 +57,19 @@ def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
 
 def _said(e: Expr, value: Any) -> str:
     truth = str(bool(value(e))).lower()
-    if e.op == "lit":
+    text, shown = wording(e)
+    if text is None:
         return f"the mask is {truth}"
-    shown = {}
+    return f"{text} is {truth}" + (": " + ", ".join(f"{t} = {value(a)}" for t, a in shown) if shown else "")
+
+
+def wording(e: Expr) -> tuple[str | None, list[tuple[str, Expr]]]:
+    """The text of a clause (None: it is a constant), and those of its parts whose values say why."""
+    if e.op == "lit":
+        return None, []
+    parts: tuple[Expr, ...] = ()
     if e.op in COMPARISONS:
-        shown = {show(a): value(a) for a in e.args if a.op != "lit"}
+        parts = tuple(a for a in e.args if a.op != "lit")
     elif e.op == "lookup":
-        shown = {show(a): value(a) for a in e.args if a.op not in ("lit", "var")}
-    text = f"{show(e)} is {truth}"
-    return text + (": " + ", ".join(f"{t} = {v}" for t, v in shown.items()) if shown else "")
+        parts = tuple(a for a in e.args if a.op not in ("lit", "var"))
+    return show(e), list({show(a): a for a in parts}.items())

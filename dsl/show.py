@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator
 from typing import TypeAlias
 
 from . import library
-from .errors import BudgetError
+from .errors import BudgetError, Span
 from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, walk
 from .types import BOOL, FLOAT, INT, Type
 
@@ -40,9 +40,7 @@ Pieces: TypeAlias = "tuple[int, list[Piece]]"  # how tightly a text binds, and i
 
 def show(e: Expr, known: Collection[str] = ()) -> str:
     """The text of `e`; names in `known` get their types elsewhere (from values) and are not declared."""
-    size = tree_size(e)
-    if size > MAX_NODES:
-        raise BudgetError(f"this expression prints as {size:,} nodes, more than {MAX_NODES:,}")
+    _within_budget(e)
     printer = _Printer(e, known)
     lines = [
         f"param {name}: {str(type).lower()}{_axes(rank)}"
@@ -50,6 +48,24 @@ def show(e: Expr, known: Collection[str] = ()) -> str:
         if name not in known
     ]
     return "\n".join([*lines, printer.text()])
+
+
+def places(e: Expr, known: Collection[str] = ()) -> tuple[str, list[tuple[Span, Expr]]]:
+    """The text of `e` without declarations, and where in it every sub-expression stands.
+
+    >>> from frisket.dsl.sugar import q, k
+    >>> text, found = places((q >= k) & (k < 4))
+    >>> [text[span.start : span.stop] for span, _ in found]
+    ['q', 'k', 'q >= k', 'k', '4', 'k < 4', 'q >= k & k < 4']
+    """
+    _within_budget(e)
+    return _Printer(e, known).marked()
+
+
+def _within_budget(e: Expr) -> None:
+    size = tree_size(e)
+    if size > MAX_NODES:
+        raise BudgetError(f"this expression prints as {size:,} nodes, more than {MAX_NODES:,}")
 
 
 class _Printer:
@@ -66,19 +82,30 @@ class _Printer:
             self.bound[height] = name
 
     def text(self) -> str:
+        return self.marked()[0]
+
+    def marked(self) -> tuple[str, list[tuple[Span, Expr]]]:
+        """The text, and where in it every node stands, without parentheses of its own."""
         out: list[str] = []
-        stack: list[Piece] = [(self.root, OR)]
+        at = 0
+        places: list[tuple[Span, Expr]] = []
+        stack: list[Piece | tuple[int, Expr, None]] = [(self.root, OR)]
         while stack:
             piece = stack.pop()
             if isinstance(piece, str):
                 out.append(piece)
-                continue
-            node, least = piece
-            level, pieces = self.pieces(node)
-            if level < least:
-                pieces = ["(", *pieces, ")"]
-            stack.extend(reversed(pieces))
-        return "".join(out)
+                at += len(piece)
+            elif len(piece) == 3:  # what began there ends here
+                places.append((Span(piece[0], at), piece[1]))
+            else:
+                node, least = piece
+                level, pieces = self.pieces(node)
+                bare = level >= least
+                stack += [] if bare else [")"]
+                stack.append((at + (not bare), node, None))
+                stack.extend(reversed(pieces))
+                stack += [] if bare else ["("]
+        return "".join(out), places
 
     def pieces(self, e: Expr) -> Pieces:
         op, args = e.op, e.args
