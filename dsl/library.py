@@ -1,6 +1,6 @@
 """The library: definitions written in the language itself, read when one is first used.
 
->>> entries()["causal"].sentence
+>>> library()["causal"].sentence
 'A query sees itself and what came before.'
 """
 
@@ -95,6 +95,6 @@ def definitions() -> dict[str, dict[int, Definition]]:
 
 
 @cache
-def entries() -> Mapping[str, Entry]:
-    """Signature -> entry, in the order of the library: `entries()["causal(offset)"].formula`."""
+def library() -> Mapping[str, Entry]:
+    """Signature -> entry, in the order of the library: `library()["causal(offset)"].formula`."""
     return MappingProxyType({e.signature: e for e in _read()})

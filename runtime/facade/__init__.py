@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from frisket.dsl.errors import TraceError as TraceError
     from frisket.dsl.errors import Undecided as Undecided
     from frisket.dsl.explain import Explanation as Explanation
+    from frisket.dsl.library import Entry as Entry
+    from frisket.dsl.library import library as library
     from frisket.lowering.stages import Stages as Stages
     from frisket.runtime.attention import Attention as Attention
     from frisket.runtime.attention import Plan as Plan
@@ -48,6 +50,7 @@ _HOMES = {
         "ParameterError ShapeError TraceError Undecided"
     ),
     "frisket.dsl.explain": "Explanation",
+    "frisket.dsl.library": "Entry library",
     "frisket.lowering.stages": "Stages",
     "frisket.runtime.attention": "Attention Plan attention compile reference",
     "frisket.runtime.backends": "backends",

@@ -9,7 +9,7 @@ import pytest
 import readme
 
 import frisket as fk
-from frisket.dsl.library import entries
+from frisket.dsl.library import library
 from frisket.dsl.program import read
 from frisket.runtime.mask import load
 from frisket.runtime.settings import VARIABLES
@@ -78,7 +78,7 @@ def test_the_language_page_lists_the_library():
     text = (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([A-Z][^|`]*) \| (`.*`) \|$", text[text.index("## Library") :], re.M)
     listed = {(part, name) for part, names in rows for name in re.findall(r"`(\w+)`", names)}
-    assert listed == {(entry.section, entry.name) for entry in entries().values()}
+    assert listed == {(entry.section, entry.name) for entry in library().values()}
 
 
 def test_the_language_page_example_is_a_program():

@@ -14,6 +14,7 @@ FUNCTIONS = {
     "attention": "q k v mask score scale enable_gqa backend dropout seed sinks origin sizes layout return_lse **params",
     "reference": "q k v mask score",
     "backends": "",
+    "library": "",
 }
 METHODS = {
     "Mask": "layout dense at __and__ __or__ __xor__ __invert__ __sub__ params",
@@ -24,6 +25,7 @@ METHODS = {
     "Report": "good",
     "Stages": "expr simplified facts layout plan target source",
     "Explanation": "visible because",
+    "Entry": "signature sentence formula source text",
 }
 ERRORS = (
     "FrisketError MaskSyntaxError TraceError ParameterError ShapeError EvaluationError LoweringError BackendError "
