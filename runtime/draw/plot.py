@@ -16,16 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, ParameterError
-from frisket.dsl.ir import uses
-from frisket.lowering.analysis.tiles import FULL, PARTIAL
-from frisket.lowering.dense import coordinates, visible
 
 from .palette import DARK, LIGHT, Palette
+from .pixels import Panel, panels, start
 from .save import save
-from .terminal import of_layout
 from .terminal import tokens as position
 
 if TYPE_CHECKING:
@@ -34,11 +30,8 @@ if TYPE_CHECKING:
 
     from ..layout import Layout
 
-Array = NDArray[Any]
-CELLS = 512  # drawn cells along each axis at most
 TOKENS = 512 * 512  # positions of one picture that shows tokens
 PANELS = 6  # slices drawn side by side
-LOOKED_AT = 32  # slices compared, token by token, to find different ones
 LINES = 64  # tiles along an axis between which lines are drawn
 TICKS = 8
 SUFFIXES = (".png", ".svg")
@@ -70,7 +63,9 @@ def plot(
     style = Style(DARK if dark else LIGHT, compact, int((size or (1.6 if compact else 5.0)) * dpi), dpi, title)
     if style.pixels < 16:
         raise ParameterError(f"size={size}, dpi={dpi} leaves {style.pixels} pixels: a picture needs 16")
-    panels, of = _panels(layout, style, b, h, _fine(layout, style, tokens))
+    fine = _fine(layout, style, tokens)
+    batches, heads = _chosen("b", b, layout.batch), _chosen("h", h, layout.heads)
+    drawn = panels(layout, style.palette, batches, heads, fine=fine, cells=style.pixels, most=PANELS)
     try:
         import matplotlib as mpl
     except ImportError:
@@ -78,7 +73,7 @@ def plot(
     with mpl.rc_context():
         mpl.rcdefaults()  # the same picture whatever style the caller has set
         mpl.rcParams["svg.hashsalt"] = "frisket"
-        figure = _figure(layout, style, panels, of)
+        figure = _figure(layout, style, drawn, len(batches) * len(heads))
         if where is not None:
             out = io.BytesIO()
             suffix = where.suffix[1:].lower()
@@ -101,18 +96,10 @@ class Style:
         return round(n * self.dpi / 72)
 
 
-# -- what is drawn ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One picture: uint8 [rows, columns, 3], a colour for every cell of `step = (q, k)` tokens. `tiles` is the
-    size of a cell in tiles, (0, 0) where cells are tokens; `slices` are the (b, h) that look like this."""
-
-    colours: Array
-    step: tuple[int, int]
-    tiles: tuple[int, int]
-    slices: list[tuple[int, int]]
+def _chosen(name: str, at: int | None, n: int) -> Sequence[int]:
+    if at is not None and not 0 <= at < n:
+        raise ParameterError(f"{name}={at} is outside the {n} there are")
+    return range(n) if at is None else [at]
 
 
 def _fine(layout: Layout, style: Style, tokens: bool | None) -> bool:
@@ -126,71 +113,6 @@ def _fine(layout: Layout, style: Style, tokens: bool | None) -> bool:
             "see `to_html`"
         )
     return fits if tokens is None else tokens
-
-
-def _panels(layout: Layout, style: Style, b: int | None, h: int | None, fine: bool) -> tuple[list[Panel], int]:
-    """The different pictures among the chosen slices, at most PANELS, and of how many slices."""
-    for name, at, n in (("b", b, layout.batch), ("h", h, layout.heads)):
-        if at is not None and not 0 <= at < n:
-            raise ParameterError(f"{name}={at} is outside the {n} there are")
-    batches = range(layout.batch) if b is None else [b]
-    heads = range(layout.heads) if h is None else [h]
-    named = uses(layout.written)
-    by_batch = "b" in named or any(np.ndim(start) for start in layout.origin[2:])
-    found: dict[Any, Panel] = {}
-    looked: dict[tuple[int, int], Any] = {}  # positions of b and h that may differ -> what they look like
-    for i in batches:
-        for j in heads:
-            place = (i if by_batch else 0, j if "h" in named else 0)
-            if place not in looked:
-                if fine and len(looked) == LOOKED_AT:
-                    continue
-                looked[place] = _tokens_of(layout, i, j).tobytes() if fine else int(layout.spans.slice_of[i, j])
-            key = looked[place]
-            if key not in found and len(found) < PANELS:
-                found[key] = (_of_tokens if fine else _of_tiles)(layout, style, i, j)
-            if key in found:
-                found[key].slices.append((i, j))
-    return list(found.values()), len(batches) * len(heads)
-
-
-def _of_tiles(layout: Layout, style: Style, b: int, h: int) -> Panel:
-    grid = of_layout(layout, b, h, min(CELLS, style.pixels))
-    p = style.palette
-    read = (grid.full + grid.partial) / grid.total
-    colours = np.rint(_rgb(p.tint) + (_rgb(p.partial) - _rgb(p.tint)) * read[..., None]).astype(np.uint8)
-    colours[grid.full == grid.total] = _rgb(p.full)
-    colours[read == 0] = _rgb(p.empty)
-    (bq, bk), (nq, nk) = layout.block, grid.step
-    return Panel(colours, (bq * nq, bk * nk), grid.step, [])
-
-
-def _of_tokens(layout: Layout, style: Style, b: int, h: int) -> Panel:
-    p, (bq, bk) = style.palette, layout.block
-    tile = of_layout(layout, b, h, max(layout.rows, layout.columns))
-    kind = np.where(tile.full, FULL, np.where(tile.partial, PARTIAL, 0))
-    kind = kind[np.arange(layout.q_len)[:, None] // bq, np.arange(layout.kv_len) // bk]
-    colours = np.stack([_rgb(p.empty), _rgb(p.tint), _rgb(p.full)]).astype(np.uint8)[kind]
-    colours[(kind == PARTIAL) & _tokens_of(layout, b, h)] = _rgb(p.partial)
-    return Panel(colours, (1, 1), (0, 0), [])
-
-
-def _tokens_of(layout: Layout, b: int, h: int) -> Array:
-    """The mask at every position of one slice, bool [q_len, kv_len]."""
-    b0, h0, q0, k0 = layout.origin
-    origin = (b0 + b, h0 + h, start(q0, b), start(k0, b))
-    shape = (1, 1, layout.q_len, layout.kv_len)
-    env = {**coordinates(*shape, origin=origin, sizes=layout.sizes), **layout.params}
-    return np.asarray(visible(layout.written, env, {n: t.array for n, t in layout.tables.items()}, shape)[0, 0])
-
-
-def start(origin: Any, b: int) -> int:
-    """Where batch entry `b` begins: an origin may be one number or one for each."""
-    return int(np.asarray(origin)[b]) if np.ndim(origin) else int(origin)
-
-
-def _rgb(colour: str) -> NDArray[np.float64]:
-    return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)], np.float64)
 
 
 # -- how it is placed, in pixels from the upper left corner --------------------------------------------

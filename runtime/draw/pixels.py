@@ -1,0 +1,121 @@
+"""The pixels of a layout: a colour for every tile, every few tiles, or every token.
+
+>>> from frisket.runtime.mask import mask
+>>> panel = of_tiles(mask("causal").layout(512, 512), LIGHT)
+>>> panel.colours.shape, panel.step, panel.tiles
+((4, 4, 3), (128, 128), (1, 1))
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.ir import uses
+from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.lowering.dense import coordinates, visible
+
+from .palette import LIGHT, Palette
+from .terminal import of_layout
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
+Array = NDArray[Any]
+CELLS = 512  # along each axis at most
+LOOKED_AT = 32  # slices compared, token by token, to find different ones
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: uint8 [rows, columns, 3], a colour for every cell of `step = (q, k)` tokens. `tiles` is the
+    size of a cell in tiles, (0, 0) where cells are tokens; `slices` are the (b, h) that look like this."""
+
+    colours: Array
+    step: tuple[int, int]
+    tiles: tuple[int, int]
+    slices: list[tuple[int, int]] = field(default_factory=list)
+
+
+def panels(
+    layout: Layout, palette: Palette, batches: Sequence[int], heads: Sequence[int], *, fine: bool, cells: int, most: int
+) -> list[Panel]:
+    """The different pictures among these batch entries and heads, at most so many."""
+    named = uses(layout.written)
+    by_batch = "b" in named or any(np.ndim(at) for at in layout.origin[2:])
+    found: dict[Any, Panel] = {}
+    looked: dict[tuple[int, int], Any] = {}  # the (b, h) that may differ -> what they look like
+    for b in batches:
+        for h in heads:
+            place = (b if by_batch else 0, h if "h" in named else 0)
+            if place not in looked:
+                if fine and len(looked) == LOOKED_AT:
+                    continue
+                looked[place] = seen(layout, b, h).tobytes() if fine else int(layout.spans.slice_of[b, h])
+            look = looked[place]
+            if look not in found and len(found) < most:
+                found[look] = of_tokens(layout, palette, b, h) if fine else of_tiles(layout, palette, b, h, cells)
+            if look in found:
+                found[look].slices.append((b, h))
+    return list(found.values())
+
+
+def of_tiles(layout: Layout, palette: Palette, b: int = 0, h: int = 0, cells: int = CELLS) -> Panel:
+    """One batch entry and head, from its runs. A cell of several tiles is full or empty where all of them are,
+    else from `tint` to `partial` by the share that is read."""
+    grid = of_layout(layout, b, h, min(cells, CELLS))
+    read = ((grid.full + grid.partial) / grid.total)[..., None]
+    colours = np.rint(rgb(palette.tint) * (1 - read) + rgb(palette.partial) * read).astype(np.uint8)
+    colours[grid.full == grid.total] = rgb(palette.full)
+    colours[grid.full + grid.partial == 0] = rgb(palette.empty)
+    (bq, bk), (nq, nk) = layout.block, grid.step
+    return Panel(colours, (bq * nq, bk * nk), grid.step)
+
+
+def of_tokens(layout: Layout, palette: Palette, b: int = 0, h: int = 0) -> Panel:
+    """One batch entry and head with every position of its partial tiles."""
+    bq, bk = layout.block
+    tiles = of_layout(layout, b, h, max(layout.rows, layout.columns))
+    kind = np.where(tiles.full, FULL, np.where(tiles.partial, PARTIAL, 0))
+    kind = kind[np.arange(layout.q_len)[:, None] // bq, np.arange(layout.kv_len) // bk]
+    colours = np.stack([rgb(palette.empty), rgb(palette.tint), rgb(palette.full)]).astype(np.uint8)[kind]
+    colours[(kind == PARTIAL) & seen(layout, b, h)] = rgb(palette.partial)
+    return Panel(colours, (1, 1), (0, 0))
+
+
+def seen(layout: Layout, b: int, h: int) -> NDArray[np.bool_]:
+    """The mask at every position of one slice, bool [q_len, kv_len]."""
+    b0, h0, q0, k0 = layout.origin
+    shape = (1, 1, layout.q_len, layout.kv_len)
+    env = coordinates(*shape, origin=(b0 + b, h0 + h, start(q0, b), start(k0, b)), sizes=layout.sizes)
+    tables = {name: table.array for name, table in layout.tables.items()}
+    return np.asarray(visible(layout.written, {**env, **layout.params}, tables, shape)[0, 0])
+
+
+def start(origin: Any, b: int) -> int:
+    """Where batch entry `b` begins: an origin is one number, or one for each."""
+    return int(np.asarray(origin)[b]) if np.ndim(origin) else int(origin)
+
+
+def rgb(colour: str) -> NDArray[np.float64]:
+    return np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)], np.float64)
+
+
+def png(colours: Array) -> bytes:
+    """The file of a picture, one pixel for each colour (PNG specification, third edition: colour type 2)."""
+    height, width, _ = colours.shape
+    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # each line begins with its filter: none
+    lines[:, 1:] = colours.reshape(height, -1)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
