@@ -233,7 +233,7 @@ def images(s: int) -> dict[str, Case]:
     w = max(s // 16, 5) | 1
     text = s // 8
     plane = f"{rows}, {cols}, {kr}, {kc}"
-    z_order = 4 ** math.ceil(math.log2(max(rows, cols)))  # a square that holds the canvas
+    side = 2 ** (bits // 2)  # of the square that the Z-order curve fills
 
     def case(text: str, length: int = n) -> Case:
         return Case(text, length, length)
@@ -244,7 +244,9 @@ def images(s: int) -> dict[str, Case]:
         "natten1d(size, n, dilation, stride, is_causal)": case(f"natten1d({s}, {w}, 3, 2, true)", s),
         "natten2d(rows, cols, kernel_rows, kernel_cols)": case(f"natten2d({plane})"),
         "natten2d(rows, cols, kernel_rows, kernel_cols, dilation_rows, dilation_cols, stride_rows, stride_cols, "
-        "causal_rows, causal_cols)": case(f"natten2d({plane}, 1, 2, 2, 1, true, false)"),
+        "causal_rows, causal_cols)": case(
+            f"natten2d({rows}, {cols}, {kr}, {kc // 2}, 1, 2, {min(kr, 2)}, 1, true, false)"
+        ),
         "tiled_natten(rows, cols, kernel_rows, kernel_cols, tile_rows, tile_cols)": case(
             f"tiled_natten({plane}, {tr}, {tc})"
         ),
@@ -252,7 +254,7 @@ def images(s: int) -> dict[str, Case]:
             f"tiled_natten({plane}, {tr}, {tc}, 2, 2)"
         ),
         "morton(rows, cols, kernel_rows, kernel_cols)": case(
-            f"morton({min(rows, math.isqrt(s))}, {math.isqrt(s)}, {kr}, {kc})", min(z_order, 4 ** (bits // 2))
+            f"morton({side * 3 // 4}, {side}, {min(kr, side // 4 * 2 + 1)}, {min(kc, side // 4 * 2 + 1)})", side * side
         ),
         "sta2d(rows, cols, kernel_rows, kernel_cols, tile_rows, tile_cols)": case(
             f"sta2d({rows}, {cols}, {ktr}, {ktc}, {tr}, {tc})"
@@ -288,7 +290,10 @@ def video(s: int) -> dict[str, Case]:
         f"natten3d({axes})": Case(f"natten3d({voxels})", n, n),
         f"natten3d({axes}, dilation_frames, dilation_rows, dilation_cols, stride_frames, stride_rows, stride_cols, "
         "causal_frames, causal_rows, causal_cols)": Case(
-            f"natten3d({voxels}, 1, 1, 2, 1, 2, 1, true, false, false)", n, n
+            f"natten3d({shape}, {kernel[0]}, {kernel[1]}, {max(kernel[2] // 2, 1)}, 1, 1, 2, "
+            f"1, {min(kernel[1], 2)}, 1, true, false, false)",
+            n,
+            n,
         ),
         f"sta3d({axes}, tile_frames, tile_rows, tile_cols)": Case(f"sta3d({cubes})", n, n),
         f"sta3d({axes}, tile_frames, tile_rows, tile_cols, text)": Case(f"sta3d({cubes}, {text})", n + text, n + text),
