@@ -191,7 +191,9 @@ def _mod(e: Expr) -> Range:
         return Range(lo, hi)
     d = y.lo
     same = eq(x.lo // d, x.hi // d) & (d > 0)
-    return Range(where(same, x.lo % d, lo), where(same, x.hi % d, hi))
+    # values without a gap that pass a multiple of d leave d - 1 and 0 behind
+    passed = x.attained and x.dense and d.op == "lit" and d.name > 0
+    return Range(where(same, x.lo % d, lo), where(same, x.hi % d, hi), attained=passed)
 
 
 def _abs(e: Expr) -> Range:

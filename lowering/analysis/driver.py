@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import unroll
 from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
 
 from ..plan import Bounds, Origin, Sizes, Spans, whole
 from ..simplify import simplify
-from .rows import both_sides, bounds
+from .rows import Solved, solved, sweep
 from .spans import from_boxes, merge, records, share
 from .table import Table
 from .tiles import Grid, Scope, classify
 
 Array = NDArray[Any]
+_LOOKED = 1 << 25  # queries at which a condition may be looked at
 SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
 
 
@@ -79,11 +81,11 @@ def analyse(
     full = sizes or whole(origin, (batch, heads, q_len, kv_len))
     env = {**dict(zip(SIZE_NAMES, full, strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
-    slices, formula = len(grid.b), bounds(expr)
-    if formula is not None:
-        found, method = _closed(formula, grid, scope), "closed form"
-    elif (sides := both_sides(expr)) is not None:
-        found, method = _swept(sides, grid, scope), "bounds"
+    slices, formula = len(grid.b), None
+    if (ways := solved(expr)) is not None and _holds(ways, grid, scope):
+        formula = ways.formula
+        method = "closed form" if formula is not None else "bounds"
+        found = _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
     else:
         boxes = classify(expr, grid, scope)
         found, method = records(from_boxes(boxes), slices, grid.rows), "coarse to fine"
@@ -120,10 +122,34 @@ def _rows(grid: Grid) -> dict[str, Array]:
     }  # fmt: skip
 
 
-def _closed(f: Bounds, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
+    """Whether the conditions of a row's intervals hold over the queries of every slice."""
+    at = {"b": grid.b[:, None], "h": grid.h[:, None]}
+    if ways.needs is not TRUE and not scope.value(ways.needs, at).all():
+        return False
+    looks = bool(ways.rises) or any("q" in uses(e) for a in ways.anchors for e in (*a.lows, *a.highs))
+    if looks and len(grid.b) * grid.q_len > _LOOKED:
+        return False
+    at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
+    shape = at["q"].shape
+    try:
+        if any((np.diff(scope.value(e, at)) < 0).any() for e in ways.rises):
+            return False
+        for anchor in ways.anchors:
+            ends = [[np.broadcast_to(scope.value(e, at), shape) for e in side] for side in (anchor.lows, anchor.highs)]
+            low = np.max([x.max(axis=1) for x in ends[0]], axis=0)
+            if (low > np.min([x.min(axis=1) for x in ends[1]], axis=0)).any():
+                return False
+    except EvaluationError:
+        return False
+    return True
+
+
+def _closed(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     env = _rows(grid)
     shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
-    first, full_first, full_last, last = scope.values([f.first, f.full_first, f.full_last, f.last], env)
+    assert ways.full is not None
+    first, last, full_first, full_last = scope.values([*ways.yes[0], *ways.full], env)
     lo = np.broadcast_to((first - k0) // bk, shape)
     hi = np.where(last >= first, (last - k0) // bk + 1, lo)
     full_lo = np.clip(-((k0 - full_first) // bk), lo, hi)
@@ -137,12 +163,10 @@ def _closed(f: Bounds, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDA
     return (out * count[..., None]).astype(np.int32)[:, :, None], count
 
 
-def _swept(sides: Any, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    from .rows import sweep
-
+def _swept(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     env = _rows(grid)
     shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
-    yes, no = sides
+    yes, no = ways.yes, ways.no or ()
     flat = scope.values([e for pair in (*yes, *no) for e in pair], env)
     tiles = []
     for first, last in zip(flat[0::2], flat[1::2], strict=True):

@@ -24,7 +24,7 @@ from itertools import product
 import numpy as np
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, uses, var, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, INT
 
@@ -37,7 +37,7 @@ SINGLE = var("single", BOOL)
 TK = var("tk", INT)
 _Q, _K = var("q"), var("k")
 TERMS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
-_PERIODS = 4096  # positions enumerated to understand a periodic clause
+_PERIODS = 1 << 16  # positions enumerated to understand a periodic clause
 
 
 @dataclass(frozen=True)
@@ -197,10 +197,29 @@ def _never_comparison(e: Expr) -> Expr:
     if op in ("le", "lt"):
         return below(y.hi, x.lo, "lt" if op == "le" else "le")
     if op == "eq":
-        return disj(below(x.hi, y.lo, "lt"), below(y.hi, x.lo, "lt"))
+        found = _congruent(e)
+        missed = FALSE if found is None else build("not", found[0])
+        return disj(below(x.hi, y.lo, "lt"), below(y.hi, x.lo, "lt"), missed)
     if e.args[0].type is INT:
         return FALSE if x.lo is None or x.hi is None else conj(eq(x.lo, 0), eq(x.hi, 0))
     return conj(_same(x, y), _sane(x, y))
+
+
+def _congruent(e: Expr) -> tuple[Expr, bool] | None:
+    """For `x % n == c`: whether some integer between the ends of x is c modulo n, and whether each is a value."""
+    if e.op != "eq" or not is_int_comparison(e):
+        return None
+    _, form = relation(e.op, *e.args)
+    moving = [(a, f) for a, f in form.terms if depends(a)]
+    if len(moving) != 1 or abs(moving[0][1]) != 1:
+        return None
+    (atom, sign), rest = moving[0], form.without(moving[0][0])
+    if atom.op != "mod" or atom.args[1].op != "lit" or atom.args[1].name <= 0:
+        return None
+    r, n, c = ends(atom.args[0]), atom.args[1], write(rest.times(-sign))
+    if r.lo is None or r.hi is None:
+        return None
+    return conj(c >= 0, c < n, (r.hi - c) // n * n + c >= r.lo), r.attained and r.dense
 
 
 def _sane(x: Range, y: Range) -> Expr:
@@ -279,6 +298,8 @@ def _some_attained(e: Expr) -> Expr:
             lows, highs = table_box(e.args[0])
             return build("not", make("range_min", (*lows, *highs), e.args[0].name, BOOL))
         return FALSE
+    if (found := _congruent(e)) is not None and found[1]:
+        return found[0]
     op, form = relation(e.op, *e.args)
     r = ends(write(form))
     if r.lo is None or r.hi is None or not r.attained:
@@ -313,6 +334,10 @@ def _truth(e: Expr) -> int | None:
     if not is_int_comparison(e):
         return None
     form = linear(e.args[0]) - linear(e.args[1])
+    moved = simplify(substitute(e, {_Q: _Q + _K}))
+    if "k" not in uses(moved) and is_int_comparison(moved):  # a clause of q - k: one q is like another
+        e = substitute(moved, {_Q: -_K})
+        form = linear(e.args[0]) - linear(e.args[1])
     along_k, along_q = (_period(write(form), x) for x in (_K, _Q))
     if along_k is None or along_q is None or along_k[1] or along_q[1] or along_k[0] * along_q[0] > _PERIODS:
         return None

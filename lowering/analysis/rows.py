@@ -1,29 +1,157 @@
-"""Closed form: masks made of bounds on q, k and q - k alone, solved a row of tiles at a time.
+"""Closed form: masks whose terms are bounds on q, k, q - k and on k by curves of q, a row of tiles at a time.
 
 For a conjunction of such bounds and a row of queries `q0..q1`, the keys that some query sees are one interval,
-and so are the keys that every query sees: four formulas, no search, no table. For a disjunction the intervals of
-its terms (and of the terms of its negation, for the tiles that hold an invisible point) are united by a sweep.
+and so are the keys that every query sees: four formulas, no search. For a disjunction the intervals of its terms
+(and of the terms of its negation, for the tiles that hold an invisible point) are united by a sweep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.ir import FALSE, Expr, disj
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, var, walk
 from frisket.dsl.sugar import maximum, minimum, where
 
 from ..plan import Bounds
 from ..simplify import simplify
 from ..simplify.rules_boolean import negate
-from .abstract import K0, K1, Q0, Q1
+from .abstract import K0, K1, Q0, Q1, depends
+from .curves import Curve, solve, together
 from .questions import System, system, terms
 
 Array = NDArray[Any]
+Interval = tuple[Expr, Expr]
+_Q, _K = var("q"), var("k")
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A condition on all queries of the call: every `lows` stays at or below every `highs`. Exprs are distances
+    from q; those that still vary with q have to be looked at, query by query."""
+
+    lows: tuple[Expr, ...]
+    highs: tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A conjunction of bounds: `system` has nothing left over, curves bound k by q."""
+
+    system: System
+    curves: tuple[Curve, ...]
+    needs: Expr  # facts of tables and parameters that make it so
+
+    def values(self, side: str, at: Expr) -> list[Expr]:
+        return [substitute(c.value, {_Q: at}) for c in self.curves if c.side == side]
+
+    @property
+    def anchor(self) -> Anchor | None:
+        """The condition under which the keys of a row are one interval; None where they always are."""
+        lows = [c for c in self.curves if c.side == "low"]
+        highs = [c for c in self.curves if c.side == "high"]
+        flat = [-d for d in self.system.high["d"]], [-d for d in self.system.low["d"]]
+        if not self.curves or not (lows or flat[0]) or not (highs or flat[1]):
+            return None
+        return Anchor((*map(_distance, lows), *flat[0]), (*map(_distance, highs), *flat[1]))
+
+
+def _distance(c: Curve) -> Expr:
+    if c.near is not None and "q" not in depends(near := simplify(c.near - _Q)):
+        return near
+    return simplify(c.value - _Q)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A mask as intervals of keys per row of tiles, in the first and last query of the row and the first and
+    last key of the call. Right where `needs` holds, every Expr of `rises` never decreases over the queries of
+    the call, and every anchor holds."""
+
+    yes: tuple[Interval, ...]
+    no: tuple[Interval, ...] | None  # of the negation; None where `full` says it
+    full: Interval | None  # the keys that every query sees, of a mask with one term
+    needs: Expr
+    rises: tuple[Expr, ...]
+    anchors: tuple[Anchor, ...]
+
+    @property
+    def formula(self) -> Bounds | None:
+        """The same for kernels, whose prologues read no tables by query."""
+        if self.full is None or any(_reads(n) for e in (*self.yes[0], *self.full) for n in walk(e)):
+            return None
+        return Bounds(self.yes[0][0], *self.full, self.yes[0][1])
+
+
+def _reads(e: Expr) -> bool:
+    known = e.op in ("lookup", "segment") and not uses(e) & {"q0", "q1"}
+    return not known and isinstance(e.name, str) and e.op not in ("var", "param")
+
+
+@lru_cache(maxsize=4096)
+def solved(mask: Expr) -> Solved | None:
+    """The intervals of `mask`, or None where a term is not made of bounds."""
+    mine = _terms(mask)
+    if mine is None:
+        return None
+    if len(mine) == 1:
+        return _solved(mine, [], _everywhere(mine[0]))
+    theirs = _terms(simplify(negate(mask)))
+    return None if theirs is None else _solved(mine, theirs, None)
+
+
+def intervals(mask: Expr) -> tuple[Interval, ...] | None:
+    """(first, last) for each term of a mask made of bounds alone, where they need no conditions."""
+    mine = _terms(mask)
+    if mine is None or any(t.curves or t.needs is not TRUE for t in mine):
+        return None
+    return tuple(_visible(t) for t in mine)
+
+
+def _solved(mine: Sequence[Term], theirs: Sequence[Term], full: Interval | None) -> Solved:
+    both = [*mine, *theirs]
+    curves = [c for t in both for c in t.curves]
+    anchors = (t.anchor for t in both)
+    return Solved(
+        tuple(_visible(t) for t in mine),
+        None if full is not None else tuple(_visible(t) for t in theirs),
+        full,
+        simplify(conj(*(t.needs for t in both))),
+        tuple(dict.fromkeys(c.value for c in curves if not c.rising)),
+        tuple(dict.fromkeys(a for a in anchors if a is not None)),
+    )
+
+
+def _terms(mask: Expr) -> list[Term] | None:
+    found = terms(mask)
+    parts = [_term(t) for t in found] if found is not None else [None]
+    known = [p for p in parts if p is not None]
+    return known if len(known) == len(parts) else None
+
+
+@lru_cache(maxsize=4096)
+def _term(term: Expr) -> Term | None:
+    s = system(term)
+    low, high = ({n: list(x) for n, x in side.items()} for side in (s.low, s.high))
+    curves: list[Curve] = []
+    needs = TRUE
+    for e in s.rest:
+        which = "k" if "k" in depends(e) else "q"  # a bound on q is one on k with the names exchanged
+        found = together(e) or solve(e if which == "k" else substitute(e, {_Q: _K}))
+        if found is None:
+            return None
+        needs = conj(needs, *(c.needs for c in found))
+        for c in found:
+            if "q" in depends(c.value):
+                curves.append(c)
+            else:
+                (low if c.side == "low" else high)[which].append(c.value)
+    return Term(System(low, high, s.fixed, []), tuple(curves), needs)
 
 
 def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
@@ -33,49 +161,28 @@ def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
     return out
 
 
-@lru_cache(maxsize=4096)
-def bounds(mask: Expr) -> Bounds | None:
-    """The four formulas of a convex mask, or None."""
-    found = terms(mask)
-    if found is None or len(found) != 1 or system(found[0]).rest:
-        return None
-    s = system(found[0])
-    first, last = _visible(s)
-    full_first = _fold(maximum, K0, *s.low["k"], *(Q1 - d for d in s.high["d"]))
-    full_last = _fold(minimum, K1, *s.high["k"], *(Q0 - d for d in s.low["d"]))
+def _everywhere(t: Term) -> Interval:
+    """The keys that every query of q0..q1 sees: past the last of the rising lower ends, up to the first upper."""
+    s = t.system
+    first = _fold(maximum, K0, *s.low["k"], *(Q1 - d for d in s.high["d"]), *t.values("low", Q1))
+    last = _fold(minimum, K1, *s.high["k"], *(Q0 - d for d in s.low["d"]), *t.values("high", Q0))
     outside = disj(*(x > Q0 for x in s.low["q"]), *(x < Q1 for x in s.high["q"]), *(negate(f) for f in s.fixed))
-    full_last = where(outside, K0 - 1, full_last) if outside is not FALSE else full_last
-    return Bounds(simplify(first), simplify(full_first), simplify(full_last), simplify(last))
+    return simplify(first), simplify(where(outside, K0 - 1, last) if outside is not FALSE else last)
 
 
-def _visible(s: System) -> tuple[Expr, Expr]:
-    """First and last key that some query of q0..q1 sees under `s`; last < first when there is none."""
+def _visible(t: Term) -> Interval:
+    """First and last key that some query of q0..q1 sees under `t`; last < first when there is none."""
+    s = t.system
     start, stop = _fold(maximum, Q0, *s.low["q"]), _fold(minimum, Q1, *s.high["q"])
-    first = _fold(maximum, K0, *s.low["k"], *(start - d for d in s.high["d"]))
-    last = _fold(minimum, K1, *s.high["k"], *(stop - d for d in s.low["d"]))
+    first = _fold(maximum, K0, *s.low["k"], *(start - d for d in s.high["d"]), *t.values("low", start))
+    last = _fold(minimum, K1, *s.high["k"], *(stop - d for d in s.low["d"]), *t.values("high", stop))
     empty = disj(
         *(negate(f) for f in s.fixed),
         *(lo > hi for lo in s.low["d"] for hi in s.high["d"]),
         *(x > stop for x in s.low["q"]), *(x < Q0 for x in s.high["q"]),
     )  # fmt: skip
     empty = simplify(empty)
-    return first, last if empty is FALSE else where(empty, K0 - 1, last)
-
-
-@lru_cache(maxsize=4096)
-def intervals(mask: Expr) -> tuple[tuple[Expr, Expr], ...] | None:
-    """(first, last) for each term of `mask`, where every term is made of bounds; None otherwise."""
-    found = terms(mask)
-    if found is None or any(system(t).rest for t in found):
-        return None
-    return tuple((simplify(a), simplify(b)) for a, b in (_visible(system(t)) for t in found))
-
-
-@lru_cache(maxsize=4096)
-def both_sides(mask: Expr) -> tuple[tuple[tuple[Expr, Expr], ...], tuple[tuple[Expr, Expr], ...]] | None:
-    """Intervals of the mask and of its negation."""
-    yes, no = intervals(mask), intervals(simplify(negate(mask)))
-    return None if yes is None or no is None else (yes, no)
+    return simplify(first), simplify(last if empty is FALSE else where(empty, K0 - 1, last))
 
 
 def sweep(seen: Array, hidden: Array, columns: int) -> tuple[Array, Array, Array, Array]:

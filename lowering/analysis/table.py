@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+BEYOND = 1 << 40  # further than any position; its products with lengths still fit
 
 
 class Table:
@@ -33,6 +34,57 @@ class Table:
         """One axis, never decreasing."""
         a = self.array
         return a.ndim == 1 and a.dtype != np.bool_ and bool(np.all(a[1:] >= a[:-1]))
+
+    @cached_property
+    def starts(self) -> Array:
+        """Where a stretch of equal entries along the last axis begins, as sorted positions in the flat array."""
+        n = self.array.shape[-1]
+        flat = self.array.reshape(-1)
+        change = np.empty(len(flat), np.bool_)
+        np.not_equal(flat[1:], flat[:-1], out=change[1:])
+        change[::n] = True
+        return np.flatnonzero(change)
+
+    @cached_property
+    def has_runs(self) -> bool:
+        """Along the last axis, equal entries stand together."""
+        row, value = self.starts // self.array.shape[-1], self.array.reshape(-1)[self.starts]
+        order = np.lexsort((value, row))
+        row, value = row[order], value[order]
+        return not bool(((row[1:] == row[:-1]) & (value[1:] == value[:-1])).any())
+
+    def run(self, end: str, index: Sequence[Array]) -> Array:
+        """First or last position of the run of equal entries that holds `index`, along the last axis. Lookups
+        clamp, so the first run reaches back and the last run on without end."""
+        *fixed, at = (np.clip(x, 0, n - 1) for x, n in zip(index, self.array.shape, strict=True))
+        n = self.array.shape[-1]
+        row = np.zeros((), np.int64)
+        for x, size in zip(fixed, self.array.shape, strict=False):
+            row = row * size + x
+        base = row * n
+        place = np.searchsorted(self.starts, base + at, side="right")
+        if end == "first":
+            found = self.starts[place - 1] - base
+            return np.where(found == 0, -BEYOND, found)
+        found = np.append(self.starts, self.array.size)[place] - base - 1
+        return np.where(found == n - 1, BEYOND, found)
+
+    def segment(self, end: str, index: Array) -> Array:
+        """First or last position of the segment that holds `index`, the array being offsets."""
+        inner = np.unique(self.array[1:-1])
+        ends = np.concatenate([[-BEYOND], inner, [BEYOND + 1]])
+        place = np.searchsorted(ends, index, side="right")
+        return ends[place - 1] if end == "first" else ends[place] - 1
+
+    def rank(self, end: str, value: Array) -> Array:
+        """First position whose entry is at least `value`, or last whose entry is at most it, of a sorted array
+        whose last entry goes on without end, and whose first reaches back."""
+        n = len(self.array)
+        if end == "first":
+            found = np.searchsorted(self.array, value, side="left")
+            return np.where(found == 0, -BEYOND, np.where(found == n, BEYOND, found))
+        found = np.searchsorted(self.array, value, side="right") - 1
+        return np.where(found < 0, -BEYOND, np.where(found == n - 1, BEYOND, found))
 
     @cached_property
     def finite(self) -> bool:

@@ -24,6 +24,8 @@ from .table import Table
 Array = NDArray[Any]
 EMPTY, PARTIAL, FULL = 0, 1, 2
 _BATCH = 1 << 22  # elements looked at in one go
+_CHUNK = 1 << 16  # boxes classified in one go
+_BOXES = 1 << 22  # boxes classified before the rest is called PARTIAL as it is
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Scope:
     work: int = 1 << 28  # elements that may be looked at
     looked_at: int = 0
     settled: int = 0  # tiles decided element by element
+    boxes: int = 0  # classified
     undecided: int = 0  # tiles left PARTIAL because the budget was spent
     arrays: dict[str, Array] = field(default_factory=dict)
 
@@ -87,7 +90,15 @@ class Scope:
 
             return run
 
-        return {"range_min": ranging("min"), "range_max": ranging("max")}
+        def standing(how: str, end: str) -> Any:
+            return lambda node, *args: getattr(self.tables[node.name], how)(end, args if how == "run" else args[0])
+
+        found = {f"{how}_{end}": standing(how, end) for how in ("run", "segment", "rank") for end in ("first", "last")}
+        facts = {
+            "is_sorted": lambda node: np.asarray(self.tables[node.name].sorted),
+            "has_runs": lambda node: np.asarray(self.tables[node.name].has_runs),
+        }
+        return {"range_min": ranging("min"), "range_max": ranging("max"), **found, **facts}
 
 
 @dataclass(frozen=True)
@@ -108,10 +119,19 @@ def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
     bq, bk = grid.block
     n = len(grid.b)
     zero = np.zeros(n, np.int64)
-    live = np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns])
+    waiting = [np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns])]
     done: list[Array] = []
-    while live.shape[1]:
+    while waiting:
+        live = waiting.pop()
         s, r0, r1, c0, c1 = live
+        if live.shape[1] > _CHUNK:  # depth first, so that memory follows the answer
+            waiting += np.array_split(live, -(-live.shape[1] // _CHUNK), axis=1)
+            continue
+        if scope.boxes + live.shape[1] > _BOXES:
+            scope.undecided += int(((r1 - r0) * (c1 - c0)).sum())
+            done.append(_kinds(live, PARTIAL))
+            continue
+        scope.boxes += live.shape[1]
         env = _corners(grid, live)
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
         yes, no, both = _answers(questions, {**env, "single": single}, scope, len(s))
@@ -126,7 +146,8 @@ def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
         single = (rest[2] - rest[1] == 1) & (rest[4] - rest[3] == 1)
         if single.any():
             done.append(_settle(mask, grid, rest[:, single], scope))
-        live = _split(rest[:, ~single])
+        if not single.all():
+            waiting.append(_split(rest[:, ~single]))
     return Boxes(*np.concatenate(done, axis=1))
 
 

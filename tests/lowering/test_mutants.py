@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import random
 
+import numpy as np
 import pytest
 from support import masks
 
 from frisket.dsl.ir import TRUE, build, conj, disj, make
 from frisket.dsl.sugar import eq, k, minimum, q
 from frisket.dsl.types import BOOL
-from frisket.lowering.analysis import abstract, driver, questions, rows, spans, tiles
+from frisket.lowering.analysis import abstract, curves, driver, questions, rows, spans, tiles
 from frisket.lowering.analysis.abstract import K0, K1, Q0, Q1, Range, ends
-from frisket.lowering.plan import Bounds
+from frisket.lowering.analysis.table import Table
 from frisket.lowering.simplify import affine, engine, facts, rules_boolean, rules_compare
 from frisket.lowering.simplify.affine import Linear
 from lowering import test_layout_exact, test_simplify, test_transfer
 
 NAMES = (
     "causal-window sinks-window documents chunked every-other by-head padding dilated tile-map global bottom-right "
-    "complement xor neighbourhood documents-window"
+    "complement xor neighbourhood documents-window scattered-documents clamped-documents other-table first-document "
+    "early-documents per-query-window quotients pooled-documents mixed-documents"
 )
 
 
@@ -53,7 +56,7 @@ def battery():
         test_transfer.one_sided(mask, scope())
     for name in NAMES.split():
         rng = random.Random(f"mutant {name}")
-        for _ in range(2):
+        for _ in range(3):
             test_layout_exact.check(masks.case(masks.written()[name], rng))
 
 
@@ -114,14 +117,31 @@ def short_period(e):
     return None if found is None else max(1, found - 1)
 
 
-def narrow_bounds(mask):
-    found = sound["bounds"](mask)
-    return None if found is None else Bounds(found.first, found.full_first, found.full_last + 1, found.last)
+def one_key_too_far(term):
+    first, last = sound["_everywhere"](term)
+    return first, last + 1
 
 
-def late_first(mask):
-    found = sound["bounds"](mask)
-    return None if found is None else Bounds(found.first + 1, found.full_first, found.full_last, found.last)
+def late_first(term):
+    first, last = sound["_visible"](term)
+    return first + 1, last
+
+
+def short_run(table, end, index):
+    return sound["run"](table, end, index) - (end == "last")
+
+
+def clamped_run(table, end, index):
+    return np.clip(sound["run"](table, end, index), 0, table.array.shape[-1] - 1)
+
+
+def rank_of_the_next(table, end, value):
+    return sound["rank"](table, end, value + (end == "first"))
+
+
+def short_quotient(atom, op, other, needs):
+    found = sound["_of_quotient"](atom, op, other, needs)
+    return found and tuple(dataclasses.replace(c, value=c.value - (c.side == "high")) for c in found)
 
 
 def greedy_sweep(seen, hidden, columns):
@@ -156,9 +176,16 @@ MUTANTS = {
     "bounds on the difference are ignored": (questions, "infeasible", forgets_difference),
     "a disjunction keeps its first term": (questions, "terms", eager_terms),
     "one key short of a period": (questions, "_truth", short_period),
-    "full one key too far": (driver, "bounds", narrow_bounds),
-    "the first key is missed": (driver, "bounds", late_first),
-    "a hidden interval is forgotten": (rows, "sweep", greedy_sweep),
+    "full one key too far": (rows, "_everywhere", one_key_too_far),
+    "the first key is missed": (rows, "_visible", late_first),
+    "a hidden interval is forgotten": (driver, "sweep", greedy_sweep),
+    "runs end one short": (Table, "run", short_run),
+    "runs end with the table": (Table, "run", clamped_run),
+    "ranks are of the next value": (Table, "rank", rank_of_the_next),
+    "tables always have runs": (Table, "has_runs", True),
+    "tables are always sorted": (Table, "sorted", True),
+    "chunks end one short": (curves, "_of_quotient", short_quotient),
+    "rows are one interval, come what may": (driver, "_holds", lambda *_: True),
     "the ragged edge is full": (driver, "_outside", no_ragged_edge),
     "strict comparisons drift": (rules_compare, "relation", drifting_relation),
     "upper bounds drift": (rules_compare, "write_relation", upper_bound_drifts),
@@ -175,7 +202,8 @@ MUTANTS = {
 sound = {
     "_affine": abstract._affine, "_floordiv": abstract._floordiv, "_mod": abstract._mod, "_abs": abstract._abs,
     "_mul": abstract._mul, "infeasible": questions.infeasible, "terms": questions.terms, "_truth": questions._truth,
-    "bounds": rows.bounds, "sweep": rows.sweep, "_outside": driver._outside, "relation": affine.relation,
+    "_everywhere": rows._everywhere, "_visible": rows._visible, "run": Table.run, "rank": Table.rank,
+    "_of_quotient": curves._of_quotient, "sweep": rows.sweep, "_outside": driver._outside, "relation": affine.relation,
     "write_relation": affine.write_relation,
 }  # fmt: skip
 

@@ -186,6 +186,7 @@ def test_no_written_mask_needs_its_elements_looked_at():
 
     reasons = {
         "random": "no structure at all", "bits": "no transfer function for xor of bits",
+        "mixed-documents": "documents in pieces", "early-documents": "a gap at the head of each document",
         "tree": "the table is indexed by both coordinates", "tile-map": "tiles of the map that no witness hits",
         "global-tokens": "a token that no witness hits", "bias": "floats", "nan-bias": "NaN has no place in a range",
         "per-query-window": "bounds by table, beside a diagonal",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from frisket.dsl import ir
 from frisket.dsl.ir import FALSE, KV_LEN, Q_LEN, TRUE, Expr, build, lit, lookup, param, segment
 from frisket.dsl.ir import random as uniform
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, ne, q, where
@@ -64,6 +65,21 @@ def written() -> dict[str, Expr]:
         "where": where(q < 50, q >= k, abs(q - k) < 12),
         "zero-divisor": eq(q // (w - 20), k % (w - 20)),
         "negative": (q - k - 30) // 7 % 5 >= 2,
+        "scattered-documents": (q >= k) & eq(lookup("ids", (q,)), lookup("ids", (k,))),
+        "mixed-documents": (q >= k) & eq(lookup("any", (q,)), lookup("any", (k,))),
+        "documents-and-sinks": (k < 4) | (q >= k) & eq(doc(q), doc(k)),
+        "early-documents": (q - k >= 5) & eq(doc(q), doc(k)),
+        "batch-documents": (q >= k) & eq(lookup("docs", (b, q)), lookup("docs", (b, k))),
+        "document-starts": (q >= k) & (k >= lookup("off", (doc(q),))),
+        "clamped-documents": eq(lookup("few", (q,)), lookup("few", (k,))) & (abs(q - k) < 30),
+        "shifted-documents": (q + 9 >= k) & eq(doc(q + 9), doc(k)),
+        "pooled-documents": eq(doc(q), doc(k // 2)) | (k < 3),
+        "later-documents": (doc(q) >= doc(k)) & (q >= k - 40),
+        "unlike-documents": ne(doc(q), doc(k)) & (q >= k),
+        "other-table": eq(doc(q), lookup("few", (k,))),
+        "first-document": (doc(k) < 2) | (q - k < 9) & (q >= k),
+        "quotients": ((q + 3) // w >= (k - 5) // w) & (q - k < 40),
+        "line-neighbourhood": abs(clamped(q, 6, 150) - k) <= 6,
         "tree": (k < 10) | lookup("anc", (q, k - 10), BOOL),
     }  # fmt: skip
 
@@ -111,6 +127,8 @@ def case(mask: Expr, rng: pyrandom.Random) -> Case:
         params={"w": rng.randrange(0, 70), "p": rng.randrange(-9, 9)},
         tables={
             "doc": np.sort(seed.integers(0, 6, 300)).astype(np.int32),
+            "ids": seed.permutation(6)[np.sort(seed.integers(0, 6, 300))], "few": np.sort(seed.integers(0, 5, 70)),
+            "docs": np.sort(seed.integers(0, 9, (6, 300)), axis=1) ^ 5,
             "off": np.unique(np.concatenate([[0, 300], seed.integers(1, 299, 7)])),
             "any": seed.integers(-30, 30, 70), "grid": seed.integers(-9, 9, (40, 50)),
             "len": seed.integers(0, 250, 6), "map": seed.random((20, 20)) < 0.3,
@@ -123,6 +141,8 @@ def case(mask: Expr, rng: pyrandom.Random) -> Case:
 def random_mask(rng: pyrandom.Random, depth: int = 3) -> Expr:
     """A Bool over b h q k, sizes, parameters and tables."""
     pick = rng.random()
+    if pick < 0.12:
+        return _curves(rng)
     if depth == 0 or pick < 0.45:
         return _comparison(rng, depth)
     if pick < 0.65:
@@ -137,6 +157,25 @@ def random_mask(rng: pyrandom.Random, depth: int = 3) -> Expr:
         return where(random_mask(rng, depth - 1), random_mask(rng, depth - 1), random_mask(rng, depth - 1))
     table, i = rng.choice([("map", 2), ("glob", 1)])
     return lookup(table, tuple(random_int(rng, 1) for _ in range(i)), BOOL)
+
+
+def _curves(rng: pyrandom.Random) -> Expr:
+    """Bounds on k that move with q, as documents and chunks are made of, and bounds beside them."""
+    shift = rng.choice([0, 0, 0, 4, -7])
+
+    def side(x: Expr) -> Expr:
+        kind = rng.choice(["table", "table", "quotient", "segment"])
+        name = rng.choice(["doc", "few", "ids", "start", "any"])
+        n = rng.choice([lit(7), lit(16), w])
+        return {"table": lookup(name, (x,)), "quotient": x // n, "segment": segment("off", x)}[kind]
+
+    same = side(q + shift)
+    other = ir.substitute(same, {q: k}) if rng.random() < 0.8 else side(k)
+    out = build(rng.choice(["eq", "eq", "ge", "le", "gt", "ne"]), same, other)
+    for _ in range(rng.randrange(3)):
+        bound = rng.choice([q >= k, q - k < 20, q - k >= -9, q - k > 6, k < 30, q >= 12, abs(q - k) < w])
+        out = build(rng.choice(["and", "and", "or"]), out, bound)
+    return out
 
 
 def _comparison(rng: pyrandom.Random, depth: int) -> Expr:

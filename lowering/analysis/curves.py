@@ -1,0 +1,192 @@
+"""Bounds on k that move with q: `k >= A(q)` and `k <= B(q)` where A and B never decrease.
+
+`doc[q] == doc[k]` over a table whose equal entries stand together is `first(q) <= k <= last(q)`, the run that
+holds q; `q // n >= k // n` is `k <= q // n * n + n - 1`. A conjunction of such bounds has one interval of keys for
+a row of tiles, as bounds on q - k do, if its lower ends stay at or below `q + o` and its upper ends at or above
+it, for one offset o: a key between the ends of the row is then seen by query `k - o`, or by the row's first or
+last query.
+
+>>> from frisket.dsl.sugar import eq, k, q
+>>> [(c.side, c.value) for c in solve(eq(q // 8, k // 8))]
+[('low', 8 * (q // 8)), ('high', 8 * (q // 8) + 7)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, make, var
+from frisket.dsl.types import BOOL, INT
+
+from ..simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
+from .abstract import depends
+
+_Q, _K = var("q"), var("k")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`k >= value` (low) or `k <= value` (high); `value` may vary with q. Where `rising`, it is known never to
+    decrease, provided `needs` holds. `near` is an affine Expr on the far side of q: at least a low value, at
+    most a high one."""
+
+    side: Literal["low", "high"]
+    value: Expr
+    near: Expr | None
+    rising: bool
+    needs: Expr
+
+
+def solve(e: Expr) -> tuple[Curve, ...] | None:
+    """The bounds on k that an Int comparison is, or None."""
+    if not is_int_comparison(e):
+        return None
+    op, form = relation(e.op, *e.args)
+    return None if op == "ne" else _solve(form, op, Linear((), 0), TRUE)
+
+
+def _solve(form: Linear, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
+    """`form op other`, where `other` does not vary with k."""
+    moving = [(a, f) for a, f in form.terms if "k" in depends(a)]
+    if len(moving) != 1:
+        return None
+    atom, factor = moving[0]
+    other = other - form.without(atom)
+    if factor < 0:
+        op, factor, other = FLIP[op], -factor, -other
+    if op == "eq":
+        halves = [_at(atom, factor, half, other, needs) for half in ("ge", "le")]
+        return None if halves[0] is None or halves[1] is None else halves[0] + halves[1]
+    return _at(atom, factor, op, other, needs)
+
+
+def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
+    """`factor * atom op other` with factor > 0 and op `ge` or `le`."""
+    if factor > 1:
+        up = write(-other) if op == "ge" else write(other)
+        other = linear(up // lit(factor)).times(-1 if op == "ge" else 1)
+    if atom is _K:
+        return (_curve(op, other, needs),)
+    if atom.op == "floordiv" and not depends(atom.args[1]):
+        return _of_quotient(atom, op, other, needs)
+    if atom.op in ("lookup", "segment"):
+        return _of_table(atom, op, other, needs)
+    return None
+
+
+def _curve(op: str, other: Linear, needs: Expr) -> Curve:
+    value = write(other)
+    condition = rising(value)
+    return Curve(
+        "low" if op == "ge" else "high", value, _near(other, op), condition is not None,
+        needs if condition is None else conj(needs, condition),
+    )  # fmt: skip
+
+
+def _near(form: Linear, op: str) -> Expr | None:
+    """An affine Expr at or above (ge) or at or below (le) a form whose atoms know how far from q they are."""
+    total = Linear((), form.const)
+    for a, f in form.terms:
+        if "q" not in depends(a) or a is _Q:
+            total += Linear(((a, f),), 0)
+        elif f == 1 and a.op in _RUNS and (a.op in _FIRST) == (op == "ge"):
+            total += linear(a.args[-1])  # a run's first is at or before the position, its last at or after it
+        elif a.op == "floordiv" and a.args[1].op == "lit" and f == a.args[1].name > 0:
+            total += linear(a.args[0]) - Linear((), 0 if op == "ge" else f - 1)  # x - n + 1 <= x // n * n <= x
+        elif a.op == "mul" and a.args[0].op == "floordiv" and f == 1 and a.args[0].args[1] is a.args[1]:
+            inner, d = a.args[0].args[0], linear(a.args[1])
+            total += linear(inner) - (Linear((), 0) if op == "ge" else d - Linear((), 1))
+        else:
+            return None
+    return write(total)
+
+
+def _of_quotient(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
+    """`x // n >= y` is `x >= y n`, `x // n <= y` is `x <= y n + n - 1`, for n > 0."""
+    x, n = atom.args
+    if n.op == "lit":
+        if n.name <= 0:
+            return None
+        scaled = other.times(n.name)
+        size = Linear((), n.name)
+    else:
+        needs = conj(needs, n > 0)
+        scaled = Linear((), 0)
+        for a, f in (*other.terms, *(((lit(1), other.const),) if other.const else ())):
+            scaled += (linear(n) if a.op == "lit" else linear(a * n)).times(f)
+        size = linear(n)
+    return _solve(linear(x), op, scaled if op == "ge" else scaled + size - Linear((), 1), needs)
+
+
+_FIRST = ("run_first", "segment_first")
+_RUNS = {"run_first", "run_last", "segment_first", "segment_last"}
+
+
+def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
+    """Bounds on the position from bounds on what a table holds there. Entries of one value stand together, or
+    never decrease: facts of the table, so they become conditions."""
+    *fixed, x = atom.args
+    if any(depends(a) for a in fixed):
+        return None
+    kind = "segment" if atom.op == "segment" else "run"
+    ends = ("first", "last")
+    mate = other.terms[0][0] if len(other.terms) == 1 and other.terms[0][1] == 1 else None
+    if mate is not None and mate.op == atom.op and mate.name == atom.name and mate.args[:-1] == atom.args[:-1]:
+        if kind == "run":
+            needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
+        run = [make(f"{kind}_{end}", mate.args, atom.name, INT) for end in ends]
+        if op == "ge" and other.const in (0, 1):  # from the run's first on; or past its last
+            return _solve(linear(x), op, linear(run[0]) if other.const == 0 else linear(run[1]) + linear(lit(1)), needs)
+        if op == "le" and other.const in (0, -1):
+            past = linear(run[1]) if other.const == 0 else linear(run[0]) - linear(lit(1))
+            return _solve(linear(x), op, past, needs)
+        return None
+    if kind == "segment" or fixed:
+        return None
+    needs = conj(needs, make("is_sorted", (), atom.name, BOOL))
+    rank = make("rank_first" if op == "ge" else "rank_last", (write(other),), atom.name, INT)
+    return _solve(linear(x), op, linear(rank), needs)
+
+
+def together(e: Expr) -> tuple[Curve, ...] | None:
+    """`T[.., x(q)] == T[.., x(k)]` where the entries of one value stand together, in any order of values."""
+    if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
+        return None
+    mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
+    if depends(mine) - {"q"} or depends(theirs) - {"k"} or mine.args[:-1] != theirs.args[:-1]:
+        return None
+    needs = make("has_runs", (), mine.name, BOOL)
+    low, high = (
+        _solve(linear(theirs.args[-1]), op, linear(make(f"run_{end}", mine.args, mine.name, INT)), needs)
+        for op, end in (("ge", "first"), ("le", "last"))
+    )
+    return None if low is None or high is None else low + high
+
+
+@lru_cache(maxsize=65536)
+def rising(e: Expr) -> Expr | None:
+    """The condition under which `e` never decreases in q; None if none is seen."""
+    if "q" not in depends(e) or e is _Q:
+        return TRUE
+    form = linear(e)
+    if form.terms != ((e, 1),):
+        parts = [rising(a) if f > 0 or "q" not in depends(a) else None for a, f in form.terms]
+    elif e.op in ("min", "max"):
+        parts = [rising(a) for a in e.args]
+    elif e.op in ("mul", "floordiv") and "q" not in depends(e.args[1]):
+        parts = [rising(e.args[0]), e.args[1] > 0]
+    elif e.op in ("segment", "segment_first", "segment_last") or (e.op in ("run_first", "run_last")):
+        parts = [rising(e.args[-1])] if not any(depends(a) for a in e.args[:-1]) else [None]
+    elif e.op == "rank_first" or e.op == "rank_last":
+        parts = [rising(e.args[0])]
+    elif e.op == "lookup" and len(e.args) == 1:
+        parts = [rising(e.args[0]), make("is_sorted", (), e.name, BOOL)]
+    else:
+        return None
+    known = [p for p in parts if p is not None]
+    return conj(*known) if len(known) == len(parts) and conj(*known) is not FALSE else None
+
+
+__all__ = ["Curve", "rising", "solve", "together"]
