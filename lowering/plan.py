@@ -15,9 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import Expr, build, lookup, make, param, uses, walk
+from frisket.dsl.ir import Expr, build, lookup, make, param, renamed, uses, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, INT, Type
+
+from .simplify import simplify
+from .simplify.canonical import untied
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
@@ -176,13 +179,17 @@ def make_plan(
     """
     formulas = [] if bounds is None else [bounds.first, bounds.full_first, bounds.full_last, bounds.last]
     parts = [e for e in (mask, score) if e is not None]
-    names = _Names()
+    held = uses(mask) if mask is not None else frozenset()
+    wide = needs_int64((*parts, *formulas), limits or {})
+    ours = untied(parts)
+    if ours:  # operands that only names tell apart: in an order that names do not decide
+        parts, formulas = ([simplify(renamed(e, ours)) for e in group] for group in (parts, formulas))
+    names = _Names({new: name for name, new in ours.items()})
     lifted = [names.lift(e) for e in parts] + [names.lift(e, units=False) for e in formulas]
     given = iter(lifted)
     new_mask = next(given) if mask is not None else None
     new_score = next(given) if score is not None else None
     new_bounds = Bounds(*given) if bounds is not None else None
-    held = uses(mask) if mask is not None else frozenset()
     return LoopPlan(
         mask=new_mask,
         score=new_score,
@@ -193,7 +200,7 @@ def make_plan(
         guard=not (rows_nonempty and (score is None or score_finite)),
         uses_batch="b" in held,
         uses_head="h" in held,
-        int64=needs_int64((*parts, *formulas), limits or {}),
+        int64=wide,
         text=text,
     )
 
@@ -201,7 +208,8 @@ def make_plan(
 class _Names:
     """Numbered slots and tables, in order of first use: kernels of one shape are one text."""
 
-    def __init__(self) -> None:
+    def __init__(self, users: Mapping[str, str]) -> None:
+        self.users = users  # the user's names, where parameters have other ones
         self.slots: dict[tuple[Any, ...], Slot] = {}
         self.tables: dict[tuple[str, str], TableUse] = {}
 
@@ -211,7 +219,7 @@ class _Names:
         done: dict[Expr, Expr] = {}
         for e in walk(root):
             if e.op == "param":
-                done[e] = self._slot(("param", e.name), e.type, source=e.name)
+                done[e] = self._slot(("param", e.name), e.type, source=self.users.get(e.name, e.name))
             elif e.op in ("lookup", "segment"):
                 done[e] = self._table(e, tuple(done[a] for a in e.args))
             elif e.op in _LIFTED and e.args[0].type is INT:
@@ -232,9 +240,10 @@ class _Names:
 
     def _table(self, e: Expr, args: tuple[Expr, ...]) -> Expr:
         derived = "segment" if e.op == "segment" else ""
+        source = self.users.get(e.name, e.name)
         key = (e.name, derived)
         if key not in self.tables:
-            self.tables[key] = TableUse(f"t{len(self.tables)}", e.name, len(args), e.type, derived)
+            self.tables[key] = TableUse(f"t{len(self.tables)}", source, len(args), e.type, derived)
         return lookup(self.tables[key].name, args, e.type)
 
 

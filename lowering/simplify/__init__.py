@@ -7,11 +7,12 @@ from collections.abc import Mapping
 
 from frisket.dsl.ir import FALSE, SCORE, TRUE, Expr, conj
 
+from .canonical import Canonical, canonical
 from .engine import RULES, Simplifier, simplify
 from .hoist import hoist
 from .pattern import Rule
 
-__all__ = ["RULES", "Rule", "Simplifier", "hoist", "prepare", "simplify"]
+__all__ = ["RULES", "Canonical", "Rule", "Simplifier", "canonical", "hoist", "prepare", "simplify"]
 
 
 def prepare(

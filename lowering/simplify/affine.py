@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from frisket.dsl.ir import COORDINATES, FALSE, SIZES, TRUE, Expr, build, lit, walk
+from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, build, lit, walk
 from frisket.dsl.types import INT
+
+from .order import sort_key
 
 Terms = tuple[tuple[Expr, int], ...]  # (atom, coefficient), coefficients not 0, in canonical order
 # the analysis writes rectangles in q0 q1 k0 k1 (first and last query and key)
 MOVING = (*COORDINATES, "q0", "q1", "k0", "k1")
-_ORDER = {name: i for i, name in enumerate(("q", "q0", "q1", "k", "k0", "k1", "b", "h", *SIZES))}
 
 
 @dataclass(frozen=True)
@@ -49,17 +50,6 @@ class Linear:
 
     def without(self, *atoms: Expr) -> Linear:
         return Linear(tuple(t for t in self.terms if t[0] not in atoms), self.const)
-
-
-@lru_cache(maxsize=65536)
-def sort_key(e: Expr) -> tuple[object, ...]:
-    """Coordinates first (q before k), then sizes, parameters by name, then the rest: by the variables held, in
-    that order, then by structure. The same in every process."""
-    if e.op == "var":
-        return (_ORDER.get(e.name, 20), [], 0, e.op, str(e.name), ())
-    held = [_ORDER.get(n.name, 20) for n in walk(e) if n.op == "var"]
-    rank = 30 if e.op == "param" else 40
-    return (rank, held, e.depth, e.op, str(e.name), tuple(sort_key(a) for a in e.args))
 
 
 def _collect(terms: Iterable[tuple[Expr, int]], const: int) -> Linear:

@@ -8,12 +8,12 @@ from functools import lru_cache
 
 from frisket.dsl.ir import Expr, rebuild
 
-from . import rules_arithmetic, rules_boolean, rules_compare, rules_select
+from . import rules_arithmetic, rules_boolean, rules_compare, rules_order, rules_select
 from .pattern import Rule
 
 RULES: tuple[Rule, ...] = tuple(
     r
-    for family in (rules_arithmetic, rules_compare, rules_boolean, rules_select)
+    for family in (rules_order, rules_arithmetic, rules_compare, rules_boolean, rules_select)
     for r in family.RULES
     if isinstance(r, Rule)
 )

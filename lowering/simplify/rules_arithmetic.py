@@ -7,7 +7,7 @@ from frisket.dsl.ir import FLOAT_FUNCTIONS, ONE, ZERO, Expr, build, lit
 from frisket.dsl.sugar import maximum, minimum
 from frisket.dsl.types import INT
 
-from .affine import Linear, linear, sort_key, write
+from .affine import Linear, linear, write
 from .facts import interval
 from .pattern import m, n, rule, x, y
 
@@ -103,12 +103,6 @@ def small_shift(s: Expr) -> bool:
     return bool(0 <= s.name < 62)
 
 
-def sorted_product(e: Expr) -> Expr | None:
-    if e.type is INT and not any(a.op == "lit" for a in e.args) and sort_key(e.args[0]) > sort_key(e.args[1]):
-        return build("mul", e.args[1], e.args[0])
-    return None
-
-
 FOLDED = (
     "add sub mul neg abs sign min max pow floordiv mod bitand bitor bitxor bitnot shl shr int float floor "
     "lt le gt ge eq ne isfinite div"
@@ -134,8 +128,6 @@ RULES = [
     rule("shl-is-mul", x << n, lambda x, n: x * (1 << n.name), lambda x, n: small_shift(n)),
     rule("shr-is-div", x >> n, lambda x, n: x // (1 << n.name), lambda x, n: small_shift(n)),
     rule("low-bits-are-mod", x & n, lambda x, n: x % (n.name + 1), lambda x, n: power_of_two(lit(n.name + 1))),
-    rule("bitand-self", x & x, x),
-    rule("bitor-self", x | x, x),
     rule("bitxor-self", x ^ x, ZERO),
     rule("bitor-zero", x | 0, x),
     rule("bitxor-zero", x ^ 0, x),
@@ -146,14 +138,10 @@ RULES = [
     rule("abs-of-negative", abs(-x), abs(x)),
     rule("abs-canonical", "abs", lambda e: turn(e) if e.type is INT else None),
     rule("sign-of-positive", build("sign", x), ONE, lambda x: (interval(x)[0] or 0) > 0),
-    rule("min-self", minimum(x, x), x),
-    rule("max-self", maximum(x, x), x),
     rule("min-decided", minimum(x, y), y, ordered),
     rule("min-decided", minimum(y, x), y, lambda y, x: ordered(x, y)),
     rule("max-decided", maximum(x, y), x, ordered),
     rule("max-decided", maximum(y, x), x, lambda y, x: ordered(x, y)),
-    rule("min-of-min", minimum(minimum(x, y), y), minimum(x, y)),
-    rule("max-of-max", maximum(maximum(x, y), y), maximum(x, y)),
     rule("min-absorbs-max", minimum(x, maximum(x, y)), x),
     rule("max-absorbs-min", maximum(x, minimum(x, y)), x),
     rule("min-literals", minimum(minimum(x, m), n), lambda x, m, n: minimum(x, min(m.name, n.name))),
@@ -161,5 +149,4 @@ RULES = [
     rule("pow-zero", x ** 0, ONE),
     rule("pow-one", x ** 1, x),
     rule("square", x ** 2, x * x),
-    rule("mul-commutes", "mul", sorted_product),
 ]  # fmt: skip

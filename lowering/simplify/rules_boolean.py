@@ -158,6 +158,8 @@ def merge_bounds(node: Expr) -> Expr | None:
             return FALSE if node.op == "and" else TRUE
         for op, bound in merged:
             new[write_relation(op, Linear(terms, -bound))] = None
+    if new.keys() == set(node.args):
+        return None
     return (conj if node.op == "and" else disj)(*new)
 
 

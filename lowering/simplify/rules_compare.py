@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit
 from frisket.dsl.sugar import eq, ne, where
-from frisket.dsl.types import BOOL, INT
+from frisket.dsl.types import BOOL
 
 from .affine import is_int_comparison, relation, write, write_relation
 from .facts import interval
@@ -81,15 +81,6 @@ def _quotient(rel: str, a: Expr, d: int, bound: int) -> Expr:
     }[rel]
 
 
-def same_value(node: Expr) -> Expr | None:
-    """Bool and Float equality is symmetric: one order. A Float may be NaN, so nothing else is assumed."""
-    from .affine import sort_key
-
-    if node.args[0].type is INT or sort_key(node.args[0]) <= sort_key(node.args[1]):
-        return None
-    return build(node.op, node.args[1], node.args[0])
-
-
 RULES = [
     *(rule("see-through", op, through) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
     *(rule("affine-comparison", op, normal) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
@@ -101,5 +92,4 @@ RULES = [
     rule("bool-ne-self", ne(p, p), FALSE),
     rule("bool-eq", "eq", lambda e: build("not", build("xor", *e.args)) if e.args[0].type is BOOL else None),
     rule("bool-ne", "ne", lambda e: build("xor", *e.args) if e.args[0].type is BOOL else None),
-    *(rule("equality-order", op, same_value) for op in ("eq", "ne")),
 ]  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from frisket.dsl.ir import TRUE, Expr, build, lit
-from frisket.dsl.sugar import maximum, minimum, where
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, lit
+from frisket.dsl.sugar import eq, maximum, minimum, where
 from frisket.dsl.types import FLOAT, INT, Type
 
 from .pattern import hole, p, r, rule, u, v, x
@@ -50,5 +50,9 @@ RULES = [
     rule("max-self", maximum(u, u), u),
     rule("pow-one", u ** 1.0, u),
     rule("pow-two", u ** 2.0, u * u),
+    rule("less-than-self", u < u, FALSE),
+    rule("less-than-self", u > u, FALSE),
+    rule("at-most-self", u <= u, eq(u, u)),
+    rule("at-most-self", u >= u, eq(u, u)),
     rule("isfinite-float", build("isfinite", build("float", x)), TRUE),
 ]  # fmt: skip

@@ -103,7 +103,7 @@ def test_random_expressions_keep_their_values():
     ):  # fmt: skip
         assert same(evaluate(e, env), evaluate(fired(e), env)), show(e)
     functions = {r.name for r in RULES if isinstance(r.before, str)}
-    assert functions - set(fired.counts) <= {"equality-order"}
+    assert functions <= set(fired.counts)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_every_operator_settles():
 TEXTS = {
     "q >= k & q - k < 256 & q - k < 512": "q >= k & q - k <= 255",
     "q + 1 >= k + 1": "q >= k",
-    "abs(q - k) < w": "q - k < w & q - k > -w",
+    "abs(q - k) < w": "q - k > -w & q - k < w",
     "~(q >= k & k < 5)": "q < k | k >= 5",
     "q >= k | q < k": "true",
     "q >= k & q < k": "false",
@@ -145,7 +145,7 @@ TEXTS = {
     "q >= k & (q < k | doc[q] == 0)": "q >= k & doc[q] == 0",
     "q >= k & (abs(q - k) < 256 | k < 64)": "q >= k & (q - k <= 255 | k <= 63)",
     "k < 9 | q >= k & (k < 4 | doc[q] == 0)": "k <= 8 | q >= k & doc[q] == 0",
-    "q >= k & doc[q] == doc[k] | q >= k & k < 4": "q >= k & (doc[q] == doc[k] | k <= 3)",
+    "q >= k & doc[q] == doc[k] | q >= k & k < 4": "q >= k & (k <= 3 | doc[q] == doc[k])",
     "q // 128 == k // 128": "q // 128 == k // 128",
     "(q * 8 + 3) // 8 >= k": "q >= k",
     "q % 8 % 4 >= 2": "q % 4 >= 2",

@@ -1,0 +1,255 @@
+"""One Expr for one mask, whatever its parameters are called and in whatever order its operands were written.
+
+>>> from frisket.dsl.ir import lookup, param
+>>> from frisket.dsl.sugar import eq, k, q
+>>> canonical(eq(lookup("doc", (k,)), lookup("doc", (q,))) & (k <= q) & (q - k < param("w")))
+Canonical(expr=q >= k & q - k < s0 & t0[q] == t0[k], names={'s0': 'w', 't0': 'doc'})
+
+Parameters are told apart as the vertices of a graph are: by type and rank, then by where they occur, then by where
+their neighbours occur, until nothing more is learnt (colour refinement). Where several still look alike, each of
+them is tried as the first and the smallest outcome kept. Parameters that look alike are nearly always
+interchangeable, so that every choice gives the same Expr; past TRIES choices the order of the user's names decides.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from frisket.dsl.ir import COMPARISONS, ONE, Expr, renamed, walk
+from frisket.dsl.types import BOOL, FLOAT, INT
+
+from .affine import Linear, linear
+from .engine import simplify
+from .order import NAMED, by_length, digest
+from .rules_order import MIRRORED, chain
+
+TRIES = 64
+Colours = dict[str, bytes]
+_CHAINS = frozenset({"mul", "min", "max", "bitand", "bitor", "bitxor", "xor"})
+_SUMS = frozenset({"add", "sub", "neg", "mul"})
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """`expr` with its scalars called s0, s1, ... and its tables t0, t1, ... in order of first appearance;
+    `names` says what the user calls them."""
+
+    expr: Expr
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def canonical(e: Expr) -> Canonical:
+    """`e` simplified, with operands and parameters in an order that neither names nor writing decide."""
+    names: dict[str, str] = {n: n for n in _kinds([e])}  # ours to the user's
+    for _ in range(2):  # the rules see operands in canonical order, and what they leave is numbered again
+        (e,), names = _numbered([e], names, ranked([e]))
+        e = simplify(e)
+    for _ in range(4):  # numbers follow the order of appearance, and ties between operands follow numbers
+        order = list(_kinds([e]))
+        (renumbered,), names = _numbered([e], names, order)
+        if renumbered is e:
+            break
+        e = simplify(renumbered)
+    return Canonical(e, names)
+
+
+def _numbered(roots: list[Expr], names: dict[str, str], order: list[str]) -> tuple[list[Expr], dict[str, str]]:
+    kinds = _kinds(roots)
+    count = {"s": 0, "t": 0}
+    new: dict[str, str] = {}
+    for name in order:
+        letter = "s" if "param" in kinds[name] else "t"
+        new[name] = f"{letter}{count[letter]}"
+        count[letter] += 1
+    return [renamed(e, new) for e in roots], {new[n]: names[n] for n in order}
+
+
+def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:
+    """Every parameter and table, in order of appearance, with what it is."""
+    out: dict[str, set[str]] = {}
+    for e in walk(*roots):
+        name = _name(e)
+        if name is not None:
+            out.setdefault(name, set()).add("param" if e.op == "param" else f"table of {len(e.args)}")
+            out[name].add(f"{e.op} of {e.type}")
+    return {n: tuple(sorted(kind, reverse=True)) for n, kind in out.items()}
+
+
+def ranked(roots: list[Expr]) -> list[str]:
+    """The parameters of some Exprs, in an order that depends on what they do alone."""
+    kinds = _kinds(roots)
+    start = {n: digest(*kind) for n, kind in sorted(kinds.items())}
+    if len(set(start.values())) == len(start):
+        return sorted(start, key=lambda n: start[n])
+    return _settled(_Graph(roots), start, [TRIES])[1]
+
+
+def untied(roots: list[Expr]) -> dict[str, str]:
+    """New names for the parameters of simplified Exprs under which `simplify` orders operands as `canonical` does;
+    empty where the user's names do it already."""
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for name, kind in _kinds(roots).items():
+        alike[kind].append(name)
+    if all(len(names) == 1 for names in alike.values()):
+        return {}
+    order = ranked(roots)
+    if all(sorted(names, key=order.index) == sorted(names, key=by_length) for names in alike.values()):
+        return {}
+    return {name: f"{'s' if 'param' in kind else 't'}{i}" for kind, names in alike.items() for name in names
+            for i in [order.index(name)]}  # fmt: skip
+
+
+def _settled(graph: _Graph, colours: Colours, left: list[int]) -> tuple[bytes, list[str]]:
+    """The smallest picture of the graph, and the order of parameters that gives it."""
+    colours, picture = graph.refined(colours)
+    classes: dict[bytes, list[str]] = defaultdict(list)
+    for name, colour in colours.items():
+        classes[colour].append(name)
+    tied = min(((c, names) for c, names in classes.items() if len(names) > 1), default=None)
+    if tied is None:
+        return picture, sorted(colours, key=lambda n: colours[n])
+    best: tuple[bytes, list[str]] | None = None
+    for name in tied[1]:
+        if best is not None and left[0] <= 0:
+            break
+        left[0] -= 1
+        found = _settled(graph, {**colours, name: digest("first", tied[0])}, left)
+        if best is None or found[0] < best[0]:
+            best = found
+    assert best is not None
+    return best
+
+
+class _Graph:
+    """Every node with its operands as labelled edges; the label is the place, or what stands for it where places
+    do not matter: nothing in a conjunction, the coefficient in a sum."""
+
+    def __init__(self, roots: list[Expr]) -> None:
+        self.roots = roots
+        for e in walk(*roots):  # operands first, so that no depth is too deep
+            if e.type is INT:
+                linear(e)
+        edges: dict[Expr, list[tuple[str, Expr]]] = {}
+        tags: dict[Expr, str] = {}
+        stack = list(roots)
+        while stack:
+            e = stack.pop()
+            if e not in tags:
+                tags[e], edges[e] = _view(e)
+                stack.extend(a for _, a in edges[e])
+        self.tags, self.edges = tags, edges
+        self.nodes = _operands_first(roots, edges)
+
+    def refined(self, colours: Colours) -> tuple[Colours, bytes]:
+        """Colours until no more classes appear, and a digest of the whole with them."""
+        while True:
+            down = self._below(colours)
+            new = self._around(colours, down)
+            if len(set(new.values())) == len(set(colours.values())):
+                return new, digest(*(down[r] for r in self.roots))
+            colours = new
+
+    def _below(self, colours: Colours) -> dict[Expr, bytes]:
+        """What each node is, names replaced by colours."""
+        out: dict[Expr, bytes] = {}
+        for e in self.nodes:
+            name = _name(e)
+            own = colours[name] if name is not None else str(e.name)
+            out[e] = digest(self.tags[e], str(e.type), own, *self._sides(e, out)[0])
+        return out
+
+    def _sides(self, e: Expr, below: Mapping[Expr, bytes]) -> tuple[list[bytes], bool]:
+        """The edges as bytes in order, and whether they were turned: `a - b == 0` is `b - a == 0`."""
+        edges = self.edges[e]
+        plain = sorted(digest(label, below[a]) for label, a in edges)
+        if not self.tags[e].endswith("+-"):
+            return plain, False
+        turned = sorted(digest(_negated(label), below[a]) for label, a in edges)
+        return (turned, True) if turned < plain else (plain, False)
+
+    def _around(self, colours: Colours, below: Mapping[Expr, bytes]) -> Colours:
+        """Each parameter's colour, with where it occurs in it."""
+        above: dict[Expr, list[bytes]] = defaultdict(list)
+        for r in self.roots:
+            above[r].append(b"root")
+        places: dict[str, list[bytes]] = defaultdict(list)
+        for e in reversed(self.nodes):
+            context = digest(*sorted(above[e]))
+            name = _name(e)
+            if name is not None:
+                places[name].append(digest(context, below[e]))
+            sides, turned = self._sides(e, below)
+            either = self.tags[e].endswith("+-") and sides == self._mirror(e, below)
+            for label, a in self.edges[e]:
+                label = label.lstrip("-") if either else _negated(label) if turned else label
+                above[a].append(digest(label, context, below[e]))
+        return {n: digest(c, *sorted(places[n])) for n, c in colours.items()}
+
+    def _mirror(self, e: Expr, below: Mapping[Expr, bytes]) -> list[bytes]:
+        turned = self._sides(e, below)[1]
+        return sorted(digest(label if turned else _negated(label), below[a]) for label, a in self.edges[e])
+
+
+def _name(e: Expr) -> str | None:
+    if e.op not in NAMED:
+        return None
+    return str(e.name[0]) if e.op == "extent" else str(e.name)
+
+
+def _negated(label: str) -> str:
+    return label[1:] if label.startswith("-") else f"-{label}"
+
+
+def _operands_first(roots: list[Expr], edges: Mapping[Expr, list[tuple[str, Expr]]]) -> list[Expr]:
+    out: dict[Expr, None] = {}
+    stack = [(r, False) for r in roots]
+    while stack:
+        e, ready = stack.pop()
+        if ready:
+            out[e] = None
+        elif e not in out:
+            stack.append((e, True))
+            stack.extend((a, False) for _, a in edges[e])
+    return list(out)
+
+
+def _view(e: Expr) -> tuple[str, list[tuple[str, Expr]]]:
+    """The operator and the labelled operands of a node. A tag that ends in `+-` means all signs may be turned."""
+    if e.op in ("and", "or"):
+        return e.op, [("", a) for a in e.args]
+    if e.op in COMPARISONS and e.args[0].type is INT:
+        form = linear(e.args[0]) - linear(e.args[1])
+        if e.op in ("eq", "ne"):
+            return f"{e.op} +-", _terms(form)
+        form = form if e.op in ("ge", "gt") else -form
+        form = Linear(form.terms, form.const - (e.op in ("gt", "lt")))
+        return "ge", _terms(form)
+    if e.op in COMPARISONS:
+        left, right = e.args
+        if e.op in ("eq", "ne"):
+            return e.op, [("", left), ("", right)]
+        op, pair = (e.op, (left, right)) if e.op in ("lt", "le") else (MIRRORED[e.op], (right, left))
+        return op, [("0", pair[0]), ("1", pair[1])]
+    if e.type is INT and e.op == "abs":
+        return "abs +-", _terms(linear(e.args[0]))
+    if e.type is INT and e.op in _SUMS:
+        form = linear(e)
+        if form.terms != ((e, 1),):
+            return "sum", _terms(form)
+    if e.op in _CHAINS and e.type is not FLOAT:
+        return e.op, [("", a) for a in chain(e)]
+    if e.op in _CHAINS or (e.op == "add" and e.type is FLOAT):
+        return e.op, [("", a) for a in e.args]
+    tag = e.op
+    if e.op == "extent":
+        tag = f"extent {e.name[1]}"
+    elif e.op == "lit" and e.type is not BOOL:
+        tag = f"lit {e.name!r}"
+    return tag, [(str(i), a) for i, a in enumerate(e.args)]
+
+
+def _terms(form: Linear) -> list[tuple[str, Expr]]:
+    terms = [(str(f), a) for a, f in form.terms]
+    return [*terms, (str(form.const), ONE)] if form.const else terms

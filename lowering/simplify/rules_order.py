@@ -1,0 +1,99 @@
+"""Operands of commutative operators in one order. Two operands of a Float operator change places; they are never
+regrouped, so every score is the same to the last bit."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import reduce
+
+from frisket.dsl.ir import Expr, build, lit
+from frisket.dsl.types import FLOAT, INT
+
+from .affine import linear
+from .order import sort_key
+from .pattern import rule
+
+IDEMPOTENT = frozenset({"min", "max", "bitand", "bitor"})
+MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def terms_in_order(node: Expr) -> Expr | None:
+    """Terms of a conjunction or disjunction."""
+    args = sorted(node.args, key=sort_key)
+    return None if tuple(args) == node.args else build(node.op, *args)
+
+
+def chain(node: Expr) -> list[Expr]:
+    """The operands of nested uses of one operator."""
+    out: list[Expr] = []
+    stack = [node]
+    while stack:
+        e = stack.pop()
+        if e.op == node.op:
+            stack.extend(reversed(e.args))
+        else:
+            out.append(e)
+    return out
+
+
+def chain_in_order(node: Expr) -> Expr | None:
+    """A chain of an Int operator (or of xor): sorted, nested to the left; repeats of min max & | say nothing."""
+    if node.type is FLOAT:
+        return pair_in_order(node)
+    parts = chain(node)
+    if node.op == "mul" and any(a.op == "lit" for a in node.args):
+        return None  # the affine form has it
+    if node.op == "mul" and any(_factor(a) != 1 for a in parts):
+        return _factors_first(parts)
+    parts = sorted(dict.fromkeys(parts) if node.op in IDEMPOTENT else parts, key=sort_key)
+    if node.op in ("xor", "bitxor"):  # what stands there twice cancels; one pair stays for the rule that says so
+        odd = [e for e, n in Counter(parts).items() if n % 2]
+        parts = sorted(odd, key=sort_key) if odd and len(parts) > 2 else parts
+    new = reduce(lambda x, y: build(node.op, x, y), parts)
+    return None if new is node else new
+
+
+def _factor(e: Expr) -> int:
+    """The factor of an affine form of one term; 0 of a literal."""
+    form = linear(e)
+    return 1 if len(form.terms) > 1 or (form.terms and form.const) else form.terms[0][1] if form.terms else 0
+
+
+def _factors_first(parts: list[Expr]) -> Expr | None:
+    """(3 * x) * -y is -3 * (x * y), as affine forms have it."""
+    factor = math.prod(_factor(a) or a.name for a in parts)
+    rest = [linear(a).terms[0][0] if _factor(a) not in (0, 1) else a for a in parts if a.op != "lit"]
+    if abs(factor) >= 2**63 or not rest:
+        return None
+    return build("mul", lit(factor), reduce(_times, sorted(rest, key=sort_key)))
+
+
+def _times(x: Expr, y: Expr) -> Expr:
+    return build("mul", x, y)
+
+
+def pair_in_order(node: Expr) -> Expr | None:
+    """Two operands of a Float operator; a literal factor stands first, as in affine forms."""
+    left, right = node.args
+    if node.op == "mul" and (left.op == "lit") != (right.op == "lit"):
+        return None if left.op == "lit" else build("mul", right, left)
+    if sort_key(left) <= sort_key(right):
+        return None
+    return build(node.op, right, left)
+
+
+def comparison_in_order(node: Expr) -> Expr | None:
+    """`3.0 > score` is `score < 3.0`, with NaN too. Int comparisons have their affine form."""
+    left, right = node.args
+    if left.type is INT or sort_key(left) <= sort_key(right):
+        return None
+    return build(MIRRORED[node.op], right, left)
+
+
+RULES = [
+    *(rule("order-terms", op, terms_in_order) for op in ("and", "or")),
+    *(rule("order-chain", op, chain_in_order) for op in ("mul", "min", "max", "bitand", "bitor", "bitxor", "xor")),
+    rule("order-sum", "add", lambda e: pair_in_order(e) if e.type is FLOAT else None),
+    *(rule("order-comparison", op, comparison_in_order) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
+]  # fmt: skip
