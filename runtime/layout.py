@@ -275,11 +275,11 @@ class Layout:
 
         return to_slices(self)
 
-    def to_bsr(self) -> Any:
-        """Block sparse rows, per distinct slice."""
+    def to_bsr(self, bits: bool = False) -> Any:
+        """Block sparse rows, per distinct slice; with the elements of cut tiles as `bits`."""
         from .export.bsr import to_bsr
 
-        return to_bsr(self)
+        return to_bsr(self, bits)
 
     def to_splash(self) -> Any:
         """Splash attention's `MaskInfo`."""
@@ -287,11 +287,11 @@ class Layout:
 
         return to_splash(self)
 
-    def to_fa4(self, device: Any = "cpu") -> Any:
-        """FlashAttention 4's block-sparse tensors."""
+    def to_fa4(self, device: Any = "cpu", compact: bool = False) -> Any:
+        """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""
         from .export.fa4 import to_fa4
 
-        return to_fa4(self, device)
+        return to_fa4(self, device, compact)
 
     def to_varlen(self) -> Any:
         """`cu_seqlens` and the causal and window flags of variable-length attention."""

@@ -1,0 +1,116 @@
+"""torch's `BlockMask`: lists bit for bit those of `create_block_mask`, and a `mask_mod` made from the mask."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.errors import ExportError
+from frisket.dsl.ir import Expr, free_names, lit, lookup, param, renamed, substitute, var
+from frisket.dsl.show import show
+from frisket.lowering.analysis.driver import SIZE_NAMES
+from frisket.lowering.emit.expr_torch import mask_mod
+from frisket.lowering.plan import make_plan
+from frisket.lowering.simplify import simplify
+
+from ..layout import Layout
+from .tile_lists import both_ways
+
+
+def to_block_mask(layout: Layout, device: Any = "cpu") -> Any:
+    """torch's `BlockMask`, as `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE=block)` makes it.
+
+    >>> import frisket as fk
+    >>> block_mask = fk.mask("causal & window(256)").layout(1024, 1024).to_block_mask()
+    >>> block_mask.kv_num_blocks
+    tensor([[[1, 2, 2, 2, 2, 2, 2, 2]]], dtype=torch.int32)
+
+    Shapes are [B, H, rows] and [B, H, rows, columns] of tiles, int32 on `device`; B is 1 unless the mask tells
+    batch entries apart, H unless heads (`create_block_mask` does so where it is given None). Positions of a crop
+    count from its first; `mask_mod` adds the origin. Its source is `block_mask.mask_mod.source`.
+
+    Raises `ExportError` for a layout that is not exact (its lists would not be the same) and for lists beyond
+    8 GiB.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not layout.exact:
+        raise ExportError(
+            f"tiles were left undecided when the budget was spent (exact is False), so the lists would not be those of "
+            f"create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
+            "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is"
+        )
+    partial, full, partial_q, full_q = both_ways(layout, device, "rest", "BlockMask")
+    return BlockMask(
+        seq_lengths=(layout.q_len, layout.kv_len),
+        kv_num_blocks=partial.count, kv_indices=partial.index,
+        full_kv_num_blocks=full.count, full_kv_indices=full.index,
+        q_num_blocks=partial_q.count, q_indices=partial_q.index,
+        full_q_num_blocks=full_q.count, full_q_indices=full_q.index,
+        BLOCK_SIZE=(int(layout.block[0]), int(layout.block[1])), mask_mod=mask_mod_of(layout, device),
+    )  # fmt: skip
+
+
+def mask_mod_of(layout: Layout, device: Any = "cpu") -> Callable[..., Any]:
+    """`mask_mod(b, h, q_idx, kv_idx)` on torch tensors, in positions of the crop, its tables on `device`.
+
+    The text is in its attribute `source` and where `inspect.getsource` looks.
+    """
+    import torch
+
+    e, tables = _local(layout)
+    arrays = {n: np.asarray(t) for n, t in tables.items()}
+    limits: dict[str, float] = dict(zip("bhqk", (max(s, 1) for s in layout.sizes), strict=True))
+    limits |= {n: max(abs(int(t.max())), abs(int(t.min()))) for n, t in arrays.items() if t.dtype.kind in "iu"}
+    plan = make_plan(e, None, limits=limits)
+    assert plan.mask is not None
+    literal = {param(s.name, s.type): lit(s.value) for s in plan.slots if s.value is not None}
+    wanted = {t.name: t.source + ("_of" if t.derived else "") for t in plan.tables}
+    mask = renamed(simplify(substitute(plan.mask, literal)), wanted)
+    read = {wanted[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
+    read = {n: read[n] for n in free_names(mask)[1]}  # the simplifier may have dropped some
+    reach = dict(zip("bhqk", (layout.batch, layout.heads, layout.q_len, layout.kv_len), strict=True))
+    source = mask_mod(
+        mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=show(layout.written)
+    )
+    filename = f"<frisket mask_mod {zlib.crc32(source.encode()):08x}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    space: dict[str, Any] = {"torch": torch, "math": math, "__name__": "frisket.mask_mod"}
+    exec(compile(source, filename, "exec"), space)
+    made = space["make"](*(_tensor(torch, t, device) for t in read.values()))
+    made.source = source
+    return made  # type: ignore[no-any-return]
+
+
+def _local(layout: Layout) -> tuple[Expr, dict[str, Any]]:
+    """The mask in positions of the crop, with sizes and parameters written in."""
+    tables: dict[str, Any] = {n: t.array for n, t in layout.tables.items()}
+    values: dict[Expr, Expr] = {var(n): lit(int(s)) for n, s in zip(SIZE_NAMES, layout.sizes, strict=True)}
+    scalars, _ = free_names(layout.mask)
+    values |= {param(n, t): lit(_python(layout.params[n])) for n, t in scalars.items()}
+    for name, start in zip("bhqk", layout.origin, strict=True):
+        if np.ndim(start):
+            tables[f"{name}_start"] = np.asarray(start)
+            values[var(name)] = var(name) + lookup(f"{name}_start", (var("b"),))
+        elif start:
+            values[var(name)] = var(name) + int(start)
+    return simplify(substitute(layout.mask, values)), tables
+
+
+def _python(x: Any) -> bool | int | float:
+    return x.item() if hasattr(x, "item") else x  # type: ignore[no-any-return]
+
+
+def _tensor(torch: Any, table: Any, device: Any) -> Any:
+    """A table as torch can index and compare it: bool, int32, int64, float64."""
+    if table.dtype.kind == "i" or table.dtype.kind == "u":
+        narrow = table.dtype.itemsize < 4 or table.dtype == np.int32
+        table = table.astype(np.int32 if narrow else np.int64)
+    elif table.dtype.kind == "f":
+        table = table.astype(np.float64)
+    return torch.from_numpy(np.array(table)).to(device)

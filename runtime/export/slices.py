@@ -1,0 +1,129 @@
+"""MagiAttention's slices: query range, key range, kind. Together they cover the mask, each position once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import ExportError
+
+from ..layout import Layout
+from .varlen import one_mask, packed
+from .visible import ANY, lines, listed, why
+
+Array = NDArray[Any]
+MOST = 256  # runs of keys a query may have
+FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Arguments of `flex_flash_attn_func`: `q_ranges` and `k_ranges` int32 [n, 2], half-open, in packed tokens
+    (batch entry b begins at b * q_len and b * kv_len), and `attn_type_map` int32 [n].
+
+    Of n queries and m keys, query u sees key v under 0 FULL always, under 1 CAUSAL where v <= u + m - n, under
+    2 INVCAUSAL where v >= u, under 3 BICAUSAL where both hold.
+    """
+
+    q_ranges: NDArray[np.int32]
+    k_ranges: NDArray[np.int32]
+    attn_type_map: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.attn_type_map)
+
+
+def to_slices(layout: Layout) -> Slices:
+    """Few slices that show exactly what the mask shows, none overlapping another.
+
+    >>> import frisket as fk
+    >>> found = fk.mask("causal & window(256)").layout(1024, 1024).to_slices()
+    >>> found.q_ranges.tolist(), found.k_ranges.tolist(), found.attn_type_map.tolist()
+    ([[0, 256], [256, 1024]], [[0, 256], [1, 1024]], [1, 3])
+
+    The keys of neighbouring queries are followed for as long as both ends stand still or move by one, which is as
+    long as a slice can be. Raises `ExportError` for a mask that falls into more slices than it has queries, as
+    patterns that pick single elements do, and for heads that differ. Source: MagiAttention's documentation of
+    `AttnMaskType`.
+    """
+
+    def too_many(b: int, h: int, q: int, runs: list[tuple[int, int]]) -> ExportError:
+        return ExportError(
+            f"slices are long trapezoids, and query {q} of the layout alone sees {len(runs)} runs of keys: "
+            f"{listed(runs)}\n  {why(layout, b, h, q, runs[0][1])}\n  {ANY}"
+        )
+
+    seen = lines(layout, most=MOST, too_many=too_many)
+    one_mask(layout, seen, "a list of slices")
+    q, first, stop = packed(layout, seen)
+    order, heads, move = _tracks(q, first, stop, layout.batch * layout.kv_len)
+    q, first, stop = q[order], first[order], stop[order]
+    at, end = _stretches(heads, move, layout.batch * layout.q_len)
+    if at is None or end is None:
+        runs = np.bincount(q)
+        b, worst = divmod(int(runs.argmax()), layout.q_len)
+        ptr, start, stop = (x.tolist() for x in seen.of(int(seen.slice_of[b, 0])))
+        mine = list(zip(start[ptr[worst] : ptr[worst + 1]], stop[ptr[worst] : ptr[worst + 1]], strict=True))
+        gap = mine[0][1] if len(mine) > 1 else max(mine[0][0] - 1, 0)
+        raise ExportError(
+            f"slices are long trapezoids, and this mask falls into more of them than its "
+            f"{layout.batch * layout.q_len:,} queries; query {worst} of the layout sees {len(mine)} runs of keys: "
+            f"{listed(mine)}\n  {why(layout, b, 0, worst, min(gap, layout.kv_len - 1))}\n  {ANY}"
+        )
+    kind = np.where(end > at, move[np.minimum(at + 1, end)], FULL)
+    ranges = np.stack([q[at], q[end] + 1]), np.stack([first[at], stop[end]])
+    _verify(*ranges, kind, q, first, stop)
+    place = np.lexsort((ranges[1][0], ranges[0][0]))
+    found = [x[..., place].T.astype(np.int32).copy() for x in (*ranges, kind)]
+    return Slices(found[0], found[1], found[2])
+
+
+def _tracks(q: Array, first: Array, stop: Array, width: int) -> tuple[Array, Array, Array]:
+    """Chains of runs, each the continuation of the one before it on the next query: their order, chain by chain,
+    where a chain begins, and how each run has moved (the kind of slice that moves so)."""
+    key = q * (width + 1) + first
+    above = np.searchsorted(key, (q - 1) * (width + 1) + first, side="right") - 1  # the last that starts no later
+    near = np.maximum(above, 0)
+    left, right = first - first[near], stop - stop[near]
+    linked = (above >= 0) & (q[near] == q - 1) & (left >= 0) & (left <= 1) & (right >= 0) & (right <= 1)
+    root = np.where(linked, near, np.arange(len(q)))
+    while (root != root[root]).any():
+        root = root[root]
+    order = np.lexsort((q, root))
+    return order, ~linked[order], np.where(linked, 2 * left + right, -1)[order]
+
+
+def _stretches(heads: Array, move: Array, most: int) -> tuple[Array, Array] | tuple[None, None]:
+    """First and last run of each slice; None where there are more than `most`. Taking each as long as it can be is
+    best, since a part of a slice is a slice."""
+    n = len(heads)
+    turns = np.flatnonzero(np.append(heads[1:] | (move[1:] != move[:-1]), True)[:n])  # the last of its movement
+    last = turns[np.searchsorted(turns, np.arange(n))] if n else turns
+    at: list[int] = []
+    end: list[int] = []
+    i = 0
+    while i < n:
+        if len(at) == most:
+            return None, None
+        j = int(last[i + 1]) if i + 1 < n and not heads[i + 1] else i
+        at.append(i)
+        end.append(j)
+        i = j + 1
+    return np.array(at, np.int64), np.array(end, np.int64)
+
+
+def _verify(rows: Array, keys: Array, kind: Array, q: Array, first: Array, stop: Array) -> None:
+    """Read the slices back, query by query, and compare with the runs of the mask."""
+    n, m = rows[1] - rows[0], keys[1] - keys[0]
+    of = np.repeat(np.arange(len(n)), n)
+    u = np.arange(len(of)) - np.repeat(np.cumsum(n) - n, n)
+    low = np.where(kind[of] >= INVCAUSAL, u, 0)
+    high = np.where(kind[of] % 2 == CAUSAL, u + (m - n)[of] + 1, m[of])
+    found = np.stack([rows[0][of] + u, keys[0][of] + low, keys[0][of] + high])
+    want = np.stack([q, first, stop])
+    found, want = (x[:, np.lexsort((x[1], x[0]))] for x in (found, want))
+    if not np.array_equal(found, want):
+        raise AssertionError("slices differ from the mask: this is a bug of frisket, please report the mask")

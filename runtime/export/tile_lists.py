@@ -1,0 +1,152 @@
+"""Tiles as ordered lists: for every row of tiles how many it reads, and which, the read ones first.
+
+The shape of torch's `BlockMask` and of FlashAttention 4's block-sparse tensors. Made from runs on the device
+itself, without a dense tile map and without sorting tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import ExportError
+from frisket.lowering.analysis.driver import grid_of
+from frisket.lowering.analysis.tiles import FULL, PARTIAL
+
+from ..layout import Layout, RunTable
+
+Array = NDArray[Any]
+Tensor = Any
+MEMORY = 1 << 33  # bytes of lists that are still made
+
+
+@dataclass(frozen=True)
+class Lists:
+    """`count` int32 [B, H, rows], `index` int32 [B, H, rows, capacity], on one device; B or H is 1 where nothing
+    depends on it."""
+
+    count: Tensor
+    index: Tensor
+
+
+Tail = Literal["rest", "zero"]
+
+
+def both_ways(layout: Layout, device: Any, tail: Tail, name: str, capacity: int | None = None) -> list[Lists]:
+    """Lists of PARTIAL and of FULL tiles, forward and then transposed.
+
+    Past the count an index list holds the `rest` of the columns in ascending order, or `zero`. With `zero` it may
+    be cut to the longest list (`capacity` 0).
+    """
+    slices = _slices(layout)
+    sides = [(layout.runs, layout.rows, layout.columns), (layout.transposed.runs, layout.columns, layout.rows)]
+    _check(layout, sides, name)
+    widest = [columns if capacity is None else _longest(table, kind) for table, _, columns in sides for kind in _KINDS]
+    lines = [rows for _, rows, _ in sides for _ in _KINDS]
+    cost = 4 * slices.size * sum(n * m for n, m in zip(lines, widest, strict=True))
+    if cost > MEMORY:
+        raise ExportError(
+            f"{name} stores a column index for every tile: {cost / 2**30:.1f} GiB for {slices.shape[0]} x "
+            f"{slices.shape[1]} masks of {layout.rows} x {layout.columns} tiles\n"
+            f"  the most is {MEMORY >> 30} GiB: use larger tiles, or to_bsr(), with only the tiles that are read"
+        )
+    out = []
+    for table, rows, columns in sides:
+        of = np.asarray(table.slice_of)[: slices.shape[0], : slices.shape[1]]
+        for kind in _KINDS:
+            width = columns if capacity is None else _longest(table, kind)
+            out.append(_lists(table, kind, rows, columns, width, of, device, tail))
+    return out
+
+
+_KINDS = (PARTIAL, FULL)
+
+
+def _slices(layout: Layout) -> Array:
+    """[B, H] of the batch entries and heads that are told apart: 1 where the mask does not ask."""
+    _, slice_of = grid_of(
+        layout.mask, layout.q_len, layout.kv_len, layout.batch, layout.heads, layout.block, layout.origin
+    )
+    nb = 1 if (slice_of == slice_of[:1]).all() else layout.batch
+    nh = 1 if (slice_of == slice_of[:, :1]).all() else layout.heads
+    return np.asarray(slice_of[:nb, :nh])
+
+
+def _check(layout: Layout, sides: list[tuple[RunTable, int, int]], name: str) -> None:
+    """Forward and transposed hold the same tiles: both prove FULL and EMPTY, so equal totals mean equal sets."""
+    totals = [
+        [int((_widths(t, kind) * uses[_slice(t, rows)][t.kind == kind]).sum()) for kind in _KINDS]
+        for t, rows, _ in sides
+        for uses in [np.bincount(np.asarray(t.slice_of).reshape(-1), minlength=(len(t.row_ptr) - 1) // rows)]
+    ]
+    if totals[0] != totals[1]:
+        raise ExportError(
+            f"{name} needs the tiles by rows and by columns, and some were left undecided one way only "
+            f"({totals[0]} against {totals[1]} partial and full)\n  ask for a smaller crop, or for larger tiles"
+        )
+
+
+def _line(t: RunTable) -> Array:
+    return np.repeat(np.arange(len(t.row_ptr) - 1), np.diff(t.row_ptr))
+
+
+def _slice(t: RunTable, rows: int) -> Array:
+    return _line(t) // rows
+
+
+def _widths(t: RunTable, kind: int) -> Array:
+    mine = t.kind == kind
+    return np.asarray(t.stop[mine].astype(np.int64) - t.start[mine])
+
+
+def _counts(t: RunTable, kind: int) -> Array:
+    found = np.bincount(_line(t)[t.kind == kind], weights=_widths(t, kind), minlength=len(t.row_ptr) - 1)
+    return found.astype(np.int64)
+
+
+def _longest(t: RunTable, kind: int) -> int:
+    return max(1, int(_counts(t, kind).max(initial=0)))
+
+
+def _lists(
+    t: RunTable, kind: int, rows: int, columns: int, width: int, of: Array, device: Any, tail: Tail
+) -> Lists:  # fmt: skip
+    import torch
+
+    count = _counts(t, kind)
+    n = len(count)
+    mine = t.kind == kind
+    line, start, stop = _line(t)[mine], t.start[mine].astype(np.int64), t.stop[mine].astype(np.int64)
+    if tail == "rest":
+        every = np.arange(n)
+        # what lies between the runs: it opens at 0 and where a run ends, and closes where one starts and at the end
+        opens = np.lexsort((np.concatenate([np.zeros(n), stop]), np.concatenate([every, line])))
+        closes = np.lexsort((np.concatenate([start, np.full(n, columns)]), np.concatenate([line, every])))
+        line = np.concatenate([line, np.concatenate([every, line])[opens]])
+        free = np.concatenate([np.zeros(n, np.int64), stop])[opens]
+        until = np.concatenate([start, np.full(n, columns)])[closes]
+        rest = np.repeat([0, 1], [len(start), len(free)])
+        start, stop = np.concatenate([start, free]), np.concatenate([stop, until])
+    else:  # one stretch of nothing per line
+        line = np.concatenate([line, np.arange(n)])
+        rest = np.repeat([0, 1], [len(start), n])
+        start, stop = np.concatenate([start, np.zeros(n, np.int64)]), np.concatenate([stop, width - count])
+    order = np.lexsort((start, rest, line))
+    line, start, stop, rest = line[order], start[order], stop[order], rest[order]
+    size = stop - start
+    before = np.cumsum(size) - size - line * width  # where the stretch lies in its list
+    delta = torch.from_numpy((start - before).astype(np.int32)).to(device)
+    size_there = torch.from_numpy(size).to(device)
+    index = torch.repeat_interleave(delta, size_there, output_size=n * width).view(n, width)
+    index += torch.arange(width, dtype=torch.int32, device=device)
+    counts = torch.from_numpy(count.astype(np.int32)).to(device)
+    if tail == "zero":
+        index[torch.arange(width, device=device) >= counts[:, None]] = 0
+    pick = torch.from_numpy(of.astype(np.int64)).to(device)
+    counts, index = counts.view(-1, rows), index.view(-1, rows, width)
+    if len(counts) == 1 == pick.numel():
+        return Lists(counts[None], index[None])
+    return Lists(counts[pick], index[pick])
