@@ -345,8 +345,15 @@ def mods(s: int) -> dict[str, Case]:
     def normal(*shape: int) -> Any:
         return np.random.default_rng(12).standard_normal(shape).astype(np.float32)
 
-    def hops(*shape: int) -> Any:
-        return np.random.default_rng(13).integers(0, 4, shape, np.int32)
+    def hops() -> Any:
+        """Distances of the nodes of a ring, far ones alike."""
+        apart = np.abs(np.subtract.outer(np.arange(s), np.arange(s)))
+        return np.minimum(np.minimum(apart, s - apart), 8)[None].astype(np.int32)
+
+    def paths() -> Params:
+        """The kinds of the first three edges on the way from one node of the ring to another."""
+        edges = (np.arange(s)[:, None, None] + np.arange(3)) // 5 % 4 + np.zeros((s, 1), int)
+        return {"edge": edges[None].astype(np.int32), "size": np.minimum(hops(), 3), "table": normal(4, 3, 4)}
 
     def buckets() -> Params:
         return {"table": normal(32, 4)}
@@ -372,11 +379,10 @@ def mods(s: int) -> dict[str, Case]:
         "scale_by(t)": case("scale_by(t)", lambda: {"t": np.abs(normal(1, 4))}),
         "activation(f, n)": case("activation(relu(score), 1.0)"),
         "graphormer(dist, table)": case(
-            "graphormer(dist, table)", lambda: {"dist": hops(1, s, s), "table": normal(4, 4)}, data=PAIRS, limit=4096
+            "graphormer(dist, table)", lambda: {"dist": hops(), "table": normal(4, 9)}, data=PAIRS, limit=4096
         ),
         "graphormer_edges(edge, len, table)": case(
-            "graphormer_edges(edge, size, table)",
-            lambda: {"edge": hops(1, s, s, 3), "size": hops(1, s, s), "table": normal(4, 3, 4)}, data=PAIRS, limit=2048,
+            "graphormer_edges(edge, size, table)", paths, data=PAIRS, limit=2048,
         ),
     }  # fmt: skip
 
