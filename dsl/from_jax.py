@@ -1,0 +1,178 @@
+"""A JAX function of positions to Expr, through its jaxpr.
+
+`jax.make_jaxpr` runs the function once on int32 scalars (and a float32 score); `dsl/jaxpr_arrays.py` and
+`dsl/jaxpr_scalars.py` say what the primitives mean. Captured arrays are the constants of the jaxpr: the very objects
+the function closes over, which is how they get their names back. Captured scalars become run-time parameters.
+
+JAX is imported by the caller who wrote the function, never by frisket first.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from .errors import TraceError
+from .jaxpr import Naming, Reader
+from .jaxpr_arrays import scalar
+from .jaxpr_scalars import argument
+from .symbol import Symbol
+from .types import FLOAT
+from .user_line import CHAIN, WORDS, is_users, line
+
+# -- which functions are JAX's ----------------------------------------------------------------------
+
+
+def reaches_jax(fn: Any) -> bool:
+    """Whether a function uses JAX: a module, function or array of it is in its closure, globals, defaults, or those
+    of the functions it calls. A global counts only if the code reads it."""
+    return "jax" in sys.modules and any(_is_jax(v) for _, v in captured(fn))
+
+
+def _is_jax(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    own = type(value).__module__  # of an array, a jitted function, a ufunc
+    return any(isinstance(n, str) and n.split(".")[0] in ("jax", "jaxlib") for n in (name, own))
+
+
+def raised_in_jax(error: BaseException) -> bool:
+    """Whether JAX was called: with a symbol, it raises."""
+    at = error.__traceback__
+    while at is not None:
+        if str(at.tb_frame.f_globals.get("__name__")).split(".")[0] in ("jax", "jaxlib"):
+            return True
+        at = at.tb_next
+    return False
+
+
+def captured(value: Any, name: str = "", seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """(name, value) of everything a function reaches through its closure, globals, defaults, attributes and calls."""
+    seen = {} if seen is None else seen
+    if id(value) in seen:
+        return
+    seen[id(value)] = value
+    yield name, value
+    for inner_name, inner in _parts(value, name):
+        yield from captured(inner, inner_name, seen)
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, partial):
+        yield "", value.func
+        yield from zip(_argument_names(value.func), value.args)
+        yield from value.keywords.items()
+    elif isinstance(value, MethodType):
+        yield "", value.__func__
+        yield "", value.__self__
+    elif isinstance(value, FunctionType):
+        if not _is_jax(value) and (value.__module__ or "").split(".")[0] not in _QUIET:
+            yield from _read_by(value)
+    elif isinstance(value, list | tuple):
+        yield from ((name, v) for v in value)
+    elif isinstance(value, dict):
+        yield from ((str(k), v) for k, v in value.items())
+    elif callable(getattr(value, "__wrapped__", None)):  # jax.jit(f), functools.wraps
+        yield name, value.__wrapped__
+    elif not isinstance(value, ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
+        yield from ((n, v) for n, v in vars(value).items() if not n.startswith("__"))
+        if isinstance(method := inspect.getattr_static(type(value), "__call__", None), FunctionType):
+            yield "", method
+
+
+_QUIET = frozenset({"numpy", "torch", "frisket", *sys.stdlib_module_names}) - {"__main__"}
+
+
+def _read_by(fn: FunctionType) -> Iterator[tuple[str, Any]]:
+    for n, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
+        try:
+            yield n, cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+    yield from ((n, fn.__globals__[n]) for n in _global_names(fn.__code__) if n in fn.__globals__)
+    defaults = fn.__defaults__ or ()
+    count = fn.__code__.co_argcount
+    yield from zip(fn.__code__.co_varnames[count - len(defaults) : count], defaults)
+    yield from (fn.__kwdefaults__ or {}).items()
+
+
+@cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _global_names(c)]
+    return tuple(dict.fromkeys([*own, *inner]))
+
+
+def _argument_names(fn: Any) -> tuple[str, ...]:
+    code = getattr(fn, "__code__", None)
+    return code.co_varnames[: code.co_argcount] if isinstance(code, CodeType) else ()
+
+
+# -- tracing ----------------------------------------------------------------------------------------
+
+
+def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, Symbol], naming: Naming) -> Any:
+    """What `fn` returns for these symbols: a symbol, or whatever is no number. `naming` names the arrays it
+    captures."""
+    import jax
+
+    given = [s.expr for s in (*args, *keywords.values())]
+    kinds = [argument((), "float32" if e.type is FLOAT else "int32") for e in given]
+
+    def flat(*xs: Any) -> Any:
+        return fn(*xs[: len(args)], **dict(zip(keywords, xs[len(args) :])))
+
+    try:
+        closed, result = jax.make_jaxpr(flat, return_shape=True)(*kinds)
+    except TraceError:
+        raise
+    except (TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
+        raise TraceError(_explained(error)) from error
+    if not hasattr(result, "dtype"):
+        return result  # nothing, or several
+    if result.shape:
+        size = "x".join(map(str, result.shape))
+        raise TraceError(f"the function returns an array ({size}); return one number or Bool: index or reduce it")
+    arrays = [(n, v) for n, v in captured(fn) if n and hasattr(v, "shape") and hasattr(v, "dtype")]
+    reader = Reader(naming, arrays)
+    consts = [reader.constant(c) for c in closed.consts]
+    (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in given])
+    return Symbol(out.at())
+
+
+# -- errors at the user's line ----------------------------------------------------------------------
+
+
+def _explained(error: Exception) -> str:
+    """The message of an error that JAX or the function raised, at the user's line."""
+    place, at = "", error.__traceback__
+    while at is not None:
+        if is_users(at.tb_frame):
+            place = line(at.tb_frame.f_code.co_filename, at.tb_lineno)
+        at = at.tb_next
+    return f"{_reason(error, place.partition(chr(10))[2])}\n  {place}".rstrip()
+
+
+def _reason(error: Exception, source: str) -> str:
+    name = type(error).__name__
+    if name == "TracerBoolConversionError":
+        return "a position has no truth value while the function is traced: " + _instead(source)
+    if name == "TracerIntegerConversionError":
+        return "a position is not a number while the function is traced: no range(), no Python indexing"
+    if name == "TracerArrayConversionError":
+        return "numpy meets a position that JAX traces: use jax.numpy, and index `jnp.asarray(x)` for a numpy array x"
+    if name == "ConcretizationTypeError":
+        return "a position has no value while the function is traced: leave float() and int() out, or use .astype"
+    return f"{name}: {str(error).strip().splitlines()[0]}"
+
+
+def _instead(source: str) -> str:
+    found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
+    if re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"\b(and|or|if)\b|[&|]", source):
+        found = [CHAIN]
+    return "; ".join(found or [*WORDS.values(), CHAIN]).format(where="jnp.where")

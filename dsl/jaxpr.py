@@ -1,0 +1,264 @@
+"""The equations of a jaxpr to Exprs: calls inlined, constants named, what positions do not enter computed at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import ir
+from .errors import TraceError
+from .ir import Expr
+from .jaxpr_arrays import MAX_WRITTEN, SHAPED, Array, Reductions, broadcast, only_units, row, scalar, stacked, taken
+from .jaxpr_scalars import REASONS, SCALARS, Refused, argument, choose, literal, type_of
+from .jaxpr_written import replaced
+from .user_line import line
+
+Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wishes for and its array
+
+
+class Reader:
+    """Reads the equations of a jaxpr. With `plain`, what jnp writes for `//` and the like is left as it is."""
+
+    def __init__(self, naming: Naming, names: Sequence[tuple[str, Any]] = (), plain: bool = False) -> None:
+        self.naming, self.names, self.plain = naming, names, plain
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.offsets: dict[int, Any] = {}
+        self.shaped = {**SHAPED, **Reductions(self.shapes).table()}
+
+    # -- captured arrays --
+
+    def constant(self, value: Any) -> Array:
+        """A captured array, or one that the function made of numbers."""
+        import jax
+
+        if isinstance(value, jax.core.Tracer):
+            raise TraceError(
+                "the function captures an array that jax.jit or another transform traces, which has no values yet: "
+                'write the mask as text and pass the array by name, as in mask("doc[q] == doc[k]", doc=doc)'
+            )
+        for name, array in self.names:
+            if array is value:
+                return self.table(name, array)
+        for name, array in self.names:  # numpy arrays are copied, and cut to 32 bits, on their way into a jaxpr
+            if isinstance(array, np.ndarray) and np.array_equal(array, np.asarray(value)):
+                return self.table(name, array, value)
+        return self.table("", value)
+
+    def table(self, source: str, array: Any, values: Any = None) -> Array:
+        """An array as a table, a scalar as a parameter; named when it is first read."""
+        type = type_of(array.dtype)
+        shape = tuple(array.shape)
+
+        def element(i: tuple[Expr, ...]) -> Expr:
+            name = self.naming(source or "table", array)
+            self.shapes[name] = shape
+            return ir.lookup(name, i, type) if shape else ir.param(name, type)
+
+        return Array(shape, element, lambda: array if values is None else values, source or "table")
+
+    # -- equations --
+
+    def run(self, jaxpr: Any, consts: Sequence[Array], inputs: Sequence[Array], outermost: bool = True) -> list[Array]:
+        env: dict[Any, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+
+        def read(v: Any) -> Array:
+            return _literal(v) if hasattr(v, "val") else env[v]
+
+        for eqn in jaxpr.eqns:
+            try:
+                out = self.equation(eqn, [read(v) for v in eqn.invars])
+            except Refused as error:
+                if not outermost:
+                    raise
+                raise TraceError(f"{error}\n  {_place(eqn)}".rstrip()) from None
+            env.update(zip(eqn.outvars, out, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, inputs: list[Array]) -> list[Array]:
+        name = eqn.primitive.name
+        known = bool(inputs) and all(x.is_known for x in inputs)
+        if name in REASONS and not (known and name == "while"):
+            raise Refused(REASONS[name])
+        if name in MANY and not known:
+            return MANY[name](self, eqn, inputs)
+        if (inner := _called(eqn)) is not None:
+            return self.search(eqn, inputs) or self.inlined(inner, inputs)
+        if known and _computed_once(eqn):
+            return self.computed(eqn, inputs)
+        try:
+            element = self.element(eqn, inputs)
+        except Refused:
+            if known:
+                return self.computed(eqn, inputs)
+            raise
+        values = partial(_compute, eqn, inputs) if known else None
+        return [_made(name, eqn.outvars[0].aval.shape, element, inputs, values)]
+
+    def element(self, eqn: Any, inputs: list[Array]) -> Any:
+        name = eqn.primitive.name
+        if name in self.shaped:
+            return self.shaped[name](eqn.params, *inputs)
+        if name not in SCALARS:
+            raise Refused(f"`{name}` of positions has no counterpart in the language")
+        meaning = partial(SCALARS[name], eqn)
+        for v in eqn.invars:
+            type_of(v.aval.dtype)
+        if len(inputs) > 0 and not eqn.outvars[0].aval.shape:
+            e = self.rewritten(meaning(*(x.at() for x in inputs)))
+            return lambda _: e
+        meaning(*(ir.var(f"operand {n}", type_of(v.aval.dtype)) for n, v in enumerate(eqn.invars)))  # refuse it here
+        return broadcast(lambda *xs: self.rewritten(meaning(*xs)), inputs)
+
+    def rewritten(self, e: Expr) -> Expr:
+        return e if self.plain else replaced(e)
+
+    def inlined(self, inner: Any, inputs: list[Array]) -> list[Array]:
+        jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+        return self.run(jaxpr, [self.constant(c) for c in consts], inputs, outermost=False)
+
+    def cond(self, eqn: Any, inputs: list[Array]) -> list[Array]:
+        which, *operands = inputs
+        branches = [self.inlined(b, operands) for b in eqn.params["branches"]]
+
+        def element(results: Sequence[Array]) -> Any:
+            return lambda i: choose(which.at(), *(r.at(i) for r in results))
+
+        return [_made("cond", r[0].shape, element(r), [which, *r], None) for r in zip(*branches, strict=True)]
+
+    def scan(self, eqn: Any, inputs: list[Array]) -> list[Array]:
+        """A loop of few turns, written out. What it carries has the shape it has inside; what it collects or reads
+        turn by turn has one axis more outside."""
+        inner, length = eqn.params["jaxpr"], eqn.params["length"]
+        if length > MAX_WRITTEN:
+            raise Refused(f"a loop of {length} turns, more than {MAX_WRITTEN}; use a reduction or a table")
+        ranks = [len(v.aval.shape) for v in inner.jaxpr.invars]
+        each = sum(len(x.shape) > r for x, r in zip(inputs, ranks, strict=True))
+        outer = [len(v.aval.shape) for v in eqn.outvars]
+        carried = sum(len(v.aval.shape) == r for v, r in zip(inner.jaxpr.outvars, outer, strict=True))
+        split = len(inputs) - each
+        consts, carry, rows = inputs[: split - carried], inputs[split - carried : split], inputs[split:]
+        turns: list[list[Array]] = []
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            out = self.inlined(inner, [*consts, *carry, *(row(x, i) for x in rows)])
+            carry = out[:carried]
+            turns.append(out[carried:])
+        if eqn.params["reverse"]:
+            turns.reverse()
+        return [*carry, *(stacked(ys) for ys in zip(*turns, strict=True))]
+
+    def split(self, eqn: Any, inputs: list[Array]) -> list[Array]:
+        ends = accumulate(int(n) for n in eqn.params["sizes"])
+        return [taken(inputs[0], eqn.params["axis"], *ends) for ends in pairwise([0, *ends])]
+
+    def search(self, eqn: Any, inputs: list[Array]) -> list[Array] | None:
+        """jnp.searchsorted of a position: the segment that holds it, counted from one more at the front. The table
+        gets an end on either side, because searchsorted knows places before the first offset and past the last."""
+        if eqn.params.get("name") != "searchsorted" or len(inputs) != 2 or not inputs[0].is_known or inputs[1].is_known:
+            return None
+        side = next((s for s in ("left", "right") if _searches(eqn, s)), None)
+        if side is None or inputs[1].shape or len(inputs[0].shape) != 1:
+            return None
+        offsets = np.asarray(inputs[0].values())
+        if offsets.dtype.kind not in "iu":
+            raise Refused("searchsorted in an array of floats; the offsets of segments are integers")
+        if np.any(offsets[1:] < offsets[:-1]):
+            raise Refused("searchsorted in an array that is not sorted")
+        key = id(inputs[0])
+        if key not in self.offsets:
+            far = np.iinfo(np.int32)
+            self.offsets[key] = np.concatenate([[far.min], offsets, [far.max]]).astype(np.int32)
+        name = self.naming(inputs[0].source, self.offsets[key])
+        self.shapes[name] = self.offsets[key].shape
+        at = inputs[1].at()
+        e = ir.segment(name, at if side == "right" else at - 1)
+        return [scalar(e)]
+
+    def computed(self, eqn: Any, inputs: list[Array]) -> list[Array]:
+        """What is made of captured arrays alone is computed now; its result is a table, or a parameter."""
+        source = next((x.source for x in inputs if x.source), "")
+        values = _compute(eqn, inputs, every=True)
+        return [self.table(source, v) if source or v.shape else _number(v) for v in values]
+
+
+MANY = {"cond": Reader.cond, "scan": Reader.scan, "split": Reader.split}
+
+
+def _made(name: str, shape: tuple[int, ...], element: Any, inputs: Sequence[Array], known: Any) -> Array:
+    source = next((x.source for x in inputs if x.source), "")
+    pieces = bool(shape) and (any(x.pieces for x in inputs) or name in ("concatenate", "stack"))
+    return Array(tuple(shape), element, known, source, pieces)
+
+
+def _literal(v: Any) -> Array:
+    return _number(np.asarray(v.val).astype(v.aval.dtype))
+
+
+def _number(value: Any) -> Array:
+    e = literal(np.asarray(value).item() if str(value.dtype) != "float32" else np.asarray(value)[()], value.dtype)
+    return Array((), lambda _: e, lambda: value)
+
+
+def _called(eqn: Any) -> Any:
+    """The jaxpr of jit, custom_jvp_call, remat and their like; nothing for other equations."""
+    if eqn.primitive.name in ("scan", "while"):
+        return None
+    names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    return next((eqn.params[n] for n in names if n in eqn.params), None)
+
+
+ONCE = frozenset({"concatenate", "stack", "dot_general", "rev"})
+
+
+def _computed_once(eqn: Any) -> bool:
+    """Of captured arrays alone: whether the result is better a table of its own than read element by element."""
+    name, old = eqn.primitive.name, tuple(eqn.invars[0].aval.shape)
+    if name == "slice":
+        new = eqn.outvars[0].aval.shape
+        return any(n not in (1, m) for n, m in zip(new, old, strict=True))
+    if name == "reshape":
+        return not only_units(old, eqn.outvars[0].aval.shape)
+    return name in ONCE or (name.startswith(("reduce_", "arg", "cum")) and name != "reduce_precision")
+
+
+def _compute(eqn: Any, inputs: Sequence[Array], every: bool = False) -> Any:
+    import jax
+
+    values = [x.values() for x in inputs]
+    arrays = [jax.numpy.asarray(x, v.aval.dtype) for x, v in zip(values, eqn.invars, strict=True)]
+    with jax.ensure_compile_time_eval():
+        out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
+    results = list(out) if eqn.primitive.multiple_results else [out]
+    return results if every else results[0]
+
+
+def _searches(eqn: Any, side: str) -> bool:
+    """Whether an equation called searchsorted is JAX's, on this side, and nobody else's of that name."""
+    import jax
+
+    kinds = [argument(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    own = jax.make_jaxpr(lambda a, x: jax.numpy.searchsorted(a, x, side=side))(*kinds)
+    return str(own.eqns[0].params.get("jaxpr")) == str(eqn.params["jaxpr"])
+
+
+# -- the user's line -----------------------------------------------------------------------------------
+
+_OURS = (str(Path(__file__).parent), os.sep + "jax" + os.sep, os.sep + "jaxlib" + os.sep)
+_STANDARD = os.path.dirname(os.__file__)
+
+
+def _is_users(file: str) -> bool:
+    standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return not standard and not any(part in file for part in _OURS)
+
+
+def _place(eqn: Any) -> str:
+    """Where the user wrote an equation."""
+    trace = getattr(eqn.source_info, "traceback", None)
+    found = ((f.file_name, f.line_num) for f in (trace.frames if trace is not None else ()) if _is_users(f.file_name))
+    return next((line(*place) for place in found), "")

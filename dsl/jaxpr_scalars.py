@@ -1,0 +1,230 @@
+"""What JAX's primitives mean for one element: Exprs in, an Expr out.
+
+JAX computes in 32 bits and wraps, an Int of the language does not: casts between integer types, and between floating
+types, mean nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from . import ir
+from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
+from .types import BOOL, FLOAT, INT, Type
+
+Equation = Any  # jax.extend.core.JaxprEqn
+Meaning = Callable[..., Expr]  # of the equation and its operands
+
+
+class Refused(Exception):  # noqa: N818 (not an error yet: the caller adds the user's line)
+    """The language has no word for this; the text says why and what to do."""
+
+
+def type_of(dtype: Any) -> Type:
+    """The type of a JAX dtype."""
+    name = str(dtype)
+    for prefix, type in (("bool", BOOL), ("int", INT), ("uint", INT), ("float", FLOAT), ("bfloat", FLOAT)):
+        if name.startswith(prefix):
+            return type
+    if name.startswith("key"):
+        raise Refused(RANDOM)
+    raise Refused(f"an array of {name}; the language has bool, int and float")
+
+
+def literal(value: Any, dtype: Any) -> Expr:
+    """A number as its writer meant it: JAX rounds `0.1` to float32, and the shortest decimal that rounds there
+    is 0.1 again."""
+    type = type_of(dtype)
+    if type is FLOAT:
+        return lit(float(str(value)) if str(dtype) == "float32" else float(value))
+    return lit(bool(value)) if type is BOOL else lit(int(value))
+
+
+def number(e: Expr) -> Expr:
+    return build("int", e) if e.type is BOOL else e
+
+
+# -- arithmetic -------------------------------------------------------------------------------------
+
+ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}
+ON_TRUTH: dict[str, Callable[[Expr, Expr], Expr]] = {
+    "lt": lambda x, y: ~x & y, "le": lambda x, y: ~x | y, "gt": lambda x, y: x & ~y, "ge": lambda x, y: x | ~y,
+}  # fmt: skip
+
+
+def _arithmetic(op: str) -> Meaning:
+    def meaning(_: Equation, x: Expr, y: Expr) -> Expr:
+        return build(ON_BOOL[op] if x.type is BOOL and op in ON_BOOL else op, x, y)
+
+    return meaning
+
+
+def _comparison(op: str) -> Meaning:
+    def meaning(_: Equation, x: Expr, y: Expr) -> Expr:
+        if x.type is BOOL and op in ON_TRUTH:
+            return ON_TRUTH[op](x, y)
+        whole = integral(x), integral(y)
+        if x.type is FLOAT and (_rounded(x) or _rounded(y)) and whole[0] is not None and whole[1] is not None:
+            x, y = whole[0], whole[1]
+        return build(op, x, y)
+
+    return meaning
+
+
+def integral(e: Expr) -> Expr | None:
+    """A Float that is an Int converted, as that Int: jnp.floor gives a float, `floor` an Int."""
+    if e.op == "float":
+        return e.args[0]
+    if e.op == "lit" and e.type is FLOAT and math.isfinite(e.name) and e.name == int(e.name):
+        return lit(int(e.name))
+    if e.op in ("add", "sub", "mul", "neg", "min", "max", "abs") and e.type is FLOAT:
+        parts = [integral(a) for a in e.args]
+        return None if None in parts else build(e.op, *(p for p in parts if p is not None))
+    return None
+
+
+def _rounded(e: Expr) -> bool:
+    """Whether a rounding function stands in what `integral` takes apart."""
+    if e.op == "float":
+        return any(n.op == "floor" for n in ir.walk(e))
+    return e.op in ("add", "sub", "mul", "neg", "min", "max", "abs") and any(map(_rounded, e.args))
+
+
+def _unsigned(eqn: Equation) -> bool:
+    return bool(eqn.invars[0].aval.dtype.kind == "u")
+
+
+def _div(eqn: Equation, x: Expr, y: Expr) -> Expr:
+    if x.type is FLOAT:
+        return build("div", x, y)
+    if _unsigned(eqn):
+        return x // y
+    return build("sign", x) * build("sign", y) * (abs(x) // abs(y))  # towards zero
+
+
+def _rem(eqn: Equation, x: Expr, y: Expr) -> Expr:
+    if x.type is FLOAT:
+        raise Refused("`%` and `//` of floats; write `x - y * jnp.floor(x / y)`, or compute with integers")
+    return x % y if _unsigned(eqn) else build("sign", x) * (abs(x) % abs(y))
+
+
+def _integer_pow(eqn: Equation, x: Expr) -> Expr:
+    y = eqn.params["y"]
+    if x.type is INT and y < 0:
+        raise Refused(f"an integer to the power {y}")
+    return build("pow", x, lit(y if x.type is INT else float(y)))
+
+
+def _pow(_: Equation, x: Expr, y: Expr) -> Expr:
+    if x.type is INT and y.type is INT and not (y.op == "lit" and y.name >= 0):
+        raise Refused("an integer to a power that varies; convert one to float")
+    return build("pow", x, y) if x.type is INT and y.type is INT else build("pow", to_float(x), to_float(y))
+
+
+def _shift_right_logical(eqn: Equation, x: Expr, y: Expr) -> Expr:
+    bits = eqn.invars[0].aval.dtype.itemsize * 8
+    return build("shr", x if _unsigned(eqn) else x % (1 << bits), y)
+
+
+# -- rounding and casts -----------------------------------------------------------------------------
+
+
+def _floor(e: Expr) -> Expr:
+    return to_float(build("floor", e))
+
+
+def _ceil(e: Expr) -> Expr:
+    return to_float(-build("floor", -e))
+
+
+def _round(eqn: Equation, x: Expr) -> Expr:
+    if str(eqn.params["rounding_method"]).endswith("AWAY_FROM_ZERO"):
+        return build("sign", x) * to_float(build("floor", abs(x) + 0.5))
+    up = build("floor", x + 0.5)
+    tie = build("eq", to_float(up) - x, lit(0.5))
+    return to_float(build("where", tie & build("eq", up % 2, ir.ONE), up - 1, up))  # halves to even
+
+
+def _convert(eqn: Equation, x: Expr) -> Expr:
+    want = type_of(eqn.params["new_dtype"])
+    if want is x.type:
+        return x
+    if want is BOOL:
+        if x.op == "int" and x.args[0].type is BOOL:
+            return x.args[0]
+        return build("ne", x, lit(0) if x.type is INT else lit(0.0))
+    if want is FLOAT:
+        return to_float(number(x))
+    whole = integral(x) if x.type is FLOAT else None
+    return whole if whole is not None else build("int", x)
+
+
+# -- choices ----------------------------------------------------------------------------------------
+
+
+def choose(which: Expr, *cases: Expr) -> Expr:
+    """`cases[which]`; which is a Bool, or an Int taken for the last case when it is past it."""
+    if which.op == "int" and which.args[0].type is BOOL:
+        which = which.args[0]
+    if which.type is BOOL:
+        return build("where", which, cases[1], cases[0])
+    out = cases[-1]
+    for i in reversed(range(len(cases) - 1)):
+        out = build("where", build("le", which, lit(i)), cases[i], out)
+    return out
+
+
+def _clamp(_: Equation, low: Expr, x: Expr, high: Expr) -> Expr:
+    return build("min", build("max", x, low), high)
+
+
+def _same(_: Equation, x: Expr) -> Expr:
+    return x
+
+
+def _function(op: str) -> Meaning:
+    return lambda _, x: build(op, x)
+
+
+SCALARS: dict[str, Meaning] = {
+    **{op: _arithmetic(op) for op in ("add", "sub", "mul", "max", "min")},
+    **{op: _comparison(op) for op in sorted(COMPARISONS)},
+    **{op: _function(op) for op in sorted(FLOAT_FUNCTIONS - {"sigmoid"}) + ["neg", "abs", "sign"]},
+    "logistic": _function("sigmoid"), "is_finite": _function("isfinite"),
+    "div": _div, "rem": _rem, "pow": _pow, "integer_pow": _integer_pow,
+    "square": lambda _, x: x * x,
+    "expm1": lambda _, x: build("exp", x) - 1.0,
+    "erfc": lambda _, x: 1.0 - build("erf", x),
+    "floor": lambda _, x: _floor(x), "ceil": lambda _, x: _ceil(x), "round": _round,
+    "and": lambda _, x, y: x & y, "or": lambda _, x, y: x | y, "xor": lambda _, x, y: x ^ y,
+    "not": lambda _, x: ~x,
+    "shift_left": lambda _, x, y: x << y, "shift_right_arithmetic": lambda _, x, y: x >> y,
+    "shift_right_logical": _shift_right_logical,
+    "select_n": lambda _, which, *cases: choose(which, *cases),
+    "clamp": _clamp, "convert_element_type": _convert,
+    "copy": _same, "copy_p": _same, "reduce_precision": _same, "optimization_barrier": _same, "stop_gradient": _same,
+}  # fmt: skip
+
+RANDOM = (
+    "jax.random inside a mask: positions draw nothing; write `random(seed, b, h, q, k)` in text, "
+    "or draw an array outside the function and index it"
+)
+LOOP = "a loop that runs until a condition holds; write a Python loop over a fixed range, or a reduction over an axis"
+CALLBACK = "a callback into Python; leave it out"
+REASONS = {
+    "while": LOOP, "debug_callback": CALLBACK, "pure_callback": CALLBACK, "io_callback": CALLBACK,
+    **dict.fromkeys(
+        ("random_bits", "random_fold_in", "random_seed", "random_wrap", "random_unwrap", "random_split",
+         "random_gamma", "random_clone", "threefry2x32"), RANDOM,
+    ),
+}  # fmt: skip
+
+
+def argument(shape: tuple[int, ...], dtype: Any) -> Any:
+    """What jax.make_jaxpr takes in place of an array."""
+    import jax
+
+    struct: Any = jax.ShapeDtypeStruct  # JAX leaves it untyped
+    return struct(shape, dtype)
