@@ -1,139 +1,269 @@
-"""What a traced function computes with: `Symbol` stands for a position, `Table` for a captured array.
+"""What a traced function computes with: `Symbol` stands for a position, or for an array that depends on one.
 
 >>> q, k = Symbol(ir.var("q")), Symbol(ir.var("k"))
->>> np.where(q > k, q - k, 0) < 4
-where(q > k, q - k, 0) < 4
+>>> (q - k < 4) & (q != 2)
+q - k < 4 & q != 2
 
-Both answer to Python's operators and numpy's functions with Exprs; what has no counterpart in the language is a
-`TraceError` at the user's line.
+An array is one Expr in index variables, one for each of its axes, so indexing is substitution and `.sum(-1)` is a
+bounded reduction:
+
+>>> from .show import show
+>>> x = table("x", (8, 3), FLOAT)
+>>> y = x[q] * x[k]
+>>> y.shape, show(reduced("sum", y).expr, ["x"])
+((3,), 'sum(j in 0..extent(x, 1): x[q, j] * x[k, j])')
+
+What has no counterpart in the language is a `TraceError` at the user's line.
 """
 
 from __future__ import annotations
 
-import linecache
-import re
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from types import CodeType
-from typing import Any, NoReturn
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from . import ir
-from .errors import TraceError
+from .forms import MAX_RANGE
 from .ir import Expr, binary, build, lit, to_float
 from .types import BOOL, FLOAT, INT, Type
+from .user_line import fail, no_truth
 
-HERE = Path(__file__).parent
-ELEMENT: dict[str, Type] = {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}
-Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wishes for and its array
+
+class Axis(NamedTuple):
+    """An axis of an array of Exprs: `0 <= bound < size` in its Expr; `end` is the size as a reduction writes it."""
+
+    bound: Expr
+    size: int
+    end: Expr
+
+
+_fresh = count()
+
+
+def axis(size: int, end: Expr | None = None) -> Axis:
+    return Axis(ir.make("bound", (), ("axis", next(_fresh))), size, lit(size) if end is None else end)
+
+
+class Context(threading.local):
+    """What the trace that runs in this thread knows of arrays that are not numpy's: `lift` makes a Symbol of one,
+    `concrete` computes the value of a Symbol that no position enters, `call` answers a library's function."""
+
+    front: Any = None
+
+
+context = Context()
 
 
 def what_is(value: Any) -> str:
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
-def as_expr(value: Any) -> Expr | None:
-    """The Expr of a symbol or a Python or numpy number."""
+def symbol_of(value: Any) -> Symbol | None:
+    """A value that can stand in an expression: a symbol, a number, a captured array."""
     if isinstance(value, Symbol):
-        return value.expr
-    if isinstance(value, Table):
-        return value.element()
+        return value
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
-    return lit(value) if isinstance(value, bool | int | float) else None
+    if isinstance(value, bool | int | float):
+        return Symbol(lit(value))
+    if context.front is not None and (found := context.front.lift(value)) is not None:
+        return found  # type: ignore[no-any-return]
+    return None
 
 
-def foreign(value: Any) -> str:
-    """What to do about a captured torch or JAX array; nothing for any other value."""
-    root = type(value).__module__.split(".")[0].replace("jaxlib", "jax")
-    if root not in ("torch", "jax") or not hasattr(value, "shape"):
-        return ""
-    convert = "x.numpy()" if root == "torch" else "numpy.asarray(x)"
-    return f"a {root} array is captured, which a trace does not read yet: capture `{convert}` instead"
+def operand(value: Any, what: str) -> Symbol:
+    found = symbol_of(value)
+    if found is not None:
+        return found
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        fail(f"an array ({shown(shape)}) and a position meet in {what}: index the array first, as in `table[q]`")
+    return fail(f"{what_is(value)} and a position meet in {what}: only numbers do")
 
 
-# -- errors at the user's line ----------------------------------------------------------------------
+def shown(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
-def _place() -> str:
-    """ "file:line" and the source of the line of the user's that runs now."""
-    frame = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code):
-        assert frame.f_back is not None
-        frame = frame.f_back
-    return _line(frame.f_code.co_filename, frame.f_lineno)
+# -- arrays of Exprs --------------------------------------------------------------------------------
 
 
-def _is_ours(code: CodeType) -> bool:
-    return Path(code.co_filename).parent == HERE or "/numpy/" in code.co_filename.replace("\\", "/")
+def table(name: str, shape: tuple[int, ...], type: Type) -> Symbol:
+    """A whole captured array."""
+    axes = tuple(axis(n, ir.extent(name, i)) for i, n in enumerate(shape))
+    return Symbol(ir.lookup(name, tuple(a.bound for a in axes), type), axes)
 
 
-def _line(file: str, number: int) -> str:
-    source = linecache.getline(file, number).strip()
-    return f"{file}:{number}" + (f"\n    {source}" if source else "")
+def aligned(symbols: Sequence[Symbol], what: str = "an operation") -> tuple[list[Expr], tuple[Axis, ...]]:
+    """The elements of arrays broadcast against each other, as numpy and torch do: the last axes meet."""
+    if not any(s.axes for s in symbols):
+        return [s.expr for s in symbols], ()
+    axes: list[Axis] = []
+    moves: list[dict[Expr, Expr]] = [{} for _ in symbols]
+    for place in range(1, max(len(s.axes) for s in symbols) + 1):
+        mine = [(s.axes[-place], m) for s, m in zip(symbols, moves) if len(s.axes) >= place]
+        wide = next((a for a, _ in mine if a.size != 1), mine[0][0])
+        if any(a.size not in (1, wide.size) for a, _ in mine):
+            fail(f"arrays of shapes {' and '.join(shown(s.shape) or 'one number' for s in symbols)} meet in {what}")
+        new = axis(wide.size, wide.end)
+        axes.append(new)
+        for a, moved in mine:
+            moved[a.bound] = new.bound if a.size == wide.size else ir.ZERO
+    exprs = [ir.substitute(s.expr, m) if m else s.expr for s, m in zip(symbols, moves)]
+    return exprs, tuple(reversed(axes))
 
 
-def fail(message: str, cause: BaseException | None = None) -> NoReturn:
-    if cause is None:
-        raise TraceError(f"{message}\n  {_place()}")
-    last = None
-    trace_ = cause.__traceback__
-    while trace_ is not None:
-        if not _is_ours(trace_.tb_frame.f_code):
-            last = _line(trace_.tb_frame.f_code.co_filename, trace_.tb_lineno)
-        trace_ = trace_.tb_next
-    raise TraceError(message + (f"\n  {last}" if last else "")) from cause
+def elementwise(make: Callable[..., Expr], *values: Any, what: str) -> Symbol:
+    """`make` on the elements of the values, broadcast."""
+    parts, axes = aligned([operand(v, what) for v in values], what)
+    try:
+        return Symbol(make(*parts), axes)
+    except TypeError as error:
+        fail(f"{what}: {error}")
 
 
-WORDS = {
-    "and": "write `(x) & (y)` for `x and y`",
-    "or": "write `(x) | (y)` for `x or y`",
-    "not": "write `~(x)` for `not x`",
-    "if": "write `np.where(condition, a, b)` for `a if condition else b`",
-}
-CHAIN = "write `(a <= x) & (x < b)` for `a <= x < b`"
+def indexed(x: Symbol, key: Any, name: str = "an array") -> Symbol:
+    """`x[key]` for positions, Ints, whole slices, None and ..., on the leading axes."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    used = sum(y is not None and y is not Ellipsis for y in keys)
+    if used > len(x.axes):
+        fail(f"{name} has {len(x.axes)} axes, indexed with {used}")
+    spot = next((i for i, y in enumerate(keys) if y is Ellipsis), len(keys))
+    keys[spot : spot + 1] = [slice(None)] * (len(x.axes) - used)
+    arrays = {i: _index(y, name) for i, y in enumerate(keys) if not (y is None or isinstance(y, slice | int))}
+    parts, wide = aligned(list(arrays.values()), "an index")
+    found, at, left, moves = dict(zip(arrays, parts)), None, iter(x.axes), {}
+    axes: list[Axis] = []
+    for i, y in enumerate(keys):
+        if y is None:
+            axes.append(axis(1))
+            continue
+        old = next(left)
+        if i in found:
+            at = len(axes) if at is None else at
+            moves[old.bound] = found[i]
+        elif isinstance(y, slice):
+            start, stop, step = y.indices(old.size)
+            n = len(range(start, stop, step))
+            new = old if n == old.size and step == 1 else axis(n)
+            axes.append(new)
+            moves[old.bound] = new.bound if new is old else build("add", build("mul", new.bound, lit(step)), lit(start))
+        else:
+            moves[old.bound] = _literal(y, old.size, name)
+    if wide:  # torch and numpy put the axes of index arrays first where they are not side by side
+        beside = sorted(found)
+        at = at if beside == list(range(beside[0], beside[-1] + 1)) else 0
+        axes[at:at] = wide
+    return Symbol(ir.substitute(x.expr, moves), tuple(axes))
 
 
-def _no_truth() -> NoReturn:
-    line = _place().partition("\n")[2]
-    found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", line)]
-    if re.search(r"[<>]=?[^<>=]+[<>]=?", line) and not re.search(r"\b(and|or|if)\b|[&|]", line):
-        found = [CHAIN]
-    advice = "; ".join(found or [*WORDS.values(), CHAIN])
-    fail(f"a position has no truth value while the function is traced: {advice}")
+def _index(y: Any, name: str) -> Symbol:
+    s = symbol_of(y)
+    if s is None or s.expr.type is not INT:
+        what = f"`{y!r}`" if s is None else s.expr.type.with_article
+        fail(f"{name} is indexed with {what}; an index is one Int per axis")
+    return s
+
+
+def _literal(i: int, size: int, name: str) -> Expr:
+    if isinstance(i, bool):
+        fail(f"{name} is indexed with a Bool; an index is one Int per axis")
+    if not -size <= i < size:
+        fail(f"{name} is indexed with {i}, and its axis has {size} entries")
+    return lit(i % size)
+
+
+def reduced(kind: str, x: Symbol, dim: Any = None, keepdim: bool = False) -> Symbol:
+    """`any all sum min max` over one axis, several, or (None) all of them."""
+    dims = range(len(x.axes)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    chosen = {_dimension(d, len(x.axes)) for d in dims} if x.axes else set()
+    e = x.expr
+    if kind in ("any", "all"):
+        e = truth(e)
+    elif e.type is BOOL:
+        e = number(e)
+    for i in sorted(chosen, reverse=True):
+        e = _over(kind, x.axes[i], e)
+    kept = (axis(1) if i in chosen else a for i, a in enumerate(x.axes) if keepdim or i not in chosen)
+    return Symbol(e, tuple(kept))
+
+
+def _over(kind: str, a: Axis, e: Expr) -> Expr:
+    if a.size > MAX_RANGE:
+        fail(
+            f"`{kind}` runs over {a.size:,} entries, more than {MAX_RANGE:,}: compute it outside and capture the result"
+        )
+    if a.size == 0 and kind in ("min", "max"):
+        fail(f"`{kind}` over an empty axis has no value")
+    return ir.reduce(kind, ir.ZERO, a.end, lambda j: ir.substitute(e, {a.bound: j}))
+
+
+def _dimension(d: int, rank: int) -> int:
+    if not -rank <= d < rank:
+        fail(f"there is no axis {d}: the array has {rank}")
+    return d % rank
 
 
 # -- symbols ----------------------------------------------------------------------------------------
 
-UFUNCS: dict[str, str] = {
-    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
-    "floor_divide": "floordiv", "remainder": "mod", "mod": "mod", "power": "pow", "float_power": "pow",
-    "left_shift": "shl", "right_shift": "shr", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
-    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
-    "logical_and": "and", "logical_or": "or", "logical_xor": "xor",
-    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
-}  # fmt: skip
-FLOATING = "exp exp2 log log2 log1p tanh sin cos tan sqrt isfinite".split()
+
+class Scalar(tuple[int, ...]):
+    """The shape of a position."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return super().__getitem__(key)
+        return fail("a position is one number, its shape is (): capture the length in a variable of the function")
 
 
 class Symbol:
-    """An Expr that can be computed with as a number; `==` and `!=` build expressions too."""
+    """An Expr that can be computed with as a number, or an array of such; `==` and `!=` build expressions too."""
 
-    __slots__ = ("expr",)
+    __slots__ = ("axes", "expr")
     __hash__ = None  # type: ignore[assignment]
+    __array_priority__ = 1000
 
-    def __init__(self, expr: Expr) -> None:
-        self.expr = expr
+    def __init__(self, expr: Expr, axes: tuple[Axis, ...] = ()) -> None:
+        self.expr, self.axes = expr, axes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(a.size for a in self.axes) if self.axes else Scalar()
+
+    @property
+    def ndim(self) -> int:
+        return len(self.axes)
+
+    def __getitem__(self, key: Any) -> Symbol:
+        return indexed(self, key, "an array" if self.axes else "a position")
+
+    def __iter__(self) -> Iterator[Symbol]:
+        if not self.axes:
+            fail("a position is one number: nothing to loop over")
+        return (self[i] for i in range(self.axes[0].size))
+
+    def __len__(self) -> int:
+        if not self.axes:
+            fail("a position is one number: it has no length")
+        return self.axes[0].size
+
+    # -- other libraries meet a symbol
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        from .from_numpy import apply
+
         if method != "__call__" or options:
             fail(f"np.{ufunc.__name__}.{method} does not take positions")
         return apply(ufunc.__name__, inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _array_function(func, args, kwargs)
+        from .from_numpy import array_function
+
+        return array_function(func, args, kwargs)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         fail(
@@ -141,133 +271,163 @@ class Symbol:
             "capture the array itself in a variable of the function, outside of objects"
         )
 
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented if context.front is None else context.front.call(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        from .torch_functions import attribute
+
+        return attribute(self, name)
+
+    # -- Python asks for a number: there is one where no position enters
+
+    def _number(self, why: str) -> Any:
+        value = None if context.front is None else context.front.concrete(self)
+        if value is None:
+            fail(why)
+        return value.item()
+
     def __bool__(self) -> bool:
-        _no_truth()
+        value = None if context.front is None else context.front.concrete(self)
+        return no_truth() if value is None else bool(value)
 
     def __index__(self) -> int:
-        fail("a position is not a number while the function is traced: no range(), no Python indexing")
+        found = self._number("a position is not a number while the function is traced: no range(), no Python indexing")
+        return found.__index__()  # type: ignore[no-any-return]
 
     def __float__(self) -> float:
-        fail("float() of a position: leave it out, Int and Float mix freely")
+        return float(self._number("float() of a position: leave it out, Int and Float mix freely"))
 
     def __int__(self) -> int:
-        fail("int() of a position: leave it out, or write np.floor(x) to round")
-
-    def __iter__(self) -> Any:
-        fail("a position is one number: nothing to loop over")
-
-    def __len__(self) -> int:
-        fail("a position is one number: it has no length")
+        return int(self._number("int() of a position: leave it out, or write np.floor(x) to round"))
 
     def __repr__(self) -> str:
-        return repr(self.expr)
+        if not self.axes:
+            return repr(self.expr)
+        names = {a.bound: ir.param(f"i{n}") for n, a in enumerate(self.axes)}
+        return f"{ir.substitute(self.expr, names)!r} [{shown(self.shape)}]"
+
+    # -- operators
 
     def __neg__(self) -> Symbol:
-        return Symbol(build("neg", _number(self.expr)))
+        if self.expr.type is BOOL:
+            fail("a Bool has no negative: write `~x` for not")
+        return Symbol(build("neg", self.expr), self.axes)
 
     def __pos__(self) -> Symbol:
         return self
 
     def __abs__(self) -> Symbol:
-        return Symbol(build("abs", _number(self.expr)))
+        return Symbol(build("abs", number(self.expr)), self.axes)
 
     def __invert__(self) -> Symbol:
-        return Symbol(~self.expr)
+        if self.expr.type is FLOAT:
+            fail("`~` of a Float: compare it first")
+        return Symbol(~self.expr, self.axes)
 
     def __floor__(self) -> Symbol:
-        return _floor(self.expr)
+        return Symbol(floor(self.expr), self.axes)
+
+    def __matmul__(self, other: Any) -> Symbol:
+        return product(self, operand(other, "`@`"))
+
+    def __rmatmul__(self, other: Any) -> Symbol:
+        return product(operand(other, "`@`"), self)
 
 
-def _operand(value: Any, what: str) -> Expr:
-    e = as_expr(value)
-    if e is not None:
-        return e
-    if advice := foreign(value):
-        fail(advice)
-    if isinstance(value, np.ndarray | Table):
-        shape = "x".join(map(str, value.shape))
-        fail(f"an array ({shape}) and a position meet in {what}: index the array first, as in `table[q]`")
-    fail(f"{what_is(value)} and a position meet in {what}: only numbers do")
+def product(x: Symbol, y: Symbol) -> Symbol:
+    """`x @ y` where one of them is a vector."""
+    if x.ndim == 0 or y.ndim == 0 or (x.ndim > 1 and y.ndim > 1):
+        fail(f"`@` of arrays with {x.ndim} and {y.ndim} axes: one of them is a vector, the other has axes too")
+    if y.ndim == 1:
+        return reduced("sum", apply_binary("mul", x, y), -1)
+    return reduced("sum", apply_binary("mul", x[:, None], y), -2)
 
 
-def _number(e: Expr) -> Expr:
+# -- on one Expr ------------------------------------------------------------------------------------
+
+
+def number(e: Expr) -> Expr:
+    """A Bool counts as 0 or 1."""
     return build("int", e) if e.type is BOOL else e
 
 
-def _binary(op: str, left: Any, right: Any) -> Symbol:
-    x, y = _operand(left, f"`{op}`"), _operand(right, f"`{op}`")
-    if op not in ("and", "or", "xor", "eq", "ne"):
-        x, y = _number(x), _number(y)
-    elif {x.type, y.type} not in ({BOOL}, {INT}) and (op in ir.ON_INT or BOOL in (x.type, y.type)):
-        if op in ir.ON_INT and FLOAT in (x.type, y.type):
-            fail(f"`{op}` of a Float: compare it first")
-        x, y = _number(x), _number(y)
-    if op == "pow" and not (x.type is INT and y.op == "lit" and y.type is INT and y.name >= 0):
-        x, y = to_float(x), to_float(y)
-    try:
-        return Symbol(binary(op, x, y))
-    except TypeError as error:
-        fail(str(error))
+def real(e: Expr) -> Expr:
+    return to_float(number(e))
 
 
-def _floor(e: Expr) -> Symbol:
-    return Symbol(build("floor", e) if e.type is FLOAT else _number(e))
+def truth(e: Expr) -> Expr:
+    if e.type is BOOL:
+        return e
+    if e.op == "int" and e.args[0].type is BOOL:
+        return e.args[0]
+    return build("ne", e, lit(0) if e.type is INT else lit(0.0))
 
 
-def apply(name: str, inputs: tuple[Any, ...]) -> Any:
-    args = [_operand(x, f"np.{name}") for x in inputs]
-    if name in UFUNCS:
-        op = UFUNCS[name]
-        if name.startswith("logical_"):
-            args = [_truth(a) for a in args]
-        return _binary(op, Symbol(args[0]), Symbol(args[1]))
-    (x, *_) = args
-    if name in FLOATING:
-        return Symbol(build(name, to_float(_number(x))))
-    one: dict[str, Callable[[], Symbol]] = {
-        "logical_not": lambda: Symbol(build("not", _truth(x))),
-        "invert": lambda: ~Symbol(x),
-        "bitwise_not": lambda: ~Symbol(x),
-        "negative": lambda: -Symbol(x),
-        "positive": lambda: Symbol(x),
-        "absolute": lambda: abs(Symbol(x)),
-        "fabs": lambda: Symbol(build("abs", to_float(_number(x)))),
-        "sign": lambda: Symbol(build("sign", _number(x))),
-        "floor": lambda: _floor(x),
-        "ceil": lambda: -_floor(build("neg", x)) if x.type is FLOAT else Symbol(_number(x)),
-        "trunc": lambda: Symbol(build("int", x) if x.type is FLOAT else _number(x)),
-        "square": lambda: _binary("mul", Symbol(x), Symbol(x)),
-        "reciprocal": lambda: _binary("div", 1.0, Symbol(x)),
-        "expm1": lambda: Symbol(build("exp", to_float(x)) - 1.0),
-        "isnan": lambda: Symbol(build("ne", to_float(x), to_float(x))),
-    }
-    if name not in one:
-        fail(f"np.{name} has no counterpart in the language")
-    return one[name]()
+def floor(e: Expr) -> Expr:
+    return build("floor", e) if e.type is FLOAT else number(e)
 
 
-def _truth(e: Expr) -> Expr:
-    return e if e.type is BOOL else build("ne", e, lit(0) if e.type is INT else lit(0.0))
-
-
-def _where(condition: Any, yes: Any, no: Any) -> Symbol:
-    """`np.where` of positions."""
-    c, x, y = (_operand(v, "np.where") for v in (condition, yes, no))
+def alike(x: Expr, y: Expr) -> tuple[Expr, Expr]:
+    """Both in one type: Bool, Int, Float, whichever is the last of theirs."""
     if x.type is not y.type:
-        x, y = _number(x), _number(y)
+        x, y = number(x), number(y)
         if FLOAT in (x.type, y.type):
             x, y = to_float(x), to_float(y)
-    return Symbol(build("where", _truth(c), x, y))
+    return x, y
 
 
-def _array_function(func: Any, args: Any, kwargs: Any) -> Any:
-    if kwargs:
-        fail(f"np.{func.__name__} of a position takes no keywords here")
-    if func is np.where and len(args) == 3:
-        return _where(*args)
-    if func is np.clip and len(args) == 3:
-        return _binary("min", _binary("max", args[0], args[1]), args[2])
-    fail(f"np.{func.__name__} has no counterpart in the language")
+def _integer(e: Expr) -> Expr | None:
+    """The Int that a Float is made of."""
+    if e.op == "float":
+        return e.args[0]
+    whole = e.op == "lit" and e.type is FLOAT and math.isfinite(e.name) and e.name.is_integer() and abs(e.name) < 2**53
+    return lit(int(e.name)) if whole else e if e.type is INT else None
+
+
+ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}  # as numpy, torch and JAX have it
+
+
+def joined(op: str, x: Expr, y: Expr) -> Expr:
+    """One operator of the language on elements of any types, as arrays take them."""
+    if {x.type, y.type} == {BOOL}:
+        if op == "sub":
+            fail("`-` of two Bools: write `x ^ y`, or `x & ~y`")
+        op = ON_BOOL.get(op, op)
+        if op in ("and", "or", "xor", "eq", "ne"):
+            return build(op, x, y)
+    if op in ir.ON_INT and FLOAT in (x.type, y.type):
+        fail(f"`{op}` of a Float: compare it first")
+    x, y = alike(number(x), number(y))
+    if op in ir.COMPARISONS and x.type is FLOAT and "float" in (x.op, y.op):
+        left, right = _integer(x), _integer(y)
+        if left is not None and right is not None:
+            x, y = left, right
+    if op == "pow":
+        return _power(x, y)
+    if op in ("floordiv", "mod") and x.type is FLOAT:
+        quotient = to_float(build("floor", build("div", x, y)))
+        return quotient if op == "floordiv" else x - y * quotient
+    if op in ("shl", "shr") and x.type is FLOAT:
+        fail(f"`{op}` of a Float: make it an Int first")
+    return binary(op, x, y)
+
+
+def _power(x: Expr, y: Expr) -> Expr:
+    if x.type is FLOAT or (y.op == "lit" and y.name >= 0):
+        return build("pow", x, y)
+    if x is lit(2):
+        return build("shl", ir.ONE, y)
+    return build("pow", to_float(x), to_float(y))
+
+
+def apply_binary(op: str, left: Any, right: Any) -> Symbol:
+    return elementwise(lambda x, y: joined(op, x, y), left, right, what=f"`{op}`")
+
+
+def choice(condition: Any, yes: Any, no: Any, what: str) -> Symbol:
+    return elementwise(lambda c, x, y: build("where", truth(c), *alike(x, y)), condition, yes, no, what=what)
 
 
 # Python's names of the operators that take two, and the language's.
@@ -279,7 +439,7 @@ COMPARISONS = "lt le gt ge eq ne".split()
 
 
 def _method(op: str, swapped: bool = False) -> Callable[[Symbol, Any], Symbol]:
-    return lambda self, other: _binary(op, other, self) if swapped else _binary(op, self, other)
+    return lambda self, other: apply_binary(op, other, self) if swapped else apply_binary(op, self, other)
 
 
 for _name, _op in ARITHMETIC.items():
@@ -287,93 +447,3 @@ for _name, _op in ARITHMETIC.items():
     setattr(Symbol, f"__r{_name}__", _method(_op, swapped=True))
 for _name in COMPARISONS:
     setattr(Symbol, f"__{_name}__", _method(_name))
-
-
-# -- captured arrays --------------------------------------------------------------------------------
-
-
-class Table:
-    """Stands for a captured array during the trace. Indexing with positions makes lookups; everything else
-    sees the array."""
-
-    __slots__ = ("_fixed", "_name", "_naming", "array")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, naming: Naming, array: Any, name: str, fixed: tuple[Expr, ...] = ()) -> None:
-        self._naming, self.array, self._name, self._fixed = naming, array, name, fixed
-
-    def element(self) -> Expr | None:
-        """The Expr, once every axis has an index."""
-        array = self.array
-        if len(self._fixed) < array.ndim:
-            return None
-        return ir.lookup(self._naming(self._name, array), self._fixed, ELEMENT[array.dtype.kind])
-
-    def __getitem__(self, key: Any) -> Any:
-        keys = key if isinstance(key, tuple) else (key,)
-        if not self._fixed and not any(isinstance(x, Symbol | Table) for x in keys):
-            return self._again(self.array[key])
-        indices = list(self._fixed)
-        for x in keys:
-            e = as_expr(x)
-            if e is None or e.type is FLOAT:
-                what = "a Float" if e is not None else f"`{x!r}`"
-                fail(f"`{self._name}` is indexed with {what}; an index is one Int per axis")
-            indices.append(_number(e))
-        if len(indices) > self.array.ndim:
-            fail(f"`{self._name}` has {self.array.ndim} axes, indexed with {len(indices)}")
-        found = Table(self._naming, self.array, self._name, tuple(indices))
-        e = found.element()
-        return found if e is None else Symbol(e)
-
-    def _again(self, value: Any) -> Any:
-        """A table of what was computed from a table."""
-        if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in ELEMENT:
-            return Table(self._naming, value, self._name)
-        return value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
-
-    def _whole(self) -> Any:
-        if self._fixed:
-            fail(f"`{self._name}` needs {self.array.ndim} indices, it has {len(self._fixed)}")
-        return self.array
-
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        return np.asarray(self._whole(), *args)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if any(isinstance(x, Symbol) for x in inputs):
-            return apply(ufunc.__name__, inputs)
-        plain = [x._whole() if isinstance(x, Table) else x for x in inputs]
-        return self._again(getattr(ufunc, method)(*plain, **options))
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if any(isinstance(x, Symbol) for x in args):
-            return _array_function(func, args, kwargs)
-        plain = [x._whole() if isinstance(x, Table) else x for x in args]
-        return self._again(func(*plain, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._whole(), name)
-        if callable(value):
-            return lambda *args, **options: self._again(value(*args, **options))
-        return self._again(value)
-
-    def __len__(self) -> int:
-        return len(self._whole())
-
-    def __bool__(self) -> bool:
-        return bool(self._whole())
-
-
-def _forward(name: str) -> Any:
-    def method(self: Table, *others: Any) -> Any:
-        if any(isinstance(o, Symbol) for o in others):
-            _operand(self, f"`{name.strip('_')}`")
-        plain = [o._whole() if isinstance(o, Table) else o for o in others]
-        return self._again(getattr(self._whole(), name)(*plain))
-
-    return method
-
-
-for _name in (*ARITHMETIC, *(f"r{n}" for n in ARITHMETIC), *COMPARISONS, "neg", "pos", "abs", "invert"):
-    setattr(Table, f"__{_name}__", _forward(f"__{_name}__"))

@@ -3,30 +3,34 @@
 >>> trace(lambda q, k: (q >= k) & (q - k < 256)).expr
 q >= k & q - k < 256
 
-Arrays the function captures (closure, globals, defaults, functools.partial) become tables: numpy has no
-protocol for being indexed by a foreign object, so the trace runs a copy of the function whose cells hold
-`Table` in their place. The user's function is never changed.
+Arrays the function captures become tables. numpy has no protocol for being indexed by a foreign object, so the trace
+runs a copy of the function whose cells, globals and defaults hold `Table` in place of numpy's arrays; torch has one,
+so its tensors stay where they are (`from_torch`). A function that uses JAX is read as a jaxpr instead (`from_jax`). The
+user's function is never changed.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
+import keyword
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
 from typing import Any, Literal
 
 import numpy as np
 
-from . import ir
+from . import from_jax, ir
 from .errors import TraceError
-from .functions import RESERVED
+from .from_numpy import BUILTINS, ELEMENT, Table
+from .functions import BUILT_IN, RESERVED
 from .ir import COORDINATES, Expr, to_float
-from .symbol import ELEMENT, Symbol, Table, apply, as_expr, fail, foreign, what_is
+from .symbol import Symbol, shown, symbol_of, what_is
 from .types import BOOL
+from .user_line import fail
 
 Kind = Literal["mask", "score"]
 ORDER = ("score", *COORDINATES)
@@ -34,43 +38,81 @@ ORDER = ("score", *COORDINATES)
 
 @dataclass(frozen=True)
 class Traced:
-    """`tables` are the captured arrays by the names they have in `expr`."""
+    """`tables` are the captured arrays and 0-d tensors, the user's own objects, by the names they have in `expr`."""
 
     expr: Expr
-    tables: dict[str, np.ndarray[Any, Any]]
+    tables: dict[str, Any]
     kind: Kind
+    notes: tuple[str, ...] = ()
 
 
 def trace(fn: Callable[..., Any], kind: Kind | None = None) -> Traced:
     """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place."""
     if not callable(fn):
         raise TraceError(f"a mask is a text or a function, not {type(fn).__name__}")
-    tracer = _Tracer()
+    fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # what torch.compile was given
     names = _arguments(fn)
     found: Kind = "score" if "score" in names.values() else "mask"
     if kind is not None and kind != found and kind == "mask":
         raise TraceError("this function takes `score`, so it is a score mod; use frisket.score")
     kind = kind or found
+    had_torch = "torch" in sys.modules
+    try:
+        return _called(fn, names, kind)
+    except TraceError:
+        if had_torch or "torch" not in sys.modules:
+            raise
+    return _called(fn, names, kind)  # the function imported torch itself: now its calls are seen
+
+
+def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind) -> Traced:
     symbols = {p: Symbol(ir.SCORE if n == "score" else ir.var(n)) for p, n in names.items()}
-    by_place = inspect.signature(fn).parameters
+    by_place = _signature(fn)
     args = [s for p, s in symbols.items() if by_place[p].kind is not inspect.Parameter.KEYWORD_ONLY]
     keywords = {p: s for p, s in symbols.items() if by_place[p].kind is inspect.Parameter.KEYWORD_ONLY}
-    call = tracer.copied(fn)
     if isinstance(fn, functools.partial) and fn.keywords:
         args, keywords = [], symbols
+    tracer = _Tracer()
+    through_jaxpr = functools.partial(from_jax.call, fn, args, keywords, tracer.name_table)
     try:
-        result = call(*args, **keywords)
-    except TraceError:
-        raise
-    except (TypeError, IndexError, ValueError, AttributeError) as error:
-        fail(f"{type(error).__name__}: {error}", error)
-    return Traced(_result(fn, kind, result), tracer.tables, kind)
+        if from_jax.reaches_jax(fn):
+            e = _result(fn, kind, through_jaxpr())
+        else:
+            call = tracer.copied(fn)
+            with _torch(tracer):
+                e = _result(fn, kind, call(*args, **keywords))
+    except (TraceError, TypeError, IndexError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
+        if from_jax.raised_in_jax(error):
+            tracer.tables.clear()
+            e = _result(fn, kind, through_jaxpr())
+        elif isinstance(error, TraceError):
+            raise
+        else:
+            fail(f"{type(error).__name__}: {error}", error)
+    scalars, tables = ir.free_names(e)
+    used = {*scalars, *tables, *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
+    return Traced(e, {n: t for n, t in tracer.tables.items() if n in used}, kind, tuple(tracer.notes))
+
+
+def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
+    """torch is listened to where it is there to listen to."""
+    if not hasattr(sys.modules.get("torch"), "Tensor"):
+        return nullcontext()
+    from .from_torch import active
+
+    return active(tracer.name_table, tracer.tables, tracer.wishes)
+
+
+def _signature(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    if not isinstance(fn, FunctionType | MethodType | functools.partial) and hasattr(fn, "forward"):
+        return inspect.signature(fn.forward).parameters  # a torch.nn.Module calls it
+    return inspect.signature(fn).parameters
 
 
 def _arguments(fn: Callable[..., Any]) -> dict[str, str]:
     """Parameter -> coordinate."""
     try:
-        parameters = inspect.signature(fn).parameters
+        parameters = _signature(fn)
     except (TypeError, ValueError):
         raise TraceError(f"{fn!r} has no signature; wrap it: `lambda q, k: ...`") from None
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
@@ -84,9 +126,9 @@ def _arguments(fn: Callable[..., Any]) -> dict[str, str]:
         return dict(zip(free, COORDINATES, strict=True))
     if len(free) == 5:
         return dict(zip(free, ORDER, strict=True))
-    shown = ", ".join(free) or "no arguments"
+    taken = ", ".join(free) or "no arguments"
     raise TraceError(
-        f"{_named(fn)} takes {shown}; name its arguments among b, h, q, k (and score), "
+        f"{_named(fn)} takes {taken}; name its arguments among b, h, q, k (and score), "
         "or take four (b, h, q, k) or five (score, b, h, q, k) by place"
     )
 
@@ -97,9 +139,14 @@ def _named(fn: Any) -> str:
 
 
 def _result(fn: Callable[..., Any], kind: Kind, result: Any) -> Expr:
-    e = as_expr(result)
-    if e is None:
+    found = symbol_of(result)
+    if found is None:
         raise TraceError(f"{_named(fn)} returns {what_is(result)}; return one expression of its arguments")
+    if found.axes:
+        raise TraceError(
+            f"{_named(fn)} returns an array of {shown(found.shape)}; index it, or reduce it as in `.any(-1)`"
+        )
+    e = found.expr
     if kind == "mask" and e.type is not BOOL:
         raise TraceError(
             f"a mask returns a Bool, {_named(fn)} returns {e.type.with_article}; "
@@ -124,9 +171,13 @@ class _Tracer:
     tables: dict[str, Any] = field(default_factory=dict)
     copies: dict[int, Any] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)  # ids stay valid while these live
+    notes: list[str] = field(default_factory=list)
+    wishes: dict[int, str] = field(default_factory=dict)  # the name of the variable a tensor is in, by its id
 
     def name_table(self, wish: str, array: Any) -> str:
-        name = wish if wish.isascii() and wish.isidentifier() and wish not in RESERVED else "table"
+        name = wish if wish.isascii() and wish.isidentifier() else "table"
+        if name in RESERVED or keyword.iskeyword(name) or name in BUILT_IN:
+            name += "_"
         number, base = 1, name
         while name in self.tables and self.tables[name] is not array:
             number += 1
@@ -146,6 +197,8 @@ class _Tracer:
             return MethodType(self.copied(fn.__func__), fn.__self__)
         if isinstance(fn, FunctionType):
             return self.function(fn)
+        if isinstance(fn, type) or hasattr(fn, "forward"):
+            return fn
         call = inspect.getattr_static(type(fn), "__call__", None)
         if isinstance(call, FunctionType):
             return MethodType(self.function(call), fn)
@@ -154,14 +207,15 @@ class _Tracer:
     def function(self, fn: FunctionType) -> Any:
         if id(fn) in self.copies:
             return self.copies[id(fn)]
-        if (fn.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}:
+        library = (fn.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
+        if library and not fn.__closure__:
             return fn
-        cells = tuple(CellType() for _ in fn.__closure__ or ())
-        scope = dict(fn.__globals__)
+        cells = tuple(CellType() for _ in fn.__closure__ or ())  # of a library too: and_masks holds the user's masks
+        scope = fn.__globals__ if library else dict(fn.__globals__)
         copy = FunctionType(fn.__code__, scope, fn.__name__, None, cells)
         self.copies[id(fn)] = copy
         self.kept.append(fn)
-        for name in _global_names(fn.__code__):
+        for name in () if library else _global_names(fn.__code__):
             if name in scope:
                 scope[name] = self.value(scope[name], name)
         for cell, old, name in zip(cells, fn.__closure__ or (), fn.__code__.co_freevars):
@@ -184,14 +238,23 @@ class _Tracer:
             return Table(self.name_table, value, name)
         if isinstance(value, np.generic):
             return value.item()
-        if advice := foreign(value):
-            raise TraceError(f"`{name}`: {advice}")
+        if hasattr(type(value), "__torch_function__"):
+            self.wishes[id(value)] = name
+            return value
+        if (cls := _autograd_function(value)) is not None:
+            from .from_torch import Forward
+
+            self.notes.append(
+                f"`{cls.__name__}` is read through its forward: gradients are those of the forward, not its backward's"
+            )
+            forward = Forward(self.copied(cls.forward), cls)
+            return forward if value is cls else forward.apply
         if type(value) in (list, tuple):
             return type(value)(self.value(v, name) for v in value)
         if type(value) is dict and all(isinstance(k, str) for k in value):
             return {k: self.value(v, k) for k, v in value.items()}
         if isinstance(value, BuiltinFunctionType):
-            return _BUILTINS.get(value, value)
+            return BUILTINS.get(value, value)
         if isinstance(value, FunctionType | functools.partial | MethodType):
             return self.copied(value)
         return value
@@ -203,13 +266,12 @@ def _global_names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _math(name: str) -> Callable[[Any], Any]:
-    def call(x: Any) -> Any:
-        return apply(name, (x,)) if isinstance(x, Symbol | Table) else getattr(math, name)(x)
+def _autograd_function(value: Any) -> type[Any] | None:
+    """The torch.autograd.Function that a value is, or is the `apply` of."""
+    function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
+    cls = value if isinstance(value, type) else getattr(value, "__self__", None)
+    found = function is not None and isinstance(cls, type) and issubclass(cls, function) and cls is not function
+    return cls if found else None
 
-    return call
-
-
-_BUILTINS: dict[Any, Callable[..., Any]] = {getattr(math, n): _math(n) for n in ("exp", "log", "tanh", "sqrt")}
 
 __all__ = ["Traced", "trace"]

@@ -8,7 +8,7 @@ Bound('q - k < w', w=4)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -35,6 +35,12 @@ class Origin:
     sites: tuple[tuple[Span, Expr], ...] = ()  # sub-expressions of the text, outermost first
     declared: Mapping[str, Declared] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    captured: Mapping[str, Any] = field(default_factory=dict)  # a function's own arrays, by the names of their copies
+
+    @property
+    def names(self) -> Origin:
+        """What is known of the names, for an expression made of this one."""
+        return Origin(declared=self.declared, captured=self.captured)
 
 
 class Bound:
@@ -81,7 +87,10 @@ class Bound:
 
     def bind(self: Self, **params: Any) -> Self:
         """The same with more parameters bound; a new value replaces an old one."""
-        return type(self)(self.expr, {**self.params, **params}, self.origin) if params else self
+        if not params:
+            return self
+        kept = {n: x for n, x in self.origin.captured.items() if n not in params}
+        return type(self)(self.expr, {**self.params, **params}, replace(self.origin, captured=kept))
 
     def require_bound(self) -> None:
         """Raise `ParameterError` unless every parameter has a value."""
@@ -128,8 +137,11 @@ class Bound:
     def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
         """Both expressions in one, with different bindings of one name kept apart."""
         left, right = separated(self, other)
-        declared = {**right.origin.declared, **left.origin.declared}
-        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, Origin(declared=declared))
+        origin = Origin(
+            declared={**right.origin.declared, **left.origin.declared},
+            captured={**right.origin.captured, **left.origin.captured},
+        )
+        return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, origin)
 
     def at(self: Self, **coordinates: Any) -> Self:
         """The same read elsewhere: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those texts."""
@@ -140,7 +152,7 @@ class Bound:
                 moved[ir.var(name)] = _position(name, coordinates[name], params)
         if not moved:
             raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
-        return type(self)(ir.substitute(self.expr, moved), params, Origin(declared=self.origin.declared))
+        return type(self)(ir.substitute(self.expr, moved), params, self.origin.names)
 
 
 def separated(left: Self, right: Self) -> tuple[Self, Self]:
@@ -165,9 +177,11 @@ def separated(left: Self, right: Self) -> tuple[Self, Self]:
 
 
 def renamed(one: Self, old: str, new: str) -> Self:
-    params = {new if n == old else n: v for n, v in one.params.items()}
-    declared = {new if n == old else n: d for n, d in one.origin.declared.items()}
-    return type(one)(ir.renamed(one.expr, {old: new}), params, Origin(declared=declared))
+    params, declared, captured = (
+        {new if n == old else n: x for n, x in values.items()}
+        for values in (one.params, one.origin.declared, one.origin.captured)
+    )
+    return type(one)(ir.renamed(one.expr, {old: new}), params, Origin(declared=declared, captured=captured))
 
 
 def _position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:

@@ -59,7 +59,7 @@ class Mask(Bound):
     # fmt: on
 
     def __invert__(self) -> Mask:
-        return Mask(ir.build("not", self.expr), self.params, Origin(declared=self.origin.declared))
+        return Mask(ir.build("not", self.expr), self.params, self.origin.names)
 
     def __bool__(self) -> bool:
         raise ParameterError("a mask has no truth value; write `&`, `|`, `~` for `and`, `or`, `not`")
@@ -188,8 +188,7 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
         if made is None:
             raise ParameterError("this text has a score mod and no mask; use frisket.score")
         return made
-    traced = trace(what, "mask")
-    return Mask(traced.expr, {**traced.tables, **params})
+    return Mask(*_from_python(what, "mask", params))
 
 
 def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
@@ -205,8 +204,14 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
         if made is None:
             raise ParameterError("this text has a mask and no score mod; use frisket.mask")
         return made
-    traced = trace(what, "score")
-    return ScoreMod(traced.expr, {**traced.tables, **params})
+    return ScoreMod(*_from_python(what, "score", params))
+
+
+def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -> tuple[Expr, dict[str, Any], Origin]:
+    """The Expr of a function, values for its parameters, and the arrays it captured."""
+    traced = trace(fn, kind)
+    kept = {n: x for n, x in traced.tables.items() if n not in params}
+    return traced.expr, {**traced.tables, **params}, Origin(captured=kept, notes=traced.notes)
 
 
 def load(path: str | Path, **params: Any) -> Program:

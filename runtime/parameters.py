@@ -40,7 +40,8 @@ def as_value(name: str, value: Any) -> Any:
         )
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        value = (value.float() if "bfloat16" in str(value.dtype) else value).numpy()
+        narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
+        value = (value.float() if narrow else value).numpy()
     elif not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
         try:
             value = np.asarray(value)

@@ -161,10 +161,3 @@ def test_arguments_by_place_and_constants():
     assert trace(lambda a, x, i, j: i >= j).expr is parse_expression("q >= k")
     assert trace(lambda s, a, x, i, j: s * 2.0).expr is parse_expression("score * 2.0")
     assert trace(lambda q, k: True, "mask").expr is parse_expression("true")
-
-
-def test_foreign_arrays_are_named():
-    torch = pytest.importorskip("torch")
-    t = torch.arange(3)
-    with pytest.raises(TraceError, match=r"`t`: a torch array is captured, .* capture `x.numpy\(\)` instead"):
-        trace(lambda q, k: t[q] == k)

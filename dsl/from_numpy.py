@@ -1,0 +1,181 @@
+"""numpy's functions and arrays in a traced function.
+
+>>> from .ir import var
+>>> q, k = Symbol(var("q")), Symbol(var("k"))
+>>> np.where(q > k, q - k, 0) < 4
+where(q > k, q - k, 0) < 4
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import numpy as np
+
+from .ir import FLOAT_FUNCTIONS, Expr, build, lit
+from .symbol import (
+    ARITHMETIC,
+    COMPARISONS,
+    Symbol,
+    apply_binary,
+    choice,
+    elementwise,
+    floor,
+    indexed,
+    joined,
+    number,
+    operand,
+    real,
+    table,
+    truth,
+)  # fmt: skip
+from .types import BOOL, FLOAT, INT, Type
+from .user_line import fail
+
+ELEMENT: dict[str, Type] = {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}
+Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wishes for and its array
+
+UFUNCS: dict[str, str] = {
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div",
+    "floor_divide": "floordiv", "remainder": "mod", "mod": "mod", "power": "pow", "float_power": "pow",
+    "left_shift": "shl", "right_shift": "shr", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
+    "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
+}  # fmt: skip
+UNARY: dict[str, Callable[[Expr], Expr]] = {
+    "logical_not": lambda x: build("not", truth(x)),
+    "absolute": lambda x: build("abs", number(x)),
+    "fabs": lambda x: build("abs", real(x)),
+    "sign": lambda x: build("sign", number(x)),
+    "floor": floor,
+    "ceil": lambda x: -build("floor", -x) if x.type is FLOAT else number(x),
+    "trunc": lambda x: build("int", x) if x.type is FLOAT else number(x),
+    "square": lambda x: joined("mul", number(x), number(x)),
+    "reciprocal": lambda x: joined("div", lit(1.0), x),
+    "expm1": lambda x: build("exp", real(x)) - 1.0,
+    "isnan": lambda x: build("ne", real(x), real(x)),
+    "isfinite": lambda x: build("isfinite", real(x)),
+}
+
+
+def apply(name: str, inputs: tuple[Any, ...]) -> Any:
+    """`np.name(*inputs)` where some input is a symbol."""
+    what = f"np.{name}"
+    if name in UFUNCS:
+        return elementwise(lambda x, y: joined(UFUNCS[name], x, y), *inputs, what=what)
+    if name.startswith("logical_") and len(inputs) == 2:
+        return elementwise(lambda x, y: build(name[8:], truth(x), truth(y)), *inputs, what=what)
+    if name in FLOAT_FUNCTIONS:
+        return elementwise(lambda x: build(name, real(x)), *inputs, what=what)
+    if name in UNARY:
+        return elementwise(UNARY[name], *inputs, what=what)
+    x = operand(inputs[0], what)
+    if name in ("invert", "bitwise_not"):
+        return ~x
+    if name == "negative":
+        return -x
+    if name == "positive":
+        return x
+    return fail(f"np.{name} has no counterpart in the language")
+
+
+def array_function(func: Any, args: Any, kwargs: Any) -> Any:
+    from .torch_arrays import REDUCTIONS
+
+    name = func.__name__
+    if name in REDUCTIONS and args and not set(kwargs) - {"axis", "keepdims"}:
+        return REDUCTIONS[name](*args, **kwargs)
+    if kwargs:
+        fail(f"np.{name} of a position takes no keywords here")
+    if func is np.where and len(args) == 3:
+        condition, yes, no = args
+        return choice(condition, yes, no, "np.where")
+    if func is np.clip and len(args) == 3:
+        return apply_binary("min", apply_binary("max", args[0], args[1]), args[2])
+    if func is np.dot:
+        return args[0] @ args[1]
+    return fail(f"np.{name} has no counterpart in the language")
+
+
+class Table:
+    """Stands for a captured array during the trace. Indexing with positions makes lookups; everything else
+    sees the array."""
+
+    __slots__ = ("_name", "_naming", "array")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, naming: Naming, array: Any, name: str) -> None:
+        self._naming, self.array, self._name = naming, array, name
+
+    def symbol(self) -> Symbol:
+        """The whole array, as Exprs."""
+        return table(self._naming(self._name, self.array), self.array.shape, ELEMENT[self.array.dtype.kind])
+
+    def __getitem__(self, key: Any) -> Any:
+        keys = key if isinstance(key, tuple) else (key,)
+        if not any(isinstance(x, Symbol) for x in keys):
+            return self._again(self.array[tuple(x.array if isinstance(x, Table) else x for x in keys)])
+        return indexed(self.symbol(), tuple(x.symbol() if isinstance(x, Table) else x for x in keys), f"`{self._name}`")
+
+    def _again(self, value: Any) -> Any:
+        """A table of what was computed from a table."""
+        if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in ELEMENT:
+            return Table(self._naming, value, self._name)
+        return value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return np.asarray(self.array, *args)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        if any(isinstance(x, Symbol) for x in inputs):
+            return apply(ufunc.__name__, inputs)
+        plain = [x.array if isinstance(x, Table) else x for x in inputs]
+        return self._again(getattr(ufunc, method)(*plain, **options))
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if any(isinstance(x, Symbol) for x in args):
+            return array_function(func, args, kwargs)
+        plain = [x.array if isinstance(x, Table) else x for x in args]
+        return self._again(func(*plain, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.array, name)
+        if callable(value):
+            return lambda *args, **options: self._again(value(*args, **options))
+        return self._again(value)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+
+def _forward(name: str) -> Any:
+    def method(self: Table, *others: Any) -> Any:
+        if any(isinstance(o, Symbol) for o in others):
+            operand(self, f"`{name.strip('_')}`")
+        plain = [o.array if isinstance(o, Table) else o for o in others]
+        return self._again(getattr(self.array, name)(*plain))
+
+    return method
+
+
+for _name in (*ARITHMETIC, *(f"r{n}" for n in ARITHMETIC), *COMPARISONS, "neg", "pos", "abs", "invert"):
+    setattr(Table, f"__{_name}__", _forward(f"__{_name}__"))
+
+
+def _math(name: str) -> Callable[[Any], Any]:
+    def call(x: Any) -> Any:
+        return apply(name, (x,)) if isinstance(x, Symbol | Table) else getattr(math, name)(x)
+
+    return call
+
+
+# Functions that a copy of the user's function calls in place of Python's own.
+BUILTINS: dict[BuiltinFunctionType, Callable[..., Any]] = {
+    getattr(math, n): _math(n) for n in ("exp", "log", "tanh", "sqrt", "sin", "cos")
+}

@@ -1,0 +1,328 @@
+"""torch callables to Expr: captured tensors become tables and scalars, torch's functions the language's operators.
+
+>>> import torch
+>>> from .show import show
+>>> from .trace import trace
+>>> def alibi(slopes):
+...     return lambda score, b, h, q, k: torch.where(q >= k, score + slopes[h] * (k - q), -torch.inf)
+>>> slopes = torch.tensor([0.5, 0.25])
+>>> found = trace(alibi(slopes))
+>>> show(found.expr, found.tables), found.tables["slopes"] is slopes
+('where(q >= k, score + slopes[h] * (k - q), -inf)', True)
+
+Runs under a `TorchFunctionMode`, which sees every call of torch with the caller's line still on the stack. A tensor
+that the function made itself is a constant: it is computed at once, and joins the expression as a literal or a table.
+Every other tensor is captured: what is done to it becomes part of the expression, so that a learned one keeps its
+place in it. Functions without a counterpart are computed at once too, as long as no position enters.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from . import ir
+from .errors import TraceError
+from .evaluate import evaluate
+from .ir import lit
+from .symbol import Symbol, context, table
+from .torch_arrays import REDUCTIONS
+from .torch_functions import FUNCTIONS, METHODS, called
+from .types import BOOL, FLOAT, INT, Type
+from .user_line import fail, is_users, user_frame
+
+RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson dropout "
+    "alpha_dropout feature_dropout dropout1d dropout2d dropout3d rrelu manual_seed".split()
+)
+FACTORIES = {"zeros_like": "zeros", "ones_like": "ones", "full_like": "full", "empty_like": "empty",
+             "new_zeros": "zeros", "new_ones": "ones", "new_full": "full", "new_tensor": "tensor",
+             "new_empty": "empty"}  # fmt: skip
+# Computed at once where no position enters and nothing is learned: a mask does not go through a whole array again.
+WHOLE = frozenset("max min prod norm dot vdot inner matmul mv isin searchsorted".split()) | frozenset(REDUCTIONS)
+ADVICE = {
+    "argmax": "compute it outside and capture the result",
+    "cumsum": "compute it outside and capture the result",
+    "nonzero": "it has no fixed size: compute it outside and capture the result",
+    "arange": "its length would depend on a position: capture torch.arange(n) for a fixed n",
+}
+
+
+class Front:
+    """What one trace knows of torch's tensors. `naming` gives a captured tensor its name; `values` are all that have
+    one, `wishes` the names of variables that hold one, by the tensor's id."""
+
+    def __init__(self, naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str]) -> None:
+        self.torch = sys.modules["torch"]
+        self.naming, self.values, self.wishes = naming, values, wishes
+        self.made: dict[int, Any] = {}  # tensors that the function made itself, by id
+        self.lifted: dict[int, tuple[Any, Symbol]] = {}
+        self.seen: dict[tuple[Any, ...], Any] = {}  # one object for all views of the same elements
+
+    # -- tensors to symbols
+
+    def lift(self, value: Any) -> Symbol | None:
+        """The symbol of a tensor; None for anything else."""
+        if not isinstance(value, self.torch.Tensor):
+            return None
+        if id(value) not in self.lifted:
+            self.lifted[id(value)] = value, self._symbol(value)
+        return self.lifted[id(value)][1]
+
+    def _symbol(self, value: Any) -> Symbol:
+        with self.torch._C.DisableTorchFunction():
+            wish = self._wish(value)
+            type_ = self._type(value, wish)
+            shape = tuple(value.shape)
+            if not shape and id(value) in self.made:
+                return Symbol(lit(_literal(value)))
+            key = (value.data_ptr(), shape, value.stride(), value.dtype, value.requires_grad)
+            name = self.naming(wish, self.seen.setdefault(key, value))
+        return table(name, shape, type_) if shape else Symbol(ir.param(name, type_))
+
+    def _type(self, value: Any, name: str) -> Type:
+        if value.layout is not self.torch.strided or value.is_nested:
+            fail(f"`{name}` is a sparse or nested tensor: capture a dense one, as `x.to_dense()`")
+        try:
+            readable = not value.is_meta and type(value).__name__ != "FakeTensor" and value.data_ptr() >= 0
+        except RuntimeError:  # inside torch.vmap or torch.func
+            readable = False
+        if not readable:
+            fail(f"`{name}` has no values to read: it is a meta or fake tensor, or inside torch.vmap or torch.func")
+        if value.dtype is self.torch.bool:
+            return BOOL
+        if value.is_complex() or value.is_quantized:
+            fail(f"`{name}` is of {value.dtype}; tables hold bool, int or float")
+        return FLOAT if value.is_floating_point() else INT
+
+    def _wish(self, value: Any) -> str:
+        """What the user calls a tensor: a variable or an attribute, in the functions that run now."""
+        if id(value) in self.wishes:
+            return self.wishes[id(value)]
+        frame = user_frame()
+        while frame is not None and frame.f_globals.get("__name__") != "frisket.dsl.trace":
+            if is_users(frame):
+                scopes: list[Mapping[str, Any]] = [
+                    frame.f_locals,
+                    {n: frame.f_globals.get(n) for n in frame.f_code.co_names},
+                ]
+                scopes[1:1] = [self._members(x) for x in frame.f_locals.values()]
+                for scope in scopes:
+                    for name, x in scope.items():
+                        if x is value or (isinstance(x, list | tuple) and any(y is value for y in x)):
+                            return name
+            frame = frame.f_back
+        return "table" if value.ndim else "scalar"
+
+    def _members(self, x: Any) -> dict[str, Any]:
+        if isinstance(x, self.torch.nn.Module):
+            return {n.replace(".", "_"): t for n, t in (*x.named_parameters(), *x.named_buffers())} | vars(x)
+        if isinstance(x, dict):
+            return {n: t for n, t in x.items() if isinstance(n, str)}
+        members: Any = getattr(x, "__dict__", {})
+        return dict(members) if isinstance(members, dict) and not isinstance(x, ModuleType) else {}
+
+    def concrete(self, x: Symbol) -> Any:
+        """The tensor a symbol stands for, or None where its value depends on a position."""
+        if self.moves(x):
+            return None
+        names = {a.bound: ir.var(f"axis {i}") for i, a in enumerate(x.axes)}
+        grid = np.ogrid[tuple(slice(n) for n in x.shape)] if x.axes else ()
+        with self.torch._C.DisableTorchFunction():
+            tables = {n: _numpy(self.torch, v) for n, v in self.values.items()}
+            env = {**{f"axis {i}": g for i, g in enumerate(grid)}, **tables}
+            found = np.broadcast_to(evaluate(ir.substitute(x.expr, names), env, tables), tuple(x.shape))
+            return self.torch.from_numpy(found.copy()).to(self.dtype(x))
+
+    def dtype(self, x: Symbol) -> Any:
+        return {BOOL: self.torch.bool, INT: self.torch.int64, FLOAT: self.torch.float32}[x.expr.type]
+
+    def attribute(self, x: Symbol, name: str) -> Any:
+        """`x.name` where neither Symbol nor the table of functions has it."""
+        if name == "dtype":
+            return self.dtype(x)
+        if name == "device":
+            return self.torch.device("cpu")
+        if name in ("is_cuda", "is_meta", "is_sparse", "is_nested", "requires_grad"):
+            return False
+        if name == "detach":
+            return lambda: self.detach(x)
+        if hasattr(self.torch.Tensor, name):
+            return lambda *args, **kwargs: self.call(getattr(self.torch.Tensor, name), (x, *args), kwargs)
+        raise AttributeError(f"a position has no `{name}`")
+
+    # -- calls
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The answer to `func(*args, **kwargs)`: a symbol, or what torch gives."""
+        name = name_of(func)
+        inputs = list(_arrays(self.torch, (*args, *kwargs.values())))
+        symbols = [x for x in inputs if isinstance(x, Symbol)]
+        captured = [x for x in inputs if not isinstance(x, Symbol) and id(x) not in self.made]
+        if name in RANDOM or (name.endswith("_") and name.strip("_") in RANDOM):
+            fail(f"`torch.{name}` gives other numbers at every call; "
+                 "in the language it is `random(seed, b, h, q, k)`, or capture a tensor of random numbers")  # fmt: skip
+        if (_in_place(name) or kwargs.get("out") is not None) and (symbols or captured):
+            fail(f"`{name}` changes a tensor in place: write the new value, as in `x = x + 1`")
+        if name in FACTORIES and symbols:
+            return self.factory(name, args, kwargs)
+        if name == "tensor" and symbols:
+            func, name = self.torch.Tensor.to, "to"
+        if name in CONVERSIONS and not symbols:
+            return self.run(func, args, kwargs)
+        name = name.strip("_").removeprefix("special_").removeprefix("linalg_")
+        if symbols and name in METHODS:
+            return called(name, METHODS[name], args, kwargs)
+        if name == "detach" and symbols:
+            return self.detach(symbols[0])
+        if name in FUNCTIONS and (symbols or captured) and not self._at_once(name, inputs, args):
+            return called(name, FUNCTIONS[name], args, kwargs)
+        return self.run(func, *self._plain(name, args, kwargs)) if symbols else self.run(func, args, kwargs)
+
+    def _at_once(self, name: str, inputs: list[Any], args: tuple[Any, ...]) -> bool:
+        """Whether a call is for torch: whole arrays gone through, or indexed with arrays, with no position in it."""
+        if name == "getitem":
+            key = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return not any(isinstance(x, Symbol) for x in key) and any(
+                isinstance(x, list | self.torch.Tensor) for x in key
+            )
+        return name in WHOLE and not any(self.moves(x) or self.learned(x) for x in inputs)
+
+    @staticmethod
+    def moves(x: Any) -> bool:
+        """Whether a position enters."""
+        return isinstance(x, Symbol) and any(n.op == "var" for n in ir.walk(x.expr))
+
+    def learned(self, x: Any) -> bool:
+        if not isinstance(x, Symbol):
+            return bool(x.requires_grad)
+        leaves = (n.name for n in ir.walk(x.expr) if n.op in ("lookup", "param"))
+        return any(getattr(self.values.get(n), "requires_grad", False) for n in leaves)
+
+    def factory(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        like, *rest = args
+        kwargs = {n: v for n, v in kwargs.items() if n not in ("device", "memory_format", "layout")}
+        if name.endswith("_like"):
+            rest = [tuple(like.shape), *rest]
+        if any(isinstance(x, Symbol) for x in (*rest, *kwargs.values())):
+            return next(x for x in (*rest, *kwargs.values()) if isinstance(x, Symbol))
+        if name != "new_tensor":
+            kwargs.setdefault("dtype", self.dtype(like))
+        return self.run(getattr(self.torch, FACTORIES[name]), tuple(rest), kwargs)
+
+    def detach(self, x: Symbol) -> Any:
+        if x.expr.type is not FLOAT or not (self.learned(x) or "score" in ir.uses(x.expr)):
+            return x
+        if self.moves(x):
+            fail("`detach` of a value that depends on a position: capture a detached tensor instead")
+        return self.concrete(x)
+
+    def _plain(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Arguments with tensors for symbols, where all of them have values."""
+
+        def one(x: Any) -> Any:
+            if isinstance(x, list | tuple):
+                return type(x)(one(y) for y in x)
+            if not isinstance(x, Symbol):
+                return x
+            value = self.concrete(x)
+            if value is None:
+                advice = f": {ADVICE[name]}" if name in ADVICE else ""
+                fail(f"`torch.{name}` of a position has no counterpart in the language{advice}")
+            return value
+
+        return one(args), {n: one(v) for n, v in kwargs.items()}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch's own answer; what it makes of nothing captured is a constant."""
+        inputs = list(_arrays(self.torch, (*args, *kwargs.values())))
+        result = func(*args, **kwargs)
+        if all(id(x) in self.made for x in inputs):
+            self.made.update({id(x): x for x in _arrays(self.torch, (result,))})
+        return result
+
+
+class Forward:
+    """A torch.autograd.Function during the trace: applying it runs its forward."""
+
+    def __init__(self, forward: Callable[..., Any], cls: Any) -> None:
+        self.forward, self.cls = forward, cls
+
+    def apply(self, *args: Any) -> Any:
+        if self.cls.setup_context is not sys.modules["torch"].autograd.Function.setup_context:
+            return self.forward(*args)  # the newer form has the context in a method of its own
+        nothing = "save_for_backward save_for_forward mark_non_differentiable set_materialize_grads mark_dirty".split()
+        return self.forward(SimpleNamespace(**dict.fromkeys(nothing, lambda *_: None)), *args)
+
+
+def name_of(func: Any) -> str:
+    """`where`, `__getitem__`, and `shape` for the getter of an attribute."""
+    name = str(getattr(func, "__name__", func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+
+
+CONVERSIONS = frozenset({"__bool__", "__int__", "__float__", "__index__"})  # Python asks them of a tensor
+READERS = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
+
+
+def _in_place(name: str) -> bool:
+    changes = name in ("__setitem__", "__set__", "__delitem__") or (name.startswith("__i") and name not in READERS)
+    return changes or (name.endswith("_") and not name.endswith("__"))
+
+
+def _arrays(torch: Any, values: Any) -> Iterator[Any]:
+    """The symbols and tensors among values, and in lists of them."""
+    for x in values:
+        if isinstance(x, Symbol | torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _arrays(torch, x)
+
+
+def _literal(value: Any) -> bool | int | float:
+    """The number of a constant; a float32 as its shortest decimal, so that torch.tensor(0.1) is 0.1."""
+    number = value.item()
+    return float(str(np.float32(number))) if str(value.dtype) == "torch.float32" else number
+
+
+def _numpy(torch: Any, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return (value.float() if value.is_floating_point() and value.dtype is not torch.float64 else value).numpy()
+
+
+@cache
+def _mode() -> Any:
+    class Mode(sys.modules["torch"].overrides.TorchFunctionMode):  # type: ignore[misc]
+        """Sends every call of torch's functions, in this thread, to a Front."""
+
+        def __init__(self, front: Front) -> None:
+            super().__init__()
+            self.front = front
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self.front.call(func, args, kwargs or {})
+
+    return Mode
+
+
+@contextmanager
+def active(naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str]) -> Iterator[None]:
+    """torch's functions and captured tensors are traced in this thread, whatever modes of the user's are on."""
+    torch = sys.modules["torch"]
+    if torch.compiler.is_compiling():
+        raise TraceError("a mask is made inside torch.compile: make it outside, and use it there")
+    front = Front(naming, values, wishes)
+    before, context.front = context.front, front
+    try:
+        with torch.device("cpu"), _mode()(front):  # what the function makes lives here, under any default device
+            yield
+    finally:
+        context.front = before

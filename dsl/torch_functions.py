@@ -1,0 +1,55 @@
+"""torch's functions and tensor methods by name: single elements, arrays, and what a symbol says of itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .symbol import Symbol, context
+from .torch_arrays import ARRAYS
+from .torch_scalars import SCALARS, Function
+from .types import FLOAT
+from .user_line import fail
+
+FUNCTIONS: dict[str, Function] = {**SCALARS, **ARRAYS}
+
+# -- methods and attributes of a symbol -------------------------------------------------------------
+
+
+def _size(x: Symbol, dim: int | None = None) -> Any:
+    return x.shape if dim is None else x.shape[dim]
+
+
+METHODS: dict[str, Function] = {
+    "size": _size,
+    "dim": lambda x: x.ndim,
+    "ndimension": lambda x: x.ndim,
+    "numel": lambda x: math.prod(x.shape),
+    "nelement": lambda x: math.prod(x.shape),
+    "is_floating_point": lambda x: x.expr.type is FLOAT,
+    "is_contiguous": lambda x: True,
+    "item": lambda x: x._number("`.item()` of a position: it has no value while the function is traced"),
+    "tolist": lambda x: x._number("`.tolist()` of a position: it has no value while the function is traced"),
+}
+ATTRIBUTES = frozenset({"T", "mT"})
+
+
+def called(name: str, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`function` with arguments it may not take."""
+    try:
+        return function(*args, **{n: v for n, v in kwargs.items() if v is not None})
+    except TypeError as error:
+        fail(f"`{name}`: {str(error).replace('<lambda>', name)}")
+
+
+def attribute(x: Symbol, name: str) -> Any:
+    """`x.name` for what Symbol itself does not have."""
+    if name in ATTRIBUTES:
+        return FUNCTIONS[name](x)
+    if name in METHODS or name in FUNCTIONS:
+        function = METHODS.get(name) or FUNCTIONS[name]
+        return lambda *args, **kwargs: called(name, function, (x, *args), kwargs)
+    if context.front is not None and not name.startswith("__"):
+        return context.front.attribute(x, name)
+    raise AttributeError(f"a position has no `{name}`")

@@ -1,0 +1,274 @@
+"""What torch's functions of single elements mean on symbols, by name. Nothing here needs torch.
+
+>>> from .ir import var
+>>> q, k = Symbol(var("q")), Symbol(var("k"))
+>>> SCALARS["where"](q >= k, SCALARS["remainder"](q, 4), -1)
+where(q >= k, q % 4, -1)
+
+An entry takes torch's arguments by torch's names. Dtypes count as Bool, Int or Float; widths neither wrap nor round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .functions import MADE_OF
+from .ir import FLOAT_FUNCTIONS, INF, NEG_INF, Expr, build, lit, to_float
+from .sugar import eq, maximum, minimum, ne, where
+from .symbol import Symbol, alike, apply_binary, choice, elementwise, number, operand, real, truth
+from .types import BOOL, FLOAT, INT, Type
+from .user_line import fail
+
+Function = Callable[..., Any]
+
+
+def type_of_dtype(dtype: Any) -> Type:
+    """Bool, Int or Float for a dtype of torch or numpy, or one of Python's types."""
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    if name.startswith("bool"):
+        return BOOL
+    if name.startswith(("int", "uint", "long", "short")):
+        return INT
+    if name.startswith(("float", "bfloat", "half", "double")):
+        return FLOAT
+    return fail(f"{name} has no counterpart in the language: it has bool, int and float")
+
+
+def cast(e: Expr, type: Type) -> Expr:
+    if type is BOOL:
+        return truth(e)
+    if type is FLOAT:
+        return real(e)
+    if e.type is FLOAT:
+        return e.args[0] if e.op == "float" else build("int", e)
+    return number(e)
+
+
+def to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Symbol:
+    """`x.to(...)`, `x.type(...)`: a dtype, another tensor's, or a device, which means nothing here."""
+    for a in args:
+        if a is None or isinstance(a, bool | str) or type(a).__name__ == "device":
+            continue
+        dtype = a.dtype if hasattr(a, "dtype") else a
+    return operand(x, "`to`") if dtype is None else elementwise(lambda e: cast(e, type_of_dtype(dtype)), x, what="`to`")
+
+
+def _cast(type: str, input: Any, **_: Any) -> Symbol:
+    """`x.float()`, `x.long()`, ..."""
+    return to(input, dtype=type)
+
+
+# -- one element each -------------------------------------------------------------------------------
+
+
+def _softplus(x: Expr) -> Expr:
+    return MADE_OF["softplus"](x)
+
+
+def _expm1(x: Expr) -> Expr:
+    return build("tanh", x * 0.5) * (build("exp", x) + 1.0)  # exp(x) - 1 loses all digits near 0
+
+
+def _floor(x: Expr) -> Expr:
+    return to_float(build("floor", x))
+
+
+def _round(x: Expr) -> Expr:
+    """Halves to the even neighbour."""
+    low = build("floor", x)
+    rest = x - to_float(low)
+    return to_float(where(rest < 0.5, low, where(rest > 0.5, low + 1, low + low % 2)))
+
+
+def _bounded(x: Expr, low: float, high: float) -> Expr:
+    return minimum(maximum(x, low), high)
+
+
+ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
+    **{n: partial(build, n) for n in FLOAT_FUNCTIONS},
+    **MADE_OF,
+    "expit": lambda x: build("sigmoid", x),
+    "log10": lambda x: build("log", x) / math.log(10.0),
+    "expm1": _expm1,
+    "erfc": lambda x: 1.0 - build("erf", x),
+    "reciprocal": lambda x: 1.0 / x,
+    "sinh": lambda x: 0.5 * (_expm1(x) + _expm1(x) / (_expm1(x) + 1.0)),
+    "cosh": lambda x: 0.5 * (build("exp", x) + build("exp", -x)),
+    "logit": lambda x: build("log", x / (1.0 - x)),
+    "log_sigmoid": lambda x: -_softplus(-x),
+    "softsign": lambda x: x / (1.0 + abs(x)),
+    "mish": lambda x: x * build("tanh", _softplus(x)),
+    "tanhshrink": lambda x: x - build("tanh", x),
+    "relu6": lambda x: _bounded(x, 0.0, 6.0),
+    "hardsigmoid": lambda x: _bounded(x + 3.0, 0.0, 6.0) / 6.0,
+    "hardswish": lambda x: x * _bounded(x + 3.0, 0.0, 6.0) / 6.0,
+    "selu": lambda x: 1.0507009873554805 * where(x > 0.0, x, 1.6732632423543772 * _expm1(x)),
+    "isfinite": partial(build, "isfinite"),
+    "isnan": lambda x: ne(x, x),
+    "isinf": lambda x: eq(abs(x), INF),
+    "isneginf": lambda x: eq(x, NEG_INF),
+    "isposinf": lambda x: eq(x, INF),
+}
+ON_NUMBER: dict[str, Callable[[Expr], Expr]] = {
+    "abs": abs,
+    "absolute": abs,
+    "fabs": abs,
+    "neg": lambda x: build("neg", x),
+    "negative": lambda x: build("neg", x),
+    "positive": lambda x: x,
+    "sign": lambda x: build("sign", x),
+    "sgn": lambda x: build("sign", x),
+    "square": lambda x: x * x,
+    "relu": lambda x: maximum(x, lit(0) if x.type is INT else lit(0.0)),
+    "floor": lambda x: x if x.type is INT else _floor(x),
+    "ceil": lambda x: x if x.type is INT else to_float(-build("floor", -x)),
+    "trunc": lambda x: x if x.type is INT else to_float(build("int", x)),
+    "fix": lambda x: x if x.type is INT else to_float(build("int", x)),
+    "frac": lambda x: x - to_float(build("int", x)),
+    "round": lambda x: x if x.type is INT else _round(x),
+}
+
+
+def _one(name: str, make: Callable[[Expr], Expr], kind: Callable[[Expr], Expr]) -> Function:
+    def call(input: Any, inplace: bool = False) -> Symbol:
+        return elementwise(lambda x: make(kind(x)), input, what=f"`{name}`")
+
+    return call
+
+
+BINARY = {
+    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "true_divide": "div",
+    "truediv": "div", "floor_divide": "floordiv", "floordiv": "floordiv", "remainder": "mod", "mod": "mod",
+    "pow": "pow", "maximum": "max", "minimum": "min", "fmax": "max", "fmin": "min",
+    "lt": "lt", "less": "lt", "le": "le", "less_equal": "le", "gt": "gt", "greater": "gt", "ge": "ge",
+    "greater_equal": "ge", "eq": "eq", "ne": "ne", "not_equal": "ne",
+    "and": "and", "or": "or", "xor": "xor", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
+    "lshift": "shl", "rshift": "shr", "bitwise_left_shift": "shl", "bitwise_right_shift": "shr",
+}  # fmt: skip
+SWAPPED = {
+    "radd": "add", "rsub": "sub", "rmul": "mul", "rdiv": "div", "rtruediv": "div", "rfloordiv": "floordiv",
+    "rmod": "mod", "rpow": "pow", "rand": "and", "ror": "or", "rxor": "xor", "rlshift": "shl", "rrshift": "shr",
+}  # fmt: skip
+
+
+def _two(op: str, swapped: bool = False) -> Function:
+    def call(input: Any, other: Any = None, *, alpha: Any = 1, **names: Any) -> Symbol:
+        other = next(iter(names.values())) if names else other  # `exponent=`
+        other = other if isinstance(alpha, int) and alpha == 1 else apply_binary("mul", other, alpha)
+        return apply_binary(op, other, input) if swapped else apply_binary(op, input, other)
+
+    return call
+
+
+def _logical(op: str) -> Function:
+    return lambda input, other: elementwise(
+        lambda x, y: build(op, truth(x), truth(y)), input, other, what=f"`logical_{op}`"
+    )
+
+
+def _truncated(x: Expr, y: Expr) -> Expr:
+    """x / y towards zero, in their common type."""
+    x, y = alike(number(x), number(y))
+    if x.type is FLOAT:
+        return to_float(build("int", x / y))
+    sign = build("sign", x) if y.op == "lit" and y.name > 0 else build("sign", x) * build("sign", y)
+    return sign * (abs(x) // abs(y))
+
+
+def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Symbol:
+    if rounding_mode == "trunc":
+        return elementwise(_truncated, input, other, what="`div`")
+    return apply_binary("div" if rounding_mode is None else "floordiv", input, other)
+
+
+def fmod(input: Any, other: Any) -> Symbol:
+    def make(x: Expr, y: Expr) -> Expr:
+        x, y = alike(number(x), number(y))
+        return x - y * _truncated(x, y)
+
+    return elementwise(make, input, other, what="`fmod`")
+
+
+def clamp(input: Any, min: Any = None, max: Any = None) -> Symbol:
+    found = operand(input, "`clamp`")
+    if min is not None:
+        found = apply_binary("max", found, min)
+    return found if max is None else apply_binary("min", found, max)
+
+
+def chosen(condition: Any, input: Any = None, other: Any = None, **names: Any) -> Symbol:
+    if input is None or other is None:
+        fail("`torch.where` with one argument gives positions in an array: give it three")
+    return choice(condition, input, other, "`torch.where`")
+
+
+def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Symbol:
+    # torch goes straight to x above the threshold, where the difference is below its precision
+    return elementwise(lambda x: _softplus(real(x) * float(beta)) / float(beta) if beta != 1 else _softplus(real(x)),
+                       input, what="`softplus`")  # fmt: skip
+
+
+def gelu(input: Any, approximate: str = "none") -> Symbol:
+    def tanh(x: Expr) -> Expr:
+        return 0.5 * x * (1.0 + build("tanh", math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
+
+    return elementwise(lambda x: (tanh if approximate == "tanh" else MADE_OF["gelu"])(real(x)), input, what="`gelu`")
+
+
+def _piece(make: Callable[..., Expr], **defaults: float) -> Function:
+    """A Float function with a few numbers beside its argument."""
+
+    def call(input: Any, *given: float, inplace: bool = False, **named: float) -> Symbol:
+        numbers = {**defaults, **dict(zip(defaults, given)), **named}
+        if set(numbers) != set(defaults):
+            raise TypeError(f"it takes {', '.join(defaults)}")
+        return elementwise(lambda x: make(real(x), *(float(v) for v in numbers.values())), input, what="a function")
+
+    return call
+
+
+PIECES: dict[str, Function] = {
+    "leaky_relu": _piece(lambda x, s: where(x >= 0.0, x, x * s), negative_slope=0.01),
+    "elu": _piece(lambda x, a: where(x > 0.0, x, a * _expm1(x)), alpha=1.0),
+    "celu": _piece(lambda x, a: where(x > 0.0, x, a * _expm1(x / a)), alpha=1.0),
+    "hardtanh": _piece(_bounded, min_val=-1.0, max_val=1.0),
+    "threshold": _piece(lambda x, t, v: where(x > t, x, v), threshold=0.0, value=0.0),
+    "hardshrink": _piece(lambda x, c: where(abs(x) > c, x, 0.0), lambd=0.5),
+    "softshrink": _piece(lambda x, c: where(x > c, x - c, where(x < -c, x + c, 0.0)), lambd=0.5),
+}
+
+
+def nan_to_num(input: Any, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Symbol:
+    most = 3.4028234663852886e38  # of float32, as scores are
+    high, low = (most if posinf is None else posinf), (-most if neginf is None else neginf)
+
+    def make(x: Expr) -> Expr:
+        x = real(x)
+        return where(ne(x, x), float(nan), where(eq(x, INF), float(high), where(eq(x, NEG_INF), float(low), x)))
+
+    return elementwise(make, input, what="`nan_to_num`")
+
+
+SCALARS: dict[str, Function] = {
+    **{n: _one(n, f, real) for n, f in ON_FLOAT.items()},
+    **{n: _one(n, f, number) for n, f in ON_NUMBER.items()},
+    **{n: _two(op) for n, op in BINARY.items()},
+    **{n: _two(op, swapped=True) for n, op in SWAPPED.items()},
+    **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor")},
+    **PIECES,
+    **{n: partial(_cast, n) for n in ("float", "double", "half", "bfloat16", "bool", "int", "long", "short")},
+    "logical_not": lambda input: elementwise(lambda x: build("not", truth(x)), input, what="`logical_not`"),
+    "invert": lambda input: ~operand(input, "`~`"),
+    "bitwise_not": lambda input: ~operand(input, "`~`"),
+    "float_power": lambda input, exponent: apply_binary("pow", to(input, dtype="float"), exponent),
+    "div": div, "divide": div, "fmod": fmod, "clamp": clamp, "clip": clamp,
+    "clamp_min": lambda input, min: clamp(input, min=min),
+    "clamp_max": lambda input, max: clamp(input, max=max),
+    "where": chosen,
+    "masked_fill": lambda input, mask, value: choice(mask, value, input, "`masked_fill`"),
+    "softplus": softplus, "gelu": gelu, "nan_to_num": nan_to_num,
+    "to": to, "type": to, "astype": to, "type_as": lambda input, other: to(input, other.dtype),
+}  # fmt: skip

@@ -1,0 +1,80 @@
+"""Errors at the line of the user's function that is being traced.
+
+>>> line("no_such_file.py", 3)
+'no_such_file.py:3'
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sys
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
+
+from .errors import TraceError
+
+LIBRARY_FRAMES = frozenset({"frisket", "numpy", "torch", "jax", "jaxlib"})
+
+WORDS = {
+    "and": "write `(x) & (y)` for `x and y`",
+    "or": "write `(x) | (y)` for `x or y`",
+    "not": "write `~(x)` for `not x`",
+    "if": "write `{where}(condition, a, b)` for `a if condition else b`",
+}
+CHAIN = "write `(a <= x) & (x < b)` for `a <= x < b`"
+CALLS = {word: f"write `{{module}}.{name}` for `{word}`" for word, name in (("min(", "minimum("), ("max(", "maximum("))}
+
+
+def is_users(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] not in LIBRARY_FRAMES
+
+
+def user_frame() -> FrameType | None:
+    """The innermost running frame that belongs to no library."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame):
+        frame = frame.f_back
+    return frame
+
+
+def line(file: str, number: int) -> str:
+    """ "file:line" and the source of that line."""
+    source = linecache.getline(file, number).strip()
+    return f"{file}:{number}" + (f"\n    {source}" if source else "")
+
+
+def place() -> str:
+    frame = user_frame()
+    return "" if frame is None else line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def fail(message: str, cause: BaseException | None = None) -> NoReturn:
+    """Raise `TraceError` at the user's line: the one that runs, or where `cause` was raised."""
+    if cause is None:
+        raise TraceError(f"{message}\n  {place()}")
+    last, step = None, cause.__traceback__
+    while step is not None:
+        if is_users(step.tb_frame):
+            last = line(step.tb_frame.f_code.co_filename, step.tb_lineno)
+        step = step.tb_next
+    raise TraceError(message + (f"\n  {last}" if last else "")) from cause
+
+
+def no_truth() -> NoReturn:
+    """A symbol was asked whether it is true: say what the user's line does instead."""
+    source = place().partition("\n")[2]
+    module = _array_module()
+    found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
+    found = found or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){re.escape(word)}", source)]
+    if re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"\b(and|or|if)\b|[&|]", source):
+        found = [CHAIN]
+    advice = "; ".join(found or [*WORDS.values(), CHAIN]).format(where=f"{module}.where", module=module)
+    fail(f"a position has no truth value while the function is traced: {advice}")
+
+
+def _array_module() -> str:
+    """The name under which the user's file knows torch, else "np"."""
+    frame = user_frame()
+    scope: dict[str, Any] = {} if frame is None else frame.f_globals
+    return next((n for n, m in scope.items() if isinstance(m, ModuleType) and m.__name__ == "torch"), "np")
