@@ -6,10 +6,10 @@ Text comes from dsl/library.frisket, what is drawn from benchmarks/cases.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ LONGER = {  # pictures that need more tokens than 64: (tokens, tile)
     "svg_spatial_sink(p, t, w)": (640, 64),
     "svg_temporal(p, t, frames, w)": (160, 16),
 }
-CURVES = {"softcap(50)": 150.0, "softcap_fraction(50)": 150.0}  # scores drawn, where more than 4
+CURVES = {"softcap(c)": 150.0, "softcap_fraction(c)": 150.0}  # scores drawn, where more than 4
 INTRO = """\
 # The library, in pictures
 
@@ -75,21 +75,22 @@ def file(entry: Entry) -> str:
     return f"{entry.name}{len(entry.params) or ''}.png"
 
 
-def pictures() -> Iterator[tuple[str, Any]]:
+def pictures() -> Iterator[tuple[str, Callable[[Path], None]]]:
     """(file name, what writes it to a path)."""
     for entry in fk.library().values():
         one = drawn(entry)
         if one is None:
             continue
-        if entry.signature in cases.mods(LENGTH):
-            yield file(entry), lambda path, one=one: mod_picture(one, path)
-        else:
-            tile = LONGER.get(entry.signature, (LENGTH, TILE))[1]
-            layout = one.mask.layout(**one.lengths, block=tile)
-            yield file(entry), lambda path, layout=layout: layout.plot(path, compact=True, size=1.4)
+        draw = mod_picture if entry.signature in cases.mods(LENGTH) else mask_picture
+        yield file(entry), partial(draw, entry.signature, one)
 
 
-def mod_picture(one: cases.Case, path: Path) -> None:
+def mask_picture(signature: str, one: cases.Case, path: Path) -> None:
+    tile = LONGER.get(signature, (LENGTH, TILE))[1]
+    one.mask.layout(**one.lengths, block=tile).plot(path, compact=True, size=1.4)
+
+
+def mod_picture(signature: str, one: cases.Case, path: Path) -> None:
     """Score mods of positions as a map of what becomes of a score of 1, others as curves."""
     from matplotlib.figure import Figure
 
@@ -102,7 +103,7 @@ def mod_picture(one: cases.Case, path: Path) -> None:
         reach = np.abs(value - 1).max()
         axes.imshow(value - 1, cmap="PuOr_r", vmin=-reach, vmax=reach, interpolation="none")
     else:
-        x = np.linspace(-1, 1, 200) * CURVES.get(one.text, 4.0)
+        x = np.linspace(-1, 1, 200) * CURVES.get(signature, 4.0)
         axes.axhline(0, color="0.8", linewidth=0.6)
         axes.axvline(0, color="0.8", linewidth=0.6)
         for h, colour in enumerate((LIGHT.full, LIGHT.partial, LIGHT.dim, LIGHT.ink)):
