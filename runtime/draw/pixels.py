@@ -1,5 +1,6 @@
 """The pixels of a layout: a colour for every tile, every few tiles, or every token.
 
+>>> from frisket.runtime.draw.palette import LIGHT
 >>> from frisket.runtime.mask import mask
 >>> panel = of_tiles(mask("causal").layout(512, 512), LIGHT)
 >>> panel.colours.shape, panel.step, panel.tiles
@@ -21,7 +22,7 @@ from frisket.dsl.ir import uses
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.dense import coordinates, visible
 
-from .palette import LIGHT, Palette
+from .palette import Palette
 from .terminal import of_layout
 
 if TYPE_CHECKING:

@@ -1,0 +1,159 @@
+"""A layout as one page that works offline, and as a still picture for notebooks.
+
+    layout.to_html("mask.html")      # zoom, pan, and ask any position why
+
+The page carries the runs of tiles, the mask as a program for the evaluator in mask.js, and its tables: nothing is
+loaded, and single tokens are worked out in the browser as they come into view.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import cache
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frisket.dsl.errors import BudgetError, ParameterError
+
+from . import portable
+from .palette import DARK, LIGHT, Palette
+from .pixels import of_tiles, png, start
+from .save import save
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
+STILL = 128  # cells along each axis of the picture in a notebook
+PACKED = 64 << 20  # bytes of packed runs in one page
+
+
+def to_html(layout: Layout, path: str | Path | None = None) -> str:
+    """The page as text, written to `path` (`.html`) if there is one.
+
+    Tables of more than 8 MiB (packed) stay out, and the page says so: it explains tiles then, not tokens. Raises
+    `ParameterError` for another suffix or a place that cannot be written, `BudgetError` for a layout of more runs
+    than a page can carry.
+    """
+    where = None if path is None else Path(path)
+    if where is not None and where.suffix.lower() not in (".html", ".htm"):
+        raise ParameterError(f"cannot write {where.name!r}: name it .html; for .png and .svg there is `plot`")
+    runs = portable.runs(layout)
+    size = sum(len(array["data"]) for array in runs.values())
+    if size > PACKED:
+        raise BudgetError(
+            f"the runs of this layout take {size >> 20} MiB, a page carries {PACKED >> 20}; take larger tiles, or "
+            "lay out a part with `origin` and `sizes`"
+        )
+    b, h, q, k = layout.origin
+    mask = portable.mask(layout)
+    data = {
+        "qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
+        "block": layout.block, "rows": layout.rows, "columns": layout.columns,
+        "origin": {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)},
+        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": runs, "mask": mask,
+    }  # fmt: skip
+    parts = {
+        "title": escape(_short(mask["text"], 80)),
+        "light": _variables(LIGHT), "dark": _variables(DARK),
+        "shape": escape(_shape(layout)), "block": "{:,} × {:,}".format(*layout.block),
+        "tiles": _tiles(layout), "facts": _facts(layout), "still": notebook(layout),
+        # `<` ends a script wherever it stands: in text and names it is written otherwise
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        "mask.js": _file("mask.js"), "view.js": _file("view.js"),
+    }  # fmt: skip
+    page = re.sub(r"\{\{([\w.]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
+    if where is not None:
+        save(where, page.encode())
+    return page
+
+
+def notebook(layout: Layout) -> str:
+    """A small picture with counts: no script, nothing loaded, whatever the page around it looks like."""
+    panel = of_tiles(layout, LIGHT, cells=STILL)
+    rows, columns = panel.colours.shape[:2]
+    longest = max(layout.q_len, layout.kv_len)
+    width, height = (max(24, round(220 * n / longest)) for n in (layout.kv_len, layout.q_len))
+    source = "data:image/png;base64," + base64.b64encode(png(panel.colours)).decode("ascii")
+    text = _short(" ".join(repr(layout.written).split()), 160)
+    said = f"{rows} × {columns} cells" if panel.tiles != (1, 1) else ""
+    note = f"one cell {panel.tiles[0]} × {panel.tiles[1]} tiles, {said}: darker is read more" if said else ""
+    if len(layout.spans.count) > 1:
+        note = "; ".join(filter(None, [f"batch 0, head 0 of {layout.batch * layout.heads:,}", note]))
+    return (
+        '<div style="display:flex;flex-wrap:wrap;gap:16px;align-items:flex-start;font-size:13px;line-height:1.5">'
+        f'<img src="{source}" width="{width}" height="{height}" alt="{escape(_shape(layout))}" '
+        'style="image-rendering:pixelated;border:1px solid #8886;margin:0">'
+        f'<div style="max-width:34em"><code style="overflow-wrap:anywhere">{escape(text)}</code>'
+        f"<div>{escape(_shape(layout))}</div>"
+        f'<table style="margin:6px 0;border-collapse:collapse">{_tiles(layout)}</table>'
+        f'<div style="opacity:.7">{escape(note)}</div></div></div>'
+    )
+
+
+def _starts(origin: Any) -> list[int]:
+    """Where every batch entry begins; one number where all begin alike."""
+    return [start(origin, b) for b in range(len(np.atleast_1d(origin)))]
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _variables(palette: Palette) -> str:
+    return " ".join(f"--{name}: {colour};" for name, colour in asdict(palette).items())
+
+
+def _shape(layout: Layout) -> str:
+    (bq, bk), named = layout.block, layout.batch * layout.heads > 1
+    text = f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq:,} × {bk:,}"
+    return text + (f", batch {layout.batch:,}, heads {layout.heads:,}" if named else "")
+
+
+def _tiles(layout: Layout) -> str:
+    """Rows of a table: the legend with counts. Styled in place, as notebooks keep no style sheets."""
+    c = layout.counts
+    total = c.full + c.partial + c.empty
+    rows = []
+    for name, count, colour in (
+        ("full", c.full, LIGHT.full),
+        ("partial", c.partial, LIGHT.partial),
+        ("empty", c.empty, LIGHT.empty),
+    ):
+        square = (
+            f'<span class="swatch {name}" style="display:inline-block;width:.85em;height:.85em;margin-right:.5em;'
+            f'border:1px solid #8888;background:var(--{name},{colour})"></span>'
+        )
+        cells = (
+            f"<td>{square}{name}</td>",
+            *(
+                f'<td style="text-align:right;padding-left:1em">{text}</td>'
+                for text in (f"{count:,}", f"{100 * count / total:.3g} %")
+            ),
+        )
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    return "".join(rows)
+
+
+def _facts(layout: Layout) -> str:
+    pairs = [*str(layout.facts).splitlines(), *([] if layout.exact else ["exact     no: the budget ran out"])]
+    rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]
+    rows += [("with", f"{name} = {value}") for name, value in layout.params.items()]
+    rows += [("", f"{n}: {t.array.dtype}[{', '.join(map(str, t.array.shape))}]") for n, t in layout.tables.items()]
+    return _table(rows)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
+
+
+@cache
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")

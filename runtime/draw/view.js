@@ -1,0 +1,543 @@
+"use strict";
+// The map: tiles from far away, single tokens close up. What is drawn comes in pieces that are made once, a few
+// milliseconds at a time, and kept: chunks of CHUNK x CHUNK cells, where a cell is 2^level tiles, and patches of
+// PATCH x PATCH tokens. Positions are counted from the upper left corner of the layout; what people read and type
+// is global, `origin` away.
+
+const CHUNK = 256, PATCH = 128, KEPT = 400, SLICE = 12; // cells, tokens, pieces, milliseconds per frame
+const LEFT = 78, TOP = 30; // of the rulers, in CSS pixels
+const EMPTY = 0, PARTIAL = 1, FULL = 2, KINDS = ["empty", "partial", "full"];
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const canvas = $("map"), context = canvas.getContext("2d");
+const view = { q: 0, k: 0, scale: 1, b: 0, h: 0, width: 0, height: 0, fit: 1 };
+const at = { q: -1, k: -1, pinned: false };
+const darkness = matchMedia("(prefers-color-scheme: dark)");
+const number = new Intl.NumberFormat("en").format;
+let runs = null, mask = null, colours = null, pieces = new Map(), wanted = [], drawing = 0;
+
+const clamp = (x, lo, hi) => Math.max(lo, Math.min(hi, x));
+const originOf = (axis) => { const o = data.origin[axis]; return o[Math.min(view.b, o.length - 1)]; };
+const sx = () => Math.max(view.scale, 90 / data.kvLen); // pixels per key; a side too thin to see is stretched
+const sy = () => Math.max(view.scale, 90 / data.qLen);
+
+// -- tiles ---------------------------------------------------------------------------------------------
+
+const sliceOf = () => runs.sliceOf[view.b * data.heads + view.h];
+
+// The first run of a row that ends after tile `column`.
+function firstRun(line, column) {
+  let lo = runs.rowPtr[line], hi = runs.rowPtr[line + 1];
+  while (lo < hi) {
+    const mid = (lo + hi) >> 1;
+    if (runs.ends[2 * mid + 1] > column) hi = mid;
+    else lo = mid + 1;
+  }
+  return lo;
+}
+
+function kindOf(row, column) {
+  const line = sliceOf() * data.rows + row, r = firstRun(line, column);
+  return r < runs.rowPtr[line + 1] && runs.ends[2 * r] <= column ? runs.kind[r] : EMPTY;
+}
+
+// Cells of a chunk: how many of their tiles are full, and how many are read.
+function counted(level, ci, cj) {
+  const cell = 2 ** level, w = CHUNK + 1;
+  const full = new Float64Array(CHUNK * w), read = new Float64Array(CHUNK * w);
+  const c0 = cj * CHUNK * cell, c1 = Math.min(data.columns, c0 + CHUNK * cell);
+  const r0 = ci * CHUNK * cell, r1 = Math.min(data.rows, r0 + CHUNK * cell);
+  // tiles of a run right of its first cell come as differences, summed up at the end
+  const add = (to, line, lo, hi) => {
+    const first = Math.floor(lo / cell), last = Math.floor((hi - 1) / cell), here = line * w;
+    if (first === last) { to[here + first] += hi - lo; to[here + first + 1] -= hi - lo; return; }
+    const head = (first + 1) * cell - lo, tail = hi - last * cell;
+    to[here + first] += head;
+    to[here + first + 1] += cell - head;
+    to[here + last] += tail - cell;
+    to[here + last + 1] -= tail;
+  };
+  for (let row = r0; row < r1; row++) {
+    const line = sliceOf() * data.rows + row, stop = runs.rowPtr[line + 1];
+    for (let r = firstRun(line, c0); r < stop && runs.ends[2 * r] < c1; r++) {
+      const lo = Math.max(runs.ends[2 * r], c0) - c0, hi = Math.min(runs.ends[2 * r + 1], c1) - c0;
+      const place = Math.floor((row - r0) / cell);
+      add(read, place, lo, hi);
+      if (runs.kind[r] === FULL) add(full, place, lo, hi);
+    }
+  }
+  for (const to of [full, read])
+    for (let i = 0; i < CHUNK; i++) for (let j = 1; j < w; j++) to[i * w + j] += to[i * w + j - 1];
+  return { full, read, r0, c0, cell };
+}
+
+function chunk(level, ci, cj) {
+  const { full, read, r0, c0, cell } = counted(level, ci, cj), w = CHUNK + 1;
+  return painted(CHUNK, CHUNK, (pixels) => {
+    for (let i = 0; i < CHUNK; i++) {
+      const high = clamp(data.rows - r0 - i * cell, 0, cell);
+      for (let j = 0; j < CHUNK; j++) {
+        const tiles = high * clamp(data.columns - c0 - j * cell, 0, cell), n = i * w + j;
+        if (tiles === 0) continue;
+        const share = read[n] / tiles;
+        const colour = full[n] === tiles ? colours.full : share === 0 ? colours.empty : blend(share);
+        pixels[i * CHUNK + j] = colour;
+      }
+    }
+  });
+}
+
+// Tokens of partial tiles; the rest of the patch stays clear. Null where there is none.
+function patch(pi, pj) {
+  const [bq, bk] = data.block, q0 = pi * PATCH, k0 = pj * PATCH;
+  const q1 = Math.min(data.qLen, q0 + PATCH), k1 = Math.min(data.kvLen, k0 + PATCH);
+  const partial = (q, k) => kindOf(Math.floor(q / bq), Math.floor(k / bk)) === PARTIAL;
+  let any = false;
+  for (let q = q0; q < q1 && !any; q = (Math.floor(q / bq) + 1) * bq)
+    for (let k = k0; k < k1 && !any; k = (Math.floor(k / bk) + 1) * bk) any = partial(q, k);
+  if (!any) return null;
+  const [b, h] = [data.origin.b + view.b, data.origin.h + view.h], oq = originOf("q"), ok = originOf("k");
+  return painted(PATCH, PATCH, (pixels) => {
+    for (let q = q0; q < q1; q++) {
+      for (let k = k0; k < k1; ) {
+        const stop = Math.min(k1, (Math.floor(k / bk) + 1) * bk), live = partial(q, k);
+        for (; k < stop; k++) if (live) pixels[(q - q0) * PATCH + k - k0] = shown(b, h, q + oq, k + ok) ? colours.partial : colours.tint;
+      }
+    }
+  });
+}
+
+function shown(b, h, q, k) {
+  try {
+    return mask.run(b, h, q, k);
+  } catch (error) {
+    if (error instanceof NoValue) return false;
+    throw error;
+  }
+}
+
+function painted(width, height, paint) {
+  const to = document.createElement("canvas");
+  to.width = width;
+  to.height = height;
+  const pen = to.getContext("2d"), image = pen.createImageData(width, height);
+  paint(new Uint32Array(image.data.buffer));
+  pen.putImageData(image, 0, 0);
+  return to;
+}
+
+// A piece if it is there; else it is put on the list of those to make.
+function piece(name, make) {
+  const key = `${view.b}.${view.h}.${name}`;
+  if (!pieces.has(key)) {
+    wanted.push([key, make]);
+    return null;
+  }
+  const found = pieces.get(key);
+  pieces.delete(key); // the oldest come first
+  pieces.set(key, found);
+  return found;
+}
+
+function makeSome() {
+  const until = performance.now() + SLICE;
+  while (wanted.length && performance.now() < until) {
+    const [key, make] = wanted.shift();
+    if (!pieces.has(key)) pieces.set(key, make());
+    if (pieces.size > KEPT) pieces.delete(pieces.keys().next().value);
+  }
+}
+
+// -- drawing ---------------------------------------------------------------------------------------------
+
+const packed = (hex) => {
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+  return (255 << 24 | b << 16 | g << 8 | r) >>> 0; // as ImageData has them on a little-endian machine
+};
+function blend(share) {
+  const mixed = (shift) => {
+    const from = colours.tint >>> shift & 255, to = colours.partial >>> shift & 255;
+    return Math.round(from + (to - from) * share) << shift;
+  };
+  return (255 << 24 | mixed(16) | mixed(8) | mixed(0)) >>> 0;
+}
+
+function recolour() {
+  const palette = data.palettes[darkness.matches ? "dark" : "light"];
+  colours = { css: palette };
+  for (const name of ["full", "partial", "tint", "empty"]) colours[name] = packed(palette[name]);
+  pieces.clear();
+  redraw();
+}
+
+function redraw() {
+  drawing ||= requestAnimationFrame(() => {
+    drawing = 0;
+    draw();
+    if (!wanted.length) return;
+    makeSome();
+    redraw();
+  });
+}
+
+function draw() {
+  const ratio = devicePixelRatio || 1, c = context, css = colours.css;
+  wanted = [];
+  c.setTransform(ratio, 0, 0, ratio, 0, 0);
+  c.fillStyle = css.paper;
+  c.fillRect(0, 0, view.width, view.height);
+  c.save();
+  c.beginPath();
+  c.rect(LEFT, TOP, view.width - LEFT, view.height - TOP);
+  c.clip();
+  const edge = { x: X(0), y: Y(0), w: data.kvLen * sx(), h: data.qLen * sy() };
+  c.fillStyle = css.empty;
+  c.fillRect(edge.x, edge.y, edge.w, edge.h);
+  c.beginPath();
+  c.rect(edge.x, edge.y, edge.w, edge.h);
+  c.save();
+  c.clip();
+  c.imageSmoothingEnabled = false;
+  drawTiles(ratio);
+  if (mask && Math.min(sx(), sy()) * ratio >= 0.5) drawTokens(ratio);
+  drawLines();
+  c.restore();
+  c.strokeStyle = css.dim;
+  c.lineWidth = 1;
+  c.strokeRect(edge.x - 0.5, edge.y - 0.5, edge.w + 1, edge.h + 1);
+  drawPosition();
+  c.restore();
+  drawRulers();
+}
+
+const X = (k) => LEFT + (k - view.k) * sx();
+const Y = (q) => TOP + (q - view.q) * sy();
+const keyAt = (x) => (x - LEFT) / sx() + view.k;
+const queryAt = (y) => (y - TOP) / sy() + view.q;
+
+// Both ends of what is on the screen along an axis, in units of so many tokens, the second exclusive.
+function range(first, last, unit, n) {
+  return [clamp(Math.floor(first / unit), 0, n), clamp(Math.ceil(last / unit), 0, n)];
+}
+const seenRows = (unit) => range(view.q, queryAt(view.height), unit, Math.ceil(data.qLen / unit));
+const seenColumns = (unit) => range(view.k, keyAt(view.width), unit, Math.ceil(data.kvLen / unit));
+
+function place(image, q, k, queries, keys) {
+  const ratio = devicePixelRatio || 1, snap = (x) => Math.round(x * ratio) / ratio; // no seams between pieces
+  const x = snap(X(k)), y = snap(Y(q));
+  context.drawImage(image, x, y, snap(X(k + keys)) - x, snap(Y(q + queries)) - y);
+}
+
+function drawTiles(ratio) {
+  const [bq, bk] = data.block;
+  const level = Math.max(0, Math.ceil(-Math.log2(Math.min(bq * sy(), bk * sx()) * ratio)));
+  const high = CHUNK * 2 ** level * bq, wide = CHUNK * 2 ** level * bk;
+  const [i0, i1] = seenRows(high), [j0, j1] = seenColumns(wide);
+  for (let i = i0; i < i1; i++) {
+    for (let j = j0; j < j1; j++) {
+      const image = piece(`${level}.${i}.${j}`, () => chunk(level, i, j));
+      if (image) place(image, i * high, j * wide, high, wide);
+    }
+  }
+}
+
+function drawTokens(ratio) {
+  context.imageSmoothingEnabled = Math.min(sx(), sy()) * ratio < 1; // several tokens in a pixel: their mean
+  const [i0, i1] = seenRows(PATCH), [j0, j1] = seenColumns(PATCH);
+  for (let i = i0; i < i1; i++) {
+    for (let j = j0; j < j1; j++) {
+      const image = piece(`t.${i}.${j}`, () => patch(i, j));
+      if (image) place(image, i * PATCH, j * PATCH, PATCH, PATCH);
+    }
+  }
+}
+
+function drawLines() {
+  for (const [unit, least, strength] of [[[1, 1], 9, 0.16], [data.block, 14, 0.3]]) {
+    context.globalAlpha = strength;
+    context.strokeStyle = colours.css.dim;
+    context.lineWidth = 1;
+    context.beginPath();
+    const [q0, q1] = seenRows(unit[0]), [k0, k1] = seenColumns(unit[1]);
+    if (unit[0] * sy() >= least) for (let i = q0 + 1; i < q1; i++) {
+      const y = Math.round(Y(i * unit[0])) + 0.5;
+      context.moveTo(LEFT, y);
+      context.lineTo(view.width, y);
+    }
+    if (unit[1] * sx() >= least) for (let j = k0 + 1; j < k1; j++) {
+      const x = Math.round(X(j * unit[1])) + 0.5;
+      context.moveTo(x, TOP);
+      context.lineTo(x, view.height);
+    }
+    context.stroke();
+  }
+  context.globalAlpha = 1;
+}
+
+function drawPosition() {
+  if (at.q < 0) return;
+  const c = context, w = Math.max(9, sx()), h = Math.max(9, sy());
+  const x = X(at.k + 0.5) - w / 2, y = Y(at.q + 0.5) - h / 2;
+  for (const [colour, width] of [[colours.css.paper, 5], [colours.css.ink, 2]]) {
+    c.strokeStyle = colour;
+    c.lineWidth = width;
+    c.strokeRect(x, y, w, h);
+  }
+}
+
+// The distance of ticks: tokens in powers of two inside a tile, then tiles in powers of two.
+function tickStep(block, scale, room) {
+  let step = 1;
+  while (step * scale < room) step = step * 2 < block || step >= block ? step * 2 : block;
+  return step;
+}
+
+function drawRulers() {
+  const c = context, css = colours.css;
+  c.fillStyle = css.paper;
+  c.fillRect(0, 0, view.width, TOP);
+  c.fillRect(0, 0, LEFT, view.height);
+  c.font = "11px system-ui, sans-serif";
+  c.textBaseline = "middle";
+  const marks = [];
+  const [dq, dk] = [tickStep(data.block[0], sy(), 34), tickStep(data.block[1], sx(), 84)];
+  const [q0, q1] = seenRows(dq), [k0, k1] = seenColumns(dk);
+  for (let i = q0; i < q1; i++) marks.push([LEFT, Y(i * dq), number(i * dq + originOf("q")), false, css.dim, css.paper]);
+  for (let j = k0; j < k1; j++) marks.push([X(j * dk), TOP, number(j * dk + originOf("k")), true, css.dim, css.paper]);
+  if (at.q >= 0) {
+    marks.push([LEFT, Y(at.q + 0.5), number(at.q + originOf("q")), false, css.paper, css.ink]);
+    marks.push([X(at.k + 0.5), TOP, number(at.k + originOf("k")), true, css.paper, css.ink]);
+  }
+  for (const [x, y, text, across, ink, behind] of marks) {
+    if (across ? x < LEFT - 1 || x > view.width : y < TOP - 1 || y > view.height) continue;
+    const wide = c.measureText(text).width;
+    const tx = across ? clamp(x - wide / 2, LEFT - 30, view.width - wide - 4) : LEFT - 9 - wide;
+    const ty = across ? TOP - 13 : clamp(y, TOP + 6, view.height - 8);
+    if (behind !== css.paper) {
+      c.fillStyle = behind;
+      c.fillRect(tx - 4, ty - 9, wide + 8, 17);
+    }
+    c.fillStyle = ink;
+    c.fillText(text, tx, ty);
+    c.fillStyle = css.dim;
+    if (across) c.fillRect(Math.round(x), TOP - 5, 1, 5);
+    else c.fillRect(LEFT - 5, Math.round(y), 5, 1);
+  }
+}
+
+// -- what is said of a position ---------------------------------------------------------------------------
+
+function inspect(q, k, spoken = false) {
+  if (q < 0 || k < 0 || q >= data.qLen || k >= data.kvLen) return;
+  at.q = q;
+  at.k = k;
+  const global = [data.origin.b + view.b, data.origin.h + view.h, q + originOf("q"), k + originOf("k")];
+  const row = Math.floor(q / data.block[0]), column = Math.floor(k / data.block[1]), kind = kindOf(row, column);
+  const said = explained(global, kind);
+  $("q").value = global[2];
+  $("k").value = global[3];
+  $("verdict").textContent = said.verdict;
+  $("verdict").className = said.verdict;
+  $("because").textContent = said.because;
+  $("tile").textContent = `${KINDS[kind]} tile, row ${number(row)}, column ${number(column)}`;
+  $("swatch").className = `swatch ${KINDS[kind]}`;
+  for (const part of $("text").querySelectorAll("span")) {
+    const hit = part.dataset.nodes.split(" ").some((n) => said.clauses.includes(Number(n)));
+    part.className = hit ? `decides ${said.verdict}` : "";
+  }
+  if (spoken) $("spoken").textContent = `query ${global[2]}, key ${global[3]}: ${said.verdict}. ${said.because}`;
+  redraw();
+}
+
+function explained(position, kind) {
+  if (!mask) {
+    const verdict = kind === FULL ? "visible" : kind === EMPTY ? "hidden" : "unknown";
+    return { verdict, clauses: [], because: `This page carries tiles only: ${data.mask.why}.` };
+  }
+  try {
+    const { visible, because, clauses } = mask.explain(...position);
+    return { verdict: visible ? "visible" : "hidden", because, clauses };
+  } catch (error) {
+    if (!(error instanceof NoValue)) throw error;
+    return { verdict: "unknown", because: `The mask has no value here: ${error.message}.`, clauses: [] };
+  }
+}
+
+// The mask's text, cut where a clause begins or ends.
+function writeText() {
+  const { text, spans } = data.mask, edges = new Set([0, text.length]);
+  for (const places of Object.values(spans)) for (const [start, stop] of places) edges.add(start).add(stop);
+  const cuts = [...edges].sort((x, y) => x - y);
+  const open = Object.entries(spans).flatMap(([node, places]) => places.map(([start, stop]) => [start, stop, node]));
+  for (let i = 0; i + 1 < cuts.length; i++) {
+    const inside = open.filter(([start, stop]) => start <= cuts[i] && cuts[i + 1] <= stop);
+    const part = document.createElement("span");
+    part.dataset.nodes = inside.map(([, , node]) => node).join(" ");
+    part.textContent = text.slice(cuts[i], cuts[i + 1]);
+    $("text").append(part);
+  }
+}
+
+// -- moving about ---------------------------------------------------------------------------------------
+
+function moveTo(q, k, scale) {
+  view.scale = clamp(scale, view.fit * 0.5, Math.max(64, view.fit));
+  const wide = (view.width - LEFT) / sx(), high = (view.height - TOP) / sy();
+  // a quarter of the window at least stays on the matrix; what fits whole keeps to the corner
+  view.k = wide >= data.kvLen ? clamp(k, data.kvLen - wide, 0) : clamp(k, -wide / 4, data.kvLen - (3 * wide) / 4);
+  view.q = high >= data.qLen ? clamp(q, data.qLen - high, 0) : clamp(q, -high / 4, data.qLen - (3 * high) / 4);
+  redraw();
+}
+
+function zoom(factor, x = (LEFT + view.width) / 2, y = (TOP + view.height) / 2) {
+  const k = keyAt(x), q = queryAt(y);
+  view.scale = clamp(view.scale * factor, view.fit * 0.5, Math.max(64, view.fit));
+  moveTo(q - (y - TOP) / sy(), k - (x - LEFT) / sx(), view.scale);
+}
+
+function fit() {
+  view.fit = Math.min((view.width - LEFT - 12) / data.kvLen, (view.height - TOP - 12) / data.qLen);
+  moveTo(0, 0, view.fit);
+}
+
+// Close enough to see single tokens, around the position asked for or the middle of the window.
+function toTokens() {
+  const q = at.q < 0 ? queryAt((TOP + view.height) / 2) : at.q, k = at.k < 0 ? keyAt((LEFT + view.width) / 2) : at.k;
+  view.scale = Math.max(16, view.fit);
+  moveTo(q + 0.5 - (view.height - TOP) / 2 / sy(), k + 0.5 - (view.width - LEFT) / 2 / sx(), view.scale);
+}
+
+function resize() {
+  const box = canvas.parentElement.getBoundingClientRect(), ratio = devicePixelRatio || 1;
+  const first = view.width === 0;
+  const fitted = view.scale === view.fit;
+  view.width = box.width;
+  view.height = box.height;
+  canvas.width = Math.round(box.width * ratio);
+  canvas.height = Math.round(box.height * ratio);
+  if (first || fitted) fit();
+  else moveTo(view.q, view.k, view.scale);
+}
+
+const fingers = new Map();
+let dragged = 0;
+const inCanvas = (event) => {
+  const box = canvas.getBoundingClientRect();
+  return [event.clientX - box.left, event.clientY - box.top];
+};
+
+canvas.addEventListener("pointerdown", (event) => {
+  canvas.setPointerCapture(event.pointerId);
+  fingers.set(event.pointerId, inCanvas(event));
+  dragged = 0;
+});
+canvas.addEventListener("pointermove", (event) => {
+  const [x, y] = inCanvas(event), before = fingers.get(event.pointerId);
+  if (!before) {
+    if (!at.pinned && x >= LEFT && y >= TOP) inspect(Math.floor(queryAt(y)), Math.floor(keyAt(x)));
+    return;
+  }
+  const other = [...fingers].find(([id]) => id !== event.pointerId);
+  dragged += Math.abs(x - before[0]) + Math.abs(y - before[1]);
+  if (other) {
+    const far = ([x0, y0]) => Math.hypot(x0 - other[1][0], y0 - other[1][1]);
+    zoom(far([x, y]) / Math.max(1, far(before)), (x + other[1][0]) / 2, (y + other[1][1]) / 2);
+  }
+  const share = other ? 0.5 : 1;
+  moveTo(view.q - (share * (y - before[1])) / sy(), view.k - (share * (x - before[0])) / sx(), view.scale);
+  fingers.set(event.pointerId, [x, y]);
+});
+const lifted = (event) => {
+  fingers.delete(event.pointerId);
+  if (event.type === "pointerup" && dragged < 4) {
+    const [x, y] = inCanvas(event);
+    pin(!at.pinned);
+    inspect(Math.floor(queryAt(y)), Math.floor(keyAt(x)), true);
+  }
+};
+canvas.addEventListener("pointerup", lifted);
+canvas.addEventListener("pointercancel", lifted);
+canvas.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  const unit = event.deltaMode === 1 ? 16 : 1; // lines, or pixels
+  if (event.shiftKey) return moveTo(view.q, view.k + ((event.deltaX + event.deltaY) * unit) / sx(), view.scale);
+  return zoom(Math.exp(-event.deltaY * unit * (event.ctrlKey ? 0.01 : 0.002)), ...inCanvas(event));
+}, { passive: false });
+
+function pin(on) {
+  at.pinned = on;
+  $("pinned").textContent = on ? "held: click or Escape lets go" : "follows the pointer: click holds it";
+}
+
+canvas.addEventListener("keydown", (event) => {
+  const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+  const known = { "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), 0: fit, f: fit, t: toTokens, Escape: () => pin(false) };
+  if (event.ctrlKey || event.metaKey || event.altKey || !(step || known[event.key])) return;
+  event.preventDefault();
+  if (!step) return known[event.key]();
+  if (!event.shiftKey) {
+    const far = 80;
+    return moveTo(view.q + (step[0] * far) / sy(), view.k + (step[1] * far) / sx(), view.scale);
+  }
+  const from = at.q < 0 ? [queryAt((TOP + view.height) / 2), keyAt((LEFT + view.width) / 2)].map(Math.floor) : [at.q, at.k];
+  pin(true);
+  return inspect(clamp(from[0] + step[0], 0, data.qLen - 1), clamp(from[1] + step[1], 0, data.kvLen - 1), true);
+});
+
+// -- the panel -------------------------------------------------------------------------------------------
+
+function field(id, first, count, chosen) {
+  const input = $(id);
+  Object.assign(input, { min: first, max: first + count - 1 });
+  input.addEventListener("change", () => {
+    input.value = clamp(Math.floor(Number(input.value)) || 0, Number(input.min), Number(input.max));
+    chosen(Number(input.value) - Number(input.min));
+  });
+}
+
+function ask() {
+  pin(true);
+  inspect(Number($("q").value) - originOf("q"), Number($("k").value) - originOf("k"), true);
+  if (X(at.k) < LEFT || X(at.k) > view.width || Y(at.q) < TOP || Y(at.q) > view.height)
+    moveTo(at.q - (view.height - TOP) / 2 / sy(), at.k - (view.width - LEFT) / 2 / sx(), view.scale);
+}
+
+function changeSlice(b, h) {
+  Object.assign(view, { b, h });
+  Object.assign($("q"), { min: originOf("q"), max: originOf("q") + data.qLen - 1 });
+  Object.assign($("k"), { min: originOf("k"), max: originOf("k") + data.kvLen - 1 });
+  if (at.q >= 0) inspect(at.q, at.k, true);
+  redraw();
+}
+
+function wire() {
+  field("q", originOf("q"), data.qLen, ask);
+  field("k", originOf("k"), data.kvLen, ask);
+  field("b", data.origin.b, data.batch, (b) => changeSlice(b, view.h));
+  field("h", data.origin.h, data.heads, (h) => changeSlice(view.b, h));
+  Object.assign($("q"), { value: originOf("q") });
+  Object.assign($("k"), { value: originOf("k") });
+  Object.assign($("b"), { value: data.origin.b });
+  Object.assign($("h"), { value: data.origin.h });
+  $("slices").hidden = data.batch * data.heads === 1;
+  $("in").addEventListener("click", () => zoom(1.5));
+  $("out").addEventListener("click", () => zoom(1 / 1.5));
+  $("fit").addEventListener("click", fit);
+  $("tokens").addEventListener("click", toTokens);
+  $("tokens").disabled = !data.mask.program;
+  darkness.addEventListener("change", recolour);
+  new ResizeObserver(resize).observe(canvas.parentElement);
+  pin(false);
+}
+
+async function begin() {
+  writeText();
+  const opened = Object.entries(data.runs).map(async ([name, array]) => [name, await unpacked(array)]);
+  runs = Object.fromEntries(await Promise.all(opened));
+  if (data.mask.program) mask = await unpackedMask(data.mask.program);
+  wire();
+  recolour();
+  resize();
+  document.documentElement.dataset.ready = "yes";
+}
+begin();
