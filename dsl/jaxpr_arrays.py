@@ -92,10 +92,9 @@ def _inside(e: Expr, n: int) -> Expr:
 
 def _start(start: Expr, size: int, n: int) -> Expr:
     """Where a window of `size` starts on an axis of n."""
-    if size == n:
-        return ZERO
-    start = unwrapped(start, n)
-    return start if size == 1 else _inside(start, n - size + 1)
+    if size == 1:
+        return unwrapped(start, n)
+    return ZERO if size == n else _inside(unwrapped(start, n), n - size + 1)
 
 
 def _plus(start: Expr, offset: Expr) -> Expr:
