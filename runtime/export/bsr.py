@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
+from frisket.lowering.aten_expr import distance_only
 
 from ..layout import Layout
 from .visible import BUDGET, elements, scene
@@ -89,8 +90,16 @@ def to_bsr(layout: Layout, bits: bool = False) -> BSR:
             "  ask for to_bsr() without bits, a smaller crop, or smaller tiles"
         )
 
+    alike = distance_only(expr)
+
     def seen(s: int, row: Array, column: Array) -> Array:
-        return elements(expr, grid, scope, np.full_like(row, s), row, column)
+        if not alike or not len(row):
+            return elements(expr, grid, scope, np.full_like(row, s), row, column)
+        # only q - k counts: tiles as far from the diagonal hold the same, but for those the lengths cut
+        last = 2 * (row == grid.rows - 1) + (column == grid.columns - 1)
+        offset = np.stack([row * grid.block[0] - column * grid.block[1], last])
+        _, first, which = np.unique(offset, axis=1, return_index=True, return_inverse=True)
+        return elements(expr, grid, scope, np.full_like(first, s), row[first], column[first])[which.reshape(-1)]
 
     return _whole(layout, [_looked_at(tiles[i], partial(seen, s)) for s, i in enumerate(index)], slice_of)
 

@@ -120,31 +120,30 @@ def _lists(
     n = len(count)
     mine = t.kind == kind
     line, start, stop = _line(t)[mine], t.start[mine].astype(np.int64), t.stop[mine].astype(np.int64)
-    if tail == "rest":
-        every = np.arange(n)
-        # what lies between the runs: it opens at 0 and where a run ends, and closes where one starts and at the end
-        opens = np.lexsort((np.concatenate([np.zeros(n), stop]), np.concatenate([every, line])))
-        closes = np.lexsort((np.concatenate([start, np.full(n, columns)]), np.concatenate([line, every])))
-        line = np.concatenate([line, np.concatenate([every, line])[opens]])
-        free = np.concatenate([np.zeros(n, np.int64), stop])[opens]
-        until = np.concatenate([start, np.full(n, columns)])[closes]
+    if (
+        tail == "rest"
+    ):  # what lies between the runs opens at 0 and where one ends, closes where one starts and at the end
+        at = np.concatenate([[0], np.cumsum(np.bincount(line, minlength=n))])
+        free, until = np.insert(stop, at[:-1], 0), np.insert(start, at[1:], columns)
         rest = np.repeat([0, 1], [len(start), len(free)])
+        line = np.concatenate([line, np.repeat(np.arange(n), np.diff(at) + 1)])
         start, stop = np.concatenate([start, free]), np.concatenate([stop, until])
-    else:  # one stretch of nothing per line
-        line = np.concatenate([line, np.arange(n)])
-        rest = np.repeat([0, 1], [len(start), n])
-        start, stop = np.concatenate([start, np.zeros(n, np.int64)]), np.concatenate([stop, width - count])
-    order = np.lexsort((start, rest, line))
-    line, start, stop, rest = line[order], start[order], stop[order], rest[order]
+        order = np.lexsort((start, rest, line))
+        order = order[(stop > start)[order]]
+        line, start, stop = line[order], start[order], stop[order]
     size = stop - start
-    before = np.cumsum(size) - size - line * width  # where the stretch lies in its list
-    delta = torch.from_numpy((start - before).astype(np.int32)).to(device)
-    size_there = torch.from_numpy(size).to(device)
-    index = torch.repeat_interleave(delta, size_there, output_size=n * width).view(n, width)
-    index += torch.arange(width, dtype=torch.int32, device=device)
+    fresh = np.append(True, line[1:] != line[:-1])[: len(line)]
+    place = np.cumsum(size) - size
+    place += line * width - np.repeat(place[fresh], np.diff(np.append(np.flatnonzero(fresh), len(line))))
+    # a list climbs by one but where a stretch begins: there it jumps from the end of the one before
+    jump = np.where(fresh, start, start - np.append(0, stop[:-1] - 1)[: len(stop)])
+    index = torch.ones(n * width, dtype=torch.int32, device=device)
+    index[torch.from_numpy(place).to(device)] = torch.from_numpy(jump.astype(np.int32)).to(device)
+    index = index.view(n, width)
+    torch.cumsum(index, dim=1, dtype=torch.int32, out=index)
     counts = torch.from_numpy(count.astype(np.int32)).to(device)
     if tail == "zero":
-        index[torch.arange(width, device=device) >= counts[:, None]] = 0
+        index *= torch.arange(width, device=device) < counts[:, None]
     pick = torch.from_numpy(of.astype(np.int64)).to(device)
     counts, index = counts.view(-1, rows), index.view(-1, rows, width)
     if len(counts) == 1 == pick.numel():
