@@ -164,12 +164,20 @@ def sequences(s: int) -> dict[str, Case]:
     both: Params = {"qoff": cumulative(q_lens), "koff": cumulative(k_lens)}
     held: Params = {"qoff": cumulative(q_lens), "size": k_lens.astype(np.int32)}
 
-    def pages() -> Params:  # four sequences of up to four pages, in any order
-        sizes = rng.integers(page + 1, 4 * page + 1, 4)
-        order = rng.permutation(16).reshape(4, 4).astype(np.int32)
-        return {"qoff": cumulative(np.minimum(sizes, s // 4)), "pages": order, "size": sizes.astype(np.int32)}
+    gappy = int(starts[-1] + k_lens[-1]) + 4
+
+    def spread() -> Params:
+        return {**held, "first": starts.astype(np.int32)}
 
     page = max(s // 16, 4)
+    cached = rng.integers(page + 1, 4 * page + 1, 4)  # four sequences of up to four pages, in any order
+    asked = np.minimum(cached, s // 4)
+    queries = int(asked.sum())
+
+    def pages() -> Params:
+        order = np.random.default_rng(5).permutation(16).reshape(4, 4).astype(np.int32)
+        return {"qoff": cumulative(asked), "pages": order, "size": cached.astype(np.int32)}
+
     return {
         "block_diagonal(qoff, koff)": Case("block_diagonal(qoff, koff)", s, int(k_lens.sum()), lambda: both),
         "block_diagonal_causal(qoff, koff)": Case(
@@ -181,15 +189,23 @@ def sequences(s: int) -> dict[str, Case]:
         "block_diagonal_local(qoff, koff, w)": Case(
             f"block_diagonal_local(qoff, koff, {max(s // 16, 5)})", s, int(k_lens.sum()), lambda: both
         ),
-        "padded_keys(qoff, n, len)": Case(f"padded_keys(qoff, {slot}, size)", s, slot * n, lambda: held),
-        "gappy_keys(qoff, start, len)": Case(
-            "gappy_keys(qoff, first, size)", s, int(starts[-1] + k_lens[-1]) + 4,
-            lambda: {**held, "first": starts.astype(np.int32)},
-        ),
-        "paged_keys(qoff, pages, len, t)": Case(
-            f"paged_keys(qoff, pages, size, {page})", s // 4 * 3, 16 * page, pages
-        ),
-    }  # fmt: skip
+        **{
+            f"padded_keys{more}(qoff, n, len)": Case(
+                f"padded_keys{more}(qoff, {slot}, size)", s, slot * n, lambda: held
+            )
+            for more in ("", "_causal")
+        },
+        **{
+            f"gappy_keys{more}(qoff, start, len)": Case(f"gappy_keys{more}(qoff, first, size)", s, gappy, spread)
+            for more in ("", "_causal")
+        },
+        **{
+            f"paged_keys{more}(qoff, pages, len, t)": Case(
+                f"paged_keys{more}(qoff, pages, size, {page})", queries, 16 * page, pages
+            )
+            for more in ("", "_causal")
+        },
+    }
 
 
 def marked(s: int) -> dict[str, Case]:

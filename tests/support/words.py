@@ -296,11 +296,7 @@ def until_the_end(keys, inside, n):
 
 @words
 def gappy_keys(c, qoff, start, lengths):
-    def keys(q):
-        d, inside, n = place(qoff, q)
-        return until_the_end([start[d] + j for j in range(lengths[d])], inside, n)
-
-    return each(keys)
+    return each(lambda q: [start[place(qoff, q)[0]] + j for j in range(lengths[place(qoff, q)[0]])])
 
 
 @words
@@ -311,11 +307,18 @@ def padded_keys(c, qoff, n, lengths):
 @words
 def paged_keys(c, qoff, pages, lengths, t):
     def keys(q):
-        d, inside, n = place(qoff, q) if q < qoff[-1] else (len(lengths) - 1, q - qoff[-2], qoff[-1] - qoff[-2])
-        cache = [page * t + j for page in pages[d] for j in range(t)][: lengths[d]]
-        return until_the_end(cache, int(inside), int(n))
+        d = place(qoff, q)[0]
+        return [page * t + j for page in pages[d] for j in range(t)][: lengths[d]]
 
     return each(keys)
+
+
+def causal_in_each(keys):
+    return lambda c, qoff, *rest: each(lambda q: until_the_end(keys(c, qoff, *rest)(0, 0, q), *place(qoff, q)[1:]))
+
+
+for name in ("gappy_keys", "padded_keys", "paged_keys"):
+    WORDS[f"{name}_causal"] = causal_in_each(WORDS[name])
 
 
 # -- rectangles ---------------------------------------------------------------------------------------
