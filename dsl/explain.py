@@ -1,4 +1,4 @@
-"""Why a position is visible or hidden: the clause that decides, with its values.
+"""Why a position is visible or hidden, and a tile empty, partial or full: the clause that decides, with its values.
 
 >>> from frisket.dsl.sugar import k, q
 >>> found = explain((q >= k) & (q - k < 4), {"q": 9, "k": 2})
@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .evaluate import evaluate
-from .ir import COMPARISONS, Expr
+from .ir import COMPARISONS, Expr, free_names, make
 from .show import show
 
 
@@ -38,6 +40,98 @@ def explain(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None
     visible = bool(value(mask))
     clauses = tuple(_deciding(mask, visible, value))
     return Explanation(visible, "; ".join(_said(c, value) for c in clauses), clauses)
+
+
+@dataclass(frozen=True)
+class TileExplanation:
+    """Why a tile is "empty", "partial" or "full". `visible_at` and `hidden_at` are (b, h, q, k) of a position of each
+    sort, in global positions, None where the tile has none; `clauses` decide the whole tile, if it is decided whole."""
+
+    kind: str
+    because: str
+    visible_at: tuple[int, int, int, int] | None
+    hidden_at: tuple[int, int, int, int] | None
+    clauses: tuple[Expr, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.because}"
+
+
+def explain_tile(
+    mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None, *, cut: bool = False
+) -> TileExplanation:
+    """Explain `mask` over a tile: `q` and `k` of `env` are ranges of positions inside the lengths; `cut` says that the
+    tile reaches beyond them, where everything counts as hidden."""
+    q, k = np.asarray(env["q"]), np.asarray(env["k"])
+    grid = {**env, "q": q[:, None], "k": k[None, :]}
+
+    def value(e: Expr) -> Any:
+        return np.broadcast_to(evaluate(e, grid, tables), (len(q), len(k)))
+
+    def first(where: Any) -> tuple[int, int, int, int] | None:
+        at = int(np.argmax(where))
+        i, j = divmod(at, len(k))
+        return (int(env["b"]), int(env["h"]), int(q[i]), int(k[j])) if where[i, j] else None
+
+    seen = value(mask)
+    visible_at, hidden_at = first(seen), first(~seen)
+    if visible_at and hidden_at:
+        parts = []
+        for at, verb in ((visible_at, "sees"), (hidden_at, "does not see")):
+            why = explain(mask, {**env, **dict(zip("bhqk", at, strict=True))}, tables).because
+            parts.append(f"query {at[2]:,} {verb} key {at[3]:,}, as {why}")
+        return TileExplanation("partial", "\n".join(parts), visible_at, hidden_at, ())
+    clauses = tuple(_deciding_all(mask, visible_at is not None, value))
+    because = "; ".join(_said_of_all(c, value) for c in clauses)
+    if visible_at is None:
+        return TileExplanation("empty", because, None, hidden_at, clauses)
+    if cut:
+        return TileExplanation("partial", f"it reaches past the lengths; inside, {because}", visible_at, None, clauses)
+    return TileExplanation("full", because, visible_at, None, clauses)
+
+
+def _deciding_all(e: Expr, truth: bool, value: Any) -> list[Expr]:
+    """The smallest parts of `e` that make it `truth` at every position."""
+    if e.op == "not":
+        return _deciding_all(e.args[0], not truth, value)
+    if e.op in ("and", "or"):
+        parts = list(e.args)
+        if truth == (e.op == "and"):
+            return [c for a in parts for c in _deciding_all(a, truth, value)]
+        held = {a: value(a) == truth for a in parts}
+        for a in parts:
+            if held[a].all():
+                return _deciding_all(a, truth, value)
+        for a in e.args:  # none alone: those without which it would not hold
+            rest = [held[x] for x in parts if x is not a]
+            if np.logical_or.reduce(rest).all():
+                parts.remove(a)
+        return [make(e.op, tuple(parts), None, e.type)]
+    if e.op == "where":
+        c, x, y = e.args
+        taken = value(c)
+        if taken.all() or not taken.any():
+            chosen = x if taken.all() else y
+            return _deciding_all(c, bool(taken.all()), value) + _deciding_all(chosen, truth, value)
+    return [e]
+
+
+def _said_of_all(e: Expr, value: Any) -> str:
+    truth = bool(value(e).flat[0])
+    if e.op in ("and", "or"):
+        texts = ", ".join(str(wording(a)[0]) for a in e.args)
+        return f"{texts} are never {'false' if truth else 'true'} together here"
+    text, shown = wording(e)
+    if text is None:
+        return f"the mask is {str(truth).lower()}"
+    return f"{text} is {str(truth).lower()} throughout" + (
+        ": " + ", ".join(f"{t} = {_span(value(a))}" for t, a in shown) if shown else ""
+    )
+
+
+def _span(values: Any) -> str:
+    least, most = values.min(), values.max()
+    return f"{least}" if least == most else f"{least}..{most}"
 
 
 def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
@@ -72,4 +166,6 @@ def wording(e: Expr) -> tuple[str | None, list[tuple[str, Expr]]]:
         parts = tuple(a for a in e.args if a.op != "lit")
     elif e.op == "lookup":
         parts = tuple(a for a in e.args if a.op not in ("lit", "var"))
-    return show(e), list({show(a): a for a in parts}.items())
+    scalars, tables = free_names(e)
+    known = {*scalars, *tables}  # their values are at hand: no declarations
+    return show(e, known), list({show(a, known): a for a in parts}.items())

@@ -1,16 +1,160 @@
-"""Questions about masks, answered exactly or not at all."""
+"""Questions about masks, answered exactly or not at all.
+
+>>> from frisket.runtime.mask import mask
+>>> print(mask("causal & window(256)").implies("window(512)", 4096, 4096))
+yes: every position the first mask shows, the second shows
+>>> print(mask("causal").implies("window(256)", 4096, 4096))
+no: query 256 sees key 0 under the first mask and not under the second (b 0, h 0)
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frisket.dsl.errors import EvaluationError, Undecided
+from frisket.dsl.evaluate import evaluate
+from frisket.lowering.analysis.count import literal
+from frisket.lowering.analysis.decide import Spent, first_empty_row, first_visible
+from frisket.lowering.analysis.driver import SIZE_NAMES, bind, grid_of
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import Grid, Scope
+from frisket.lowering.plan import Origin, Sizes, whole
+from frisket.lowering.simplify import simplify
+
+from .layout import check_lengths, check_reach
+
+if TYPE_CHECKING:
+    from .mask import Mask
+
+BUDGET = 1 << 26  # positions looked at; asking about a rectangle counts for 16
+Witness = tuple[int, int, int, int | None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Truthy or falsy; `witness` is the (b, h, q, k) that shows why, None where no position can."""
+    """Truthy or falsy. `witness` is the (b, h, q, k) that shows why, in global positions; None where no one
+    position can. `because` says it in words, and `str(answer)` with yes or no before it."""
 
     holds: bool
-    witness: tuple[int, int, int, int | None] | None = None
+    witness: Witness | None = None
+    because: str = ""
 
     def __bool__(self) -> bool:
         return self.holds
+
+    def __str__(self) -> str:
+        return f"{'yes' if self.holds else 'no'}: {self.because}"
+
+
+def implies(first: Mask, second: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+    """Whether `second` shows every position `first` shows."""
+    at = _visible("implies", (first, second), first - second, q_len, kv_len, **where)
+    if at is None:
+        return Answer(True, None, "every position the first mask shows, the second shows")
+    return Answer(False, at, f"{_sees(at)} under the first mask and not under the second {_slice(at)}")
+
+
+def equivalent(first: Mask, second: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+    """Whether both show the same positions."""
+    at = _visible("equivalent", (first, second), first ^ second, q_len, kv_len, **where)
+    if at is None:
+        return Answer(True, None, "both show the same positions")
+    sizes = _sizes(q_len, kv_len, **where)
+    one, other = ("first", "second") if _shows(first, at, sizes) else ("second", "first")
+    return Answer(False, at, f"{_sees(at)} under the {one} mask and not under the {other} {_slice(at)}")
+
+
+def is_empty(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+    """Whether nothing is visible."""
+    at = _visible("is_empty", (mask,), mask, q_len, kv_len, **where)
+    return Answer(True, None, "no query sees a key") if at is None else Answer(False, at, f"{_sees(at)} {_slice(at)}")
+
+
+def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
+    """Whether some query sees no key."""
+
+    def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
+        found = first_empty_row(e, grid, scope)
+        return None if found is None else (int(grid.b[found[0]]), int(grid.h[found[0]]), found[1], None)
+
+    at = _answered("empty_rows", (mask,), mask, ask, q_len, kv_len, **where)
+    if at is None:
+        return Answer(False, None, "every query sees a key")
+    return Answer(True, at, f"query {at[2]:,} sees no key {_slice(at)}")
+
+
+# -- asking -----------------------------------------------------------------------------------------
+
+
+def _visible(
+    question: str, given: tuple[Mask, ...], joint: Mask, q_len: int, kv_len: int, **where: Any
+) -> Witness | None:
+    """A position `joint` shows, checked by the interpreter."""
+
+    def ask(e: Any, grid: Grid, scope: Scope) -> Witness | None:
+        found = first_visible(e, grid, scope)
+        return None if found is None else (int(grid.b[found[0]]), int(grid.h[found[0]]), found[1], found[2])
+
+    at = _answered(question, given, joint, ask, q_len, kv_len, **where)
+    if at is not None and not _shows(joint, at, _sizes(q_len, kv_len, **where)):
+        raise EvaluationError(f"the analysis and the interpreter differ at {at}\n  please report this with the mask")
+    return at
+
+
+def _answered(
+    question: str,
+    given: tuple[Mask, ...],
+    joint: Mask,
+    ask: Callable[[Any, Grid, Scope], Witness | None],
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+    budget: int = BUDGET,
+) -> Witness | None:
+    check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
+    for one in given:
+        one.require_bound()
+        check_reach(one.expr, [one.expr], one.scalars, one.tables, (batch, heads, q_len, kv_len), origin, sizes)
+    env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **joint.scalars}
+    e = literal(simplify(bind(joint.expr, joint.tables)), env)
+    grid, _ = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
+    scope = Scope(env, {n: Table(t) for n, t in joint.tables.items()}, budget)
+    try:
+        return ask(e, grid, scope)
+    except Spent:
+        raise Undecided(
+            f"{question} is not decided within a budget of {budget:,} positions looked at\n"
+            f"  ask about a part (shorter lengths, `origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 20)}"
+        ) from None
+
+
+def _sizes(
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+    budget: int = 0,
+) -> dict[str, int]:
+    return dict(zip(SIZE_NAMES, sizes or whole(origin, (batch, heads, q_len, kv_len)), strict=True))
+
+
+def _shows(mask: Mask, at: Witness, sizes: dict[str, int]) -> bool:
+    env = {**sizes, **mask.scalars, **dict(zip("bhqk", at, strict=True))}
+    return bool(np.asarray(evaluate(mask.expr, env, mask.tables)))
+
+
+def _sees(at: Witness) -> str:
+    return f"query {at[2]:,} sees key {at[3]:,}"
+
+
+def _slice(at: Witness) -> str:
+    return f"(b {at[0]}, h {at[1]})"

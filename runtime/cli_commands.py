@@ -86,19 +86,18 @@ def laid_out(args: argparse.Namespace, what: Program) -> Layout:
 def laid(layout: Layout) -> tuple[dict[str, Any], list[tuple[str, str]]]:
     """Counts and facts of a layout."""
     c, f, (bq, bk) = layout.counts, layout.facts, layout.block
+    pairs_seen = f.visible_pairs
     total = layout.batch * layout.heads * layout.q_len * layout.kv_len
     data = {
         "q_len": layout.q_len, "kv_len": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
         "block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density,
-        "facts": asdict(f), "visible_pairs": f.visible_pairs,
+        "facts": f.as_dict(), "visible_pairs": pairs_seen,
     }  # fmt: skip
     shape = f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq} × {bk}"
     if layout.batch * layout.heads > 1:
         shape += f", batch {layout.batch}, {layout.heads} heads"
     tiles = f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty"
-    pairs = (
-        "" if f.visible_pairs is None else f"{f.visible_pairs:,} of {total:,} pairs, {share(f.visible_pairs, total)}"
-    )
+    pairs = "" if pairs_seen is None else f"{pairs_seen:,} of {total:,} pairs, {share(pairs_seen, total)}"
     facts = "\n".join(line for line in str(f).splitlines() if not line.startswith("visible"))
     if not layout.exact:
         tiles += " (the budget ran out: some of the partial ones may be full or empty)"
@@ -119,6 +118,10 @@ def explain(args: argparse.Namespace, console: Console) -> Answer:
     what = subject(args)
     if (args.q is None) != (args.k is None):
         raise ShapeError("--q and --k go together: a query and a key, for example --q 300 --k 17")
+    if args.tile is not None and args.q is not None:
+        raise ShapeError("--tile explains a tile, --q and --k a position: give one of them")
+    if args.tile is not None:
+        return explain_tile(args, what)
     if args.q is not None:
         return explain_point(args, what)
     q_len = args.q_len or LENGTH
@@ -143,6 +146,24 @@ def explain_point(args: argparse.Namespace, what: Program) -> Answer:
         at += f", batch {args.b}, head {args.h}"
     answer = "visible" if found.visible else "hidden"
     return Answer(data, [*rows([("position", at), ("answer", answer), ("because", found.because)])])
+
+
+def explain_tile(args: argparse.Namespace, what: Program) -> Answer:
+    if what.mask is None:
+        raise ShapeError("a score mod hides nothing; --tile explains a mask")
+    (i, j), (bq, bk) = args.tile, args.block
+    args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
+    layout = laid_out(args, what)
+    found = layout.explain(tile=args.tile, b=args.b, h=args.h)
+    at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in (
+        ("visible_at", found.visible_at), ("hidden_at", found.hidden_at)
+    )}  # fmt: skip
+    data = {"tile": [i, j], "b": args.b, "h": args.h, "kind": found.kind, "because": found.because, **at}
+    q1, k1 = min((i + 1) * bq, layout.q_len), min((j + 1) * bk, layout.kv_len)
+    where = f"queries {i * bq:,}..{q1 - 1:,}, keys {j * bk:,}..{k1 - 1:,}"
+    if args.batch * args.heads > 1:
+        where += f", batch {args.b}, head {args.h}"
+    return Answer(data, [*rows([("tile", where), ("answer", found.kind), ("because", found.because)])])
 
 
 def emit(args: argparse.Namespace, console: Console) -> Answer:

@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
-from frisket.dsl.explain import Explanation, explain
+from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
 from frisket.dsl.ir import TRUE, Expr, conj, uses, var
 from frisket.dsl.show import show
 from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind, grid_of
-from frisket.lowering.analysis.facts import row_counts
+from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
 from frisket.lowering.analysis.questions import always, mixed, never
+from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.spans import Runs, from_records
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, Scope
+from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, Grid, Scope
 from frisket.lowering.plan import Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import prepare, simplify
 
+from .layout_facts import Counts, Facts
 from .parameters import short_tables
 
 if TYPE_CHECKING:
     from .mask import Mask
 
 Array = NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Tiles by kind, over every batch entry and head of the layout."""
-
-    empty: int
-    partial: int
-    full: int
+_TILE = 1 << 22  # positions of a tile that explain looks at
 
 
 @dataclass(frozen=True)
@@ -52,33 +45,6 @@ class RunTable:
     stop: NDArray[np.int32]
     kind: NDArray[np.uint8]
     slice_of: NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the analysis proved. Lengths in tokens, runs in tiles, FLOPs of the two matmuls per head_dim of 1."""
-
-    rows_nonempty: bool | None  # None: counting would exceed the budget
-    max_runs_per_row: int
-    contiguous: bool  # every row of tiles reads one run of neighbouring key tiles
-    closed_form: bool  # the bounds of a row are formulas: kernels read no table
-    uses: tuple[str, ...]  # which of b, h, and which tables and parameters
-    method: str  # how the layout was found
-    settled: int  # tiles decided by looking at their elements
-    visible_pairs: int | None
-    flops: int | None  # 4 * visible pairs: multiply by head_dim
-
-    def __str__(self) -> str:
-        rows = {True: "every query sees a key", False: "some query sees no key", None: "not counted"}
-        lines = {
-            "rows": rows[self.rows_nonempty],
-            "runs": f"at most {self.max_runs_per_row} per row of tiles" + (", contiguous" if self.contiguous else ""),
-            "found by": self.method + (f", {self.settled} tiles looked at" if self.settled else ""),
-            "uses": ", ".join(self.uses) or "positions only",
-        }
-        if self.visible_pairs is not None:
-            lines["visible"] = f"{self.visible_pairs:,} pairs"
-        return "\n".join(f"{name:9} {text}" for name, text in lines.items())
 
 
 class Layout:
@@ -185,22 +151,51 @@ class Layout:
     @cached_property
     def row_counts(self) -> NDArray[np.int64]:
         """Keys each query sees, int64 [batch, heads, q_len]; BudgetError when counting costs too much."""
+        grid, slice_of = self._grid
+        return row_counts(self.mask, grid, self.scope(), self._spread)[slice_of]
+
+    @cached_property
+    def visible_pairs(self) -> int:
+        """The exact number of visible (query, key) pairs over every batch entry and head; BudgetError when
+        counting costs too much."""
+        grid, slice_of = self._grid
+        return int(pair_counts(self.mask, grid, self.scope(), self._spread)[slice_of].sum())
+
+    @cached_property
+    def rows_nonempty(self) -> bool | None:
+        """Whether every query sees a key; None where that takes more than a little searching."""
+        grid, _ = self._grid
+        return no_row_empty(self.mask, grid, self.scope(min(self.work, 1 << 22) + grid.q_len * len(grid.b)))
+
+    @cached_property
+    def lookups(self) -> tuple[Lookup, ...]:
+        """Every table lookup of the mask as written, and whether its index stays inside the table wherever the
+        rest of the mask leaves the answer to it."""
+        grid = grid_of(self.written, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)[0]
+        return lookups(
+            bind(self.written, {n: t.array for n, t in self.tables.items()}), TRUE, grid, self.scope(1 << 24)
+        )
+
+    def scope(self, work: int | None = None) -> Scope:
+        """The values the analysis reads."""
         env = {**dict(zip(SIZE_NAMES, self.sizes, strict=True)), **self.params}
-        grid, slice_of = grid_of(self.mask, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)
-        # the grid has one slice for every (b, h) told apart, the spans one for every different answer
+        return Scope(env, self.tables, self.work if work is None else work)
+
+    @property
+    def _grid(self) -> tuple[Grid, Array]:
+        return grid_of(self.mask, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)
+
+    @property
+    def _spread(self) -> Runs:
+        """The runs of every slice of the grid: the spans have one slice for every different answer."""
+        grid, slice_of = self._grid
         index = np.zeros(len(grid.b), np.int64)
         index[slice_of.reshape(-1)] = self.spans.slice_of.reshape(-1)
         r = self._runs
         parts = [np.flatnonzero(r.slice == s) for s in index]
         at = np.concatenate(parts) if parts else np.zeros(0, np.int64)
         owner = np.repeat(np.arange(len(parts)), [len(p) for p in parts])
-        spread = Runs(owner, r.row[at], r.start[at], r.stop[at], r.kind[at])
-        return row_counts(self.mask, grid, Scope(env, self.tables), spread)[slice_of]
-
-    @property
-    def visible_pairs(self) -> int:
-        """The exact number of visible (query, key) pairs over every batch entry and head."""
-        return int(self.row_counts.sum())
+        return Runs(owner, r.row[at], r.start[at], r.stop[at], r.kind[at])
 
     @property
     def density(self) -> float:
@@ -210,33 +205,72 @@ class Layout:
 
     @cached_property
     def facts(self) -> Facts:
-        pairs: int | None = None
-        nonempty: bool | None = None
-        with suppress(BudgetError):
-            pairs, nonempty = self.visible_pairs, bool(self.row_counts.all())
         r = self._runs
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
         named = sorted(uses(self.mask) & {"b", "h"}) + sorted({*self.params, *self.tables})
         return Facts(
-            rows_nonempty=nonempty,
             max_runs_per_row=int(np.bincount(line, minlength=1).max(initial=0)),
             contiguous=not gaps.any(),
             closed_form=self.analysis.bounds is not None,
             uses=tuple(named),
             method=self.analysis.method,
             settled=self.analysis.settled,
-            visible_pairs=pairs,
-            flops=None if pairs is None else 4 * pairs,
+            layout=self,
         )
 
-    def explain(self, q: int, k: int, b: int = 0, h: int = 0) -> Explanation:
-        """Why query q may or may not see key k, in global positions: the clause of the mask and its values."""
-        for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
-            if not 0 <= at < size:
-                raise ShapeError(f"{name} = {at} is outside 0..{size}\n  positions are global, below `sizes`")
-        env = {**dict(zip(SIZE_NAMES, self.sizes, strict=True)), **self.params, "b": b, "h": h, "q": q, "k": k}
-        return explain(self.written, env, {n: t.array for n, t in self.tables.items()})
+    @overload
+    def explain(self, q: int, k: int, b: int | None = None, h: int | None = None) -> Explanation: ...
+    @overload
+    def explain(self, *, tile: tuple[int, int], b: int | None = None, h: int | None = None) -> TileExplanation: ...
+
+    def explain(
+        self,
+        q: int | None = None,
+        k: int | None = None,
+        b: int | None = None,
+        h: int | None = None,
+        *,
+        tile: tuple[int, int] | None = None,
+    ) -> Explanation | TileExplanation:
+        """Why query q may or may not see key k, in global positions: the clause of the mask and its values.
+
+        `explain(tile=(i, j))` says why the tile in row i and column j of this layout is empty, partial or full.
+        b and h are global, too; where they are not given they are the first of the layout.
+        """
+        b, h = self.origin[0] if b is None else b, self.origin[1] if h is None else h
+        values = {**self.scope().env, "b": b, "h": h}
+        tables = {n: t.array for n, t in self.tables.items()}
+        if q is not None and k is not None and tile is None:
+            for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
+                if not 0 <= at < size:
+                    raise ShapeError(f"{name} = {at} is outside 0..{size}\n  positions are global, below `sizes`")
+            return explain(self.written, {**values, "q": q, "k": k}, tables)
+        if tile is None or q is not None or k is not None:
+            raise ParameterError("explain takes a position or a tile: explain(q=300, k=17), explain(tile=(2, 0))")
+        (rows, columns), cut = self._tile(tile, b, h)
+        return explain_tile(self.written, {**values, "q": rows, "k": columns}, tables, cut=cut)
+
+    def _tile(self, tile: tuple[int, int], b: int, h: int) -> tuple[tuple[Array, Array], bool]:
+        """The positions of a tile that are inside the lengths, and whether that is not all of it."""
+        for name, at, start, n in zip(
+            ("b", "h", "tile row", "tile column"), (b, h, *tile), (*self.origin[:2], 0, 0),
+            (self.batch, self.heads, self.rows, self.columns), strict=True,
+        ):  # fmt: skip
+            if not start <= at < start + n:
+                raise ShapeError(f"{name} {at} is outside this layout, which has {start}..{start + n - 1}")
+        if self.block[0] * self.block[1] > _TILE:
+            raise BudgetError(
+                f"a tile of {self.block[0]:,} x {self.block[1]:,} positions is more than explain looks at, {_TILE:,}\n"
+                "  lay the mask out in smaller tiles, or explain a position"
+            )
+        out, cut = [], False
+        for at, size, start, n in zip(tile, self.block, self.origin[2:], (self.q_len, self.kv_len), strict=True):
+            first = int(np.broadcast_to(start, (self.batch,))[b - self.origin[0]])
+            stop = min((at + 1) * size, n)
+            cut |= stop < (at + 1) * size
+            out.append(np.arange(first + at * size, first + stop))
+        return (out[0], out[1]), cut
 
     # -- pictures and exports -----------------------------------------------------------------------
 
@@ -281,11 +315,11 @@ class Layout:
 
         return to_bsr(self, bits)
 
-    def to_splash(self) -> Any:
-        """Splash attention's `MaskInfo`."""
+    def to_splash(self, fused: bool = False) -> Any:
+        """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel."""
         from .export.splash import to_splash
 
-        return to_splash(self)
+        return to_splash(self, fused)
 
     def to_fa4(self, device: Any = "cpu", compact: bool = False) -> Any:
         """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""

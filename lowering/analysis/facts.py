@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import BudgetError
+from frisket.dsl.errors import BudgetError, EvaluationError
 from frisket.dsl.ir import TRUE, Expr, substitute, var
 
 from ..simplify import simplify
-from .rows import intervals
+from .count import Rowwise
+from .decide import Spent, first_empty_row
+from .groups import Beyond
 from .spans import Runs
 from .tiles import FULL, Grid, Scope
 
@@ -33,30 +36,34 @@ def sees_itself(mask: Expr) -> bool:
 def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
     """How many keys each query sees, int64 [slices, q_len].
 
-    Masks made of bounds are counted in closed form; others from their runs, looking only at PARTIAL tiles.
-    Raises `BudgetError` when that is more than `scope.work` elements.
+    Masks made of clauses that can be solved by row are counted without looking at pairs; others from their runs,
+    looking only at PARTIAL tiles. Raises `BudgetError` when that is more than `scope.work` elements.
     """
-    yes = intervals(mask)
-    return _from_intervals(yes, grid, scope) if yes is not None else _from_runs(mask, grid, scope, runs)
+    try:
+        return np.stack([r.counts() for r in _by_row(mask, grid, scope)])
+    except (Beyond, EvaluationError):
+        return _from_runs(mask, grid, scope, runs)
 
 
-def _from_intervals(yes: tuple[tuple[Expr, Expr], ...], grid: Grid, scope: Scope) -> Array:
-    out = np.zeros((len(grid.b), grid.q_len), np.int64)
-    k0, k1 = grid.k[:, None], grid.k[:, None] + grid.kv_len - 1
-    for start in range(0, grid.q_len, _BATCH):
-        stop = min(start + _BATCH, grid.q_len)
-        q = grid.q[:, None] + np.arange(start, stop)
-        env = {"b": grid.b[:, None], "h": grid.h[:, None], "q0": q, "q1": q, "k0": k0, "k1": k1}
-        ends = [[np.broadcast_to(scope.value(e, env), q.shape) for e in pair] for pair in yes]
-        first = np.stack([p[0] for p in ends])
-        last = np.maximum(np.stack([p[1] for p in ends]), first - 1)
-        if len(yes) > 1:  # the length of a union: sorted by start, each adds what lies past all before
-            order = np.argsort(first, axis=0)
-            first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
-            reach = np.maximum.accumulate(last, axis=0)
-            first[1:] = np.maximum(first[1:], reach[:-1] + 1)
-        out[:, start:stop] = np.maximum(last - first + 1, 0).sum(axis=0)
-    return out
+def pair_counts(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
+    """Visible pairs of each slice, int64 [slices]: sums of `row_counts`, in closed form where there is one."""
+    try:
+        return np.array([r.total() for r in _by_row(mask, grid, scope)], np.int64)
+    except (Beyond, EvaluationError):
+        return np.asarray(_from_runs(mask, grid, scope, runs).sum(axis=1))
+
+
+def _by_row(mask: Expr, grid: Grid, scope: Scope) -> Iterator[Rowwise]:
+    for s in range(len(grid.b)):  # one at a time: what is kept of a slice is O(queries + keys)
+        yield Rowwise(mask, grid, scope, s)
+
+
+def no_row_empty(mask: Expr, grid: Grid, scope: Scope) -> bool | None:
+    """Whether every query sees a key; None where that is more work than `scope.work`."""
+    try:
+        return first_empty_row(mask, grid, scope) is None
+    except Spent:
+        return None
 
 
 def _from_runs(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:

@@ -1,0 +1,297 @@
+"""A mask as clauses a row of queries can be solved by: which keys, as a range, a residue, a set, a group.
+
+Every clause of a conjunction is read, where that is possible, as one of
+
+    Rows(e)                  a condition on the query alone
+    Keys(e)                  a condition on the key alone
+    Limit(of, side, f)       what `of` gives for the key is at least ("low") or at most ("high") f(q)
+    Equal(of, f), Unequal    it is, or is not, f(q)
+    Along(e)                 a condition on q - k alone
+
+where `of` is the key itself, a digit `k // step % base` of it, or any function of the key.
+
+>>> from frisket.dsl.sugar import eq, k, q
+>>> products((q >= k) & eq((q - k) % 4, 1))
+[(Limit(of=Key(), side='high', f=q), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from frisket.dsl.ir import TRUE, Expr, build, conj, disj, lit, substitute, var
+from frisket.dsl.types import BOOL, INT
+
+from ..simplify import simplify
+from ..simplify.affine import Linear, is_int_comparison, linear, relation, write
+from ..simplify.rules_boolean import negate
+from .abstract import depends
+
+PRODUCTS = 24  # conjunctions a mask may be a disjunction of
+D = var("d")  # q - k
+_K = var("k")
+
+
+@dataclass(frozen=True)
+class Key:
+    """The key position itself."""
+
+
+@dataclass(frozen=True)
+class Digit:
+    """`k // step % base`."""
+
+    step: int
+    base: int
+
+
+@dataclass(frozen=True)
+class Of:
+    """Any function of the key."""
+
+    e: Expr
+
+
+Target = Key | Digit | Of
+
+
+@dataclass(frozen=True)
+class Rows:
+    e: Expr
+
+
+@dataclass(frozen=True)
+class Keys:
+    e: Expr
+
+
+@dataclass(frozen=True)
+class Limit:
+    of: Target
+    side: str  # "low" or "high", inclusive
+    f: Expr
+
+
+@dataclass(frozen=True)
+class Widest:
+    """A disjunction of limits on one side of one target, and of conditions on the query: the widest holds."""
+
+    of: Target
+    side: str
+    fs: tuple[Expr, ...]
+    rows: Expr
+
+
+@dataclass(frozen=True)
+class Equal:
+    of: Target
+    f: Expr
+
+
+@dataclass(frozen=True)
+class Unequal:
+    of: Target
+    f: Expr
+
+
+@dataclass(frozen=True)
+class Along:
+    e: Expr  # of d = q - k
+
+
+Clause = Rows | Keys | Limit | Widest | Equal | Unequal | Along
+Conjunction = tuple[Clause, ...]
+
+
+@lru_cache(maxsize=4096)
+def products(e: Expr) -> list[Conjunction] | None:
+    """The disjunction of conjunctions of clauses that `e` is; None where a part is none of these, or where there
+    are more than PRODUCTS of them."""
+    found = read(e)
+    if found is not None:
+        return [found]
+    if e.op == "or":
+        parts = [products(a) for a in e.args]
+        joined = [c for p in parts if p is not None for c in p]
+        return None if any(p is None for p in parts) or len(joined) > PRODUCTS else joined
+    if e.op == "and":
+        out: list[Conjunction] = [()]
+        for a in e.args:
+            options = products(a)
+            if options is None or len(out) * len(options) > PRODUCTS:
+                return None
+            out = [x + y for x, y in product(out, options)]
+        return out
+    other = _as_logic(e)
+    return None if other is None else products(other)
+
+
+def _as_logic(e: Expr) -> Expr | None:
+    """The same with `and` and `or` on top, for what hides them."""
+    if e.op == "where" and e.type is BOOL:
+        c, x, y = e.args
+        return disj(conj(c, x), conj(negate(c), y))
+    if e.op == "xor" or (e.op in ("eq", "ne") and e.args[0].type is BOOL):
+        x, y = e.args
+        one = disj(conj(x, negate(y)), conj(negate(x), y))
+        return simplify(negate(one) if e.op == "eq" else one)
+    if e.op == "not" and e.args[0].op in ("xor", "where", "eq", "ne"):
+        inner = _as_logic(e.args[0])
+        return None if inner is None else simplify(negate(inner))
+    if not is_int_comparison(e):
+        return None
+    if e.op == "ne":
+        return disj(simplify(build("lt", *e.args)), simplify(build("gt", *e.args)))
+    op, form = relation(e.op, *e.args)
+    form = -form if op == "le" else form
+    lone = [(a, f) for a, f in form.terms if depends(a) == {"q", "k"}]
+    if len(lone) == 1 and op != "eq":  # |x| >= y, max(x, y) >= z, min(x, y) <= z
+        (atom, f), rest = lone[0], form.without(lone[0][0])
+        if (atom.op, f > 0) in (("max", True), ("min", False), ("abs", True)):
+            sides = atom.args if atom.op != "abs" else (atom.args[0], -atom.args[0])
+            return disj(*(simplify(build("ge", write(linear(s).times(f) + rest), lit(0))) for s in sides))
+    return None
+
+
+@lru_cache(maxsize=4096)
+def read(e: Expr) -> Conjunction | None:
+    """One clause of a mask, as a conjunction of clauses solved by row."""
+    held = depends(e)
+    if "k" not in held:
+        return () if e is TRUE else (Rows(e),)
+    found: Conjunction | None = None
+    if is_int_comparison(e):
+        found = _comparison(e)
+    elif e.op == "or":
+        found = _widest([read(a) if depends(a) <= {"q"} or is_int_comparison(a) else None for a in e.args])
+    if held == {"k"}:
+        limits = [c for c in found or () if isinstance(c, Limit | Widest | Equal) and not isinstance(c.of, Of)]
+        return found if found is not None and len(limits) == len(found) else (Keys(e),)
+    return found if found is not None or e.op in ("and", "or") else _along(e)
+
+
+def _along(e: Expr) -> Conjunction | None:
+    moved = simplify(substitute(e, {var("q"): D + _K}))
+    return None if "k" in depends(moved) else (Along(moved),)
+
+
+def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
+    limits: list[Limit] = []
+    rows: list[Expr] = []
+    for part in parts:
+        if part is None or len(part) != 1:
+            return None
+        one = part[0]
+        if isinstance(one, Rows):
+            rows.append(one.e)
+        elif isinstance(one, Limit) and not isinstance(one.of, Of):
+            limits.append(one)
+        else:
+            return None
+    if len({(x.of, x.side) for x in limits}) != 1:
+        return None
+    return (Widest(limits[0].of, limits[0].side, tuple(x.f for x in limits), disj(*rows)),)
+
+
+# -- comparisons ----------------------------------------------------------------------------------
+
+
+def _comparison(e: Expr) -> Conjunction | None:
+    op, form = relation(e.op, *e.args)
+    if op == "eq":
+        return _zero(form)
+    if op == "ne":
+        same = _zero(form)
+        one = same[0] if same is not None and len(same) == 1 else None
+        return (Unequal(one.of, one.f),) if isinstance(one, Equal) else None
+    return _at_least(form if op == "ge" else -form)
+
+
+def _parts(form: Linear) -> tuple[Linear, Linear, list[tuple[Expr, int]]]:
+    """What varies with the query or not at all, what varies with the key alone, and atoms of both."""
+    key = [t for t in form.terms if depends(t[0]) == {"k"}]
+    both = [t for t in form.terms if depends(t[0]) == {"q", "k"}]
+    rest = form.without(*(a for a, _ in key), *(a for a, _ in both))
+    return rest, Linear(tuple(key), 0), both
+
+
+def _over(f: Linear, n: int) -> Expr:
+    return write(f) if n == 1 else build("floordiv", write(f), lit(n))
+
+
+def _at_least(form: Linear) -> Conjunction | None:
+    """`form >= 0`."""
+    rest, key, both = _parts(form)
+    if not both and not key.terms:
+        return (Rows(build("ge", write(rest), lit(0))),)
+    if not both and len(key.terms) > 1:
+        return (Limit(Of(write(key)), "low", write(-rest)),)
+    if len(both) + len(key.terms) > 1:
+        return None
+    ((atom, factor),) = both or key.terms
+    # factor * atom + rest >= 0
+    return _limit(atom, "low", -linear(_over(rest, factor))) if factor > 0 else (
+        _limit(atom, "high", linear(_over(rest, -factor)))
+    )  # fmt: skip
+
+
+def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:
+    """`atom >= f` ("low") or `atom <= f` ("high")."""
+    if atom is _K:
+        return (Limit(Key(), side, write(f)),)
+    if atom.op == "floordiv" and _positive(atom.args[1]):
+        x, n = linear(atom.args[0]), atom.args[1].name
+        return _at_least(x - f.times(n) if side == "low" else f.times(n) + Linear((), n - 1) - x)
+    if depends(atom) == {"k"}:
+        return (Limit(_target(atom), side, write(f)),)
+    if (atom.op, side) in (("abs", "high"), ("max", "high"), ("min", "low")):
+        sides = atom.args if atom.op != "abs" else (atom.args[0], -atom.args[0])
+        found = [_at_least(linear(s) - f if side == "low" else f - linear(s)) for s in sides]
+        return None if any(c is None for c in found) else tuple(c for part in found if part is not None for c in part)
+    return None
+
+
+def _zero(form: Linear) -> Conjunction | None:
+    """`form == 0`."""
+    rest, key, both = _parts(form)
+    if not both and not key.terms:
+        return (Rows(build("eq", write(rest), lit(0))),)
+    if not both and (len(key.terms) > 1 or abs(key.terms[0][1]) > 1):
+        return (Equal(Of(write(key)), write(-rest)),)
+    if len(both) + len(key.terms) > 1 or (both and abs(both[0][1]) > 1):
+        return None
+    ((atom, factor),) = both or key.terms
+    f = rest if factor < 0 else -rest  # atom == f
+    if atom is _K or (atom.op == "floordiv" and _positive(atom.args[1])):
+        sides = _limit(atom, "low", f), _limit(atom, "high", f)
+        return None if sides[0] is None or sides[1] is None else sides[0] + sides[1]
+    return (Equal(_target(atom), write(f)),) if not both else _residue(atom, f)
+
+
+def _residue(atom: Expr, f: Linear) -> Conjunction | None:
+    """`(g(q) + k) % n == f` or `(g(q) - k) % n == f`: a residue of the key."""
+    if atom.op != "mod" or not _positive(atom.args[1]):
+        return None
+    rest, key, both = _parts(linear(atom.args[0]))
+    if both or key.terms not in (((_K, 1),), ((_K, -1),)):
+        return None
+    n = atom.args[1]
+    wanted = f - rest if key.terms[0][1] > 0 else rest - f
+    inside = simplify(conj(build("ge", write(f), lit(0)), build("lt", write(f), n)))
+    return (*(() if inside is TRUE else (Rows(inside),)), Equal(Digit(1, n.name), build("mod", write(wanted), n)))
+
+
+def _target(atom: Expr) -> Target:
+    if atom.op == "mod" and _positive(atom.args[1]):
+        inner, base = atom.args[0], atom.args[1].name
+        if inner is _K:
+            return Digit(1, base)
+        if inner.op == "floordiv" and inner.args[0] is _K and _positive(inner.args[1]):
+            return Digit(inner.args[1].name, base)
+    return Of(atom)
+
+
+def _positive(e: Expr) -> bool:
+    return e.op == "lit" and e.type is INT and e.name > 0

@@ -1,0 +1,323 @@
+"""How many keys each query sees, without looking at pairs: clauses solved a row of queries at a time.
+
+A conjunction leaves each query one range of keys and, in it, residues, a set or a group of equal keys: digits are
+counted by arithmetic, sets and functions of q - k by prefix sums, groups by their sorted members. Ranges are
+united by a sweep; what is not a range joins by inclusion and exclusion in the gaps between them.
+
+Work is O(queries + keys) per slice and conjunction, up to a sort; nothing grows with their product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.ir import COORDINATES, FALSE, Expr, build, conj, lit, substitute, var, walk
+
+from ..simplify import simplify
+from .clauses import Along, Clause, Conjunction, Digit, Key, Keys, Limit, Of, Rows, Target, Unequal, Widest
+from .clauses import products as conjunctions
+from .groups import Beyond, Function, Groups, below, chain, chained
+from .pieces import Piece, pieces
+from .tiles import Grid, Scope
+
+Array = NDArray[Any]
+ROWS = 1 << 16  # queries solved in one go
+_JOINT = 5  # conjunctions that are no ranges, joined by inclusion and exclusion
+_UNEQUAL = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A conjunction over some queries: keys `lo..hi` (inclusive), and what they must be besides."""
+
+    lo: Array
+    hi: Array
+    digits: Mapping[Digit, tuple[Array, Array]] = field(default_factory=dict)  # least and greatest
+    keys: frozenset[Expr] = frozenset()
+    groups: Mapping[Expr, Array] = field(default_factory=dict)  # function of the key: its value
+    along: frozenset[Expr] = frozenset()
+    unequal: tuple[tuple[Of | Digit, Array], ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        return not (self.digits or self.keys or self.groups or self.along or self.unequal)
+
+    def within(self, lo: Array, hi: Array) -> Part:
+        return replace(self, lo=np.maximum(self.lo, lo), hi=np.minimum(self.hi, hi))
+
+    def digit(self, of: Digit, least: Array, greatest: Array) -> Part:
+        a, b = self.digits.get(of, (np.asarray(0), np.asarray(of.base - 1)))
+        return replace(self, digits={**self.digits, of: (np.maximum(a, least), np.minimum(b, greatest))})
+
+    def group(self, of: Expr, value: Array) -> Part:
+        if of not in self.groups:
+            return replace(self, groups={**self.groups, of: value})
+        return self.where(self.groups[of] == value)
+
+    def where(self, rows: Array) -> Part:
+        return replace(self, hi=np.where(rows, self.hi, self.lo - 1))
+
+    def both(self, other: Part) -> Part:
+        out = replace(
+            self.within(other.lo, other.hi), keys=self.keys | other.keys, along=self.along | other.along,
+            unequal=self.unequal + other.unequal,
+        )  # fmt: skip
+        for of, (least, greatest) in other.digits.items():
+            out = out.digit(of, least, greatest)
+        for e, value in other.groups.items():
+            out = out.group(e, value)
+        return out
+
+
+class Rowwise:
+    """The rows of one slice of a grid: `Rowwise(mask, grid, scope, slice)`; raises `Beyond` where it cannot."""
+
+    def __init__(self, mask: Expr, grid: Grid, scope: Scope, slice: int) -> None:
+        self.mask = literal(mask, scope.env)
+        found = conjunctions(self.mask)
+        if found is None:
+            raise Beyond
+        self.conjunctions, self.scope = found, scope
+        self.at = {"b": int(grid.b[slice]), "h": int(grid.h[slice])}
+        self.q0, self.q_len = int(grid.q[slice]), grid.q_len
+        self.k0, self.k1 = int(grid.k[slice]), int(grid.k[slice]) + grid.kv_len - 1
+        self._along: dict[frozenset[Expr], Array] = {}
+        self._sets: dict[frozenset[Expr], Array] = {}
+        self._functions: dict[Expr, Function] = {}
+        self._groups: dict[tuple[tuple[Expr, ...], frozenset[Expr]], Groups] = {}
+
+    # -- what is asked ----------------------------------------------------------------------------
+
+    @cached_property
+    def pieces(self) -> list[Piece] | None:
+        """The pieces a count is affine on, where there are such."""
+
+        def value(e: Expr, q: Array) -> Array:
+            return np.broadcast_to(self.scope.value(e, {**self.at, "q": q}), q.shape)
+
+        return pieces(self.conjunctions, self.q0, self.q0 + self.q_len, (self.k0, self.k1), value)
+
+    def chunks(self, first: int = ROWS) -> Iterator[Array]:
+        """The queries, in global positions, a few at first and more later."""
+        start, width = 0, first
+        while start < self.q_len:
+            stop = min(start + width, self.q_len)
+            yield np.arange(self.q0 + start, self.q0 + stop)
+            start, width = stop, min(4 * width, ROWS)
+
+    def telling(self) -> Iterator[Array]:
+        """Queries in order, of which some sees no key, or one, if any query at all does."""
+        if self.pieces is None:
+            yield from self.chunks(ROWS // 16)
+        else:
+            yield from (p.asked() for p in self.pieces)
+
+    def counts(self) -> Array:
+        """Keys each query of the slice sees, int64 [q_len]."""
+        return np.concatenate([self.count(q) for q in self.chunks()])
+
+    def total(self) -> int:
+        """Visible pairs of all queries."""
+        if self.pieces is None:
+            return sum(int(self.count(q).sum()) for q in self.chunks())
+        return sum(p.total(self.count(p.asked())) for p in self.pieces)
+
+    def sees_a_key(self, q: Array) -> Array:
+        """bool [queries]."""
+        out = np.zeros(len(q), bool)
+        for p in self._parts(q):
+            out |= self._count(p, q) > 0
+        return out
+
+    def count(self, q: Array) -> Array:
+        """Keys each query sees, int64 [queries]."""
+        parts = self._parts(q)
+        plain, rest = [p for p in parts if p.plain], [p for p in parts if not p.plain]
+        if len(rest) > _JOINT:
+            raise Beyond
+        covered, gaps = self._union(plain, len(q))
+        for n in range(1, len(rest) + 1):
+            for some in combinations(rest, n):
+                joint = some[0]
+                for p in some[1:]:
+                    joint = joint.both(p)
+                for lo, hi in gaps:
+                    covered = covered + (-1) ** (n + 1) * self._count(joint.within(lo, hi), q)
+        return covered
+
+    def _union(self, plain: Sequence[Part], n: int) -> tuple[Array, list[tuple[Array, Array]]]:
+        """The keys that ranges cover together, and the gaps between them."""
+        if not plain:
+            return np.zeros(n, np.int64), [(np.asarray(self.k0), np.asarray(self.k1))]
+        ends = [self._ends(p) for p in plain]
+        first = np.stack([np.broadcast_to(lo, (n,)) for lo, _ in ends])
+        last = np.stack([np.broadcast_to(hi, (n,)) for _, hi in ends])
+        if len(plain) > 1:
+            order = np.argsort(first, axis=0)
+            first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
+        reach = np.concatenate([np.full((1, n), self.k0 - 1), np.maximum.accumulate(last, axis=0)])
+        reach = np.maximum(reach, self.k0 - 1)
+        total = np.maximum(last - np.maximum(first, reach[:-1] + 1) + 1, 0).sum(axis=0)
+        gaps = [(reach[i] + 1, first[i] - 1) for i in range(len(plain))]
+        return total, [*gaps, (reach[-1] + 1, np.asarray(self.k1))]
+
+    # -- clauses over some queries ----------------------------------------------------------------
+
+    def _parts(self, q: Array) -> list[Part]:
+        wanted = dict.fromkeys(e for c in self.conjunctions for one in c for e in _reads(one))
+        found = self.scope.values(list(wanted), {**self.at, "q": q}) if wanted else []
+        values = dict(zip(wanted, found, strict=True))
+        whole = Part(np.asarray(self.k0), np.asarray(self.k1))
+        return [self._part(c, whole, values) for c in self.conjunctions]
+
+    def _part(self, clauses: Conjunction, part: Part, values: Mapping[Expr, Array]) -> Part:
+        for c in clauses:
+            if isinstance(c, Rows):
+                part = part.where(values[c.e])
+            elif isinstance(c, Keys):
+                part = replace(part, keys=part.keys | {c.e})
+            elif isinstance(c, Along):
+                part = replace(part, along=part.along | {c.e})
+            elif isinstance(c, Limit):
+                part = self._limited(part, c.of, c.side, values[c.f])
+            elif isinstance(c, Widest):
+                pick = np.minimum if c.side == "low" else np.maximum
+                f = pick.reduce(np.broadcast_arrays(*(values[f] for f in c.fs)))
+                if c.rows is not FALSE:
+                    far = -(2**62) if c.side == "low" else 2**62
+                    f = np.where(values[c.rows], far, f)
+                part = self._limited(part, c.of, c.side, f)
+            elif isinstance(c.of, Key):
+                raise Beyond
+            elif isinstance(c, Unequal):
+                part = replace(part, unequal=(*part.unequal, (c.of, values[c.f])))
+            else:
+                part = self._equal(part, c.of, values[c.f])
+        return part
+
+    def _limited(self, part: Part, of: Target, side: str, f: Array) -> Part:
+        low = side == "low"
+        if isinstance(of, Key):
+            return part.within(f, np.asarray(self.k1)) if low else part.within(np.asarray(self.k0), f)
+        if isinstance(of, Digit):
+            return part.digit(of, f, np.asarray(of.base - 1)) if low else part.digit(of, np.asarray(0), f)
+        return part.within(*self._function(of.e).range(f if low else None, None if low else f))
+
+    def _equal(self, part: Part, of: Of | Digit, f: Array) -> Part:
+        if isinstance(of, Digit):
+            return part.digit(of, f, f)
+        known = self._function(of.e)
+        return part.within(*known.range(f, f)) if known.direction else part.group(of.e, f)
+
+    def _function(self, e: Expr) -> Function:
+        if e not in self._functions:
+            self._functions[e] = Function(self._over_keys(e), self.k0)
+        return self._functions[e]
+
+    def _over_keys(self, e: Expr) -> Array:
+        k = np.arange(self.k0, self.k1 + 1)
+        return np.broadcast_to(self.scope.value(e, {**self.at, "k": k}), k.shape)
+
+    # -- counting one conjunction -----------------------------------------------------------------
+
+    def _ends(self, p: Part) -> tuple[Array, Array]:
+        """`lo..hi` within the keys; an empty range has hi = lo - 1."""
+        lo = np.clip(p.lo, self.k0, self.k1 + 1)
+        return lo, np.maximum(np.minimum(p.hi, self.k1), lo - 1)
+
+    def _count(self, p: Part, q: Array) -> Array:
+        if p.unequal:
+            return self._count_unequal(p, q)
+        lo, hi = self._ends(p)
+        if p.along:
+            if p.keys or p.groups or p.digits:
+                raise Beyond
+            sums, first = self._along_sums(p.along), self.q0 - self.k1
+            return np.asarray(np.where(hi < lo, 0, sums[q - lo - first + 1] - sums[np.minimum(q - hi, q - lo) - first]))
+        if p.digits and (p.groups or p.keys or not chained(p.digits)):
+            p = self._digits_spread(p)
+        if p.groups:
+            return self._grouped(p).count(list(p.groups.values()), lo - self.k0, hi - self.k0)
+        if p.keys:
+            sums = self._set_sums(p.keys)
+            return np.asarray(sums[hi - self.k0 + 1] - sums[lo - self.k0])
+        if p.digits:
+            order = chain(p.digits)
+            return np.asarray(below(hi + 1, order, p.digits) - below(lo, order, p.digits))
+        return np.broadcast_to(hi - lo + 1, q.shape)
+
+    def _count_unequal(self, p: Part, q: Array) -> Array:
+        """All, less those that are equal."""
+        if len(p.unequal) > _UNEQUAL:
+            raise Beyond
+        (of, f), rest = p.unequal[0], replace(p, unequal=p.unequal[1:])
+        return self._count(rest, q) - self._count(self._equal(rest, of, f), q)
+
+    def _digits_spread(self, p: Part) -> Part:
+        """Digits beside a set or a group: one that is the same for every query is a set, one value a group."""
+        out = replace(p, digits={})
+        for of, (least, greatest) in p.digits.items():
+            digit = build("mod", build("floordiv", var("k"), lit(of.step)), lit(of.base))
+            if least.size == greatest.size == 1:
+                held = conj(digit >= int(least.flat[0]), digit <= int(greatest.flat[0]))
+                out = replace(out, keys=out.keys | {held})
+            elif np.any(least < greatest):
+                raise Beyond
+            else:
+                out = out.where(least == greatest).group(digit, least)
+        return out
+
+    def _along_sums(self, along: frozenset[Expr]) -> Array:
+        """How often the conditions on d hold below each of q0 - k1 .. q1 - k0 + 1."""
+        if along not in self._along:
+            d = np.arange(self.q0 - self.k1, self.q0 + self.q_len - self.k0)
+            self._along[along] = _sums(self.scope.value(conj(*sorted(along, key=str)), {**self.at, "d": d}), d)
+        return self._along[along]
+
+    def _set_sums(self, keys: frozenset[Expr]) -> Array:
+        if keys not in self._sets:
+            self._sets[keys] = _sums(self._over_keys(conj(*sorted(keys, key=str))), np.empty(self.k1 - self.k0 + 1))
+        return self._sets[keys]
+
+    def _grouped(self, p: Part) -> Groups:
+        name = tuple(p.groups), p.keys
+        if name not in self._groups:
+            held = self._over_keys(conj(*sorted(p.keys, key=str))) if p.keys else None
+            self._groups[name] = Groups([self._over_keys(e) for e in p.groups], held)
+        return self._groups[name]
+
+
+def literal(mask: Expr, values: Mapping[str, Any]) -> Expr:
+    """`mask` with the values of sizes and parameters written in."""
+    known = {
+        n: lit(_number(values[n.name]))
+        for n in walk(mask)
+        if n.op in ("param", "var") and n.name in values and n.name not in COORDINATES
+    }
+    return simplify(substitute(mask, known)) if known else mask
+
+
+def _number(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _reads(c: Clause) -> tuple[Expr, ...]:
+    """The functions of the query in a clause."""
+    if isinstance(c, Rows):
+        return (c.e,)
+    if isinstance(c, Widest):
+        return c.fs if c.rows is FALSE else (*c.fs, c.rows)
+    return () if isinstance(c, Keys | Along) else (c.f,)
+
+
+def _sums(truth: Array, like: Array) -> Array:
+    out = np.zeros(like.shape[0] + 1, np.int64)
+    np.cumsum(np.broadcast_to(truth, like.shape), out=out[1:])
+    return out

@@ -1,0 +1,220 @@
+"""Is there a visible position, a row without one? Exact, with the position, or `Spent` past the budget.
+
+Masks of clauses that can be solved by row are asked row by row, or piece by piece (`count`). All others are
+searched coarse to fine: rectangles that `never` hold a visible position are dropped, one that `always` does ends
+the search, small ones are looked at. The search is depth first, in order of query and key, so that memory stays
+small and the position found is an early one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import EvaluationError
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, substitute, var
+
+from ..simplify import simplify
+from .count import Rowwise
+from .groups import Beyond
+from .questions import always, never
+from .tiles import Grid, Scope
+
+Array = NDArray[Any]
+SMALL = 256  # positions of a rectangle that are looked at one by one
+_AT_ONCE = 1 << 12  # rectangles asked together
+_ASKED = 16  # what asking a rectangle counts for, in positions
+_SAMPLES = 64  # keys tried in a row before it is searched
+_KEYS = 1 << 16  # keys of one row looked at together
+_Q, _K = var("q"), var("k")
+
+
+class Spent(Exception):  # noqa: N818 (never leaves the package)
+    """The budget is spent and the answer is open."""
+
+
+def spend(scope: Scope, n: int) -> None:
+    scope.looked_at += n
+    if scope.looked_at > scope.work:
+        raise Spent
+
+
+# -- a visible position ---------------------------------------------------------------------------
+
+
+def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] | None:
+    """(slice, q, k) of a visible position in global coordinates, the first of its slice where rows can be solved;
+    None if nothing is visible."""
+    if mask is FALSE:
+        return None
+    env = {
+        "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
+        "k1": grid.k + grid.kv_len - 1,
+    }  # fmt: skip
+    open_ = ~_known(never(mask), env, scope, len(grid.b))
+    for s in np.flatnonzero(open_):
+        try:
+            found = _first_by_row(mask, grid, scope, int(s))
+        except (Beyond, EvaluationError):
+            found = _search(mask, {n: int(x[s]) for n, x in env.items()}, scope)
+        if found is not None:
+            return int(s), *found
+    return None
+
+
+def _first_by_row(mask: Expr, grid: Grid, scope: Scope, s: int) -> tuple[int, int] | None:
+    rows = Rowwise(mask, grid, scope, s)
+    for q in rows.telling():
+        spend(scope, len(q))
+        seen = rows.sees_a_key(q)
+        if seen.any():
+            query = int(q[np.argmax(seen)])
+            return query, _first_key(mask, rows, scope, query)
+    return None
+
+
+def _first_key(mask: Expr, rows: Rowwise, scope: Scope, q: int) -> int:
+    for start in range(rows.k0, rows.k1 + 1, _KEYS):
+        k = np.arange(start, min(start + _KEYS, rows.k1 + 1))
+        seen = np.broadcast_to(scope.value(mask, {**rows.at, "q": q, "k": k}), k.shape)
+        if seen.any():
+            return int(k[np.argmax(seen)])
+    raise EvaluationError(f"row {q} was counted to have a key and has none\n  please report this with the mask")
+
+
+def _known(question: Expr, env: dict[str, Any], scope: Scope, n: int) -> Array:
+    """What is certain of n rectangles; nothing where an end of a range leaves 64 bits."""
+    spend(scope, _ASKED * n)
+    try:
+        return np.broadcast_to(scope.value(question, env), (n,))
+    except EvaluationError:
+        return np.zeros(n, bool)
+
+
+def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | None:
+    """Depth first over rectangles q0 q1 k0 k1 (columns), the earliest on top of the stack."""
+    at = {"b": whole["b"], "h": whole["h"]}
+    stack = [np.array([[whole[n]] for n in ("q0", "q1", "k0", "k1")])]
+    width = SMALL // 4
+    while stack:
+        box = stack.pop()
+        if box.shape[1] > width:
+            stack.append(box[:, width:])
+            box = box[:, :width]
+        width = min(2 * width, _AT_ONCE)
+        env = {**at, **dict(zip(("q0", "q1", "k0", "k1"), box, strict=True))}
+        box = box[:, ~_known(never(mask), env, scope, box.shape[1])]
+        small = (box[1] - box[0] + 1) * (box[3] - box[2] + 1) <= SMALL
+        seen = _look(mask, at, box[:, small], scope)
+        if seen is not None:
+            return seen
+        if (~small).any():
+            stack.append(_halved(box[:, ~small]))
+    return None
+
+
+def _halved(box: Array) -> Array:
+    """The longer side of every rectangle cut in two, twice; in order."""
+    for _ in range(2):
+        tall = box[1] - box[0] >= box[3] - box[2]
+        one, other = box.copy(), box.copy()
+        for lo, hi, cut in ((0, 1, tall), (2, 3, ~tall)):
+            middle = (box[lo] + box[hi]) // 2
+            one[hi] = np.where(cut, middle, box[hi])
+            other[lo] = np.where(cut, middle + 1, box[lo])
+        box = np.stack([one, other], axis=2).reshape(4, -1)
+        box = box[:, (box[0] <= box[1]) & (box[2] <= box[3])]
+    return box[:, np.lexsort((box[2], box[0]))]
+
+
+def _look(mask: Expr, at: dict[str, int], box: Array, scope: Scope) -> tuple[int, int] | None:
+    """The first visible position of small rectangles, position by position."""
+    if not box.shape[1]:
+        return None
+    high, wide = box[1] - box[0] + 1, box[3] - box[2] + 1
+    area = high * wide
+    spend(scope, int(area.sum()))
+    owner = np.repeat(np.arange(len(area)), area)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(area) - area, area)
+    q, k = box[0][owner] + place // wide[owner], box[2][owner] + place % wide[owner]
+    seen = np.broadcast_to(scope.value(mask, {**at, "q": q, "k": k}), q.shape)
+    if not seen.any():
+        return None
+    q, k = q[seen], k[seen]
+    first = np.lexsort((k, q))[0]
+    return int(q[first]), int(k[first])
+
+
+# -- a row without one ----------------------------------------------------------------------------
+
+
+def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | None:
+    """(slice, q) of a query that sees no key, None if every query sees one."""
+    for s in range(len(grid.b)):
+        one = replace(grid, b=grid.b[s : s + 1], h=grid.h[s : s + 1], q=grid.q[s : s + 1], k=grid.k[s : s + 1])
+        try:
+            found = _empty_by_row(mask, one, scope)
+        except (Beyond, EvaluationError):
+            found = _search_rows(mask, one, scope)
+        if found is not None:
+            return s, found
+    return None
+
+
+def _empty_by_row(mask: Expr, one: Grid, scope: Scope) -> int | None:
+    rows = Rowwise(mask, one, scope, 0)
+    for q in rows.telling():
+        spend(scope, len(q))
+        seen = rows.sees_a_key(q)
+        if not seen.all():
+            return int(q[np.argmin(seen)])
+    return None
+
+
+def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
+    """Blocks of rows: one that never sees a key ends the search, one where every query sees the key at a likely
+    place is dropped, single rows are searched."""
+    at = {"b": int(one.b[0]), "h": int(one.h[0])}
+    q0, k0 = int(one.q[0]), int(one.k[0])
+    keys = (k0, k0 + one.kv_len - 1)
+    likely = [_at_key(mask, e, keys) for e in (_Q, lit(keys[0]), lit(keys[1]), _Q - 1)]
+    stack = [(q0, q0 + one.q_len - 1)]
+    while stack:
+        first, last = stack.pop()
+        env = {**at, "q0": first, "q1": last, "k0": keys[0], "k1": keys[1]}
+        if _known(never(mask), env, scope, 1)[0]:
+            return first
+        if any(_known(always(e), env, scope, 1)[0] for e in likely):
+            continue
+        if last - first < _AT_ONCE:
+            q = np.arange(first, last + 1)
+            for e in likely:
+                spend(scope, len(q))
+                q = q[~np.broadcast_to(scope.value(e, {**at, "q": q}), q.shape)]
+            found = _rows_without(mask, at, q, keys, scope)
+            if found is not None:
+                return found
+        else:
+            middle = (first + last) // 2
+            stack += [(middle + 1, last), (first, middle)]
+    return None
+
+
+def _at_key(mask: Expr, k: Expr, keys: tuple[int, int]) -> Expr:
+    inside = conj(k >= keys[0], k <= keys[1]) if k.op != "lit" else TRUE
+    return simplify(conj(inside, substitute(mask, {_K: k})))
+
+
+def _rows_without(mask: Expr, at: dict[str, int], q: Array, keys: tuple[int, int], scope: Scope) -> int | None:
+    """The first of these queries that sees no key."""
+    some = np.unique(np.linspace(*keys, _SAMPLES).astype(np.int64))
+    spend(scope, len(q) * len(some))
+    seen = np.broadcast_to(scope.value(mask, {**at, "q": q[:, None], "k": some}), (len(q), len(some)))
+    for row in q[~seen.any(axis=1)]:
+        whole = {**at, "q0": int(row), "q1": int(row), "k0": keys[0], "k1": keys[1]}
+        if _search(mask, whole, scope) is None:
+            return int(row)
+    return None

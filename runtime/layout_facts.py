@@ -1,0 +1,82 @@
+"""What a layout says of itself: tiles by kind, and what the analysis proved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from frisket.dsl.errors import BudgetError
+
+if TYPE_CHECKING:
+    from frisket.lowering.analysis.reach import Lookup
+
+    from .layout import Layout
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tiles by kind, over every batch entry and head of the layout."""
+
+    empty: int
+    partial: int
+    full: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the analysis proved. Lengths in tokens, runs in tiles, FLOPs of the two matmuls per head_dim of 1.
+    What takes counting is counted when it is asked for."""
+
+    max_runs_per_row: int
+    contiguous: bool  # every row of tiles reads one run of neighbouring key tiles
+    closed_form: bool  # the bounds of a row are formulas: kernels read no table
+    uses: tuple[str, ...]  # which of b, h, and which tables and parameters
+    method: str  # how the layout was found
+    settled: int  # tiles decided by looking at their elements
+    layout: Layout = field(repr=False, compare=False)
+
+    @property
+    def rows_nonempty(self) -> bool | None:
+        """Every query sees a key; None where that would exceed the budget."""
+        return self.layout.rows_nonempty
+
+    @property
+    def visible_pairs(self) -> int | None:
+        """Visible (query, key) pairs; None where counting them would exceed the budget."""
+        try:
+            return self.layout.visible_pairs
+        except BudgetError:
+            return None
+
+    @property
+    def flops(self) -> int | None:
+        """4 * visible pairs: multiply by head_dim."""
+        pairs = self.visible_pairs
+        return None if pairs is None else 4 * pairs
+
+    @property
+    def lookups(self) -> tuple[Lookup, ...]:
+        """Every table the mask reads, and whether it stays inside."""
+        return self.layout.lookups
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it by name, in numbers and text."""
+        names = ("rows_nonempty", "max_runs_per_row", "contiguous", "closed_form", "uses", "method", "settled")
+        values = {n: getattr(self, n) for n in (*names, "visible_pairs", "flops")}
+        return {**values, "lookups": [one.as_dict() for one in self.lookups]}
+
+    def __str__(self) -> str:
+        rows = {True: "every query sees a key", False: "some query sees no key", None: "not counted"}
+        lines = {
+            "rows": rows[self.rows_nonempty],
+            "runs": f"at most {self.max_runs_per_row} per row of tiles" + (", contiguous" if self.contiguous else ""),
+            "found by": self.method + (f", {self.settled} tiles looked at" if self.settled else ""),
+            "uses": ", ".join(self.uses) or "positions only",
+        }
+        pairs = self.visible_pairs
+        if pairs is not None:
+            lines["visible"] = f"{pairs:,} pairs"
+        if self.lookups:
+            open_ = [str(one) for one in self.lookups if not one.proved]
+            lines["lookups"] = "\n".join(open_) or "all stay inside their tables"
+        return "\n".join(f"{name:9} " + value.replace("\n", "\n" + 10 * " ") for name, value in lines.items())
