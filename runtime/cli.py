@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     from . import cli_commands as commands
     from .cli_check import check
     from .cli_doctor import doctor
+    from .cli_plot import plot
     from .cli_run import run
 
     top = argparse.ArgumentParser(
@@ -97,8 +98,10 @@ def parser() -> argparse.ArgumentParser:
     explain = command("explain", commands.explain, "the stages; with --q and --k, why", subject, sizes)
     explain.add_argument("--q", type=natural, help="a query position")
     explain.add_argument("--k", type=natural, help="a key position")
+    explain.add_argument("--tile", type=tile, metavar="I,J", help="a tile: its row and column")
     explain.add_argument("--backend", help="whose target and source to show; default: the library calls of torch")
     add_slice(explain)
+    add_plot(command("plot", plot, "a picture, or a page to zoom into and ask", subject, sizes))
     command("check", check, "what runs here against the float64 interpreter", subject, sizes)
     emit = command("emit", commands.emit, "the source text of the kernel", subject, sizes)
     emit.add_argument("--backend", required=True, help="triton or pallas-tpu")
@@ -133,6 +136,13 @@ def add_slice(p: argparse.ArgumentParser) -> None:
     p.add_argument("--h", type=natural, default=0, help="which head (default: %(default)s)")
 
 
+def add_plot(p: argparse.ArgumentParser) -> None:
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .html")
+    p.add_argument("--b", type=natural, help="one batch entry (default: all that differ)")
+    p.add_argument("--h", type=natural, help="one head (default: all that differ)")
+    p.add_argument("--dark", action="store_true", help="light on dark")
+
+
 def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--tokens", nargs="+", type=Path, required=True, metavar="FILE", help="read as bytes")
     p.add_argument("--max-tokens", type=positive, default=4096, help="default: %(default)s")
@@ -160,6 +170,13 @@ def even(text: str) -> int:
     if (n := positive(text)) % 2:
         raise argparse.ArgumentTypeError("must be even: RoPE turns pairs of channels")
     return n
+
+
+def tile(text: str) -> tuple[int, int]:
+    i, comma, j = text.partition(",")
+    if not comma:
+        raise argparse.ArgumentTypeError(f"{text!r} is no tile; write its row and column, for example 3,5")
+    return natural(i), natural(j)
 
 
 def block(text: str) -> tuple[int, int]:

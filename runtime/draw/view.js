@@ -87,21 +87,23 @@ function chunk(level, ci, cj) {
   });
 }
 
-// Tokens of partial tiles; the rest of the patch stays clear. Null where there is none.
+// Tokens, where some of the tiles are partial; else null.
 function patch(pi, pj) {
   const [bq, bk] = data.block, q0 = pi * PATCH, k0 = pj * PATCH;
   const q1 = Math.min(data.qLen, q0 + PATCH), k1 = Math.min(data.kvLen, k0 + PATCH);
-  const partial = (q, k) => kindOf(Math.floor(q / bq), Math.floor(k / bk)) === PARTIAL;
   let any = false;
-  for (let q = q0; q < q1 && !any; q = (Math.floor(q / bq) + 1) * bq)
-    for (let k = k0; k < k1 && !any; k = (Math.floor(k / bk) + 1) * bk) any = partial(q, k);
+  for (let i = Math.floor(q0 / bq); i * bq < q1; i++)
+    for (let j = Math.floor(k0 / bk); j * bk < k1; j++) any ||= kindOf(i, j) === PARTIAL;
   if (!any) return null;
   const [b, h] = [data.origin.b + view.b, data.origin.h + view.h], oq = originOf("q"), ok = originOf("k");
   return painted(PATCH, PATCH, (pixels) => {
     for (let q = q0; q < q1; q++) {
       for (let k = k0; k < k1; ) {
-        const stop = Math.min(k1, (Math.floor(k / bk) + 1) * bk), live = partial(q, k);
-        for (; k < stop; k++) if (live) pixels[(q - q0) * PATCH + k - k0] = shown(b, h, q + oq, k + ok) ? colours.partial : colours.tint;
+        const stop = Math.min(k1, (Math.floor(k / bk) + 1) * bk), kind = kindOf(Math.floor(q / bq), Math.floor(k / bk));
+        for (; k < stop; k++) {
+          const seen = kind === PARTIAL && shown(b, h, q + oq, k + ok);
+          pixels[(q - q0) * PATCH + k - k0] = colours[kind === PARTIAL ? (seen ? "partial" : "tint") : KINDS[kind]];
+        }
       }
     }
   });
@@ -198,8 +200,12 @@ function draw() {
   c.save();
   c.clip();
   c.imageSmoothingEnabled = false;
-  drawTiles(ratio);
-  if (mask && Math.min(sx(), sy()) * ratio >= 0.5) drawTokens(ratio);
+  if (pixelsOfTile() >= 4) drawRuns();
+  else drawCells();
+  const fine = mask && Math.min(sx(), sy()) * ratio >= 0.5;
+  if (fine) drawTokens(ratio);
+  const cell = number(2 ** levelOf());
+  $("scale").textContent = fine ? "tokens of partial tiles shown" : levelOf() ? `one dot shows ${cell} × ${cell} tiles` : "";
   drawLines();
   c.restore();
   c.strokeStyle = css.dim;
@@ -222,21 +228,36 @@ function range(first, last, unit, n) {
 const seenRows = (unit) => range(view.q, queryAt(view.height), unit, Math.ceil(data.qLen / unit));
 const seenColumns = (unit) => range(view.k, keyAt(view.width), unit, Math.ceil(data.kvLen / unit));
 
-function place(image, q, k, queries, keys) {
-  const ratio = devicePixelRatio || 1, snap = (x) => Math.round(x * ratio) / ratio; // no seams between pieces
+// A rectangle of tokens in whole pixels of the screen: what touches in tokens touches there.
+function snapped(q, k, queries, keys) {
+  const ratio = devicePixelRatio || 1, snap = (x) => Math.round(x * ratio) / ratio;
   const x = snap(X(k)), y = snap(Y(q));
-  context.drawImage(image, x, y, snap(X(k + keys)) - x, snap(Y(q + queries)) - y);
+  return [x, y, snap(X(k + keys)) - x, snap(Y(q + queries)) - y];
 }
 
-function drawTiles(ratio) {
-  const [bq, bk] = data.block;
-  const level = Math.max(0, Math.ceil(-Math.log2(Math.min(bq * sy(), bk * sx()) * ratio)));
+const pixelsOfTile = () => Math.min(data.block[0] * sy(), data.block[1] * sx()) * (devicePixelRatio || 1);
+const levelOf = () => Math.max(0, Math.ceil(-Math.log2(pixelsOfTile())));
+
+function drawRuns() {
+  const [bq, bk] = data.block, [i0, i1] = seenRows(bq), [j0, j1] = seenColumns(bk);
+  for (let i = i0; i < i1; i++) {
+    const line = sliceOf() * data.rows + i, stop = runs.rowPtr[line + 1];
+    for (let r = firstRun(line, j0); r < stop && runs.ends[2 * r] < j1; r++) {
+      const first = Math.max(runs.ends[2 * r], j0), last = Math.min(runs.ends[2 * r + 1], j1); // not far off the screen
+      context.fillStyle = colours.css[KINDS[runs.kind[r]]];
+      context.fillRect(...snapped(i * bq, first * bk, bq, (last - first) * bk));
+    }
+  }
+}
+
+function drawCells() {
+  const [bq, bk] = data.block, level = levelOf();
   const high = CHUNK * 2 ** level * bq, wide = CHUNK * 2 ** level * bk;
   const [i0, i1] = seenRows(high), [j0, j1] = seenColumns(wide);
   for (let i = i0; i < i1; i++) {
     for (let j = j0; j < j1; j++) {
       const image = piece(`${level}.${i}.${j}`, () => chunk(level, i, j));
-      if (image) place(image, i * high, j * wide, high, wide);
+      if (image) context.drawImage(image, ...snapped(i * high, j * wide, high, wide));
     }
   }
 }
@@ -247,7 +268,7 @@ function drawTokens(ratio) {
   for (let i = i0; i < i1; i++) {
     for (let j = j0; j < j1; j++) {
       const image = piece(`t.${i}.${j}`, () => patch(i, j));
-      if (image) place(image, i * PATCH, j * PATCH, PATCH, PATCH);
+      if (image) context.drawImage(image, ...snapped(i * PATCH, j * PATCH, PATCH, PATCH));
     }
   }
 }

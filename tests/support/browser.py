@@ -1,0 +1,164 @@
+"""Chromium without a window, driven through its pipe: DevTools messages, JSON ended by a NUL byte.
+
+with browser.Page(path) as page:
+    page.evaluate("document.title")
+    page.mouse("mouseMoved", 200, 300)
+    assert page.complaints == []
+
+Needs no package: a chromium or Chrome on the PATH.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+PATIENCE = 30.0  # seconds for anything
+
+
+def executable() -> str | None:
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Page:
+    """One page of one browser. `complaints` are errors and warnings of its console, exceptions, and every
+    request that leaves the file."""
+
+    def __init__(self, path: Path | str, width: int = 1280, height: int = 800, dark: bool = False) -> None:
+        self.serial, self.rest, self.events = 0, b"", []
+        self.complaints: list[str] = []
+        self.profile = tempfile.TemporaryDirectory(prefix="frisket-browser-", ignore_cleanup_errors=True)
+        ours, theirs = os.pipe(), os.pipe()  # we write, it reads on 3; it writes on 4, we read
+        command = [
+            executable(), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--mute-audio",
+            "--disable-dev-shm-usage", "--disable-extensions", "--hide-scrollbars", "--force-device-scale-factor=1",
+            "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}", "about:blank",
+        ]  # fmt: skip
+        shell = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'
+        self.process = subprocess.Popen(
+            ["bash", "-c", shell, "browser", *command], pass_fds=(ours[0], theirs[1]), stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(ours[0])
+        os.close(theirs[1])
+        self.to, self.back = ours[1], theirs[0]
+        self.session = None
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable")
+        self.ask("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", features=[scheme])
+        self.ask("Page.navigate", url=Path(path).resolve().as_uri())
+        self.until("document.documentElement?.dataset.ready === 'yes'")
+        self.settle()
+
+    def __enter__(self) -> Page:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.to)  # it leaves when nobody is there any more
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.back)
+        self.profile.cleanup()
+
+    # -- what a person does ---------------------------------------------------------------------------
+
+    def mouse(self, kind: str, x: float, y: float, **more) -> None:
+        self.ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
+
+    def click(self, x: float, y: float) -> None:
+        for kind in ("mousePressed", "mouseReleased"):
+            self.mouse(kind, x, y, button="left", clickCount=1)
+
+    def drag(self, x0: float, y0: float, x1: float, y1: float) -> None:
+        self.mouse("mousePressed", x0, y0, button="left", clickCount=1)
+        self.mouse("mouseMoved", (x0 + x1) / 2, (y0 + y1) / 2, button="left", buttons=1)
+        self.mouse("mouseMoved", x1, y1, button="left", buttons=1)
+        self.mouse("mouseReleased", x1, y1, button="left", clickCount=1)
+
+    def key(self, key: str, shift: bool = False) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, modifiers=8 if shift else 0)
+
+    def screenshot(self, path: Path | str) -> None:
+        self.settle()
+        Path(path).write_bytes(base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"]))
+
+    # -- what the page says ---------------------------------------------------------------------------
+
+    def evaluate(self, expression: str):
+        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in found:
+            raise AssertionError(found["exceptionDetails"].get("exception", {}).get("description", expression))
+        return found["result"].get("value")
+
+    def text(self, selector: str) -> str:
+        return self.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+
+    def until(self, condition: str) -> None:
+        end = time.monotonic() + PATIENCE
+        while not self.evaluate(condition):
+            assert time.monotonic() < end, f"never true: {condition}; {self.complaints}"
+            time.sleep(0.02)
+
+    def settle(self) -> None:
+        """Until everything wanted is drawn."""
+        self.until("drawing === 0 && wanted.length === 0")
+
+    def colour(self, x: float, y: float) -> str:
+        """The pixel of the canvas at (x, y) of the window, as `#rrggbb`."""
+        self.settle()
+        place = f"canvas.getBoundingClientRect(), d = context.getImageData({x} - box.left, {y} - box.top, 1, 1).data"
+        pixel = f"(() => {{ const box = {place}; return [...d.slice(0, 3)]; }})()"
+        return "#" + "".join(f"{part:02x}" for part in self.evaluate(pixel))
+
+    # -- messages ---------------------------------------------------------------------------------------
+
+    def ask(self, method: str, **params):
+        self.serial += 1
+        message = {"id": self.serial, "method": method, "params": params}
+        if self.session:
+            message["sessionId"] = self.session
+        os.write(self.to, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self.serial:
+                assert "error" not in answer, (method, answer)
+                return answer["result"]
+            self._hear(answer)
+
+    def _next(self):
+        while b"\0" not in self.rest:
+            ready, _, _ = select.select([self.back], [], [], PATIENCE)
+            assert ready, "the browser is silent"
+            more = os.read(self.back, 1 << 20)
+            assert more, "the browser is gone"
+            self.rest += more
+        message, _, self.rest = self.rest.partition(b"\0")
+        return json.loads(message)
+
+    def _hear(self, event) -> None:
+        method, params = event.get("method"), event.get("params", {})
+        if method == "Runtime.exceptionThrown":
+            self.complaints.append(json.dumps(params["exceptionDetails"]))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.complaints.append(json.dumps(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.complaints.append(params["entry"]["text"])
+        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "data:")):
+            self.complaints.append("asked for " + params["request"]["url"])
