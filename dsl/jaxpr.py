@@ -183,7 +183,7 @@ class Reader:
         """What is made of captured arrays alone is computed now; its result is a table, or a parameter."""
         source = next((x.source for x in inputs if x.source), "")
         values = _compute(eqn, inputs, every=True)
-        return [self.table(source, v) if source or v.shape else _number(v) for v in values]
+        return [self.table(source, v) if source or v.shape else _number(v, v.dtype) for v in values]
 
 
 MANY = {"cond": Reader.cond, "scan": Reader.scan, "split": Reader.split}
@@ -196,12 +196,12 @@ def _made(name: str, shape: tuple[int, ...], element: Any, inputs: Sequence[Arra
 
 
 def _literal(v: Any) -> Array:
-    return _number(np.asarray(v.val).astype(v.aval.dtype))
+    return _number(v.val, v.aval.dtype)
 
 
-def _number(value: Any) -> Array:
-    e = literal(np.asarray(value).item() if str(value.dtype) != "float32" else np.asarray(value)[()], value.dtype)
-    return Array((), lambda _: e, lambda: value)
+def _number(value: Any, dtype: Any) -> Array:
+    e = literal(value, dtype)
+    return Array((), lambda _: e, lambda: np.asarray(value).astype(dtype))
 
 
 def _called(eqn: Any) -> Any:

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from . import ir
-from .evaluate import JOIN
+from .evaluate import JOIN, evaluate
 from .forms import MAX_RANGE
 from .ir import REDUCTIONS, ZERO, Expr, build, lit
 from .jaxpr_scalars import Refused
@@ -75,11 +75,13 @@ def broadcast(fn: Callable[..., Expr], inputs: Sequence[Array]) -> Element:
 
 def unwrapped(e: Expr, n: int) -> Expr:
     """JAX writes `where(i < 0, i + n, i)` for the index i of an axis of n: negative indices count from the end.
-    A position is never negative and a lookup clamps, so that i is left; a literal is looked at."""
+    A position is never negative and a lookup clamps, so that i is left; a number is looked at."""
     if e.op == "where":
         test, yes, no = e.args
         if test is build("lt", no, ZERO) and yes is build("add", no, lit(n)):
-            return lit(no.name + n) if no.op == "lit" and no.name < 0 else no
+            if any(leaf.op != "lit" for leaf in ir.walk(no) if not leaf.args):
+                return no
+            return lit(int(evaluate(e, {})))
     return e
 
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from . import ir
 from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
 from .types import BOOL, FLOAT, INT, Type
@@ -35,11 +37,14 @@ def type_of(dtype: Any) -> Type:
 
 def literal(value: Any, dtype: Any) -> Expr:
     """A number as its writer meant it: JAX rounds `0.1` to float32, and the shortest decimal that rounds there
-    is 0.1 again."""
-    type = type_of(dtype)
+    is 0.1 again; pi and e are themselves."""
+    type, number_ = type_of(dtype), np.asarray(value)
     if type is FLOAT:
-        return lit(float(str(value)) if str(dtype) == "float32" else float(value))
-    return lit(bool(value)) if type is BOOL else lit(int(value))
+        if str(dtype) != "float32" or number_.dtype == np.float64:
+            return lit(float(number_))
+        known = next((c for c in (math.pi, math.e) if np.float32(c) == number_), None)
+        return lit(float(str(number_)) if known is None else known)
+    return lit(bool(number_) if type is BOOL else int(number_))
 
 
 def number(e: Expr) -> Expr:
