@@ -1,13 +1,13 @@
 """The gallery of the library: `python docs/gallery.py` writes docs/gallery.md and its pictures, docs/gallery/*.png.
 
-Text comes from dsl/library.frisket, what is drawn from benchmarks/cases.py.
+Text comes from dsl/library.frisket and docs/peers.frisket, what is drawn from benchmarks/cases.py and peer_cases.py.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +17,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "benchmarks"))
 
 import cases  # noqa: E402
+import peer_cases  # noqa: E402
 
 import frisket as fk  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
@@ -32,26 +33,32 @@ LONGER = {  # pictures that need more tokens than 64: (tokens, tile)
     "svg_temporal(p, t, frames, w)": (160, 16),
 }
 CURVES = {"softcap(c)": 150.0, "softcap_fraction(c)": 150.0}  # scores drawn, where more than 4
+TALL = 3  # curves are drawn up to this many times the largest score
 INTRO = """\
 # The library, in pictures
 
 Every entry of [the library](../dsl/library.frisket): a sentence, a formula, where it comes from, its text in
 [the language](language.md), and what it looks like on a few tokens. `frisket.library()` gives the same in Python.
-Written by `python docs/gallery.py`.
+The last two parts are no library entries but [a collection](peers.frisket) of what the test suites of PyTorch and
+FlashAttention try. Written by `python docs/gallery.py`.
 
 Queries run down and keys to the right, in tiles. Dark orange is visible; light orange is hidden in a tile that a
 kernel reads and masks; dark blue tiles are visible whole and read without a mask; grey tiles are never read. Where
 batch entries or heads differ, each has its own square. Score mods that know positions are drawn as what becomes of a
-score of 1 in head 0 (orange more, blue less, white 1); the others as a curve, one line for each head.
+score of 1 in head 0 (orange more, violet less, white 1, grey hidden); the others as a curve, one line for each head.
 """
 
 
 def page() -> str:
     parts = [INTRO]
-    for section, entries in groupby(fk.library().values(), key=lambda e: e.section):
+    for section, entries in groupby(everything(), key=lambda e: e.section):
         parts.append(f"## {section}\n")
         parts += [shown(entry) for entry in entries]
     return "\n".join(parts)
+
+
+def everything() -> list[Entry]:
+    return [*fk.library().values(), *peer_cases.entries().values()]
 
 
 def shown(entry: Entry) -> str:
@@ -60,15 +67,27 @@ def shown(entry: Entry) -> str:
         lines += [f"![{entry.name}](gallery/{file(entry)})", ""]
     lines += [entry.sentence, "", f"- {entry.formula}", f"- {entry.source}"]
     if one is not None:
-        sizes = f"{one.q_len} queries, {one.kv_len} keys" if entry.signature not in cases.mods(LENGTH) else ""
-        lines.append(f"- drawn: `{one.text}`" + (f" on {sizes}" if sizes else ""))
+        sizes = "" if is_mod(entry) else f" on {one.q_len} queries, {one.kv_len} keys"
+        lines.append(f"- drawn: `{one.text.splitlines()[-1]}`{sizes}")
     return "\n".join([*lines, "", "```frisket", entry.text, "```", ""])
+
+
+def is_mod(entry: Entry) -> bool:
+    return entry.signature in _cases(LENGTH)[1]
 
 
 def drawn(entry: Entry) -> cases.Case | None:
     """The case whose picture stands for an entry; definitions that are for use in others have none."""
-    length, _ = LONGER.get(entry.signature, (LENGTH, TILE))
-    return {**cases.masks(length), **cases.mods(length)}.get(entry.signature)
+    masks, mods = _cases(LONGER.get(entry.signature, (LENGTH, TILE))[0])
+    return {**masks, **mods}.get(entry.signature)
+
+
+@cache
+def _cases(length: int) -> tuple[dict[str, cases.Case], dict[str, cases.Case]]:
+    return (
+        {**cases.masks(length), **peer_cases.masks(length)},
+        {**cases.mods(length), **peer_cases.mods(length // 2)},
+    )
 
 
 def file(entry: Entry) -> str:
@@ -77,12 +96,10 @@ def file(entry: Entry) -> str:
 
 def pictures() -> Iterator[tuple[str, Callable[[Path], None]]]:
     """(file name, what writes it to a path)."""
-    for entry in fk.library().values():
+    for entry in everything():
         one = drawn(entry)
-        if one is None:
-            continue
-        draw = mod_picture if entry.signature in cases.mods(LENGTH) else mask_picture
-        yield file(entry), partial(draw, entry.signature, one)
+        if one is not None:
+            yield file(entry), partial(mod_picture if is_mod(entry) else mask_picture, entry.signature, one)
 
 
 def mask_picture(signature: str, one: cases.Case, path: Path) -> None:
@@ -100,15 +117,18 @@ def mod_picture(signature: str, one: cases.Case, path: Path) -> None:
     if uses(mod.expr) & {"q", "k"}:
         env = {**coordinates(1, one.heads, one.q_len, one.kv_len), **mod.scalars, "score": 1.0}
         value = np.broadcast_to(evaluate(mod.expr, env, mod.tables), (1, one.heads, one.q_len, one.kv_len))[0, 0]
-        reach = np.abs(value - 1).max()
-        axes.imshow(value - 1, cmap="PuOr_r", vmin=-reach, vmax=reach, interpolation="none")
+        change = np.ma.masked_invalid(value - 1)
+        reach = np.abs(change).max() or 1.0
+        axes.imshow(change, cmap="PuOr_r", vmin=-reach, vmax=reach, interpolation="none")
+        axes.set_facecolor("0.85")
     else:
         x = np.linspace(-1, 1, 200) * CURVES.get(signature, 4.0)
         axes.axhline(0, color="0.8", linewidth=0.6)
         axes.axvline(0, color="0.8", linewidth=0.6)
         for h, colour in enumerate((LIGHT.full, LIGHT.partial, LIGHT.dim, LIGHT.ink)):
-            env = {"b": 0, "h": h, "B": 1, "H": one.heads, **mod.scalars, "score": x}
-            axes.plot(x, np.broadcast_to(evaluate(mod.expr, env, mod.tables), x.shape), color=colour, linewidth=1.2)
+            env = {**coordinates(1, one.heads, one.q_len, one.kv_len), **mod.scalars, "b": 0, "h": h, "score": x}
+            y = np.broadcast_to(evaluate(mod.expr, env, mod.tables), x.shape)
+            axes.plot(x, np.clip(y, -TALL * x[-1], TALL * x[-1]), color=colour, linewidth=1.2)
     axes.set_xticks([])
     axes.set_yticks([])
     figure.savefig(path, metadata={"Software": None})

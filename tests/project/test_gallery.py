@@ -25,7 +25,7 @@ def test_the_page_is_what_the_script_writes(gallery):
 
 
 def test_every_entry_has_its_place_and_its_picture(gallery):
-    assert re.findall(r"^### `(.*)`$", PAGE, re.M) == list(library())
+    assert re.findall(r"^### `(.*)`$", PAGE, re.M) == [*library(), *gallery.peer_cases.entries()]
     shown = re.findall(r"\]\(gallery/(\w+\.png)\)", PAGE)
     assert sorted(shown) == sorted(p.name for p in (DOCS / "gallery").glob("*"))
     assert len(set(shown)) == len(shown)
