@@ -118,7 +118,7 @@ class Page:
 
     def settle(self) -> None:
         """Until everything wanted is drawn."""
-        self.until("drawing === 0 && wanted.length === 0")
+        self.until("typeof drawing === 'undefined' || (drawing === 0 && wanted.length === 0)")
 
     def colour(self, x: float, y: float) -> str:
         """The pixel of the canvas at (x, y) of the window, as `#rrggbb`."""
