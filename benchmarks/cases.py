@@ -219,7 +219,7 @@ def marked(s: int) -> dict[str, Case]:
     def ancestors() -> Params:
         rng = np.random.default_rng(5)
         seen = np.eye(nodes, dtype=bool)
-        for i in range(1, nodes):
+        for i in range(2, nodes):  # two roots
             seen[i] |= seen[rng.integers(max(0, i - 6), i)]
         return {"anc": seen}
 
