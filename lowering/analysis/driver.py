@@ -15,13 +15,13 @@ from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
 
 from ..plan import Bounds, Origin, Sizes, Spans, whole
 from ..simplify import simplify
+from .queries import LOOKED, by_query
 from .rows import Solved, solved, sweep
 from .spans import from_boxes, merge, records, share
 from .table import Table
-from .tiles import Grid, Scope, classify
+from .tiles import Grid, Scope, classify, outside
 
 Array = NDArray[Any]
-_LOOKED = 1 << 25  # queries at which a condition may be looked at
 SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
 
 
@@ -31,7 +31,7 @@ class Analysis:
 
     spans: Spans
     bounds: Bounds | None  # the closed form, when the mask has one
-    method: str  # "closed form", "bounds", "coarse to fine"
+    method: str  # "closed form", "bounds", "query by query", "coarse to fine"
     exact: bool  # no tile was left PARTIAL for want of budget
     settled: int  # tiles decided by looking at their elements
     looked_at: int  # elements looked at
@@ -82,10 +82,15 @@ def analyse(
     env = {**dict(zip(SIZE_NAMES, full, strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
     slices, formula = len(grid.b), None
-    if (ways := solved(expr)) is not None and _holds(ways, grid, scope):
+    ways = solved(expr)
+    if ways is not None and not (ways.needs is TRUE or scope.value(ways.needs, _slices(grid)).all()):
+        ways = None
+    if ways is not None and _holds(ways, grid, scope):
         formula = ways.formula
         method = "closed form" if formula is not None else "bounds"
         found = _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
+    elif ways is not None and (runs := by_query(ways, grid, scope)) is not None:
+        found, method = records(runs, slices, grid.rows), "query by query"
     else:
         boxes = classify(expr, grid, scope)
         found, method = records(from_boxes(boxes), slices, grid.rows), "coarse to fine"
@@ -122,13 +127,15 @@ def _rows(grid: Grid) -> dict[str, Array]:
     }  # fmt: skip
 
 
+def _slices(grid: Grid) -> dict[str, Array]:
+    return {"b": grid.b[:, None], "h": grid.h[:, None]}
+
+
 def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
-    """Whether the conditions of a row's intervals hold over the queries of every slice."""
-    at = {"b": grid.b[:, None], "h": grid.h[:, None]}
-    if ways.needs is not TRUE and not scope.value(ways.needs, at).all():
-        return False
+    """Whether the keys of a row of tiles are one interval per term, over the queries of every slice."""
+    at = _slices(grid)
     looks = bool(ways.rises) or any("q" in uses(e) for a in ways.anchors for e in (*a.lows, *a.highs))
-    if looks and len(grid.b) * grid.q_len > _LOOKED:
+    if looks and len(grid.b) * grid.q_len > LOOKED:
         return False
     at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
     shape = at["q"].shape
@@ -175,18 +182,7 @@ def _swept(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], N
         tiles.append(np.stack([start, stop], axis=-1).reshape(-1, 2))
     both = np.stack(tiles, axis=1)
     seen, hidden = both[:, : len(yes)], both[:, len(yes) :]
-    hidden = np.concatenate([hidden, _outside(grid)[:, None]], axis=1)
+    hidden = np.concatenate([hidden, outside(grid)[:, None]], axis=1)
     row, start, stop, kind = sweep(seen, hidden, grid.columns)
     runs = merge(row // grid.rows, row % grid.rows, start, stop, kind)
     return records(runs, len(grid.b), grid.rows)
-
-
-def _outside(grid: Grid) -> Array:
-    """The tiles of each row that reach outside the lengths, where everything counts as hidden."""
-    bq, bk = grid.block
-    out = np.zeros((len(grid.b), grid.rows, 2), np.int64)
-    if grid.kv_len % bk:
-        out[..., 0], out[..., 1] = grid.columns - 1, grid.columns
-    if grid.q_len % bq:
-        out[:, -1, 0], out[:, -1, 1] = 0, grid.columns
-    return out.reshape(-1, 2)

@@ -50,6 +50,17 @@ class Grid:
         return -(-self.kv_len // self.block[1])
 
 
+def outside(grid: Grid) -> Array:
+    """The tiles of each row that reach outside the lengths, where everything counts as hidden: [rows, 2]."""
+    bq, bk = grid.block
+    out = np.zeros((len(grid.b), grid.rows, 2), np.int64)
+    if grid.kv_len % bk:
+        out[..., 0], out[..., 1] = grid.columns - 1, grid.columns
+    if grid.q_len % bq:
+        out[:, -1, 0], out[:, -1, 1] = 0, grid.columns
+    return out.reshape(-1, 2)
+
+
 @dataclass
 class Scope:
     """Values of sizes, parameters and tables during one analysis."""

@@ -1,0 +1,97 @@
+"""Query by query: masks whose terms bound the keys of each query, in whatever order the bounds come.
+
+Where the keys of a row of tiles are not one interval per term (documents of queries beside documents of keys,
+windows from a table), the intervals of its queries are written down and united. O(queries x terms), no tiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import EvaluationError
+
+from .rows import Solved, sweep
+from .spans import Runs, merge
+from .tiles import Grid, Scope, outside
+
+Array = NDArray[Any]
+LOOKED = 1 << 25  # queries of all slices that may be looked at
+_PIECES = 64  # runs of tiles a row may have before tiles are asked instead
+_BATCH = 1 << 21  # intervals held at a time
+
+
+def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
+    """The runs of a mask from the intervals of its queries; None where that is too much work."""
+    if len(grid.b) * grid.q_len > LOOKED:
+        return None
+    bq = grid.block[0]
+    no = ways.no or ()
+    step = max(1, _BATCH // (bq * (len(ways.yes) + max(len(no), 2))))
+    edge = outside(grid).reshape(len(grid.b), grid.rows, 2)
+    parts = []
+    for s in range(len(grid.b)):
+        for r0 in range(0, grid.rows, step):
+            r1 = min(r0 + step, grid.rows)
+            try:
+                seen, hidden = _tiles(ways, grid, scope, s, np.arange(r0 * bq, min(r1 * bq, grid.q_len)))
+            except EvaluationError:
+                return None
+            yes, no_ = _united(seen, bq, grid.columns), _united(hidden, bq, grid.columns)
+            if yes is None or no_ is None:
+                return None
+            row, start, stop, kind = sweep(yes, np.concatenate([no_, edge[s, r0:r1, None]], axis=1), grid.columns)
+            parts.append((np.full(len(row), s), row + r0, start, stop, kind))
+    return merge(*(np.concatenate(x) for x in zip(*parts, strict=True)))
+
+
+def _tiles(ways: Solved, grid: Grid, scope: Scope, s: int, at: Array) -> tuple[Array, Array]:
+    """Tiles [start, stop) with a key the query sees, and with one it does not: [terms, queries, 2] each."""
+    q, k0, bk = grid.q[s] + at, grid.k[s], grid.block[1]
+    k1 = k0 + grid.kv_len - 1
+    env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k1}
+    pairs = [*ways.yes, *(ways.no or ())]
+    flat = scope.values([e for pair in pairs for e in pair], env)
+    ends = np.stack([np.broadcast_to(x, q.shape) for x in flat]).reshape(len(pairs), 2, -1)
+    seen, hidden = ends[: len(ways.yes)], ends[len(ways.yes) :]
+    if ways.no is None:  # the keys before the one interval, and after it
+        first, last = seen[0]
+        none = last < first
+        before = [np.full_like(first, k0), np.where(none, k1, first - 1)]
+        after = [last + 1, np.where(none, last, k1)]
+        hidden = np.stack([np.stack(before), np.stack(after)])
+    return _in_tiles(seen, k0, k1, bk), _in_tiles(hidden, k0, k1, bk)
+
+
+def _in_tiles(ends: Array, k0: int, k1: int, bk: int) -> Array:
+    first, last = np.maximum(ends[:, 0], k0), np.minimum(ends[:, 1], k1)
+    start = (first - k0) // bk
+    return np.stack([start, np.where(first <= last, (last - k0) // bk + 1, start)], axis=-1)
+
+
+def _united(tiles: Array, bq: int, columns: int) -> Array | None:
+    """The union over each row of tiles, as disjoint pieces [rows, pieces, 2], empty ones at the end."""
+    terms, queries, _ = tiles.shape
+    rows = -(-queries // bq)
+    padded = np.full((terms, rows * bq, 2), columns, np.int64)
+    padded[:, :queries] = np.where(tiles[..., :1] < tiles[..., 1:], tiles, columns)
+    flat = padded.reshape(terms, rows, bq, 2).swapaxes(0, 1).reshape(rows, terms * bq, 2)
+    order = np.argsort(flat[..., 0], axis=1, kind="stable")
+    start = np.take_along_axis(flat[..., 0], order, 1)
+    reach = np.maximum.accumulate(np.where(start < columns, np.take_along_axis(flat[..., 1], order, 1), 0), axis=1)
+    opens = np.ones(start.shape, bool)
+    opens[:, 1:] = start[:, 1:] > reach[:, :-1]
+    opens &= start < columns
+    row, place = np.nonzero(opens)
+    count = np.bincount(row, minlength=rows)
+    most = int(count.max(initial=0))
+    if most > _PIECES:
+        return None
+    ends = np.append(place[1:], 0) - 1  # a piece reaches to the next, or to the end of its row
+    ends[np.append(row[1:] != row[:-1], True)] = -1
+    out = np.zeros((rows, max(most, 1), 2), np.int64)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    out[row, within, 0], out[row, within, 1] = start[row, place], reach[row, ends]
+    return out
