@@ -31,7 +31,7 @@ from . import ir
 from .errors import TraceError
 from .evaluate import evaluate
 from .ir import lit
-from .symbol import Symbol, context, table
+from .symbol import Symbol, context, operand, table
 from .torch_arrays import REDUCTIONS
 from .torch_functions import FUNCTIONS, METHODS, called
 from .types import BOOL, FLOAT, INT, Type
@@ -45,7 +45,7 @@ FACTORIES = {"zeros_like": "zeros", "ones_like": "ones", "full_like": "full", "e
              "new_zeros": "zeros", "new_ones": "ones", "new_full": "full", "new_tensor": "tensor",
              "new_empty": "empty"}  # fmt: skip
 # Computed at once where no position enters and nothing is learned: a mask does not go through a whole array again.
-WHOLE = frozenset("max min prod norm dot vdot inner matmul mv isin searchsorted".split()) | frozenset(REDUCTIONS)
+WHOLE = frozenset("max min prod norm dot vdot inner matmul mv isin".split()) | frozenset(REDUCTIONS)
 ADVICE = {
     "argmax": "compute it outside and capture the result",
     "cumsum": "compute it outside and capture the result",
@@ -63,6 +63,7 @@ class Front:
         self.naming, self.values, self.wishes = naming, values, wishes
         self.made: dict[int, Any] = {}  # tensors that the function made itself, by id
         self.lifted: dict[int, tuple[Any, Symbol]] = {}
+        self.offsets: dict[int, tuple[Any, Any]] = {}  # for searchsorted, by the id of the tensor they come from
         self.seen: dict[tuple[Any, ...], Any] = {}  # one object for all views of the same elements
 
     # -- tensors to symbols
@@ -181,6 +182,9 @@ class Front:
             return called(name, METHODS[name], args, kwargs)
         if name == "detach" and symbols:
             return self.detach(symbols[0])
+        if name in ("searchsorted", "bucketize") and symbols:
+            order = args if name == "searchsorted" else args[::-1]
+            return self.search(*order, **kwargs)
         if name in FUNCTIONS and (symbols or captured) and not self._at_once(name, inputs, args):
             return called(name, FUNCTIONS[name], args, kwargs)
         return self.run(func, *self._plain(name, args, kwargs)) if symbols else self.run(func, args, kwargs)
@@ -222,6 +226,24 @@ class Front:
         if self.moves(x):
             fail("`detach` of a value that depends on a position: capture a detached tensor instead")
         return self.concrete(x)
+
+    def search(self, offsets: Any, input: Any, *, right: bool = False, side: str | None = None, **_: Any) -> Any:
+        """`torch.searchsorted`: the segment that holds a position, counted from one more at the front. The table gets
+        an end on either side, because searchsorted knows places before the first offset and past the last."""
+        right = right or side == "right"
+        at = operand(input, "`searchsorted`")
+        known = self.concrete(offsets) if isinstance(offsets, Symbol) else offsets
+        with self.torch._C.DisableTorchFunction():
+            exact = known is not None and known.ndim == 1 and not known.is_floating_point() and at.expr.type is INT
+            if not exact or bool((known[1:] < known[:-1]).any()):
+                fail("`searchsorted` finds positions in one captured vector of sorted Ints")
+            if id(offsets) not in self.offsets:
+                far = self.torch.iinfo(self.torch.int32)
+                ends = [known.new_full((1,), e, dtype=self.torch.int32) for e in (far.min, far.max)]
+                self.offsets[id(offsets)] = offsets, self.torch.cat((ends[0], known.int(), ends[1]))
+            extended = self.offsets[id(offsets)][1]
+            name = self.naming(self._wish(offsets) if offsets is known else "offsets", extended)
+        return Symbol(ir.segment(name, at.expr if right else at.expr - 1), at.axes)
 
     def _plain(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Arguments with tensors for symbols, where all of them have values."""

@@ -18,7 +18,6 @@ What has no counterpart in the language is a `TraceError` at the user's line.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
@@ -378,14 +377,6 @@ def alike(x: Expr, y: Expr) -> tuple[Expr, Expr]:
     return x, y
 
 
-def _integer(e: Expr) -> Expr | None:
-    """The Int that a Float is made of."""
-    if e.op == "float":
-        return e.args[0]
-    whole = e.op == "lit" and e.type is FLOAT and math.isfinite(e.name) and e.name.is_integer() and abs(e.name) < 2**53
-    return lit(int(e.name)) if whole else e if e.type is INT else None
-
-
 ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}  # as numpy, torch and JAX have it
 
 
@@ -400,10 +391,6 @@ def joined(op: str, x: Expr, y: Expr) -> Expr:
     if op in ir.ON_INT and FLOAT in (x.type, y.type):
         fail(f"`{op}` of a Float: compare it first")
     x, y = alike(number(x), number(y))
-    if op in ir.COMPARISONS and x.type is FLOAT and "float" in (x.op, y.op):
-        left, right = _integer(x), _integer(y)
-        if left is not None and right is not None:
-            x, y = left, right
     if op == "pow":
         return _power(x, y)
     if op in ("floordiv", "mod") and x.type is FLOAT:

@@ -95,15 +95,6 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
     return ~found if invert else found
 
 
-def searchsorted(sorted_sequence: Any, input: Any, *, right: bool = False, side: str | None = None, **_: Any) -> Symbol:
-    """The number of entries below (`right`: not above) a value."""
-    x, y = operand(sorted_sequence, "`searchsorted`"), operand(input, "`searchsorted`")
-    if x.ndim != 1:
-        fail("`searchsorted` takes one sorted vector")
-    op = "le" if right or side == "right" else "lt"
-    return reduced("sum", apply_binary(op, x, y[..., None] if y.ndim else y), -1)
-
-
 def embedding(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Symbol:
     return indexed(operand(weight, "`embedding`"), operand(input, "`embedding`"))
 
@@ -167,14 +158,17 @@ def reshape(input: Any, *shape: Any) -> Symbol:
     sizes = [total // max(known, 1) if n < 0 else n for n in given]
     if math.prod(sizes) != total:
         fail(f"an array of {total} entries has no shape {tuple(given)}")
+    if tuple(sizes) == x.shape:
+        return x
     axes = tuple(axis(n) for n in sizes)
     flat: Expr = ir.ZERO
     for a in axes:
-        flat = flat * a.size + a.bound
+        flat = a.bound if flat is ir.ZERO else flat * a.size + a.bound
     moves, below = {}, total
-    for old in x.axes:
+    for i, old in enumerate(x.axes):
         below //= max(old.size, 1)
-        moves[old.bound] = flat // below % old.size
+        quotient = flat // below if below > 1 else flat
+        moves[old.bound] = quotient % old.size if i else quotient
     return Symbol(ir.substitute(x.expr, moves), axes)
 
 
@@ -217,8 +211,9 @@ ARRAYS: dict[str, Function] = {
     "matmul": lambda input, other: product(operand(input, "`@`"), operand(other, "`@`")),
     "mv": lambda input, vec: product(operand(input, "`@`"), operand(vec, "`@`")),
     "rmatmul": lambda input, other: product(operand(other, "`@`"), operand(input, "`@`")),
-    "isin": isin, "searchsorted": searchsorted, "embedding": embedding,
-    "bucketize": lambda input, boundaries, **how: searchsorted(boundaries, input, **how),
+    "isin": isin, "embedding": embedding,
+    "take": lambda input, index: indexed(reshape(input, -1), operand(index, "`take`")),
+    "index_select": lambda input, dim, index: select(input, dim, index),
     "getitem": lambda input, key: indexed(operand(input, "an index"), key),
     "stack": stack, "permute": permute, "moveaxis": moveaxis, "movedim": moveaxis, "transpose": transpose,
     "swapaxes": transpose, "swapdims": transpose, "t": turned, "T": turned, "mT": turned,

@@ -1,0 +1,41 @@
+"""The functions that test_from_jax.py traces over numpy and over JAX, over torch: one interned Expr, that of the text."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.jax_callables import MASKS, MODS, tables
+
+from frisket.dsl.program import read
+from frisket.dsl.trace import trace
+from frisket.lowering.simplify import canonical
+
+torch = pytest.importorskip("torch")
+NUMPY = {n: v if np.ndim(v) else v.item() for n, v in tables().items()}
+TENSORS = {n: torch.as_tensor(np.asarray(v)) for n, v in tables().items()}
+CASES = [c for c in (*MASKS, *MODS) if not re.search(r"\bjax\b", c.python)]
+
+
+class Torch(SimpleNamespace):
+    """torch, with numbers where only tensors are taken."""
+
+    def maximum(self, x, y):
+        return torch.maximum(x, torch.as_tensor(y))
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def from_text(case):
+    used = {n: v for n, v in NUMPY.items() if re.search(rf"\b{n}\b", case.text)}
+    found = read(case.text, kind=case.kind, params=used)
+    return found.mask if case.kind == "mask" else found.score
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_the_same_expr_over_torch(case):
+    over_torch = trace(case.over(Torch(), TENSORS), case.kind)
+    assert canonical(over_torch.expr).expr is canonical(from_text(case)).expr

@@ -1,0 +1,78 @@
+"""torch callables, unchanged: each gives what the function gives in torch, and is the text's own Expr."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.torch_callables import MASKS, SCORES, mask_case, score_case  # noqa: E402
+from torch.nn.attention.flex_attention import create_mask  # noqa: E402
+
+import frisket as fk  # noqa: E402
+from frisket.dsl.evaluate import evaluate  # noqa: E402
+from frisket.lowering.dense import coordinates  # noqa: E402
+from frisket.lowering.simplify import canonical  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """torch's own arithmetic in float64, so that only mistakes differ."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def in_torch(case, score=None):
+    """The callable as flex_attention calls it: on 0-d tensors, mapped over every position."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    lead = () if score is None else (0,)
+    fn = case.fn
+    if not case.maps:
+        return fn(score, *(torch.from_numpy(x) for x in np.ogrid[tuple(map(slice, case.shape))]))
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        fn = torch.vmap(fn, in_dims=(*lead, *dims))
+    places = [torch.arange(n) for n in case.shape]
+    with TransformGetItemToIndex():
+        return fn(*places) if score is None else fn(score, *places)
+
+
+def values(bound, case, score=None):
+    env = {**coordinates(*case.shape), **bound.scalars}
+    if score is not None:
+        env["score"] = score.numpy()
+    return np.broadcast_to(evaluate(bound.expr, env, bound.tables), case.shape)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_show_what_torch_shows(name):
+    case = mask_case(name)
+    mask = fk.mask(case.fn)
+    want = in_torch(case).numpy()
+    np.testing.assert_array_equal(values(mask, case), want)
+    made = create_mask(
+        lambda b, h, q, k: case.fn(b, h, q, k), case.batch, case.heads, case.q_len, case.kv_len, device="cpu"
+    )
+    np.testing.assert_array_equal(mask.dense(case.q_len, case.kv_len, case.batch, case.heads), made.numpy())
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_what_torch_computes(name):
+    case = score_case(name)
+    score = torch.randn(case.shape, generator=torch.Generator().manual_seed(3)) * 4
+    want = in_torch(case, score).detach().numpy()
+    np.testing.assert_allclose(values(fk.score(case.fn), case, score), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in MASKS if mask_case(n).text])
+def test_masks_are_the_texts_expr(name):
+    case = mask_case(name)
+    assert canonical(fk.mask(case.fn).expr).expr is canonical(fk.mask(case.text, **case.bind).expr).expr
+
+
+@pytest.mark.parametrize("name", [n for n in SCORES if score_case(n).text])
+def test_scores_are_the_texts_expr(name):
+    case = score_case(name)
+    assert canonical(fk.score(case.fn).expr).expr is canonical(fk.score(case.text, **case.bind).expr).expr
