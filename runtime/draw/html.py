@@ -148,7 +148,7 @@ def _percent(count: int, total: int) -> str:
 
 
 def _facts(layout: Layout) -> str:
-    pairs = [*str(layout.facts).splitlines(), *([] if layout.exact else ["exact     no: the budget ran out"])]
+    pairs = [*str(layout.facts).split("\n"), *([] if layout.exact else ["exact     no: the budget ran out"])]
     rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]
     rows += [("with", f"{name} = {value}") for name, value in layout.params.items()]
     rows += [("", f"{n}: {t.array.dtype}[{', '.join(map(str, t.array.shape))}]") for n, t in layout.tables.items()]

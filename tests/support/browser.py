@@ -123,9 +123,12 @@ class Page:
     def colour(self, x: float, y: float) -> str:
         """The pixel of the canvas at (x, y) of the window, as `#rrggbb`."""
         self.settle()
-        place = f"canvas.getBoundingClientRect(), d = context.getImageData({x} - box.left, {y} - box.top, 1, 1).data"
-        pixel = f"(() => {{ const box = {place}; return [...d.slice(0, 3)]; }})()"
-        return "#" + "".join(f"{part:02x}" for part in self.evaluate(pixel))
+        copied = (
+            "const box = canvas.getBoundingClientRect(), pen = new OffscreenCanvas(1, 1).getContext('2d');"
+            f"pen.drawImage(canvas, -Math.floor({x} - box.left), -Math.floor({y} - box.top));"
+            "return [...pen.getImageData(0, 0, 1, 1).data.slice(0, 3)];"
+        )
+        return "#" + "".join(f"{part:02x}" for part in self.evaluate(f"(() => {{ {copied} }})()"))
 
     # -- messages ---------------------------------------------------------------------------------------
 
