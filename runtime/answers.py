@@ -17,18 +17,21 @@ import numpy as np
 
 from frisket.dsl.errors import EvaluationError, Undecided
 from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import TRUE, make
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import Spent, first_empty_row, first_visible
 from frisket.lowering.analysis.driver import SIZE_NAMES, bind, grid_of
+from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Grid, Scope
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 
+from .bound_expr import Bound, separated
 from .layout import check_lengths, check_reach
 
 if TYPE_CHECKING:
-    from .mask import Mask
+    from .mask import Mask, MaskLike, ScoreMod
 
 BUDGET = 1 << 26  # positions looked at; asking about a rectangle counts for 16
 Witness = tuple[int, int, int, int | None]
@@ -85,6 +88,37 @@ def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
     if at is None:
         return Answer(False, None, "every query sees a key")
     return Answer(True, at, f"query {at[2]:,} sees no key {_slice(at)}")
+
+
+def score_lookups(
+    score: ScoreMod,
+    shown: MaskLike | None,
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+    budget: int = BUDGET,
+) -> tuple[Lookup, ...]:
+    """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position."""
+    from .mask import mask as made
+
+    check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
+    score.require_bound()
+    left: Bound = score
+    values, visible = dict(left.params), TRUE
+    if shown is not None:
+        right: Bound = made(shown)
+        right.require_bound()
+        left, right = separated(left, right)
+        values = {**left.params, **right.params}
+        visible = bind(right.expr, right.tables)
+    e = bind(left.expr, left.tables)
+    grid, _ = grid_of(make("both", (e, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
+    tables = {n: Table(v) for n, v in values.items() if isinstance(v, np.ndarray)}
+    env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **{n: v for n, v in values.items() if n not in tables}}
+    return lookups(e, visible, grid, Scope(env, tables, budget))
 
 
 # -- asking -----------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from .bound_expr import Bound, Origin
 from .parameters import as_value, names_of
 
 if TYPE_CHECKING:
+    from frisket.lowering.analysis.reach import Lookup
+
     from .answers import Answer
     from .layout import Layout
 
@@ -149,6 +151,13 @@ class ScoreMod(Bound):
         if "score" not in ir.uses(second.expr):
             raise ParameterError(f"`{second._brief()}` does not use `score`, so nothing can be fed to it")
         return self._combined(second, lambda x, y: ir.substitute(y, {ir.SCORE: x}))
+
+    def lookups(self, q_len: int, kv_len: int, mask: MaskLike | None = None, **where: Any) -> tuple[Lookup, ...]:
+        """Every table lookup, and whether it stays inside its table wherever `mask` shows a position; `where` as
+        for `Mask.implies`."""
+        from .answers import score_lookups
+
+        return score_lookups(self, mask, q_len, kv_len, **where)
 
     def _no_arithmetic(self, other: Any) -> Any:
         raise ParameterError(

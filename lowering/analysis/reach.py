@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import EvaluationError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, free_names, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, free_names, uses, walk
 from frisket.dsl.show import show
 
 from ..simplify import simplify
@@ -44,7 +44,9 @@ class Lookup:
     value: int | None = None
 
     def __str__(self) -> str:
-        entries = f"{self.size} entries" if self.axis == 0 else f"{self.size} entries on axis {self.axis}"
+        entries = f"{self.size:,} entr{'y' if self.size == 1 else 'ies'}" + (
+            f" on axis {self.axis}" if self.axis else ""
+        )
         if self.proved:
             return f"{self.text} stays within {entries}"
         if self.witness is None or self.value is None:
@@ -81,7 +83,7 @@ def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
     """For every node, where its value counts."""
 
     def sound(e: Expr) -> bool:
-        return all(n in proved for n in walk(e) if n.op == "lookup")
+        return "score" not in uses(e) and all(n in proved for n in walk(e) if n.op == "lookup")
 
     found = {root: TRUE}
     for node in reversed(list(walk(root))):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from frisket.dsl.library import Entry as Entry
     from frisket.dsl.library import library as library
     from frisket.lowering.stages import Stages as Stages
+    from frisket.runtime.answers import Answer as Answer
     from frisket.runtime.attention import Attention as Attention
     from frisket.runtime.attention import Plan as Plan
     from frisket.runtime.attention import attention as attention
@@ -52,6 +53,7 @@ _HOMES = {
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",
     "frisket.lowering.stages": "Stages",
+    "frisket.runtime.answers": "Answer",
     "frisket.runtime.attention": "Attention Plan attention compile reference",
     "frisket.runtime.backends": "backends",
     "frisket.runtime.layout": "Layout",

@@ -43,7 +43,8 @@ def check(case: masks.Case) -> Counter[str]:
     except Beyond:
         return Counter(beyond=1)
     except EvaluationError as error:
-        assert "leaves 64 bits" in str(error)
+        if "leaves 64 bits" not in str(error):
+            raise
         return Counter(overflow=1)
     np.testing.assert_array_equal(got, want)
     for one, row in zip(found, want, strict=True):
