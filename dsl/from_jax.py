@@ -131,7 +131,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
         closed, result = jax.make_jaxpr(flat, return_shape=True)(*kinds)
     except TraceError:
         raise
-    except (TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
+    except (TypeError, IndexError, ValueError, AttributeError, OverflowError, NotImplementedError) as error:
         raise TraceError(_explained(error)) from error
     if not hasattr(result, "dtype"):
         return result  # nothing, or several

@@ -44,6 +44,7 @@ class Reader:
             )
         for name, array in self.names:
             if array is value:
+                self.naming(name, array)  # before what is made of it
                 return self.table(name, array)
         for name, array in self.names:  # numpy arrays are copied, and cut to 32 bits, on their way into a jaxpr
             if isinstance(array, np.ndarray) and np.array_equal(array, np.asarray(value)):
@@ -82,7 +83,7 @@ class Reader:
 
     def equation(self, eqn: Any, inputs: list[Array]) -> list[Array]:
         name = eqn.primitive.name
-        known = bool(inputs) and all(x.is_known for x in inputs)
+        known = (bool(inputs) or name == "iota") and all(x.is_known for x in inputs)
         if name in REASONS and not (known and name == "while"):
             raise Refused(REASONS[name])
         if name in MANY and not known:
@@ -217,7 +218,8 @@ ONCE = frozenset({"concatenate", "stack", "dot_general", "rev"})
 
 def _computed_once(eqn: Any) -> bool:
     """Of captured arrays alone: whether the result is better a table of its own than read element by element."""
-    name, old = eqn.primitive.name, tuple(eqn.invars[0].aval.shape)
+    name = eqn.primitive.name
+    old = tuple(eqn.invars[0].aval.shape) if eqn.invars else ()
     if name == "slice":
         new = eqn.outvars[0].aval.shape
         return any(n not in (1, m) for n, m in zip(new, old, strict=True))

@@ -14,7 +14,7 @@ from typing import Any
 from . import ir
 from .evaluate import JOIN, evaluate
 from .forms import MAX_RANGE
-from .ir import REDUCTIONS, ZERO, Expr, build, lit
+from .ir import REDUCTIONS, TRUE, ZERO, Expr, build, lit
 from .jaxpr_scalars import Refused
 from .types import BOOL
 
@@ -344,10 +344,38 @@ class Reductions:
         }  # fmt: skip
 
 
+def _first(op: str) -> Callable[..., Element]:
+    """argmax and argmin over few elements: the first of the extreme ones. Of Bools (jnp.select asks for the first
+    that holds) it is the first True."""
+
+    def meaning(p: Mapping[str, Any], x: Array) -> Element:
+        (axis,) = p["axes"]
+        if x.shape[axis] > MAX_WRITTEN:
+            raise Refused(f"the place of an extreme of {x.shape[axis]} elements, more than {MAX_WRITTEN}; use a table")
+
+        def element(i: Indices) -> Expr:
+            found = [x.at((*i[:axis], lit(j), *i[axis:])) for j in range(x.shape[axis])]
+            if found[0].type is BOOL:
+                wanted = found if op == "gt" else [~e for e in found]
+                out = ZERO
+                for j, e in reversed(list(enumerate(wanted))):
+                    out = lit(j) if e is TRUE else build("where", e, lit(j), out)
+                return out
+            place, best = ZERO, found[0]
+            for j, e in enumerate(found[1:], 1):
+                better = build(op, e, best)
+                place, best = build("where", better, lit(j), place), build("where", better, e, best)
+            return place
+
+        return element
+
+    return meaning
+
+
 _fresh = count()
 
 SHAPED: dict[str, Callable[..., Element]] = {
     "broadcast_in_dim": _broadcast_in_dim, "squeeze": _squeeze, "reshape": _reshape, "transpose": _transpose,
     "slice": _slice, "rev": _rev, "iota": _iota, "concatenate": _concatenate, "stack": _stack,
-    "dynamic_slice": _dynamic_slice, "gather": _gather,
+    "dynamic_slice": _dynamic_slice, "gather": _gather, "argmax": _first("gt"), "argmin": _first("lt"),
 }  # fmt: skip

@@ -145,7 +145,7 @@ def _ceil(e: Expr) -> Expr:
 
 
 def _round(eqn: Equation, x: Expr) -> Expr:
-    if str(eqn.params["rounding_method"]).endswith("AWAY_FROM_ZERO"):
+    if int(eqn.params["rounding_method"]) == 0:  # away from zero
         return build("sign", x) * to_float(build("floor", abs(x) + 0.5))
     up = build("floor", x + 0.5)
     tie = build("eq", to_float(up) - x, lit(0.5))
@@ -175,6 +175,10 @@ def choose(which: Expr, *cases: Expr) -> Expr:
         which = which.args[0]
     if which.type is BOOL:
         return build("where", which, cases[1], cases[0])
+    if which.op == "lit":
+        return cases[min(max(which.name, 0), len(cases) - 1)]
+    if which.op == "where" and which.args[1].op == "lit":  # the first condition that holds, as jnp.select asks
+        return build("where", which.args[0], choose(which.args[1], *cases), choose(which.args[2], *cases))
     out = cases[-1]
     for i in reversed(range(len(cases) - 1)):
         out = build("where", build("le", which, lit(i)), cases[i], out)

@@ -11,17 +11,24 @@ from functools import cache, partial
 
 from . import ir
 from .functions import MADE_OF
-from .ir import Expr, build, to_float
-from .jaxpr_scalars import argument
+from .ir import Expr, build, lit, to_float
+from .jaxpr_scalars import Refused, argument
 from .types import FLOAT, INT, Type
 
-Holes = dict[Expr, Expr]
+
+def _power(x: Expr, y: Expr) -> Expr:
+    if x is lit(2):
+        return build("shl", ir.ONE, y)
+    raise Refused("an integer to a power that varies; make one of them a float, or write `2 ** x`")
+
+
 X, Y = "first hole", "second hole"
 
 # (how jnp is asked, the type of its arguments, how many, what is meant)
 WRITTEN: list[tuple[str, Type, int, Callable[..., Expr]]] = [
     ("numpy.floor_divide", INT, 2, lambda x, y: build("floordiv", x, y)),
     ("numpy.remainder", INT, 2, lambda x, y: build("mod", x, y)),
+    ("numpy.power", INT, 2, _power),
     ("numpy.trunc", FLOAT, 1, lambda x: to_float(build("int", x))),
     ("numpy.log2", FLOAT, 1, lambda x: build("log2", x)),
     ("nn.softplus", FLOAT, 1, MADE_OF["softplus"]),
@@ -55,13 +62,13 @@ def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Exp
 def replaced(e: Expr) -> Expr:
     """The operator meant, where `e` is what jnp writes for one."""
     for pattern, holes, meant in patterns().get(e.op, ()):
-        bound: Holes = {}
+        bound: dict[Expr, Expr] = {}
         if _fits(pattern, e, holes, bound):
             return meant(*(bound[h] for h in holes))
     return e
 
 
-def _fits(pattern: Expr, e: Expr, holes: tuple[Expr, ...], bound: Holes) -> bool:
+def _fits(pattern: Expr, e: Expr, holes: tuple[Expr, ...], bound: dict[Expr, Expr]) -> bool:
     if pattern in holes:
         return e.type is pattern.type and bound.setdefault(pattern, e) is e
     if pattern is e:
