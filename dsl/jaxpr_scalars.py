@@ -176,7 +176,8 @@ def choose(which: Expr, *cases: Expr) -> Expr:
     if which.type is BOOL:
         return build("where", which, cases[1], cases[0])
     if which.op == "lit":
-        return cases[min(max(which.name, 0), len(cases) - 1)]
+        place: int = min(max(which.name, 0), len(cases) - 1)
+        return cases[place]
     if which.op == "where" and which.args[1].op == "lit":  # the first condition that holds, as jnp.select asks
         return build("where", which.args[0], choose(which.args[1], *cases), choose(which.args[2], *cases))
     out = cases[-1]
