@@ -28,14 +28,14 @@ _Q, _K = var("q"), var("k")
 
 @dataclass(frozen=True)
 class Curve:
-    """`k >= value` (low) or `k <= value` (high); `value` may vary with q. Where `rising`, it is known never to
-    decrease, provided `needs` holds. `near` is an affine Expr on the far side of q: at least a low value, at
-    most a high one."""
+    """`k >= value` (low) or `k <= value` (high), provided `needs` holds; `value` may vary with q, and never
+    decreases where `rising` holds (FALSE: nothing is known). `near` is an affine Expr on the far side of q: at least
+    a low value, at most a high one."""
 
     side: Literal["low", "high"]
     value: Expr
     near: Expr | None
-    rising: bool
+    rising: Expr
     needs: Expr
 
 
@@ -78,11 +78,7 @@ def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[C
 
 def _curve(op: str, other: Linear, needs: Expr) -> Curve:
     value = write(other)
-    condition = rising(value)
-    return Curve(
-        "low" if op == "ge" else "high", value, _near(other, op), condition is not None,
-        needs if condition is None else conj(needs, condition),
-    )  # fmt: skip
+    return Curve("low" if op == "ge" else "high", value, _near(other, op), rising(value), needs)
 
 
 def _near(form: Linear, op: str) -> Expr | None:
@@ -166,27 +162,24 @@ def together(e: Expr) -> tuple[Curve, ...] | None:
 
 
 @lru_cache(maxsize=65536)
-def rising(e: Expr) -> Expr | None:
-    """The condition under which `e` never decreases in q; None if none is seen."""
+def rising(e: Expr) -> Expr:
+    """The condition under which `e` never decreases in q; FALSE if none is seen."""
     if "q" not in depends(e) or e is _Q:
         return TRUE
     form = linear(e)
     if form.terms != ((e, 1),):
-        parts = [rising(a) if f > 0 or "q" not in depends(a) else None for a, f in form.terms]
-    elif e.op in ("min", "max"):
-        parts = [rising(a) for a in e.args]
-    elif e.op in ("mul", "floordiv") and "q" not in depends(e.args[1]):
-        parts = [rising(e.args[0]), e.args[1] > 0]
-    elif e.op in ("segment", "segment_first", "segment_last") or (e.op in ("run_first", "run_last")):
-        parts = [rising(e.args[-1])] if not any(depends(a) for a in e.args[:-1]) else [None]
-    elif e.op == "rank_first" or e.op == "rank_last":
-        parts = [rising(e.args[0])]
-    elif e.op == "lookup" and len(e.args) == 1:
-        parts = [rising(e.args[0]), make("is_sorted", (), e.name, BOOL)]
-    else:
-        return None
-    known = [p for p in parts if p is not None]
-    return conj(*known) if len(known) == len(parts) and conj(*known) is not FALSE else None
+        return conj(*(rising(a) if f > 0 or "q" not in depends(a) else FALSE for a, f in form.terms))
+    if e.op in ("min", "max"):
+        return conj(*(rising(a) for a in e.args))
+    if e.op in ("mul", "floordiv") and "q" not in depends(e.args[1]):
+        return conj(rising(e.args[0]), e.args[1] > 0)
+    if e.op in _RUNS or e.op == "segment":
+        return FALSE if any(depends(a) for a in e.args[:-1]) else rising(e.args[-1])
+    if e.op in ("rank_first", "rank_last"):
+        return rising(e.args[0])
+    if e.op == "lookup" and len(e.args) == 1:
+        return conj(rising(e.args[0]), make("is_sorted", (), e.name, BOOL))
+    return FALSE
 
 
 __all__ = ["Curve", "rising", "solve", "together"]

@@ -85,7 +85,7 @@ def analyse(
     ways = solved(expr)
     if ways is not None and not (ways.needs is TRUE or scope.value(ways.needs, _slices(grid)).all()):
         ways = None
-    if ways is not None and _holds(ways, grid, scope):
+    if ways is not None and ways.rowwise and _holds(ways, grid, scope):
         formula = ways.formula
         method = "closed form" if formula is not None else "bounds"
         found = _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
@@ -134,13 +134,14 @@ def _slices(grid: Grid) -> dict[str, Array]:
 def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
     """Whether the keys of a row of tiles are one interval per term, over the queries of every slice."""
     at = _slices(grid)
-    looks = bool(ways.rises) or any("q" in uses(e) for a in ways.anchors for e in (*a.lows, *a.highs))
+    unsure = [value for value, condition in ways.rises if not (condition is TRUE or scope.value(condition, at).all())]
+    looks = bool(unsure) or any("q" in uses(e) for a in ways.anchors for e in (*a.lows, *a.highs))
     if looks and len(grid.b) * grid.q_len > LOOKED:
         return False
     at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
     shape = at["q"].shape
     try:
-        if any((np.diff(scope.value(e, at)) < 0).any() for e in ways.rises):
+        if any((np.diff(scope.value(e, at)) < 0).any() for e in unsure):
             return False
         for anchor in ways.anchors:
             ends = [[np.broadcast_to(scope.value(e, at), shape) for e in side] for side in (anchor.lows, anchor.highs)]

@@ -45,6 +45,7 @@ class Term:
 
     system: System
     curves: tuple[Curve, ...]
+    asks: tuple[Expr, ...]  # other conditions on q alone
     needs: Expr  # facts of tables and parameters that make it so
 
     def values(self, side: str, at: Expr) -> list[Expr]:
@@ -69,21 +70,23 @@ def _distance(c: Curve) -> Expr:
 
 @dataclass(frozen=True)
 class Solved:
-    """A mask as intervals of keys per row of tiles, in the first and last query of the row and the first and
-    last key of the call. Right where `needs` holds, every Expr of `rises` never decreases over the queries of
-    the call, and every anchor holds."""
+    """A mask as intervals of keys, in the first and last query of a row of tiles and the first and last key of
+    the call. Right for single queries where `needs` holds; for rows where also no condition asks of a query
+    alone (`rowwise`), every value of `rises` never decreases over the queries of the call, which the condition
+    beside it says of some, and every anchor holds."""
 
     yes: tuple[Interval, ...]
     no: tuple[Interval, ...] | None  # of the negation; None where `full` says it
     full: Interval | None  # the keys that every query sees, of a mask with one term
     needs: Expr
-    rises: tuple[Expr, ...]
+    rowwise: bool
+    rises: tuple[tuple[Expr, Expr], ...]
     anchors: tuple[Anchor, ...]
 
     @property
     def formula(self) -> Bounds | None:
         """The same for kernels, whose prologues read no tables by query."""
-        if self.full is None or any(_reads(n) for e in (*self.yes[0], *self.full) for n in walk(e)):
+        if self.full is None or not self.rowwise or any(_reads(n) for e in (*self.yes[0], *self.full) for n in walk(e)):
             return None
         return Bounds(self.yes[0][0], *self.full, self.yes[0][1])
 
@@ -108,7 +111,7 @@ def solved(mask: Expr) -> Solved | None:
 def intervals(mask: Expr) -> tuple[Interval, ...] | None:
     """(first, last) for each term of a mask made of bounds alone, where they need no conditions."""
     mine = _terms(mask)
-    if mine is None or any(t.curves or t.needs is not TRUE for t in mine):
+    if mine is None or any(t.curves or t.asks or t.needs is not TRUE for t in mine):
         return None
     return tuple(_visible(t) for t in mine)
 
@@ -122,7 +125,8 @@ def _solved(mine: Sequence[Term], theirs: Sequence[Term], full: Interval | None)
         None if full is not None else tuple(_visible(t) for t in theirs),
         full,
         simplify(conj(*(t.needs for t in both))),
-        tuple(dict.fromkeys(c.value for c in curves if not c.rising)),
+        all(not t.asks for t in both),
+        tuple(dict.fromkeys((c.value, simplify(c.rising)) for c in curves)),
         tuple(dict.fromkeys(a for a in anchors if a is not None)),
     )
 
@@ -139,10 +143,14 @@ def _term(term: Expr) -> Term | None:
     s = system(term)
     low, high = ({n: list(x) for n, x in side.items()} for side in (s.low, s.high))
     curves: list[Curve] = []
+    asks: list[Expr] = []
     needs = TRUE
     for e in s.rest:
         which = "k" if "k" in depends(e) else "q"  # a bound on q is one on k with the names exchanged
         found = together(e) or solve(e if which == "k" else substitute(e, {_Q: _K}))
+        if found is None and which == "q":
+            asks.append(e)
+            continue
         if found is None:
             return None
         needs = conj(needs, *(c.needs for c in found))
@@ -151,7 +159,7 @@ def _term(term: Expr) -> Term | None:
                 curves.append(c)
             else:
                 (low if c.side == "low" else high)[which].append(c.value)
-    return Term(System(low, high, s.fixed, []), tuple(curves), needs)
+    return Term(System(low, high, s.fixed, []), tuple(curves), tuple(asks), needs)
 
 
 def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
@@ -178,6 +186,7 @@ def _visible(t: Term) -> Interval:
     last = _fold(minimum, K1, *s.high["k"], *(stop - d for d in s.low["d"]), *t.values("high", stop))
     empty = disj(
         *(negate(f) for f in s.fixed),
+        *(negate(substitute(a, {_Q: Q0})) for a in t.asks),
         *(lo > hi for lo in s.low["d"] for hi in s.high["d"]),
         *(x > stop for x in s.low["q"]), *(x < Q0 for x in s.high["q"]),
     )  # fmt: skip

@@ -203,11 +203,16 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope) -> Array:
     """Kinds of single tiles, by witnesses and then by their elements."""
     kind = np.full(tiles.shape[1], -1)
     env = _corners(grid, tiles)
-    seen = scope.value(mask, _witnesses(env))
-    seen = np.broadcast_to(seen, (tiles.shape[1], seen.shape[-1] if seen.ndim else 1))
-    kind[seen.any(axis=1) & ~seen.all(axis=1)] = PARTIAL
-    open_ = np.flatnonzero(kind < 0)
     bq, bk = grid.block
+    for points in (_witnesses, _lattice):
+        open_ = np.flatnonzero(kind < 0)
+        for some in np.array_split(open_, -(-len(open_) // _CHUNK)) if len(open_) else ():
+            seen = scope.value(mask, points({n: v[some] for n, v in env.items()}))
+            seen = np.broadcast_to(seen, (len(some), *seen.shape[1:])).reshape(len(some), -1)
+            kind[some[seen.any(axis=1) & ~seen.all(axis=1)]] = PARTIAL
+        if bq * bk <= 1024:
+            break
+    open_ = np.flatnonzero(kind < 0)
     step = max(1, _BATCH // (bq * bk))
     for start in range(0, len(open_), step):
         mine = open_[start : start + step]
@@ -232,6 +237,15 @@ def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:
     q = np.concatenate([q, np.clip(on, q0, q1)], axis=1)
     k = np.concatenate([k, np.clip(on, k0, k1)], axis=1)
     return {"b": env["b"][:, None], "h": env["h"][:, None], "q": q, "k": k}
+
+
+def _lattice(env: Mapping[str, Array]) -> dict[str, Array]:
+    """16 x 16 points over each tile, every row of them shifted: [tiles, 16, 16]."""
+    i, j = np.arange(16)[:, None], np.arange(16)[None, :]
+    q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
+    q = q0 + (q1 - q0) * i // 15
+    k = k0 + ((k1 - k0) * j // 15 + 5 * i) % (k1 - k0 + 1)
+    return {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
 
 
 def _look(mask: Expr, grid: Grid, env: Mapping[str, Array], scope: Scope) -> Array:
