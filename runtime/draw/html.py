@@ -78,13 +78,13 @@ def to_html(layout: Layout, path: str | Path | None = None) -> str:
 def notebook(layout: Layout) -> str:
     """A small picture with counts: no script, nothing loaded, whatever the page around it looks like."""
     panel = of_tiles(layout, LIGHT, cells=STILL)
-    rows, columns = panel.colours.shape[:2]
     longest = max(layout.q_len, layout.kv_len)
     width, height = (max(24, round(220 * n / longest)) for n in (layout.kv_len, layout.q_len))
     source = "data:image/png;base64," + base64.b64encode(png(panel.colours)).decode("ascii")
     text = _short(" ".join(repr(layout.written).split()), 160)
-    said = f"{rows} × {columns} cells" if panel.tiles != (1, 1) else ""
-    note = f"one cell {panel.tiles[0]} × {panel.tiles[1]} tiles, {said}: darker is read more" if said else ""
+    note = (
+        "" if panel.tiles == (1, 1) else "one dot shows {} × {} tiles, deeper where more are read".format(*panel.tiles)
+    )
     if len(layout.spans.count) > 1:
         note = "; ".join(filter(None, [f"batch 0, head 0 of {layout.batch * layout.heads:,}", note]))
     return (

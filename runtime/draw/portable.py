@@ -39,7 +39,9 @@ def mask(layout: Layout) -> dict[str, Any]:
         made = program(layout.written, scalars, tables)
         size = sum(len(table["array"]["data"]) for table in made["tables"].values())
         if size > TABLES:
-            raise BudgetError(f"its tables take {size / (1 << 20):.1f} MiB, more than {TABLES >> 20}")
+            raise BudgetError(
+                f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
+            )
     except BudgetError as error:
         return {"text": " ".join(repr(layout.written).split()), "spans": {}, "program": None, "why": str(error)}
     index = {node: i for i, node in enumerate(walk(layout.written))}
