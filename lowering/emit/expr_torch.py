@@ -1,7 +1,9 @@
 """Expr as torch source: a `mask_mod` for flex_attention, readable and free of everything but torch.
 
->>> from frisket.dsl.sugar import q, k, lookup, eq
->>> print(mask_mod((q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))), {"doc": (1024,)}, reach={"q": 1024}))
+>>> from frisket.dsl.ir import lookup
+>>> from frisket.dsl.sugar import eq, k, q
+>>> same = eq(lookup("doc", (q,)), lookup("doc", (k,)))
+>>> print(mask_mod((q >= k) & same, {"doc": (1024,)}, reach={"q": 1024}))
 def make(doc):
     def mask_mod(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & (doc[q_idx] == doc[kv_idx.clamp(0, 1023)])
@@ -15,12 +17,15 @@ leave the table). Rows are those of `emit.expr`; what is not torch is a function
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
 
-from frisket.dsl.ir import Expr, uses
-from frisket.dsl.types import FLOAT
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import Expr, lit, transform, uses, walk
+from frisket.dsl.types import BOOL
 
-from .expr import PRECEDENCE, PREFIX, Text, printed
+from .expr import LONG, PRECEDENCE, PREFIX, Text, operator
 from .text import Names, Page
 
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx"}
@@ -35,7 +40,7 @@ TORCH: dict[str, str] = {
     "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
     "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}",
     "where": "torch.where({}, {}, {})",
-    "int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int({}.floor())",
+    "int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))",
     "exp": "{}.exp()", "exp2": "{}.exp2()", "log": "{}.log()", "log2": "{}.log2()", "log1p": "{}.log1p()",
     "tanh": "{}.tanh()", "sigmoid": "{}.sigmoid()", "sin": "{}.sin()", "cos": "{}.cos()", "tan": "{}.tan()",
     "sqrt": "{}.sqrt()", "rsqrt": "{}.rsqrt()", "erf": "{}.erf()",
@@ -106,7 +111,8 @@ def mask_mod(
 ) -> str:
     """The source of `make(*tables)`, which gives a `mask_mod(b, h, q_idx, kv_idx)`.
 
-    `tables` are the shapes of the tables `mask` looks into, by the names it has for them; `reach` are what
+    `tables` are the shapes of the tables `mask` looks into, by the names it has for them (Float ones are float64);
+    `reach` are what
     `b h q k` stay below, as far as that is known: an index inside its table is not clamped. `int64` widens the
     positions first, for a mask whose integers may leave 32 bits. Parameters and sizes are literals by now.
     """
@@ -116,11 +122,11 @@ def mask_mod(
     def leaf(node: Expr, args: list[Text]) -> Text | None:
         if node.op == "lookup":
             at = [_index(a, t, n, reach) for a, t, n in zip(node.args, args, tables[node.name], strict=True)]
-            found = f"{known[node.name]}[{', '.join(at)}]"
-            return Text(f"{found}.to(torch.float64)" if node.type is FLOAT else found)
+            return Text(f"{known[node.name]}[{', '.join(at)}]")
         return _form(node, args)
 
-    page = printed([mask], TORCH, leaf, lambda node, level: names.numbered("x"), "torch")
+    mask = transform(mask, _folded)
+    lines, value = _written(mask, leaf, names)
     body = Page()
     with body.block(f"def make({', '.join(known.values())}):"):
         with body.block("def mask_mod(b, h, q_idx, kv_idx):"):
@@ -128,16 +134,38 @@ def mask_mod(
                 body.comment(title)
             for name in sorted(NAMES[v] for v in uses(mask) & set(NAMES)) if int64 else ():
                 body.line(f"{name} = {name}.to(torch.int64)")
-            for line in page.lines:
-                body.line(f"{line.name} = {line.text}")
-            value = page.values[mask]
+            for line in lines:
+                body.line(line)
             body.line(
                 f"return q_idx.new_full((), {value}, dtype=torch.bool)" if mask.op == "lit" else f"return {value}"
             )
         body.line("return mask_mod")
     text = str(body)
-    used = [PRELUDE[name] for name in PRELUDE if f"{name}(" in text.replace(f".{name}(", "")]
+    used = [PRELUDE[name] for name in PRELUDE if re.search(rf"(?<![.\w]){name}\(", text)]
     return "\n".join([d.strip("\n") + "\n\n" for d in used] + [text]) if used else text
+
+
+def _written(root: Expr, leaf: Callable[[Expr, list[Text]], Text | None], names: Names) -> tuple[list[str], str]:
+    """The lines that name what is used twice or is long, and the value."""
+    users = Counter(a for node in walk(root) for a in dict.fromkeys(node.args))
+    lines: list[str] = []
+    texts: dict[Expr, Text] = {}
+    for node in walk(root):
+        args = [texts[a] for a in node.args]
+        text = leaf(node, args) or operator(node, args, TORCH, "torch")
+        if node.args and (users[node] > 1 or (users[node] and len(text.text) > LONG)):
+            lines.append(f"{(name := names.numbered('x'))} = {text.text}")
+            text = Text(name)
+        texts[node] = text
+    return lines, texts[root].text
+
+
+def _folded(e: Expr) -> Expr:
+    """Methods need a tensor: what is known is a literal."""
+    if not e.args or e.op == "lookup" or any(a.op != "lit" for a in e.args):
+        return e
+    value = evaluate(e, {}).item()
+    return lit(bool(value) if e.type is BOOL else value)
 
 
 def _form(node: Expr, args: list[Text]) -> Text | None:
@@ -147,7 +175,8 @@ def _form(node: Expr, args: list[Text]) -> Text | None:
     if node.op == "var":
         return Text(NAMES[node.name])
     if node.op == "random":
-        return Text(f"random({', '.join(_wide(n, a) for n, a in zip(node.args, args, strict=True))})")
+        wide = [a.text if n.op == "lit" else f"{a.inside(10)}.to(torch.int64)" for n, a in zip(node.args, args)]
+        return Text(f"random({', '.join(wide)})")
     if node.op in ("floordiv", "mod") and node.args[1].op == "lit" and node.args[1].name:
         symbol = "//" if node.op == "floordiv" else "%"
         binds = PRECEDENCE[symbol]
@@ -157,12 +186,6 @@ def _form(node: Expr, args: list[Text]) -> Text | None:
         binds = PRECEDENCE[symbol]
         return Text(f"{args[0].inside(binds)} {symbol} {args[1].text}", binds)
     return None
-
-
-def _wide(node: Expr, text: Text) -> str:
-    if node.op == "lit":
-        return f"torch.tensor({node.name})"
-    return f"{text.inside(10)}.to(torch.int64)"
 
 
 def _literal(value: bool | int | float) -> Text:

@@ -13,6 +13,7 @@ import numpy as np
 from frisket.dsl.errors import ExportError
 from frisket.dsl.ir import Expr, free_names, lit, lookup, param, renamed, substitute, var
 from frisket.dsl.show import show
+from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.analysis.driver import SIZE_NAMES
 from frisket.lowering.emit.expr_torch import mask_mod
 from frisket.lowering.plan import make_plan
@@ -28,7 +29,7 @@ def to_block_mask(layout: Layout, device: Any = "cpu") -> Any:
     >>> import frisket as fk
     >>> block_mask = fk.mask("causal & window(256)").layout(1024, 1024).to_block_mask()
     >>> block_mask.kv_num_blocks
-    tensor([[[1, 2, 2, 2, 2, 2, 2, 2]]], dtype=torch.int32)
+    tensor([[[1, 1, 2, 2, 2, 2, 2, 2]]], dtype=torch.int32)
 
     Shapes are [B, H, rows] and [B, H, rows, columns] of tiles, int32 on `device`; B is 1 unless the mask tells
     batch entries apart, H unless heads (`create_block_mask` does so where it is given None). Positions of a crop
@@ -73,7 +74,8 @@ def mask_mod_of(layout: Layout, device: Any = "cpu") -> Callable[..., Any]:
     wanted = {t.name: t.source + ("_of" if t.derived else "") for t in plan.tables}
     mask = renamed(simplify(substitute(plan.mask, literal)), wanted)
     read = {wanted[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
-    read = {n: read[n] for n in free_names(mask)[1]}  # the simplifier may have dropped some
+    kinds = free_names(mask)[1]
+    read = {n: read[n] for n in kinds}  # the simplifier may have dropped some
     reach = dict(zip("bhqk", (layout.batch, layout.heads, layout.q_len, layout.kv_len), strict=True))
     source = mask_mod(
         mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=show(layout.written)
@@ -82,7 +84,7 @@ def mask_mod_of(layout: Layout, device: Any = "cpu") -> Callable[..., Any]:
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     space: dict[str, Any] = {"torch": torch, "math": math, "__name__": "frisket.mask_mod"}
     exec(compile(source, filename, "exec"), space)
-    made = space["make"](*(_tensor(torch, t, device) for t in read.values()))
+    made = space["make"](*(_tensor(torch, t, kinds[n][1], device) for n, t in read.items()))
     made.source = source
     return made  # type: ignore[no-any-return]
 
@@ -106,11 +108,8 @@ def _python(x: Any) -> bool | int | float:
     return x.item() if hasattr(x, "item") else x  # type: ignore[no-any-return]
 
 
-def _tensor(torch: Any, table: Any, device: Any) -> Any:
-    """A table as torch can index and compare it: bool, int32, int64, float64."""
-    if table.dtype.kind == "i" or table.dtype.kind == "u":
-        narrow = table.dtype.itemsize < 4 or table.dtype == np.int32
-        table = table.astype(np.int32 if narrow else np.int64)
-    elif table.dtype.kind == "f":
-        table = table.astype(np.float64)
-    return torch.from_numpy(np.array(table)).to(device)
+def _tensor(torch: Any, table: Any, type: Type, device: Any) -> Any:
+    """A table as torch can index and compare it: bool, int32, int64 or float64."""
+    small = table.dtype.itemsize < 4 or table.dtype == np.int32
+    dtype = {BOOL: np.bool_, FLOAT: np.float64}.get(type, np.int32 if small else np.int64)
+    return torch.from_numpy(np.array(table, dtype)).to(device)

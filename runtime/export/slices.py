@@ -15,7 +15,7 @@ from .varlen import one_mask, packed
 from .visible import ANY, lines, listed, why
 
 Array = NDArray[Any]
-MOST = 256  # runs of keys a query may have
+MOST = 64  # runs of keys a query may have
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = 0, 1, 2, 3
 
 
@@ -93,7 +93,10 @@ def _tracks(q: Array, first: Array, stop: Array, width: int) -> tuple[Array, Arr
     while (root != root[root]).any():
         root = root[root]
     order = np.lexsort((q, root))
-    return order, ~linked[order], np.where(linked, 2 * left + right, -1)[order]
+    linked, apart = linked[order], (linked & (first >= stop[near]))[order]
+    # two runs without a common key belong together on a diagonal, not where one document follows another
+    linked &= ~apart | np.append(False, apart[:-1])[: len(q)] | np.append(apart[1:], False)[: len(q)]
+    return order, ~linked, np.where(linked, (2 * left + right)[order], -1)
 
 
 def _stretches(heads: Array, move: Array, most: int) -> tuple[Array, Array] | tuple[None, None]:

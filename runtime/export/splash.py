@@ -123,7 +123,7 @@ def _no_empty_row(layout: Layout, tiles: _Tiles, partial: Array) -> None:
     seen = np.zeros((heads, rows, layout.block[0]), bool)
     full, cut = tiles.kind == FULL, tiles.kind == PARTIAL
     seen[tiles.head[full], tiles.row[full]] = True
-    rows_of = partial.any(axis=2)
+    rows_of: Array = np.any(partial, axis=2)
     np.logical_or.at(seen, (tiles.head[cut], tiles.row[cut]), rows_of[tiles.block[cut]])
     if not seen.all():
         h, row, i = (int(x[0]) for x in np.nonzero(~seen))

@@ -58,7 +58,7 @@ def to_varlen(layout: Layout) -> Varlen:
     one_mask(layout, seen, "varlen attention")
     q, first, stop = packed(layout, seen)
     opens = np.ones(len(q), bool)
-    opens[1:] = (q[1:] > q[:-1] + 1) | (first[1:] >= stop[:-1])  # documents share no key
+    opens[1:] = (q[1:] > q[:-1] + 1) | (first[1:] >= stop[:-1]) | (stop[1:] <= first[:-1])  # documents share no key
     doc = np.cumsum(opens) - 1
     at, end = np.flatnonzero(opens), np.append(np.flatnonzero(opens)[1:], len(q))[: doc[-1] + 1 if len(q) else 0] - 1
     r0, r1, k0, k1 = q[at], q[end] + 1, first[at], stop[end]
