@@ -155,5 +155,11 @@ def write_relation(op: str, form: Linear) -> Expr:
     return build(op, write(Linear(moving, 0)), write(bound))
 
 
+@lru_cache(maxsize=65536)
+def is_affine(e: Expr) -> bool:
+    """Made of variables, parameters and literals, with nothing but sums and literal factors."""
+    return all(a.op in ("var", "param", "extent", "bound") for a, _ in linear(e).terms)
+
+
 def is_int_comparison(e: Expr) -> bool:
     return e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is INT

@@ -8,12 +8,20 @@ from functools import lru_cache
 
 from frisket.dsl.ir import Expr, rebuild
 
-from . import rules_arithmetic, rules_boolean, rules_compare, rules_order, rules_select
+from . import rules_arithmetic, rules_boolean, rules_compare, rules_division, rules_order, rules_select, rules_whole
 from .pattern import Rule
 
 RULES: tuple[Rule, ...] = tuple(
     r
-    for family in (rules_order, rules_arithmetic, rules_compare, rules_boolean, rules_select)
+    for family in (
+        rules_order,
+        rules_arithmetic,
+        rules_division,
+        rules_compare,
+        rules_boolean,
+        rules_select,
+        rules_whole,
+    )
     for r in family.RULES
     if isinstance(r, Rule)
 )

@@ -12,6 +12,8 @@ from functools import lru_cache
 from frisket.dsl.ir import COORDINATES, SIZES, Expr
 from frisket.dsl.types import BOOL, INT
 
+from .affine import linear, write
+
 Interval = tuple[int | None, int | None]  # inclusive; None: unbounded on that side
 UNKNOWN: Interval = (None, None)
 
@@ -35,7 +37,7 @@ def interval(e: Expr) -> Interval:
     if e.op == "neg":
         return _minus(args[0])
     if e.op == "mul":
-        return _product(args[0], args[1])
+        return _square(args[0]) if e.args[0] is e.args[1] else _product(args[0], args[1])
     if e.op == "abs":
         lo, hi = args[0]
         ends = None if lo is None or hi is None else max(abs(lo), abs(hi))
@@ -56,9 +58,26 @@ def interval(e: Expr) -> Interval:
             0,
             min((a[1] for a in args if a[0] is not None and a[0] >= 0 and a[1] is not None), default=None),
         )
+    if e.op in ("bitor", "bitxor") and all(a[0] is not None and a[0] >= 0 for a in args):
+        return (0, None)
     if e.op == "segment":
         return (0, None)
     return UNKNOWN
+
+
+def natural(e: Expr) -> bool:
+    """e >= 0 at every position."""
+    lo = interval(e)[0]
+    return lo is not None and lo >= 0
+
+
+def ordered(a: Expr, b: Expr) -> bool:
+    """a >= b at every position."""
+    lo, hi = interval(a)[0], interval(b)[1]
+    if lo is not None and hi is not None and lo >= hi:
+        return True
+    least = interval(write(linear(a) - linear(b)))[0]  # of q + 1 and q, or q and q - k
+    return least is not None and least >= 0
 
 
 def _sum(a: Interval, b: Interval) -> Interval:
@@ -78,6 +97,12 @@ def _product(a: Interval, b: Interval) -> Interval:
         return (min(corners), max(corners))
     nonnegative = all(i[0] is not None and i[0] >= 0 for i in (a, b))
     return (a[0] * b[0], None) if nonnegative else UNKNOWN  # type: ignore[operator]
+
+
+def _square(a: Interval) -> Interval:
+    lo, hi = a
+    ends = None if lo is None or hi is None else max(lo * lo, hi * hi)
+    return (lo * lo if lo is not None and lo > 0 else 0, ends)
 
 
 def _extreme(op: str, a: Interval, b: Interval) -> Interval:

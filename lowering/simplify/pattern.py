@@ -1,7 +1,7 @@
 """Rules as rows. A row is `(name, before, after, when)`; `before` is a pattern or an operator name.
 
 A pattern is an Expr whose leaves may be *holes*: `x y z` match any Int, `m n` an Int literal, `p r` any Bool,
-`u v` any Float, `c` a Float literal. The same hole twice means the same node twice; commutative operators
+`u v` any Float, `c d` Float literals. The same hole twice means the same node twice; commutative operators
 match both ways round. `after` is another pattern, or a function from what matched to an Expr (None: no change).
 """
 
@@ -26,7 +26,7 @@ x, y, z = (hole(n, INT) for n in "xyz")
 m, n = (hole(n, INT, literal=True) for n in "mn")
 p, r = (hole(n, BOOL) for n in "pr")
 u, v = (hole(n, FLOAT) for n in "uv")
-c = hole("c", FLOAT, literal=True)
+c, d = (hole(n, FLOAT, literal=True) for n in "cd")
 
 
 def match(pattern: Expr, node: Expr, found: Found) -> Found | None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, reduce
 
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, substitute, uses, walk
 from frisket.dsl.sugar import where
-from frisket.dsl.types import INT
+from frisket.dsl.types import BOOL, INT
 
 from .affine import NEGATE, Linear, Terms, is_int_comparison, relation, write_relation
+from .order import sort_key
 from .pattern import p, r, rule
+from .rules_order import chain
 
 DUAL = {"and": "or", "or": "and"}
 
@@ -34,8 +36,8 @@ def push_not(node: Expr) -> Expr | None:
         return negate(inner)
     if inner.op in ("eq", "ne") and inner.args[0].type is not INT:  # NaN: == and != are complements, < is not
         return build(NEGATE[inner.op], *inner.args)
-    if inner.op == "xor":
-        return build("xor", negate(inner.args[0]), inner.args[1]) if inner.args[0].op == "not" else None
+    if inner.op == "xor" and any(is_int_comparison(a) for a in chain(inner)):
+        return build("xor", TRUE, inner)
     if inner.op == "where":
         return where(inner.args[0], negate(inner.args[1]), negate(inner.args[2]))
     return None
@@ -182,6 +184,25 @@ def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
     )
 
 
+def substitute_equal(node: Expr) -> Expr | None:
+    """Beside doc[q] == doc[k] every other doc[k] is doc[q], and beside q // n == k // n every k % n is
+    k - n * (q // n); so too in a disjunction, beside !=."""
+    relation_ = "eq" if node.op == "and" else "ne"
+    for term in node.args:
+        if term.op != relation_ or any(a.op not in _NAMED or a.type is not INT for a in term.args):
+            continue
+        kept, gone = sorted(term.args, key=lambda a: ("k" in uses(a), a.depth, sort_key(a)))
+        known = {gone: kept}
+        if gone.op == "floordiv" and gone.args[1].op == "lit" and gone.args[1].name > 0:
+            known[build("mod", *gone.args)] = gone.args[0] - gone.args[1] * kept
+        new = [a if a is term else substitute(a, known) for a in node.args]
+        if new != list(node.args) and not any(k in walk(kept) for k in known):
+            return (conj if node.op == "and" else disj)(*new)
+    return None
+
+
+_NAMED = ("lookup", "segment", "floordiv", "mod")
+
 NEGATED = {"ge": ("le", -1), "le": ("ge", 1), "eq": ("ne", 0), "ne": ("eq", 0)}
 
 
@@ -195,6 +216,75 @@ def _unite(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
     return None if merged is None else [complement(op, b) for op, b in merged]
 
 
+def exclusive(node: Expr) -> Expr | None:
+    """A chain of xor, in order: what stands there twice cancels, `not` and the true constant turn the whole round,
+    which a comparison of Ints takes up. `a ^ (k < 4)` is `~(a ^ (k >= 4))`, so bounds are compared pointing one way."""
+    odd = False
+    parts: dict[Expr, None] = {}
+    for e in chain(node):
+        positive, flipped = _upright(e)
+        odd ^= flipped
+        if positive in parts:
+            del parts[positive]
+        elif positive is not FALSE:
+            parts[positive] = None
+    terms = sorted(parts, key=sort_key)
+    at = next((i for i in reversed(range(len(terms))) if is_int_comparison(terms[i])), None)
+    if odd and at is not None:
+        terms[at] = _negated(terms[at])
+    if not terms:
+        return TRUE if odd else FALSE
+    new = reduce(lambda x, y: build("xor", x, y), terms)
+    new = build("not", new) if odd and at is None else new
+    return None if new is node else new
+
+
+def _upright(e: Expr) -> tuple[Expr, bool]:
+    """(e or its negation, whether it is the negation): equalities and lower bounds, without `not`."""
+    if e.op == "not":
+        inner, flipped = _upright(e.args[0])
+        return inner, not flipped
+    if e is TRUE:
+        return FALSE, True
+    if is_int_comparison(e):
+        return (_negated(e), True) if relation(e.op, *e.args)[0] in ("le", "ne") else (e, False)
+    return (build("eq", *e.args), True) if e.op == "ne" else (e, False)
+
+
+def choose(node: Expr) -> Expr | None:
+    """Bool branches: what the condition says of them, what both hold, and a branch that is the other's negation."""
+    if node.type is not BOOL:
+        return None
+    cond, yes, no = node.args
+    yes2, no2 = _under(cond, yes), _under(_negated(cond), no)
+    if yes2 is not yes or no2 is not no:
+        return where(cond, yes2, no2)
+    if _negated(yes) is no or _negated(no) is yes:
+        return build("xor", cond, no)
+    for op in ("and", "or"):
+        groups = [a.args if a.op == op else (a,) for a in (yes, no)]
+        common = [t for t in groups[0] if t in groups[1]]
+        if common:
+            join = conj if op == "and" else disj
+            rests = (join(*(t for t in g if t not in common)) for g in groups)
+            return join(*common, where(cond, *rests))
+    return None
+
+
+def _under(cond: Expr, e: Expr) -> Expr:
+    """`e` where `cond` holds."""
+    known = cond.args if cond.op == "and" else (cond,)
+    if any(_implies(a, e) for a in known):
+        return TRUE
+    if any(_implies(a, _negated(e)) for a in known):
+        return FALSE
+    if e.op not in ("and", "or"):
+        return e
+    join, unit = (conj, TRUE) if e.op == "and" else (disj, FALSE)
+    parts = [_under(cond, t) for t in e.args]
+    return e if all(x is y for x, y in zip(parts, e.args, strict=True)) else join(unit, *parts)
+
+
 RULES = [
     rule("push-not", "not", push_not),
     *(rule("junction", op, junction) for op in ("and", "or")),
@@ -202,15 +292,13 @@ RULES = [
     *(rule("absorb", op, absorb) for op in ("and", "or")),
     *(rule("resolve", op, resolve) for op in ("and", "or")),
     *(rule("factor", op, factor) for op in ("and", "or")),
-    rule("xor-false", p ^ False, p),
-    rule("xor-true", p ^ True, lambda p: negate(p)),
-    rule("xor-self", p ^ p, FALSE),
-    rule("xor-complement", p ^ ~p, TRUE),
-    rule("xor-not", ~p ^ r, lambda p, r: negate(build("xor", p, r)) if r.op != "not" else p ^ r.args[0]),
+    *(rule("substitute-equal", op, substitute_equal) for op in ("and", "or")),
+    rule("xor", "xor", exclusive),
     rule("where-true-false", where(p, True, False), p),
     rule("where-false-true", where(p, False, True), lambda p: negate(p)),
     rule("where-true", where(p, True, r), p | r),
     rule("where-false", where(p, False, r), lambda p, r: build("and", negate(p), r)),
     rule("where-or-true", where(p, r, True), lambda p, r: build("or", negate(p), r)),
     rule("where-or-false", where(p, r, False), p & r),
+    rule("choose", "where", choose),
 ]  # fmt: skip

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit
-from frisket.dsl.sugar import eq, ne, where
+import math
+
+from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, disj, lit
+from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL
 
-from .affine import is_int_comparison, relation, write, write_relation
+from .affine import Linear, is_int_comparison, relation, write, write_relation
 from .facts import interval
-from .pattern import m, n, p, rule, x
+from .pattern import m, n, p, rule, x, y
+from .rules_division import recombined
 
 
 def normal(node: Expr) -> Expr | None:
@@ -16,6 +19,9 @@ def normal(node: Expr) -> Expr | None:
     if not is_int_comparison(node):
         return None
     op, form = relation(node.op, *node.args)
+    again = recombined(form)
+    if again is not None:
+        return build(op, write(again), ZERO)
     lo, hi = interval(write(form))
     if (op == "ge" and lo is not None and lo >= 0) or (op == "le" and hi is not None and hi <= 0):
         return TRUE
@@ -23,7 +29,23 @@ def normal(node: Expr) -> Expr | None:
         return FALSE
     if op in ("eq", "ne") and ((lo is not None and lo > 0) or (hi is not None and hi < 0)):
         return FALSE if op == "eq" else TRUE
-    return write_relation(op, form)
+    return write_relation(*_tight(op, form, lo, hi))
+
+
+_STEPS = frozenset({"mod", "sign", "bitxor", "bitor", "bitand"})  # operators whose least and greatest values are cases
+
+
+def _tight(op: str, form: Linear, lo: int | None, hi: int | None) -> tuple[str, Linear]:
+    """q % 4 <= 0 is q % 4 == 0, q % 4 != 0 is q % 4 >= 1, and q % 2 != 0 is q % 2 == 1."""
+    if len(form.terms) != 1 or form.terms[0][0].op not in _STEPS:
+        return op, form
+    if {"le": lo, "ge": hi}.get(op) == 0:  # the form lies in lo..hi
+        return "eq", form
+    if op == "ne" and (lo, hi) in ((0, 1), (-1, 0)):  # two values: not the one is the other
+        return "eq", Linear(form.terms, form.const - (1 if lo == 0 else -1))
+    if op == "ne" and 0 in (lo, hi):
+        return ("ge", Linear(form.terms, form.const - 1)) if lo == 0 else ("le", Linear(form.terms, form.const + 1))
+    return op, form
 
 
 def through(node: Expr) -> Expr | None:
@@ -31,8 +53,13 @@ def through(node: Expr) -> Expr | None:
     if not is_int_comparison(node):
         return None
     op, form = relation(node.op, *node.args)
+    choices = sum(a.op == "where" or _of_bool(a) for a, _ in form.terms)
     for atom, factor in form.terms:
+        if choices > _CHOICES and (atom.op == "where" or _of_bool(atom)):
+            continue
         if abs(factor) != 1:
+            if _of_bool(atom):
+                return _cases(op, form, atom, factor)
             continue
         # factor * atom + rest REL 0  is  atom REL' other
         rest = form.without(atom)
@@ -42,6 +69,22 @@ def through(node: Expr) -> Expr | None:
         if found is not None:
             return found
     return None
+
+
+_CHOICES = 4  # each one doubles the comparison
+
+
+def _of_bool(e: Expr) -> bool:
+    return e.op == "int" and e.args[0].type is BOOL
+
+
+def _cases(op: str, form: Linear, atom: Expr, factor: int) -> Expr:
+    """int(p) in a comparison: one comparison where p holds, one where it does not."""
+    rest = form.without(atom)
+    yes, no = (
+        write_relation(*relation(op, write(Linear(rest.terms, c)), ZERO)) for c in (rest.const + factor, rest.const)
+    )
+    return where(atom.args[0], yes, no)
 
 
 def _see_through(rel: str, atom: Expr, other: Expr, alone: bool) -> Expr | None:
@@ -59,9 +102,49 @@ def _see_through(rel: str, atom: Expr, other: Expr, alone: bool) -> Expr | None:
         return _quotient(rel, args[0], args[1].name, other.name)
     if atom.op == "where" and (other.op == "lit" or any(a.op == "lit" for a in args[1:])):
         return where(args[0], build(rel, args[1], other), build(rel, args[2], other))
-    if atom.op == "int" and args[0].type is BOOL and alone and other.op == "lit":
-        return where(args[0], build(rel, lit(1), other), build(rel, lit(0), other))
+    if _of_bool(atom):
+        return where(args[0], build(rel, ONE, other), build(rel, ZERO, other))
+    return _see_through_number(rel, atom, other) if alone and args and other.op == "lit" else None
+
+
+def _see_through_number(rel: str, atom: Expr, value: Expr) -> Expr | None:
+    """What stands alone beside a number: sign, squares, and minima and maxima with a number."""
+    x, y = atom.args[0], atom.args[-1]
+    if atom.op == "sign":
+        return _sign_is(rel, x, value.name)
+    if atom.op == "mul" and x is y and rel in ("le", "ge"):
+        return _square_is(rel, x, value.name)
+    if atom.op == "mul" and x is y and value is ZERO:
+        return build(rel, x, ZERO)
+    if atom.op in ("min", "max") and y.op == "lit" and rel in ("eq", "ne"):
+        return _extreme_is(rel, atom.op, x, y.name, value.name)
     return None
+
+
+def _square_is(rel: str, x: Expr, value: int) -> Expr:
+    if rel == "le":
+        return abs(x) <= math.isqrt(value) if value >= 0 else FALSE
+    return abs(x) > math.isqrt(value - 1) if value > 0 else TRUE
+
+
+def _sign_is(rel: str, x: Expr, value: int) -> Expr | None:
+    if rel == "ge":
+        return {0: x >= 0, 1: x >= 1}.get(value)
+    if rel == "le":
+        return {0: x <= 0, -1: x <= -1}.get(value)
+    hit = {-1: x <= -1, 0: eq(x, 0), 1: x >= 1}.get(value, FALSE)
+    return hit if rel == "eq" else build("not", hit)
+
+
+def _extreme_is(rel: str, op: str, x: Expr, limit: int, value: int) -> Expr:
+    """min(x, limit) == value."""
+    beyond = value > limit if op == "min" else value < limit
+    if beyond:
+        return FALSE if rel == "eq" else TRUE
+    if value != limit:
+        return build(rel, x, lit(value))
+    hit = x >= limit if op == "min" else x <= limit
+    return hit if rel == "eq" else build("not", hit)
 
 
 def _absolute_equal(rel: str, inner: Expr, value: Expr) -> Expr:
@@ -84,8 +167,14 @@ def _quotient(rel: str, a: Expr, d: int, bound: int) -> Expr:
 RULES = [
     *(rule("see-through", op, through) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
     *(rule("affine-comparison", op, normal) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
-    rule("abs-divides", eq(abs(x) % n, 0), lambda x, n: eq(x % n, 0), lambda x, n: n.name > 0),
-    rule("abs-divides", ne(abs(x) % n, 0), lambda x, n: ne(x % n, 0), lambda x, n: n.name > 0),
+    rule("min-is-argument", eq(minimum(x, y), x), x <= y),
+    rule("min-is-argument", ne(minimum(x, y), x), x > y),
+    rule("min-is-argument", eq(minimum(y, x), x), x <= y),
+    rule("min-is-argument", ne(minimum(y, x), x), x > y),
+    rule("max-is-argument", eq(maximum(x, y), x), x >= y),
+    rule("max-is-argument", ne(maximum(x, y), x), x < y),
+    rule("max-is-argument", eq(maximum(y, x), x), x >= y),
+    rule("max-is-argument", ne(maximum(y, x), x), x < y),
     rule("mod-bound", eq(x % m, n), FALSE, lambda x, m, n: m.name > 0 and not 0 <= n.name < m.name),
     rule("mod-bound", ne(x % m, n), TRUE, lambda x, m, n: m.name > 0 and not 0 <= n.name < m.name),
     rule("bool-eq-self", eq(p, p), TRUE),

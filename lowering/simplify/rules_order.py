@@ -4,17 +4,24 @@ regrouped, so every score is the same to the last bit."""
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
+from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 from frisket.dsl.ir import Expr, build, lit
 from frisket.dsl.types import FLOAT, INT
 
 from .affine import linear
+from .facts import ordered
 from .order import sort_key
 from .pattern import rule
 
 IDEMPOTENT = frozenset({"min", "max", "bitand", "bitor"})
+_JOIN: dict[str, Callable[[Any, Any], Any]] = {
+    "min": min, "max": max, "bitand": operator.and_, "bitor": operator.or_, "bitxor": operator.xor,
+}  # fmt: skip
 MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
 
@@ -38,7 +45,7 @@ def chain(node: Expr) -> list[Expr]:
 
 
 def chain_in_order(node: Expr) -> Expr | None:
-    """A chain of an Int operator (or of xor): sorted, nested to the left; repeats of min max & | say nothing."""
+    """A chain of an Int operator: sorted, nested to the left; repeats of min max & | say nothing, of ^ cancel."""
     if node.type is FLOAT:
         return pair_in_order(node)
     parts = chain(node)
@@ -46,12 +53,35 @@ def chain_in_order(node: Expr) -> Expr | None:
         return None  # the affine form has it
     if node.op == "mul" and any(_factor(a) != 1 for a in parts):
         return _factors_first(parts)
-    parts = sorted(dict.fromkeys(parts) if node.op in IDEMPOTENT else parts, key=sort_key)
-    if node.op in ("xor", "bitxor"):  # what stands there twice cancels; one pair stays for the rule that says so
+    parts = sorted(_literals_joined(node.op, parts), key=sort_key)
+    if node.op in IDEMPOTENT:
+        parts = list(dict.fromkeys(parts))
+    if node.op in ("min", "max") and len(parts) > 2:
+        parts = _undominated(node.op, parts)
+    if node.op == "bitxor":  # what stands there twice cancels; one pair stays for the rule that says so
         odd = [e for e, n in Counter(parts).items() if n % 2]
         parts = sorted(odd, key=sort_key) if odd and len(parts) > 2 else parts
     new = reduce(lambda x, y: build(node.op, x, y), parts)
     return None if new is node else new
+
+
+def _literals_joined(op: str, parts: list[Expr]) -> list[Expr]:
+    """One literal instead of several: min(min(x, 3), 5) is min(x, 3)."""
+    literals = [a for a in parts if a.op == "lit"]
+    if len(literals) < 2 or len(literals) == len(parts):
+        return parts
+    one = lit(reduce(_JOIN[op], (a.name for a in literals)))
+    return [*(a for a in parts if a.op != "lit"), one]
+
+
+def _undominated(op: str, parts: list[Expr]) -> list[Expr]:
+    """Without those that are never the smallest (largest): in min(x, y, x + 1) the last."""
+    kept: list[Expr] = []
+    for i, a in enumerate(parts):
+        others = [*kept, *parts[i + 1 :]]
+        if not any(ordered(a, o) if op == "min" else ordered(o, a) for o in others):
+            kept.append(a)
+    return kept
 
 
 def _factor(e: Expr) -> int:
@@ -93,7 +123,7 @@ def comparison_in_order(node: Expr) -> Expr | None:
 
 RULES = [
     *(rule("order-terms", op, terms_in_order) for op in ("and", "or")),
-    *(rule("order-chain", op, chain_in_order) for op in ("mul", "min", "max", "bitand", "bitor", "bitxor", "xor")),
+    *(rule("order-chain", op, chain_in_order) for op in ("mul", "min", "max", "bitand", "bitor", "bitxor")),
     rule("order-sum", "add", lambda e: pair_in_order(e) if e.type is FLOAT else None),
     *(rule("order-comparison", op, comparison_in_order) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
 ]  # fmt: skip

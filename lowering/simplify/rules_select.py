@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from frisket.dsl.ir import FALSE, TRUE, Expr, build, lit
-from frisket.dsl.sugar import eq, maximum, minimum, where
-from frisket.dsl.types import FLOAT, INT, Type
+import math
 
-from .pattern import hole, p, r, rule, u, v, x
+from frisket.dsl.ir import FALSE, FLOAT_FUNCTIONS, TRUE, Expr, build, lit
+from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
+from .facts import natural
+from .pattern import c, d, hole, m, n, p, r, rule, u, v, x, y
+from .rules_order import MIRRORED
 
 NEG_ZERO = lit(-0.0)
 
@@ -23,6 +27,7 @@ def _select(type: Type) -> list[object]:
         rule("where-nested-no", where(p, s, where(p, w, t)), where(p, s, t)),
         rule("where-of-where", where(p, where(r, s, t), t), where(p & r, s, t)),
         rule("where-else-where", where(p, s, where(r, s, t)), where(p | r, s, t)),
+        rule("where-unequal", where(ne(x, y), s, t), where(eq(x, y), t, s)),
     ]
 
 
@@ -33,8 +38,70 @@ def _literal(node: Expr) -> Expr | None:
     return node.args[1] if cond is TRUE else node.args[2]
 
 
+def flag(e: Expr) -> Expr:
+    return build("int", e)
+
+
+_EXACT = frozenset({"var", "lit", "add", "sub", "neg", "abs", "min", "max", "floordiv", "mod", "int", "where"})
+
+
+def position(e: Expr) -> bool:
+    """An Int that stays far below 2 ** 53: sums, differences, quotients of coordinates, sizes and small literals."""
+    return e.type is not INT or (
+        e.op in _EXACT
+        and (e.op != "lit" or abs(e.name) < 2**31)
+        and all(a.type is BOOL or position(a) for a in e.args)
+        and e.depth < 12
+    )
+
+
+def positions(node: Expr) -> Expr | None:
+    """float(x) < float(y) is x < y, and float(x) >= 3.5 is x >= 4."""
+    left, right = node.args
+    if left.op != "float":
+        if right.op != "float" or left.op != "lit":
+            return None
+        return build(MIRRORED[node.op], right, left)
+    x = left.args[0]
+    if right.op == "float" and position(x) and position(right.args[0]):
+        return build(node.op, x, right.args[0])
+    if right.op != "lit" or not abs(right.name) < 2**31:
+        return None
+    whole = right.name == math.floor(right.name)
+    if node.op in ("eq", "ne"):
+        return build(node.op, x, lit(int(right.name))) if whole else FALSE if node.op == "eq" else TRUE
+    up = node.op in ("ge", "lt")  # x >= 3.5 is x >= 4, x < 3.5 is x < 4; x <= 3.5 is x <= 3
+    return build(node.op, x, lit(math.ceil(right.name) if up else math.floor(right.name)))
+
+
+def whole_divisor(x: Expr, c: Expr) -> bool:
+    return position(x) and 0 < c.name < 2**31 and c.name == math.floor(c.name)
+
+
 RULES = [
     *_select(INT), *_select(FLOAT),
+    # Bools as numbers
+    rule("int-of-choice", where(p, 1, 0), flag(p)),
+    rule("int-of-choice", where(p, 0, 1), flag(~p)),
+    rule("int-product", flag(p) * flag(r), flag(p & r)),
+    rule("int-product", flag(p) & flag(r), flag(p & r)),
+    rule("int-product", minimum(flag(p), flag(r)), flag(p & r)),
+    rule("int-union", flag(p) | flag(r), flag(p | r)),
+    rule("int-union", maximum(flag(p), flag(r)), flag(p | r)),
+    rule("int-xor", flag(p) ^ flag(r), flag(p ^ r)),
+    rule("choice-times", flag(p) * x, where(p, x, 0), lambda p, x: x.op != "lit"),
+    rule("float-of-choice", build("float", flag(p)), where(p, 1.0, 0.0)),
+    rule("float-of-choice", build("float", where(p, m, n)), lambda p, m, n: where(p, float(m.name), float(n.name))),
+    *(rule("function-of-choice", build(f, where(p, c, d)), lambda p, c, d, f=f: where(p, build(f, c), build(f, d)))
+      for f in ("neg", *sorted(FLOAT_FUNCTIONS))),
+    rule("sub-choice", u - where(p, c, d), lambda u, p, c, d: u + where(p, -c.name, -d.name)),
+    # positions through Float: exact below 2 ** 53, where every position is
+    rule("compare-positions", "lt", positions), rule("compare-positions", "le", positions),
+    rule("compare-positions", "gt", positions), rule("compare-positions", "ge", positions),
+    rule("compare-positions", "eq", positions), rule("compare-positions", "ne", positions),
+    rule("floor-of-quotient", build("floor", build("float", x) / c), lambda x, c: x // int(c.name), whole_divisor),
+    rule("int-of-quotient", build("int", build("float", x) / c), lambda x, c: x // int(c.name),
+         lambda x, c: natural(x) and whole_divisor(x, c)),
     rule("float-of-floor", build("floor", build("float", x)), x),
     rule("int-of-float", build("int", build("float", x)), x),
     rule("add-negative-zero", u + NEG_ZERO, u),

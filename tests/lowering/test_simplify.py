@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 
 import numpy as np
@@ -12,18 +10,13 @@ from support import expressions, masks
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import NEG_INF, SCORE, TRUE, Expr, lit, lookup, param, walk
+from frisket.dsl.ir import NEG_INF, SCORE, TRUE, lookup
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.dsl.sugar import b, eq, function, h, k, ne, q, score, where
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.simplify import RULES, Simplifier, hoist, prepare, simplify
 from frisket.lowering.simplify.hoist import finite
-
-INTS = [-70, -9, -8, -3, -2, -1, 0, 1, 2, 3, 4, 7, 8, 9, 64]
-FLOATS = [-math.inf, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0, math.inf, math.nan]
-SIGNED = [q % 8, q % 8 + 9, -1 - q % 8]
-PATTERNS = [r for r in RULES if isinstance(r.before, Expr)]
 
 
 def same(x, y):
@@ -33,45 +26,6 @@ def same(x, y):
         return bool((x == y).all())
     alike = (x == y) & (np.signbit(x) == np.signbit(y))
     return bool((alike | (np.isnan(x) & np.isnan(y))).all())
-
-
-@pytest.mark.parametrize("rule", PATTERNS, ids=lambda r: f"{r.name} {r.origin.rsplit(':')[-1]}")
-def test_row_keeps_values(rule):
-    """Fill the holes with literals or with variables, apply the row, compare everywhere."""
-    holes = sorted({n for n in walk(rule.before) if n.op == "hole"}, key=lambda n: n.name)
-    domain = {INT: INTS, FLOAT: FLOATS, BOOL: [True, False]}
-    names = {n: build_variable(n) for n in holes}
-    applied = 0
-    for values in itertools.product(*(domain[n.type] for n in holes)):
-        filled = {n: lit(v) if n.name[1] else names[n] for n, v in zip(holes, values, strict=True)}
-        env = {names[n].name: v for n, v in zip(holes, values, strict=True)}
-        applied += check_row(rule, filled, env)
-    for atoms in itertools.product(SIGNED, repeat=len(holes)):  # rows that ask for a sign: atoms that have one
-        natural = {
-            n: a if n.type is INT and not n.name[1] else lit_for(n, 5) for n, a in zip(holes, atoms, strict=True)
-        }
-        for at in range(10):
-            applied += check_row(rule, natural, {"q": at})
-    assert applied, "the row applied to nothing"
-
-
-def check_row(rule, filled, env) -> bool:
-    from frisket.dsl.ir import substitute
-
-    before = substitute(rule.before, filled)
-    after = rule.apply(before)
-    if after is None:
-        return False
-    assert same(evaluate(before, env), evaluate(after, env)), (show(before), show(after), env)
-    return True
-
-
-def build_variable(hole):
-    return param(f"x_{hole.name[0]}", hole.type)
-
-
-def lit_for(hole, value):
-    return lit({INT: value + 3, FLOAT: float(value), BOOL: bool(value)}[hole.type])
 
 
 def grid():
@@ -85,7 +39,7 @@ def tables():
 
 
 def test_random_expressions_keep_their_values():
-    """Whole masks, by brute force; between them they fire the rules that are functions."""
+    """Whole masks, by brute force."""
     fired = Simplifier()
     env, bound = grid(), tables()
     for seed in range(400):
@@ -102,8 +56,6 @@ def test_random_expressions_keep_their_values():
         ((q >= k) & (h > 1)) | ((q >= k) & (b > 0)), eq(q // 8 * 8 + q % 8, k), eq(q >= k, h > 1), ne(q >= k, h > 1),
     ):  # fmt: skip
         assert same(evaluate(e, env), evaluate(fired(e), env)), show(e)
-    functions = {r.name for r in RULES if isinstance(r.before, str)}
-    assert functions <= set(fired.counts)
 
 
 @pytest.mark.slow

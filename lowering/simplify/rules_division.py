@@ -1,0 +1,216 @@
+"""Int division, remainder, shifts and masks of bits. Both round to minus infinity, and by 0 they give 0."""
+
+from __future__ import annotations
+
+import math
+
+from frisket.dsl.ir import ZERO, Expr, build, lit
+from frisket.dsl.sugar import eq, ne
+from frisket.dsl.types import INT
+
+from .affine import Linear, is_affine, linear, write
+from .facts import interval
+from .pattern import m, n, rule, x, y, z
+
+_WIDEST = 2**62  # literals made here stay below
+
+
+def divide(a: Expr, d: Expr) -> Expr | None:
+    """(d*a + r) // d is a + r // d."""
+    if d.name <= 0:
+        return None
+    whole, rest = _split(linear(a), d.name)
+    if not whole.terms and not whole.const:
+        return None
+    return write(whole + linear(build("floordiv", write(rest), d)))
+
+
+def remainder(a: Expr, d: Expr) -> Expr | None:
+    """(d*a + r) % d is r % d."""
+    if d.name <= 0:
+        return None
+    whole, rest = _split(linear(a), d.name)
+    return build("mod", write(rest), d) if whole.terms or whole.const else None
+
+
+def _split(form: Linear, d: int) -> tuple[Linear, Linear]:
+    """form = d * whole + rest, with 0 <= every coefficient and constant of rest < d where it is not an
+    atom with a smaller coefficient already."""
+    whole = [(a, f // d) for a, f in form.terms if f % d == 0]
+    rest = [(a, f) for a, f in form.terms if f % d]
+    return Linear(tuple(whole), form.const // d), Linear(tuple(rest), form.const % d)
+
+
+def _reduced(form: Linear, d: int) -> tuple[int, Linear]:
+    """The common factor g of the terms and of d, and form // g (floored: a remainder below g is lost)."""
+    g = math.gcd(d, *(f for _, f in form.terms))
+    return g, Linear(tuple((a, f // g) for a, f in form.terms), form.const // g)
+
+
+def divide_by_less(a: Expr, d: Expr) -> Expr | None:
+    """(6*a + 5) // 4 is (3*a + 2) // 2: the lost half never reaches the next multiple."""
+    form = linear(a)
+    if d.name <= 0 or not form.terms:
+        return None
+    g, rest = _reduced(form, d.name)
+    return build("floordiv", write(rest), lit(d.name // g)) if g > 1 else None
+
+
+def remainder_of_less(a: Expr, d: Expr) -> Expr | None:
+    """(4*a + 1) % 8 is 4 * (a % 2) + 1."""
+    form = linear(a)
+    if d.name <= 0 or not form.terms:
+        return None
+    g, rest = _reduced(form, d.name)
+    if g == 1:
+        return None
+    return g * build("mod", write(rest), lit(d.name // g)) + form.const % g
+
+
+def divide_again(a: Expr, d: Expr) -> Expr | None:
+    """(a // m + c) // n is (a + c*m) // (m*n)."""
+    form = linear(a)
+    if d.name <= 0 or len(form.terms) != 1 or form.terms[0][1] != 1:
+        return None
+    atom = form.terms[0][0]
+    if atom.op != "floordiv" or atom.args[1].op != "lit" or not 0 < atom.args[1].name * d.name < _WIDEST:
+        return None
+    m = atom.args[1].name
+    return build("floordiv", write(linear(atom.args[0]) + Linear((), form.const * m)), lit(m * d.name))
+
+
+def remainder_sees_through(a: Expr, d: Expr) -> Expr | None:
+    """(a % m + b) % n is (a + b) % n where n divides m."""
+    if d.name <= 0:
+        return None
+    form = linear(a)
+    for atom, f in form.terms:
+        if atom.op == "mod" and atom.args[1].op == "lit" and atom.args[1].name > 0:
+            inner, m = atom.args
+            if f * m.name % d.name == 0:
+                return build("mod", write(form.without(atom) + linear(inner).times(f)), d)
+    return None
+
+
+def recombine(node: Expr) -> Expr | None:
+    if node.type is not INT:
+        return None
+    form = recombined(linear(node))
+    return None if form is None else write(form)
+
+
+def recombined(form: Linear) -> Linear | None:
+    """a // d * d + a % d is a; without the one, a - a % d is a // d * d; without the other, a - a // d * d is a % d."""
+    for atom, f in form.terms:
+        if atom.op not in ("mod", "floordiv") or atom.args[1].op != "lit" or not atom.args[1].name:
+            continue
+        whole, d = linear(atom.args[0]), atom.args[1]
+        if atom.op == "mod":
+            quotient = build("floordiv", *atom.args)
+            if form.coefficient(quotient) == f * d.name:
+                return form.without(atom, quotient) + whole.times(f)
+            if _holds(form, whole, -f):
+                return form.without(atom) + whole.times(f) - Linear(((quotient, f * d.name),), 0)
+        elif f % d.name == 0 and _holds(form, whole, -f // d.name):
+            g = -f // d.name
+            return form.without(atom) - whole.times(g) + Linear(((build("mod", *atom.args), g),), 0)
+    return None
+
+
+def _holds(form: Linear, part: Linear, times: int) -> bool:
+    return bool(part.terms) and all(form.coefficient(a) == times * f for a, f in part.terms)
+
+
+def inside(a: Expr, d: Expr) -> bool:
+    """0 <= a < d at every position."""
+    lo, hi = interval(a)
+    return lo is not None and lo >= 0 and hi is not None and hi < d.name
+
+
+def merged_divisors(a: Expr, d: Expr, e: Expr) -> Expr:
+    """(a // d) // e is a // (d * e)."""
+    return a // lit(d.name * e.name)
+
+
+def bits(a: Expr, d: Expr) -> Expr | None:
+    """x & 12 is 4 * (x // 4 % 4): a run of bits; and x & -8 is 8 * (x // 8)."""
+    mask = d.name
+    low = mask & -mask
+    if mask < 0 and -mask == low < _WIDEST:
+        return low * (a // low)
+    if not 0 < mask < _WIDEST:
+        return None
+    run = mask // low
+    return low * (a // low % (run + 1)) if run & (run + 1) == 0 else None
+
+
+def affine_pair(a: Expr, d: Expr, b: Expr) -> bool:
+    return is_affine(a) and is_affine(b)
+
+
+def turned_down(a: Expr) -> bool:
+    """The first term of `a` is negative: -a has the same multiples."""
+    terms = linear(a).terms
+    return bool(terms) and terms[0][1] < 0
+
+
+def ceiling(a: Expr, d: Expr) -> bool:
+    """-a // d, to be written as minus a rounded up."""
+    return 0 < d.name < _WIDEST and turned_down(a)
+
+
+def minus(a: Expr) -> Expr:
+    return write(-linear(a))
+
+
+def negative(a: Expr, d: Expr) -> bool:
+    return bool(-_WIDEST < d.name < 0)
+
+
+def small_shift(a: Expr, s: Expr) -> bool:
+    return bool(0 <= s.name < 62)
+
+
+RULES = [
+    *(rule("recombine-div-mod", op, recombine) for op in ("add", "sub")),
+    rule("div-by-one", x // 1, x),
+    rule("div-by-zero", x // 0, ZERO),
+    rule("mod-by-one", x % 1, ZERO),
+    rule("mod-by-zero", x % 0, ZERO),
+    rule("div-by-negative", x // n, lambda x, n: minus(x) // lit(-n.name), negative),
+    rule("mod-by-negative", x % n, lambda x, n: -(minus(x) % lit(-n.name)), negative),
+    rule("div-of-small", x // n, lambda x, n: ZERO, inside),
+    rule("mod-of-small", x % n, x, inside),
+    rule("div-of-div", (x // m) // n, merged_divisors, lambda x, m, n: m.name > 0 and n.name > 0),
+    rule("mod-of-mod", (x % m) % n, x % n, lambda x, m, n: n.name > 0 and m.name % n.name == 0 and m.name > 0),
+    rule("div-of-mod", (x % m) // n, ZERO, lambda x, m, n: 0 < m.name <= n.name),
+    rule("div-splits", x // n, divide),
+    rule("mod-splits", x % n, remainder),
+    rule("div-reduces", x // n, divide_by_less),
+    rule("mod-reduces", x % n, remainder_of_less),
+    rule("div-merges", x // n, divide_again),
+    rule("mod-sees-through", x % n, remainder_sees_through),
+    rule("div-turns", x // n, lambda x, n: -((minus(x) + (n.name - 1)) // n), ceiling),
+    # which multiples: one sign, and one remainder instead of two
+    rule("same-remainder", eq(x % z, y % z), eq((x - y) % z, 0), affine_pair),
+    rule("same-remainder", ne(x % z, y % z), ne((x - y) % z, 0), affine_pair),
+    rule("multiple-sign", eq(x % y, 0), lambda x, y: eq(minus(x) % y, 0), lambda x, y: turned_down(x)),
+    rule("multiple-sign", ne(x % y, 0), lambda x, y: ne(minus(x) % y, 0), lambda x, y: turned_down(x)),
+    rule("abs-divides", eq(abs(x) % y, 0), eq(x % y, 0)),
+    rule("abs-divides", ne(abs(x) % y, 0), ne(x % y, 0)),
+    # shifts and masks of bits are divisions and remainders
+    rule("shl-is-mul", x << n, lambda x, n: x * (1 << n.name), small_shift),
+    rule("shr-is-div", x >> n, lambda x, n: x // (1 << n.name), small_shift),
+    rule("bitand-zero", x & 0, ZERO),
+    rule("bitand-ones", x & -1, x),
+    rule("bits-are-div-mod", x & n, bits),
+    rule("bitxor-self", x ^ x, ZERO),
+    rule("bitor-zero", x | 0, x),
+    rule("bitxor-zero", x ^ 0, x),
+    rule("bitnot-twice", ~~x, x),
+    rule("bitnot-is-affine", ~x, -1 - x),
+    rule("bitxor-equal", eq(x ^ y, 0), eq(x, y)),
+    rule("bitxor-equal", ne(x ^ y, 0), ne(x, y)),
+    rule("bitxor-equal", eq(x ^ m, n), lambda x, m, n: eq(x, m.name ^ n.name)),
+    rule("bitxor-equal", ne(x ^ m, n), lambda x, m, n: ne(x, m.name ^ n.name)),
+]  # fmt: skip
