@@ -63,7 +63,7 @@ const NUMBERS = {
 function checked(fn, estimate) {
   return (x, y) => {
     within(estimate(Number(x), Number(y)));
-    return wrapped(fn(x, y));
+    return fn(x, y);
   };
 }
 

@@ -47,10 +47,9 @@ function counted(level, ci, cj) {
   const full = new Float64Array(CHUNK * w), read = new Float64Array(CHUNK * w);
   const c0 = cj * CHUNK * cell, c1 = Math.min(data.columns, c0 + CHUNK * cell);
   const r0 = ci * CHUNK * cell, r1 = Math.min(data.rows, r0 + CHUNK * cell);
-  // tiles of a run right of its first cell come as differences, summed up at the end
+  // differences from cell to cell, summed up at the end: some tiles of the first, all of those between, some of the last
   const add = (to, line, lo, hi) => {
     const first = Math.floor(lo / cell), last = Math.floor((hi - 1) / cell), here = line * w;
-    if (first === last) { to[here + first] += hi - lo; to[here + first + 1] -= hi - lo; return; }
     const head = (first + 1) * cell - lo, tail = hi - last * cell;
     to[here + first] += head;
     to[here + first + 1] += cell - head;

@@ -76,7 +76,7 @@ def compare(cases, answers):
 
 
 INTS = [0, 1, -1, 2, -7, 31, 63, 64, 2**31 - 1, 2**31, -(2**31), 2**53 - 1, 2**53 + 1, -(2**53), 2**62, -(2**63)]
-FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 7.25, 1e-9, 1e16, -2.5e300, math.inf, -math.inf, math.nan]
+FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 4.5, 7.25, 1e-9, 1e16, -2.5e300, math.inf, -math.inf, math.nan]
 SAMPLES = {INT: [lit(n) for n in INTS], FLOAT: [lit(x) for x in FLOATS], BOOL: [lit(True), lit(False)]}
 SHAPES = {
     op: n for ops, n in (("neg abs sign bitnot not int float floor isfinite", 1), ("where", 3)) for op in ops.split()
