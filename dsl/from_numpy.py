@@ -15,23 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from .elements import floor, joined, number, real, truth
 from .ir import FLOAT_FUNCTIONS, Expr, build, lit
-from .symbol import (
-    ARITHMETIC,
-    COMPARISONS,
-    Symbol,
-    apply_binary,
-    choice,
-    elementwise,
-    floor,
-    indexed,
-    joined,
-    number,
-    operand,
-    real,
-    table,
-    truth,
-)  # fmt: skip
+from .symbol import ARITHMETIC, COMPARISONS, Symbol, apply_binary, choice, elementwise, indexed, operand, table
 from .types import BOOL, FLOAT, INT, Type
 from .user_line import fail
 
@@ -118,7 +104,7 @@ class Table:
         keys = key if isinstance(key, tuple) else (key,)
         if not any(isinstance(x, Symbol) for x in keys):
             return self._again(self.array[tuple(x.array if isinstance(x, Table) else x for x in keys)])
-        return indexed(self.symbol(), tuple(x.symbol() if isinstance(x, Table) else x for x in keys), f"`{self._name}`")
+        return indexed(self.symbol(), tuple(x.symbol() if isinstance(x, Table) else x for x in keys))
 
     def _again(self, value: Any) -> Any:
         """A table of what was computed from a table."""

@@ -123,11 +123,11 @@ class Front:
 
     def _members(self, x: Any) -> dict[str, Any]:
         if isinstance(x, self.torch.nn.Module):
-            return {n.replace(".", "_"): t for n, t in (*x.named_parameters(), *x.named_buffers())} | vars(x)
+            held: dict[str, Any] = {**dict(x.named_parameters()), **dict(x.named_buffers())}
+            return {**{n.replace(".", "_"): t for n, t in held.items()}, **vars(x)}
         if isinstance(x, dict):
-            return {n: t for n, t in x.items() if isinstance(n, str)}
-        members: Any = getattr(x, "__dict__", {})
-        return dict(members) if isinstance(members, dict) and not isinstance(x, ModuleType) else {}
+            return {str(n): t for n, t in x.items()}
+        return {} if isinstance(x, ModuleType) else dict(getattr(x, "__dict__", {}))
 
     def concrete(self, x: Symbol) -> Any:
         """The tensor a symbol stands for, or None where its value depends on a position."""
@@ -150,11 +150,13 @@ class Front:
             return self.dtype(x)
         if name == "device":
             return self.torch.device("cpu")
+        if name == "data":
+            return self.detach(x)
         if name in ("is_cuda", "is_meta", "is_sparse", "is_nested", "requires_grad"):
             return False
         if name == "detach":
             return lambda: self.detach(x)
-        if hasattr(self.torch.Tensor, name):
+        if callable(getattr(self.torch.Tensor, name, None)):
             return lambda *args, **kwargs: self.call(getattr(self.torch.Tensor, name), (x, *args), kwargs)
         raise AttributeError(f"a position has no `{name}`")
 
@@ -173,8 +175,8 @@ class Front:
             fail(f"`{name}` changes a tensor in place: write the new value, as in `x = x + 1`")
         if name in FACTORIES and symbols:
             return self.factory(name, args, kwargs)
-        if name == "tensor" and symbols:
-            func, name = self.torch.Tensor.to, "to"
+        if name in ("tensor", "as_tensor") and symbols:
+            name = "stack" if isinstance(args[0], list | tuple) else "to"
         if name in CONVERSIONS and not symbols:
             return self.run(func, args, kwargs)
         name = name.strip("_").removeprefix("special_").removeprefix("linalg_")
@@ -184,10 +186,10 @@ class Front:
             return self.detach(symbols[0])
         if name in ("searchsorted", "bucketize") and symbols:
             order = args if name == "searchsorted" else args[::-1]
-            return self.search(*order, **kwargs)
+            return called(name, self.search, order, kwargs)
         if name in FUNCTIONS and (symbols or captured) and not self._at_once(name, inputs, args):
             return called(name, FUNCTIONS[name], args, kwargs)
-        return self.run(func, *self._plain(name, args, kwargs)) if symbols else self.run(func, args, kwargs)
+        return self.run(func, *self._plain(func, args, kwargs)) if symbols else self.run(func, args, kwargs)
 
     def _at_once(self, name: str, inputs: list[Any], args: tuple[Any, ...]) -> bool:
         """Whether a call is for torch: whole arrays gone through, or indexed with arrays, with no position in it."""
@@ -245,7 +247,7 @@ class Front:
             name = self.naming(self._wish(offsets) if offsets is known else "offsets", extended)
         return Symbol(ir.segment(name, at.expr if right else at.expr - 1), at.axes)
 
-    def _plain(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Arguments with tensors for symbols, where all of them have values."""
 
         def one(x: Any) -> Any:
@@ -255,8 +257,9 @@ class Front:
                 return x
             value = self.concrete(x)
             if value is None:
-                advice = f": {ADVICE[name]}" if name in ADVICE else ""
-                fail(f"`torch.{name}` of a position has no counterpart in the language{advice}")
+                advice = ADVICE.get(name_of(func))
+                name = self.torch.overrides.resolve_name(func) or str(func)
+                fail(f"`{name}` of a position has no counterpart in the language" + ((advice and f": {advice}") or ""))
             return value
 
         return one(args), {n: one(v) for n, v in kwargs.items()}
@@ -283,8 +286,14 @@ class Forward:
         return self.forward(SimpleNamespace(**dict.fromkeys(nothing, lambda *_: None)), *args)
 
 
+CUSTOM = {"approx.tanh": "tanh"}  # attention-gym's operator for a faster, less exact tanh
+
+
 def name_of(func: Any) -> str:
     """`where`, `__getitem__`, and `shape` for the getter of an attribute."""
+    if type(func).__module__ == "torch._ops":  # torch.ops.library.name, and torch.ops.library.name.overload
+        library, name = str(func).split(".")[:2]
+        return name if library == "aten" else CUSTOM.get(f"{library}.{name}", str(func))
     name = str(getattr(func, "__name__", func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name
 

@@ -26,8 +26,10 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from . import ir
+from .elements import alike, joined, number, truth
+from .elements import floor as floored
 from .forms import MAX_RANGE
-from .ir import Expr, binary, build, lit, to_float
+from .ir import Expr, build, lit
 from .types import BOOL, FLOAT, INT, Type
 from .user_line import fail, no_truth
 
@@ -125,8 +127,9 @@ def elementwise(make: Callable[..., Expr], *values: Any, what: str) -> Symbol:
         fail(f"{what}: {error}")
 
 
-def indexed(x: Symbol, key: Any, name: str = "an array") -> Symbol:
-    """`x[key]` for positions, Ints, whole slices, None and ..., on the leading axes."""
+def indexed(x: Symbol, key: Any) -> Symbol:
+    """`x[key]` for positions, Ints, slices, None and ..., on the leading axes."""
+    name = f"`{x.expr.name}`" if x.expr.op == "lookup" else "an array" if x.axes else "a position"
     keys = list(key) if isinstance(key, tuple) else [key]
     used = sum(y is not None and y is not Ellipsis for y in keys)
     if used > len(x.axes):
@@ -181,6 +184,8 @@ def reduced(kind: str, x: Symbol, dim: Any = None, keepdim: bool = False) -> Sym
     dims = range(len(x.axes)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     chosen = {_dimension(d, len(x.axes)) for d in dims} if x.axes else set()
     e = x.expr
+    if e.type is BOOL:
+        kind = {"max": "any", "min": "all"}.get(kind, kind)
     if kind in ("any", "all"):
         e = truth(e)
     elif e.type is BOOL:
@@ -238,7 +243,7 @@ class Symbol:
         return len(self.axes)
 
     def __getitem__(self, key: Any) -> Symbol:
-        return indexed(self, key, "an array" if self.axes else "a position")
+        return indexed(self, key)
 
     def __iter__(self) -> Iterator[Symbol]:
         if not self.axes:
@@ -326,7 +331,7 @@ class Symbol:
         return Symbol(~self.expr, self.axes)
 
     def __floor__(self) -> Symbol:
-        return Symbol(floor(self.expr), self.axes)
+        return Symbol(floored(self.expr), self.axes)
 
     def __matmul__(self, other: Any) -> Symbol:
         return product(self, operand(other, "`@`"))
@@ -342,71 +347,6 @@ def product(x: Symbol, y: Symbol) -> Symbol:
     if y.ndim == 1:
         return reduced("sum", apply_binary("mul", x, y), -1)
     return reduced("sum", apply_binary("mul", x[:, None], y), -2)
-
-
-# -- on one Expr ------------------------------------------------------------------------------------
-
-
-def number(e: Expr) -> Expr:
-    """A Bool counts as 0 or 1."""
-    return build("int", e) if e.type is BOOL else e
-
-
-def real(e: Expr) -> Expr:
-    return to_float(number(e))
-
-
-def truth(e: Expr) -> Expr:
-    if e.type is BOOL:
-        return e
-    if e.op == "int" and e.args[0].type is BOOL:
-        return e.args[0]
-    return build("ne", e, lit(0) if e.type is INT else lit(0.0))
-
-
-def floor(e: Expr) -> Expr:
-    return build("floor", e) if e.type is FLOAT else number(e)
-
-
-def alike(x: Expr, y: Expr) -> tuple[Expr, Expr]:
-    """Both in one type: Bool, Int, Float, whichever is the last of theirs."""
-    if x.type is not y.type:
-        x, y = number(x), number(y)
-        if FLOAT in (x.type, y.type):
-            x, y = to_float(x), to_float(y)
-    return x, y
-
-
-ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}  # as numpy, torch and JAX have it
-
-
-def joined(op: str, x: Expr, y: Expr) -> Expr:
-    """One operator of the language on elements of any types, as arrays take them."""
-    if {x.type, y.type} == {BOOL}:
-        if op == "sub":
-            fail("`-` of two Bools: write `x ^ y`, or `x & ~y`")
-        op = ON_BOOL.get(op, op)
-        if op in ("and", "or", "xor", "eq", "ne"):
-            return build(op, x, y)
-    if op in ir.ON_INT and FLOAT in (x.type, y.type):
-        fail(f"`{op}` of a Float: compare it first")
-    x, y = alike(number(x), number(y))
-    if op == "pow":
-        return _power(x, y)
-    if op in ("floordiv", "mod") and x.type is FLOAT:
-        quotient = to_float(build("floor", build("div", x, y)))
-        return quotient if op == "floordiv" else x - y * quotient
-    if op in ("shl", "shr") and x.type is FLOAT:
-        fail(f"`{op}` of a Float: make it an Int first")
-    return binary(op, x, y)
-
-
-def _power(x: Expr, y: Expr) -> Expr:
-    if x.type is FLOAT or (y.op == "lit" and y.name >= 0):
-        return build("pow", x, y)
-    if x is lit(2):
-        return build("shl", ir.ONE, y)
-    return build("pow", to_float(x), to_float(y))
 
 
 def apply_binary(op: str, left: Any, right: Any) -> Symbol:

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import ir
+from .elements import alike
 from .ir import Expr, lit
 from .sugar import eq, where
-from .symbol import Symbol, aligned, alike, apply_binary, axis, indexed, operand, product, reduced
+from .symbol import Symbol, aligned, apply_binary, axis, indexed, operand, product, reduced
 from .torch_scalars import SCALARS, Function, to
 from .user_line import fail
 
@@ -93,6 +94,12 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
     flat = reshape(y, -1)
     found = reduced("any", apply_binary("eq", x[..., None] if x.ndim else x, flat), -1)
     return ~found if invert else found
+
+
+def linear(input: Any, weight: Any, bias: Any = None) -> Symbol:
+    """`weight @ input + bias` for one vector."""
+    found = product(operand(weight, "`linear`"), operand(input, "`linear`"))
+    return found if bias is None else apply_binary("add", found, bias)
 
 
 def embedding(input: Any, weight: Any, padding_idx: Any = None, *_: Any, **__: Any) -> Symbol:
@@ -211,7 +218,7 @@ ARRAYS: dict[str, Function] = {
     "matmul": lambda input, other: product(operand(input, "`@`"), operand(other, "`@`")),
     "mv": lambda input, vec: product(operand(input, "`@`"), operand(vec, "`@`")),
     "rmatmul": lambda input, other: product(operand(other, "`@`"), operand(input, "`@`")),
-    "isin": isin, "embedding": embedding,
+    "isin": isin, "embedding": embedding, "linear": linear,
     "take": lambda input, index: indexed(reshape(input, -1), operand(index, "`take`")),
     "index_select": lambda input, dim, index: select(input, dim, index),
     "getitem": lambda input, key: indexed(operand(input, "an index"), key),

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .elements import alike, number, real, truth
 from .functions import MADE_OF
 from .ir import FLOAT_FUNCTIONS, INF, NEG_INF, Expr, build, lit, to_float
 from .sugar import eq, maximum, minimum, ne, where
-from .symbol import Symbol, alike, apply_binary, choice, elementwise, number, operand, real, truth
+from .symbol import Symbol, apply_binary, choice, elementwise, operand
 from .types import BOOL, FLOAT, INT, Type
 from .user_line import fail
 
@@ -119,8 +120,6 @@ ON_NUMBER: dict[str, Callable[[Expr], Expr]] = {
     "neg": lambda x: build("neg", x),
     "negative": lambda x: build("neg", x),
     "positive": lambda x: x,
-    "sign": lambda x: build("sign", x),
-    "sgn": lambda x: build("sign", x),
     "square": lambda x: x * x,
     "relu": lambda x: maximum(x, lit(0) if x.type is INT else lit(0.0)),
     "floor": lambda x: x if x.type is INT else _floor(x),
@@ -205,6 +204,10 @@ def chosen(condition: Any, input: Any = None, other: Any = None, **names: Any) -
     return choice(condition, input, other, "`torch.where`")
 
 
+def sign(input: Any) -> Symbol:
+    return elementwise(lambda x: x if x.type is BOOL else build("sign", x), input, what="`sign`")
+
+
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Symbol:
     # torch goes straight to x above the threshold, where the difference is below its precision
     return elementwise(lambda x: _softplus(real(x) * float(beta)) / float(beta) if beta != 1 else _softplus(real(x)),
@@ -246,7 +249,8 @@ def nan_to_num(input: Any, nan: float = 0.0, posinf: float | None = None, neginf
     high, low = (most if posinf is None else posinf), (-most if neginf is None else neginf)
 
     def make(x: Expr) -> Expr:
-        x = real(x)
+        if x.type is not FLOAT:
+            return x
         return where(ne(x, x), float(nan), where(eq(x, INF), float(high), where(eq(x, NEG_INF), float(low), x)))
 
     return elementwise(make, input, what="`nan_to_num`")
@@ -269,6 +273,6 @@ SCALARS: dict[str, Function] = {
     "clamp_max": lambda input, max: clamp(input, max=max),
     "where": chosen,
     "masked_fill": lambda input, mask, value: choice(mask, value, input, "`masked_fill`"),
-    "softplus": softplus, "gelu": gelu, "nan_to_num": nan_to_num,
+    "sign": sign, "sgn": sign, "softplus": softplus, "gelu": gelu, "nan_to_num": nan_to_num,
     "to": to, "type": to, "astype": to, "type_as": lambda input, other: to(input, other.dtype),
 }  # fmt: skip

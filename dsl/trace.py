@@ -88,7 +88,8 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind) -> Traced
         elif isinstance(error, TraceError):
             raise
         else:
-            fail(f"{type(error).__name__}: {error}", error)
+            message = str(error).partition(", but expected one of")[0]  # torch lists every overload
+            fail(f"{type(error).__name__}: {message}", error)
     scalars, tables = ir.free_names(e)
     used = {*scalars, *tables, *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
     return Traced(e, {n: t for n, t in tracer.tables.items() if n in used}, kind, tuple(tracer.notes))

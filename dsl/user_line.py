@@ -23,7 +23,12 @@ WORDS = {
     "if": "write `{where}(condition, a, b)` for `a if condition else b`",
 }
 CHAIN = "write `(a <= x) & (x < b)` for `a <= x < b`"
-CALLS = {word: f"write `{{module}}.{name}` for `{word}`" for word, name in (("min(", "minimum("), ("max(", "maximum("))}
+CALLS = {
+    "min": "write `{module}.minimum(x, y)` for `min(x, y)`",
+    "max": "write `{module}.maximum(x, y)` for `max(x, y)`",
+    "any": "write `(x) | (y)` for `any([x, y])`",
+    "all": "write `(x) & (y)` for `all([x, y])`",
+}
 
 
 def is_users(frame: FrameType) -> bool:
@@ -66,8 +71,8 @@ def no_truth() -> NoReturn:
     source = place().partition("\n")[2]
     module = _array_module()
     found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
-    found = found or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){re.escape(word)}", source)]
-    if re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"\b(and|or|if)\b|[&|]", source):
+    found = found or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){word}\(", source)]
+    if not found and re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"[&|]", source):
         found = [CHAIN]
     advice = "; ".join(found or [*WORDS.values(), CHAIN]).format(where=f"{module}.where", module=module)
     fail(f"a position has no truth value while the function is traced: {advice}")

@@ -1,9 +1,9 @@
-"""The functions that test_from_jax.py traces over numpy and over JAX, over torch: one interned Expr, that of the text."""
+"""What test_from_jax.py traces over numpy and over JAX, over torch: one interned Expr, that of the text."""
 
 from __future__ import annotations
 
+import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +19,19 @@ TENSORS = {n: torch.as_tensor(np.asarray(v)) for n, v in tables().items()}
 CASES = [c for c in (*MASKS, *MODS) if not re.search(r"\bjax\b", c.python)]
 
 
-class Torch(SimpleNamespace):
-    """torch, with numbers where only tensors are taken."""
+class Torch:
+    """torch under numpy's names, with numbers where only tensors are taken."""
+
+    equal, greater_equal = torch.eq, torch.ge
 
     def maximum(self, x, y):
         return torch.maximum(x, torch.as_tensor(y))
+
+    def minimum(self, x, y):
+        return torch.minimum(x, torch.as_tensor(y))
+
+    def log(self, x):
+        return math.log(x) if isinstance(x, float) else torch.log(x)
 
     def __getattr__(self, name):
         return getattr(torch, name)

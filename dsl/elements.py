@@ -1,0 +1,77 @@
+"""Operators on single elements of any type, as arrays have them: a Bool counts as 0 or 1, `+` of two is `or`.
+
+>>> from .sugar import k, q
+>>> joined("sub", q >= k, q)
+int(q >= k) - q
+>>> joined("mul", q >= k, q > 2)
+q >= k & q > 2
+"""
+
+from __future__ import annotations
+
+from . import ir
+from .ir import Expr, binary, build, lit, to_float
+from .types import BOOL, FLOAT, INT
+from .user_line import fail
+
+
+def number(e: Expr) -> Expr:
+    """A Bool counts as 0 or 1."""
+    return build("int", e) if e.type is BOOL else e
+
+
+def real(e: Expr) -> Expr:
+    return to_float(number(e))
+
+
+def truth(e: Expr) -> Expr:
+    if e.type is BOOL:
+        return e
+    if e.op == "int" and e.args[0].type is BOOL:
+        return e.args[0]
+    return build("ne", e, lit(0) if e.type is INT else lit(0.0))
+
+
+def floor(e: Expr) -> Expr:
+    return build("floor", e) if e.type is FLOAT else number(e)
+
+
+def alike(x: Expr, y: Expr) -> tuple[Expr, Expr]:
+    """Both in one type: Bool, Int, Float, whichever is the last of theirs."""
+    if x.type is not y.type:
+        x, y = number(x), number(y)
+        if FLOAT in (x.type, y.type):
+            x, y = to_float(x), to_float(y)
+    return x, y
+
+
+ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}  # as numpy, torch and JAX have it
+
+
+def joined(op: str, x: Expr, y: Expr) -> Expr:
+    """One operator of the language on elements of any types, as arrays take them."""
+    if {x.type, y.type} == {BOOL}:
+        if op == "sub":
+            fail("`-` of two Bools: write `x ^ y`, or `x & ~y`")
+        op = ON_BOOL.get(op, op)
+        if op in ("and", "or", "xor", "eq", "ne"):
+            return build(op, x, y)
+    if op in ir.ON_INT and FLOAT in (x.type, y.type):
+        fail(f"`{op}` of a Float: compare it first")
+    x, y = alike(number(x), number(y))
+    if op == "pow":
+        return _power(x, y)
+    if op in ("floordiv", "mod") and x.type is FLOAT:
+        quotient = to_float(build("floor", build("div", x, y)))
+        return quotient if op == "floordiv" else x - y * quotient
+    if op in ("shl", "shr") and x.type is FLOAT:
+        fail(f"`{op}` of a Float: make it an Int first")
+    return binary(op, x, y)
+
+
+def _power(x: Expr, y: Expr) -> Expr:
+    if x.type is FLOAT or (y.op == "lit" and y.name >= 0):
+        return build("pow", x, y)
+    if x is lit(2):
+        return build("shl", ir.ONE, y)
+    return build("pow", to_float(x), to_float(y))
