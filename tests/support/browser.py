@@ -18,14 +18,22 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PATIENCE = 30.0  # seconds for anything
 
 
+@cache
 def executable() -> str | None:
-    return next(filter(None, map(shutil.which, NAMES)), None)
+    """A browser that starts: some systems ship a `chromium` that only says where to get one."""
+    for path in filter(None, map(shutil.which, NAMES)):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            if subprocess.run([path, "--version"], capture_output=True, timeout=PATIENCE).returncode == 0:
+                return path
+    return None
 
 
 class Page:
