@@ -108,7 +108,7 @@ def runs(layout: Layout) -> dict[str, Any]:
     """The runs of every distinct slice: CSR, starts and stops in turn, and the slice of every (b, h)."""
     r = layout.runs
     ends = np.stack([r.start, r.stop], axis=1).reshape(-1)
-    found = {"rowPtr": r.row_ptr, "ends": ends, "kind": r.kind, "sliceOf": r.slice_of.reshape(-1)}
+    found: dict[str, Array] = {"rowPtr": r.row_ptr, "ends": ends, "kind": r.kind, "sliceOf": r.slice_of.reshape(-1)}
     return {name: packed(array) for name, array in found.items()}
 
 
