@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import ExportError
+from frisket.dsl.errors import ExportError, MismatchError
 
 from ..layout import Layout
 from .visible import ANY, Lines, lines, listed, reader, why
@@ -128,4 +128,4 @@ def _verify(columns: Array, causal: bool, seen: Lines) -> None:
     shown = until > reach
     same = np.array_equal(shown.sum(axis=1), np.diff(seen.ptr))
     if not (same and np.array_equal(reach[shown], seen.start) and np.array_equal(until[shown], seen.stop)):
-        raise AssertionError("FlashMask columns differ from the mask: this is a bug of frisket, please report the mask")
+        raise MismatchError("FlashMask columns differ from the mask: this is a bug of frisket, please report the mask")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import ExportError
+from frisket.dsl.errors import ExportError, MismatchError
 
 from ..layout import Layout
 from .varlen import one_mask, packed
@@ -129,4 +129,4 @@ def _verify(rows: Array, keys: Array, kind: Array, q: Array, first: Array, stop:
     want = np.stack([q, first, stop])
     found, want = (x[:, np.lexsort((x[1], x[0]))] for x in (found, want))
     if not np.array_equal(found, want):
-        raise AssertionError("slices differ from the mask: this is a bug of frisket, please report the mask")
+        raise MismatchError("slices differ from the mask: this is a bug of frisket, please report the mask")

@@ -16,7 +16,7 @@ from frisket.dsl.errors import ExportError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr
 from frisket.lowering.analysis.driver import SIZE_NAMES, analyse, grid_of, swap
-from frisket.lowering.analysis.rows import intervals
+from frisket.lowering.analysis.rows import solved
 from frisket.lowering.analysis.spans import Runs, from_records, merge
 from frisket.lowering.analysis.tiles import FULL, Grid, Scope
 from frisket.lowering.simplify import simplify
@@ -68,12 +68,13 @@ def lines(layout: Layout, *, most: int, too_many: TooMany, transposed: bool = Fa
     """The runs of every line, none with more than `most`: the first that has more raises what `too_many` makes of
     it. Raises `ExportError`, too, where more than `BUDGET` elements would have to be looked at."""
     expr, grid, slice_of, scope = scene(layout, transposed)
-    formulas = intervals(expr)
+    ways = solved(expr)
     ptr, starts, stops = [np.zeros(1, np.int64)], [], []
     for s in range(len(grid.b)):
         pieces = (
-            _from_intervals(formulas, grid, s, scope)
-            if formulas is not None
+            _from_intervals(ways.yes, grid, s, scope)
+            # for one query at a time the intervals of a row are right wherever its clauses are what they seem
+            if ways is not None and scope.value(ways.needs, {"b": grid.b[s], "h": grid.h[s]}).all()
             else _from_tiles(layout, expr, grid, s, scope, transposed)
         )
         at = 0
@@ -91,7 +92,7 @@ def lines(layout: Layout, *, most: int, too_many: TooMany, transposed: bool = Fa
     whole = Lines(
         np.concatenate(ptr), np.concatenate(starts), np.concatenate(stops), grid.q_len, grid.kv_len, slice_of
     )  # fmt: skip
-    return _distinct(whole, len(grid.b))
+    return whole if len(grid.b) == 1 else _distinct(whole, len(grid.b))
 
 
 def _distinct(found: Lines, slices: int) -> Lines:
@@ -126,6 +127,10 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
         q = grid.q[s] + np.arange(at, min(at + _STEP, grid.q_len))
         env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k0 + grid.kv_len - 1}
         ends = [np.broadcast_to(x, q.shape) for x in scope.values(parts, env)] if parts else []
+        if len(ends) == 2:
+            seen = ends[1] >= ends[0]
+            yield seen.astype(np.int64), ends[0][seen] - k0, ends[1][seen] + 1 - k0
+            continue
         first = np.stack([*ends[0::2], np.full(q.shape, k0 + grid.kv_len)]) - k0  # the last is never reached
         last = np.stack([*ends[1::2], np.full(q.shape, k0 - 1)]) - k0
         none = last < first

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -250,3 +252,11 @@ def test_heads_that_differ():
             "q - k < 4 * (h + 1) is true: q - k = 4, 4 * (h + 1) = 8\n"
             "  lay heads out one by one, or: to_block_mask(), to_fa4() and to_bsr() hold any mask"
         )
+
+
+def test_the_page_on_exports_prints_what_it_shows():
+    page = Path(__file__).resolve().parents[2] / "docs" / "exports.md"
+    text = page.read_text(encoding="utf-8").replace("```", "\n")
+    session = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
+    assert len(session.examples) == 6
+    assert doctest.DocTestRunner().run(session).failed == 0
