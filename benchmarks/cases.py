@@ -30,7 +30,7 @@ class Case:
     make: Callable[[], Params] = dict
     batch: int = 1
     heads: int = 1
-    data: str = ""  # why the parameters grow with the square of the length
+    data: str = ""  # why parameters or work grow with the square of the length
     limit: int | None = None  # the longest sequence to ask for
 
     @cached_property
@@ -98,7 +98,7 @@ def plain(s: int) -> dict[str, Case]:
         "rectangle_causal(q0, q1, k0, k1)": case(f"rectangle_causal({a}, {z}, {c}, {d})"),
         "rectangle_inverse(q0, q1, k0, k1)": case(f"rectangle_inverse({a}, {z}, {c}, {d})"),
         "rectangle_bi_causal(q0, q1, k0, k1)": case(f"rectangle_bi_causal({a}, {z - s // 4}, {c}, {d})"),
-        "random_keep(seed, p)": Case("random_keep(7, 0.2)", s, s, heads=2),
+        "random_keep(seed, p)": Case("random_keep(7, 0.2)", s, s, heads=2, data=PAIRS, limit=4096),
         "draft_blocks(p, n)": Case(f"draft_blocks({s - s // 4 * 2}, {s // 4})", s // 4 * 2, s),
         "block_diffusion(s, n)": case(f"block_diffusion({s // 2}, {n})"),
     }
