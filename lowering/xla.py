@@ -3,13 +3,14 @@
 One compiled loop over q tiles; inside, one loop per *body* over that row's chunks of keys. A body is a fixed
 number of keys, with or without the predicate, so K and V are read by `dynamic_slice` of a static size while
 the trip counts are data: the same mask with other values in its tables compiles nothing. Where one chunk is
-all a row ever has (windows, documents) there is no inner loop. Batch and heads ride in the batch dimensions of
+all a row ever has (windows, documents) there is no inner loop. Where the spans themselves are traced, each row works
+its chunks out of its records (`xla_walk`). Batch and heads ride in the batch dimensions of
 `dot_general`, or go one at a time where the mask differs between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -21,7 +22,9 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .emit.expr_jnp import evaluate
+from .flat import DeviceSpans
 from .plan import Geometry, LoopPlan, Spans, Target
+from .xla_walk import Body, Chunk, Loop, bodies, of_records
 
 if TYPE_CHECKING:
     import jax
@@ -29,14 +32,6 @@ if TYPE_CHECKING:
 Ints: TypeAlias = NDArray[np.integer[Any]]
 STEP_COST = 96.0  # tokens of key length that one more step of a loop is worth
 WIDEST = 512  # tokens of key length beyond which a step gains nothing and leaves the cache
-
-
-@dataclass(frozen=True)
-class Body:
-    """One inner loop: `width` keys a step, with the predicate or without."""
-
-    width: int
-    partial: bool
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,7 @@ class Static:
     once: bool  # row i has chunk i and no other
     int64: bool
     float64: bool
+    block_k: int | None = None  # of traced spans: chunks are worked out from records in tiles of so many keys
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,14 @@ class Schedule:
     batches: int
     heads: int
     rows: Ints
-    ends: tuple[Ints, ...]
+    ends: tuple[Any, ...]
     chunks: tuple[Ints, ...]
     once: bool = False
 
 
 def forward(
     plan: LoopPlan,
-    spans: Spans,
+    spans: Spans | DeviceSpans,
     geometry: Geometry,
     q: jax.Array,
     k: jax.Array,
@@ -81,7 +77,8 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [batch, q_len, heads, v_dim], lse [batch, heads, q_len] in float32, natural log) from
     q [batch, q_len, heads, dim] and k, v [batch, kv_len, kv_heads, dim]. Float64 throughout where q is.
-    The arrays, slots, tables and the origin may be traced; spans and shapes are the host's."""
+    The arrays, slots, tables and the origin may be traced, and the spans if they are `DeviceSpans`; shapes are
+    the host's."""
     import jax.numpy as jnp
 
     float64 = q.dtype == jnp.float64
@@ -91,9 +88,11 @@ def forward(
             'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
         )
     block_q = min(target.block_q, geometry.q_len)
+    traced = isinstance(spans, DeviceSpans)
     work = schedule(spans, geometry, target.block_k)
     static = Static(
-        plan, geometry.scale, block_q, work.batches, work.heads, work.bodies, work.once, plan.int64, float64
+        plan, geometry.scale, block_q, work.batches, work.heads, work.bodies, work.once, plan.int64, float64,
+        target.block_k if traced else None,
     )  # fmt: skip
     values = tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots)
     arrays = tuple(jnp.asarray(tables[t.name]) for t in plan.tables)
@@ -122,11 +121,25 @@ def scalar(type: Type, value: Any, int64: bool, float64: bool) -> Any:
 # -- on the host: which chunks each row visits ------------------------------------------------------
 
 
-def schedule(spans: Spans, geometry: Geometry, block_k: int) -> Schedule:
-    """Spans as chunks of few widths."""
+def _traced(spans: DeviceSpans, geometry: Geometry) -> Schedule:
+    """Two bodies whatever the spans hold; in place of chunks, the records of each row."""
     (batches, heads), slices, places = _sharing(spans.slice_of)
-    n_rows = spans.bounds.shape[1]
-    rows = np.concatenate([np.stack([np.full(n_rows, b), np.full(n_rows, h), np.arange(n_rows)], 1) for b, h in places])
+    records = spans.bounds[slices]
+    listed = (records.reshape(-1, *records.shape[2:]),)
+    return Schedule(bodies(geometry.kv_len), batches, heads, _rows(places, records.shape[1]), listed, ())
+
+
+def _rows(places: list[tuple[int, int]], n: int) -> Ints:
+    parts = [np.stack([np.full(n, b), np.full(n, h), np.arange(n)], 1) for b, h in places]
+    return np.concatenate(parts).astype(np.int32)
+
+
+def schedule(spans: Spans | DeviceSpans, geometry: Geometry, block_k: int) -> Schedule:
+    """Spans as chunks of few widths."""
+    if isinstance(spans, DeviceSpans):
+        return _traced(spans, geometry)
+    (batches, heads), slices, places = _sharing(spans.slice_of)
+    rows = _rows(places, spans.bounds.shape[1])
     records = spans.bounds[slices].reshape(-1, *spans.bounds.shape[2:])
     used = np.arange(records.shape[1]) < spans.count[slices].reshape(-1, 1)
     row, record = np.nonzero(used)
@@ -136,19 +149,19 @@ def schedule(spans: Spans, geometry: Geometry, block_k: int) -> Schedule:
     full_hi = np.maximum(full_lo, full_hi)
     edge = np.concatenate([_segments(row, lo, full_lo), _segments(row, full_hi, hi)])
     full = _segments(row, full_lo, full_hi)
-    bodies: list[Body] = []
+    found: list[Body] = []
     ends, chunks = [], []
     for partial, part in ((False, full), (True, edge)):
         for width, pieces in _cut(part, partial, block_k):
-            bodies.append(Body(min(width * block_k, geometry.kv_len), partial))
+            found.append(Body(min(width * block_k, geometry.kv_len), partial))
             order = np.argsort(pieces[:, 0], kind="stable")
-            end, chunk = _pack(pieces[order], len(rows), bodies[-1].width, block_k, geometry.kv_len)
+            end, chunk = _pack(pieces[order], len(rows), found[-1].width, block_k, geometry.kv_len)
             ends.append(end)
             chunks.append(chunk)
-    once = len(bodies) == 1 and bodies[0].partial and bool((np.diff(ends[0]) <= 1).all())
+    once = len(found) == 1 and found[0].partial and bool((np.diff(ends[0]) <= 1).all())
     if once:
         ends, chunks = _one_each(ends[0], chunks[0])
-    return Schedule(tuple(bodies), batches, heads, rows.astype(np.int32), tuple(ends), tuple(chunks), once)
+    return Schedule(tuple(found), batches, heads, rows, tuple(ends), tuple(chunks), once)
 
 
 def _sharing(slice_of: Ints) -> tuple[tuple[int, int], Ints, list[tuple[int, int]]]:
@@ -250,6 +263,13 @@ def _attention(
     constants = _constants(static.plan, slots, sizes)
     tables = {t.name: array for t, array in zip(static.plan.tables, tables, strict=True)}
 
+    def walk(r: Any) -> Iterator[Loop]:
+        if static.block_k is not None:
+            yield from of_records(static.bodies, ends[0][r], static.block_k, k.shape[1])
+            return
+        for body, end, listed in zip(static.bodies, ends, chunks):
+            yield body, end[r], end[r + 1], _reader(listed)
+
     def row(r: Any, results: Any) -> Any:
         b, h, start = rows[r, 0], rows[r, 1], rows[r, 2] * block
         here = constants | _coordinates(static, origin, b, h, kvs, groups, start)
@@ -260,9 +280,9 @@ def _attention(
         part = q_tile.shape[:-1]
         least = jnp.full(part, np.finfo(dtype).min, dtype)
         state = least, jnp.zeros(part, dtype), jnp.zeros((*part, v_dim), dtype)
-        for body, end, chunk in zip(static.bodies, ends, chunks):
+        for body, begin, end, chunk in walk(r):
             step = _step(static, body, chunk, q_tile, k, v, (b, h // group), here, tables, k_origin)
-            state = step(r, state) if static.once else lax.fori_loop(end[r], end[r + 1], step, state)
+            state = step(r, state) if static.once else lax.fori_loop(begin, end, step, state)
         top, total, acc = state
         out = acc / jnp.where(total == 0, 1, total)[..., None]
         lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
@@ -278,8 +298,12 @@ def _attention(
     return out[:, :q_len], lse[..., :q_len]
 
 
+def _reader(chunks: Any) -> Chunk:
+    return lambda i: (chunks[i, 0], chunks[i, 1], chunks[i, 2])
+
+
 def _step(
-    static: Static, body: Body, chunks: Any, q_tile: Any, k: Any, v: Any, at: Any, here: Any, tables: Any,
+    static: Static, body: Body, chunk: Chunk, q_tile: Any, k: Any, v: Any, at: Any, here: Any, tables: Any,
     k_origin: Any,
 ) -> Any:  # fmt: skip
     """One chunk of keys into the running (max, sum, accumulator)."""
@@ -291,7 +315,7 @@ def _step(
 
     def step(i: Any, state: Any) -> Any:
         top, total, acc = state
-        start, first, stop = chunks[i, 0], chunks[i, 1], chunks[i, 2]
+        start, first, stop = chunk(i)
         k_tile, v_tile = (
             lax.dynamic_slice(x, (at[0], start, at[1], zero), (static.batches, body.width, kvs, x.shape[-1]))
             .transpose(0, 2, 1, 3)

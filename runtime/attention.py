@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.lowering import dense
 from frisket.lowering.aten_expr import distance_only
-from frisket.lowering.plan import Geometry, Origin, Sizes, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Origin, Sizes, Target
 from frisket.lowering.stages import Pair, Stages
 
 from .backends import PRINTED, check_name, choose, target_of
 from .bind import Subject, Work, check_tile, subject, work
-from .frameworks import NATURAL, Arrays, arrays, from_numpy, to_numpy, turn
+from .flat_plan import FlatPlan, FlatWork, divided, flat_plan
+from .frameworks import NATURAL, Arrays, arrays, framework_of, from_numpy, to_numpy, turn
 from .mask import MaskLike, Program, ScoreLike
 from .report import Report, compared
 from .settings import Settings
@@ -71,6 +72,9 @@ class Plan:
         return f"Plan({self.subject}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
 
 
+AnyPlan: TypeAlias = "Plan | FlatPlan"
+
+
 class Attention:
     """Attention under a mask and a score mod; made by `frisket.compile`.
 
@@ -100,7 +104,7 @@ class Attention:
     # -- running ----------------------------------------------------------------------------------
 
     def __call__(
-        self, q: Any, k: Any, v: Any, *, plan: Plan | None = None, return_lse: bool = False,
+        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, return_lse: bool = False,
         origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None, **params: Any,
     ) -> Any:  # fmt: skip
         """`att(q, k, v)`, or `(out, lse)` with return_lse; lse is `[batch, heads, q_len]`, natural log.
@@ -115,12 +119,21 @@ class Attention:
         return (out, lse) if return_lse else out
 
     def _run(
-        self, given: Arrays, plan: Plan | None, origin: Origin | None, sizes: Sizes | None, params: dict[str, Any]
+        self,
+        given: Arrays,
+        plan: AnyPlan | None,
+        origin: Origin | None,
+        sizes: Sizes | None,
+        params: dict[str, Any],
     ) -> tuple[Any, Any]:
         geometry = self._geometry(given, plan, origin, sizes)
         if plan is not None and params:
             raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
         backend = choose(self.options.backend, given.framework, given.device)
+        if given.framework == "torch":
+            from . import torch_op
+
+            torch_op.refuse_learned({**self.subject.captured, **params})
         plan = plan or self._plan_for(geometry, params)
         if backend == "dense":
             return self._dense(given, geometry, plan.subject)
@@ -128,13 +141,15 @@ class Attention:
         made = plan.work((target.block_q, target.block_k), proofs=backend in PRINTED)
         if (wanted := Settings.read().show) and target not in plan.shown:
             plan.shown.add(target)
-            stages = self._stages(made, target, geometry, given.dtype)
+            if isinstance(made, FlatWork):
+                assert isinstance(plan, FlatPlan)
+                stages = plan.stages(made, target, self._text(made.plan, target, geometry, given.dtype))
+            else:
+                stages = self._stages(made, target, geometry, given.dtype)
             print("\n\n".join(stages.text(n) for n in wanted), file=sys.stderr)
         natural = NATURAL[given.framework]
         q, k, v = given.turned(natural)
         if given.framework == "torch":
-            from . import torch_op
-
             out, lse = torch_op.forward(made, geometry, q, k, v, target)
         else:
             from . import jax_op
@@ -144,7 +159,7 @@ class Attention:
             )
         return turn(out, natural, given.layout), lse
 
-    def _geometry(self, given: Arrays, plan: Plan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
+    def _geometry(self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
             if origin is not None or sizes is not None:
                 raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
@@ -160,7 +175,13 @@ class Attention:
                 )
         return g
 
-    def _plan_for(self, g: Geometry, params: dict[str, Any]) -> Plan:
+    def _plan_for(self, g: Geometry, params: dict[str, Any]) -> AnyPlan:
+        host, given = divided(params, None)
+        if given:
+            return flat_plan(
+                self.subject, host, given, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, None,
+                Settings.read().check,
+            )  # fmt: skip
         if any(isinstance(x, np.ndarray) for x in g.origin) or params:
             return Plan(self.subject.bind(params), g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
         key = (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
@@ -172,10 +193,29 @@ class Attention:
 
     def plan(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
-        sizes: Sizes | None = None, **params: Any,
-    ) -> Plan:  # fmt: skip
-        """Tables and layout built once, for any number of calls with these lengths."""
+        sizes: Sizes | None = None, flat: bool | None = None, **params: Any,
+    ) -> AnyPlan:  # fmt: skip
+        """Tables and layout built once, for any number of calls with these lengths.
+
+        Tables that are traced (under `jax.jit`) or live on an accelerator (torch) are planned where they are, with
+        fixed shapes and no copy; `flat=True` asks for that for any table of a framework, `flat=False` copies.
+        """
+        host, given = divided(params, flat)
+        if given:
+            block = self._flat_block(given)
+            return flat_plan(
+                self.subject, host, given, q_len, kv_len, batch, heads, origin, sizes, block, Settings.read().check
+            )
         return Plan(self.subject.bind(params), q_len, kv_len, batch, heads, origin, sizes)
+
+    def _flat_block(self, given: dict[str, Any]) -> tuple[int, int]:
+        """The tiles a call is likely to have; another size is planned when it is met."""
+        x = next(iter(given.values()))
+        if framework_of(x) == "jax":
+            from .jax_op import TILES
+
+            return self.options.tile or TILES["xla"]
+        return self.options.tile or ((128, 32) if x.device.type == "cpu" else (128, 128))
 
     def _dense(self, given: Arrays, g: Geometry, what: Subject) -> tuple[Any, Any]:
         """The float64 interpreter on the arrays of a framework."""
@@ -224,16 +264,19 @@ class Attention:
         made = plan.work((target.block_q, target.block_k), proofs=name in PRINTED)
         return self._stages(made, target, g, dtype)
 
-    def _stages(self, made: Work, target: Target, g: Geometry, dtype: str) -> Stages:
-        text = ""
+    def _text(self, plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> str:
         if target.backend == "triton":
             from frisket.lowering.emit import triton_forward
 
-            text = triton_forward.emit(made.plan, target, g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
-        elif target.backend == "pallas-tpu":
+            return triton_forward.emit(plan, target, g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
+        if target.backend == "pallas-tpu":
             from frisket.lowering.emit import pallas_tpu
 
-            text = pallas_tpu.emit(made.plan, target, g, dtype)
+            return pallas_tpu.emit(plan, target, g, dtype)
+        return ""
+
+    def _stages(self, made: Work, target: Target, g: Geometry, dtype: str) -> Stages:
+        text = self._text(made.plan, target, g, dtype)
         m, s = made.subject.mask, made.subject.score
         written = Pair(None if m is None else m.expr, None if s is None else s.expr)
         return Stages(
@@ -243,7 +286,7 @@ class Attention:
     # -- checking ---------------------------------------------------------------------------------
 
     def check(
-        self, q: Any, k: Any, v: Any, *, plan: Plan | None = None, origin: Origin | None = None,
+        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, origin: Origin | None = None,
         sizes: Sizes | None = None, layout: str | None = None, **params: Any,
     ) -> Report:  # fmt: skip
         """The call beside the float64 interpreter. Raises `MismatchError` when its error is more than twice that
@@ -255,7 +298,7 @@ class Attention:
         return report
 
     def _report(
-        self, given: Arrays, out: Any, lse: Any, plan: Plan | None, origin: Origin | None, sizes: Sizes | None,
+        self, given: Arrays, out: Any, lse: Any, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None,
         params: dict[str, Any],
     ) -> Report:  # fmt: skip
         g = self._geometry(given, plan, origin, sizes)
@@ -294,14 +337,15 @@ def attention(
     _not_yet(dropout=dropout, sinks=sinks, seed=seed)
     check_name(backend)
     arrays(q, k, v, layout)
-    what = subject(mask, score, params)
+    host, device = divided(params, None)
+    what = subject(mask, score, host)
     key = (what.mask, what.score, scale, enable_gqa, backend)
     if key not in _compiled:
         _compiled[key] = Attention(what, Options(scale, enable_gqa, backend))
         while len(_compiled) > 128:
             _compiled.popitem(last=False)
     _compiled.move_to_end(key)
-    return _compiled[key](q, k, v, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse)
+    return _compiled[key](q, k, v, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse, **device)
 
 
 def reference(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,6 +52,11 @@ class Subject:
     def tables(self) -> dict[str, Array]:
         return {n: x for p in self.parts for n, x in p.tables.items()}
 
+    @property
+    def captured(self) -> dict[str, Any]:
+        """The tensors and arrays themselves that functions captured, by the names of their copies."""
+        return {n: x for p in self.parts for n, x in p.origin.captured.items()}
+
     def bind(self, params: Mapping[str, Any]) -> Subject:
         """The same with more parameters bound; a name nobody uses is an error."""
         if not params:
@@ -63,6 +68,16 @@ class Subject:
             for p in (self.mask, self.score)
         )
         return Subject(*bound)  # type: ignore[arg-type]
+
+    def without(self, names: Iterable[str]) -> Subject:
+        """The same with the values of `names` taken off."""
+        off = set(names)
+        parts = (
+            p if p is None or not off & p.params.keys()
+            else type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
+            for p in (self.mask, self.score)
+        )  # fmt: skip
+        return Subject(*parts)  # type: ignore[arg-type]
 
     def require_bound(self) -> None:
         for p in self.parts:
@@ -185,7 +200,7 @@ def _compiled(
     plan = make_plan(
         seen, mod, str(what), bounds=layout.analysis.bounds, score_finite=mod is None or finite(mod, sane),
         rows_nonempty=_no_empty_row(seen, layout, proofs),
-        limits=_limits(full, scalars, tables),
+        limits=limits_of(full, scalars, tables),
     )  # fmt: skip
     arrays = {n: np.asarray(t) for n, t in plan.table_values(tables).items()}
     return Work(what, (seen, mod), layout, plan, plan.slot_values(scalars), arrays, rules)
@@ -199,7 +214,7 @@ def _no_empty_row(seen: Expr | None, layout: Layout, count: bool) -> bool:
     return (own and sees_itself(seen)) or bool(count and layout.facts.rows_nonempty)
 
 
-def _limits(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:
+def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:
     """The largest magnitude of every name, for the width of integers."""
     b, h, q, k = full
     limits: dict[str, float] = {"b": b, "h": h, "q": q, "k": k, "q0": q, "q1": q, "k0": k, "k1": k}

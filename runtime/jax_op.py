@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError, BackwardError, ParameterError
+from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError
 from frisket.dsl.types import FLOAT
 from frisket.lowering import xla
 from frisket.lowering.emit import pallas_tpu
+from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+
+from .modules import load
 
 if TYPE_CHECKING:
     import jax
@@ -38,7 +39,7 @@ def default_target(backend: str, geometry: Geometry) -> Target:
 
 def forward(
     plan: LoopPlan,
-    spans: Spans,
+    spans: Spans | DeviceSpans,
     geometry: Geometry,
     q: jax.Array,
     k: jax.Array,
@@ -76,10 +77,16 @@ def _forward_only(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_pallas(
-    plan: LoopPlan, spans: Spans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target,
 ) -> Any:  # fmt: skip
     import jax
+
+    if isinstance(spans, DeviceSpans):
+        raise LoweringError(
+            "the pallas-tpu kernel walks a grid as long as its runs of tiles, which traced tables do not tell; take "
+            "backend='xla', or make the plan outside jax.jit from values"
+        )
 
     pallas_tpu.check_tables(plan, {name: tuple(table.shape) for name, table in tables.items()})
     steps, *walk = pallas_tpu.walk_of(spans)
@@ -111,12 +118,3 @@ def _pallas(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str) -> C
     source = pallas_tpu.emit(plan, target, geometry, dtype)
     module = load(source)
     return jax.jit(module["attention_forward"], static_argnames=("steps", "interpret"))
-
-
-def load(source: str) -> dict[str, Any]:
-    """The names of a generated module; tracebacks show its lines."""
-    name = f"<frisket {sha256(source.encode()).hexdigest()[:12]}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    names: dict[str, Any] = {"__name__": "frisket_kernel", "__file__": name}
-    exec(compile(source, name, "exec"), names)
-    return names

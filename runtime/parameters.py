@@ -31,12 +31,17 @@ def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
     return {**found, **tables}
 
 
+def traced(value: Any) -> bool:
+    """Whether JAX traces this: it has a shape and no values to look at."""
+    return any(c.__name__ == "Tracer" for c in type(value).__mro__)
+
+
 def as_value(name: str, value: Any) -> Any:
     """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
-    if any(c.__name__ == "Tracer" for c in type(value).__mro__):  # JAX's: it has no values to look at
+    if traced(value):
         raise ParameterError(
-            f"`{name}` is traced by jax.jit or another transform, and layouts are made from values; close over it, "
-            "or mark its argument static"
+            f"`{name}` is traced by jax.jit or another transform, and this takes values; compile the mask without it "
+            f"and give it to the call: att(q, k, v, {name}={name})"
         )
     if hasattr(value, "detach"):
         value = value.detach().cpu()

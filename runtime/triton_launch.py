@@ -23,6 +23,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit.expr import POSITION, levels
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_parameters import Argument, arguments, padded
+from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 
 from .settings import Settings
@@ -32,7 +33,7 @@ SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 
 
 def forward(
-    plan: LoopPlan, spans: Spans | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
+    plan: LoopPlan, spans: Spans | DeviceSpans | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len]) for torch tensors of any strides,
@@ -141,10 +142,18 @@ def _origin(g: Geometry, device: Any) -> dict[str, Any]:
 _uploaded: dict[tuple[int, str], dict[str, Any]] = {}
 
 
-def _device_spans(spans: Spans, device: Any) -> dict[str, Any]:
+def _device_spans(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
     """The span table on the device, uploaded once and kept as long as `spans` lives."""
     import torch
 
+    if isinstance(spans, DeviceSpans):
+        width = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
+        longest = torch.argsort(width, dim=-1, descending=True, stable=True).to(torch.int32)
+        slice_of = torch.from_numpy(spans.slice_of).to(device)
+        return {
+            "Spans": spans.bounds.contiguous(), "Count": spans.count.contiguous(), "SliceOf": slice_of,
+            "Order": longest, "records": spans.bounds.shape[2],
+        }  # fmt: skip
     key = (id(spans), str(device))
     if key not in _uploaded:
         work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)

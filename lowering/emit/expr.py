@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from frisket.dsl.errors import EvaluationError, LoweringError
-from frisket.dsl.evaluate import evaluate
+from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.ir import Expr, build, lit, transform, walk
 from frisket.dsl.types import BOOL, INT
 
@@ -65,11 +65,11 @@ class Printed:
         return [line for line in self.lines if line.level == level and line.node in below]
 
 
-def levels(*roots: Expr) -> dict[Expr, int]:
-    """When the value of each node is known."""
+def levels(*roots: Expr, when: Mapping[str, int] = LEVELS) -> dict[Expr, int]:
+    """When the value of each node is known; `when` says it of variables."""
     known: dict[Expr, int] = {}
     for node in walk(*roots):
-        known[node] = LEVELS.get(node.name, SCALAR) if node.op == "var" else SCALAR
+        known[node] = when.get(node.name, SCALAR) if node.op == "var" else SCALAR
         for a in node.args:
             known[node] |= known[a]
     return known
@@ -82,12 +82,13 @@ def printed(
     name: Callable[[Expr, int], str],
     backend: str,
     inner: Collection[Expr] = (),
+    when: Mapping[str, int] = LEVELS,
 ) -> Printed:
     """`roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
     node of a level; the roots in `inner` are used per position. Raises LoweringError for an operator without a
     row."""
     roots = tuple(dict.fromkeys(roots))
-    known = levels(*roots)
+    known = levels(*roots, when=when)
     users: dict[Expr, list[Expr]] = {node: [] for node in known}
     for node in known:
         for a in node.args:
@@ -143,7 +144,7 @@ def machine(root: Expr) -> Expr:
 
 
 def _cheaper(e: Expr) -> Expr:
-    if e.args and all(a.op == "lit" for a in e.args) and e.op not in ("lookup", "segment"):
+    if e.args and all(a.op == "lit" for a in e.args) and e.op in OPERATORS:
         return _folded(e)
     if e.op in ("floordiv", "mod") and e.args[1].op == "lit":
         n = e.args[1].name

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import frisket as fk
-from frisket.dsl.errors import BackwardError, ParameterError
+from frisket.dsl.errors import BackwardError, LoweringError, ParameterError
 
 ONES = np.ones((1, 8, 2, 16), np.float32)
 
@@ -50,15 +50,20 @@ def test_jax_gradients(backend):
     jax.grad(lambda x: (x * fk.attention(*[jax.lax.stop_gradient(x)] * 3, "causal", backend=backend)).sum())(q)
 
 
-@pytest.mark.parametrize(("mask", "value"), [("same(doc)", {"doc": np.zeros(8, int)}), ("window(w)", {"w": 3})])
-def test_parameters_under_jit(mask, value):
-    q = jnp.asarray(ONES)
-    ((name, given),) = value.items()
+def test_masks_are_made_of_values():
     with pytest.raises(ParameterError) as caught:
-        jax.jit(lambda x, p: fk.attention(x, x, x, mask, **{name: p}))(q, given)
+        jax.jit(lambda doc: fk.mask("same(doc)", doc=doc).layout(8, 8).counts)(np.zeros(8, int))
     assert str(caught.value) == (
-        f"`{name}` is traced by jax.jit or another transform, and layouts are made from values; close over it, "
-        "or mark its argument static"
+        "`doc` is traced by jax.jit or another transform, and this takes values; compile the mask without it and give "
+        "it to the call: att(q, k, v, doc=doc)"
     )
-    closed = jax.jit(lambda x: fk.attention(x, x, x, mask, **value))(q)
-    np.testing.assert_allclose(closed, fk.attention(q, q, q, mask, **value), atol=1e-6)
+
+
+def test_pallas_takes_no_traced_tables():
+    q = jnp.asarray(ONES)
+    with pytest.raises(LoweringError) as caught:
+        jax.jit(lambda x, doc: fk.attention(x, x, x, "same(doc)", backend="pallas-tpu", doc=doc))(q, np.zeros(8, int))
+    assert str(caught.value) == (
+        "the pallas-tpu kernel walks a grid as long as its runs of tiles, which traced tables do not tell; take "
+        "backend='xla', or make the plan outside jax.jit from values"
+    )

@@ -1,0 +1,145 @@
+"""The flat planner: spans for tables that live on a device or are traced. Fixed shapes, no copy to the host.
+
+A `Planner` is the analysis' own Exprs, ready to print (`emit.planner`): where every term of the mask bounds k, an
+interval of keys per term and row; elsewhere `always`, `never` and `mixed` of `analysis.questions`, asked of pieces
+of each row, coarse to fine, in a list of `room` pieces a row. Nothing is settled by elements: what the Exprs leave
+open on a tile is PARTIAL, and so is what finds no room, which `overflow` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, lookup, rebuild, substitute, transform, walk
+from frisket.dsl.types import Type
+
+from .analysis.abstract import FAR
+from .analysis.questions import SINGLE, always, mixed, never
+from .flat_bounds import FAR as FARTHEST
+from .flat_bounds import Interval, intervals, points
+from .plan import needs_int64
+from .simplify import simplify
+
+ROOM = 64  # pieces of a row of tiles that are held at once
+RECORDS = 16  # records per row where the mask does not say how few there are
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What a planner works out, for one mask; hashable, so that its text is printed once.
+
+    Either `seen` and `hidden`, intervals of keys per row of queries `q0..q1` within keys `k0..k1`, or the three
+    questions about a piece of a row. `scalars` and `tables` name what is read."""
+
+    mask: Expr
+    seen: tuple[Interval, ...]
+    hidden: tuple[Interval, ...]
+    always: Expr
+    never: Expr
+    mixed: Expr
+    int64: bool
+
+    @property
+    def roots(self) -> tuple[Expr, ...]:
+        if self.seen:
+            return tuple(e for pair in (*self.seen, *self.hidden) for e in pair)
+        return self.always, self.never, self.mixed
+
+    @property
+    def scalars(self) -> dict[str, Type]:
+        return {n.name: n.type for n in walk(*self.roots) if n.op == "param"}
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        named = (n.name[0] if n.op == "extent" else n.name for n in walk(*self.roots) if n.op in READS)
+        return tuple(dict.fromkeys(named))
+
+    def records(self, columns: int) -> int:
+        """Records a row may need, as far as the mask tells."""
+        enough = len(self.seen) + len(self.hidden) if self.seen else RECORDS
+        return max(1, min(enough, -(-columns // 2)))
+
+
+READS = frozenset({"lookup", "segment", "range_min", "range_max", "at_least", "at_most", "extent"})
+
+
+@dataclass(frozen=True)
+class DeviceSpans:
+    """`plan.Spans` whose `bounds` and `count` are arrays of a framework, perhaps traced. `overflow` is a Bool
+    array: some row had more pieces or runs than there is room for, and reads more tiles than it has to."""
+
+    bounds: Any
+    count: Any
+    overflow: Any
+    slice_of: NDArray[np.int32]
+
+
+def planner(
+    mask: Expr, sorted_: frozenset[str] = frozenset(), limits: Mapping[str, float] | None = None, wide: bool = True
+) -> Planner:
+    """The planner of a simplified mask. `sorted_` names tables that are known never to decrease; `limits` are the
+    largest magnitudes of names; `wide` says whether the device has 64-bit integers."""
+    limits = limits or {}
+    found = intervals(mask, sorted_)
+    if found is not None:
+        roots = [e for pair in (*found[0], *found[1]) for e in pair]
+        if all(fits(e, limits, wide) for e in roots):
+            return Planner(mask, *found, FALSE, FALSE, FALSE, _wide(roots, limits))
+    questions = (always(mask), never(mask), _whole(mixed(mask)))
+    yes, no, both = (_safe(points(_near(e), sorted_), limits, wide) for e in questions)
+    return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits))
+
+
+def _whole(e: Expr) -> Expr:
+    """`mixed` for pieces of many tiles: a single tile left open is PARTIAL anyway."""
+    return simplify(substitute(e, {SINGLE: FALSE}))
+
+
+def _near(e: Expr) -> Expr:
+    """No index of a range is far beyond every table."""
+
+    def change(n: Expr) -> Expr:
+        if n.op not in ("range_min", "range_max"):
+            return n
+        return rebuild(n, tuple(FARTHEST if a.op == "lit" and a.name == FAR else a for a in n.args))
+
+    return transform(e, change)
+
+
+def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
+    """A question without the clauses whose integers may not fit: dropping one only makes it say less."""
+    if e.op in ("and", "or"):
+        join = conj if e.op == "and" else disj
+        return join(*(_safe(a, limits, wide) for a in e.args))
+    return e if e is TRUE or fits(e, limits, wide) else FALSE
+
+
+def fits(e: Expr, limits: Mapping[str, float], wide: bool) -> bool:
+    """Whether every integer of `e` stays within 63 bits, or 31 where the device has no wider ones."""
+    try:
+        return not _wide([e], limits) or wide
+    except LoweringError:
+        return False
+
+
+def _wide(roots: Sequence[Expr], limits: Mapping[str, float]) -> bool:
+    """`needs_int64`, where what is read from a table is as large as the table's entries."""
+    parts: list[Expr] = []
+
+    def leaf(n: Expr) -> Expr:
+        if n.op in ("range_min", "range_max"):
+            parts.extend(n.args)
+            return lookup(n.name, (), n.type)
+        if n.op in ("at_least", "at_most"):
+            parts.extend(n.args)
+            return FARTHEST
+        return n
+
+    parts.extend(transform(e, leaf) for e in roots)
+    return needs_int64(parts, limits)

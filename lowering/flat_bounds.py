@@ -1,0 +1,138 @@
+"""Intervals of keys for a row of queries, without looking at a table: what the flat planner starts from.
+
+Every literal of a term is read as bounds on k whose ends are the ends of some Expr over the queries `q0..q1`, so
+the interval of a term holds every key that some query of the row sees, whatever the tables hold. Keys are found
+in sorted tables by search (`at_least`, `at_most`), in offsets by lookup; no key is visited.
+
+>>> from frisket.dsl.sugar import eq, k, lookup, q
+>>> seen, hidden = intervals((q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))), frozenset({"doc"}))
+>>> seen  # at_least(doc[q0]): the first position of doc that holds at least doc[q0]
+((max(k0, at_least(doc[q0])), min(min(q1, k1), at_most(doc[q1]))),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+
+from frisket.dsl.ir import FALSE, ONE, ZERO, Expr, disj, extent, lit, lookup, make, transform, var
+from frisket.dsl.sugar import maximum, minimum, where
+from frisket.dsl.types import INT
+
+from .analysis.abstract import K0, K1, Q0, Q1, depends, ends
+from .analysis.questions import System, never, system, terms
+from .simplify import simplify
+from .simplify.affine import FLIP, is_int_comparison, relation, write
+from .simplify.rules_boolean import negate
+
+Interval = tuple[Expr, Expr]  # first and last key, inclusive; empty where last < first
+MOST = 16  # intervals of a mask; beyond, tiles are asked one by one
+FAR = lit(1 << 30)  # beyond every position
+_K = var("k")
+
+
+def intervals(mask: Expr, sorted_: frozenset[str]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]] | None:
+    """(of the keys some query of the row sees, of those some query does not), or None where a literal bounds
+    neither side. `sorted_` names the tables that never decrease."""
+    seen = _sides(mask, sorted_)
+    hidden = None if seen is None else _sides(simplify(negate(mask)), sorted_)
+    if seen is None or hidden is None or len(seen) + len(hidden) > MOST:
+        return None
+    return seen, hidden
+
+
+def _sides(mask: Expr, sorted_: frozenset[str]) -> tuple[Interval, ...] | None:
+    found = terms(mask)
+    sides = [_interval(system(t), sorted_) for t in found] if found is not None else [None]
+    known = tuple(s for s in sides if s is not None)
+    return known if len(known) == len(sides) else None
+
+
+def _interval(s: System, sorted_: frozenset[str]) -> Interval | None:
+    start, stop = _fold(maximum, Q0, *s.low["q"]), _fold(minimum, Q1, *s.high["q"])
+    lows = [K0, *s.low["k"], *(start - d for d in s.high["d"])]
+    highs = [K1, *s.high["k"], *(stop - d for d in s.low["d"])]
+    nothing = [negate(f) for f in s.fixed]
+    nothing += [lo > hi for lo in s.low["d"] for hi in s.high["d"]]
+    nothing += [x > stop for x in s.low["q"]] + [x < Q0 for x in s.high["q"]]
+    for e in s.rest:
+        if "k" not in depends(e):
+            nothing.append(never(e))
+        elif (pair := _keys(e, sorted_)) is not None:
+            lows += [x for x in pair[:1] if x is not None]
+            highs += [x for x in pair[1:] if x is not None]
+        else:
+            return None
+    empty = simplify(disj(*nothing))
+    last = _fold(minimum, *highs)
+    last = last if empty is FALSE else where(empty, K0 - 1, last)
+    return points(simplify(_fold(maximum, *lows)), sorted_), points(simplify(last), sorted_)
+
+
+def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
+    return reduce(pick, xs)
+
+
+def _keys(e: Expr, sorted_: frozenset[str]) -> tuple[Expr | None, Expr | None] | None:
+    """The first and last key that some query of the row can see by this literal; None in a place: unbounded."""
+    if not is_int_comparison(e) or e.op == "ne":
+        return None
+    op, form = relation(e.op, *e.args)
+    moving = [(a, f) for a, f in form.terms if "k" in depends(a)]
+    if len(moving) != 1 or abs(moving[0][1]) != 1:
+        return None
+    atom, factor = moving[0]
+    rest = form.without(atom)
+    other = ends(write(-rest if factor > 0 else rest))  # factor * atom + rest `op` 0 is atom `op` other
+    if factor < 0:
+        op = FLIP[op]
+    if not (atom is _K or (atom.op in _SEARCH and _searched(atom, sorted_))):
+        return None
+    first, last = _SEARCH[atom.op]
+    return (
+        first(atom, other.lo) if op in ("ge", "eq") and other.lo is not None else None,
+        last(atom, other.hi) if op in ("le", "eq") and other.hi is not None else None,
+    )
+
+
+def _searched(atom: Expr, sorted_: frozenset[str]) -> bool:
+    """Whether a function of k is known never to decrease."""
+    if atom.args[0] is not _K:
+        return False
+    if atom.op == "floordiv":
+        return atom.args[1].op == "lit" and bool(atom.args[1].name > 0)
+    return atom.op == "segment" or (len(atom.args) == 1 and atom.name in sorted_)
+
+
+def _first_of_segment(e: Expr, v: Expr) -> Expr:
+    """The first key whose segment is at least `v`: segments are 0..n - 2, for n offsets."""
+    count = extent(e.name, 0) - 1
+    return where(v <= ZERO, K0, where(v >= count, FAR, lookup(e.name, (v,))))
+
+
+def _last_of_segment(e: Expr, v: Expr) -> Expr:
+    count = extent(e.name, 0) - 1
+    return where(v < ZERO, lit(-1), where(v + 1 >= count, FAR, lookup(e.name, (v + ONE,)) - 1))
+
+
+# the first key whose value is at least v, and the last whose value is at most v
+_SEARCH: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Expr]]] = {
+    "var": (lambda e, v: v, lambda e, v: v),
+    "floordiv": (lambda e, v: v * e.args[1], lambda e, v: v * e.args[1] + (e.args[1] - 1)),
+    "lookup": (
+        lambda e, v: make("at_least", (v,), e.name, INT),
+        lambda e, v: make("at_most", (v,), e.name, INT),
+    ),
+    "segment": (_first_of_segment, _last_of_segment),
+}
+
+
+def points(e: Expr, sorted_: frozenset[str]) -> Expr:
+    """The same, with the least and the greatest entry of a sorted table over a range read at the range's ends."""
+
+    def change(n: Expr) -> Expr:
+        if n.op in ("range_min", "range_max") and n.name in sorted_ and len(n.args) == 2:
+            return lookup(n.name, (n.args[n.op == "range_max"],), n.type)
+        return n
+
+    return transform(e, change)

@@ -1,0 +1,307 @@
+"""Plans whose tables live on a device or are traced: planned there, by a printed planner, without a copy.
+
+Under `jax.jit` a plan may be made from traced tables, handed to every layer, and carried through transforms: it is
+a pytree whose leaves are the tables and the spans.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import LoweringError, ParameterError
+from frisket.dsl.ir import TRUE, Expr, walk
+from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
+from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.analysis.driver import grid_of
+from frisket.lowering.analysis.facts import sees_itself
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.flat import DeviceSpans, Planner, planner
+from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
+from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify.hoist import finite
+from frisket.lowering.stages import Pair, Stages
+
+from .bind import Subject, limits_of
+from .flat_run import check_sorted, kernel_tables, source, spans
+from .frameworks import framework_of
+from .layout import check_lengths, make_layout
+from .mask import Mask
+from .parameters import names_of, traced
+
+Values = Mapping[str, Any]
+
+
+def divided(params: Values, flat: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(values of the host, values that stay where they are): traced ones, torch tables on an accelerator, and,
+    where `flat` asks for the flat planner, every table of a framework. `flat=False` keeps all on the host."""
+    stays = {n for n, x in params.items() if flat is not False and _stays(x, bool(flat))}
+    return {n: x for n, x in params.items() if n not in stays}, {n: params[n] for n in stays}
+
+
+def _stays(x: Any, flat: bool) -> bool:
+    framework = framework_of(x)
+    if traced(x):
+        return True
+    if framework not in ("torch", "jax") or not x.ndim:
+        return False
+    return flat or (framework == "torch" and x.device.type != "cpu")
+
+
+@dataclass(frozen=True)
+class Key:
+    """All of a flat plan but values: what is worked out once."""
+
+    what: Subject  # with the host's values
+    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others
+    facts: frozenset[str]  # tables declared sorted
+    framework: str
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    origin: Origin  # vectors as tuples
+    sizes: Sizes | None
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The static part: what the kernel does, and what plans its spans, or the spans where no table decides them."""
+
+    parts: tuple[Expr | None, Expr | None]
+    rules: Counter[str]
+    plan: LoopPlan
+    planner: Planner | None
+    host: Mask  # the mask with the host's values, for a layout of the host
+    at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
+    slice_of: NDArray[Any]
+    full: Sizes
+
+
+@dataclass(frozen=True)
+class FlatWork:
+    """A flat plan for one tile size, as `bind.Work` is for a plan of the host."""
+
+    plan: LoopPlan
+    spans: Spans | DeviceSpans
+    slots: Values
+    tables: Values
+
+
+class FlatPlan:
+    """What `att.plan(..., doc=doc)` gives where `doc` lives on a device or is traced: the same use, the same
+    results as a `Plan`; `exact` there is `overflow` here, an array that is true where some row of tiles had more
+    runs than there was room for and reads more tiles than it has to."""
+
+    narrow = False
+
+    def __init__(self, key: Key, given: dict[str, Any], made: dict[tuple[int, int], Any]) -> None:
+        self.key, self.given = key, given
+        self._made: dict[tuple[int, int], tuple[Any, Any, Any]] = made
+        self.shown: set[Any] = set()
+
+    batch = property(lambda self: self.key.batch)
+    heads = property(lambda self: self.key.heads)
+    q_len = property(lambda self: self.key.q_len)
+    kv_len = property(lambda self: self.key.kv_len)
+    origin = property(lambda self: _origin(self.key))
+    sizes = property(lambda self: self.key.sizes)
+
+    @property
+    def subject(self) -> Subject:
+        """With every value, copied to the host: for checks."""
+        if any(traced(x) for x in self.given.values()):
+            raise LoweringError(
+                "the dense interpreter needs values and this plan's tables are traced; take a backend that runs "
+                "under jax.jit, such as 'xla'"
+            )
+        return self.key.what.bind(self.given)
+
+    def spans(self, block: tuple[int, int]) -> Spans | DeviceSpans:
+        """Records per row of tiles of `block`, on the tables' device; those the plan was made with are kept."""
+        laid, key = _laid(self.key), self.key
+        if laid.planner is None:
+            return make_layout(
+                laid.host, key.q_len, key.kv_len, key.batch, key.heads, block, _origin(key), key.sizes
+            ).spans  # fmt: skip
+        if block not in self._made:
+            values = {**key.what.scalars, **key.what.tables, **self.given}
+            made = spans(
+                laid.planner, key.framework, laid.at, laid.full, values, key.q_len, key.kv_len, block, self.device
+            )  # fmt: skip
+            if any(traced(x) for x in made):
+                return DeviceSpans(*made, laid.slice_of)  # belongs to the trace at hand
+            self._made[block] = made
+        bounds, count, overflow = self._made[block]
+        return DeviceSpans(bounds, count, overflow, laid.slice_of)
+
+    @property
+    def overflow(self) -> Any:
+        """Whether some row reads more tiles than it has to, for want of room."""
+        return next((made[2] for made in self._made.values()), False)
+
+    @property
+    def device(self) -> Any:
+        return next((x.device for x in self.given.values()), None) if self.key.framework == "torch" else None
+
+    @property
+    def planner(self) -> str:
+        """The text of the planner."""
+        laid = _laid(self.key)
+        return "" if laid.planner is None else source(laid.planner, self.key.framework)
+
+    def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
+        laid, key = _laid(self.key), self.key
+        values = {**key.what.scalars, **key.what.tables, **self.given}
+        tables = kernel_tables(laid.plan, key.framework, values, max(laid.full[2:]), self.device)
+        return FlatWork(laid.plan, self.spans(block), laid.plan.slot_values(values), tables)
+
+    def stages(self, made: FlatWork, target: Any, text: str) -> Stages:
+        laid = _laid(self.key)
+        m, s = self.key.what.mask, self.key.what.score
+        written = Pair(None if m is None else m.expr, None if s is None else s.expr)
+        facts, found = "planned on the device", Pair(*laid.parts)
+        return Stages(written, found, facts, None, made.plan, target, text or self.planner, laid.rules)
+
+    def __repr__(self) -> str:
+        k = self.key
+        return f"FlatPlan({k.what}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
+
+
+def flat_plan(
+    what: Subject, host: Values, given: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
+    sizes: Sizes | None, block: tuple[int, int] | None, check: bool,
+) -> FlatPlan:  # fmt: skip
+    """A plan from `given`, values that are traced or on a device, beside those of the host. With `block` the spans
+    are made at once. `check` tests on the device that tables declared sorted are."""
+    if unknown := [n for n in given if n not in what.names]:
+        raise ParameterError(
+            f"`{unknown[0]}` is given and neither the mask nor the score mod uses it; the parameters are "
+            + (", ".join(sorted(what.names)) or "none")
+        )
+    kinds = {str(framework_of(x)) for x in given.values()}
+    if len(kinds) > 1:
+        raise ParameterError(f"tables come from different frameworks: {', '.join(sorted(kinds))}; convert them to one")
+    what = what.without(given).bind(host)
+    if missing := [n for p in what.parts for n in p.unbound if n not in given]:
+        raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
+    wanted = {n: w for p in what.parts for n, w in names_of(p.expr).items()}
+    values = {n: _fitted(n, x, *wanted[n]) for n, x in given.items()}
+    facts = {n for p in what.parts for n, d in p.origin.declared.items() if d.fact == "sorted"}
+    place = tuple(x if isinstance(x, int) else tuple(np.asarray(x).tolist()) for x in origin)
+    shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
+    check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
+    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes)  # type: ignore[arg-type]
+    if check:
+        check_sorted(key.framework, {n: values[n] for n in facts if n in values})
+    _register()
+    plan = FlatPlan(key, values, {})
+    if block is not None and _laid(key).planner is not None:
+        made = plan.spans(block)
+        assert isinstance(made, DeviceSpans)
+        plan._made[block] = made.bounds, made.count, made.overflow
+    return plan
+
+
+def _dtype(x: Any) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
+    """As `parameters.fitted`, for an array that is not looked at."""
+    if rank is None:  # only its size is used
+        return value
+    if value.ndim != rank:
+        raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(value.ndim)}")
+    if rank and 0 in value.shape:
+        raise ParameterError(f"table `{name}` is empty")
+    dtype = _dtype(value)
+    kind = BOOL if dtype == "bool" else INT if dtype.startswith(("int", "uint")) else FLOAT
+    if kind is type:
+        return value
+    if (kind, type) != (INT, FLOAT):
+        raise ParameterError(
+            f"`{name}` is {type} in the text, the value is {kind}; declare it: "
+            f"`param {name}: {kind.value.lower()}{'[' + ', '.join('_' * rank) + ']' if rank else ''}`"
+        )
+    return value.float() if framework_of(value) == "torch" else value.astype("float32")
+
+
+def _origin(key: Key) -> Origin:
+    b, h, q, k = (np.asarray(x) if isinstance(x, tuple) else x for x in key.origin)
+    return b, h, q, k
+
+
+@lru_cache(maxsize=256)
+def _laid(key: Key) -> Laid:
+    """The static part of a plan, from shapes and the host's values."""
+    what, rules = key.what, Counter[str]()
+    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
+    known = {**what.tables, **shapes}
+    parts = [None if p is None else written_out(p.expr, known) for p in (what.mask, what.score)]
+    sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
+    seen, mod = prepare(parts[0], parts[1], sane, rules)
+    origin = _origin(key)
+    full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
+    host = Mask(TRUE if seen is None else seen)
+    grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
+    limits = limits_of(full, what.scalars, what.tables)
+    q, k = (np.asarray(x) for x in origin[2:])
+    own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
+    plan = make_plan(
+        seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane),
+        rows_nonempty=seen is None or (own and sees_itself(seen)),
+    )  # fmt: skip
+    _check_segments((seen, mod), {n for n, *_ in key.given})
+    free = {n for n, *_ in key.given} & names_of(host.expr).keys()
+    mine = {n: x for n, x in {**what.scalars, **what.tables}.items() if n in names_of(host.expr) and n not in free}
+    made = None
+    if free:
+        sorted_ = key.facts | {n for n, t in what.tables.items() if Table(t).sorted}
+        beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
+        wide = key.framework == "torch" or _wide()
+        made = planner(host.expr, frozenset(sorted_), {**limits, **beyond}, wide)
+    at = (grid.b, grid.h, grid.q, grid.k)
+    return Laid((seen, mod), rules, plan, made, host.bind(**mine), at, slice_of.astype(np.int32), full)
+
+
+def _wide() -> bool:
+    from frisket.lowering.xla import int64_enabled
+
+    return int64_enabled()
+
+
+def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
+    """Segments become a table as long as the positions, so they are known of positions alone."""
+    for e in (p for p in parts if p is not None):
+        for n in walk(e):
+            if n.op == "segment" and n.name in given and n.args[0].op != "var":
+                raise LoweringError(
+                    f"`{n!r}` asks a traced table of offsets for something other than a position\n"
+                    "  give the offsets as values of the host, or the segment of every position as a table"
+                )
+
+
+@lru_cache(maxsize=1)
+def _register() -> None:
+    """Make plans pytrees, once JAX is there: tables and spans are leaves, the rest goes beside them."""
+    if "jax" not in sys.modules:
+        return
+    import jax
+
+    def flatten(plan: FlatPlan) -> tuple[Any, Any]:
+        names, blocks = tuple(sorted(plan.given)), tuple(plan._made)
+        return ([plan.given[n] for n in names], [plan._made[b] for b in blocks]), (plan.key, names, blocks)
+
+    def unflatten(static: Any, leaves: Any) -> FlatPlan:
+        key, names, blocks = static
+        return FlatPlan(key, dict(zip(names, leaves[0])), dict(zip(blocks, map(tuple, leaves[1]))))
+
+    jax.tree_util.register_pytree_node(FlatPlan, flatten, unflatten)

@@ -1,0 +1,79 @@
+"""The flat planner printed for numpy: a third reading of the one text, under the interpreter's operators."""
+
+from __future__ import annotations
+
+from frisket.lowering.emit.planner import Words
+
+HEADER = """
+import math
+
+import numpy as np
+from frisket.dsl.evaluate import OPERATORS
+from numpy import clip, maximum, minimum, where
+
+np.seterr(all="ignore")
+Int, Float, Bool = np.int64, np.float64, np.bool_
+
+
+def op(name, *args):
+    return OPERATORS[name](*(np.asarray(a) for a in args))
+
+
+def arange(n, like):
+    return np.arange(n)
+
+
+def scalar(x, kind, like):
+    return np.asarray(x).astype(kind)
+
+
+def concat(parts):
+    return np.concatenate(parts, -1)
+
+
+def sort(x):
+    return np.sort(x, -1)
+
+
+def cumsum(x):
+    return np.cumsum(x, -1, dtype=Int)
+
+
+def take(x, i):
+    return np.take_along_axis(x, i, -1)
+
+
+def below(x, values):
+    return (x[..., None, :] < values[..., :, None]).sum(-1)
+
+
+def top(x):
+    return x.max(-1, keepdims=True)
+
+
+def typed(x):
+    return x.astype({"b": Bool, "f": Float}.get(x.dtype.kind, Int))
+
+
+def front(table, axes):
+    return np.moveaxis(table, axes, range(-len(axes), 0))
+
+
+def known(rows, place):
+    return np.asarray(rows)[place]
+
+
+def search(table, values, side):
+    return np.searchsorted(table, values, side)
+"""
+NAMES = (
+    "neg abs sign add sub mul min max pow div floordiv mod bitand bitor bitxor bitnot shl shr lt le gt ge eq ne xor "
+    "not where int float floor exp exp2 log log2 log1p tanh sigmoid sin cos tan sqrt rsqrt erf isfinite"
+).split()
+THREE, ONE = (
+    {"where"},
+    set("neg abs sign bitnot not int float floor isfinite".split()) | set(NAMES[NAMES.index("exp") :]),
+)
+TABLE = {n: f'op("{n}", {", ".join(["{}"] * (3 if n in THREE else 1 if n in ONE else 2))})' for n in NAMES}
+TABLE |= {"and": "{} & {}", "or": "{} | {}"}
+NUMPY = Words("numpy", TABLE, lambda roots: "", HEADER, (("", ""), ("", "")), "math.inf")
