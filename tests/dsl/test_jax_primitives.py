@@ -22,6 +22,7 @@ grid = jnp.asarray(np.random.default_rng(0).normal(size=(S, S)).astype(np.float3
 cube = jnp.arange(24).reshape(2, 3, 4)
 spread = jnp.asarray(np.linspace(-2, 2, S).astype(np.float32))
 seen = grid > 0.3
+steps = jnp.arange(S) ** 2
 width = jnp.int32(4)
 
 
@@ -78,11 +79,17 @@ MASKS = [
     (lambda q, k: jnp.take(doc, q) == doc.at[k].get(mode="clip"), "doc[q] == doc[k]"),
     (lambda q, k: jnp.take_along_axis(doc, jnp.stack([q, k]), 0)[1] == 1, "doc[k] == 1"),
     (lambda q, k: grid[q][k] > grid.T[q, k], "grid[q, k] > grid[k, q]"),
+    (lambda q, k: jnp.transpose(cube, (1, 2, 0))[q % 3, k % 4, q % 2] > 8, None),
+    (lambda q, k: lax.dynamic_slice(steps, (q,), (3,))[k % 3] > 40, None),
+    (lambda q, k: lax.dynamic_slice(steps + width, (k,), (4,))[q % 4] > 45, None),
+    (lambda q, k: (steps + q)[1:7:2][k] > 20, None),
     (lambda q, k: jnp.swapaxes(cube, 0, 2)[q % 4, 1, k % 2] > 8, None),
     (lambda q, k: cube[1, :, q % 4][k % 3] > cube[0][2][k % 4] + 5, None),
     (lambda q, k: cube[:, 1:, 1:3][k % 2, q % 2, q % 2] > 9, None),
     (lambda q, k: cube.reshape(-1)[q + k] > 9, None),
     (lambda q, k: cube.reshape(6, 4)[q % 6, k % 4] > 9, None),
+    (lambda q, k: (cube + q).reshape(6, 4)[k % 6, q % 4] > 14, None),
+    (lambda q, k: jnp.flip(cube + q, 0)[k % 2, 1, q % 4] > 14, None),
     (lambda q, k: jnp.expand_dims(doc, 1)[q, 0] > jnp.squeeze(doc[None])[k], "doc[q] > doc[k]"),
     (lambda q, k: jnp.flip(doc)[q] > doc[::2][k // 2], None),
     (lambda q, k: (doc * 2 + width)[q] > k, "2 * doc[q] + width > k"),
@@ -125,7 +132,7 @@ SCORES = [
     lambda score, q: jax.nn.silu(score) + jax.nn.relu(score) + jax.nn.softplus(score) + jax.nn.gelu(score),
     lambda score, q: jax.nn.gelu(score, approximate=False) + jax.nn.leaky_relu(score) + jax.nn.log_sigmoid(score),
     lambda score, q: jnp.hypot(score, spread[q]) + jnp.logaddexp(score, spread[q]) + jnp.maximum(score, q),
-    lambda score, q: score + spread[q].astype(jnp.float64) * jnp.power(q, 2) / jnp.float_power(2, q),
+    lambda score, q: score + spread[q] * jnp.power(q, 2) / jnp.float_power(2, q),
     lambda score, q: score * jnp.linalg.norm(grid[q] - grid[0]) + jnp.sum(grid[q, :3] * jnp.array([1.0, 2.0, 3.0])),
     lambda score, q: jnp.where(seen[q, 0], score, jnp.nan_to_num(score / 0, posinf=3.0, neginf=2.0)),
 ]

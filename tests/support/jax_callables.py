@@ -118,6 +118,10 @@ def tables() -> dict[str, Any]:
         "anc": rng.random((S, S)) < 0.4,
         "topk": rng.integers(0, 4, (B, H, 4, 2)),
         "tiles": rng.random((B, H, 4, 4)) < 0.5,
+        "near": np.sort(rng.integers(0, 4, (B, H, S))),
+        "filled": np.array([4, 4, 2, 3]),
+        "marked": rng.random(S) < 0.5,
+        "lead": floats(1, B, H, S),
         "lens": np.array([9, 14]),
         "shift": np.array([1, 3]),
         "win": rng.integers(0, 9, S),
@@ -149,6 +153,67 @@ def tables() -> dict[str, Any]:
         "bt": floats(9, H),
         "idx": rng.integers(0, 9, (S, S)),
     }
+
+
+NATTEN1D = """
+def fn(q, k):
+    size = (16 - q % 2 + 1) // 2
+    u, v = q // 2, k // 2
+    first = xp.clip(u // 2 * 2 + 1 - 1, 0, size - 3)
+    return (q % 2 == k % 2) & (v - first >= 0) & (v - first < 3)
+"""
+
+NATTEN3D = """
+def near(size, n, u, v):
+    first = xp.clip(u - n // 2, 0, size - n)
+    return (v - first >= 0) & (v - first < n)
+
+def fn(q, k):
+    return near(2, 2, q // 8, k // 8) & near(2, 1, q // 4 % 2, k // 4 % 2) & near(4, 3, q % 4, k % 4)
+"""
+
+TILED = """
+def place(i):
+    return i // 4 // 2 * 2 + i % 4 // 2, i // 4 % 2 * 2 + i % 2
+
+def near(u, v):
+    first = xp.clip(u - 1, 0, 1)
+    return (v - first >= 0) & (v - first < 3)
+
+def fn(q, k):
+    (a, b), (c, d) = place(q), place(k)
+    return near(a, c) & near(b, d)
+"""
+
+BI_CAUSAL = """
+def fn(q, k):
+    inside = (2 <= q) & (q < 10) & (4 <= k) & (k < 14)
+    return inside & (k - 14 <= q - 10) & (k - 4 >= q - 2)
+"""
+
+CUSTOM = """
+@jax.custom_jvp
+def doubled(x):
+    return 2 * x
+
+doubled.defjvp(lambda x, t: (2 * x[0], t[0]))
+
+def fn(score, b, h, q, k):
+    return doubled(score)
+"""
+
+PADE = """
+def fn(score, b, h, q, k):
+    x = score / 20
+    return 20 * (x * (27 + x * x) / (27 + 9 * (x * x)))
+"""
+
+T5 = """
+def fn(score, b, h, q, k):
+    n = xp.maximum(q - k, 0)
+    far = 4 + (xp.log(n / 4) / xp.log(8.0) * 4).astype(int)
+    return score + spatial[h, xp.where(n < 4, n, xp.minimum(far, 4))]
+"""
 
 
 MASKS = [
@@ -230,6 +295,31 @@ MASKS = [
     Case("branches", "causal if q < 8 else same(doc)",
          "lambda q, k: jax.lax.cond(q < 8, lambda: q >= k, lambda: doc[q] == doc[k])", True),
     Case("permuted", "perm[q] >= perm[k]", "lambda q, k: perm[q] >= perm[k]"),
+    Case("natten 1d", "natten1d(16, 5)",
+         "lambda q, k: (k - xp.clip(q - 2, 0, 11) >= 0) & (k - xp.clip(q - 2, 0, 11) < 5)"),
+    Case("natten 1d, dilated, strided", "natten1d(16, 3, 2, 2, false)", NATTEN1D),
+    Case("natten 3d", "natten3d(2, 2, 4, 2, 1, 3)", NATTEN3D),
+    Case("natten, tiled", "tiled_natten(4, 4, 3, 3, 2, 2)", TILED),
+    Case("svg spatial with sink", "q < 3 | k < 3 + 2 | abs(q - k) < 4",
+         "lambda q, k: (q < 3) | (k < 3 + 2) | (abs(q - k) < 4)"),
+    Case("vsa padding", "tiles[b, h, q // 4, k // 4] & k % 4 < filled[k // 4]",
+         "lambda b, h, q, k: tiles[b, h, q // 4, k // 4] & (k % 4 < filled[k // 4])"),
+    Case("both in prefix", "both_prefix(5)", "lambda q, k: ((q < 5) & (k < 5)) | (q >= k)"),
+    Case("flash window", "-3 <= q + 2 - k <= 5", "lambda q, k: (q + 2 - k >= -3) & (q + 2 - k <= 5)"),
+    Case("document by batch and head", "near[b, h, q] == near[b, h, k]",
+         "lambda b, h, q, k: near[b, h][q] == near[b][h, k]"),
+    Case("token types", "token_types(img)", "lambda q, k: (q >= k) | ((img[q] == img[k]) & (img[q] > 0))"),
+    Case("share question", "share_question(img)", "lambda q, k: (q >= k) & ((img[k] == 0) | (img[q] == img[k]))"),
+    Case("prefix document", "same(doc) & (causal | k < off[doc[k]] + first[doc[k]])",
+         "lambda q, k: (doc[q] == doc[k]) & ((q >= k) | (k < off[doc[k]] + first[doc[k]]))"),
+    Case("eviction", "eviction(win)", "lambda q, k: (k <= q) & (q < win[k])"),
+    Case("qk sparse", "qk_sparse(glob, marked)", "lambda q, k: (q >= k) & glob[q] & marked[k]"),
+    Case("bi-causal rectangle", "rectangle_bi_causal(2, 10, 4, 14)", BI_CAUSAL),
+    Case("frames", "q < (3 + 2) * 2", "lambda q, k: q < (3 + 2) * 2"),
+    Case("prefix by batch", "k < shift[b] | causal", "lambda b, h, q, k: (k < shift[b]) | (q >= k)"),
+    Case("global causal", "q - k > 3", "lambda q, k: q - k > 3"),
+    Case("segment ids", "docs[b, q] == docs[b, k] & causal",
+         "lambda b, h, q, k: xp.equal(docs[b, q], docs[b, k]) & xp.greater_equal(q, k)"),
 ]  # fmt: skip
 
 MODS = [
@@ -325,6 +415,19 @@ MODS = [
     Case("xor pattern",
          "score if (q ^ k) % 2 == 0 else -inf",
          "lambda score, b, h, q, k: xp.where((q ^ k) % 2 == 0, score, -xp.inf)"),
+    Case("approximate tanh",
+         "20 * (score / 20 * (27 + score / 20 * (score / 20)) / (27 + 9 * (score / 20 * (score / 20))))",
+         PADE),
+    Case("log sigmoid", "log(sigmoid(score) + 1e-6)",
+         "lambda score, b, h, q, k: xp.log(jax.nn.sigmoid(score) + 1e-6)", True),
+    Case("position table", "score + rel[k - q + 15]", "lambda score, b, h, q, k: score + rel[k - q + 15]"),
+    Case("two buffers", "score + per_batch[b] + kscale[b, h]",
+         "lambda score, b, h, q, k: score + per_batch[b] + kscale[b, h]"),
+    Case("leading axis", "score + lead[0, b, h, q]", "lambda score, b, h, q, k: score + lead[0][b, h][q]", True),
+    Case("fixed row", "score + bias4[b, h, 3, q]", "lambda score, b, h, q, k: score + bias4[b][h][3, q]"),
+    Case("custom derivative", "score * 2", CUSTOM, True),
+    Case("t5", "score + spatial[h, max(q - k, 0) if max(q - k, 0) < 4"
+         " else min(4 + int(log(max(q - k, 0) / 4) / log(8.0) * 4), 4)]", T5, True),
 ]  # fmt: skip
 
 
