@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 from frisket.dsl.ir import Expr, rebuild
+from frisket.dsl.types import Type
 
 from . import rules_arithmetic, rules_boolean, rules_compare, rules_division, rules_order, rules_select, rules_whole
 from .pattern import Rule
@@ -28,11 +29,18 @@ RULES: tuple[Rule, ...] = tuple(
 _STEPS = 100_000  # a rule that undoes another would run for ever; no honest text comes near
 
 
+Row = tuple[str, frozenset[str], Callable[[Expr], Expr | None]]  # a rule's name, what must stand below, the rule
+
+
 @lru_cache(maxsize=64)
-def _by_operator(rules: tuple[Rule, ...]) -> dict[str, list[Rule]]:
-    found: dict[str, list[Rule]] = {}
+def _by_operator(rules: tuple[Rule, ...]) -> dict[tuple[str, Type], list[Row]]:
+    """The rules for an operator and the type of its first operand."""
+    found: dict[tuple[str, Type], list[Row]] = {}
     for r in rules:
-        found.setdefault(r.op, []).append(r)
+        for type in Type:
+            if r.type in (None, type):
+                run = r.apply if isinstance(r.after, Expr) or isinstance(r.before, Expr) else r.after
+                found.setdefault((r.op, type), []).append((r.name, r.below, run))
     return found
 
 
@@ -72,10 +80,15 @@ class Simplifier:
         return self.done[root]
 
     def _once(self, node: Expr) -> Expr:
-        for r in self.by_op.get(node.op, ()):
-            new = r.apply(node)
-            if new is not None:
-                self.counts[r.name] += 1
+        if not node.args:
+            return node
+        below = {a.op for a in node.args}
+        for name, wanted, run in self.by_op.get((node.op, node.args[0].type), ()):
+            if wanted and not wanted <= below:
+                continue
+            new = run(node)
+            if new is not None and new is not node:
+                self.counts[name] += 1
                 self.steps += 1
                 if self.steps > _STEPS:
                     raise RuntimeError(f"the rules do not settle: {self.counts.most_common(4)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from frisket.dsl.ir import Expr, make, rebuild
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
@@ -72,7 +73,21 @@ class Rule:
     before: Expr | str
     after: Expr | Callable[..., Expr | None]
     when: Callable[..., bool] | None = None
+    of: Type | None = None
     origin: str = ""
+
+    @cached_property
+    def below(self) -> frozenset[str]:
+        """Operators that must stand right below the top: a quick test before the real one."""
+        if isinstance(self.before, str):
+            return frozenset()
+        parts = (("lit" if a.name[1] else "") if a.op == "hole" else a.op for a in self.before.args)
+        return frozenset(p for p in parts if p)
+
+    @property
+    def type(self) -> Type | None:
+        """The type of the first operand, if it must have one."""
+        return self.of if isinstance(self.before, str) else self.before.args[0].type
 
     @property
     def op(self) -> str:
@@ -82,6 +97,8 @@ class Rule:
         """The rewritten node, or None where the row does not apply."""
         if isinstance(self.before, str):
             assert not isinstance(self.after, Expr)
+            if self.of is not None and node.args[0].type is not self.of:
+                return None
             result = self.after(node)
             return None if result is node else result
         found = match(self.before, node, {})
@@ -98,8 +115,9 @@ def rule(
     before: Expr | str,
     after: Expr | Callable[..., Expr | None],
     when: Callable[..., bool] | None = None,
+    of: Type | None = None,
 ) -> Rule:
     """A row. `when`, and `after` if it is a function, get what the holes matched, in order of appearance;
-    where `before` is an operator name, `after` gets the node."""
+    where `before` is an operator name, `after` gets the node, if its first operand has the type `of`."""
     frame = sys._getframe(1)
-    return Rule(name, before, after, when, f"{frame.f_globals['__name__']}:{frame.f_lineno}")
+    return Rule(name, before, after, when, of, f"{frame.f_globals['__name__']}:{frame.f_lineno}")

@@ -23,7 +23,7 @@ def fold(node: Expr) -> Expr | None:
 
 
 def affine(node: Expr) -> Expr | None:
-    return write(linear(node)) if node.type is INT else None
+    return write(linear(node))
 
 
 def turn(e: Expr) -> Expr | None:
@@ -39,11 +39,11 @@ FOLDED = (
 
 RULES = [
     *(rule("fold", op, fold) for op in FOLDED),
-    *(rule("affine", op, affine) for op in ("add", "sub", "neg", "mul")),
+    *(rule("affine", op, affine, of=INT) for op in ("add", "sub", "neg", "mul")),
     # absolute value, minimum, maximum
     rule("abs-of-natural", abs(x), x, natural),
     rule("abs-of-negative", abs(-x), abs(x)),
-    rule("abs-canonical", "abs", lambda e: turn(e) if e.type is INT else None),
+    rule("abs-canonical", "abs", turn, of=INT),
     rule("sign-of-positive", build("sign", x), ONE, lambda x: (interval(x)[0] or 0) > 0),
     rule("min-decided", minimum(x, y), y, ordered),
     rule("min-decided", minimum(y, x), y, lambda y, x: ordered(x, y)),

@@ -6,9 +6,9 @@ import math
 
 from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, disj, lit
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
-from frisket.dsl.types import BOOL
+from frisket.dsl.types import BOOL, INT
 
-from .affine import Linear, is_int_comparison, relation, write, write_relation
+from .affine import Linear, relation, write, write_relation
 from .facts import interval
 from .pattern import m, n, p, rule, x, y
 from .rules_division import recombined
@@ -16,8 +16,6 @@ from .rules_division import recombined
 
 def normal(node: Expr) -> Expr | None:
     """The canonical form, or a constant where signs decide."""
-    if not is_int_comparison(node):
-        return None
     op, form = relation(node.op, *node.args)
     again = recombined(form)
     if again is not None:
@@ -50,9 +48,9 @@ def _tight(op: str, form: Linear, lo: int | None, hi: int | None) -> tuple[str, 
 
 def through(node: Expr) -> Expr | None:
     """`abs min max // where` with a literal factor +-1 in a bound become bounds of their arguments."""
-    if not is_int_comparison(node):
-        return None
     op, form = relation(node.op, *node.args)
+    if all(a.op not in _SEEN for a, _ in form.terms):
+        return None
     choices = sum(a.op == "where" or _of_bool(a) for a, _ in form.terms)
     for atom, factor in form.terms:
         if choices > _CHOICES and (atom.op == "where" or _of_bool(atom)):
@@ -71,6 +69,7 @@ def through(node: Expr) -> Expr | None:
     return None
 
 
+_SEEN = frozenset({"abs", "min", "max", "floordiv", "where", "int", "sign", "mul"})
 _CHOICES = 4  # each one doubles the comparison
 
 
@@ -165,8 +164,8 @@ def _quotient(rel: str, a: Expr, d: int, bound: int) -> Expr:
 
 
 RULES = [
-    *(rule("see-through", op, through) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
-    *(rule("affine-comparison", op, normal) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
+    *(rule("see-through", op, through, of=INT) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
+    *(rule("affine-comparison", op, normal, of=INT) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
     rule("min-is-argument", eq(minimum(x, y), x), x <= y),
     rule("min-is-argument", ne(minimum(x, y), x), x > y),
     rule("min-is-argument", eq(minimum(y, x), x), x <= y),
@@ -179,6 +178,6 @@ RULES = [
     rule("mod-bound", ne(x % m, n), TRUE, lambda x, m, n: m.name > 0 and not 0 <= n.name < m.name),
     rule("bool-eq-self", eq(p, p), TRUE),
     rule("bool-ne-self", ne(p, p), FALSE),
-    rule("bool-eq", "eq", lambda e: build("not", build("xor", *e.args)) if e.args[0].type is BOOL else None),
-    rule("bool-ne", "ne", lambda e: build("xor", *e.args) if e.args[0].type is BOOL else None),
+    rule("bool-eq", "eq", lambda e: build("not", build("xor", *e.args)), of=BOOL),
+    rule("bool-ne", "ne", lambda e: build("xor", *e.args), of=BOOL),
 ]  # fmt: skip

@@ -93,8 +93,6 @@ def remainder_sees_through(a: Expr, d: Expr) -> Expr | None:
 
 
 def recombine(node: Expr) -> Expr | None:
-    if node.type is not INT:
-        return None
     form = recombined(linear(node))
     return None if form is None else write(form)
 
@@ -134,7 +132,7 @@ def merged_divisors(a: Expr, d: Expr, e: Expr) -> Expr:
 
 def bits(a: Expr, d: Expr) -> Expr | None:
     """x & 12 is 4 * (x // 4 % 4): a run of bits; and x & -8 is 8 * (x // 8)."""
-    mask = d.name
+    mask = int(d.name)
     low = mask & -mask
     if mask < 0 and -mask == low < _WIDEST:
         return low * (a // low)
@@ -172,7 +170,7 @@ def small_shift(a: Expr, s: Expr) -> bool:
 
 
 RULES = [
-    *(rule("recombine-div-mod", op, recombine) for op in ("add", "sub")),
+    *(rule("recombine-div-mod", op, recombine, of=INT) for op in ("add", "sub")),
     rule("div-by-one", x // 1, x),
     rule("div-by-zero", x // 0, ZERO),
     rule("mod-by-one", x % 1, ZERO),

@@ -11,7 +11,7 @@ from functools import reduce
 from typing import Any
 
 from frisket.dsl.ir import Expr, build, lit
-from frisket.dsl.types import FLOAT, INT
+from frisket.dsl.types import FLOAT
 
 from .affine import linear
 from .facts import ordered
@@ -116,7 +116,7 @@ def pair_in_order(node: Expr) -> Expr | None:
 def comparison_in_order(node: Expr) -> Expr | None:
     """`3.0 > score` is `score < 3.0`, with NaN too. Int comparisons have their affine form."""
     left, right = node.args
-    if left.type is INT or sort_key(left) <= sort_key(right):
+    if sort_key(left) <= sort_key(right):
         return None
     return build(MIRRORED[node.op], right, left)
 
@@ -124,6 +124,6 @@ def comparison_in_order(node: Expr) -> Expr | None:
 RULES = [
     *(rule("order-terms", op, terms_in_order) for op in ("and", "or")),
     *(rule("order-chain", op, chain_in_order) for op in ("mul", "min", "max", "bitand", "bitor", "bitxor")),
-    rule("order-sum", "add", lambda e: pair_in_order(e) if e.type is FLOAT else None),
-    *(rule("order-comparison", op, comparison_in_order) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
+    rule("order-sum", "add", pair_in_order, of=FLOAT),
+    *(rule("order-comparison", op, comparison_in_order, of=FLOAT) for op in ("lt", "le", "gt", "ge", "eq", "ne")),
 ]  # fmt: skip

@@ -96,9 +96,9 @@ RULES = [
       for f in ("neg", *sorted(FLOAT_FUNCTIONS))),
     rule("sub-choice", u - where(p, c, d), lambda u, p, c, d: u + where(p, -c.name, -d.name)),
     # positions through Float: exact below 2 ** 53, where every position is
-    rule("compare-positions", "lt", positions), rule("compare-positions", "le", positions),
-    rule("compare-positions", "gt", positions), rule("compare-positions", "ge", positions),
-    rule("compare-positions", "eq", positions), rule("compare-positions", "ne", positions),
+    rule("compare-positions", "lt", positions, of=FLOAT), rule("compare-positions", "le", positions, of=FLOAT),
+    rule("compare-positions", "gt", positions, of=FLOAT), rule("compare-positions", "ge", positions, of=FLOAT),
+    rule("compare-positions", "eq", positions, of=FLOAT), rule("compare-positions", "ne", positions, of=FLOAT),
     rule("floor-of-quotient", build("floor", build("float", x) / c), lambda x, c: x // int(c.name), whole_divisor),
     rule("int-of-quotient", build("int", build("float", x) / c), lambda x, c: x // int(c.name),
          lambda x, c: natural(x) and whole_divisor(x, c)),

@@ -29,10 +29,8 @@ def whole(e: Expr) -> Expr | None:
 
 def compare(e: Expr) -> Expr | None:
     """float(x) - float(y) <= 1.0 is x - y <= 1."""
-    if e.args[0].type is not FLOAT:
-        return None
     x, y = whole(e.args[0]), whole(e.args[1])
     return None if x is None or y is None else build(e.op, x, y)
 
 
-RULES = [rule("whole-comparison", op, compare) for op in ("lt", "le", "gt", "ge", "eq", "ne")]
+RULES = [rule("whole-comparison", op, compare, of=FLOAT) for op in ("lt", "le", "gt", "ge", "eq", "ne")]

@@ -24,15 +24,17 @@ FLOATS = [0.0, -0.0, 1.0, -1.0, 2.0, 0.5, 3.0, 7.5, -2.5, 1e-310, 1e30, 3.0e38]
 SPECIAL = [float("inf"), float("-inf"), float("nan")]
 INTS = [
     x, y, q, k, q - k, w, q % 8, q // 4, k - q, doc, 2 * q, q % 8 + 9, -1 - q % 8, 4 * q + 6 * k + 2, x // 4, x % 4,
-    q + 1, lookup("doc", (k,)), segment("off", k), 4 * (q // 4), q - q % 4, q % 12 + k, abs(q - k), minimum(x, y), maximum(q, k),
+    q + 1, lookup("doc", (k,)), segment("off", k), 4 * (q // 4), q - q % 4, q % 12 + k, abs(q - k), minimum(x, y),
+    maximum(q, k),
     build("int", flag), where(flag, 1, 0), where(flag, x, y), 3 * x - 5, -x, x // 4 + 1, q * q, x * y, h, b + 2,
     segment("off", q), build("sign", q - k), maximum(x, 3), minimum(q, 5), abs(x),
 ]  # fmt: skip
 BOOLS = [
-    flag, other, q >= k, q - k < 5, k < 4, q > k, q - k <= x, ~flag, eq(doc, lookup("doc", (k,))), lookup("doc", (k,)) > x, ne(doc, lookup("doc", (k,))), q < k, ne(q, k),
+    flag, other, q >= k, q - k < 5, k < 4, q > k, q - k <= x, ~flag, eq(doc, lookup("doc", (k,))), q < k, ne(q, k),
     eq(q, k), q >= 3, x < y, lookup("seen", (k,), BOOL), eq(q % 4, 0), flag & (q >= k), (k < 4) | flag, k >= 2,
     (q >= k) & (q - k < 5), where(flag, q >= k, k < 4), build("xor", flag, other), build("xor", q >= k, flag),
     lit(True), lit(False), q - k >= -2, q - k <= 9, eq(q - k, 3), (q >= k) | (k < 9), (q < k) & flag, eq(x, y),
+    lookup("doc", (k,)) > x, ne(doc, lookup("doc", (k,))),
 ]  # fmt: skip
 FLOATERS = [
     u,

@@ -16,7 +16,7 @@ from frisket.dsl.types import BOOL, INT
 
 BITWISE = frozenset({"bitand", "bitor", "bitxor", "bitnot", "shl", "shr"})
 SMALL = 2**5  # bound of variables in words
-TIMEOUT = 3000  # milliseconds
+TIMEOUT = 700  # milliseconds
 
 
 class Terms:
