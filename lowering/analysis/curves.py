@@ -146,14 +146,16 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
     return _solve(linear(x), op, linear(rank), needs)
 
 
-def together(e: Expr) -> tuple[Curve, ...] | None:
-    """`T[.., x(q)] == T[.., x(k)]` where the entries of one value stand together, in any order of values."""
+def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
+    """`T[.., x(q)] == T[.., x(k)]` where the entries of one value stand together, in any order of values; only the
+    values count of queries that pass what is `asked` of them beside it, as in `image[q] > 0`."""
     if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
         return None
     mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
     if depends(mine) - {"q"} or depends(theirs) - {"k"} or mine.args[:-1] != theirs.args[:-1]:
         return None
-    needs = make("has_runs", (), mine.name, BOOL)
+    plain = mine.args == (_Q,) and asked is not TRUE
+    needs = make("has_runs", (), (mine.name, asked) if plain else mine.name, BOOL)
     low, high = (
         _solve(linear(theirs.args[-1]), op, linear(make(f"run_{end}", mine.args, mine.name, INT)), needs)
         for op, end in (("ge", "first"), ("le", "last"))

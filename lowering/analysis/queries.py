@@ -28,8 +28,7 @@ def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
     if len(grid.b) * grid.q_len > LOOKED:
         return None
     bq = grid.block[0]
-    no = ways.no or ()
-    step = max(1, _BATCH // (bq * (len(ways.yes) + max(len(no), 2))))
+    step = max(1, _BATCH // (bq * (2 * len(ways.yes) + 1)))
     edge = outside(grid).reshape(len(grid.b), grid.rows, 2)
     parts = []
     for s in range(len(grid.b)):
@@ -52,21 +51,21 @@ def _tiles(ways: Solved, grid: Grid, scope: Scope, s: int, at: Array) -> tuple[A
     q, k0, bk = grid.q[s] + at, grid.k[s], grid.block[1]
     k1 = k0 + grid.kv_len - 1
     env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k1}
-    pairs = [*ways.yes, *(ways.no or ())]
-    flat = scope.values([e for pair in pairs for e in pair], env)
-    ends = np.stack([np.broadcast_to(x, q.shape) for x in flat]).reshape(len(pairs), 2, -1)
-    seen, hidden = ends[: len(ways.yes)], ends[len(ways.yes) :]
-    if ways.no is None:  # the keys before the one interval, and after it
-        first, last = seen[0]
-        none = last < first
-        before = [np.full_like(first, k0), np.where(none, k1, first - 1)]
-        after = [last + 1, np.where(none, last, k1)]
-        hidden = np.stack([np.stack(before), np.stack(after)])
-    return _in_tiles(seen, k0, k1, bk), _in_tiles(hidden, k0, k1, bk)
-
-
-def _in_tiles(ends: Array, k0: int, k1: int, bk: int) -> Array:
+    flat = scope.values([e for pair in ways.yes for e in pair], env)
+    ends = np.stack([np.broadcast_to(x, q.shape) for x in flat]).reshape(len(ways.yes), 2, -1)
     first, last = np.maximum(ends[:, 0], k0), np.minimum(ends[:, 1], k1)
+    first = np.where(first <= last, first, k1 + 1)  # terms that show nothing go behind all keys
+    order = np.argsort(first, axis=0)
+    first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
+    reach = np.maximum.accumulate(np.where(first <= k1, last, k0 - 1), axis=0)
+    hidden = [
+        np.concatenate([np.full_like(q, k0)[None], reach + 1]),
+        np.concatenate([first, np.full_like(q, k1 + 1)[None]]),
+    ]
+    return _in_tiles(first, np.where(first <= k1, last, 0), k0, bk), _in_tiles(hidden[0], hidden[1] - 1, k0, bk)
+
+
+def _in_tiles(first: Array, last: Array, k0: int, bk: int) -> Array:
     start = (first - k0) // bk
     return np.stack([start, np.where(first <= last, (last - k0) // bk + 1, start)], axis=-1)
 

@@ -76,7 +76,7 @@ class Solved:
     beside it says of some, and every anchor holds."""
 
     yes: tuple[Interval, ...]
-    no: tuple[Interval, ...] | None  # of the negation; None where `full` says it
+    no: tuple[Interval, ...] | None  # of the negation, where that is made of bounds too
     full: Interval | None  # the keys that every query sees, of a mask with one term
     needs: Expr
     rowwise: bool
@@ -105,7 +105,7 @@ def solved(mask: Expr) -> Solved | None:
     if len(mine) == 1:
         return _solved(mine, [], _everywhere(mine[0]))
     theirs = _terms(simplify(negate(mask)))
-    return None if theirs is None else _solved(mine, theirs, None)
+    return _solved(mine, theirs or [], None, rowwise=theirs is not None)
 
 
 def intervals(mask: Expr) -> tuple[Interval, ...] | None:
@@ -116,16 +116,16 @@ def intervals(mask: Expr) -> tuple[Interval, ...] | None:
     return tuple(_visible(t) for t in mine)
 
 
-def _solved(mine: Sequence[Term], theirs: Sequence[Term], full: Interval | None) -> Solved:
+def _solved(mine: Sequence[Term], theirs: Sequence[Term], full: Interval | None, rowwise: bool = True) -> Solved:
     both = [*mine, *theirs]
     curves = [c for t in both for c in t.curves]
     anchors = (t.anchor for t in both)
     return Solved(
         tuple(_visible(t) for t in mine),
-        None if full is not None else tuple(_visible(t) for t in theirs),
+        None if full is not None or not rowwise else tuple(_visible(t) for t in theirs),
         full,
         simplify(conj(*(t.needs for t in both))),
-        all(not t.asks for t in both),
+        rowwise and all(not t.asks for t in both),
         tuple(dict.fromkeys((c.value, simplify(c.rising)) for c in curves)),
         tuple(dict.fromkeys(a for a in anchors if a is not None)),
     )
@@ -145,10 +145,11 @@ def _term(term: Expr) -> Term | None:
     curves: list[Curve] = []
     asks: list[Expr] = []
     needs = TRUE
+    asked = conj(*(e for e in s.rest if "k" not in depends(e)))
     for e in s.rest:
         which = "k" if "k" in depends(e) else "q"  # a bound on q is one on k with the names exchanged
-        found = together(e) or solve(e if which == "k" else substitute(e, {_Q: _K}))
-        if found is None and which == "q":
+        found = together(e, asked) or solve(e if which == "k" else substitute(e, {_Q: _K}))
+        if which == "q" and (found is None or any(c.needs is not TRUE for c in found)):
             asks.append(e)
             continue
         if found is None:

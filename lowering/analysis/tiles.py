@@ -15,10 +15,13 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr, make
+from frisket.dsl.ir import Expr, make, uses
 from frisket.dsl.types import BOOL
 
-from .questions import always, mixed, never
+from ..simplify import simplify
+from ..simplify.rules_boolean import negate
+from .questions import always, mixed, never, some
+from .seams import pieces, seams
 from .table import Table
 
 Array = NDArray[Any]
@@ -107,9 +110,23 @@ class Scope:
         found = {f"{how}_{end}": standing(how, end) for how in ("run", "segment", "rank") for end in ("first", "last")}
         facts = {
             "is_sorted": lambda node: np.asarray(self.tables[node.name].sorted),
-            "has_runs": lambda node: np.asarray(self.tables[node.name].has_runs),
+            "has_runs": lambda node: np.asarray(self._has_runs(node.name)),
         }
         return {"range_min": ranging("min"), "range_max": ranging("max"), **found, **facts}
+
+    def _has_runs(self, name: Any) -> bool:
+        """Whether equal entries of a table stand together, of those where a condition on the query holds."""
+        if isinstance(name, str):
+            return self.tables[name].has_runs
+        table, asked = self.tables[name[0]], name[1]
+        if table.has_runs:
+            return True
+        if {"b", "h"} & uses(asked):
+            return False
+        kept = np.broadcast_to(self.value(asked, {"q": np.arange(table.array.size)}), table.array.shape)
+        starts = table.starts[np.logical_or.reduceat(kept, table.starts)]
+        values = table.array[starts]
+        return len(np.unique(values)) == len(values)
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,6 @@ class Boxes:
 def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
     """The boxes of `mask` over `grid`; every tile not covered is EMPTY."""
     questions = (always(mask), never(mask), mixed(mask))
-    bq, bk = grid.block
     n = len(grid.b)
     zero = np.zeros(n, np.int64)
     waiting = [np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns])]
@@ -147,9 +163,7 @@ def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
         yes, no, both = _answers(questions, {**env, "single": single}, scope, len(s))
         # outside the lengths is False: a box with a cut tile is not FULL, and its cut tiles are narrower
-        cut_q = (r1 == grid.rows) & bool(grid.q_len % bq)
-        cut_k = (c1 == grid.columns) & bool(grid.kv_len % bk)
-        cut = cut_q | cut_k
+        cut = cut_off(grid, live)
         full, partial = yes & ~cut & ~no, (both | (yes & cut & single)) & ~no
         done.append(_kinds(live[:, full], FULL))
         done.append(_kinds(live[:, partial], PARTIAL))
@@ -160,6 +174,13 @@ def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
         if not single.all():
             waiting.append(_split(rest[:, ~single]))
     return Boxes(*np.concatenate(done, axis=1))
+
+
+def cut_off(grid: Grid, live: Array) -> Array:
+    """Which boxes hold tiles that reach outside the lengths."""
+    _, _, r1, _, c1 = live
+    last_row, last_column = (r1 == grid.rows), (c1 == grid.columns)
+    return np.asarray((last_row & bool(grid.q_len % grid.block[0])) | (last_column & bool(grid.kv_len % grid.block[1])))
 
 
 def _corners(grid: Grid, live: Array) -> dict[str, Array]:
@@ -204,14 +225,15 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope) -> Array:
     kind = np.full(tiles.shape[1], -1)
     env = _corners(grid, tiles)
     bq, bk = grid.block
-    for points in (_witnesses, _lattice):
+    for points in (_witnesses, _lattice, _lines):
         open_ = np.flatnonzero(kind < 0)
-        for some in np.array_split(open_, -(-len(open_) // _CHUNK)) if len(open_) else ():
-            seen = scope.value(mask, points({n: v[some] for n, v in env.items()}))
-            seen = np.broadcast_to(seen, (len(some), *seen.shape[1:])).reshape(len(some), -1)
-            kind[some[seen.any(axis=1) & ~seen.all(axis=1)]] = PARTIAL
+        for few in np.array_split(open_, -(-len(open_) // _CHUNK)) if len(open_) else ():
+            seen = scope.value(mask, points({n: v[few] for n, v in env.items()}))
+            seen = np.broadcast_to(seen, (len(few), *seen.shape[1:])).reshape(len(few), -1)
+            kind[few[seen.any(axis=1) & ~seen.all(axis=1)]] = PARTIAL
         if bq * bk <= 1024:
             break
+    _ask_pieces(mask, env, kind, cut_off(grid, tiles), scope)
     open_ = np.flatnonzero(kind < 0)
     step = max(1, _BATCH // (bq * bk))
     for start in range(0, len(open_), step):
@@ -224,6 +246,22 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope) -> Array:
         scope.settled += len(mine)
         kind[mine] = _look(mask, grid, {n: v[mine] for n, v in env.items()}, scope)
     return np.concatenate([tiles, kind[None]])[:, kind != EMPTY]
+
+
+def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, scope: Scope) -> None:
+    """Settle tiles from what is certain of their pieces, between the seams of `//` and `%`."""
+    questions = (always(mask), never(mask), some(mask), some(simplify(negate(mask))))
+    open_ = np.flatnonzero(kind < 0)
+    if not len(open_) or not seams(mask):
+        return
+    for mine in np.array_split(open_, -(-len(open_) // (_CHUNK >> 4))):
+        owner, corners = pieces(mask, {n: v[mine] for n, v in env.items()}, scope.value)
+        at = {**corners, **{n: env[n][mine][owner] for n in ("b", "h", "tk")}, "single": np.ones(len(owner), bool)}
+        yes, no, seen, hidden = _answers(questions, at, scope, len(owner))
+        heads = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
+        full, empty = (np.logical_and.reduceat(x, heads) for x in (yes, no))
+        both = np.logical_or.reduceat(seen | yes, heads) & (np.logical_or.reduceat(hidden | no, heads) | cut[mine])
+        kind[mine] = np.where(empty, EMPTY, np.where(both, PARTIAL, np.where(full, FULL, -1)))
 
 
 def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:
@@ -245,6 +283,14 @@ def _lattice(env: Mapping[str, Array]) -> dict[str, Array]:
     q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
     q = q0 + (q1 - q0) * i // 15
     k = k0 + ((k1 - k0) * j // 15 + 5 * i) % (k1 - k0 + 1)
+    return {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
+
+
+def _lines(env: Mapping[str, Array]) -> dict[str, Array]:
+    """Every key of five queries of each tile, for visible points that lie thin: [tiles, 5, keys]."""
+    q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
+    q = q0 + (q1 - q0) * np.array([0, 27, 50, 76, 100])[:, None] // 100
+    k = np.minimum(k0 + np.arange(int((env["k1"] - env["k0"]).max()) + 1), k1)
     return {"b": env["b"][:, None, None], "h": env["h"][:, None, None], "q": q, "k": k}
 
 
