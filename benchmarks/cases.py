@@ -123,6 +123,10 @@ def documents(s: int) -> dict[str, Case]:
         middle = (inside * 3 > lengths[labels(off)]) & (inside * 3 < 2 * lengths[labels(off)])
         return {"kind": np.where(middle, 1 + labels(off), 0).astype(np.int32)}
 
+    def prefixes() -> Params:  # half of the document, or more than there is
+        longer = np.arange(len(lengths)) % 3 == 2
+        return {**packed, "size": np.where(longer, lengths + 3, lengths // 2).astype(np.int32)}
+
     def prompts() -> Params:  # the first of three documents is the prompt of the next two
         return {"off": off, "prompt": (np.arange(len(lengths)) // 3 * 3).astype(np.int32)}
 
@@ -132,9 +136,7 @@ def documents(s: int) -> dict[str, Case]:
 
     packed: Params = {"off": off}
     return {
-        "prefix_document(off, len)": case(
-            "prefix_document(off, size)", lambda: {**packed, "size": (lengths // 2).astype(np.int32)}
-        ),
+        "prefix_document(off, len)": case("prefix_document(off, size)", prefixes),
         "shared_prefix(off, prompt)": case("shared_prefix(off, prompt)", prompts),
         "same(t)": case("same(doc)", lambda: {"doc": labels(off)}),
         "same_by_batch(t)": case("same_by_batch(doc)", lambda: ids(2), batch=2),

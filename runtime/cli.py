@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     from . import cli_commands as commands
     from .cli_check import check
     from .cli_doctor import doctor
+    from .cli_library import library
     from .cli_plot import plot
     from .cli_run import run
 
@@ -108,6 +109,7 @@ def parser() -> argparse.ArgumentParser:
     emit.add_argument("--head-dim", type=positive, default=64)
     emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
     add_run(command("run", run, "attention over packed files, timed and checked", subject))
+    command("library", library, "the entries of the library").add_argument("name", nargs="?", help="one, in full")
     command("doctor", doctor, "what is installed and what runs here")
     return top
 
