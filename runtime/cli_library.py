@@ -27,10 +27,10 @@ def library(args: argparse.Namespace, console: Console) -> Answer:
     if args.name is not None:
         for e in chosen:
             facts = [("entry", e.signature), ("", e.sentence), ("formula", e.formula), ("source", e.source)]
-            answer.text += ["", *rows([*facts, ("text", e.text)])][not answer.text :]
+            answer.text += [*([""] if answer.text else []), *rows([*facts, ("text", e.text)])]
         return answer
     for section, part in groupby(chosen, key=lambda e: e.section):
-        answer.text += ["", Text(section, "bold")][not answer.text :]
+        answer.text += [*([""] if answer.text else []), Text(section, "bold")]
         for e in part:
             short = e.signature if len(e.signature) <= 44 else f"{e.name}(… {len(e.params)} arguments)"
             answer.text.append(f"  {short:<44}  {e.sentence}")
