@@ -38,9 +38,11 @@ class Reader:
         import jax
 
         if isinstance(value, jax.core.Tracer):
+            name = next((f"`{n}`" for n, x in self.names if x is value), "an array")
             raise TraceError(
-                "the function captures an array that jax.jit or another transform traces, which has no values yet: "
-                'write the mask as text and pass the array by name, as in mask("doc[q] == doc[k]", doc=doc)'
+                f"the function captures {name}, which jax.jit or another transform traces: it has no values yet; "
+                'write the mask as text and give the array to the call, as in frisket.compile(mask="doc[q] == doc[k]") '
+                "and att(q, k, v, doc=doc)"
             )
         for name, array in self.names:
             if array is value:

@@ -236,8 +236,9 @@ def test_an_array_that_is_traced_itself():
     with pytest.raises(TraceError) as caught:
         jax.jit(step)(doc)
     assert str(caught.value) == (
-        "the function captures an array that jax.jit or another transform traces, which has no values yet: write the "
-        'mask as text and pass the array by name, as in mask("doc[q] == doc[k]", doc=doc)'
+        "the function captures `ids`, which jax.jit or another transform traces: it has no values yet; write the mask "
+        'as text and give the array to the call, as in frisket.compile(mask="doc[q] == doc[k]") and '
+        "att(q, k, v, doc=doc)"
     )
 
 
@@ -248,3 +249,11 @@ def test_a_mask_made_inside_jit_over_arrays_that_are_not():
         return x + jnp.asarray(visible).sum()
 
     assert step(jnp.float32(0)) == sum(int(a == b) for a in doc.tolist() for b in doc.tolist())
+
+
+def test_a_captured_array_gives_way_to_a_traced_one():
+    x = jnp.ones((1, 5, 1, 4))
+    visible = frisket.compile(mask=frisket.mask(lambda q, k: doc[q] == doc[k]))
+    other = jnp.array([0, 1, 1, 1, 1])
+    got = jax.jit(lambda ids: visible(x, x, x * jnp.arange(5.0)[:, None, None], doc=ids))(other)
+    np.testing.assert_allclose(got[0, :, 0, 0], [0.0, 2.5, 2.5, 2.5, 2.5])
