@@ -1,0 +1,42 @@
+"""The table's callables in attention, beside flex_attention itself."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.torch_callables import mask_case, score_case  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: E402
+
+import frisket as fk  # noqa: E402
+from frisket.dsl.errors import BackwardError  # noqa: E402
+
+PAIRS = [
+    ("causal", "alibi"), ("sliding window", "softcap"), ("document", "relative table"), ("vsa top-k", "mla rope"),
+    ("shared prefix", "three biases"), ("noop", "causal"), ("padding", "chained"), ("nested", "twice"),
+    ("two biases", "identity"), ("longformer", "sigmoid gate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "score"), PAIRS)
+def test_as_flex_attention_computes_it(mask, score):
+    hide, change = mask_case(mask), score_case(score)
+    g = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(2, 4, 24, 16, generator=g) for _ in range(3))
+    block = create_block_mask(hide.fn, 2, 4, 24, 24, device="cpu")
+    with torch.no_grad():
+        want = flex_attention(q, k, v, score_mod=change.fn, block_mask=block)
+        got = fk.attention(q, k, v, mask=hide.fn, score=change.fn)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_learned_table_without_its_gradient_is_refused():
+    slopes = torch.nn.Parameter(torch.ones(4))
+    q = torch.randn(1, 4, 8, 16)
+    att = fk.compile(score=lambda s, b, h, q, k: s + slopes[h] * (k - q))
+    with pytest.raises(BackwardError, match="`slopes` requires a gradient; the backward comes"):
+        att(q, q, q)
+    with torch.no_grad():
+        att(q, q, q)
+    att(q, q, q, slopes=slopes.detach())
