@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import EvaluationError, Undecided
+from frisket.dsl.errors import MismatchError, Undecided
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, make
 from frisket.lowering.analysis.count import literal
@@ -135,7 +135,7 @@ def _visible(
 
     at = _answered(question, given, joint, ask, q_len, kv_len, **where)
     if at is not None and not _shows(joint, at, _sizes(q_len, kv_len, **where)):
-        raise EvaluationError(f"the analysis and the interpreter differ at {at}\n  please report this with the mask")
+        raise MismatchError(f"the analysis and the interpreter differ at {at}\n  please report this with the mask")
     return at
 
 

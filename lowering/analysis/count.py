@@ -163,7 +163,6 @@ class Rowwise:
             order = np.argsort(first, axis=0)
             first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
         reach = np.concatenate([np.full((1, n), self.k0 - 1), np.maximum.accumulate(last, axis=0)])
-        reach = np.maximum(reach, self.k0 - 1)
         total = np.maximum(last - np.maximum(first, reach[:-1] + 1) + 1, 0).sum(axis=0)
         gaps = [(reach[i] + 1, first[i] - 1) for i in range(len(plain))]
         return total, [*gaps, (reach[-1] + 1, np.asarray(self.k1))]
@@ -235,14 +234,16 @@ class Rowwise:
     def _count(self, p: Part, q: Array) -> Array:
         if p.unequal:
             return self._count_unequal(p, q)
+        if not chained(p.digits):
+            p = _folded(p)
+        if p.digits and (p.groups or p.keys or not chained(p.digits)):
+            p = self._digits_spread(p)
         lo, hi = self._ends(p)
         if p.along:
             if p.keys or p.groups or p.digits:
                 raise Beyond
             sums, first = self._along_sums(p.along), self.q0 - self.k1
             return np.asarray(np.where(hi < lo, 0, sums[q - lo - first + 1] - sums[np.minimum(q - hi, q - lo) - first]))
-        if p.digits and (p.groups or p.keys or not chained(p.digits)):
-            p = self._digits_spread(p)
         if p.groups:
             return self._grouped(p).count(list(p.groups.values()), lo - self.k0, hi - self.k0)
         if p.keys:
@@ -292,6 +293,18 @@ class Rowwise:
             held = self._over_keys(conj(*sorted(p.keys, key=str))) if p.keys else None
             self._groups[name] = Groups([self._over_keys(e) for e in p.groups], held)
         return self._groups[name]
+
+
+def _folded(p: Part) -> Part:
+    """Where `k % 4` is given, what is said of `k % 2` is a condition on the query."""
+    digits, rows = dict(p.digits), np.asarray(True)
+    for x in p.digits:
+        for y, (least, greatest) in p.digits.items():
+            finer = x in digits and x.step == y.step and x.base < y.base and y.base % x.base == 0
+            if finer and np.all(least >= greatest):
+                lo, hi = digits.pop(x)
+                rows = rows & (lo <= least % x.base) & (least % x.base <= hi)
+    return replace(p, digits=digits).where(rows)
 
 
 def literal(mask: Expr, values: Mapping[str, Any]) -> Expr:

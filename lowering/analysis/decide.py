@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import EvaluationError
+from frisket.dsl.errors import EvaluationError, MismatchError
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, substitute, var
 
 from ..simplify import simplify
@@ -82,7 +82,7 @@ def _first_key(mask: Expr, rows: Rowwise, scope: Scope, q: int) -> int:
         seen = np.broadcast_to(scope.value(mask, {**rows.at, "q": q, "k": k}), k.shape)
         if seen.any():
             return int(k[np.argmax(seen)])
-    raise EvaluationError(f"row {q} was counted to have a key and has none\n  please report this with the mask")
+    raise MismatchError(f"row {q} was counted to have a key and has none\n  please report this with the mask")
 
 
 def _known(question: Expr, env: dict[str, Any], scope: Scope, n: int) -> Array:

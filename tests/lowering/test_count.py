@@ -13,7 +13,7 @@ from support import brute, masks
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import build
-from frisket.dsl.sugar import eq, h, k, ne, q
+from frisket.dsl.sugar import eq, h, k, maximum, ne, q
 from frisket.lowering.analysis.clauses import products
 from frisket.lowering.analysis.count import Rowwise
 from frisket.lowering.analysis.driver import SIZE_NAMES, grid_of
@@ -72,6 +72,11 @@ QUASI_AFFINE = {
     "two periods": eq((q - k) % 6, 0) & eq((q - k) % 4, 0) & (q >= k),
     "two thirds": (k <= (q * 2) // 3) | eq((q - k) % 4, 2),
     "rows apart": (q >= k) & (q - k < 50) & ((q < 100) | (q > 300) | eq(k % 3, 0)),
+    "sum": eq((q + k) % 5, 2) & (k - q < 90),
+    "far": (abs(q - k) > q // 3) & (k < 700),
+    "either far": 2 * maximum(q - k, k - 40) >= q // 4,
+    "from half": abs(q // 2 - k) * 2 >= q // 3,
+    "periods within": eq((q - k) % 12, 5) & eq(k % 2, 1),
     "unequal": (q >= k) & ne((q - k) % 7, 2),
     "digits": (build("floordiv", k, q * 0 + 9) % 5 <= (q // 9) % 5) & (k % 9 >= q % 9) & (q - k < 200),
     "heads": (q >= k) & (q - k < 40 * h + 3) & eq(k % 2, 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -80,7 +79,7 @@ def test_written_masks(name):
         check(other, e, masks.case(e, rng))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_masks(seed):
     rng = random.Random(seed)
@@ -106,6 +105,9 @@ def test_answers_read_well():
     assert str(near.equivalent("sliding(255, 0)", 512, 512)) == "yes: both show the same positions"
     assert str(near.equivalent(causal, 512, 512)) == (
         "no: query 256 sees key 0 under the second mask and not under the first (b 0, h 0)"
+    )
+    assert str(causal.equivalent(near, 512, 512)) == (
+        "no: query 256 sees key 0 under the first mask and not under the second (b 0, h 0)"
     )
     assert str(fk.mask("window(4) & q - k > 8").is_empty(99, 99)) == "yes: no query sees a key"
     assert str(causal.is_empty(4, 4)) == "no: query 0 sees key 0 (b 0, h 0)"
@@ -142,8 +144,11 @@ def test_where_is_a_crop_in_global_positions():
     assert not fk.mask("bottom_right").empty_rows(4, 10)
 
 
+NOWHERE = "(q ^ k) + (q & k) > (q | k)"  # no analysis of ours knows that these are equal
+
+
 def test_past_the_budget_nothing_is_guessed():
-    never = fk.mask("(q ^ k) + (q & k) > (q | k)")  # no analysis of ours knows that these are equal
+    never = fk.mask(NOWHERE)
     assert never.is_empty(300, 300)
     with pytest.raises(Undecided) as error:
         never.is_empty(300, 300, budget=10_000)
@@ -159,6 +164,17 @@ def test_past_the_budget_nothing_is_guessed():
         never.empty_rows(300, 300, budget=10)
     with pytest.raises(Undecided, match="empty_rows"):
         fk.mask("causal & window(5)").empty_rows(300, 300, budget=10)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 149), st.integers(0, 232), st.integers(0, 2))
+def test_a_lone_position_is_found(query, key, head):
+    """Where only a search will do, it passes nothing by."""
+    m = fk.mask(f"{NOWHERE} | (q == {query} & k == {key} & h == {head})")
+    assert m.is_empty(150, 233, heads=3).witness == (0, head, query, key)
+    assert (~m).equivalent("true", 150, 233, heads=3).witness == (0, head, query, key)
+    full = fk.mask(f"({NOWHERE} | q != {query}) & (k == (q * 7 + 3) % 233)")  # no likely key
+    assert full.empty_rows(150, 233).witness == (0, 0, query, None)
 
 
 def test_what_is_refused():
@@ -184,10 +200,11 @@ LONG = 1 << 20
     ],
 )  # fmt: skip
 def test_a_million_tokens(first, second, holds):
-    """No work grows with their square: a second is a hundred times what these take, and none of what that would."""
+    """Of 10^12 positions, what is looked at is a few for every token at most: the budget says so."""
     doc = np.repeat(np.arange(LONG // 4096), 4096)
     m, n = (fk.mask(t, doc=doc) if "doc" in t else fk.mask(t) for t in (first, second))
-    start = time.perf_counter()
-    assert bool(m.implies(n, LONG, LONG)) is holds
-    assert m.empty_rows(LONG, LONG).holds is False
-    assert time.perf_counter() - start < 1
+    assert bool(m.implies(n, LONG, LONG, budget=3 * LONG)) is holds
+    assert m.empty_rows(LONG, LONG, budget=3 * LONG).holds is False
+    if "doc" not in first:
+        assert bool(m.implies(n, LONG, LONG, budget=100_000)) is holds
+        assert m.empty_rows(LONG, LONG, budget=100_000).holds is False

@@ -77,6 +77,20 @@ def test_explain_a_point(run):
     assert json.loads(out)["visible"] is True
 
 
+def test_explain_a_tile(run):
+    assert run("explain", "causal & window(w)", "--set", "w=256", "--tile", "8,2") == (
+        0,
+        "tile      queries 1,024..1,151, keys 256..383\nanswer    empty\n"
+        "because   abs(q - k) < w is false throughout: abs(q - k) = 641..895, w = 256\n",
+        "",
+    )
+    status, out, _ = run("explain", "causal", "--tile", "5,5", "--json")
+    data = json.loads(out)
+    assert (status, data["kind"], data["tile"]) == (0, "partial", [5, 5])
+    assert data["visible_at"] == {"b": 0, "h": 0, "q": 640, "k": 640}
+    assert data["hidden_at"] == {"b": 0, "h": 0, "q": 640, "k": 641}
+
+
 BAD = {
     "show 'q - k'": "MaskSyntaxError: a mask needs a Bool, this is an Int\n  mask 1:1\n    q - k\n    ^^^^^\n"
     "  compare it with something, for example `q - k >= 0`\n",
@@ -95,6 +109,10 @@ BAD = {
     "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
     "explain causal --q 3": "ShapeError: --q and --k go together: a query and a key, for example --q 300 --k 17\n",
     "explain softcap(50) --q 3 --k 3": "ShapeError: a score mod hides nothing; --q and --k explain a mask\n",
+    "explain causal --tile 0,0 --q 3 --k 3": "ShapeError: --tile explains a tile, --q and --k a position: "
+    "give one of them\n",
+    "explain softcap(50) --tile 0,0": "ShapeError: a score mod hides nothing; --tile explains a mask\n",
+    "explain causal --q-len 300 --tile 3,0": "ShapeError: tile row 3 is outside this layout, which has 0..2\n",
     "explain causal --q-len 8 --q 9 --k 3": "ShapeError: q = 9 is outside 0..8\n"
     "  positions are global, below `sizes`\n",
     "run causal --tokens nothere.md": "cannot read nothere.md: No such file or directory\n",
