@@ -11,6 +11,7 @@ Needs no package: a chromium or Chrome on the PATH.
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -36,38 +37,57 @@ def executable() -> str | None:
     return None
 
 
+def _pipe() -> tuple[int, int]:
+    """A pipe away from the numbers that the browser gives its own."""
+    ends = os.pipe()
+    high = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 10), fcntl.fcntl(ends[1], fcntl.F_DUPFD_CLOEXEC, 10)
+    for end in ends:
+        os.close(end)
+    return high
+
+
 class Page:
     """One page of one browser. `complaints` are errors and warnings of its console, exceptions, and every
     request that leaves the file."""
 
-    def __init__(self, path: Path | str, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        self.serial, self.rest, self.events = 0, b"", []
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.serial, self.rest, self.session = 0, b"", None
         self.complaints: list[str] = []
         self.profile = tempfile.TemporaryDirectory(prefix="frisket-browser-", ignore_cleanup_errors=True)
-        ours, theirs = os.pipe(), os.pipe()  # we write, it reads on 3; it writes on 4, we read
+        heard, self.to = _pipe()  # it reads on 3, writes on 4
+        self.back, said = _pipe()
         command = [
             executable(), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--mute-audio",
             "--disable-dev-shm-usage", "--disable-extensions", "--hide-scrollbars", "--force-device-scale-factor=1",
             "--remote-debugging-pipe", f"--user-data-dir={self.profile.name}", "about:blank",
         ]  # fmt: skip
-        shell = f'exec "$@" 3<&{ours[0]} 4>&{theirs[1]}'
         self.process = subprocess.Popen(
-            ["bash", "-c", shell, "browser", *command], pass_fds=(ours[0], theirs[1]), stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            ["bash", "-c", f'exec "$@" 3<&{heard} 4>&{said}', "browser", *command], pass_fds=(heard, said),
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        os.close(ours[0])
-        os.close(theirs[1])
-        self.to, self.back = ours[1], theirs[0]
-        self.session = None
-        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.ask(f"{domain}.enable")
-        self.ask("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        os.close(heard)
+        os.close(said)
+        try:
+            target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+            self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+            for domain in ("Page", "Runtime", "Log", "Network"):
+                self.ask(f"{domain}.enable")
+            nothing = {"latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+            self.ask("Network.emulateNetworkConditions", offline=True, **nothing)
+            if path is not None:
+                self.go(path)
+        except BaseException:
+            self.close()
+            raise
+
+    def go(self, path: Path | str, dark: bool = False, width: int = 1280, height: int = 800) -> None:
+        """Open a file, and wait until all of it is drawn."""
+        self.complaints.clear()
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.ask("Page.navigate", url=Path(path).resolve().as_uri())
+        self.until(f"location.href === {json.dumps(Path(path).resolve().as_uri())}")
         self.until("document.documentElement?.dataset.ready === 'yes'")
         self.settle()
 
@@ -75,6 +95,9 @@ class Page:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self.to)  # it leaves when nobody is there any more
         try:
             self.process.wait(5)
