@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -24,7 +23,7 @@ from .jaxpr_arrays import scalar
 from .jaxpr_scalars import argument
 from .symbol import Symbol
 from .types import FLOAT
-from .user_line import CHAIN, WORDS, is_users, line
+from .user_line import NO_TRUTH, fail, instead, raised_at
 
 # -- which functions are JAX's ----------------------------------------------------------------------
 
@@ -63,6 +62,8 @@ def captured(value: Any, name: str = "", seen: dict[int, Any] | None = None) -> 
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if any(cls.__module__.startswith("torch.") for cls in type(value).__mro__):
+        return  # a tensor, or a torch.nn.Module, which may hold thousands of them
     if isinstance(value, partial):
         yield "", value.func
         yield from zip(_argument_names(value.func), value.args)
@@ -132,7 +133,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     except TraceError:
         raise
     except (TypeError, IndexError, ValueError, AttributeError, OverflowError, NotImplementedError) as error:
-        raise TraceError(_explained(error)) from error
+        fail(_explained(error, raised_at(error)), error)
     if not hasattr(result, "dtype"):
         return result  # nothing, or several
     if result.shape:
@@ -148,31 +149,15 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
 # -- errors at the user's line ----------------------------------------------------------------------
 
 
-def _explained(error: Exception) -> str:
-    """The message of an error that JAX or the function raised, at the user's line."""
-    place, at = "", error.__traceback__
-    while at is not None:
-        if is_users(at.tb_frame):
-            place = line(at.tb_frame.f_code.co_filename, at.tb_lineno)
-        at = at.tb_next
-    return f"{_reason(error, place.partition(chr(10))[2])}\n  {place}".rstrip()
-
-
-def _reason(error: Exception, source: str) -> str:
+def _explained(error: Exception, where: str) -> str:
+    """The message of an error that JAX or the function raised."""
     name = type(error).__name__
     if name == "TracerBoolConversionError":
-        return "a position has no truth value while the function is traced: " + _instead(source)
+        return f"{NO_TRUTH}: {instead(where, 'jnp')}"
     if name == "TracerIntegerConversionError":
         return "a position is not a number while the function is traced: no range(), no Python indexing"
     if name == "TracerArrayConversionError":
         return "numpy meets a position that JAX traces: use jax.numpy, and index `jnp.asarray(x)` for a numpy array x"
     if name == "ConcretizationTypeError":
         return "a position has no value while the function is traced: leave float() and int() out, or use .astype"
-    return f"{name}: {str(error).strip().splitlines()[0]}"
-
-
-def _instead(source: str) -> str:
-    found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
-    if re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"\b(and|or|if)\b|[&|]", source):
-        found = [CHAIN]
-    return "; ".join(found or [*WORDS.values(), CHAIN]).format(where="jnp.where")
+    return f"{name}: {str(error).strip().partition(chr(10))[0]}".removesuffix(": ")

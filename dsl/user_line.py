@@ -20,8 +20,9 @@ WORDS = {
     "and": "write `(x) & (y)` for `x and y`",
     "or": "write `(x) | (y)` for `x or y`",
     "not": "write `~(x)` for `not x`",
-    "if": "write `{where}(condition, a, b)` for `a if condition else b`",
+    "if": "write `{module}.where(condition, a, b)` for `a if condition else b`",
 }
+NO_TRUTH = "a position has no truth value while the function is traced"
 CHAIN = "write `(a <= x) & (x < b)` for `a <= x < b`"
 CALLS = {
     "min": "write `{module}.minimum(x, y)` for `min(x, y)`",
@@ -58,24 +59,32 @@ def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     """Raise `TraceError` at the user's line: the one that runs, or where `cause` was raised."""
     if cause is None:
         raise TraceError(f"{message}\n  {place()}")
-    last, step = None, cause.__traceback__
+    raise TraceError(f"{message}\n  {raised_at(cause)}".rstrip()) from cause
+
+
+def raised_at(cause: BaseException) -> str:
+    """The user's line that an error passed through last."""
+    last, step = "", cause.__traceback__
     while step is not None:
         if is_users(step.tb_frame):
             last = line(step.tb_frame.f_code.co_filename, step.tb_lineno)
         step = step.tb_next
-    raise TraceError(message + (f"\n  {last}" if last else "")) from cause
+    return last
 
 
 def no_truth() -> NoReturn:
     """A symbol was asked whether it is true: say what the user's line does instead."""
-    source = place().partition("\n")[2]
-    module = _array_module()
+    fail(f"{NO_TRUTH}: {instead(place(), _array_module())}")
+
+
+def instead(where: str, module: str) -> str:
+    """What to write for the words on a user's line, with the functions of `module`."""
+    source = where.partition("\n")[2]
     found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
     found = found or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){word}\(", source)]
     if not found and re.search(r"[<>]=?[^<>=]+[<>]=?", source) and not re.search(r"[&|]", source):
         found = [CHAIN]
-    advice = "; ".join(found or [*WORDS.values(), CHAIN]).format(where=f"{module}.where", module=module)
-    fail(f"a position has no truth value while the function is traced: {advice}")
+    return "; ".join(found or [*WORDS.values(), CHAIN]).format(module=module)
 
 
 def _array_module() -> str:
