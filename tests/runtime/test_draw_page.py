@@ -268,6 +268,23 @@ def test_drag_pans(fresh):
     assert after[1] - before[1] == pytest.approx(100 / before[2])
 
 
+def test_two_fingers_zoom(fresh):
+    def touch(kind, *points):
+        fingers = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(points)]
+        fresh.ask("Input.dispatchTouchEvent", type=kind, touchPoints=fingers)
+
+    fresh.ask("Emulation.setTouchEmulationEnabled", enabled=True)
+    fresh.evaluate("zoom(4)")
+    scale, middle = fresh.evaluate("[view.scale, keyAt(400)]")
+    touch("touchStart", (350, 400), (450, 400))
+    for step in range(1, 11):
+        touch("touchMove", (350 - 5 * step, 400), (450 + 5 * step, 400))
+    touch("touchEnd")
+    fresh.ask("Emulation.setTouchEmulationEnabled", enabled=False)
+    assert fresh.evaluate("view.scale") == pytest.approx(2 * scale, rel=0.02)
+    assert fresh.evaluate("keyAt(400)") == pytest.approx(middle, abs=1)
+
+
 def test_click_holds_and_escape_lets_go(fresh):
     fresh.click(*place(fresh, 300, 200))
     held = fresh.text("#because")
