@@ -133,3 +133,39 @@ def test_the_table_is_covered():
               "float_power", "float", "double", "half", "bfloat16", "bool", "int", "long", "short", "fabs"}  # fmt: skip
     swapped = {n for n in SCALARS if n[0] == "r" and n[1:] in (*BINARY, "div", "and", "or", "xor")}
     assert set(SCALARS) == {*UNARY, *BINARY, *others, *swapped, "div", "divide", "fmod", "logical_and", "logical_or", "logical_xor"}  # fmt: skip
+
+
+SHAPED = {
+    "permute": lambda x: x.permute(3, -4, 2, 1), "permute of a list": lambda x: torch.permute(x, (1, 0, 3, 2)),
+    "transpose": lambda x: x.transpose(-1, 1), "mT": lambda x: x.mT, "t": lambda x: x[0, 0].t(), "T": lambda x: x[1, 1].T,
+    "moveaxis": lambda x: torch.moveaxis(x, -1, 0), "movedim": lambda x: x.movedim(0, -2), "swapaxes": lambda x: x.swapaxes(0, 2),
+    "unsqueeze": lambda x: x[0].unsqueeze(-1), "squeeze": lambda x: x[:1, :, 2:3].squeeze(), "squeeze one": lambda x: x[:1].squeeze(0),
+    "view": lambda x: x.view(6, 20), "reshape": lambda x: x.permute(3, 2, 1, 0).reshape(4, -1, 3), "flatten": lambda x: x.flatten(1, 2),
+    "flatten all": lambda x: torch.flatten(x), "expand": lambda x: x[0, :, :1].expand(2, 3, 4, -1), "select": lambda x: x.select(-2, 1),
+    "broadcast_to": lambda x: torch.broadcast_to(x[0, 0], (2, 4, 5)), "expand_as": lambda x: x[:1].expand_as(x),
+    "slices": lambda x: x[1, 1:, ::2, -3:], "ellipsis": lambda x: x[..., 1], "none": lambda x: x[:, None, 0, :, -1],
+    "sum of two axes": lambda x: x.sum((1, -1)), "sum kept": lambda x: x.sum(-2, keepdim=True), "sum": lambda x: x.sum() + x[0, 0],
+    "mean of two axes": lambda x: x.mean((0, 3)), "amax": lambda x: x.amax(1), "all": lambda x: (x > -5).all(0) + 0 * x[0],
+    "any kept": lambda x: (x > 1).any(-1, keepdim=True) * x, "norm": lambda x: torch.norm(x, dim=-1), "norm of order 1": lambda x: x.norm(1, -1),
+    "norm of order inf": lambda x: torch.linalg.vector_norm(x, ord=math.inf, dim=(-1,)), "linalg norm": lambda x: torch.linalg.norm(x[0, 0, 0]) + x[0, 0],
+    "prod": lambda x: x.prod(-1), "matmul": lambda x: x[0, 0] @ x[1, 1, 2], "vector times matrix": lambda x: x[0, 0, :, 1] @ x[1, 2],
+    "mv": lambda x: torch.mv(x[0, 0], x[1, 2, 3]), "vecdot": lambda x: torch.linalg.vecdot(x, x.flip(0).detach()), "inner": lambda x: torch.inner(x[0, 0, 0], x[0, 1, 1]) + x[0, 0],
+    "stack": lambda x: torch.stack([x[0], x[1] * 2, x[0] + 1]), "stack at the end": lambda x: torch.stack((x[0, 0], x[1, 1]), -1),
+    "take": lambda x: torch.take(x, torch.tensor([3, 50, 7])), "index_select": lambda x: torch.index_select(x, 2, torch.tensor([3, 0])),
+    "linear": lambda x: F.linear(x[0, 0, 0], x[1, 1], x[0, 0, :, 1]), "embedding": lambda x: F.embedding(torch.tensor([2, 0]), x[0, 0]),
+    "index vectors side by side": lambda x: x[:, torch.tensor([2, 0]), torch.tensor([1, 3])], "index vectors apart": lambda x: x[:, torch.tensor([2, 0]), :, torch.tensor([1, 3])],
+    "broadcast": lambda x: x[0, :, :, None, 0] * x[0, 0, 0], "isin": lambda x: torch.isin(x.round(), torch.tensor([1.0, 0.0])) * x,
+    "numpy's names": lambda x: x.sum(axis=-1) + x.mean(axis=-1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_shapes(name):
+    x = torch.nn.Parameter(torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1)))
+    want = SHAPED[name](x).detach()
+    places = "bhqk"[: want.ndim]
+    found = trace(lambda b, h, q, k: SHAPED[name](x)[(b, h, q, k)[: want.ndim]] + 0.0, "score")
+    env = dict(zip(places, np.ogrid[tuple(map(slice, want.shape))]))
+    got = evaluate(found.expr, env, {n: t.detach().numpy() for n, t in found.tables.items()})
+    np.testing.assert_allclose(np.broadcast_to(got, want.shape), want.numpy(), rtol=1e-6, atol=1e-9)
+    assert "x" in found.tables, "the learned tensor keeps its place"
