@@ -195,9 +195,8 @@ class Front:
         """Whether a call is for torch: whole arrays gone through, or indexed with arrays, with no position in it."""
         if name == "getitem":
             key = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return not any(isinstance(x, Symbol) for x in key) and any(
-                isinstance(x, list | self.torch.Tensor) for x in key
-            )
+            arrays = any(isinstance(x, list | self.torch.Tensor) for x in key)
+            return arrays and not any(isinstance(x, Symbol) for x in key) and not self.learned(inputs[0])
         return name in WHOLE and not any(self.moves(x) or self.learned(x) for x in inputs)
 
     @staticmethod
