@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import keyword
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,8 @@ from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodT
 from typing import Any, Literal
 
 import numpy as np
+
+from frisket.grammar import load
 
 from . import from_jax, ir
 from .errors import TraceError
@@ -177,7 +178,7 @@ class _Tracer:
 
     def name_table(self, wish: str, array: Any) -> str:
         name = wish if wish.isascii() and wish.isidentifier() else "table"
-        if name in RESERVED or keyword.iskeyword(name) or name in BUILT_IN:
+        if name in RESERVED or name in BUILT_IN or name in load().words:
             name += "_"
         number, base = 1, name
         while name in self.tables and self.tables[name] is not array:

@@ -87,6 +87,12 @@ def test_what_is_computed_of_captured_tensors_alone():
     assert shown(lambda s, b, h, q, k: s + slopes.sum()) == "score + sum(j in 0..extent(slopes, 0): slopes[j])"
 
 
+def test_names_that_the_language_has_taken_get_a_line():
+    scale, param, dot = torch.ones(8), torch.ones(8), torch.ones(8)
+    assert shown(lambda s, b, h, q, k: s + scale[q] * param[q] + dot[k]) == "score + scale_[q] * param_[q] + dot_[k]"
+    assert str(fk.score(lambda s, b, h, q, k: s * scale[q]).bind(scale_=np.zeros(8))) == "score * scale_[q]"
+
+
 def test_every_dtype_and_view():
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool):
         t = (torch.arange(8) % 3).to(dtype)
