@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, lookup, rebuild, substitute, transform, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, lookup, substitute, transform, walk
 from frisket.dsl.types import Type
 
-from .analysis.abstract import FAR
 from .analysis.questions import SINGLE, always, mixed, never
 from .flat_bounds import FAR as FARTHEST
 from .flat_bounds import Interval, intervals, points
@@ -66,7 +65,8 @@ class Planner:
         return max(1, min(enough, -(-columns // 2)))
 
 
-READS = frozenset({"lookup", "segment", "range_min", "range_max", "at_least", "at_most", "extent"})
+SEARCHES = frozenset({"at_least", "above", "at_most", "under"})
+READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
 
 
 @dataclass(frozen=True)
@@ -92,24 +92,13 @@ def planner(
         if all(fits(e, limits, wide) for e in roots):
             return Planner(mask, *found, FALSE, FALSE, FALSE, _wide(roots, limits))
     questions = (always(mask), never(mask), _whole(mixed(mask)))
-    yes, no, both = (_safe(points(_near(e), sorted_), limits, wide) for e in questions)
+    yes, no, both = (_safe(points(e, sorted_), limits, wide) for e in questions)
     return Planner(mask, (), (), yes, no, both, _wide([yes, no, both], limits))
 
 
 def _whole(e: Expr) -> Expr:
     """`mixed` for pieces of many tiles: a single tile left open is PARTIAL anyway."""
     return simplify(substitute(e, {SINGLE: FALSE}))
-
-
-def _near(e: Expr) -> Expr:
-    """No index of a range is far beyond every table."""
-
-    def change(n: Expr) -> Expr:
-        if n.op not in ("range_min", "range_max"):
-            return n
-        return rebuild(n, tuple(FARTHEST if a.op == "lit" and a.name == FAR else a for a in n.args))
-
-    return transform(e, change)
 
 
 def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
@@ -136,7 +125,7 @@ def _wide(roots: Sequence[Expr], limits: Mapping[str, float]) -> bool:
         if n.op in ("range_min", "range_max"):
             parts.extend(n.args)
             return lookup(n.name, (), n.type)
-        if n.op in ("at_least", "at_most"):
+        if n.op in SEARCHES:
             parts.extend(n.args)
             return FARTHEST
         return n

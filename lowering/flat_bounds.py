@@ -2,7 +2,7 @@
 
 Every literal of a term is read as bounds on k whose ends are the ends of some Expr over the queries `q0..q1`, so
 the interval of a term holds every key that some query of the row sees, whatever the tables hold. Keys are found
-in sorted tables by search (`at_least`, `at_most`), in offsets by lookup; no key is visited.
+in sorted tables by search (`at_least above at_most under`), in offsets by lookup; no key is visited.
 
 >>> from frisket.dsl.sugar import eq, k, lookup, q
 >>> seen, hidden = intervals((q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))), frozenset({"doc"}))
@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 
-from frisket.dsl.ir import FALSE, ONE, ZERO, Expr, disj, extent, lit, lookup, make, transform, var
+from frisket.dsl.ir import FALSE, ONE, ZERO, Expr, disj, extent, lit, lookup, make, rebuild, transform, var
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.types import INT
 
+from .analysis.abstract import FAR as UNKNOWN
 from .analysis.abstract import K0, K1, Q0, Q1, depends, ends
 from .analysis.questions import System, never, system, terms
 from .simplify import simplify
-from .simplify.affine import FLIP, is_int_comparison, relation, write
+from .simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
 from .simplify.rules_boolean import negate
 
 Interval = tuple[Expr, Expr]  # first and last key, inclusive; empty where last < first
@@ -115,24 +116,32 @@ def _last_of_segment(e: Expr, v: Expr) -> Expr:
     return where(v < ZERO, lit(-1), where(v + 1 >= count, FAR, lookup(e.name, (v + ONE,)) - 1))
 
 
+def _found(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:
+    """At least v + 1 is above v, whose integers are no larger than the table's."""
+    form = linear(v)
+    if form.const == by:
+        return make(beyond, (write(Linear(form.terms, 0)),), e.name, INT)
+    return make(of, (v,), e.name, INT)
+
+
 # the first key whose value is at least v, and the last whose value is at most v
 _SEARCH: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Expr]]] = {
     "var": (lambda e, v: v, lambda e, v: v),
     "floordiv": (lambda e, v: v * e.args[1], lambda e, v: v * e.args[1] + (e.args[1] - 1)),
-    "lookup": (
-        lambda e, v: make("at_least", (v,), e.name, INT),
-        lambda e, v: make("at_most", (v,), e.name, INT),
-    ),
+    "lookup": (lambda e, v: _found(e, v, "at_least", "above", 1), lambda e, v: _found(e, v, "at_most", "under", -1)),
     "segment": (_first_of_segment, _last_of_segment),
 }
 
 
 def points(e: Expr, sorted_: frozenset[str]) -> Expr:
-    """The same, with the least and the greatest entry of a sorted table over a range read at the range's ends."""
+    """The same, with the least and the greatest entry of a sorted table over a range read at the range's ends, and
+    no index of a range farther than any table goes."""
 
     def change(n: Expr) -> Expr:
-        if n.op in ("range_min", "range_max") and n.name in sorted_ and len(n.args) == 2:
+        if n.op not in ("range_min", "range_max"):
+            return n
+        if n.name in sorted_ and len(n.args) == 2:
             return lookup(n.name, (n.args[n.op == "range_max"],), n.type)
-        return n
+        return rebuild(n, tuple(FAR if a.op == "lit" and a.name == UNKNOWN else a for a in n.args))
 
     return transform(e, change)

@@ -22,7 +22,7 @@ from frisket.dsl.program import Declared, Parsed, check_names, nearest, read
 from frisket.dsl.show import show
 from frisket.dsl.types import INT
 
-from .parameters import Array, Number, as_value, digest, fitted, names_of, summary
+from .parameters import Array, Number, as_value, digest, fitted, names_of, summary, unsorted
 
 Self = TypeVar("Self", bound="Bound")
 
@@ -62,6 +62,9 @@ class Bound:
             hint = f"; did you mean `{near}`?" if near else ""
             raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
         self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
+        for n, declared in self.origin.declared.items():
+            if declared.fact == "sorted" and n in self.params and (np.diff(self.params[n]) < 0).any():
+                raise ParameterError(unsorted(n))
 
     @property
     def source(self) -> str:

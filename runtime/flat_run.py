@@ -15,6 +15,7 @@ from frisket.lowering.flat import ROOM, Planner
 from frisket.lowering.plan import LoopPlan, Sizes
 
 from .modules import load
+from .parameters import unsorted
 
 Array = Any
 
@@ -120,7 +121,3 @@ def check_sorted(framework: str, tables: Mapping[str, Array]) -> None:
 def _refuse(good: Any, name: str) -> None:
     if not good:
         raise ParameterError(unsorted(name))
-
-
-def unsorted(name: str) -> str:
-    return f"`{name}` is declared sorted and its entries decrease somewhere; sort them, or drop `sorted`"

@@ -107,3 +107,7 @@ def digest(value: Any) -> Any:
 
 def summary(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, np.ndarray) else repr(value)
+
+
+def unsorted(name: str) -> str:
+    return f"`{name}` is declared sorted and its entries decrease somewhere; sort them, or drop `sorted`"

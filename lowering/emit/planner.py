@@ -17,7 +17,7 @@ from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT
 
-from ..flat import Planner
+from ..flat import SEARCHES, Planner
 from . import expr_jnp, expr_torch
 from .expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Printed, Text, machine, printed
 from .planner_text import HEADERS, INTERVALS, PIECES, READING, SHARED
@@ -114,7 +114,7 @@ class _Body:
             return Text(self.known[e.name])
         if e.op == "extent":
             return Text(f"{self.known[e.name[0]]}.shape[{e.name[1]}]")
-        if e.op in ("lookup", "segment", "at_least", "at_most"):
+        if e.op in ("lookup", "segment") or e.op in SEARCHES:
             function = "look" if e.op == "lookup" else e.op
             return Text(f"{function}({', '.join([self.known[e.name], *(a.text for a in args)])})")
         if e.op in _BY_LITERAL and _plain(e.op, e.args[1]):

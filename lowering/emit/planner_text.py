@@ -165,6 +165,18 @@ def at_most(table, x):
     found = search(table, x, "right")
     return where(found < table.shape[0], found - 1, FAR)
 ''',
+    "above": '''
+def above(table, x):
+    """The first position of a sorted table whose entry is above x."""
+    found = search(table, x, "right")
+    return where(found < table.shape[0], found, FAR)
+''',
+    "under": '''
+def under(table, x):
+    """The last position of a sorted table whose entry is below x."""
+    found = search(table, x, "left")
+    return where(found < table.shape[0], found - 1, FAR)
+''',
     "line": '''
 def line(table, join, other):
     """For the joins (minima or maxima) of a table over any range of its last axis: joins with what lies before
@@ -191,7 +203,7 @@ def line(table, join, other):
 def over(lines, row, lo, hi):
     """The join of the entries lo..hi, both included, of one row of the table; exact, or within one block wider."""
     n, grain, count, join, other, ahead, behind, windows, levels = lines
-    lo, hi = clip(lo, 0, n - 1), clip(hi, 0, n - 1)
+    lo, hi = (clip(scalar(x, Int, ahead), 0, n - 1) for x in (lo, hi))
     first, last = lo // grain, hi // grain
     a, z = behind[row * (count * grain) + lo], ahead[row * (count * grain) + hi]
     between = last - first - 1
@@ -238,7 +250,7 @@ def within(planes, row, los, his):
     counts = [(n - 1).bit_length() + 1 for n in shape]
     ends, place = [], 0
     for lo, hi, n, count in zip(los, his, shape, counts):
-        lo, hi = clip(lo, 0, n - 1), clip(hi, 0, n - 1)
+        lo, hi = (clip(scalar(x, Int, flat), 0, n - 1) for x in (lo, hi))
         level = (hi - lo) * 0
         for i in range(1, count):
             level = where(hi - lo >= 2 ** (i - 1), i, level)

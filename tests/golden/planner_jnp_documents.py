@@ -5,6 +5,8 @@
 for tables that live on a device or are traced. Shapes are fixed, nothing is copied to the host.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jax.numpy import clip, maximum, minimum, sort, where
@@ -155,7 +157,7 @@ def line(table, join, other):
 def over(lines, row, lo, hi):
     """The join of the entries lo..hi, both included, of one row of the table; exact, or within one block wider."""
     n, grain, count, join, other, ahead, behind, windows, levels = lines
-    lo, hi = clip(lo, 0, n - 1), clip(hi, 0, n - 1)
+    lo, hi = (clip(scalar(x, Int, ahead), 0, n - 1) for x in (lo, hi))
     first, last = lo // grain, hi // grain
     a, z = behind[row * (count * grain) + lo], ahead[row * (count * grain) + hi]
     between = last - first - 1

@@ -5,6 +5,8 @@
 for tables that live on a device or are traced. Shapes are fixed, nothing is copied to the host.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jax.numpy import clip, maximum, minimum, sort, where

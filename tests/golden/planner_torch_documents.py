@@ -173,7 +173,7 @@ def line(table, join, other):
 def over(lines, row, lo, hi):
     """The join of the entries lo..hi, both included, of one row of the table; exact, or within one block wider."""
     n, grain, count, join, other, ahead, behind, windows, levels = lines
-    lo, hi = clip(lo, 0, n - 1), clip(hi, 0, n - 1)
+    lo, hi = (clip(scalar(x, Int, ahead), 0, n - 1) for x in (lo, hi))
     first, last = lo // grain, hi // grain
     a, z = behind[row * (count * grain) + lo], ahead[row * (count * grain) + hi]
     between = last - first - 1

@@ -165,6 +165,18 @@ def at_most(table, x):
     found = search(table, x, "right")
     return where(found < table.shape[0], found - 1, FAR)
 
+
+def above(table, x):
+    """The first position of a sorted table whose entry is above x."""
+    found = search(table, x, "right")
+    return where(found < table.shape[0], found, FAR)
+
+
+def under(table, x):
+    """The last position of a sorted table whose entry is below x."""
+    found = search(table, x, "left")
+    return where(found < table.shape[0], found - 1, FAR)
+
 def plan_spans(b, h, q, k, sizes, scalars, tables, *, q_len, kv_len, block, room, records):
     doc = tables["doc"]
     bq, bk = block
@@ -185,8 +197,8 @@ def plan_spans(b, h, q, k, sizes, scalars, tables, *, q_len, kv_len, block, room
     ]
     hidden = [
         tiles(maximum(k0, q0 + 1), k1),
-        tiles(maximum(k0, at_least(doc, x0 + 1)), k1),
-        tiles(k0, minimum(k1, at_most(doc, x1 - 1))),
+        tiles(maximum(k0, above(doc, x0)), k1),
+        tiles(k0, minimum(k1, under(doc, x1))),
     ]
     if kv_len % bk:
         hidden.append((q0 * 0 + columns - 1, q0 * 0 + columns))  # cut tiles hold positions outside

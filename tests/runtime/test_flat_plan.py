@@ -1,0 +1,216 @@
+"""Plans whose tables are traced or live on a device: under jit, shared by layers, without a copy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
+
+S = 300
+RNG = np.random.default_rng(0)
+Q, K, V = (jnp.asarray(RNG.standard_normal((2, S, 2, 16)), jnp.float32) for _ in range(3))
+DOCS = [np.sort(RNG.integers(0, n, S)).astype(np.int32) for n in (1, 3, 5, 20, 299)] + [
+    RNG.integers(0, 4, S).astype(np.int32)
+]
+OFF = np.array([0, 17, 160, 161, S], np.int32)
+
+
+def close(got, want):
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), atol=3e-6)
+
+
+def dense(mask, **params):
+    return fk.reference(*(np.asarray(x) for x in (Q, K, V)), mask, layout="bshd", **params)
+
+
+def test_documents_that_change_every_step():
+    """One compilation serves them all, sorted or not."""
+    att, traced = fk.compile("causal & same(doc)", tile=(64, 32)), []
+
+    @jax.jit
+    def step(q, k, v, doc):
+        traced.append(1)
+        return att(q, k, v, doc=doc)
+
+    for doc in DOCS:
+        out = step(Q, K, V, doc)
+        close(out, dense("causal & same(doc)", doc=doc))
+        close(out, att(Q, K, V, doc=doc))
+    assert len(traced) == 1
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "params"),
+    [
+        ("causal & document(off)", {"off": OFF}),
+        ("causal & window(w)", {"w": 40}),
+        ("padding(len)", {"len": np.array([100, 250])}),
+        ("causal & (same(doc) | sinks(n)) & q - k < left[h]", {"doc": DOCS[2], "n": 3, "left": np.array([20, 200])}),
+        ("global_tokens(t) | window(9)", {"t": RNG.random(S) < 0.02}),
+        ("q >= k & k >= start[q]", {"start": np.maximum(np.arange(S) - RNG.integers(0, 90, S), 0)}),
+        ("param doc: sorted int[Q_LEN]\nmask = causal & same(doc)", {"doc": DOCS[3]}),
+    ],
+)
+def test_masks_with_traced_parameters(mask, params):
+    out, lse = jax.jit(lambda p: fk.attention(Q, K, V, mask, return_lse=True, **p))(params)
+    close(out, dense(mask, **params))
+    close(lse, fk.attention(Q, K, V, mask, return_lse=True, **params)[1])
+
+
+def test_score_tables_may_be_traced_too():
+    """The mask alone decides the layout; without a traced table in it the host does."""
+    bias = RNG.standard_normal((2, S)).astype(np.float32)
+    text = "score + bias[h, k]"
+    out = jax.jit(lambda b: fk.attention(Q, K, V, "causal", text, bias=b))(bias)
+    close(out, fk.attention(Q, K, V, "causal", text, bias=bias))
+    assert "plan_spans" not in str(jax.make_jaxpr(lambda b: fk.attention(Q, K, V, "causal", text, bias=b))(bias))
+
+
+def layers(att, n):
+    def run(q, k, v, doc):
+        plan = att.plan(S, S, 2, 2, doc=doc)
+        for _ in range(n):
+            q = att(q, k, v, plan=plan)
+        return q
+
+    return run
+
+
+def test_a_plan_is_made_once_and_shared():
+    att = fk.compile("causal & same(doc)")
+    text = str(jax.make_jaxpr(layers(att, 3))(Q, K, V, DOCS[2]))
+    assert (text.count("name=plan_spans"), text.count("name=attention")) == (1, 3)
+    want = Q
+    for _ in range(3):
+        want = att(want, K, V, doc=DOCS[2])
+    close(jax.jit(layers(att, 3))(Q, K, V, DOCS[2]), want)
+
+
+def test_plans_are_pytrees():
+    """A plan leaves one jitted function and enters another, and a scan closes over it."""
+    att = fk.compile("causal & same(doc)")
+    plan = jax.jit(lambda doc: att.plan(S, S, 2, 2, doc=doc))(DOCS[3])
+    assert repr(plan) == "FlatPlan(mask = q >= k & doc[q] == doc[k], 300 x 300, batch 2, 2 heads)"
+    assert not plan.overflow
+    attend = jax.jit(lambda q, plan: att(q, K, V, plan=plan))
+    close(attend(Q, plan), att(Q, K, V, doc=DOCS[3]))
+    attend(Q, jax.jit(lambda doc: att.plan(S, S, 2, 2, doc=doc))(DOCS[1]))
+    assert attend._cache_size() == 1
+    looped = jax.jit(lambda q, plan: jax.lax.scan(lambda x, _: (att(x, K, V, plan=plan), None), q, None, length=2)[0])
+    close(looped(Q, plan), attend(attend(Q, plan), plan))
+    again = jax.tree.map(lambda x: x, plan)
+    close(att(Q, K, V, plan=again), att(Q, K, V, plan=plan))
+
+
+def test_a_table_per_batch_entry_by_vmap():
+    att = fk.compile("causal & same(doc)")
+    each = jax.jit(jax.vmap(lambda q, k, v, doc: att(q[None], k[None], v[None], doc=doc)[0]))
+    out = each(Q, K, V, np.stack(DOCS[2:4]))
+    for i in range(2):
+        close(out[i], att(Q[i : i + 1], K[i : i + 1], V[i : i + 1], doc=DOCS[2 + i])[0])
+
+
+def test_origins_and_crops():
+    """Positions are global, whoever plans."""
+    att = fk.compile("causal & same(doc)", tile=(32, 32))
+    q, where = Q[:, 100:221], {"origin": (0, 0, 100, 0), "sizes": (2, 2, S, S)}
+    close(jax.jit(lambda doc: att(q, K, V, doc=doc, **where))(DOCS[2]), att(q, K, V, doc=DOCS[2], **where))
+    vector = {"origin": (0, 0, np.array([100, 50]), 0), "sizes": (2, 2, S, S)}
+    close(jax.jit(lambda doc: att(q, K, V, doc=doc, **vector))(DOCS[2]), att(q, K, V, doc=DOCS[2], **vector))
+
+
+# -- torch --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("doc", DOCS)
+def test_torch_tables_planned_by_torch(doc):
+    q, k, v = (torch.from_numpy(np.array(x)).swapaxes(1, 2) for x in (Q, K, V))
+    att = fk.compile("causal & same(doc)", tile=(32, 16))
+    plan = att.plan(S, S, 2, 2, flat=True, doc=torch.from_numpy(doc))
+    host = att.plan(S, S, 2, 2, doc=torch.from_numpy(doc))
+    assert (type(plan).__name__, type(host).__name__) == ("FlatPlan", "Plan")
+    found = plan.spans((32, 16))
+    assert found.bounds.dtype == found.count.dtype == torch.int32
+    if not plan.overflow:
+        want = host.work((32, 16)).spans
+        assert (found.count.sum(), want.count.sum()) == (want.count.sum(),) * 2
+    close(att(q, k, v, plan=plan), att(q, k, v, plan=host))
+
+
+def test_the_text_of_the_planner_is_there():
+    plan = fk.compile("causal & same(doc)").plan(S, S, flat=True, doc=torch.from_numpy(DOCS[0]))
+    assert "def plan_spans(" in plan.planner
+    assert plan.planner == plan.planner
+
+
+def test_a_tile_of_another_size_is_planned_when_it_is_met():
+    att = fk.compile("causal & same(doc)")
+    plan = att.plan(S, S, 2, 2, flat=True, doc=jnp.asarray(DOCS[2]))
+    close(fk.compile("causal & same(doc)", tile=(16, 64))(Q, K, V, plan=plan), att(Q, K, V, doc=DOCS[2]))
+
+
+# -- facts and mistakes ---------------------------------------------------------------------------------------
+
+SORTED = "param doc: sorted int[Q_LEN]\nmask = causal & same(doc)"
+UNSORTED = "`doc` is declared sorted and its entries decrease somewhere; sort them, or drop `sorted`"
+
+
+def test_declared_facts_are_checked_on_the_host():
+    with pytest.raises(ParameterError) as caught:
+        fk.mask(SORTED, doc=DOCS[-1])
+    assert str(caught.value) == UNSORTED
+    with pytest.raises(ParameterError):
+        fk.compile(SORTED)(Q, K, V, doc=DOCS[-1])
+    assert fk.mask(SORTED, doc=DOCS[3]).params["doc"][0] == DOCS[3][0]
+
+
+def test_declared_facts_are_checked_on_the_device(monkeypatch):
+    monkeypatch.setenv("FRISKET_CHECK", "1")
+    made = jax.jit(lambda doc: fk.compile(SORTED).plan(S, S, doc=doc).overflow)
+
+    def run(doc):
+        made(doc).block_until_ready()
+        jax.effects_barrier()
+
+    run(DOCS[3])
+    with pytest.raises(Exception, match="declared sorted"):
+        run(DOCS[-1])
+    with pytest.raises(RuntimeError, match="declared sorted"):
+        fk.compile(SORTED).plan(S, S, flat=True, doc=torch.from_numpy(DOCS[-1]))
+
+
+@pytest.mark.parametrize(
+    ("mask", "params", "error", "message"),
+    [
+        ("same(doc)", {"doc": np.zeros((2, S), int)}, ParameterError,
+         "`doc` is a table with 1 axis in the text, the value is a table with 2 axes"),
+        ("same(doc)", {"doc": np.zeros(S, np.float32)}, ParameterError,
+         "`doc` is Int in the text, the value is Float; declare it: `param doc: float[_]`"),
+        ("same(doc)", {"doc": np.zeros(0, int)}, ParameterError, "table `doc` is empty"),
+        ("same(doc)", {"doc": DOCS[0], "docs": DOCS[0]}, ParameterError,
+         "`docs` is given and neither the mask nor the score mod uses it; the parameters are doc"),
+        ("same(doc) & k < n[h]", {"doc": DOCS[0]}, ParameterError, "`n` has no value; give it: n=<array>"),
+        ("segment(off, q + 1) == segment(off, k)", {"off": OFF}, LoweringError,
+         "`segment(off, q + 1)` asks a traced table of offsets for something other than a position\n"
+         "  give the offsets as values of the host, or the segment of every position as a table"),
+    ],
+)  # fmt: skip
+def test_mistakes(mask, params, error, message):
+    att = fk.compile(mask)
+    with pytest.raises(error) as caught:
+        jax.jit(lambda p: att(Q, K, V, **p))(params)
+    assert str(caught.value) == message
+
+
+def test_a_plan_for_other_lengths():
+    att = fk.compile("same(doc)")
+    with pytest.raises(ShapeError, match="the plan is for"):
+        jax.jit(lambda doc: att(Q, K, V, plan=att.plan(S, S, 1, 2, doc=doc)))(DOCS[0])
+    with pytest.raises(LoweringError, match="the dense interpreter needs values"):
+        jax.jit(lambda doc: fk.attention(Q, K, V, "same(doc)", backend="dense", doc=doc))(DOCS[0])
