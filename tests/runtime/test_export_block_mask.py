@@ -119,6 +119,13 @@ def test_the_mask_mod_reads_well():
     assert ".clamp(0, 299)]" in short.mask_mod.source
 
 
+def test_a_table_that_ends_early_is_clamped():
+    mask = fk.mask("q < 100 & k < 100 & t[q] == t[k]", t=np.arange(100) // 7)
+    made = mask.layout(130, 130, block=16).to_block_mask().mask_mod
+    assert "t[q_idx.clamp(0, 99)] == t[kv_idx.clamp(0, 99)]" in made.source
+    np.testing.assert_array_equal(create_mask(made, 1, 1, 130, 130, "cpu").numpy(), np.asarray(mask.dense(130, 130)))
+
+
 def test_wide_integers_are_widened():
     mask = fk.mask("q * 1000003 * 70001 % 7 < k * 3 % 8")
     made = mask.layout(60, 60, block=16).to_block_mask().mask_mod

@@ -74,7 +74,7 @@ def test_every_flashmask_is_the_mask():
     [
         ("causal", 1, True), ("causal & window(9)", 1, True), ("causal & same(doc)", 1, True), ("false", 1, True),
         ("causal & (window(9) | sinks(3))", 1, True), ("causal & !(q - k > 4 & q - k < 20)", 2, True),
-        ("causal & (window(9) | q >= 40)", 2, True),
+        ("causal & (window(9) | q >= 40)", 2, True), ("causal & (window(9) | q >= 47)", 2, True),
         ("same(doc)", 2, False), ("window(9)", 2, False), ("k >= q", 2, False), ("true", 2, False),
         ("prefix(9) | causal", 2, False), ("window(9) | k < 3 | q < 3", 4, False), ("q != k", 4, False),
     ],
@@ -85,6 +85,14 @@ def test_flashmask_takes_the_fewest_columns(text, columns, causal):
     assert (found.startend_row_indices.shape, found.causal) == ((1, 1, 48, columns), causal)
     dense = np.asarray(fk.mask(text, **({"doc": DOC} if "doc" in text else {})).dense(48, 48))
     np.testing.assert_array_equal(formats.flashmask(found.startend_row_indices, causal, 48), dense)
+
+
+@pytest.mark.parametrize("lengths", [(48, 40), (40, 48)])
+def test_flashmask_trusts_the_diagonal_of_squares_only(lengths):
+    found = fk.mask("causal").layout(*lengths).to_flashmask()
+    assert (found.startend_row_indices.shape[3], found.causal) == (2, False)
+    dense = np.asarray(fk.mask("causal").dense(*lengths))
+    np.testing.assert_array_equal(formats.flashmask(found.startend_row_indices, False, lengths[0]), dense)
 
 
 def test_flashmask_with_heads_and_batch():

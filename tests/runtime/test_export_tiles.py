@@ -200,6 +200,12 @@ def test_splash_attention_runs_on_it():
     np.testing.assert_allclose(out, want, atol=2e-5)
 
 
+@pytest.mark.parametrize(("top", "dtype"), [(127, np.int8), (128, np.int16), (32767, np.int16), (32768, np.int32)])
+def test_the_smallest_integers_hold_the_values(top, dtype):
+    ours, theirs = splash_module._small(np.array([0, top])), peer._downcast_to_small_type(np.array([0, top], np.int32))
+    assert ours.dtype == theirs.dtype == dtype
+
+
 def test_what_splash_refuses(monkeypatch):
     def said(text, *lengths, **options):
         with pytest.raises(ExportError) as e:
