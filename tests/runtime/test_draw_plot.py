@@ -52,7 +52,7 @@ def test_every_tile_has_its_colour(tmp_path, dark, shape, block, text):
 
 
 def test_small_masks_show_their_tokens(tmp_path):
-    mask = fk.mask("causal & (window(20) | sinks(3))")
+    mask = fk.mask("causal & (window(40) | sinks(3))")
     figure = mask.layout(100, 90, block=(16, 8)).plot(tmp_path / "m.png")
     kinds = brute.kinds(mask.expr, 100, 90, block=(16, 8))[0, 0].repeat(16, 0).repeat(8, 1)[:100, :90]
     seen = mask.dense(100, 90)[0, 0]
@@ -62,7 +62,11 @@ def test_small_masks_show_their_tokens(tmp_path):
     # the lines between tiles fall on the first pixels of a tile: look where there are none
     inner = np.ix_(np.arange(100) % 16 > 0, np.arange(90) % 8 > 0)
     np.testing.assert_array_equal(found[inner], want[inner])
-    assert {p.partial, p.tint, p.empty} <= set(want.flat)
+    assert {p.partial, p.tint, p.empty, p.full} == set(want.flat)
+    (axes,) = figure.axes
+    assert (axes.get_xlim(), axes.get_ylim()) == ((0, 90), (100, 0))
+    box = axes.get_window_extent()
+    assert (box.width, box.height) == pytest.approx((90 * 7, 100 * 7))  # a token is 7 pixels, in whole ones
 
 
 def words(figure):
@@ -132,8 +136,9 @@ def test_different_slices_side_by_side():
     assert len(layout.plot(h=1).axes) == 1
 
 
-def test_heads_that_differ_only_within_tiles():
-    layout = fk.mask("causal & (k + h) % 2 == 0").layout(64, 64, heads=2, block=(32, 32))
+@pytest.mark.parametrize("axis", ["b", "h"])
+def test_slices_that_differ_only_within_tiles(axis):
+    layout = fk.mask(f"causal & (k + {axis}) % 2 == 0").layout(64, 64, batch=2, heads=2, block=(32, 32))
     assert len(layout.spans.count) == 1
     assert len(layout.plot().axes) == 2
     assert len(layout.plot(tokens=False).axes) == 1
