@@ -63,7 +63,7 @@ class Front:
         self.naming, self.values, self.wishes = naming, values, wishes
         self.made: dict[int, Any] = {}  # tensors that the function made itself, by id
         self.lifted: dict[int, tuple[Any, Symbol]] = {}
-        self.offsets: dict[int, tuple[Any, Any]] = {}  # for searchsorted, by the id of the tensor they come from
+        self.offsets: dict[tuple[int, int], tuple[Any, Any]] = {}  # for searchsorted, by the id of a tensor and side
         self.seen: dict[tuple[Any, ...], Any] = {}  # one object for all views of the same elements
 
     # -- tensors to symbols
@@ -231,20 +231,23 @@ class Front:
     def search(self, offsets: Any, input: Any, *, right: bool = False, side: str | None = None, **_: Any) -> Any:
         """`torch.searchsorted`: the segment that holds a position, counted from one more at the front. The table gets
         an end on either side, because searchsorted knows places before the first offset and past the last."""
-        right = right or side == "right"
+        step = int(not (right or side == "right"))  # an entry is below x where it is not above x - 1
         at = operand(input, "`searchsorted`")
         known = self.concrete(offsets) if isinstance(offsets, Symbol) else offsets
         with self.torch._C.DisableTorchFunction():
             exact = known is not None and known.ndim == 1 and not known.is_floating_point() and at.expr.type is INT
             if not exact or bool((known[1:] < known[:-1]).any()):
                 fail("`searchsorted` finds positions in one captured vector of sorted Ints")
-            if id(offsets) not in self.offsets:
-                far = self.torch.iinfo(self.torch.int32)
-                ends = [known.new_full((1,), e, dtype=self.torch.int32) for e in (far.min, far.max)]
-                self.offsets[id(offsets)] = offsets, self.torch.cat((ends[0], known.int(), ends[1]))
-            extended = self.offsets[id(offsets)][1]
+            if (id(offsets), step) not in self.offsets:
+                far = 2**31 - 1
+                if bool((known.abs() >= far).any()):
+                    fail("`searchsorted` in offsets of more than 32 bits")
+                inner = known.to(self.torch.int32) + step
+                ends = inner.new_full((1,), -far), inner.new_full((1,), far)
+                self.offsets[id(offsets), step] = offsets, self.torch.cat((ends[0], inner, ends[1]))
+            extended = self.offsets[id(offsets), step][1]
             name = self.naming(self._wish(offsets) if offsets is known else "offsets", extended)
-        return Symbol(ir.segment(name, at.expr if right else at.expr - 1), at.axes)
+        return Symbol(ir.segment(name, at.expr), at.axes)
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Arguments with tensors for symbols, where all of them have values."""

@@ -255,8 +255,8 @@ def _liftable(e: Expr, units: bool) -> bool:
 
 
 def _segments(offsets: Any) -> NDArray[np.int32]:
-    array = np.asarray(offsets)
-    found = np.searchsorted(array, np.arange(max(int(array[-1]), 1)), side="right") - 1
+    array = np.asarray(offsets)  # from the last segment's first index on, lookups clamp
+    found = np.searchsorted(array, np.arange(max(int(array[-2:][0]), 0) + 1), side="right") - 1
     return np.clip(found, 0, max(len(array) - 2, 0)).astype(np.int32)
 
 

@@ -40,3 +40,16 @@ def test_a_learned_table_without_its_gradient_is_refused():
     with torch.no_grad():
         att(q, q, q)
     att(q, q, q, slopes=slopes.detach())
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_searchsorted_at_the_first_position_and_past_the_last(right):
+    off = torch.tensor([0, 5, 9])
+
+    def same(b, h, q, k):
+        return torch.searchsorted(off, q, right=right) == torch.searchsorted(off, k, right=right)
+
+    place = torch.searchsorted(off, torch.arange(14), right=right)
+    q = torch.randn(1, 1, 14, 16)
+    want = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=place[:, None] == place)
+    torch.testing.assert_close(fk.attention(q, q, q, mask=same), want, rtol=1e-4, atol=1e-5)
