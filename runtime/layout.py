@@ -291,11 +291,11 @@ class Layout:
 
         return notebook(self)
 
-    def to_block_mask(self, device: Any = "cpu") -> Any:
+    def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> Any:
         """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`."""
         from .export.block_mask import to_block_mask
 
-        return to_block_mask(self, device)
+        return to_block_mask(self, device, separate_full_blocks)
 
     def to_flashmask(self) -> Any:
         """FlashMask's start and end rows per key column."""

@@ -20,10 +20,10 @@ from frisket.lowering.plan import make_plan
 from frisket.lowering.simplify import simplify
 
 from ..layout import Layout
-from .tile_lists import both_ways
+from .tile_lists import Lists, both_ways
 
 
-def to_block_mask(layout: Layout, device: Any = "cpu") -> Any:
+def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: bool = True) -> Any:
     """torch's `BlockMask`, as `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE=block)` makes it.
 
     >>> import frisket as fk
@@ -31,6 +31,7 @@ def to_block_mask(layout: Layout, device: Any = "cpu") -> Any:
     >>> block_mask.kv_num_blocks
     tensor([[[1, 1, 2, 2, 2, 2, 2, 2]]], dtype=torch.int32)
 
+    With `separate_full_blocks=False` full tiles are among the partial ones and there are no full lists, as there.
     Shapes are [B, H, rows] and [B, H, rows, columns] of tiles, int32 on `device`; B is 1 unless the mask tells
     batch entries apart, H unless heads (`create_block_mask` does so where it is given None). Positions of a crop
     count from its first; `mask_mod` adds the origin. Its source is `block_mask.mask_mod.source`.
@@ -46,7 +47,9 @@ def to_block_mask(layout: Layout, device: Any = "cpu") -> Any:
             f"create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
             "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is"
         )
-    partial, full, partial_q, full_q = both_ways(layout, device, "rest", "BlockMask")
+    lists = both_ways(layout, device, "rest", "BlockMask", apart=separate_full_blocks)
+    none = Lists(None, None)
+    partial, full, partial_q, full_q = lists if separate_full_blocks else (lists[0], none, lists[1], none)
     return BlockMask(
         seq_lengths=(layout.q_len, layout.kv_len),
         kv_num_blocks=partial.count, kv_indices=partial.index,

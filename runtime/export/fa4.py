@@ -50,7 +50,7 @@ def to_fa4(layout: Layout, device: Any = "cpu", compact: bool = False) -> FA4:
 
     Raises `ExportError` beyond 8 GiB. Source: FlashAttention's `flash_attn/cute/block_sparsity.py`.
     """
-    partial, full, partial_q, full_q = both_ways(layout, device, "zero", "FA4", 0 if compact else None)
+    partial, full, partial_q, full_q = both_ways(layout, device, "zero", "FA4", compact=compact)
     block = (int(layout.block[0]), int(layout.block[1]))
     return FA4(
         BlockSparseTensors(partial.count, partial.index, full.count, full.index, block),

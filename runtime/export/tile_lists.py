@@ -35,17 +35,20 @@ class Lists:
 Tail = Literal["rest", "zero"]
 
 
-def both_ways(layout: Layout, device: Any, tail: Tail, name: str, capacity: int | None = None) -> list[Lists]:
-    """Lists of PARTIAL and of FULL tiles, forward and then transposed.
+def both_ways(
+    layout: Layout, device: Any, tail: Tail, name: str, *, compact: bool = False, apart: bool = True
+) -> list[Lists]:
+    """Lists of PARTIAL and of FULL tiles, forward and then transposed; of all together unless `apart`.
 
-    Past the count an index list holds the `rest` of the columns in ascending order, or `zero`. With `zero` it may
-    be cut to the longest list (`capacity` 0).
+    Past the count an index list holds the `rest` of the columns in ascending order, or `zero`; `compact` cuts the
+    zeros to the longest list.
     """
+    kinds = ((PARTIAL,), (FULL,)) if apart else ((PARTIAL, FULL),)
     slices = _slices(layout)
     sides = [(layout.runs, layout.rows, layout.columns), (layout.transposed.runs, layout.columns, layout.rows)]
     _check(layout, sides, name)
-    widest = [columns if capacity is None else _longest(table, kind) for table, _, columns in sides for kind in _KINDS]
-    lines = [rows for _, rows, _ in sides for _ in _KINDS]
+    widest = [_longest(table, kind) if compact else columns for table, _, columns in sides for kind in kinds]
+    lines = [rows for _, rows, _ in sides for _ in kinds]
     cost = 4 * slices.size * sum(n * m for n, m in zip(lines, widest, strict=True))
     if cost > MEMORY:
         raise ExportError(
@@ -56,13 +59,13 @@ def both_ways(layout: Layout, device: Any, tail: Tail, name: str, capacity: int 
     out = []
     for table, rows, columns in sides:
         of = np.asarray(table.slice_of)[: slices.shape[0], : slices.shape[1]]
-        for kind in _KINDS:
-            width = columns if capacity is None else _longest(table, kind)
+        for kind in kinds:
+            width = _longest(table, kind) if compact else columns
             out.append(_lists(table, kind, rows, columns, width, of, device, tail))
     return out
 
 
-_KINDS = (PARTIAL, FULL)
+Kind = tuple[int, ...]  # tiles of these kinds
 
 
 def _slices(layout: Layout) -> Array:
@@ -77,11 +80,11 @@ def _slices(layout: Layout) -> Array:
 
 def _check(layout: Layout, sides: list[tuple[RunTable, int, int]], name: str) -> None:
     """Forward and transposed hold the same tiles: both prove FULL and EMPTY, so equal totals mean equal sets."""
-    totals = [
-        [int((_widths(t, kind) * uses[_slice(t, rows)][t.kind == kind]).sum()) for kind in _KINDS]
-        for t, rows, _ in sides
-        for uses in [np.bincount(np.asarray(t.slice_of).reshape(-1), minlength=(len(t.row_ptr) - 1) // rows)]
-    ]
+    totals = []
+    for t, rows, _ in sides:
+        uses = np.bincount(np.asarray(t.slice_of).reshape(-1), minlength=(len(t.row_ptr) - 1) // rows)
+        total = np.repeat(uses, rows)[_line(t)] * (t.stop.astype(np.int64) - t.start)
+        totals.append([int(total[t.kind == kind].sum()) for kind in (PARTIAL, FULL)])
     if totals[0] != totals[1]:
         raise ExportError(
             f"{name} needs the tiles by rows and by columns, and some were left undecided one way only "
@@ -93,32 +96,24 @@ def _line(t: RunTable) -> Array:
     return np.repeat(np.arange(len(t.row_ptr) - 1), np.diff(t.row_ptr))
 
 
-def _slice(t: RunTable, rows: int) -> Array:
-    return _line(t) // rows
+def _counts(t: RunTable, kind: Kind) -> Array:
+    mine = np.isin(t.kind, kind)
+    width = t.stop[mine].astype(np.int64) - t.start[mine]
+    return np.bincount(_line(t)[mine], weights=width, minlength=len(t.row_ptr) - 1).astype(np.int64)
 
 
-def _widths(t: RunTable, kind: int) -> Array:
-    mine = t.kind == kind
-    return np.asarray(t.stop[mine].astype(np.int64) - t.start[mine])
-
-
-def _counts(t: RunTable, kind: int) -> Array:
-    found = np.bincount(_line(t)[t.kind == kind], weights=_widths(t, kind), minlength=len(t.row_ptr) - 1)
-    return found.astype(np.int64)
-
-
-def _longest(t: RunTable, kind: int) -> int:
+def _longest(t: RunTable, kind: Kind) -> int:
     return max(1, int(_counts(t, kind).max(initial=0)))
 
 
 def _lists(
-    t: RunTable, kind: int, rows: int, columns: int, width: int, of: Array, device: Any, tail: Tail
+    t: RunTable, kind: Kind, rows: int, columns: int, width: int, of: Array, device: Any, tail: Tail
 ) -> Lists:  # fmt: skip
     import torch
 
     count = _counts(t, kind)
     n = len(count)
-    mine = t.kind == kind
+    mine = np.isin(t.kind, kind)
     line, start, stop = _line(t)[mine], t.start[mine].astype(np.int64), t.stop[mine].astype(np.int64)
     if (
         tail == "rest"
