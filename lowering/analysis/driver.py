@@ -89,7 +89,7 @@ def analyse(
         formula = ways.formula
         method = "closed form" if formula is not None else "bounds"
         found = _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
-    elif ways is not None and (runs := by_query(ways, grid, scope)) is not None:
+    elif ways is not None and _reads(expr) and (runs := by_query(ways, grid, scope)) is not None:
         found, method = records(runs, slices, grid.rows), "query by query"
     else:
         boxes = classify(expr, grid, scope)
@@ -125,6 +125,11 @@ def _rows(grid: Grid) -> dict[str, Array]:
         "b": grid.b[:, None], "h": grid.h[:, None],
         "q0": q + start, "q1": q + stop - 1, "k0": k, "k1": k + grid.kv_len - 1,
     }  # fmt: skip
+
+
+def _reads(expr: Expr) -> bool:
+    """Whether a table is read along the sequence: numbers alone make few boxes, and those cost less than queries."""
+    return any(n.op in ("lookup", "segment") and uses(n) & {"q", "k"} for n in walk(expr))
 
 
 def _slices(grid: Grid) -> dict[str, Array]:

@@ -38,10 +38,10 @@ def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
                 seen, hidden = _tiles(ways, grid, scope, s, np.arange(r0 * bq, min(r1 * bq, grid.q_len)))
             except EvaluationError:
                 return None
-            yes, no_ = _united(seen, bq, grid.columns), _united(hidden, bq, grid.columns)
-            if yes is None or no_ is None:
+            yes, no = _united(seen, bq), _united(hidden, bq)
+            if yes is None or no is None:
                 return None
-            row, start, stop, kind = sweep(yes, np.concatenate([no_, edge[s, r0:r1, None]], axis=1), grid.columns)
+            row, start, stop, kind = sweep(yes, np.concatenate([no, edge[s, r0:r1, None]], axis=1), grid.columns)
             parts.append((np.full(len(row), s), row + r0, start, stop, kind))
     return merge(*(np.concatenate(x) for x in zip(*parts, strict=True)))
 
@@ -55,8 +55,9 @@ def _tiles(ways: Solved, grid: Grid, scope: Scope, s: int, at: Array) -> tuple[A
     ends = np.stack([np.broadcast_to(x, q.shape) for x in flat]).reshape(len(ways.yes), 2, -1)
     first, last = np.maximum(ends[:, 0], k0), np.minimum(ends[:, 1], k1)
     first = np.where(first <= last, first, k1 + 1)  # terms that show nothing go behind all keys
-    order = np.argsort(first, axis=0)
-    first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
+    if len(first) > 1:
+        order = np.argsort(first, axis=0)
+        first, last = np.take_along_axis(first, order, 0), np.take_along_axis(last, order, 0)
     reach = np.maximum.accumulate(np.where(first <= k1, last, k0 - 1), axis=0)
     hidden = [
         np.concatenate([np.full_like(q, k0)[None], reach + 1]),
@@ -70,27 +71,31 @@ def _in_tiles(first: Array, last: Array, k0: int, bk: int) -> Array:
     return np.stack([start, np.where(first <= last, (last - k0) // bk + 1, start)], axis=-1)
 
 
-def _united(tiles: Array, bq: int, columns: int) -> Array | None:
-    """The union over each row of tiles, as disjoint pieces [rows, pieces, 2], empty ones at the end."""
+def _united(tiles: Array, bq: int) -> Array | None:
+    """The union over each row of tiles, term by term, as disjoint pieces [rows, pieces, 2]; empty ones are 0, 0."""
     terms, queries, _ = tiles.shape
     rows = -(-queries // bq)
-    padded = np.full((terms, rows * bq, 2), columns, np.int64)
-    padded[:, :queries] = np.where(tiles[..., :1] < tiles[..., 1:], tiles, columns)
-    flat = padded.reshape(terms, rows, bq, 2).swapaxes(0, 1).reshape(rows, terms * bq, 2)
-    order = np.argsort(flat[..., 0], axis=1, kind="stable")
-    start = np.take_along_axis(flat[..., 0], order, 1)
-    reach = np.maximum.accumulate(np.where(start < columns, np.take_along_axis(flat[..., 1], order, 1), 0), axis=1)
-    opens = np.ones(start.shape, bool)
-    opens[:, 1:] = start[:, 1:] > reach[:, :-1]
-    opens &= start < columns
-    row, place = np.nonzero(opens)
-    count = np.bincount(row, minlength=rows)
-    most = int(count.max(initial=0))
-    if most > _PIECES:
+    tiles = np.where(tiles[..., :1] < tiles[..., 1:], tiles, -1)  # empty: before all others, and opens no piece
+    tiles = np.pad(tiles, ((0, 0), (0, rows * bq - queries), (0, 0)), mode="edge").reshape(terms, rows, bq, 2)
+    found = [_pieces(t[..., 0], t[..., 1]) for t in tiles]
+    if any(f.shape[1] > _PIECES for f in found):
         return None
-    ends = np.append(place[1:], 0) - 1  # a piece reaches to the next, or to the end of its row
-    ends[np.append(row[1:] != row[:-1], True)] = -1
-    out = np.zeros((rows, max(most, 1), 2), np.int64)
+    return np.concatenate(found, axis=1)
+
+
+def _pieces(start: Array, stop: Array) -> Array:
+    if (start[:, 1:] < start[:, :-1]).any():
+        order = np.argsort(start, axis=1, kind="stable")
+        start, stop = np.take_along_axis(start, order, 1), np.take_along_axis(stop, order, 1)
+    reach = np.maximum.accumulate(stop, axis=1)
+    opens = np.empty(start.shape, bool)
+    opens[:, 0] = start[:, 0] >= 0
+    np.greater(start[:, 1:], reach[:, :-1], out=opens[:, 1:])
+    row, place = np.nonzero(opens)
+    count = np.bincount(row, minlength=len(start))
+    last = np.append(row[1:] != row[:-1], True) if len(row) else np.zeros(0, bool)
+    ends = np.where(last, start.shape[1], np.append(place[1:], 0)) - 1  # a piece reaches to the next
+    out = np.zeros((len(start), max(int(count.max(initial=0)), 1), 2), np.int64)
     within = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
     out[row, within, 0], out[row, within, 1] = start[row, place], reach[row, ends]
     return out
