@@ -35,6 +35,12 @@ def show(args: argparse.Namespace, console: Console) -> Answer:
     found, facts = laid(layout)
     answer.data |= found
     answer.text += rows(facts)
+    if what.score is not None and what.score.tables:
+        read = what.score.lookups(
+            layout.q_len, layout.kv_len, mask=what.mask, batch=layout.batch, heads=layout.heads
+        )  # fmt: skip
+        answer.data["score_lookups"] = [one.as_dict() for one in read]
+        answer.text.append(row("score", "\n".join(map(str, read))))
     if extra := terminal.which(layout, args.b, args.h):
         answer.text.append(row("picture", extra))
     answer.text += ["", picture(layout, args, console)]

@@ -28,6 +28,7 @@ SMALL = 256  # positions of a rectangle that are looked at one by one
 _AT_ONCE = 1 << 12  # rectangles asked together
 _ASKED = 16  # what asking a rectangle counts for, in positions
 _SAMPLES = 64  # keys tried in a row before it is searched
+_FEW = 1 << 16  # positions that are looked at without asking
 _KEYS = 1 << 16  # keys of one row looked at together
 _Q, _K = var("q"), var("k")
 
@@ -54,8 +55,9 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
         "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
         "k1": grid.k + grid.kv_len - 1,
     }  # fmt: skip
-    open_ = ~_known(never(mask), env, scope, len(grid.b))
-    for s in np.flatnonzero(open_):
+    few = grid.q_len * grid.kv_len <= _FEW
+    hidden = np.zeros(len(grid.b), bool) if few else _known(never(mask), env, scope, len(grid.b))
+    for s in np.flatnonzero(~hidden):
         try:
             found = _first_by_row(mask, grid, scope, int(s))
         except (Beyond, EvaluationError):
@@ -97,6 +99,8 @@ def _known(question: Expr, env: dict[str, Any], scope: Scope, n: int) -> Array:
 def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | None:
     """Depth first over rectangles q0 q1 k0 k1 (columns), the earliest on top of the stack."""
     at = {"b": whole["b"], "h": whole["h"]}
+    if (whole["q1"] - whole["q0"] + 1) * (whole["k1"] - whole["k0"] + 1) <= _FEW:
+        return _read(mask, whole, scope)
     stack = [np.array([[whole[n]] for n in ("q0", "q1", "k0", "k1")])]
     width = SMALL // 4
     while stack:
@@ -113,6 +117,21 @@ def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] 
             return seen
         if (~small).any():
             stack.append(_halved(box[:, ~small]))
+    return None
+
+
+def _read(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | None:
+    """The first visible position of a rectangle, all of it looked at, some rows at a time."""
+    k = np.arange(whole["k0"], whole["k1"] + 1)
+    step = max(1, _AT_ONCE // len(k))
+    for start in range(whole["q0"], whole["q1"] + 1, step):
+        q = np.arange(start, min(start + step, whole["q1"] + 1))
+        spend(scope, len(q) * len(k))
+        env = {"b": whole["b"], "h": whole["h"], "q": q[:, None], "k": k}
+        seen = np.broadcast_to(scope.value(mask, env), (len(q), len(k)))
+        if seen.any():
+            i, j = divmod(int(np.argmax(seen)), len(k))
+            return int(q[i]), int(k[j])
     return None
 
 
@@ -180,6 +199,8 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
     at = {"b": int(one.b[0]), "h": int(one.h[0])}
     q0, k0 = int(one.q[0]), int(one.k[0])
     keys = (k0, k0 + one.kv_len - 1)
+    if one.q_len * one.kv_len <= _FEW:
+        return _rows_without(mask, at, np.arange(q0, q0 + one.q_len), keys, scope)
     likely = [_at_key(mask, e, keys) for e in (_Q, lit(keys[0]), lit(keys[1]), _Q - 1)]
     stack = [(q0, q0 + one.q_len - 1)]
     while stack:

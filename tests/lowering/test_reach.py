@@ -96,7 +96,7 @@ def test_guarded(name):
         assert check(masks.case(GUARDED[name], rng))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_random_masks(seed):
     rng = random.Random(seed)

@@ -167,14 +167,14 @@ def test_past_the_budget_nothing_is_guessed():
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(0, 149), st.integers(0, 232), st.integers(0, 2))
+@given(st.integers(0, 299), st.integers(0, 398), st.integers(0, 2))
 def test_a_lone_position_is_found(query, key, head):
     """Where only a search will do, it passes nothing by."""
     m = fk.mask(f"{NOWHERE} | (q == {query} & k == {key} & h == {head})")
-    assert m.is_empty(150, 233, heads=3).witness == (0, head, query, key)
-    assert (~m).equivalent("true", 150, 233, heads=3).witness == (0, head, query, key)
-    full = fk.mask(f"({NOWHERE} | q != {query}) & (k == (q * 7 + 3) % 233)")  # no likely key
-    assert full.empty_rows(150, 233).witness == (0, 0, query, None)
+    assert m.is_empty(300, 399, heads=3).witness == (0, head, query, key)
+    assert (~m).equivalent("true", 300, 399, heads=3).witness == (0, head, query, key)
+    full = fk.mask(f"({NOWHERE} | q != {query}) & (k == (q * 7 + 3) % 399)")  # no likely key
+    assert full.empty_rows(300, 399).witness == (0, 0, query, None)
 
 
 def test_what_is_refused():

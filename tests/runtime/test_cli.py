@@ -91,6 +91,20 @@ def test_explain_a_tile(run):
     assert data["hidden_at"] == {"b": 0, "h": 0, "q": 640, "k": 641}
 
 
+def test_show_says_where_lookups_leave_their_tables(run, tmp_path):
+    np.save(tmp_path / "t.npy", np.zeros(500, np.float32))
+    table = f"t={tmp_path / 't.npy'}"
+    argv = ["show", "causal & window(600)", "--score", "score + t[q - k]", "--table", table, "--q-len", "1024"]
+    status, out, _ = run(*argv)
+    assert status == 0
+    line = "score     t[q - k] leaves 500 entries: q - k = 500 at query 500, key 0 (b 0, h 0), where it reads the last"
+    assert line in out.splitlines()
+    status, out, _ = run(*argv, "--json")
+    assert json.loads(out)["score_lookups"][0]["witness"] == [0, 0, 500, 0]
+    status, out, _ = run("show", "causal & window(500)", *argv[2:])
+    assert "score     t[q - k] stays within 500 entries" in out.splitlines()
+
+
 BAD = {
     "show 'q - k'": "MaskSyntaxError: a mask needs a Bool, this is an Int\n  mask 1:1\n    q - k\n    ^^^^^\n"
     "  compare it with something, for example `q - k >= 0`\n",
