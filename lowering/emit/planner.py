@@ -88,7 +88,7 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
 # the names of `_Body.text`
 _OWN = """plan_spans b h q k sizes scalars tables q_len kv_len block room records B H Q_LEN KV_LEN row bq bk rows
 columns q0 q1 k0 k1 tk first last tiles seen hidden start stop kind width ask single whole always never
-mixed overflow more"""
+mixed finer overflow more"""
 
 
 class _Body:
@@ -228,12 +228,13 @@ class _Body:
             page.line("kind = where(whole & always, FULL, kind)")
             page.line("return where((start >= columns) | never, EMPTY, kind)")
         page.blank()
-        page.line("width = 1 if columns <= room else -(-columns // (room // 2))")
-        page.line("start = q0 * 0 + arange(-(-columns // width), q) * width")
-        page.line("kind = ask(start)")
-        with page.block("while width > 1:"):
-            page.line("width = -(-width // 4)")
-            page.line("start, kind = split(*joined(start, kind, columns), width, room, columns)")
-            page.line("kind = where(kind == OPEN, ask(start), kind)")
+        with page.block("def finer(width, start, kind):"):
+            page.line("start, kind = split(*joined(start, kind, columns), width, columns)")
+            page.line("return start, where(kind == OPEN, ask(start), kind)")
+        page.blank()
+        page.line("room = min(room, columns)")
+        page.line("start = where(arange(room, q) == 0, q0 * 0, columns)  # one open piece a row")
+        page.line("kind = where(start == 0, OPEN, EMPTY)")
+        page.line("start, kind = repeated(finer, widths(columns, room), (start, kind))")
         page.line("overflow = (kind == OPEN).any()")
         page.line("start, kind = joined(start, where(kind == OPEN, PARTIAL, kind), columns)")

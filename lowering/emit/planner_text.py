@@ -46,6 +46,15 @@ def top(x):
     return x.max(-1, keepdims=True)
 
 
+def repeated(step, widths, state):
+    """The step for each width; compiled once, whatever their number."""
+    if len(widths) == 1:
+        return step(widths[0], *state)
+    steps = jnp.asarray(widths, Int)
+    body = lambda i, state: tuple(x.astype(Int) for x in step(steps[i], *state))
+    return lax.fori_loop(0, len(widths), body, tuple(x.astype(Int) for x in state))
+
+
 def typed(x):
     return x if x.dtype == bool else x.astype(Float if jnp.issubdtype(x.dtype, jnp.floating) else Int)
 
@@ -106,6 +115,12 @@ def below(x, values):
 
 def top(x):
     return x.amax(-1, keepdim=True)
+
+
+def repeated(step, widths, state):
+    for width in widths:
+        state = step(width, *state)
+    return state
 
 
 def typed(x):
@@ -349,15 +364,25 @@ def swept(seen, hidden, columns):
 '''
 
 PIECES = '''
-def split(start, kind, width, room, columns):
+def widths(columns, room):
+    """Tiles of a piece, level by level: half the room at first, then four pieces for one, down to a tile."""
+    width = 1 if columns <= room else -(-columns // max(room // 2, 1))
+    found = [width]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 4))
+    return found
+
+
+def split(start, kind, width, columns):
     """Open pieces cut into pieces of `width` tiles, first come first served while there is room."""
+    room = start.shape[-1]
     used = where(start < columns, 1, 0)
     parts = where(kind == OPEN, (stops(start, columns) - start + width - 1) // width, used)
     fits = cumsum(parts - used) <= room - cumsum(used)[..., -1:]
     parts = where(fits, parts, used)
     end = cumsum(parts)
     slot = arange(room, start)
-    source = minimum(below(end, slot + 1), start.shape[-1] - 1)
+    source = minimum(below(end, slot + 1), room - 1)
     offset = slot - take(end - parts, source)
     there = slot < end[..., -1:]
     start = where(there, take(start, source) + offset * width, columns)

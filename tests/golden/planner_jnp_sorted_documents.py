@@ -43,6 +43,15 @@ def top(x):
     return x.max(-1, keepdims=True)
 
 
+def repeated(step, widths, state):
+    """The step for each width; compiled once, whatever their number."""
+    if len(widths) == 1:
+        return step(widths[0], *state)
+    steps = jnp.asarray(widths, Int)
+    body = lambda i, state: tuple(x.astype(Int) for x in step(steps[i], *state))
+    return lax.fori_loop(0, len(widths), body, tuple(x.astype(Int) for x in state))
+
+
 def typed(x):
     return x if x.dtype == bool else x.astype(Float if jnp.issubdtype(x.dtype, jnp.floating) else Int)
 

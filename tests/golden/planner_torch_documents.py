@@ -50,6 +50,12 @@ def top(x):
     return x.amax(-1, keepdim=True)
 
 
+def repeated(step, widths, state):
+    for width in widths:
+        state = step(width, *state)
+    return state
+
+
 def typed(x):
     return x if x.dtype == torch.bool else x.to(Float if x.is_floating_point() else Int)
 
@@ -133,15 +139,25 @@ def records_of(start, kind, columns, n):
     bounds = concat([where(there, x, 0)[..., None] for x in parts])
     return bounds, minimum(total, n)[..., 0], (total > n).any()
 
-def split(start, kind, width, room, columns):
+def widths(columns, room):
+    """Tiles of a piece, level by level: half the room at first, then four pieces for one, down to a tile."""
+    width = 1 if columns <= room else -(-columns // max(room // 2, 1))
+    found = [width]
+    while found[-1] > 1:
+        found.append(-(-found[-1] // 4))
+    return found
+
+
+def split(start, kind, width, columns):
     """Open pieces cut into pieces of `width` tiles, first come first served while there is room."""
+    room = start.shape[-1]
     used = where(start < columns, 1, 0)
     parts = where(kind == OPEN, (stops(start, columns) - start + width - 1) // width, used)
     fits = cumsum(parts - used) <= room - cumsum(used)[..., -1:]
     parts = where(fits, parts, used)
     end = cumsum(parts)
     slot = arange(room, start)
-    source = minimum(below(end, slot + 1), start.shape[-1] - 1)
+    source = minimum(below(end, slot + 1), room - 1)
     offset = slot - take(end - parts, source)
     there = slot < end[..., -1:]
     start = where(there, take(start, source) + offset * width, columns)
@@ -214,13 +230,14 @@ def plan_spans(b, h, q, k, sizes, scalars, tables, *, q_len, kv_len, block, room
         kind = where(whole & always, FULL, kind)
         return where((start >= columns) | never, EMPTY, kind)
 
-    width = 1 if columns <= room else -(-columns // (room // 2))
-    start = q0 * 0 + arange(-(-columns // width), q) * width
-    kind = ask(start)
-    while width > 1:
-        width = -(-width // 4)
-        start, kind = split(*joined(start, kind, columns), width, room, columns)
-        kind = where(kind == OPEN, ask(start), kind)
+    def finer(width, start, kind):
+        start, kind = split(*joined(start, kind, columns), width, columns)
+        return start, where(kind == OPEN, ask(start), kind)
+
+    room = min(room, columns)
+    start = where(arange(room, q) == 0, q0 * 0, columns)  # one open piece a row
+    kind = where(start == 0, OPEN, EMPTY)
+    start, kind = repeated(finer, widths(columns, room), (start, kind))
     overflow = (kind == OPEN).any()
     start, kind = joined(start, where(kind == OPEN, PARTIAL, kind), columns)
     bounds, count, more = records_of(start, kind, columns, records)

@@ -50,6 +50,12 @@ def top(x):
     return x.amax(-1, keepdim=True)
 
 
+def repeated(step, widths, state):
+    for width in widths:
+        state = step(width, *state)
+    return state
+
+
 def typed(x):
     return x if x.dtype == torch.bool else x.to(Float if x.is_floating_point() else Int)
 

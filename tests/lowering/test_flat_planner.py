@@ -92,7 +92,7 @@ EXACT = (
 ).split()
 
 
-JNP = ("segments", "every-other", "tile-map", "nan-bias", "tree")  # each has to be compiled: a second or two
+JNP = ("segments", "every-other", "tile-map", "nan-bias")  # each has to be compiled: a second or two
 
 
 @pytest.mark.parametrize("name", masks.written())

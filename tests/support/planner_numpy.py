@@ -51,6 +51,12 @@ def top(x):
     return x.max(-1, keepdims=True)
 
 
+def repeated(step, widths, state):
+    for width in widths:
+        state = step(width, *state)
+    return state
+
+
 def typed(x):
     return x.astype({"b": Bool, "f": Float}.get(x.dtype.kind, Int))
 
