@@ -67,7 +67,7 @@ def to_html(layout: Layout, path: str | Path | None = None) -> str:
         "tiles": _tiles(layout), "facts": _facts(layout), "still": notebook(layout),
         # `<` ends a script wherever it stands: in text and names it is written otherwise
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "mask.js": _file("mask.js"), "view.js": _file("view.js"),
+        "mask.js": _file("mask.js"), "map.js": _file("map.js"), "panel.js": _file("panel.js"),
     }  # fmt: skip
     page = re.sub(r"\{\{([\w.]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
     if where is not None:
