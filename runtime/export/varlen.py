@@ -57,33 +57,45 @@ def to_varlen(layout: Layout) -> Varlen:
     seen = lines(layout, most=1, too_many=too_many)
     one_mask(layout, seen, "varlen attention")
     q, first, stop = packed(layout, seen)
-    opens = np.ones(len(q), bool)
-    opens[1:] = (q[1:] > q[:-1] + 1) | (first[1:] >= stop[:-1]) | (stop[1:] <= first[:-1])  # documents share no key
-    doc = np.cumsum(opens) - 1
-    at, end = np.flatnonzero(opens), np.append(np.flatnonzero(opens)[1:], len(q))[: doc[-1] + 1 if len(q) else 0] - 1
-    r0, r1, k0, k1 = q[at], q[end] + 1, first[at], stop[end]
+    doc, r0, r1, k0, k1 = _documents(q, first, stop)
+    for i in np.flatnonzero(k0[1:] < k1[:-1])[:1]:
+        said = "a later query sees keys before the end of these, so they are not documents one after another"
+        raise _misfit(layout, int(r1[i]) - 1, (int(first[doc == i][-1]), int(k1[i])), None, said)
     stands = k1[doc] - r1[doc] + q  # the key where each query stands
     left = _width(stands - first, first == k0[doc])
     right = _width(stop - 1 - stands, stop == k1[doc])
     low = k0[doc] if left < 0 else np.maximum(k0[doc], stands - left)
     high = k1[doc] if right < 0 else np.minimum(k1[doc], stands + right + 1)
-    back = np.concatenate([k0[1:] < k1[:-1], np.zeros(min(1, len(k0)), bool)])  # overtakes the next document
-    wrong = np.flatnonzero((low != first) | (high != stop) | np.append(opens[1:] & back[doc[:-1]], False)[: len(q)])
-    if wrong.size:
-        i = int(wrong[0])
-        raise _misfit(layout, int(q[i]), (int(first[i]), int(stop[i])), (int(low[i]), int(high[i])), left, right)
-    corners = np.concatenate([
-        np.zeros((1, 2), np.int64),
-        np.stack([r0, np.append(0, k1)[: len(k1)], r0, k0, r1, k1], axis=1).reshape(-1, 2),
-        [(layout.batch * layout.q_len, k1[-1] if len(k1) else 0)],
-        [(layout.batch * layout.q_len, layout.batch * layout.kv_len)],
-    ])  # fmt: skip
-    corners = corners[np.append(True, (np.diff(corners, axis=0) > 0).any(axis=1))]
-    longest_q, longest_k = np.diff(corners, axis=0).max(axis=0).tolist()
-    cu = corners.astype(np.int32)
+    for i in np.flatnonzero((low != first) | (high != stop))[:1]:
+        said = f"a window of {left} to the left and {right} to the right shows it"
+        raise _misfit(layout, int(q[i]), (int(first[i]), int(stop[i])), (int(low[i]), int(high[i])), said)
+    cu = _corners(layout, r0, r1, k0, k1)
+    longest_q, longest_k = np.diff(cu, axis=1).max(axis=1).tolist()
     causal = right == 0
     window = (left, right) if left >= 0 or not causal else (-1, -1)
-    return Varlen(cu[:, 0].copy(), cu[:, 1].copy(), longest_q, longest_k, causal, window)
+    return Varlen(cu[0], cu[1], longest_q, longest_k, causal, window)
+
+
+def _documents(q: Array, first: Array, stop: Array) -> tuple[Array, ...]:
+    """The document of every query that sees a key, and of every document its queries `[r0, r1)` and its keys
+    `[k0, k1)`. Neighbouring queries without a common key are of two documents."""
+    opens = np.ones(len(q), bool)
+    opens[1:] = (q[1:] > q[:-1] + 1) | (first[1:] >= stop[:-1]) | (stop[1:] <= first[:-1])
+    at = np.flatnonzero(opens)
+    end = np.append(at[1:], len(q))[: len(at)] - 1
+    return np.cumsum(opens) - 1, q[at], q[end] + 1, first[at], stop[end]
+
+
+def _corners(layout: Layout, r0: Array, r1: Array, k0: Array, k1: Array) -> NDArray[np.int32]:
+    """cu_seqlens of queries and of keys, int32 [2, documents + 1]. Queries between two documents are one without
+    keys, keys between them one without queries."""
+    total_q, total_k = layout.batch * layout.q_len, layout.batch * layout.kv_len
+    queries = np.stack([r0, r0, r1], axis=1).reshape(-1)
+    keys = np.stack([np.append(0, k1)[: len(k1)], k0, k1], axis=1).reshape(-1)
+    rest = keys[-1] if len(keys) else 0
+    corners = np.array([[0, *queries, total_q, total_q], [0, *keys, rest, total_k]], np.int32)
+    moves = (np.diff(corners, axis=1) > 0).any(axis=0)
+    return np.ascontiguousarray(corners[:, np.append(True, moves)])
 
 
 def one_mask(layout: Layout, seen: Lines, name: str) -> None:
@@ -100,18 +112,17 @@ def one_mask(layout: Layout, seen: Lines, name: str) -> None:
 
 
 def _difference(seen: Lines, s: int, t: int) -> tuple[int, int]:
-    """A position that is visible in one of two slices only."""
-    (p, a, b), (r, c, d) = seen.of(s), seen.of(t)
-    for q in range(seen.length):
-        mine = np.zeros((2, seen.width + 1), np.int64)
-        for i, (x, y) in enumerate(
-            ((a[p[q] : p[q + 1]], b[p[q] : p[q + 1]]), (c[r[q] : r[q + 1]], d[r[q] : r[q + 1]]))
-        ):
-            mine[i, x] += 1
-            mine[i, y] -= 1
-        if (differ := np.flatnonzero(np.cumsum(mine[0] - mine[1]))).size:
-            return q, int(differ[0])
-    raise AssertionError("two slices are told apart and show the same")
+    """The first position that is visible in one of two slices only."""
+    (ptr, *mine), (other, *theirs) = seen.of(s), seen.of(t)
+    unlike = np.append(np.flatnonzero(np.diff(ptr) != np.diff(other)), seen.length)[0]  # in how many runs
+    runs = slice(0, int(ptr[unlike]))
+    moved = np.flatnonzero((mine[0][runs] != theirs[0][runs]) | (mine[1][runs] != theirs[1][runs]))
+    q = int(np.searchsorted(ptr, moved[0], side="right")) - 1 if moved.size else int(unlike)
+    edge = np.zeros((2, seen.width + 1), np.int64)
+    for row, at, (start, stop) in zip(edge, (ptr, other), (mine, theirs), strict=True):
+        row[start[at[q] : at[q + 1]]] += 1
+        row[stop[at[q] : at[q + 1]]] -= 1
+    return q, int(np.flatnonzero(np.cumsum(edge[0] - edge[1]))[0])
 
 
 def packed(layout: Layout, seen: Lines) -> tuple[Array, Array, Array]:
@@ -130,20 +141,15 @@ def _width(distance: Array, free: Array) -> int:
     return -1 if free.all() else max(-1, int(distance.max()))
 
 
-def _misfit(
-    layout: Layout, q: int, has: tuple[int, int], flags: tuple[int, int], left: int, right: int
-) -> ExportError:  # fmt: skip
+def _misfit(layout: Layout, q: int, has: tuple[int, int], flags: tuple[int, int] | None, said: str) -> ExportError:
+    """Query `q` of the packed sequence sees keys `has`, and the best flags would show it `flags`."""
     b, q = divmod(q, layout.q_len)
     offset = b * layout.kv_len
-    (a, z), (low, high) = ((x - offset, y - offset) for x, y in (has, flags))
-    ends = {a, z - 1, low, high - 1}
-    odd = [k for k in sorted(ends) if (a <= k < z) != (low <= k < high)]
-    if odd:
-        said = f"a window of {left} to the left and {right} to the right shows it {listed([(low, high)])}"
-        k = min(max(odd[0], 0), layout.kv_len - 1)
-    else:
-        said, k = "a later query sees keys before the end of these, so they are not documents one after another", a
+    (a, z), (low, high) = ((x - offset, y - offset) for x, y in (has, flags or has))
+    odd = [k for k in sorted({a, z - 1, low, high - 1}) if (a <= k < z) != (low <= k < high)]
+    k = min(max(odd[0], 0), layout.kv_len - 1) if odd else a
+    shown = f" {listed([(low, high)])}" if flags else ""
     return ExportError(
-        f"query {q} of the layout sees keys {listed([(a, z)])}, and {said}\n"
+        f"query {q} of the layout sees keys {listed([(a, z)])}, and {said}{shown}\n"
         f"  {why(layout, b, 0, q, k)}\n  to_slices() has more kinds of rectangle; {ANY}"
     )

@@ -262,6 +262,12 @@ def test_heads_that_differ():
         )
 
 
+@pytest.mark.parametrize(("text", "q", "k"), [("q < 47", 47, 0), ("k < 46", 46, 46), ("q != 20 | k != 3", 20, 3)])
+def test_where_heads_first_differ(text, q, k):
+    with pytest.raises(ExportError, match=f"at b = 0, h = 1, q = {q}, k = {k} the mask is hidden"):
+        fk.mask(f"causal & (h == 0 | {text})").layout(48, 48, heads=2).to_slices()
+
+
 def test_the_page_on_exports_prints_what_it_shows():
     page = Path(__file__).resolve().parents[2] / "docs" / "exports.md"
     text = page.read_text(encoding="utf-8").replace("```", "\n")
