@@ -307,10 +307,11 @@ class Symbol:
         return int(self._number("int() of a position: leave it out, or write np.floor(x) to round"))
 
     def __repr__(self) -> str:
-        if not self.axes:
-            return repr(self.expr)
-        names = {a.bound: ir.param(f"i{n}") for n, a in enumerate(self.axes)}
-        return f"{ir.substitute(self.expr, names)!r} [{shown(self.shape)}]"
+        from .show import show
+
+        e = ir.substitute(self.expr, {a.bound: ir.param(f"i{n}") for n, a in enumerate(self.axes)})
+        scalars, tables = ir.free_names(e)
+        return show(e, [*scalars, *tables]) + (f" [{shown(self.shape)}]" if self.axes else "")
 
     # -- operators
 

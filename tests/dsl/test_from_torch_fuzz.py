@@ -71,9 +71,9 @@ def written(e, rng, tables, params):
                 done[n] = x
             else:
                 ways = FUNCTIONS[n.op]
-                if n.op in ("floor", "int", "floordiv", "mod") and all(isinstance(x, torch.Tensor) for x in args):
-                    if not torch.isfinite(args[0]) or (len(args) > 1 and args[1] == 0):
-                        raise Different
+                at_once = n.op in ("floor", "int", "floordiv", "mod") and all(isinstance(x, torch.Tensor) for x in args)
+                if at_once and (not torch.isfinite(args[0]) or (len(args) > 1 and args[1] == 0)):
+                    raise Different
                 done[n] = ways[int(how[n] * len(ways))](*args)
         return done[e]
 

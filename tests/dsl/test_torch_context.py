@@ -163,6 +163,29 @@ def test_a_custom_function_is_read_through_its_forward_and_says_so():
     assert trace(alibi).notes == ()
 
 
+def test_operators_of_libraries():
+    made = torch.library.Library("approx", "DEF")
+    made.define("tanh(Tensor x) -> Tensor")
+    made.define("sinh(Tensor x) -> Tensor")
+    assert shown(lambda s, b, h, q, k: torch.ops.approx.tanh(s / 2.0)) == "tanh(score / 2.0)"  # attention-gym's
+    assert (
+        shown(lambda s, b, h, q, k: torch.ops.aten.tanh(s) + torch.ops.aten.sin.default(s))
+        == "tanh(score) + sin(score)"
+    )
+    with pytest.raises(fk.FrisketError, match="`approx.sinh` of a position has no counterpart in the language"):
+        trace(lambda s, b, h, q, k: torch.ops.approx.sinh(s))  # only its name is known
+
+
+def test_a_position_can_be_printed(capsys):
+    def mask(b, h, q, k):
+        print(q - k, doc[q], f"{bias[b, h]}")
+        return q >= k
+
+    bias = torch.ones(2, 3, 4)
+    assert trace(mask).expr is trace(lambda q, k: q >= k).expr
+    assert capsys.readouterr().out == "q - k doc[q] bias[b, h, i0] [4]\n"
+
+
 # -- what the trace leaves alone ------------------------------------------------------------------------------
 
 
