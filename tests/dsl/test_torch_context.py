@@ -172,7 +172,7 @@ def test_operators_of_libraries():
         shown(lambda s, b, h, q, k: torch.ops.aten.tanh(s) + torch.ops.aten.sin.default(s))
         == "tanh(score) + sin(score)"
     )
-    with pytest.raises(fk.FrisketError, match="`approx.sinh` of a position has no counterpart in the language"):
+    with pytest.raises(fk.FrisketError, match=r"`approx\.sinh` of a position has no counterpart in the language"):
         trace(lambda s, b, h, q, k: torch.ops.approx.sinh(s))  # only its name is known
 
 
