@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BudgetError
 
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
+    from frisket.lowering.analysis.table import TableFacts
 
     from .layout import Layout
 
@@ -59,11 +60,17 @@ class Facts:
         """Every table the mask reads, and whether it stays inside."""
         return self.layout.lookups
 
+    @property
+    def tables(self) -> dict[str, TableFacts]:
+        """Order, runs and range of every table the mask reads."""
+        return {name: table.facts for name, table in self.layout.tables.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """All of it by name, in numbers and text."""
         names = ("rows_nonempty", "max_runs_per_row", "contiguous", "closed_form", "uses", "method", "settled")
         values = {n: getattr(self, n) for n in (*names, "visible_pairs", "flops")}
-        return {**values, "lookups": [one.as_dict() for one in self.lookups]}
+        tables = {name: asdict(facts) for name, facts in self.tables.items()}
+        return {**values, "tables": tables, "lookups": [one.as_dict() for one in self.lookups]}
 
     def __str__(self) -> str:
         rows = {True: "every query sees a key", False: "some query sees no key", None: "not counted"}
@@ -76,6 +83,8 @@ class Facts:
         pairs = self.visible_pairs
         if pairs is not None:
             lines["visible"] = f"{pairs:,} pairs"
+        if self.tables:
+            lines["tables"] = "\n".join(f"{name}: {facts}" for name, facts in self.tables.items())
         if self.lookups:
             open_ = [str(one) for one in self.lookups if not one.proved]
             lines["lookups"] = "\n".join(open_) or "all stay inside their tables"

@@ -8,6 +8,7 @@ array([1])
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +17,25 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 BEYOND = 1 << 40  # further than any position; its products with lengths still fit
+
+
+@dataclass(frozen=True)
+class TableFacts:
+    """Of a whole table, runs and order along the last axis. `runs` counts the stretches of equal entries, None
+    where one value has several."""
+
+    low: float
+    high: float
+    sorted: bool
+    constant: bool
+    runs: int | None
+    permutation: bool  # of 0..size
+
+    def __str__(self) -> str:
+        said = [name for name in ("constant", "sorted", "permutation") if getattr(self, name)]
+        if self.runs is not None and not self.permutation:
+            said.append(f"{self.runs:,} run" + "s" * (self.runs != 1))
+        return ", ".join([*said, f"{self.low}..{self.high}"])
 
 
 class Table:
@@ -52,6 +72,19 @@ class Table:
         order = np.lexsort((value, row))
         row, value = row[order], value[order]
         return not bool(((row[1:] == row[:-1]) & (value[1:] == value[:-1])).any())
+
+    @cached_property
+    def facts(self) -> TableFacts:
+        """What is seen when the table is bound."""
+        a = self.array
+        whole = a.dtype.kind in "iu"
+        distinct = a.ndim == 1 and len(self.starts) == a.size and self.has_runs
+        return TableFacts(
+            low=np.fmin.reduce(a, axis=None).item(), high=np.fmax.reduce(a, axis=None).item(),
+            sorted=self.sorted, constant=bool((a == a.reshape(-1)[0]).all()),
+            runs=len(self.starts) if self.has_runs else None,
+            permutation=whole and distinct and a.min() == 0 and a.max() == a.size - 1,
+        )  # fmt: skip
 
     def run(self, end: str, index: Sequence[Array]) -> Array:
         """First or last position of the run of equal entries that holds `index`, along the last axis. Lookups
