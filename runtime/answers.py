@@ -21,7 +21,10 @@ from frisket.dsl.ir import TRUE, make
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import Spent, first_empty_row, first_visible
 from frisket.lowering.analysis.driver import SIZE_NAMES, bind, grid_of
+from frisket.lowering.analysis.facts import pair_counts
+from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.reach import Lookup, lookups
+from frisket.lowering.analysis.spans import Runs
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Grid, Scope
 from frisket.lowering.plan import Origin, Sizes, whole
@@ -121,6 +124,31 @@ def score_lookups(
     return lookups(e, visible, grid, Scope(env, tables, budget))
 
 
+def visible_pairs(
+    mask: Mask,
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+) -> int:
+    """Visible pairs over every batch entry and head; a layout is made only where they cannot be counted by row."""
+
+    def runs() -> Runs:
+        raise Beyond
+
+    _refused((mask,), q_len, kv_len, batch, heads, origin, sizes)
+    env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **mask.scalars}
+    e = simplify(bind(mask.expr, mask.tables))
+    grid, slice_of = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
+    scope = Scope(env, {n: Table(t) for n, t in mask.tables.items()})
+    try:
+        return int(pair_counts(e, grid, scope, runs)[slice_of].sum())
+    except Beyond:
+        return mask.layout(q_len, kv_len, batch, heads, origin=origin, sizes=sizes).visible_pairs
+
+
 # -- asking -----------------------------------------------------------------------------------------
 
 
@@ -152,10 +180,7 @@ def _answered(
     sizes: Sizes | None = None,
     budget: int = BUDGET,
 ) -> Witness | None:
-    check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
-    for one in given:
-        one.require_bound()
-        check_reach(one.expr, [one.expr], one.scalars, one.tables, (batch, heads, q_len, kv_len), origin, sizes)
+    _refused(given, q_len, kv_len, batch, heads, origin, sizes)
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **joint.scalars}
     e = literal(simplify(bind(joint.expr, joint.tables)), env)
     grid, _ = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
@@ -167,6 +192,16 @@ def _answered(
             f"{question} is not decided within a budget of {budget:,} positions looked at\n"
             f"  ask about a part (shorter lengths, `origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 20)}"
         ) from None
+
+
+def _refused(
+    given: tuple[Mask, ...], q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None
+) -> None:
+    """Raise for what cannot be asked."""
+    check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
+    for one in given:
+        one.require_bound()
+        check_reach(one.expr, [one.expr], one.scalars, one.tables, (batch, heads, q_len, kv_len), origin, sizes)
 
 
 def _sizes(

@@ -185,7 +185,6 @@ class Layout:
     def _grid(self) -> tuple[Grid, Array]:
         return grid_of(self.mask, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)
 
-    @property
     def _spread(self) -> Runs:
         """The runs of every slice of the grid: the spans have one slice for every different answer."""
         grid, slice_of = self._grid

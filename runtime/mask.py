@@ -91,6 +91,13 @@ class Mask(Bound):
 
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact)
 
+    def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:
+        """How many (query, key) pairs are visible, over every batch entry and head, exactly: `layout(...)` counts
+        the same, and makes tiles besides. BudgetError where counting would cost too much."""
+        from .answers import visible_pairs
+
+        return visible_pairs(self, q_len, kv_len, **where)
+
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
         """Whether `other` shows every position this mask shows; else `.witness` is one (b, h, q, k) it hides."""
         from .answers import implies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def sees_itself(mask: Expr) -> bool:
     return simplify(substitute(mask, {var("k"): var("q")})) is TRUE
 
 
-def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
+def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
     """How many keys each query sees, int64 [slices, q_len].
 
     Masks made of clauses that can be solved by row are counted without looking at pairs; others from their runs,
@@ -42,15 +42,15 @@ def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
     try:
         return np.stack([r.counts() for r in _by_row(mask, grid, scope)])
     except (Beyond, EvaluationError):
-        return _from_runs(mask, grid, scope, runs)
+        return _from_runs(mask, grid, scope, runs())
 
 
-def pair_counts(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
+def pair_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
     """Visible pairs of each slice, int64 [slices]: sums of `row_counts`, in closed form where there is one."""
     try:
         return np.array([r.total() for r in _by_row(mask, grid, scope)], np.int64)
     except (Beyond, EvaluationError):
-        return np.asarray(_from_runs(mask, grid, scope, runs).sum(axis=1))
+        return np.asarray(_from_runs(mask, grid, scope, runs()).sum(axis=1))
 
 
 def _by_row(mask: Expr, grid: Grid, scope: Scope) -> Iterator[Rowwise]:
