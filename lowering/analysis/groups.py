@@ -1,8 +1,8 @@
 """Functions of the key, counted: residues by arithmetic, sorted values as ranges, equal values as groups.
 
 >>> steps = Function(np.array([0, 0, 3, 3, 7]), 10)  # of keys 10..14
->>> steps.range(np.array([3]), None), steps.range(None, np.array([3]))
-((array([12]), array([14])), (array([10]), array([13])))
+>>> steps.range(np.array([1, 3]), np.array([3, 9]))
+(array([12, 12]), array([13, 14]))
 >>> Groups([np.array([5, 9, 5, 5])]).count([np.array([5])], np.array([1]), np.array([3]))
 array([2])
 """
