@@ -28,7 +28,7 @@ class Reader:
     def __init__(self, naming: Naming, names: Sequence[tuple[str, Any]] = (), plain: bool = False) -> None:
         self.naming, self.names, self.plain = naming, names, plain
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.offsets: dict[int, Any] = {}
+        self.offsets: dict[tuple[int, int], Any] = {}
         self.shaped = {**SHAPED, **Reductions(self.shapes).table()}
 
     # -- captured arrays --
@@ -51,7 +51,8 @@ class Reader:
         for name, array in self.names:  # numpy arrays are copied, and cut to 32 bits, on their way into a jaxpr
             if isinstance(array, np.ndarray) and np.array_equal(array, np.asarray(value)):
                 return self.table(name, array, value)
-        return self.table("", value)
+        # an array of JAX that no name leads to is captured all the same; others are made of the function's numbers
+        return self.table("table" if isinstance(value, jax.Array) else "", value)
 
     def table(self, source: str, array: Any, values: Any = None) -> Array:
         """An array as a table, a scalar as a parameter; named when it is first read."""
@@ -63,7 +64,7 @@ class Reader:
             self.shapes[name] = shape
             return ir.lookup(name, i, type) if shape else ir.param(name, type)
 
-        return Array(shape, element, lambda: array if values is None else values, source or "table")
+        return Array(shape, element, lambda: array if values is None else values, source)
 
     # -- equations --
 
@@ -92,7 +93,7 @@ class Reader:
             return MANY[name](self, eqn, inputs)
         if (inner := _called(eqn)) is not None:
             return self.search(eqn, inputs) or self.inlined(inner, inputs)
-        if known and _computed_once(eqn):
+        if known and _computed_once(eqn) and not any(x.pieces for x in inputs):
             return self.computed(eqn, inputs)
         try:
             element = self.element(eqn, inputs)
@@ -172,15 +173,14 @@ class Reader:
             raise Refused("searchsorted in an array of floats; the offsets of segments are integers")
         if np.any(offsets[1:] < offsets[:-1]):
             raise Refused("searchsorted in an array that is not sorted")
-        key = id(inputs[0])
+        step = int(side == "left")  # an entry is below x where it is not above x - 1
+        key = id(inputs[0]), step
         if key not in self.offsets:
             far = np.iinfo(np.int32)
-            self.offsets[key] = np.concatenate([[far.min], offsets, [far.max]]).astype(np.int32)
+            self.offsets[key] = np.concatenate([[far.min], offsets + step, [far.max]]).astype(np.int32)
         name = self.naming(inputs[0].source, self.offsets[key])
         self.shapes[name] = self.offsets[key].shape
-        at = inputs[1].at()
-        e = ir.segment(name, at if side == "right" else at - 1)
-        return [scalar(e)]
+        return [scalar(ir.segment(name, inputs[1].at()))]
 
     def computed(self, eqn: Any, inputs: list[Array]) -> list[Array]:
         """What is made of captured arrays alone is computed now; its result is a table, or a parameter."""
@@ -215,7 +215,7 @@ def _called(eqn: Any) -> Any:
     return next((eqn.params[n] for n in names if n in eqn.params), None)
 
 
-ONCE = frozenset({"concatenate", "stack", "dot_general", "rev"})
+ONCE = frozenset({"dot_general", "rev"})
 
 
 def _computed_once(eqn: Any) -> bool:
@@ -227,6 +227,8 @@ def _computed_once(eqn: Any) -> bool:
         return any(n not in (1, m) for n, m in zip(new, old, strict=True))
     if name == "reshape":
         return not only_units(old, eqn.outvars[0].aval.shape)
+    if name in ("concatenate", "stack"):  # captured scalars beside one another stay parameters
+        return any(v.aval.size > 1 for v in eqn.invars)
     return name in ONCE or (name.startswith(("reduce_", "arg", "cum")) and name != "reduce_precision")
 
 

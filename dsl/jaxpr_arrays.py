@@ -73,13 +73,16 @@ def broadcast(fn: Callable[..., Expr], inputs: Sequence[Array]) -> Element:
 # -- indices ----------------------------------------------------------------------------------------
 
 
+NO_NUMBER = frozenset({"var", "param", "bound", "extent", "lookup", "segment", "random"})
+
+
 def unwrapped(e: Expr, n: int) -> Expr:
     """JAX writes `where(i < 0, i + n, i)` for the index i of an axis of n: negative indices count from the end.
     A position is never negative and a lookup clamps, so that i is left; a number is looked at."""
     if e.op == "where":
         test, yes, no = e.args
         if test is build("lt", no, ZERO) and yes is build("add", no, lit(n)):
-            if any(leaf.op != "lit" for leaf in ir.walk(no) if not leaf.args):
+            if any(part.op in NO_NUMBER for part in ir.walk(no)):
                 return no
             return lit(int(evaluate(e, {})))
     return e

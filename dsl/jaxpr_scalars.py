@@ -162,7 +162,7 @@ def _convert(eqn: Equation, x: Expr) -> Expr:
         return build("ne", x, lit(0) if x.type is INT else lit(0.0))
     if want is FLOAT:
         return to_float(number(x))
-    whole = integral(x) if x.type is FLOAT else None
+    whole = integral(x) if _rounded(x) else None
     return whole if whole is not None else build("int", x)
 
 
