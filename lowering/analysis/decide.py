@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError, MismatchError
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, substitute, var
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, substitute, var, walk
 
 from ..simplify import simplify
 from .count import Rowwise
@@ -55,8 +55,9 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
         "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
         "k1": grid.k + grid.kv_len - 1,
     }  # fmt: skip
-    few = grid.q_len * grid.kv_len <= _FEW
-    hidden = np.zeros(len(grid.b), bool) if few else _known(never(mask), env, scope, len(grid.b))
+    hidden = np.zeros(len(grid.b), bool)
+    if grid.q_len * grid.kv_len > _FEW and not any(n.op == "lookup" for n in walk(mask)):
+        hidden = _known(never(mask), env, scope, len(grid.b))  # of tables, rows tell more for less
     for s in np.flatnonzero(~hidden):
         try:
             found = _first_by_row(mask, grid, scope, int(s))
