@@ -16,21 +16,7 @@ import frisket as fk
 from frisket.dsl.errors import ExportError
 from frisket.runtime.export import tile_lists
 
-LISTS = [
-    f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
-]  # fmt: skip
 DOC = np.repeat(np.arange(6), [40, 1, 99, 60, 30, 70]).astype(np.int32)
-
-
-def same(ours, theirs, name=""):
-    for field in LISTS:
-        a, b = getattr(ours, field), getattr(theirs, field)
-        if a is None or b is None:
-            assert a is b, (name, field)
-            continue
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), (name, field)
-        assert torch.equal(a, b), (name, field)
-    assert (ours.seq_lengths, ours.BLOCK_SIZE, ours.shape) == (theirs.seq_lengths, theirs.BLOCK_SIZE, theirs.shape)
 
 
 def test_random_masks_give_the_lists_of_create_block_mask():
@@ -48,7 +34,7 @@ def test_random_masks_give_the_lists_of_create_block_mask():
         theirs = create_block_mask(
             lambda b, h, q, k, t=table: t[b, h, q, k], nb, nh, case.q_len, case.kv_len, "cpu", case.block
         )
-        same(ours, theirs, name)
+        formats.same_lists(ours, theirs, name)
         lengths = (case.batch, case.heads, case.q_len, case.kv_len)
         np.testing.assert_array_equal(create_mask(ours.mask_mod, *lengths, "cpu").numpy(), dense, err_msg=name)
 
@@ -59,7 +45,10 @@ def test_random_masks_give_the_lists_of_create_block_mask():
         ("causal", lambda b, h, q, k: q >= k),
         ("causal & window(64)", lambda b, h, q, k: (q >= k) & (q - k < 64)),
         ("prefix(50) | causal", lambda b, h, q, k: (k < 50) | (q >= k)),
-        ("causal & same(doc)", lambda b, h, q, k: (q >= k) & (torch.from_numpy(DOC)[q] == torch.from_numpy(DOC)[k])),
+        (
+            "causal & same(doc)",
+            lambda b, h, q, k: (q >= k) & (torch.from_numpy(DOC)[q] == torch.from_numpy(DOC)[k]),
+        ),
         ("causal & dilated(100, 3)", lambda b, h, q, k: (q >= k) & ((q - k).abs() <= 99) & ((q - k) % 3 == 0)),
         ("causal & q - k < 9 * (h + 1)", lambda b, h, q, k: (q >= k) & (q - k < 9 * (h + 1))),
         ("k % 2 == 0 & q + b >= k", lambda b, h, q, k: (k % 2 == 0) & (q + b >= k)),
@@ -72,9 +61,11 @@ def test_lists_of_masks_that_people_write(text, theirs, lengths, block):
     mask = fk.mask(text, **({"doc": DOC} if "doc" in text else {}))
     ours = mask.layout(*lengths, batch=2, heads=2, block=block).to_block_mask()
     batch, heads = 2 if "b >=" in text else None, 2 if "h +" in text else None
-    same(ours, create_block_mask(theirs, batch, heads, *lengths, "cpu", block), text)
+    formats.same_lists(ours, create_block_mask(theirs, batch, heads, *lengths, "cpu", block), text)
     joined = mask.layout(*lengths, batch=2, heads=2, block=block).to_block_mask(separate_full_blocks=False)
-    same(joined, create_block_mask(theirs, batch, heads, *lengths, "cpu", block, separate_full_blocks=False), text)
+    formats.same_lists(
+        joined, create_block_mask(theirs, batch, heads, *lengths, "cpu", block, separate_full_blocks=False), text
+    )
 
 
 def test_flex_attention_computes_what_frisket_does():
@@ -149,7 +140,7 @@ def test_an_undecided_layout_is_refused():
         "create_block_mask: 64 tiles are partial or not known"
     )
     table = torch.from_numpy(np.array(mask.dense(64, 64))[0, 0])
-    same(
+    formats.same_lists(
         mask.layout(64, 64, block=8).to_block_mask(),
         create_block_mask(lambda b, h, q, k: table[q, k], None, None, 64, 64, "cpu", 8),
     )

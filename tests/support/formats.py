@@ -111,3 +111,20 @@ def splash(info, block, heads: int, q_len: int, kv_len: int, dkv: bool = False) 
                 elements = elements.T if dkv else elements
             seen[h, row * bq : (row + 1) * bq, column * bk : (column + 1) * bk] += elements
     return seen
+
+
+LISTS = [
+    f"{full}{side}_{what}" for full in ("", "full_") for side in ("kv", "q") for what in ("num_blocks", "indices")
+]  # fmt: skip
+
+
+def same_lists(ours, theirs, name=""):
+    """Two BlockMasks of torch agree bit for bit."""
+    for field in LISTS:
+        a, b = getattr(ours, field), getattr(theirs, field)
+        if a is None or b is None:
+            assert a is b, (name, field)
+            continue
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (name, field)
+        assert a.equal(b), (name, field)
+    assert (ours.seq_lengths, ours.BLOCK_SIZE, ours.shape) == (theirs.seq_lengths, theirs.BLOCK_SIZE, theirs.shape)
