@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     )
     from frisket.dsl.errors import BudgetError as BudgetError
     from frisket.dsl.errors import EvaluationError as EvaluationError
+    from frisket.dsl.errors import ExportError as ExportError
     from frisket.dsl.errors import FrisketError as FrisketError
     from frisket.dsl.errors import LoweringError as LoweringError
     from frisket.dsl.errors import MaskSyntaxError as MaskSyntaxError
@@ -47,7 +48,7 @@ __version__ = "0.1.0"
 # Names are fetched when first used: `import frisket` costs what it uses.
 _HOMES = {
     "frisket.dsl.errors": (
-        "BackendError BudgetError EvaluationError FrisketError LoweringError MaskSyntaxError MismatchError "
+        "BackendError BudgetError EvaluationError ExportError FrisketError LoweringError MaskSyntaxError MismatchError "
         "ParameterError ShapeError TraceError Undecided"
     ),
     "frisket.dsl.explain": "Explanation",

@@ -29,7 +29,7 @@ METHODS = {
 }
 ERRORS = (
     "FrisketError MaskSyntaxError TraceError ParameterError ShapeError EvaluationError LoweringError BackendError "
-    "MismatchError BudgetError Undecided"
+    "MismatchError BudgetError ExportError Undecided"
 ).split()
 
 
