@@ -12,6 +12,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -50,40 +51,56 @@ def raised_in_jax(error: BaseException) -> bool:
     return False
 
 
-def captured(value: Any, name: str = "", seen: dict[int, Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """(name, value) of everything a function reaches through its closure, globals, defaults, attributes and calls."""
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return
-    seen[id(value)] = value
-    yield name, value
-    for inner_name, inner in _parts(value, name):
-        yield from captured(inner, inner_name, seen)
+# How far to look: values, elements of one container, and objects inside objects (a module's settings, no more).
+MOST, LONGEST, DEEPEST = 5000, 256, 2
 
 
-def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if any(cls.__module__.startswith("torch.") for cls in type(value).__mro__):
-        return  # a tensor, or a torch.nn.Module, which may hold thousands of them
-    if isinstance(value, partial):
-        yield "", value.func
-        yield from zip(_argument_names(value.func), value.args)
-        yield from value.keywords.items()
-    elif isinstance(value, MethodType):
-        yield "", value.__func__
-        yield "", value.__self__
-    elif isinstance(value, FunctionType):
-        if not _is_jax(value) and (value.__module__ or "").split(".")[0] not in _QUIET:
-            yield from _read_by(value)
-    elif isinstance(value, list | tuple):
-        yield from ((name, v) for v in value)
-    elif isinstance(value, dict):
-        yield from ((str(k), v) for k, v in value.items())
-    elif callable(getattr(value, "__wrapped__", None)):  # jax.jit(f), functools.wraps
-        yield name, value.__wrapped__
-    elif not isinstance(value, ModuleType | type) and isinstance(getattr(value, "__dict__", None), dict):
-        yield from ((n, v) for n, v in vars(value).items() if not n.startswith("__"))
-        if isinstance(method := inspect.getattr_static(type(value), "__call__", None), FunctionType):
-            yield "", method
+def captured(fn: Any) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what a function reaches through its closure, globals, defaults, attributes and calls, the
+    nearest first."""
+    seen: dict[int, Any] = {}
+    waiting = deque([("", fn, 0)])
+    while waiting and len(seen) < MOST:
+        name, value, depth = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        yield name, value
+        if isinstance(value, list | tuple | dict):
+            if len(value) <= LONGEST:
+                items = value.items() if isinstance(value, dict) else ((name, v) for v in value)
+                waiting.extend((str(n), v, depth) for n, v in items)
+        elif isinstance(value, FunctionType | MethodType | partial) or hasattr(value, "__wrapped__"):
+            waiting.extend((n or name, v, depth) for n, v in _called_by(value))
+        elif depth < DEEPEST:
+            waiting.extend((n, v, depth + 1) for n, v in _attributes(value))
+
+
+def _called_by(fn: Any) -> Iterator[tuple[str, Any]]:
+    """What a function reads, and the function it wraps."""
+    if isinstance(fn, partial):
+        yield "", fn.func
+        yield from zip(_argument_names(fn.func), fn.args)
+        yield from fn.keywords.items()
+    elif isinstance(fn, MethodType):
+        yield "", fn.__func__
+        yield "", fn.__self__
+    elif isinstance(fn, FunctionType):
+        if not _is_jax(fn) and (fn.__module__ or "").split(".")[0] not in _QUIET:
+            yield from _read_by(fn)
+    else:  # jax.jit(f)
+        yield "", fn.__wrapped__
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    foreign = isinstance(value, ModuleType | type) or any(
+        c.__module__.startswith("torch.") for c in type(value).__mro__
+    )
+    if foreign or not isinstance(getattr(value, "__dict__", None), dict):
+        return  # of torch: a tensor, or a torch.nn.Module, which may hold thousands of them
+    yield from ((n, v) for n, v in vars(value).items() if not n.startswith("__"))
+    if isinstance(method := inspect.getattr_static(type(value), "__call__", None), FunctionType):
+        yield "", method
 
 
 _QUIET = frozenset({"numpy", "torch", "frisket", *sys.stdlib_module_names}) - {"__main__"}

@@ -177,7 +177,7 @@ class Reader:
         key = id(inputs[0]), step
         if key not in self.offsets:
             far = np.iinfo(np.int32)
-            self.offsets[key] = np.concatenate([[far.min], offsets + step, [far.max]]).astype(np.int32)
+            self.offsets[key] = np.concatenate([[far.min], offsets.astype(np.int64) + step, [far.max]]).astype(np.int32)
         name = self.naming(inputs[0].source, self.offsets[key])
         self.shapes[name] = self.offsets[key].shape
         return [scalar(ir.segment(name, inputs[1].at()))]

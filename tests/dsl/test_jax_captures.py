@@ -13,7 +13,7 @@ import pytest
 import frisket
 from frisket.dsl.errors import TraceError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.from_jax import reaches_jax
+from frisket.dsl.from_jax import captured, reaches_jax
 from frisket.dsl.show import show
 from frisket.dsl.trace import trace
 
@@ -76,6 +76,27 @@ def test_a_function_that_imports_jax_itself():
     assert shown(fn) == ("where(q > k, q, k) > 3", [])
 
 
+class Trainer:
+    """An object with much behind it, none of which the mask reads."""
+
+    def __init__(self):
+        self.settings = {str(i): [object()] * 9 for i in range(300)}
+        self.next = self
+        self.far = [[[Module()]]]
+        self.width = 3
+
+
+def test_what_an_object_holds_is_looked_at_no_further_than_its_own():
+    chain = value = Trainer()
+    for _ in range(3000):
+        value.inner = Trainer.__new__(Trainer)
+        value = value.inner
+    value.doc = doc
+    names = [n for n, _ in captured(lambda q, k: q < chain.width)]
+    assert "far" in names
+    assert len(names) < 100
+
+
 def test_jax_is_not_imported_for_others():
     code = "import sys, frisket; frisket.mask(lambda q, k: q >= k); sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -124,6 +145,18 @@ def test_captured_scalars_are_parameters():
     limit = int(width)  # a Python number is a literal
     assert shown(lambda q, k: jnp.less(q, limit)) == ("q < 3", [])
     assert shown(lambda q, k: q < jnp.int32(4)) == ("q < 4", [])
+
+
+def test_captured_scalars_side_by_side_stay_parameters():
+    other = jnp.int32(5)
+    text, names = shown(lambda q, k: jnp.max(jnp.stack([width, other])) > jnp.array([q, width])[1])
+    assert text == "max(width, other) > width"
+    assert names == ["other", "width"]
+
+
+def test_negative_indices_count_from_the_end_only_as_numbers():
+    assert shown(lambda q, k: doc[-1] == doc[k]) == ("doc[4] == doc[k]", ["doc"])
+    assert shown(lambda q, k: doc[q - 1] == doc[k]) == ("doc[q - 1] == doc[k]", ["doc"])
 
 
 def test_what_is_made_of_captures_alone_is_computed_once():
