@@ -61,6 +61,8 @@ def source(expr: str, score: str | None) -> tuple[str, str]:
         text = path.read_text(encoding="utf-8") if from_file else expr
     except UnicodeDecodeError:
         raise ParameterError(f"{expr} is not UTF-8 text") from None
+    except ValueError:
+        raise ParameterError(f"{expr!r} is no name of a file") from None
     if score is not None:
         text = f"{text}\nscore = {score}" if from_file else f"mask = {text}\nscore = {score}"
     return text, path.name if from_file else "mask"

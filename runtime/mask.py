@@ -235,7 +235,7 @@ def load(path: str | Path, **params: Any) -> Program:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # bytes that are no text, a NUL in the name
         raise ParameterError(f"cannot read {path}: {error}") from None
     return program(text, name=path.stem, **params)
 

@@ -62,15 +62,19 @@ def _collect(terms: Iterable[tuple[Expr, int]], const: int) -> Linear:
     return Linear(tuple(kept), const)
 
 
+_WIDEST = 64  # terms of one form: sums beyond are taken in parts, so that work grows with their length
+
+
 @lru_cache(maxsize=65536)
 def linear(e: Expr) -> Linear:
-    """The affine form of an Int expression; what is not affine becomes an atom."""
+    """The affine form of an Int expression; what is not affine becomes an atom, and so does a sum of very many."""
     if e.op == "lit":
         return Linear((), e.name)
-    if e.op == "add":
-        return linear(e.args[0]) + linear(e.args[1])
-    if e.op == "sub":
-        return linear(e.args[0]) - linear(e.args[1])
+    if e.op in ("add", "sub"):
+        left, right = linear(e.args[0]), linear(e.args[1])
+        if len(left.terms) + len(right.terms) > _WIDEST:
+            return Linear(((e, 1),), 0)
+        return left + right if e.op == "add" else left - right
     if e.op == "neg":
         return -linear(e.args[0])
     if e.op == "mul":

@@ -8,7 +8,7 @@ Canonical(expr=q >= k & q - k < s0 & t0[q] == t0[k], names={'s0': 'w', 't0': 'do
 Parameters are told apart as the vertices of a graph are: by type and rank, then by where they occur, then by where
 their neighbours occur, until nothing more is learnt (colour refinement). Where several still look alike, each of
 them is tried as the first and the smallest outcome kept. Parameters that look alike are nearly always
-interchangeable, so that every choice gives the same Expr; past TRIES choices the order of the user's names decides.
+interchangeable, so that every choice gives the same Expr; past WORK looks at a node the user's names decide.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .engine import simplify
 from .order import NAMED, by_length, digest
 from .rules_order import MIRRORED, chain
 
-TRIES = 64
+WORK = 15_000
 Colours = dict[str, bytes]
 _CHAINS = frozenset({"mul", "min", "max", "bitand", "bitor", "bitxor", "xor"})
 _SUMS = frozenset({"add", "sub", "neg", "mul"})
@@ -83,7 +83,7 @@ def ranked(roots: list[Expr]) -> list[str]:
     start = {n: digest(*kind) for n, kind in sorted(kinds.items())}
     if len(set(start.values())) == len(start):
         return sorted(start, key=lambda n: start[n])
-    return _settled(_Graph(roots), start, [TRIES])[1]
+    return _settled(_Graph(roots, WORK), start)[1]
 
 
 def untied(roots: list[Expr]) -> dict[str, str]:
@@ -101,21 +101,20 @@ def untied(roots: list[Expr]) -> dict[str, str]:
             for i in [order.index(name)]}  # fmt: skip
 
 
-def _settled(graph: _Graph, colours: Colours, left: list[int]) -> tuple[bytes, list[str]]:
+def _settled(graph: _Graph, colours: Colours) -> tuple[bytes, list[str]]:
     """The smallest picture of the graph, and the order of parameters that gives it."""
     colours, picture = graph.refined(colours)
     classes: dict[bytes, list[str]] = defaultdict(list)
     for name, colour in colours.items():
         classes[colour].append(name)
     tied = min(((c, names) for c, names in classes.items() if len(names) > 1), default=None)
-    if tied is None:
-        return picture, sorted(colours, key=lambda n: colours[n])
+    if tied is None or graph.left <= 0:
+        return picture, sorted(colours, key=lambda n: (colours[n], by_length(n)))
     best: tuple[bytes, list[str]] | None = None
     for name in tied[1]:
-        if best is not None and left[0] <= 0:
+        if best is not None and graph.left <= 0:
             break
-        left[0] -= 1
-        found = _settled(graph, {**colours, name: digest("first", tied[0])}, left)
+        found = _settled(graph, {**colours, name: digest("first", tied[0])})
         if best is None or found[0] < best[0]:
             best = found
     assert best is not None
@@ -126,8 +125,8 @@ class _Graph:
     """Every node with its operands as labelled edges; the label is the place, or what stands for it where places
     do not matter: nothing in a conjunction, the coefficient in a sum."""
 
-    def __init__(self, roots: list[Expr]) -> None:
-        self.roots = roots
+    def __init__(self, roots: list[Expr], work: int) -> None:
+        self.roots, self.left = roots, work
         for e in walk(*roots):  # operands first, so that no depth is too deep
             if e.type is INT:
                 linear(e)
@@ -147,7 +146,8 @@ class _Graph:
         while True:
             down = self._below(colours)
             new = self._around(colours, down)
-            if len(set(new.values())) == len(set(colours.values())):
+            self.left -= len(self.nodes)
+            if len(set(new.values())) == len(set(colours.values())) or self.left <= 0:
                 return new, digest(*(down[r] for r in self.roots))
             colours = new
 

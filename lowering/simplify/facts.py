@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 from frisket.dsl.ir import COORDINATES, SIZES, Expr
 from frisket.dsl.types import BOOL, INT
@@ -18,9 +18,26 @@ Interval = tuple[int | None, int | None]  # inclusive; None: unbounded on that s
 UNKNOWN: Interval = (None, None)
 
 
-@lru_cache(maxsize=65536)
+_known: WeakKeyDictionary[Expr, Interval] = WeakKeyDictionary()
+
+
 def interval(e: Expr) -> Interval:
     """Inclusive ends of the values `e` can take at any position of any problem."""
+    found = _known.get(e)
+    if found is not None:
+        return found
+    stack = [e]  # an Expr may be deeper than Python's stack
+    while stack:
+        node = stack[-1]
+        missing = [a for a in node.args if a not in _known]
+        stack.extend(missing)
+        if not missing:
+            stack.pop()
+            _known[node] = _interval(node, [_known[a] for a in node.args])
+    return _known[e]
+
+
+def _interval(e: Expr, args: list[Interval]) -> Interval:
     if e.type is not INT:
         return UNKNOWN
     if e.op == "lit":
@@ -29,7 +46,6 @@ def interval(e: Expr) -> Interval:
         return (0, None) if e.name in COORDINATES else (1, None) if e.name in SIZES else UNKNOWN
     if e.op == "extent":
         return (1, None)
-    args = [interval(a) for a in e.args]
     if e.op == "add":
         return _sum(args[0], args[1])
     if e.op == "sub":

@@ -15,6 +15,7 @@ from frisket.dsl.types import FLOAT, INT
 from .rules_boolean import negate
 
 FLOAT_ZEROS = (lit(0.0), lit(-0.0))
+_DEEPEST = 200  # deeper scores keep their -inf where it is; the checks for it in the kernel remain
 # finite if their arguments are: a product of finite float32 values is taken as finite, like `score` itself
 _FINITE = frozenset(
     ["add", "sub", "mul", "neg", "abs", "min", "max", "sign", "tanh", "sigmoid", "sin", "cos", "erf", "float"]
@@ -25,6 +26,8 @@ def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
     """Provably neither NaN nor infinite, where scores are; `tables` says which tables hold finite values."""
     if e.type is INT:
         return True
+    if e.depth > _DEEPEST:
+        return False
     if e.op == "lit":
         return bool(abs(e.name) < float("inf"))
     if e is SCORE or e.op == "random":
@@ -43,6 +46,8 @@ def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
 
 def positive(e: Expr, tables: Mapping[str, bool]) -> bool:
     """Provably > 0 and finite."""
+    if e.depth > _DEEPEST:
+        return False
     if e.op == "lit":
         return bool(0 < e.name < float("inf"))
     if e.op == "float":
@@ -64,6 +69,8 @@ def hoist(score: Expr, tables: Mapping[str, bool] | None = None) -> tuple[Expr, 
 def _hoist(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
     if e is NEG_INF:
         return FALSE, e
+    if e.depth > _DEEPEST:
+        return TRUE, e
     if e.op == "where" and e.type is FLOAT:
         cond, yes, no = e.args
         (seen_yes, yes2), (seen_no, no2) = _hoist(yes, tables), _hoist(no, tables)

@@ -11,7 +11,7 @@ from frisket.dsl.types import BOOL, INT
 from .affine import NEGATE, Linear, Terms, is_int_comparison, relation, write_relation
 from .order import sort_key
 from .pattern import p, r, rule
-from .rules_order import chain
+from .rules_order import LONGEST, chain
 
 DUAL = {"and": "or", "or": "and"}
 
@@ -55,6 +55,8 @@ def junction(node: Expr) -> Expr | None:
 
 def absorb(node: Expr) -> Expr | None:
     """p & (p | r) is p; with implication instead of equality: a term that another one implies is dropped."""
+    if len(node.args) > _VERY_MANY:
+        return None
     kept = list(node.args)
     for term in node.args:
         if term.op != DUAL[node.op]:
@@ -67,6 +69,8 @@ def absorb(node: Expr) -> Expr | None:
 
 def resolve(node: Expr) -> Expr | None:
     """p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s): inside a term, what a sibling decides is decided."""
+    if len(node.args) > _VERY_MANY:
+        return None
     join, dual_join = (conj, disj) if node.op == "and" else (disj, conj)
     new, changed = [], False
     for term in node.args:
@@ -187,6 +191,8 @@ def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
 def substitute_equal(node: Expr) -> Expr | None:
     """Beside doc[q] == doc[k] every other doc[k] is doc[q], and beside q // n == k // n every k % n is
     k - n * (q // n); so too in a disjunction, beside !=."""
+    if len(node.args) > _MANY:
+        return None
     relation_ = "eq" if node.op == "and" else "ne"
     for term in node.args:
         if term.op != relation_ or any(a.op not in _NAMED or a.type is not INT for a in term.args):
@@ -201,6 +207,8 @@ def substitute_equal(node: Expr) -> Expr | None:
     return None
 
 
+_MANY = 32  # terms in which equals are substituted
+_VERY_MANY = 256  # terms compared each with each
 _NAMED = ("lookup", "segment", "floordiv", "mod")
 
 NEGATED = {"ge": ("le", -1), "le": ("ge", 1), "eq": ("ne", 0), "ne": ("eq", 0)}
@@ -221,7 +229,10 @@ def exclusive(node: Expr) -> Expr | None:
     which a comparison of Ints takes up. `a ^ (k < 4)` is `~(a ^ (k >= 4))`, so bounds are compared pointing one way."""
     odd = False
     parts: dict[Expr, None] = {}
-    for e in chain(node):
+    operands = chain(node)
+    if len(operands) >= LONGEST:
+        return None
+    for e in operands:
         positive, flipped = _upright(e)
         odd ^= flipped
         if positive in parts:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
-from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, disj, lit
+from frisket.dsl.ir import FALSE, ONE, TRUE, ZERO, Expr, build, conj, disj, lit, walk
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL, INT
 
@@ -49,7 +50,7 @@ def _tight(op: str, form: Linear, lo: int | None, hi: int | None) -> tuple[str, 
 def through(node: Expr) -> Expr | None:
     """`abs min max // where` with a literal factor +-1 in a bound become bounds of their arguments."""
     op, form = relation(node.op, *node.args)
-    if all(a.op not in _SEEN for a, _ in form.terms):
+    if all(a.op not in _SEEN for a, _ in form.terms) or _splits(form) > _SPLITS:
         return None
     choices = sum(a.op == "where" or _of_bool(a) for a, _ in form.terms)
     for atom, factor in form.terms:
@@ -70,7 +71,14 @@ def through(node: Expr) -> Expr | None:
 
 
 _SEEN = frozenset({"abs", "min", "max", "floordiv", "where", "int", "sign", "mul"})
+_DOUBLING = frozenset({"abs", "min", "max", "where", "int"})
+_SPLITS = 8  # operators seen through in one comparison: each one may double it
 _CHOICES = 4  # each one doubles the comparison
+
+
+def _splits(form: Linear) -> int:
+    found = (n for n in walk(*(a for a, _ in form.terms)) if n.op in _DOUBLING)
+    return sum(1 for _ in islice(found, _SPLITS + 1))
 
 
 def _of_bool(e: Expr) -> bool:

@@ -18,6 +18,7 @@ from .facts import ordered
 from .order import sort_key
 from .pattern import rule
 
+LONGEST = 64  # operands sorted together, so that work grows with the length of a chain
 IDEMPOTENT = frozenset({"min", "max", "bitand", "bitor"})
 _JOIN: dict[str, Callable[[Any, Any], Any]] = {
     "min": min, "max": max, "bitand": operator.and_, "bitor": operator.or_, "bitxor": operator.xor,
@@ -32,12 +33,12 @@ def terms_in_order(node: Expr) -> Expr | None:
 
 
 def chain(node: Expr) -> list[Expr]:
-    """The operands of nested uses of one operator."""
+    """The operands of nested uses of one operator; of very many, the last ones and the rest as one."""
     out: list[Expr] = []
     stack = [node]
     while stack:
         e = stack.pop()
-        if e.op == node.op:
+        if e.op == node.op and len(out) + len(stack) < LONGEST:
             stack.extend(reversed(e.args))
         else:
             out.append(e)
@@ -49,6 +50,8 @@ def chain_in_order(node: Expr) -> Expr | None:
     if node.type is FLOAT:
         return pair_in_order(node)
     parts = chain(node)
+    if len(parts) >= LONGEST:
+        return None
     if node.op == "mul" and any(a.op == "lit" for a in node.args):
         return None  # the affine form has it
     if node.op == "mul" and any(_factor(a) != 1 for a in parts):

@@ -48,10 +48,10 @@ _EXACT = frozenset({"var", "lit", "add", "sub", "neg", "abs", "min", "max", "flo
 def position(e: Expr) -> bool:
     """An Int that stays far below 2 ** 53: sums, differences, quotients of coordinates, sizes and small literals."""
     return e.type is not INT or (
-        e.op in _EXACT
+        e.depth < 12
+        and e.op in _EXACT
         and (e.op != "lit" or abs(e.name) < 2**31)
         and all(a.type is BOOL or position(a) for a in e.args)
-        and e.depth < 12
     )
 
 

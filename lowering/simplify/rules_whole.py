@@ -23,7 +23,7 @@ def whole(e: Expr) -> Expr | None:
         return e.args[0] if position(e.args[0]) else None
     if e.op == "lit":
         return lit(int(e.name)) if math.isfinite(e.name) and e.name.is_integer() and abs(e.name) < 2**31 else None
-    parts = [p for p in map(whole, e.args) if p is not None] if e.op in EXACT else []
+    parts = [p for p in map(whole, e.args) if p is not None] if e.op in EXACT and e.depth < 40 else []
     return build(e.op, *parts) if e.args and len(parts) == len(e.args) else None
 
 
