@@ -76,7 +76,7 @@ QUASI_AFFINE = {
     "far": (abs(q - k) > q // 3) & (k < 700),
     "either far": 2 * maximum(q - k, k - 40) >= q // 4,
     "from half": abs(q // 2 - k) * 2 >= q // 3,
-    "periods within": eq((q - k) % 12, 5) & eq(k % 2, 1),
+    "periods within": eq((q - k) % 12, 5) & eq(k % 4, 1),
     "unequal": (q >= k) & ne((q - k) % 7, 2),
     "digits": (build("floordiv", k, q * 0 + 9) % 5 <= (q // 9) % 5) & (k % 9 >= q % 9) & (q - k < 200),
     "heads": (q >= k) & (q - k < 40 * h + 3) & eq(k % 2, 0),
