@@ -4,7 +4,8 @@ Every literal of a term is read as bounds on k whose ends are the ends of some E
 the interval of a term holds every key that some query of the row sees, whatever the tables hold. Keys are found
 in sorted tables by search (`at_least above at_most under`), in offsets by lookup; no key is visited.
 
->>> from frisket.dsl.sugar import eq, k, lookup, q
+>>> from frisket.dsl.ir import lookup
+>>> from frisket.dsl.sugar import eq, k, q
 >>> seen, hidden = intervals((q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))), frozenset({"doc"}))
 >>> seen  # at_least(doc[q0]): the first position of doc that holds at least doc[q0]
 ((max(k0, at_least(doc[q0])), min(min(q1, k1), at_most(doc[q1]))),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,7 @@ from .bind import Subject, Work, check_tile, subject, work
 from .flat_plan import FlatPlan, FlatWork, divided, flat_plan
 from .frameworks import NATURAL, Arrays, arrays, framework_of, from_numpy, to_numpy, turn
 from .mask import MaskLike, Program, ScoreLike
+from .parameters import traced
 from .report import Report, compared
 from .settings import Settings
 
@@ -115,16 +116,14 @@ class Attention:
         given = arrays(q, k, v, layout)
         out, lse = self._run(given, plan, origin, sizes, params)
         if Settings.read().check:
-            self._report(given, out, lse, plan, origin, sizes, params).require()
+            if traced(out):
+                self._report_later(given, out, lse, plan, origin, sizes, params)
+            else:
+                self._report(given, out, lse, plan, origin, sizes, params).require()
         return (out, lse) if return_lse else out
 
     def _run(
-        self,
-        given: Arrays,
-        plan: AnyPlan | None,
-        origin: Origin | None,
-        sizes: Sizes | None,
-        params: dict[str, Any],
+        self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None, params: dict[str, Any]
     ) -> tuple[Any, Any]:
         geometry = self._geometry(given, plan, origin, sizes)
         if plan is not None and params:
@@ -304,6 +303,27 @@ class Attention:
         g = self._geometry(given, plan, origin, sizes)
         what = self.subject.bind(params) if plan is None else plan.subject
         return compared(given, g, what, turn(to_numpy(out), given.layout, "bhsd"), to_numpy(lse))
+
+    def _report_later(
+        self, given: Arrays, out: Any, lse: Any, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None,
+        params: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Under `jax.jit`: looks once the values are there, and raises from there."""
+        import jax
+
+        g = self._geometry(given, plan, origin, sizes)
+        if isinstance(plan, FlatPlan):
+            what, values = plan.key.what, plan.given
+        else:
+            host, values = divided(params, None)
+            what = self.subject.without(values).bind(host) if plan is None else plan.subject
+
+        def look(q: Any, k: Any, v: Any, out: Any, lse: Any, values: dict[str, Any]) -> None:
+            here = replace(given, q=np.asarray(q), k=np.asarray(k), v=np.asarray(v))
+            bound = what.bind({n: np.asarray(x) for n, x in values.items()})
+            compared(here, g, bound, turn(to_numpy(out), given.layout, "bhsd"), to_numpy(lse)).require()
+
+        jax.debug.callback(look, given.q, given.k, given.v, out, lse, values)
 
 
 # -- the doors ------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def from_numpy(x: NDArray[Any], like: Any, dtype: str | None = None) -> Any:
         return torch.from_numpy(np.array(x)).to(device=like.device, dtype=kind)
     if framework == "jax":
         return sys.modules["jax"].numpy.asarray(x, dtype=like.dtype if dtype is None else dtype)
-    return x
+    return x.astype(like.dtype if dtype is None else dtype)
 
 
 def rounding(like: Any) -> Callable[[NDArray[Any]], NDArray[Any]]:

@@ -10,6 +10,7 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
+from frisket.runtime import attention as module
 
 S = 300
 RNG = np.random.default_rng(0)
@@ -183,6 +184,23 @@ def test_declared_facts_are_checked_on_the_device(monkeypatch):
         run(DOCS[-1])
     with pytest.raises(RuntimeError, match="declared sorted"):
         fk.compile(SORTED).plan(S, S, flat=True, doc=torch.from_numpy(DOCS[-1]))
+
+
+def test_calls_under_jit_are_checked_when_they_run(monkeypatch):
+    monkeypatch.setenv("FRISKET_CHECK", "1")
+    att, seen = fk.compile("causal & same(doc)"), []
+    compared = module.compared
+
+    def watched(*args):
+        seen.append(compared(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(module, "compared", watched)
+    jax.jit(lambda q, doc: att(q.astype("bfloat16"), *(x.astype("bfloat16") for x in (K, V)), doc=doc))(Q, DOCS[2])
+    jax.jit(lambda q: att(q, K, V, doc=DOCS[2]))(Q)
+    jax.effects_barrier()
+    assert [r.dtype for r in seen] == ["bfloat16", "float32"]
+    assert all(r.good for r in seen)
 
 
 @pytest.mark.parametrize(
