@@ -298,6 +298,10 @@ def _magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float
         return args[0] + args[1]
     if e.op == "mul":
         return args[0] * args[1]
+    if e.op == "mod":  # of the sign of the divisor, and smaller
+        return args[1]
+    if e.op in ("floordiv", "shr") and e.args[1].op == "lit":
+        return args[0] / (max(args[1], 1) if e.op == "floordiv" else 2.0 ** min(args[1], 63)) + 1
     if e.op == "pow":
         return float(args[0] ** args[1]) if args[0] <= 1 or args[1] * np.log2(args[0]) < 64 else 2.0**64
     if e.op == "shl":

@@ -83,7 +83,7 @@ class Table:
             low=np.fmin.reduce(a, axis=None).item(), high=np.fmax.reduce(a, axis=None).item(),
             sorted=self.sorted, constant=bool((a == a.reshape(-1)[0]).all()),
             runs=len(self.starts) if self.has_runs else None,
-            permutation=whole and distinct and a.min() == 0 and a.max() == a.size - 1,
+            permutation=bool(whole and distinct and a.min() == 0 and a.max() == a.size - 1),
         )  # fmt: skip
 
     def run(self, end: str, index: Sequence[Array]) -> Array:

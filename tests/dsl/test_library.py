@@ -13,6 +13,9 @@ import frisket as fk
 from frisket.dsl.library import library
 from frisket.dsl.parse import parse
 from frisket.dsl.program import parse_expression, read
+from frisket.lowering.analysis.driver import bind
+from frisket.lowering.plan import needs_int64
+from frisket.lowering.simplify import simplify
 from frisket.runtime.cli import main
 
 MASKS, MODS = cases.masks(40), cases.mods(24)
@@ -182,6 +185,14 @@ def test_show_knows_every_entry(signature, tmp_path, capsys):
 def test_mods_and_numbers_are_reached_by_name():
     assert parse_expression("morton_col(q) < morton_row(k)").type.value == "Bool"
     assert parse_expression("tiled_row(q, 8, 2, 4) == tiled_col(k, 8, 2, 4)").type.value == "Bool"
+
+
+@pytest.mark.parametrize("signature", MASKS)
+def test_no_number_needs_64_bits(signature):
+    """With positions and table entries below 2^20, every mask runs in 32 bits: JAX has no others by default."""
+    one = MASKS[signature]
+    limits = dict.fromkeys(("b", "h", "q", "k", "B", "H", "Q_LEN", "KV_LEN", *one.params), 2.0**20)
+    assert not needs_int64([simplify(bind(one.mask.expr, one.mask.tables))], limits)
 
 
 def test_the_library_in_python():
