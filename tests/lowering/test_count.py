@@ -87,11 +87,13 @@ QUASI_AFFINE = {
 def test_pieces(name):
     """Long enough that most queries are not asked."""
     stat: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(3):
         case = masks.case(QUASI_AFFINE[name], random.Random(seed))
+        if not np.ndim(case.origin[2]):
+            case.batch, case.heads = 1, 2
         case.q_len, case.kv_len, case.sizes = 1900 - seed, 900 + 31 * seed, (5, 6, 2100, 1200)
         stat += check(case)
-    assert stat["counted"] == 4
+    assert stat["counted"] == 3
     assert stat["pieces"]
 
 
