@@ -92,7 +92,7 @@ EXACT = (
 ).split()
 
 
-JNP = ("segments", "every-other", "tile-map", "nan-bias")  # each has to be compiled: a second or two
+JNP = ("segments", "tile-map", "nan-bias")  # each has to be compiled: a second or two
 
 
 @pytest.mark.parametrize("name", masks.written())
@@ -122,7 +122,7 @@ def test_documents_are_intervals():
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_masks(seed):
-    one_random_mask(random.Random(f"flat {seed}"), jnp_too=seed < 4)
+    one_random_mask(random.Random(f"flat {seed}"), jnp_too=seed < 2)
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def one_random_mask(rng, jnp_too=False):
             np.testing.assert_array_equal(Found(case, "jnp", sorted_, room).bounds, found.bounds)
 
 
-@pytest.mark.parametrize("name", ["documents", "scattered", "padding"])
+@pytest.mark.parametrize("name", ["documents", "scattered"])
 def test_in_32_bits(name):
     made = {"scattered": eq(lookup("any", (q,)), lookup("any", (k,)))} | masks.written()
     case = masks.case(made[name], random.Random(name))
