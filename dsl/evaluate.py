@@ -126,10 +126,10 @@ def _within(estimate: Array) -> None:
 def _checked(fn: Callable[..., Array]) -> Callable[..., Array]:
     """Int arithmetic that refuses to wrap: the same operation in floating point sees it coming."""
 
-    def run(x: Array, y: Array) -> Array:
-        if x.dtype == np.int64:
-            _within(fn(x.astype(np.float64), y.astype(np.float64)))
-        return fn(x, y)
+    def run(*args: Array) -> Array:
+        if args[0].dtype == np.int64:
+            _within(fn(*(x.astype(np.float64) for x in args)))
+        return fn(*args)
 
     return run
 
@@ -194,7 +194,7 @@ def uniform(*counters: Array) -> Array:
 
 
 OPERATORS: dict[str, Callable[..., Array]] = {
-    "neg": np.negative, "abs": np.abs, "sign": np.sign,
+    "neg": _checked(np.negative), "abs": _checked(np.abs), "sign": np.sign,
     "add": _checked(np.add), "sub": _checked(np.subtract), "mul": _checked(np.multiply),
     "min": np.minimum, "max": np.maximum, "pow": _pow, "div": np.divide,
     "floordiv": _floordiv, "mod": _mod,

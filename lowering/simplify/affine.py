@@ -45,6 +45,11 @@ class Linear:
             return Linear((), 0)
         return Linear(tuple((a, f * factor) for a, f in self.terms), self.const * factor)
 
+    @property
+    def large(self) -> bool:
+        """Numbers so large that sums in another order may leave 64 bits."""
+        return abs(self.const) >= _LARGEST or any(abs(f) >= _LARGEST for _, f in self.terms)
+
     def coefficient(self, atom: Expr) -> int:
         return next((f for a, f in self.terms if a is atom), 0)
 
@@ -62,6 +67,7 @@ def _collect(terms: Iterable[tuple[Expr, int]], const: int) -> Linear:
     return Linear(tuple(kept), const)
 
 
+_LARGEST = 2**61
 _WIDEST = 64  # terms of one form: sums beyond are taken in parts, so that work grows with their length
 
 
@@ -74,13 +80,15 @@ def linear(e: Expr) -> Linear:
         left, right = linear(e.args[0]), linear(e.args[1])
         if len(left.terms) + len(right.terms) > _WIDEST:
             return Linear(((e, 1),), 0)
-        return left + right if e.op == "add" else left - right
+        both = left + right if e.op == "add" else left - right
+        return Linear(((e, 1),), 0) if both.large else both
     if e.op == "neg":
         return -linear(e.args[0])
     if e.op == "mul":
         for factor, other in (e.args, e.args[::-1]):
             if factor.op == "lit":
-                return linear(other).times(factor.name)
+                many = linear(other).times(factor.name)
+                return Linear(((e, 1),), 0) if many.large else many
     return Linear(((e, 1),), 0)
 
 

@@ -18,6 +18,8 @@ from .rules_division import recombined
 def normal(node: Expr) -> Expr | None:
     """The canonical form, or a constant where signs decide."""
     op, form = relation(node.op, *node.args)
+    if form.large:
+        return None
     again = recombined(form)
     if again is not None:
         return build(op, write(again), ZERO)
@@ -50,6 +52,8 @@ def _tight(op: str, form: Linear, lo: int | None, hi: int | None) -> tuple[str, 
 def through(node: Expr) -> Expr | None:
     """`abs min max // where` with a literal factor +-1 in a bound become bounds of their arguments."""
     op, form = relation(node.op, *node.args)
+    if form.large:
+        return None
     if all(a.op not in _SEEN for a, _ in form.terms) or _splits(form) > _SPLITS:
         return None
     choices = sum(a.op == "where" or _of_bool(a) for a, _ in form.terms)

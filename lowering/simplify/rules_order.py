@@ -53,7 +53,7 @@ def chain_in_order(node: Expr) -> Expr | None:
     if len(parts) >= LONGEST:
         return None
     if node.op == "mul" and any(a.op == "lit" for a in node.args):
-        return None  # the affine form has it
+        return pair_in_order(node)
     if node.op == "mul" and any(_factor(a) != 1 for a in parts):
         return _factors_first(parts)
     parts = sorted(_literals_joined(node.op, parts), key=sort_key)
