@@ -78,6 +78,8 @@ def whole_divisor(x: Expr, c: Expr) -> bool:
     return position(x) and 0 < c.name < 2**31 and c.name == math.floor(c.name)
 
 
+bound = hole("bound", FLOAT, literal=True)
+
 RULES = [
     *_select(INT), *_select(FLOAT),
     # Bools as numbers
@@ -94,6 +96,8 @@ RULES = [
     rule("float-of-choice", build("float", where(p, m, n)), lambda p, m, n: where(p, float(m.name), float(n.name))),
     *(rule("function-of-choice", build(f, where(p, c, d)), lambda p, c, d, f=f: where(p, build(f, c), build(f, d)))
       for f in ("neg", *sorted(FLOAT_FUNCTIONS))),
+    *(rule("compare-choice", build(op, where(p, c, d), bound),
+           lambda p, c, d, bound, op=op: where(p, build(op, c, bound), build(op, d, bound))) for op in MIRRORED),
     rule("sub-choice", u - where(p, c, d), lambda u, p, c, d: u + where(p, -c.name, -d.name)),
     # positions through Float: exact below 2 ** 53, where every position is
     rule("compare-positions", "lt", positions, of=FLOAT), rule("compare-positions", "le", positions, of=FLOAT),

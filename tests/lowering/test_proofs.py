@@ -107,7 +107,7 @@ def test_rule_is_proved(rule):
 @pytest.mark.slow
 @all_rules()
 def test_rule_is_proved_on_many(rule):
-    check(rule, 150)
+    check(rule, 60)
 
 
 # -- what the rules build on --------------------------------------------------------------------------
