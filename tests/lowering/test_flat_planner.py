@@ -190,6 +190,59 @@ def test_what_finds_no_room_is_partial(room, n):
     assert (found.kinds == want).all() == (not found.overflow)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_room_runs_out_anywhere(seed):
+    """Whatever piece is the last that finds room: full, empty or open."""
+    rng = np.random.default_rng(seed)
+    keep = np.repeat(rng.random(60) < 0.6, rng.choice([1, 2, 4, 30, 90], 60))
+    case = masks.Case(lookup("keep", (k,), masks.BOOL), 4, len(keep), 1, 1, (4, 2), sizes=(1, 1, 4, len(keep)),
+                      tables={"keep": keep})  # fmt: skip
+    want = truth(case)
+    for room in range(4, 20):
+        assert sound(Found(case, room=room).kinds, want)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_documents_of_every_length(seed):
+    """Documents that begin and end next to every edge of a tile, found by search and by ranges alike."""
+    rng = np.random.default_rng(seed)
+    doc = np.repeat(np.arange(40) * 3, rng.integers(1, 9, 40))
+    n = len(doc) - seed % 4
+    same = eq(lookup("doc", (q,)), lookup("doc", (k,)))
+    for mask, block in ((same, (3, 2)), (same & (q >= k), (4, 4)), (~same, (2, 5))):
+        case = masks.Case(mask, n, n, 1, 1, block, sizes=(1, 1, n, n), tables={"doc": doc})
+        want = truth(case)
+        found = [Found(case, sorted_=s, room=200, n=200) for s in (DOC, frozenset())]
+        np.testing.assert_array_equal(found[0].kinds, want)
+        np.testing.assert_array_equal(found[1].kinds, want)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_boxes_of_a_table(backend):
+    """Never too narrow; exact where the box is made of aligned powers of two."""
+    rng = np.random.default_rng(3)
+    table, words = rng.integers(-99, 99, (2, 3, 9, 21)), WORDS[backend]
+    at = masks.b, masks.h
+    made = lookup("t", (*at, q, k)) >= lookup("t", (*at, k, q))
+    names = load(text.emit(flat.planner(made), words[0], True))
+    n = 300
+    b, h = rng.integers(-1, 3, n), rng.integers(-1, 4, n)
+    lo = np.stack([rng.integers(-2, 10, n), rng.integers(-2, 22, n)])
+    hi = lo + np.stack([rng.integers(0, 9, n), rng.integers(0, 21, n)])
+    row = names["leading"](table, words[1](b), words[1](h))
+    for join, of, better in (("minimum", np.min, np.less_equal), ("maximum", np.max, np.greater_equal)):
+        held = names["plane"](words[1](table), names[join], 2)
+        found = np.asarray(names["within"](held, row, tuple(map(words[1], lo)), tuple(map(words[1], hi))))
+        for i in range(n):
+            first, last = (np.clip([b[i], h[i], *x[:, i]], 0, np.array(table.shape) - 1) for x in (lo, hi))
+            part = table[first[0], first[1], first[2] : last[2] + 1, first[3] : last[3] + 1]
+            assert better(found[i], of(part))
+            if all(
+                z - a + 1 in (1, 2, 4, 8) and a % (z - a + 1) == 0 for a, z in zip(first[2:], last[2:], strict=True)
+            ):
+                assert found[i] == of(part)
+
+
 def test_pieces_are_split_where_it_matters():
     """One narrow hole in a long row: two of 64 pieces a row are enough to find it, at every level."""
     keep = np.ones(64 * 1024, bool)
