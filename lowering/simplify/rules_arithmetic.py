@@ -10,6 +10,7 @@ from frisket.dsl.types import INT
 from .affine import linear, write
 from .facts import interval, natural, ordered
 from .pattern import m, n, rule, x, y
+from .rules_order import pair_in_order
 
 
 def fold(node: Expr) -> Expr | None:
@@ -23,7 +24,10 @@ def fold(node: Expr) -> Expr | None:
 
 
 def affine(node: Expr) -> Expr | None:
-    return write(linear(node))
+    form = linear(node)
+    if node.op == "add" and form.terms == ((node, 1),):  # too long, or numbers too large, to be put together
+        return pair_in_order(node)
+    return write(form)
 
 
 def turn(e: Expr) -> Expr | None:

@@ -13,13 +13,14 @@ from .affine import Linear, relation, write, write_relation
 from .facts import interval
 from .pattern import m, n, p, rule, x, y
 from .rules_division import recombined
+from .rules_order import comparison_in_order
 
 
 def normal(node: Expr) -> Expr | None:
     """The canonical form, or a constant where signs decide."""
     op, form = relation(node.op, *node.args)
     if form.large:
-        return None
+        return comparison_in_order(node)
     again = recombined(form)
     if again is not None:
         return build(op, write(again), ZERO)

@@ -91,7 +91,6 @@ RULES = [
     rule("int-union", flag(p) | flag(r), flag(p | r)),
     rule("int-union", maximum(flag(p), flag(r)), flag(p | r)),
     rule("int-xor", flag(p) ^ flag(r), flag(p ^ r)),
-    rule("choice-times", flag(p) * x, where(p, x, 0), lambda p, x: x.op != "lit"),
     rule("float-of-choice", build("float", flag(p)), where(p, 1.0, 0.0)),
     rule("float-of-choice", build("float", where(p, m, n)), lambda p, m, n: where(p, float(m.name), float(n.name))),
     *(rule("function-of-choice", build(f, where(p, c, d)), lambda p, c, d, f=f: where(p, build(f, c), build(f, d)))
