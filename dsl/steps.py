@@ -73,6 +73,6 @@ class Walk(Names):
 
     def charge(self, e: Expr, node: Node, frame: Frame, times: int = 1) -> None:
         """Substitution is work too: doubling and quadratic texts must end."""
-        self.steps += times * sum(1 for _ in ir.walk(e)) // 4
+        self.steps += times * sum(1 for _ in ir.walk(e)) // 2
         if self.steps > MAX_NODES:
             self.too_large(node, frame)
