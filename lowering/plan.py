@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lookup, make, param, renamed, uses, walk
 from frisket.dsl.show import show
+from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT, Type
 
 from .simplify import simplify
 from .simplify.canonical import untied
+from .simplify.facts import interval
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
@@ -46,7 +48,8 @@ class Slot:
 @dataclass(frozen=True)
 class TableUse:
     """A run-time table of the kernel; `source` is the user's name for it. `derived` names what is computed from
-    the user's table before the kernel sees it: "segment" is the segment of every index below the last offset."""
+    the user's table before the kernel sees it: "segment" is the segment of every index from 0 to where the last
+    segment begins, "segment below" that of -1, -2 and on to the first."""
 
     name: str
     source: str = field(compare=False)
@@ -109,7 +112,7 @@ class LoopPlan:
 
     def table_values(self, tables: Mapping[str, Any]) -> dict[str, Any]:
         """An array for every table of the kernel, from the user's tables."""
-        return {t.name: _segments(tables[t.source]) if t.derived else tables[t.source] for t in self.tables}
+        return {t.name: _segments(tables[t.source], t.derived) if t.derived else tables[t.source] for t in self.tables}
 
 
 @dataclass(frozen=True)
@@ -221,7 +224,7 @@ class _Names:
             if e.op == "param":
                 done[e] = self._slot(("param", e.name), e.type, source=self.users.get(e.name, e.name))
             elif e.op in ("lookup", "segment"):
-                done[e] = self._table(e, tuple(done[a] for a in e.args))
+                done[e] = self._read(e, tuple(done[a] for a in e.args))
             elif e.op in _LIFTED and e.args[0].type is INT:
                 args = (
                     self._slot(("lit", a.name), INT, value=a.name) if _liftable(a, units) else done[a] for a in e.args
@@ -238,8 +241,16 @@ class _Names:
             self.slots[key] = Slot(f"s{len(self.slots)}", type, **what)
         return param(self.slots[key].name, type)
 
-    def _table(self, e: Expr, args: tuple[Expr, ...]) -> Expr:
-        derived = "segment" if e.op == "segment" else ""
+    def _read(self, e: Expr, args: tuple[Expr, ...]) -> Expr:
+        if e.op == "lookup":
+            return self._table(e, args)
+        at, (least, _) = args[0], interval(e.args[0])
+        known = self._table(e, args, "segment")
+        if least is not None and least >= 0:
+            return known
+        return where(at >= 0, known, self._table(e, (-1 - at,), "segment below"))
+
+    def _table(self, e: Expr, args: tuple[Expr, ...], derived: str = "") -> Expr:
         source = self.users.get(e.name, e.name)
         key = (e.name, derived)
         if key not in self.tables:
@@ -254,9 +265,13 @@ def _liftable(e: Expr, units: bool) -> bool:
     return e.op == "lit" and e.type is INT and e.name != 0 and (units or abs(e.name) != 1)
 
 
-def _segments(offsets: Any) -> NDArray[np.int32]:
-    array = np.asarray(offsets)  # from the last segment's first index on, lookups clamp
-    found = np.searchsorted(array, np.arange(max(int(array[-2:][0]), 0) + 1), side="right") - 1
+def _segments(offsets: Any, derived: str) -> NDArray[np.int32]:
+    array = np.asarray(offsets)
+    if derived == "segment":  # from the last segment's first index on, lookups clamp
+        at = np.arange(max(int(array[-2:][0]), 0) + 1)
+    else:  # back to where the first segment ends
+        at = -1 - np.arange(max(-int(array[1:][0]), 0) + 1) if len(array) > 1 else np.array([-1])
+    found = np.searchsorted(array, at, side="right") - 1
     return np.clip(found, 0, max(len(array) - 2, 0)).astype(np.int32)
 
 

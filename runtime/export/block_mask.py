@@ -74,7 +74,7 @@ def mask_mod_of(layout: Layout, device: Any = "cpu") -> Callable[..., Any]:
     plan = make_plan(e, None, limits=limits)
     assert plan.mask is not None
     literal = {param(s.name, s.type): lit(s.value) for s in plan.slots if s.value is not None}
-    wanted = {t.name: t.source + ("_of" if t.derived else "") for t in plan.tables}
+    wanted = {t.name: t.source + {"": "", "segment": "_of", "segment below": "_below"}[t.derived] for t in plan.tables}
     mask = renamed(simplify(substitute(plan.mask, literal)), wanted)
     read = {wanted[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
     kinds = free_names(mask)[1]
