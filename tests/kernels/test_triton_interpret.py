@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 def run(file: str, only: str, **env: str) -> None:
     kept = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
-    pytest_here = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+    pytest_here = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-n", "0"]
     done = subprocess.run(
         [*pytest_here, str(HERE / file), "-k", only],
         env={**kept, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, cwd=HERE.parent.parent,
