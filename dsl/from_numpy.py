@@ -116,8 +116,9 @@ class Table:
         return np.asarray(self.array, *args)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        if any(isinstance(x, Symbol) for x in inputs):
-            return apply(ufunc.__name__, inputs)
+        for x in inputs:
+            if isinstance(x, Symbol):
+                return x.__array_ufunc__(ufunc, method, *inputs, **options)
         plain = [x.array if isinstance(x, Table) else x for x in inputs]
         return self._again(getattr(ufunc, method)(*plain, **options))
 

@@ -137,6 +137,8 @@ def indexed(x: Symbol, key: Any) -> Symbol:
     spot = next((i for i, y in enumerate(keys) if y is Ellipsis), len(keys))
     keys[spot : spot + 1] = [slice(None)] * (len(x.axes) - used)
     arrays = {i: _index(y, name) for i, y in enumerate(keys) if not (y is None or isinstance(y, slice | int))}
+    for i in [i for i, s in arrays.items() if s.expr.op == "lit" and not s.axes]:  # np.int64(-1), torch.tensor(-1)
+        keys[i] = arrays.pop(i).expr.name
     parts, wide = aligned(list(arrays.values()), "an index")
     found, at, left, moves = dict(zip(arrays, parts)), None, iter(x.axes), {}
     axes: list[Axis] = []

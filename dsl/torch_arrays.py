@@ -89,6 +89,13 @@ def dot(input: Any, tensor: Any = None, *, other: Any = None, dim: int = -1) -> 
     return reduced("sum", apply_binary("mul", input, tensor if other is None else other), dim)
 
 
+def inner(input: Any, other: Any) -> Symbol:
+    x, y = operand(input, "`inner`"), operand(other, "`inner`")
+    if x.ndim > 1 and y.ndim > 1:
+        fail(f"`inner` of arrays with {x.ndim} and {y.ndim} axes: one of them is a vector, the other has axes too")
+    return dot(x, y) if x.ndim and y.ndim else apply_binary("mul", x, y)
+
+
 def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Symbol:
     x, y = operand(elements, "`isin`"), operand(test_elements, "`isin`")
     flat = reshape(y, -1)
@@ -98,7 +105,10 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Symbol:
     """`weight @ input + bias` for one vector."""
-    found = product(operand(weight, "`linear`"), operand(input, "`linear`"))
+    x = operand(input, "`linear`")
+    if x.ndim != 1:
+        fail(f"`linear` of an array with {x.ndim} axes: it takes one vector")
+    found = product(operand(weight, "`linear`"), x)
     return found if bias is None else apply_binary("add", found, bias)
 
 
@@ -214,7 +224,7 @@ REDUCTIONS: dict[str, Function] = {
 ARRAYS: dict[str, Function] = {
     **REDUCTIONS,
     "max": _extreme("max"), "min": _extreme("min"), "prod": prod, "norm": norm, "vector_norm": norm,
-    "dot": dot, "vdot": dot, "inner": dot, "vecdot": dot,
+    "dot": dot, "vdot": dot, "inner": inner, "vecdot": dot,
     "matmul": lambda input, other: product(operand(input, "`@`"), operand(other, "`@`")),
     "mv": lambda input, vec: product(operand(input, "`@`"), operand(vec, "`@`")),
     "rmatmul": lambda input, other: product(operand(other, "`@`"), operand(input, "`@`")),

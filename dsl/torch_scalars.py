@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 def type_of_dtype(dtype: Any) -> Type:
     """Bool, Int or Float for a dtype of torch or numpy, or one of Python's types."""
-    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    name = str(getattr(dtype, "__name__", dtype)).removeprefix("torch.").removeprefix("cuda.").lower()
     if name.startswith("bool"):
         return BOOL
     if name.startswith(("int", "uint", "long", "short")):
@@ -49,12 +49,17 @@ def cast(e: Expr, type: Type) -> Expr:
 
 
 def to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Symbol:
-    """`x.to(...)`, `x.type(...)`: a dtype, another tensor's, or a device, which means nothing here."""
+    """`x.to(...)`: a dtype, another tensor's, or a device, which means nothing here."""
     for a in args:
         if a is None or isinstance(a, bool | str) or type(a).__name__ == "device":
             continue
-        dtype = a.dtype if hasattr(a, "dtype") else a
+        dtype = a.dtype if hasattr(a, "dtype") and not isinstance(a, type) else a
     return operand(x, "`to`") if dtype is None else elementwise(lambda e: cast(e, type_of_dtype(dtype)), x, what="`to`")
+
+
+def typed(x: Any, dtype: Any = None, *_: Any, **__: Any) -> Symbol:
+    """`x.type(...)`, `x.astype(...)`: a text names a dtype here, where for `to` it names a device."""
+    return to(x, dtype=dtype)
 
 
 def _cast(type: str, input: Any, **_: Any) -> Symbol:
@@ -274,5 +279,5 @@ SCALARS: dict[str, Function] = {
     "where": chosen,
     "masked_fill": lambda input, mask, value: choice(mask, value, input, "`masked_fill`"),
     "sign": sign, "sgn": sign, "softplus": softplus, "gelu": gelu, "nan_to_num": nan_to_num,
-    "to": to, "type": to, "astype": to, "type_as": lambda input, other: to(input, other.dtype),
+    "to": to, "type": typed, "astype": typed, "type_as": lambda input, other: to(input, other.dtype),
 }  # fmt: skip

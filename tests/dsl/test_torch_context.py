@@ -76,13 +76,14 @@ def test_learned_scalars_are_parameters_and_constants_are_literals():
 
 
 def test_what_is_computed_of_captured_tensors_alone():
-    lens = torch.tensor([3, 4])
+    lens, tree = torch.tensor([3, 4]), torch.ones(4, 3)
     assert shown(lambda b, h, q, k: (doc * 2)[q] == k) == "doc[q] * 2 == k"  # stays an expression of the tensor
     assert shown(lambda b, h, q, k: k < doc.max()) == "k < scalar"  # a whole array gone through: once, now
     assert shown(lambda b, h, q, k: torch.softmax(slopes, 0)[h] > 0.5) == "table[h] > 0.5"
     assert shown(lambda b, h, q, k: k < int(lens.sum()) + lens.numel() + len(lens)) == "k < 11"
     assert shown(lambda b, h, q, k: (q >= k) if lens[0] > 2 else (q < k)) == "q >= k"
     assert shown(lambda b, h, q, k: doc[-1] == doc[k]) == "doc[4] == doc[k]"
+    assert shown(lambda b, h, q, k: tree[q][torch.tensor(-1)] > k) == "tree[q, 2] > k"
     assert shown(lambda b, h, q, k: torch.arange(8)[q] == k) == "table[q] == k"
     assert shown(lambda s, b, h, q, k: s + slopes.sum()) == "score + sum(j in 0..extent(slopes, 0): slopes[j])"
 

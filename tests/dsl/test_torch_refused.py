@@ -66,6 +66,8 @@ REFUSED = [
     (lambda b, h, q, k: torch.arange(q).sum() > k, "`torch.arange` of a position has no counterpart in the language: its"),
     (lambda b, h, q, k: torch.cumsum(bias[0, 0, q], 0)[k] > 0, "`torch.cumsum` of a position has no counterpart"),
     (lambda s, b, h, q, k: torch.fft.fft(bias[b, h, q])[0] + s, "`torch.fft.fft` of a position has no counterpart"),
+    (lambda s, b, h, q, k: torch.inner(bias[b, h], bias[b, h, :q.ndim])[0, 0] + s, "`inner` of arrays with 2 and 2 axes"),
+    (lambda s, b, h, q, k: F.linear(bias[b, h], bias[b, h, q])[0] + s, "`linear` of an array with 2 axes: it takes one vector"),
     (lambda s, b, h, q, k: torch.max(bias[b, h, q], -1)[0] + s, "gives indices too, which a mask cannot hold: write"),
     (lambda s, b, h, q, k: s.numpy(), "`torch.Tensor.numpy` of a position has no counterpart in the language"),
     (lambda s, b, h, q, k: s.imagined, "a position has no `imagined`"),

@@ -71,6 +71,7 @@ def test_indexing():
     assert show(found.expr, found.tables) == "bias[b, q, k] > 0"
     assert found.tables["bias"].shape == (1, 4, 4)
     assert shown(lambda q, k: k == doc[2])[0] == "k == 1"
+    assert shown(lambda b, h, q, k: bias[b][h][q][np.int64(-1)] > k)[0] == "bias[b, h, q, 3] > k"  # from the end
     doubled = trace(lambda q, k: (doc * 2)[q] == k)
     assert doubled.tables["doc"].tolist() == [0, 0, 2, 2, 4]
 
@@ -86,6 +87,8 @@ NUMPY = [
     (lambda q, k: np.int32(3) + q > k, "3 + q > k"),
     (lambda q, k: np.floor(q / 2) > k, "floor(q / 2) > k"),
     (lambda q, k: q**2 > k, "q ** 2 > k"),
+    (lambda q, k: (q / 2).astype("int32") == k, "int(q / 2) == k"),
+    (lambda q, k: (q / 2).astype(np.int32) == k, "int(q / 2) == k"),
     (lambda q, k: (q > k) * 2 > 1, "int(q > k) * 2 > 1"),
 ]
 
