@@ -62,28 +62,34 @@ class Function:
 
     def __init__(self, values: Array, k0: int) -> None:
         self.k0 = k0
-        steps = np.diff(values)
-        self.direction = 1 if not (steps < 0).any() else -1 if not (steps > 0).any() else 0
-        self.values = values * self.direction if self.direction else values
-        self.least, top = int(self.values[0]), int(self.values[-1])
-        narrow = self.direction and top - self.least <= _NARROW * len(values)
-        self.starts = np.searchsorted(self.values, np.arange(self.least, top + 2)) if narrow else None
+        one, other = values[:-1], values[1:]
+        self.direction = 1 if not (other < one).any() else -1 if not (other > one).any() else 0
+        self.values = ~values if self.direction < 0 else values  # ~x, where -x may leave 64 bits
+        self.least, self.most = int(self.values[0]), int(self.values[-1])
+        narrow = self.direction and self.most - self.least <= _NARROW * len(values) and self.most < 2**62
+        self.starts = np.searchsorted(self.values, np.arange(self.least, self.most + 2)) if narrow else None
 
     def range(self, low: Array | None, high: Array | None) -> tuple[Array, Array]:
         """First and last key whose value is at least `low` and at most `high`."""
         if not self.direction:
             raise Beyond
         if self.direction < 0:
-            low, high = (None if x is None else -x for x in (high, low))
-        first = np.asarray(0) if low is None else self._first(low)
-        stop = np.asarray(len(self.values)) if high is None else self._first(high + 1)
+            low, high = (None if x is None else ~x for x in (high, low))
+        first = np.asarray(0) if low is None else self._below(low)
+        stop = np.asarray(len(self.values)) if high is None else self._at_most(high)
         return first + self.k0, stop - 1 + self.k0
 
-    def _first(self, x: Array) -> Array:
+    def _below(self, x: Array) -> Array:
         """How many values are below x."""
         if self.starts is None:
             return np.asarray(np.searchsorted(self.values, x))
-        return np.asarray(self.starts[np.clip(x - self.least, 0, len(self.starts) - 1)])
+        return np.asarray(self.starts[np.clip(x, self.least, self.most + 1) - self.least])
+
+    def _at_most(self, x: Array) -> Array:
+        """How many values are at most x, which may be the largest Int there is."""
+        if self.starts is None:
+            return np.asarray(np.searchsorted(self.values, x, side="right"))
+        return np.where(x < self.least, 0, self.starts[np.clip(x, self.least, self.most) - self.least + 1])
 
 
 # -- equal values ---------------------------------------------------------------------------------

@@ -119,6 +119,16 @@ def test_clauses_of_a_neighbourhood():
     assert [len(c) for c in found] == [5]
 
 
+@pytest.mark.parametrize("of", [np.arange(9), np.arange(9)[::-1], np.repeat([2**63 - 3, 2**63 - 1], 4)], ids=str)
+@pytest.mark.parametrize("far", [-(2**63), 2**63 - 1])
+def test_limits_at_the_ends_of_64_bits(of, far):
+    """A sentinel that stands for no limit."""
+    limit = np.array([far, 3, 2**63 - 2])
+    for name, held in (("at least", of >= limit[:, None]), ("at most", of <= limit[:, None])):
+        first, last = Function(of, 0).range(*((limit, None) if name == "at least" else (None, limit)))
+        np.testing.assert_array_equal(last - first + 1, held.sum(axis=1), err_msg=name)
+
+
 def test_functions_that_fall_and_that_do_neither():
     falling = Function(np.array([9, 9, 4, 1]), 100)
     assert [x.tolist() for x in falling.range(np.array([4]), np.array([9]))] == [[100], [102]]
