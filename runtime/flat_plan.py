@@ -6,7 +6,6 @@ a pytree whose leaves are the tables and the spans.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -201,7 +200,8 @@ def flat_plan(
     key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes)  # type: ignore[arg-type]
     if check:
         check_sorted(key.framework, {n: values[n] for n in facts if n in values})
-    _register()
+    if key.framework == "jax":
+        _register()
     plan = FlatPlan(key, values, {})
     if block is not None and _laid(key).planner is not None:
         made = plan.spans(block)
@@ -291,9 +291,7 @@ def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
 
 @lru_cache(maxsize=1)
 def _register() -> None:
-    """Make plans pytrees, once JAX is there: tables and spans are leaves, the rest goes beside them."""
-    if "jax" not in sys.modules:
-        return
+    """Make plans pytrees: tables and spans are leaves, the rest goes beside them."""
     import jax
 
     def flatten(plan: FlatPlan) -> tuple[Any, Any]:

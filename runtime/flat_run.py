@@ -84,24 +84,15 @@ def kernel_tables(
 
 def _segments(framework: str, offsets: Array, length: int) -> Array:
     """The segment of every position."""
-    most, at = max(offsets.shape[0] - 2, 0), _up_to(framework, length, offsets)
-    if framework == "jax":
+    most = max(offsets.shape[0] - 2, 0)
+    if framework == "jax":  # positions may go on where the offsets' dtype does not
         import jax.numpy as jnp
 
-        return jnp.clip(jnp.searchsorted(offsets, at, "right") - 1, 0, most).astype(jnp.int32)
+        return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
     import torch
 
-    return torch.clip(torch.searchsorted(offsets, at, right=True) - 1, 0, most).to(torch.int32)
-
-
-def _up_to(framework: str, n: int, like: Array) -> Array:
-    if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.arange(n, dtype=like.dtype)
-    import torch
-
-    return torch.arange(n, device=like.device, dtype=like.dtype)
+    at = torch.arange(length, device=offsets.device)
+    return torch.clip(torch.searchsorted(offsets.long(), at, right=True) - 1, 0, most).to(torch.int32)
 
 
 def check_sorted(framework: str, tables: Mapping[str, Array]) -> None:

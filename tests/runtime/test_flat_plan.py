@@ -11,6 +11,7 @@ import torch
 import frisket as fk
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.runtime import attention as module
+from frisket.runtime import flat_run
 
 S = 300
 RNG = np.random.default_rng(0)
@@ -232,3 +233,12 @@ def test_a_plan_for_other_lengths():
         jax.jit(lambda doc: att(Q, K, V, plan=att.plan(S, S, 1, 2, doc=doc)))(DOCS[0])
     with pytest.raises(LoweringError, match="the dense interpreter needs values"):
         jax.jit(lambda doc: fk.attention(Q, K, V, "same(doc)", backend="dense", doc=doc))(DOCS[0])
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_offsets_in_fewer_bits_than_positions_need(framework):
+    off = np.array([0, 17, 90, 120], np.int8)  # the last document goes on to the end
+    given = jnp.asarray(off) if framework == "jax" else torch.from_numpy(off)
+    plan = fk.compile("document(off)").plan(S, S, off=given, flat=True).work((64, 64)).plan
+    found = flat_run.kernel_tables(plan, framework, {"off": given}, S, None)
+    np.testing.assert_array_equal(*found.values(), np.searchsorted(off[1:-1], np.arange(S), "right"))
