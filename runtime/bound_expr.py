@@ -63,8 +63,10 @@ class Bound:
             raise ParameterError(f"`{unused[0]}` is given but not used by `{self._brief()}`{hint}")
         self.params = MappingProxyType({n: fitted(n, v, *wanted[n]) for n, v in sorted(given.items())})
         for n, declared in self.origin.declared.items():
-            if declared.fact == "sorted" and n in self.params and (np.diff(self.params[n]) < 0).any():
-                raise ParameterError(unsorted(n))
+            if declared.fact == "sorted" and n in self.params:
+                x = self.params[n]
+                if (x[..., 1:] < x[..., :-1]).any():  # a difference of unsigned Ints is never below 0
+                    raise ParameterError(unsorted(n))
 
     @property
     def source(self) -> str:

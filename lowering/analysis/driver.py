@@ -146,7 +146,8 @@ def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
     at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
     shape = at["q"].shape
     try:
-        if any((np.diff(scope.value(e, at)) < 0).any() for e in unsure):
+        found = (scope.value(e, at) for e in unsure)
+        if any((x[..., 1:] < x[..., :-1]).any() for x in found):  # a difference may leave 64 bits
             return False
         for anchor in ways.anchors:
             ends = [[np.broadcast_to(scope.value(e, at), shape) for e in side] for side in (anchor.lows, anchor.highs)]

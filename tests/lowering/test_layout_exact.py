@@ -9,8 +9,10 @@ import pytest
 from support import brute, masks
 
 from frisket.dsl.errors import EvaluationError
+from frisket.dsl.program import parse_expression
 from frisket.lowering.analysis.driver import analyse
 from frisket.lowering.analysis.spans import from_records
+from frisket.lowering.analysis.table import Table
 from frisket.lowering.simplify import simplify
 
 
@@ -60,6 +62,14 @@ def test_written_masks(name):
 def test_random_masks(seed):
     rng = random.Random(seed)
     one_random_mask(rng)
+
+
+@pytest.mark.parametrize("ends", [(2**63 - 1, -(2**63)), (2**63 - 6, -7), (9, -(2**63))], ids=str)
+@pytest.mark.parametrize("text", ["k <= lim[q]", "k >= lim[q] & q >= k", "k < lim[q] & q - k < 5"])
+def test_limits_that_fall_by_more_than_an_integer_holds(text, ends):
+    """Sentinels for no limit: a table that falls so far must not look as if it rose."""
+    limit = np.where(np.arange(310) < 20, *ends)
+    check(masks.Case(parse_expression(text, {"lim": limit}), 40, 40, 1, 1, (8, 8), tables={"lim": Table(limit)}))
 
 
 @pytest.mark.slow

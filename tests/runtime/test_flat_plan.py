@@ -169,6 +169,8 @@ def test_declared_facts_are_checked_on_the_host():
     assert str(caught.value) == UNSORTED
     with pytest.raises(ParameterError):
         fk.compile(SORTED)(Q, K, V, doc=DOCS[-1])
+    with pytest.raises(ParameterError):
+        fk.mask(SORTED, doc=DOCS[-1].astype(np.uint8))
     assert fk.mask(SORTED, doc=DOCS[3]).params["doc"][0] == DOCS[3][0]
 
 
