@@ -28,7 +28,7 @@ class Reader:
     def __init__(self, naming: Naming, names: Sequence[tuple[str, Any]] = (), plain: bool = False) -> None:
         self.naming, self.names, self.plain = naming, names, plain
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.offsets: dict[tuple[int, int], Any] = {}
+        self.offsets: dict[tuple[int, int], tuple[Array, Any]] = {}  # for searchsorted, by the id of an array and side
         self.shaped = {**SHAPED, **Reductions(self.shapes).table()}
 
     # -- captured arrays --
@@ -176,10 +176,12 @@ class Reader:
         step = int(side == "left")  # an entry is below x where it is not above x - 1
         key = id(inputs[0]), step
         if key not in self.offsets:
-            far = np.iinfo(np.int32)
-            self.offsets[key] = np.concatenate([[far.min], offsets.astype(np.int64) + step, [far.max]]).astype(np.int32)
-        name = self.naming(inputs[0].source, self.offsets[key])
-        self.shapes[name] = self.offsets[key].shape
+            far = np.iinfo(np.int32)  # as far as positions go; what lies beyond, like padding, is never passed
+            inner = np.clip(offsets.astype(np.int64), far.min, far.max - step) + step
+            self.offsets[key] = inputs[0], np.concatenate([[far.min], inner, [far.max]]).astype(np.int32)
+        extended = self.offsets[key][1]
+        name = self.naming(inputs[0].source, extended)
+        self.shapes[name] = extended.shape
         return [scalar(ir.segment(name, inputs[1].at()))]
 
     def computed(self, eqn: Any, inputs: list[Array]) -> list[Array]:

@@ -179,6 +179,15 @@ def test_searchsorted_is_a_segment_with_a_place_before_and_after():
         np.testing.assert_array_equal(got, np.searchsorted([2, 4], q, side=side))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_past_all_positions_is_never_passed(side):
+    padded = jnp.array([0, 3, 2**31 - 1, 2**31 - 1])
+    found = trace(lambda q, k: jnp.searchsorted(padded, q, side=side) == k)
+    q, k = np.arange(6)[:, None], np.arange(5)
+    got = evaluate(found.expr, {"q": q, "k": k}, found.tables)
+    np.testing.assert_array_equal(got, np.searchsorted(np.asarray(padded), q, side=side) == k)
+
+
 def test_a_function_of_that_name_that_is_another():
     @jax.jit
     def searchsorted(a, x):
