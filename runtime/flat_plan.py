@@ -127,9 +127,7 @@ class FlatPlan:
         """Records per row of tiles of `block`, on the tables' device; those the plan was made with are kept."""
         laid, key = _laid(self.key), self.key
         if laid.planner is None:
-            return make_layout(
-                laid.host, key.q_len, key.kv_len, key.batch, key.heads, block, _origin(key), key.sizes
-            ).spans  # fmt: skip
+            return _host_spans(key, block)
         if block not in self._made:
             values = {**key.what.scalars, **key.what.tables, **self.given}
             made = spans(
@@ -270,6 +268,13 @@ def _laid(key: Key) -> Laid:
         made = planner(host.expr, frozenset(sorted_), {**limits, **beyond}, wide)
     at = (grid.b, grid.h, grid.q, grid.k)
     return Laid((seen, mod), rules, plan, made, host.bind(**mine), at, slice_of.astype(np.int32), full)
+
+
+@lru_cache(maxsize=64)
+def _host_spans(key: Key, block: tuple[int, int]) -> Spans:
+    """The spans that no table of a device decides."""
+    host = _laid(key).host
+    return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, _origin(key), key.sizes).spans
 
 
 def _wide() -> bool:
