@@ -50,7 +50,8 @@ class Traced:
 def trace(fn: Callable[..., Any], kind: Kind | None = None) -> Traced:
     """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place."""
     if not callable(fn):
-        raise TraceError(f"a mask is a text or a function, not {type(fn).__name__}")
+        what = "score mod" if kind == "score" else "mask"
+        raise TraceError(f"a {what} is a text or a function, not {type(fn).__name__}")
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # what torch.compile was given
     names = _arguments(fn)
     found: Kind = "score" if "score" in names.values() else "mask"

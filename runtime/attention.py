@@ -128,6 +128,14 @@ class Attention:
         geometry = self._geometry(given, plan, origin, sizes)
         if plan is not None and params:
             raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
+        if plan is not None:
+            made_for = plan.key.what if isinstance(plan, FlatPlan) else plan.subject
+            if made_for.exprs != self.subject.exprs:
+                raise ParameterError(
+                    "the plan is for another mask or score mod:\n  "
+                    + (str(made_for).replace("\n", "\n  ") or "everything visible")
+                    + "\n  make it with this attention's own `plan`"
+                )
         backend = choose(self.options.backend, given.framework, given.device)
         if given.framework == "torch":
             from . import torch_op
@@ -160,6 +168,8 @@ class Attention:
 
     def _geometry(self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
+            if not isinstance(plan, Plan | FlatPlan):
+                raise ParameterError(f"plan is {plan!r}; `plan` of an attention makes one")
             if origin is not None or sizes is not None:
                 raise ParameterError("the plan has its origin and sizes already; give them to `plan`")
             origin, sizes = plan.origin, plan.sizes

@@ -21,7 +21,7 @@ from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
 
 from .bound_expr import separated
-from .layout import Layout, check_lengths, check_reach, make_layout
+from .layout import Layout, check_lengths, check_reach, make_layout, place_of
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
 from .parameters import as_value, names_of
 
@@ -43,6 +43,10 @@ class Subject:
     @cached_property
     def names(self) -> frozenset[str]:
         return frozenset(n for p in self.parts for n in names_of(p.expr))
+
+    @property
+    def exprs(self) -> tuple[Expr | None, Expr | None]:
+        return None if self.mask is None else self.mask.expr, None if self.score is None else self.score.expr
 
     @property
     def scalars(self) -> dict[str, Any]:
@@ -167,8 +171,8 @@ def work(
 ) -> Work:  # fmt: skip
     """The compilation, kept by value: the mask and the contents of its tables, lengths,
     tiles, origin. `proofs` counts rows to drop the checks for empty ones, which pays in kernels only."""
-    place = tuple(x if isinstance(x, int) else tuple(np.asarray(x).tolist()) for x in origin)
-    key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place, sizes, proofs)
+    sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
+    key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs)
     if key in _works:
         _works.move_to_end(key)
         return _works[key]

@@ -83,9 +83,10 @@ class Arrays:
         where = (0, 0, 0, 0) if origin is None else tuple(origin)
         if len(where) != 4:
             raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
-        start = (int(where[0]), int(where[1]), _start(where[2]), _start(where[3]))
+        start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
+        whole: Any = None if sizes is None else tuple(sizes)
         factor = d**-0.5 if scale is None else float(scale)
-        return Geometry(b, h, hkv, s, n, d, dv, factor, start, sizes)
+        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole)
 
 
 def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False) -> Arrays:
@@ -163,6 +164,7 @@ def _start(x: Any) -> Any:
     """An int, or an int64 vector with one entry per batch."""
     if framework_of(x) == "torch":
         x = x.detach().cpu().numpy()
-    if np.ndim(x) == 0:
-        return int(x)
-    return np.asarray(x, np.int64)
+    at = np.asarray(x)
+    if at.dtype.kind not in "iu":
+        raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
+    return at.astype(np.int64) if at.ndim else int(at)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
+_LONGEST = 1 << 48  # tokens
 
 
 @dataclass(frozen=True)
@@ -242,11 +243,13 @@ class Layout:
         tables = {n: t.array for n, t in self.tables.items()}
         if q is not None and k is not None and tile is None:
             for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
-                if not 0 <= at < size:
+                if not _placed(at) or np.ndim(at) or at >= size:
                     raise ShapeError(f"{name} = {at} is outside 0..{size}\n  positions are global, below `sizes`")
             return explain(self.written, {**values, "q": q, "k": k}, tables)
         if tile is None or q is not None or k is not None:
             raise ParameterError("explain takes a position or a tile: explain(q=300, k=17), explain(tile=(2, 0))")
+        if np.shape(tile) != (2,) or np.asarray(tile).dtype.kind not in "iu":  # -1 is refused below
+            raise ShapeError(f"tile is {tile}\n  it is (row, column), counted in tiles of this layout")
         (rows, columns), cut = self._tile(tile, b, h)
         return explain_tile(self.written, {**values, "q": rows, "k": columns}, tables, cut=cut)
 
@@ -380,8 +383,9 @@ def make_layout(
     `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. Raises `ShapeError` for
     lengths, tile sizes or origins that make no sense, `ParameterError` for a parameter without a value.
     """
-    pair = (block, block) if isinstance(block, int) else tuple(block)
+    pair: tuple[Any, ...] = tuple(block) if isinstance(block, Iterable) else (block, block)
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
+    q_len, kv_len, batch, heads = int(q_len), int(kv_len), int(batch), int(heads)  # numpy's would wrap
     mask.require_bound()
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
@@ -389,7 +393,7 @@ def make_layout(
     simple, _ = prepare(written, None)
     return Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
-        (pair[0], pair[1]), origin, sizes, exact, mask.expr,
+        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr,
     )  # fmt: skip
 
 
@@ -420,16 +424,36 @@ def check_reach(
             )
 
 
+def _positive(n: Any) -> bool:
+    return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
+
+
+def _placed(x: Any) -> bool:
+    """Whether x can be a start: an integer, or one per batch entry, none negative."""
+    at = np.asarray(x)
+    return at.dtype.kind in "iu" and bool((at >= 0).all())
+
+
+def place_of(origin: Origin) -> tuple[Any, ...]:
+    """An origin as it can be a key: ints, and tuples of them."""
+    return tuple(tuple(np.asarray(x).tolist()) if np.ndim(x) else x for x in origin)
+
+
 def check_lengths(
     q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, ...], origin: Origin, sizes: Sizes | None
 ) -> None:
     """Refuse what cannot be laid out."""
     for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
-        if int(n) != n or n <= 0:
+        if not _positive(n):
             raise ShapeError(f"{name} is {n}\n  lengths and counts are positive integers, in tokens")
-    if len(block) != 2 or any(int(n) != n or n <= 0 for n in block):
+        if n >= _LONGEST:
+            raise ShapeError(f"{name} is {n:,}, {_LONGEST:,} or more\n  positions are computed in 64 bits")
+    if len(block) != 2 or not all(map(_positive, block)):
         raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
-    if len(origin) != 4 or any(np.any(np.asarray(x) < 0) for x in origin):
+    for length, tile in ((q_len, block[0]), (kv_len, block[1])):
+        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:
+            raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
+    if not np.iterable(origin) or len(origin) != 4 or not all(map(_placed, origin)):
         raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
     for x in origin[2:]:
         if np.ndim(x) and np.shape(x) != (batch,):
@@ -438,6 +462,8 @@ def check_lengths(
             )
     if sizes is None:
         return
+    if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
+        raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
     far = [int(np.max(x)) + n for x, n in zip(origin, (batch, heads, q_len, kv_len), strict=True)]
     for name, stop, size in zip(SIZE_NAMES, far, sizes, strict=True):
         if stop > size:

@@ -63,6 +63,8 @@ def as_value(name: str, value: Any) -> Any:
     rank, _ = type_of(name, value)
     if rank and value.size == 0:
         raise ParameterError(f"table `{name}` is empty")
+    if rank and value.dtype == np.uint64 and value.max() >= 1 << 63:
+        raise ParameterError(f"table `{name}` has {value.max()}, which does not fit 64 bits with a sign")
     return value
 
 

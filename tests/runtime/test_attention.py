@@ -130,6 +130,18 @@ def test_a_plan_is_shared_by_layers():
         att(*qkv(), plan=plan, doc=DOC)
 
 
+def test_where_a_plan_begins_may_be_numpys():
+    """Positions come out of arrays, in a decoding loop say; sizes may be a list."""
+    att = fk.compile("causal & window(9)")
+    arrays = qkv(q_len=5)
+    kv_len = arrays[1].shape[2]
+    want = att(*arrays, origin=(0, 0, kv_len - 5, 0))
+    at, sizes = (0, 0, np.int64(kv_len - 5), np.int32(0)), [*arrays[0].shape[:2], kv_len, kv_len]
+    plan = att.plan(5, kv_len, *arrays[0].shape[:2], origin=at, sizes=sizes)
+    assert (att(*arrays, plan=plan) == want).all()
+    assert (att(*arrays, origin=at, sizes=sizes) == want).all()
+
+
 def test_an_empty_row_is_zero():
     out, lse = fk.attention(*qkv(), "causal & q > 5", return_lse=True)
     assert (out[:, :, :6] == 0).all()

@@ -101,6 +101,32 @@ BAD = {
         lambda: fk.attention(Q, K, K, "causal", origin=(0, 0, 8, 0), sizes=(1, 4, 12, 8)), fk.ShapeError,
         "the crop ends at 16 but Q_LEN is 12\n  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)",
     ),
+    "origin of a float": (
+        lambda: fk.attention(Q, K, K, "causal", origin=(0, 0, 1.5, 0)), fk.ShapeError,
+        "origin has 1.5\n  it is (b, h, q, k), integers, q and k also one per batch entry",
+    ),
+    "plan of another mask": (
+        lambda: fk.compile("causal")(Q, K, K, plan=fk.compile("window(3)").plan(8, 8, 1, 4)), fk.ParameterError,
+        "the plan is for another mask or score mod:\n  mask = abs(q - k) < 3\n"
+        "  make it with this attention's own `plan`",
+    ),
+    "plan without the score mod": (
+        lambda: fk.compile("causal", "softcap(5)")(Q, K, K, plan=fk.compile("causal").plan(8, 8, 1, 4)),
+        fk.ParameterError,
+        "the plan is for another mask or score mod:\n  mask = q >= k\n  make it with this attention's own `plan`",
+    ),
+    "no plan": (
+        lambda: fk.compile("causal")(Q, K, K, plan=3), fk.ParameterError,
+        "plan is 3; `plan` of an attention makes one",
+    ),
+    "score mod": (
+        lambda: fk.compile("causal", 3), fk.TraceError,
+        "a score mod is a text or a function, not int",
+    ),
+    "unsigned table": (
+        lambda: fk.mask("t[q] > k", t=np.array([1 << 63], np.uint64)), fk.ParameterError,
+        "table `t` has 9223372036854775808, which does not fit 64 bits with a sign",
+    ),
     "gradient": (
         lambda: fk.attention(t(1, 4, 8, 16, requires_grad=True), K, K), fk.FrisketError,
         "q, k or v requires a gradient; the backward comes with the native kernels, in a later version\n"

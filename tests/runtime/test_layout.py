@@ -161,6 +161,9 @@ def test_what_explain_refuses():
     for call, text in {
         lambda: made.explain(q=3): "explain takes a position or a tile: explain(q=300, k=17), explain(tile=(2, 0))",
         lambda: made.explain(q=3, k=3, tile=(0, 0)): "explain takes a position or a tile",
+        lambda: made.explain(q="a", k=3): "q = a is outside 0..300",
+        lambda: made.explain(q=1.5, k=3): "q = 1.5 is outside 0..300",
+        lambda: made.explain(tile=3): "tile is 3",
         lambda: made.explain(tile=(3, 0)): "tile row 3 is outside this layout, which has 0..2",
         lambda: made.explain(tile=(0, -1)): "tile column -1 is outside this layout, which has 0..2",
         lambda: made.explain(tile=(0, 0), b=0): "b 0 is outside this layout, which has 3..4",
@@ -199,6 +202,16 @@ BAD = {
     "origin has 3 entries for 1 batch entries\n  give one int, or one per batch entry": {
         "origin": (0, 0, np.array([1, 2, 3]), 0)
     },
+    "q_len is 1.5\n  lengths and counts are positive integers, in tokens": {"q_len": 1.5},
+    "q_len is None\n  lengths and counts are positive integers, in tokens": {"q_len": None},
+    "batch is True\n  lengths and counts are positive integers, in tokens": {"batch": True},
+    "block is (8.0, 8.0)\n  tile sizes are two positive integers (queries, keys), in tokens": {"block": 8.0},
+    "kv_len is 1,000,000,000,000,000, 281,474,976,710,656 or more\n  positions are computed in 64 bits": {
+        "kv_len": 10**15
+    },
+    "1,099,511,627,776 tokens in tiles of 128 are 8,589,934,592 tiles\n  take larger tiles": {"kv_len": 1 << 40},
+    "origin is (0, 0, 1.5, 0)\n  it is (b, h, q, k), none negative, in global positions": {"origin": (0, 0, 1.5, 0)},
+    "sizes is 64\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem": {"sizes": 64},
     "the crop ends at 80 but Q_LEN is 64\n  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)": {
         "origin": (0, 0, 16, 0), "sizes": (1, 1, 64, 64),
     },
@@ -211,6 +224,17 @@ def test_what_cannot_be_laid_out_is_refused(text):
     with pytest.raises(ShapeError) as caught:
         fk.mask("causal").layout(**arguments)
     assert str(caught.value) == text
+
+
+def test_integers_of_numpy_are_lengths():
+    """Narrow ones do not wrap, and what comes back is Python's."""
+    i = np.int8
+    made = fk.mask("causal").layout(np.int32(100), i(100), i(1), i(1), block=i(7), origin=(0, 0, np.int64(1), 0))
+    like = fk.mask("causal").layout(100, 100, block=7, origin=(0, 0, 1, 0))
+    assert (made.counts, made.visible_pairs, made.sizes) == (like.counts, like.visible_pairs, like.sizes)
+    assert repr(made.counts) == repr(like.counts)
+    long = fk.mask("causal").layout(1000, 1000, block=(i(100), i(100)))
+    assert long.counts == fk.mask("causal").layout(1000, 1000, block=100).counts
 
 
 def test_a_table_too_short_for_the_length_is_refused():
