@@ -26,8 +26,9 @@ from .table import Table
 
 Array = NDArray[Any]
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_BATCH = 1 << 22  # elements looked at in one go
-_CHUNK = 1 << 16  # boxes classified in one go
+_BATCH = 1 << 20  # elements looked at in one go
+_CHUNK = 1 << 15  # boxes classified in one go
+_POINTS = 1 << 18  # witnesses looked at in one go
 _BOXES = 1 << 22  # boxes classified before the rest is called PARTIAL as it is
 
 
@@ -225,9 +226,10 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope) -> Array:
     kind = np.full(tiles.shape[1], -1)
     env = _corners(grid, tiles)
     bq, bk = grid.block
-    for points in (_witnesses, _lattice, _lines):
+    for points, many in ((_witnesses, 14), (_lattice, 256), (_lines, 5 * bk)):
         open_ = np.flatnonzero(kind < 0)
-        for few in np.array_split(open_, -(-len(open_) // _CHUNK)) if len(open_) else ():
+        step = max(1, _POINTS // many)
+        for few in (open_[i : i + step] for i in range(0, len(open_), step)):
             seen = scope.value(mask, points({n: v[few] for n, v in env.items()}))
             seen = np.broadcast_to(seen, (len(few), *seen.shape[1:])).reshape(len(few), -1)
             kind[few[seen.any(axis=1) & ~seen.all(axis=1)]] = PARTIAL
