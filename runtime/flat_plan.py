@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ParameterError
-from frisket.dsl.ir import TRUE, Expr, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
+from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.lowering.analysis.driver import bind as written_out
 from frisket.lowering.analysis.driver import grid_of
@@ -31,7 +32,7 @@ from frisket.lowering.stages import Pair, Stages
 from .bind import Subject, limits_of
 from .flat_run import check_sorted, kernel_tables, source, spans
 from .frameworks import framework_of
-from .layout import check_lengths, make_layout
+from .layout import check_lengths, check_reach, make_layout
 from .mask import Mask
 from .parameters import names_of, traced
 
@@ -221,6 +222,8 @@ def _fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     if rank and 0 in value.shape:
         raise ParameterError(f"table `{name}` is empty")
     dtype = _dtype(value)
+    if not dtype.startswith(("bool", "int", "uint", "float", "bfloat")):
+        raise ParameterError(f"`{name}` is an array of {dtype}; give an array of bool, int or float")
     kind = BOOL if dtype == "bool" else INT if dtype.startswith(("int", "uint")) else FLOAT
     if kind is type:
         return value
@@ -245,8 +248,9 @@ def _laid(key: Key) -> Laid:
     known = {**what.tables, **shapes}
     parts = [None if p is None else written_out(p.expr, known) for p in (what.mask, what.score)]
     sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
-    seen, mod = prepare(parts[0], parts[1], sane, rules)
     origin = _origin(key)
+    _check_lengths_of_tables(key, parts, known, origin)
+    seen, mod = prepare(parts[0], parts[1], sane, rules)
     full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
     host = Mask(TRUE if seen is None else seen)
     grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
@@ -268,6 +272,16 @@ def _laid(key: Key) -> Laid:
         made = planner(host.expr, frozenset(sorted_), {**limits, **beyond}, wide)
     at = (grid.b, grid.h, grid.q, grid.k)
     return Laid((seen, mod), rules, plan, made, host.bind(**mine), at, slice_of.astype(np.int32), full)
+
+
+def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, origin: Origin) -> None:
+    """As `check_reach` on the host, where that can be known: a mask that reads a device's tables may show anything,
+    but for the diagonal where it does whatever they hold."""
+    mask = TRUE if parts[0] is None else parts[0]
+    if names_of(mask).keys() & {n for n, *_ in key.given}:
+        mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
+    lengths = key.batch, key.heads, key.q_len, key.kv_len
+    check_reach(mask, [p for p in parts if p is not None], key.what.scalars, known, lengths, origin, key.sizes)
 
 
 @lru_cache(maxsize=64)

@@ -244,3 +244,15 @@ def test_offsets_in_fewer_bits_than_positions_need(framework):
     plan = fk.compile("document(off)").plan(S, S, off=given, flat=True).work((64, 64)).plan
     found = flat_run.kernel_tables(plan, framework, {"off": given}, S, None)
     np.testing.assert_array_equal(*found.values(), np.searchsorted(off[1:-1], np.arange(S), "right"))
+
+
+@pytest.mark.parametrize("framework", [jnp.asarray, torch.from_numpy])
+def test_tables_too_short_are_refused_where_the_mask_shows_it(framework):
+    short = framework(DOCS[2][:20])
+    with pytest.raises(ParameterError, match="table `doc` has 20 entries on axis 0 and is read at `q` = 0"):
+        fk.compile("causal & same(doc)").plan(S, S, doc=short, flat=True)
+    with pytest.raises(ParameterError, match="table `s` has 20 entries on axis 0 and is read at `k` = 0"):
+        fk.compile("causal", "score + s[k]").plan(S, S, s=short, flat=True).work((64, 64))
+    fk.compile("q < 20 & k < 20 & same(doc)").plan(S, S, doc=short, flat=True)  # hidden beyond
+    with pytest.raises(ParameterError, match="`doc` is an array of complex64; give an array of bool, int or float"):
+        fk.compile("same(doc)").plan(S, S, doc=framework(np.ones(S, np.complex64)), flat=True)
