@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from frisket.lowering.plan import make_plan
 from frisket.lowering.simplify import simplify
 
 from ..layout import Layout
+from ..modules import load
 from .tile_lists import Lists, both_ways
 
 
@@ -83,11 +82,8 @@ def mask_mod_of(layout: Layout, device: Any = "cpu") -> Callable[..., Any]:
     source = mask_mod(
         mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=show(layout.written)
     )
-    filename = f"<frisket mask_mod {zlib.crc32(source.encode()):08x}>"
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    space: dict[str, Any] = {"torch": torch, "math": math, "__name__": "frisket.mask_mod"}
-    exec(compile(source, filename, "exec"), space)
-    made = space["make"](*(_tensor(torch, t, kinds[n][1], device) for n, t in read.items()))
+    arguments = (_tensor(torch, t, kinds[n][1], device) for n, t in read.items())
+    made = load(source, torch=torch, math=math)["make"](*arguments)
     made.source = source
     return made  # type: ignore[no-any-return]
 
