@@ -32,7 +32,7 @@ from frisket.lowering.stages import Pair, Stages
 from .bind import Subject, limits_of
 from .flat_run import check_sorted, kernel_tables, source, spans
 from .frameworks import framework_of
-from .layout import check_lengths, check_reach, make_layout
+from .layout import check_lengths, check_reach, make_layout, place_of
 from .mask import Mask
 from .parameters import names_of, traced
 
@@ -193,10 +193,11 @@ def flat_plan(
     wanted = {n: w for p in what.parts for n, w in names_of(p.expr).items()}
     values = {n: _fitted(n, x, *wanted[n]) for n, x in given.items()}
     facts = {n for p in what.parts for n, d in p.origin.declared.items() if d.fact == "sorted"}
-    place = tuple(x if isinstance(x, int) else tuple(np.asarray(x).tolist()) for x in origin)
+    place: Any = place_of(origin)
+    sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
-    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes)  # type: ignore[arg-type]
+    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes)
     if check:
         check_sorted(key.framework, {n: values[n] for n in facts if n in values})
     if key.framework == "jax":

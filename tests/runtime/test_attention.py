@@ -140,6 +140,10 @@ def test_where_a_plan_begins_may_be_numpys():
     plan = att.plan(5, kv_len, *arrays[0].shape[:2], origin=at, sizes=sizes)
     assert (att(*arrays, plan=plan) == want).all()
     assert (att(*arrays, origin=at, sizes=sizes) == want).all()
+    doc = torch.zeros(kv_len, dtype=torch.int64)
+    att = fk.compile("causal & window(9) & same(doc)")
+    flat = att.plan(5, kv_len, *arrays[0].shape[:2], origin=at, sizes=sizes, doc=doc, flat=True)
+    np.testing.assert_allclose(att(*arrays, plan=flat), want, rtol=1e-5, atol=1e-5)
 
 
 def test_an_empty_row_is_zero():
