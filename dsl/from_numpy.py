@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .elements import floor, joined, number, real, truth
+from .functions import expm1
 from .ir import FLOAT_FUNCTIONS, Expr, build, lit
 from .symbol import ARITHMETIC, COMPARISONS, Symbol, apply_binary, choice, elementwise, indexed, operand, table
 from .types import BOOL, FLOAT, INT, Type
@@ -41,7 +42,7 @@ UNARY: dict[str, Callable[[Expr], Expr]] = {
     "trunc": lambda x: build("int", x) if x.type is FLOAT else number(x),
     "square": lambda x: joined("mul", number(x), number(x)),
     "reciprocal": lambda x: joined("div", lit(1.0), x),
-    "expm1": lambda x: build("exp", real(x)) - 1.0,
+    "expm1": lambda x: expm1(real(x)),
     "isnan": lambda x: build("ne", real(x), real(x)),
     "isfinite": lambda x: build("isfinite", real(x)),
 }

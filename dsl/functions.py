@@ -44,6 +44,11 @@ MADE_OF: dict[str, Callable[[Expr], Expr]] = {
 }
 
 
+def expm1(x: Expr) -> Expr:
+    """exp(x) - 1, which written so loses all digits near 0."""
+    return build("tanh", x * 0.5) * (build("exp", x) + 1.0)
+
+
 def _extreme(op: str) -> Meaning:
     def apply(c: Operators, frame: Frame, parts: Sequence[Part]) -> Value:
         found = c.numbers(frame, f"`{op}`", parts)

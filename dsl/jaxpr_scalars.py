@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import ir
+from .functions import expm1
 from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
 from .types import BOOL, FLOAT, INT, Type
 
@@ -205,7 +206,7 @@ SCALARS: dict[str, Meaning] = {
     "logistic": _function("sigmoid"), "is_finite": _function("isfinite"),
     "div": _div, "rem": _rem, "pow": _pow, "integer_pow": _integer_pow,
     "square": lambda _, x: x * x,
-    "expm1": lambda _, x: build("exp", x) - 1.0,
+    "expm1": lambda _, x: expm1(x),
     "erfc": lambda _, x: 1.0 - build("erf", x),
     "floor": lambda _, x: _floor(x), "ceil": lambda _, x: _ceil(x), "round": _round,
     "and": lambda _, x, y: x & y, "or": lambda _, x, y: x | y, "xor": lambda _, x, y: x ^ y,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from .elements import alike, number, real, truth
-from .functions import MADE_OF
+from .functions import MADE_OF, expm1
 from .ir import FLOAT_FUNCTIONS, INF, NEG_INF, Expr, build, lit, to_float
 from .sugar import eq, maximum, minimum, ne, where
 from .symbol import Symbol, apply_binary, choice, elementwise, operand
@@ -74,10 +74,6 @@ def _softplus(x: Expr) -> Expr:
     return MADE_OF["softplus"](x)
 
 
-def _expm1(x: Expr) -> Expr:
-    return build("tanh", x * 0.5) * (build("exp", x) + 1.0)  # exp(x) - 1 loses all digits near 0
-
-
 def _floor(x: Expr) -> Expr:
     return to_float(build("floor", x))
 
@@ -98,10 +94,10 @@ ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
     **MADE_OF,
     "expit": lambda x: build("sigmoid", x),
     "log10": lambda x: build("log", x) / math.log(10.0),
-    "expm1": _expm1,
+    "expm1": expm1,
     "erfc": lambda x: 1.0 - build("erf", x),
     "reciprocal": lambda x: 1.0 / x,
-    "sinh": lambda x: 0.5 * (_expm1(x) + _expm1(x) / (_expm1(x) + 1.0)),
+    "sinh": lambda x: 0.5 * (expm1(x) + expm1(x) / (expm1(x) + 1.0)),
     "cosh": lambda x: 0.5 * (build("exp", x) + build("exp", -x)),
     "logit": lambda x: build("log", x / (1.0 - x)),
     "log_sigmoid": lambda x: -_softplus(-x),
@@ -111,7 +107,7 @@ ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
     "relu6": lambda x: _bounded(x, 0.0, 6.0),
     "hardsigmoid": lambda x: _bounded(x + 3.0, 0.0, 6.0) / 6.0,
     "hardswish": lambda x: x * _bounded(x + 3.0, 0.0, 6.0) / 6.0,
-    "selu": lambda x: 1.0507009873554805 * where(x > 0.0, x, 1.6732632423543772 * _expm1(x)),
+    "selu": lambda x: 1.0507009873554805 * where(x > 0.0, x, 1.6732632423543772 * expm1(x)),
     "isfinite": partial(build, "isfinite"),
     "isnan": lambda x: ne(x, x),
     "isinf": lambda x: eq(abs(x), INF),
@@ -240,8 +236,8 @@ def _piece(make: Callable[..., Expr], **defaults: float) -> Function:
 
 PIECES: dict[str, Function] = {
     "leaky_relu": _piece(lambda x, s: where(x >= 0.0, x, x * s), negative_slope=0.01),
-    "elu": _piece(lambda x, a: where(x > 0.0, x, a * _expm1(x)), alpha=1.0),
-    "celu": _piece(lambda x, a: where(x > 0.0, x, a * _expm1(x / a)), alpha=1.0),
+    "elu": _piece(lambda x, a: where(x > 0.0, x, a * expm1(x)), alpha=1.0),
+    "celu": _piece(lambda x, a: where(x > 0.0, x, a * expm1(x / a)), alpha=1.0),
     "hardtanh": _piece(_bounded, min_val=-1.0, max_val=1.0),
     "threshold": _piece(lambda x, t, v: where(x > t, x, v), threshold=0.0, value=0.0),
     "hardshrink": _piece(lambda x, c: where(abs(x) > c, x, 0.0), lambd=0.5),

@@ -241,7 +241,7 @@ def _origin(key: Key) -> Origin:
     return b, h, q, k
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)  # the keys hold tables of the host
 def _laid(key: Key) -> Laid:
     """The static part of a plan, from shapes and the host's values."""
     what, rules = key.what, Counter[str]()
@@ -285,7 +285,7 @@ def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, 
     check_reach(mask, [p for p in parts if p is not None], key.what.scalars, known, lengths, origin, key.sizes)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _host_spans(key: Key, block: tuple[int, int]) -> Spans:
     """The spans that no table of a device decides."""
     host = _laid(key).host

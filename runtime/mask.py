@@ -234,7 +234,7 @@ def load(path: str | Path, **params: Any) -> Program:
     """The program in a `.frisket` file."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin with a byte order mark
     except (OSError, ValueError) as error:  # bytes that are no text, a NUL in the name
         raise ParameterError(f"cannot read {path}: {error}") from None
     return program(text, name=path.stem, **params)
