@@ -19,9 +19,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from .errors import TraceError
-from .jaxpr import Naming, Reader
-from .jaxpr_arrays import scalar
-from .jaxpr_scalars import argument
+from .from_numpy import Naming
 from .symbol import Symbol
 from .types import FLOAT
 from .user_line import NO_TRUTH, fail, instead, raised_at
@@ -138,6 +136,10 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     """What `fn` returns for these symbols: a symbol, or whatever is no number. `naming` names the arrays it
     captures."""
     import jax
+
+    from .jaxpr import Reader  # the primitives' tables are of no use before
+    from .jaxpr_arrays import scalar
+    from .jaxpr_scalars import argument
 
     given = [s.expr for s in (*args, *keywords.values())]
     kinds = [argument((), "float32" if e.type is FLOAT else "int32") for e in given]

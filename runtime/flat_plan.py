@@ -30,7 +30,6 @@ from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.stages import Pair, Stages
 
 from .bind import Subject, limits_of
-from .flat_run import check_sorted, kernel_tables, source, spans
 from .frameworks import framework_of
 from .layout import check_lengths, check_reach, make_layout, place_of
 from .mask import Mask
@@ -131,6 +130,8 @@ class FlatPlan:
             return _host_spans(key, block)
         if block not in self._made:
             values = {**key.what.scalars, **key.what.tables, **self.given}
+            from .flat_run import spans  # with its printers, of no use before
+
             made = spans(
                 laid.planner, key.framework, laid.at, laid.full, values, key.q_len, key.kv_len, block, self.device
             )  # fmt: skip
@@ -153,11 +154,15 @@ class FlatPlan:
     def planner(self) -> str:
         """The text of the planner."""
         laid = _laid(self.key)
+        from .flat_run import source
+
         return "" if laid.planner is None else source(laid.planner, self.key.framework)
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
         laid, key = _laid(self.key), self.key
         values = {**key.what.scalars, **key.what.tables, **self.given}
+        from .flat_run import kernel_tables
+
         tables = kernel_tables(laid.plan, key.framework, values, max(laid.full[2:]), self.device)
         return FlatWork(laid.plan, self.spans(block), laid.plan.slot_values(values), tables)
 
@@ -199,6 +204,8 @@ def flat_plan(
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
     key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes)
     if check:
+        from .flat_run import check_sorted
+
         check_sorted(key.framework, {n: values[n] for n in facts if n in values})
     if key.framework == "jax":
         _register()
