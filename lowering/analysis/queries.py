@@ -20,7 +20,7 @@ from .tiles import Grid, Scope, outside
 Array = NDArray[Any]
 LOOKED = 1 << 25  # queries of all slices that may be looked at
 _PIECES = 64  # runs of tiles a row may have before tiles are asked instead
-_BATCH = 1 << 21  # intervals held at a time
+_BATCH = 1 << 19  # intervals held at a time
 
 
 def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
