@@ -85,10 +85,9 @@ def analyse(
     ways = solved(expr)
     if ways is not None and not (ways.needs is TRUE or scope.value(ways.needs, _slices(grid)).all()):
         ways = None
-    if ways is not None and ways.rowwise and _holds(ways, grid, scope):
-        formula = ways.formula
+    if ways is not None and (made := _by_row(ways, grid, scope)) is not None:
+        found, formula = made, ways.formula
         method = "closed form" if formula is not None else "bounds"
-        found = _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
     elif ways is not None and _reads(expr) and (runs := by_query(ways, grid, scope)) is not None:
         found, method = records(runs, slices, grid.rows), "query by query"
     else:
@@ -145,18 +144,26 @@ def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
         return False
     at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
     shape = at["q"].shape
-    try:
-        found = (scope.value(e, at) for e in unsure)
-        if any((x[..., 1:] < x[..., :-1]).any() for x in found):  # a difference may leave 64 bits
-            return False
-        for anchor in ways.anchors:
-            ends = [[np.broadcast_to(scope.value(e, at), shape) for e in side] for side in (anchor.lows, anchor.highs)]
-            low = np.max([x.max(axis=1) for x in ends[0]], axis=0)
-            if (low > np.min([x.min(axis=1) for x in ends[1]], axis=0)).any():
-                return False
-    except EvaluationError:
+    found = (scope.value(e, at) for e in unsure)
+    if any((x[..., 1:] < x[..., :-1]).any() for x in found):  # a difference may leave 64 bits
         return False
+    for anchor in ways.anchors:
+        ends = [[np.broadcast_to(scope.value(e, at), shape) for e in side] for side in (anchor.lows, anchor.highs)]
+        low = np.max([x.max(axis=1) for x in ends[0]], axis=0)
+        if (low > np.min([x.min(axis=1) for x in ends[1]], axis=0)).any():
+            return False
     return True
+
+
+def _by_row(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
+    """The records of rows whose keys are one interval per term; None where they are not, or an end of one leaves
+    64 bits, which the mask itself need not."""
+    try:
+        if not (ways.rowwise and _holds(ways, grid, scope)):
+            return None
+        return _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
+    except EvaluationError:
+        return None
 
 
 def _closed(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

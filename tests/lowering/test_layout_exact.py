@@ -9,7 +9,10 @@ import pytest
 from support import brute, masks
 
 from frisket.dsl.errors import EvaluationError
+from frisket.dsl.ir import lookup
 from frisket.dsl.program import parse_expression
+from frisket.dsl.sugar import k, q
+from frisket.lowering.analysis import queries, tiles
 from frisket.lowering.analysis.driver import analyse
 from frisket.lowering.analysis.spans import from_records
 from frisket.lowering.analysis.table import Table
@@ -70,6 +73,36 @@ def test_limits_that_fall_by_more_than_an_integer_holds(text, ends):
     """Sentinels for no limit: a table that falls so far must not look as if it rose."""
     limit = np.where(np.arange(310) < 20, *ends)
     check(masks.Case(parse_expression(text, {"lim": limit}), 40, 40, 1, 1, (8, 8), tables={"lim": Table(limit)}))
+
+
+@pytest.mark.parametrize("name", ["document-starts", "early-documents", "per-query-window", "other-table"])
+def test_queries_are_taken_in_batches(name, monkeypatch):
+    monkeypatch.setattr(queries, "_BATCH", 1)
+    rng = random.Random(name)
+    for _ in range(5):
+        check(masks.case(masks.written()[name], rng))
+
+
+def test_past_the_budget_of_boxes_tiles_are_partial(monkeypatch):
+    monkeypatch.setattr(tiles, "_BOXES", 60)
+    monkeypatch.setattr(tiles, "_CHUNK", 16)
+    case = masks.case(masks.written()["neighbourhood"], random.Random(1))
+    case.block, case.q_len, case.kv_len = (4, 8), 150, 170
+    found = analyse(case.mask, q_len=case.q_len, kv_len=case.kv_len, **case.options)
+    want = brute.kinds(case.mask, case.q_len, case.kv_len, **case.options)
+    got = kinds(found, want.shape[3])
+    assert not found.exact
+    assert ((got == want) | (got == 1)).all()
+    assert (got != want).any()
+
+
+def test_an_end_beyond_64_bits_leaves_the_mask_alone():
+    table = np.arange(100) // 90
+    far = lookup("doc", (q,)) >= lookup("doc", (k // 10_000_000,))  # a run without end, times ten million
+    options = {"block": (16, 16), "tables": {"doc": table}}
+    found = analyse(simplify(far), q_len=100, kv_len=90, **options)
+    want = brute.kinds(far, 100, 90, **options)
+    np.testing.assert_array_equal(kinds(found, want.shape[3]), want)
 
 
 @pytest.mark.slow
