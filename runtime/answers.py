@@ -31,7 +31,7 @@ from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 
 from .bound_expr import Bound, separated
-from .layout import check_lengths, check_reach
+from .layout_checks import check_lengths, check_reach
 
 if TYPE_CHECKING:
     from .mask import Mask, MaskLike, ScoreMod

@@ -21,7 +21,8 @@ from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
 
 from .bound_expr import separated
-from .layout import Layout, check_lengths, check_reach, make_layout, place_of
+from .layout import Layout, make_layout
+from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
 from .parameters import as_value, names_of
 

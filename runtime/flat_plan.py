@@ -31,7 +31,8 @@ from frisket.lowering.stages import Pair, Stages
 
 from .bind import Subject, limits_of
 from .frameworks import framework_of
-from .layout import check_lengths, check_reach, make_layout, place_of
+from .layout import make_layout
+from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask
 from .parameters import names_of, traced
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
-from frisket.dsl.ir import TRUE, Expr, conj, uses, var
+from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.dsl.show import show
 from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind, grid_of
 from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
@@ -23,17 +23,16 @@ from frisket.lowering.analysis.spans import Runs, from_records
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, Grid, Scope
 from frisket.lowering.plan import Origin, Sizes, Spans, whole
-from frisket.lowering.simplify import prepare, simplify
+from frisket.lowering.simplify import prepare
 
+from .layout_checks import check_lengths, check_reach, placed
 from .layout_facts import Counts, Facts
-from .parameters import short_tables
 
 if TYPE_CHECKING:
     from .mask import Mask
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
-_LONGEST = 1 << 48  # tokens
 
 
 @dataclass(frozen=True)
@@ -243,7 +242,7 @@ class Layout:
         tables = {n: t.array for n, t in self.tables.items()}
         if q is not None and k is not None and tile is None:
             for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
-                if not _placed(at) or np.ndim(at) or at >= size:
+                if not placed(at) or np.ndim(at) or at >= size:
                     raise ShapeError(f"{name} = {at} is outside 0..{size}\n  positions are global, below `sizes`")
             return explain(self.written, {**values, "q": q, "k": k}, tables)
         if tile is None or q is not None or k is not None:
@@ -395,79 +394,3 @@ def make_layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
         (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr,
     )  # fmt: skip
-
-
-def check_reach(
-    mask: Expr,
-    readers: Sequence[Expr],
-    scalars: Mapping[str, Any],
-    tables: Mapping[str, Array],
-    lengths: Sizes,
-    origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None,
-) -> None:
-    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows.
-    `lengths` are batch, heads, q_len and kv_len of the call. Hidden positions may lie beyond: lookups clamp."""
-    stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
-    batch, heads, q_len, kv_len = lengths
-    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, tables, stops)):
-        beyond = simplify(conj(bind(mask, tables), var(coordinate) >= have))
-        found = analyse(
-            beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
-            tables=tables,
-        )  # fmt: skip
-        if found.exact and found.spans.count.any():
-            need = stops[coordinate]
-            raise ParameterError(
-                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
-                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
-            )
-
-
-def _positive(n: Any) -> bool:
-    return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
-
-
-def _placed(x: Any) -> bool:
-    """Whether x can be a start: an integer, or one per batch entry, none negative."""
-    at = np.asarray(x)
-    return at.dtype.kind in "iu" and bool((at >= 0).all())
-
-
-def place_of(origin: Origin) -> tuple[Any, ...]:
-    """An origin as it can be a key: ints, and tuples of them."""
-    return tuple(tuple(np.asarray(x).tolist()) if np.ndim(x) else x for x in origin)
-
-
-def check_lengths(
-    q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, ...], origin: Origin, sizes: Sizes | None
-) -> None:
-    """Refuse what cannot be laid out."""
-    for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
-        if not _positive(n):
-            raise ShapeError(f"{name} is {n}\n  lengths and counts are positive integers, in tokens")
-        if n >= _LONGEST:
-            raise ShapeError(f"{name} is {n:,}, {_LONGEST:,} or more\n  positions are computed in 64 bits")
-    if len(block) != 2 or not all(map(_positive, block)):
-        raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
-    for length, tile in ((q_len, block[0]), (kv_len, block[1])):
-        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:
-            raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
-    if not np.iterable(origin) or len(origin) != 4 or not all(map(_placed, origin)):
-        raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
-    for x in origin[2:]:
-        if np.ndim(x) and np.shape(x) != (batch,):
-            raise ShapeError(
-                f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
-            )
-    if sizes is None:
-        return
-    if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
-        raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
-    far = [int(np.max(x)) + n for x, n in zip(origin, (batch, heads, q_len, kv_len), strict=True)]
-    for name, stop, size in zip(SIZE_NAMES, far, sizes, strict=True):
-        if stop > size:
-            raise ShapeError(
-                f"the crop ends at {stop} but {name} is {size}\n"
-                "  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)"
-            )

@@ -135,7 +135,7 @@ class Mask(Bound):
     ) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
         a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
-        from .layout import check_lengths, check_reach
+        from .layout_checks import check_lengths, check_reach
 
         check_lengths(q_len, kv_len, batch, heads, (1, 1), (0, 0, 0, 0), sizes)
         self.require_bound()

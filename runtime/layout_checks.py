@@ -1,0 +1,96 @@
+"""What can be laid out: lengths, origins and tiles that make sense, and tables that reach as far as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.ir import Expr, conj, var
+from frisket.lowering.analysis.driver import SIZE_NAMES, analyse, bind
+from frisket.lowering.plan import Origin, Sizes, whole
+from frisket.lowering.simplify import simplify
+
+from .parameters import short_tables
+
+Array = NDArray[Any]
+_LONGEST = 1 << 48  # tokens
+
+
+def check_reach(
+    mask: Expr,
+    readers: Sequence[Expr],
+    scalars: Mapping[str, Any],
+    tables: Mapping[str, Array],
+    lengths: Sizes,
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+) -> None:
+    """Refuse a table that a bare coordinate of `readers` runs past the end of at some position `mask` shows.
+    `lengths` are batch, heads, q_len and kv_len of the call. Hidden positions may lie beyond: lookups clamp."""
+    stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
+    batch, heads, q_len, kv_len = lengths
+    for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, tables, stops)):
+        beyond = simplify(conj(bind(mask, tables), var(coordinate) >= have))
+        found = analyse(
+            beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
+            tables=tables,
+        )  # fmt: skip
+        if found.exact and found.spans.count.any():
+            need = stops[coordinate]
+            raise ParameterError(
+                f"table `{name}` has {have} entries on axis {axis} and is read at `{coordinate}` = 0..{need - 1}; "
+                f"give {need}, or hide what lies beyond: `{coordinate} < {have} & ...`"
+            )
+
+
+def _positive(n: Any) -> bool:
+    return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
+
+
+def placed(x: Any) -> bool:
+    """Whether x can be a start: an integer, or one per batch entry, none negative."""
+    at = np.asarray(x)
+    return at.dtype.kind in "iu" and bool((at >= 0).all())
+
+
+def place_of(origin: Origin) -> tuple[Any, ...]:
+    """An origin as it can be a key: ints, and tuples of them."""
+    return tuple(tuple(np.asarray(x).tolist()) if np.ndim(x) else x for x in origin)
+
+
+def check_lengths(
+    q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, ...], origin: Origin, sizes: Sizes | None
+) -> None:
+    """Refuse what cannot be laid out."""
+    for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
+        if not _positive(n):
+            raise ShapeError(f"{name} is {n}\n  lengths and counts are positive integers, in tokens")
+        if n >= _LONGEST:
+            raise ShapeError(f"{name} is {n:,}, {_LONGEST:,} or more\n  positions are computed in 64 bits")
+    if len(block) != 2 or not all(map(_positive, block)):
+        raise ShapeError(f"block is {block}\n  tile sizes are two positive integers (queries, keys), in tokens")
+    for length, tile in ((q_len, block[0]), (kv_len, block[1])):
+        if block != (1, 1) and (tiles := int(length) // int(tile)) >= 1 << 31:
+            raise ShapeError(f"{length:,} tokens in tiles of {tile} are {tiles:,} tiles\n  take larger tiles")
+    if not np.iterable(origin) or len(origin) != 4 or not all(map(placed, origin)):
+        raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
+    for x in origin[2:]:
+        if np.ndim(x) and np.shape(x) != (batch,):
+            raise ShapeError(
+                f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
+            )
+    if sizes is None:
+        return
+    if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
+        raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
+    far = [int(np.max(x)) + n for x, n in zip(origin, (batch, heads, q_len, kv_len), strict=True)]
+    for name, stop, size in zip(SIZE_NAMES, far, sizes, strict=True):
+        if stop > size:
+            raise ShapeError(
+                f"the crop ends at {stop} but {name} is {size}\n"
+                "  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)"
+            )
