@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import Expr, build, lookup, make, param, renamed, uses, walk
+from frisket.dsl.ir import Expr, build, lookup, make, param, random, renamed, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.sugar import where
-from frisket.dsl.types import BOOL, INT, Type
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .simplify import simplify
 from .simplify.canonical import untied
@@ -26,6 +26,7 @@ from .simplify.facts import interval
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
+SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
 
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
@@ -87,10 +88,18 @@ class LoopPlan:
     uses_head: bool  # the mask depends on h
     int64: bool  # an index of the mask or score may leave 32 bits
     text: str = field(compare=False)  # the mask and score as the user would write them
+    kept: Expr | None = None  # whether a position survives dropout; its weight is then divided by 1 - rate
+
+    @property
+    def rate(self) -> str | None:
+        """The slot that holds the rate of dropout."""
+        return next((s.name for s in self.slots if s.source == RATE), None)
 
     def __str__(self) -> str:
         lines = [f"mask     {'every position' if self.mask is None else show(self.mask, self._names())}"]
         lines.append(f"score    {'as it is' if self.score is None else show(self.score, self._names())}")
+        if self.kept is not None:
+            lines.append(f"kept     {show(self.kept, self._names())}")
         if self.bounds is None:
             lines.append("bounds   read from the span table")
         else:
@@ -169,12 +178,14 @@ def make_plan(
     rows_nonempty: bool = False,
     score_finite: bool = False,
     limits: Mapping[str, float] | None = None,
+    dropout: bool = False,
 ) -> LoopPlan:
     """The plan of a simplified mask and score mod, reductions written out.
 
     `bounds` is the mask's closed form. `rows_nonempty` and `score_finite` say what was proved: without both the
     -inf checks stay. `limits` are the largest magnitudes of variables, parameters and tables, by name; they
-    decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28).
+    decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28). `dropout` adds a random
+    draw for every position, from a seed and global coordinates: the same on any backend, tile and shard.
 
     >>> from frisket.dsl.sugar import q, k
     >>> make_plan((q >= k) & (q - k <= 255), None).mask
@@ -193,6 +204,7 @@ def make_plan(
     new_mask = next(given) if mask is not None else None
     new_score = next(given) if score is not None else None
     new_bounds = Bounds(*given) if bounds is not None else None
+    kept = names.lift(_kept()) if dropout else None
     return LoopPlan(
         mask=new_mask,
         score=new_score,
@@ -205,7 +217,13 @@ def make_plan(
         uses_head="h" in held,
         int64=wide,
         text=text,
+        kept=kept,
     )
+
+
+def _kept() -> Expr:
+    draw = random(param(SEED, INT), *(var(n) for n in "bhqk"))
+    return build("ge", draw, param(RATE, FLOAT))
 
 
 class _Names:

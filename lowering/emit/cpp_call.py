@@ -1,0 +1,89 @@
+"""The binary interface of native kernels: one record, `Call`, of 8-byte words.
+
+A kernel is `extern "C" int64_t frisket_forward(const Call *)`, likewise `frisket_backward`; 0 means done. Every
+field is one word, so that a record is written by one `struct.pack` and by an XLA custom call alike. `FIELDS` is
+the only place that says what there is: the C text and the offsets come from it.
+
+>>> OFFSET["threads"], OFFSET["q"], OFFSET["k"] - OFFSET["q"]
+(0, 29, 4)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field: its C declaration, how many words it takes, and what it holds."""
+
+    name: str
+    declaration: str
+    meaning: str
+    words: int = 1
+
+
+def _array(name: str, meaning: str) -> Field:
+    return Field(name, f"Array {name};", meaning, words=4)
+
+
+FIELDS = (
+    Field("threads", "int64_t threads;", "how many workers may run at once, at least 1"),
+    Field("parallel", "Parallel parallel;", "runs work(task, worker) on up to `threads` workers; null: one worker"),
+    Field("pool", "void *pool;", "first argument of parallel"),
+    Field("batch", "int64_t batch;", "lengths of this call, in tokens"),
+    Field("heads", "int64_t heads;", ""),
+    Field("kv_heads", "int64_t kv_heads;", "query head h reads key head h / (heads / kv_heads)"),
+    Field("q_len", "int64_t q_len;", ""),
+    Field("kv_len", "int64_t kv_len;", ""),
+    Field("scale", "double scale;", ""),
+    Field("size_b", "int64_t size_b;", "B, H, Q_LEN, KV_LEN of the whole problem"),
+    Field("size_h", "int64_t size_h;", ""),
+    Field("size_q", "int64_t size_q;", ""),
+    Field("size_k", "int64_t size_k;", ""),
+    Field("b_origin", "int64_t b_origin;", "where the call begins in the whole problem"),
+    Field("h_origin", "int64_t h_origin;", ""),
+    Field("q_origin", "const int64_t *q_origin;", "one, or one for each batch entry"),
+    Field("k_origin", "const int64_t *k_origin;", ""),
+    Field("q_origin_step", "int64_t q_origin_step;", "0: the same for all batch entries; 1: one each"),
+    Field("k_origin_step", "int64_t k_origin_step;", ""),
+    Field("slots", "const Slot *slots;", "run-time numbers, in the plan's order"),
+    Field("tables", "const int64_t *tables;", "for each table its data, sizes and strides, in the plan's order"),
+    Field("spans", "const int32_t *spans;", "[slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles"),
+    Field("count", "const int32_t *count;", "[slices, rows]: records in use"),
+    Field("slice_of", "const int32_t *slice_of;", "[batch, heads]"),
+    Field("rows", "int64_t rows;", "rows of tiles: ceil(q_len / BLOCK_Q)"),
+    Field("records", "int64_t records;", ""),
+    Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
+    Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, read backward"),
+    Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),
+    _array("q", "[batch, heads, q_len, HEAD_DIM]"),
+    _array("k", "[batch, kv_heads, kv_len, HEAD_DIM]"),
+    _array("v", "[batch, kv_heads, kv_len, V_DIM]"),
+    _array("out", "[batch, heads, q_len, V_DIM]; written forward, read backward"),
+    _array("dout", "the cotangent of out"),
+    _array("dq", ""),
+    _array("dk", ""),
+    _array("dv", ""),
+    Field("dlse", "const Real *dlse;", "the cotangent of lse, contiguous, or null"),
+    Field("gradients", "Real *const *gradients;", "a zeroed buffer for each of the plan's captured gradients, or null"),
+)  # fmt: skip
+
+OFFSET: dict[str, int] = {}
+for _field in FIELDS:
+    OFFSET[_field.name] = sum(f.words for f in FIELDS[: FIELDS.index(_field)])
+WORDS = sum(f.words for f in FIELDS)
+
+HEAD = """\
+union Slot { int64_t i; double f; };  // Int and Bool parameters in i, Float ones in f
+struct Array { void *data; int64_t batch, head, row; };  // strides in entries; a row's entries are neighbours
+typedef void (*Work)(void *task, int64_t worker);
+typedef void (*Parallel)(void *pool, Work work, void *task, int64_t workers);  // worker 0 always runs, others may
+"""
+
+
+def text() -> str:
+    """The C declarations; `Real` (float, or double in float64) is declared before them."""
+    width = max(len(f.declaration) for f in FIELDS) + 1
+    lines = (f"    {f.declaration:{width}}{'// ' + f.meaning if f.meaning else ''}".rstrip() for f in FIELDS)
+    return "\n".join([HEAD.rstrip(), "struct Call {", *lines, "};"]) + "\n"
