@@ -1,7 +1,9 @@
-"""Library tier on the CPU beside torch's own: `python benchmarks/cpu.py`.
+"""Both CPU tiers beside torch's own: `python benchmarks/cpu.py`, or a part of it: `python benchmarks/cpu.py decode`.
 
-Every pair of contestants runs in this process on the same arrays, turn about; the figure is the median of the
-ratios peer / frisket (above 1: frisket is faster). Compiled flex_attention takes 12-25 s to compile once per mask.
+All contestants of a row run in this process on the same arrays, turn about, in an order that changes; a figure is
+the median over rounds of peer / frisket (above 1: frisket is faster) with the 95 % interval of that median. The rate
+of a matrix product is measured in the same rounds. Every part writes its own key of results/cpu-torch.json.
+Compiled flex_attention takes 12-25 s to compile once per mask.
 """
 
 from __future__ import annotations
@@ -9,84 +11,276 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from machine import fresh, save, seconds, turn_about
+from machine import fresh, median_ratio, merge, rounds_of
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
 
 BATCH, HEADS, LENGTH, DIM = 1, 8, 4096, 64
-DOCUMENTS = 16
-BAND = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-255)
-SLOPES = 2.0 ** -np.arange(1, HEADS + 1)
+DOCUMENTS, SIDE, KERNEL = 16, 64, 13
+DOC = np.sort(np.random.default_rng(0).integers(0, DOCUMENTS, LENGTH))
+SLOPES = (2.0 ** -np.arange(1, HEADS + 1)).astype(np.float32)
+FLAT_DOC, FLAT_SLOPES = torch.from_numpy(DOC), torch.from_numpy(SLOPES)
+TIERS = ("library", "native")
+Call = Callable[[], Any]
 
 
-def duel(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) -> dict[str, Any]:
-    torch.testing.assert_close(ours(), peer(), rtol=1e-3, atol=1e-4)
-    return turn_about(ours, peer, rounds)
+# -- the masks, as frisket and as flex_attention take them -----------------------------------------------
 
 
-def flex(compiled: Any, mask: Any, score: Any, arrays: Any) -> Callable[[], Any]:
-    blocks = create_block_mask(mask, None, None, LENGTH, LENGTH, device="cpu")
-    return lambda: compiled(*arrays, score_mod=score, block_mask=blocks)
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k
 
 
-def matmul_peak() -> float:
-    """GFLOP/s of a square float32 matrix product, the best of ten."""
-    x, y = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    return 2 * 2048**3 / min(seconds(lambda: x @ y) for _ in range(10)) / 1e9
+def window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k < 256)
 
 
-def contests(arrays: Any) -> dict[str, tuple[float, Callable[[], Any], Callable[[], Callable[[], Any]]]]:
-    """name -> (ratio to reach, frisket, a function that makes the peer)."""
-    doc = np.sort(np.random.default_rng(0).integers(0, DOCUMENTS, LENGTH))
-    documents, slopes = torch.from_numpy(doc), torch.from_numpy(SLOPES).float()
+def documents(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (FLAT_DOC[q] == FLAT_DOC[k])
+
+
+def prefixed(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k < 256) | (k < 512)
+
+
+def dilated(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k < 1024) & ((q - k) % 4 == 0)
+
+
+def streaming(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & ((q - k < 256) | (k < 4))
+
+
+def neighbourhood(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def near(q: Any, k: Any) -> Any:
+        first = (q - KERNEL // 2).clamp(0, SIDE - KERNEL)
+        return (k >= first) & (k < first + KERNEL)
+
+    return near(q // SIDE, k // SIDE) & near(q % SIDE, k % SIDE)
+
+
+def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return 50 * torch.tanh(score / 50)
+
+
+def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score + FLAT_SLOPES[h] * (k - q)
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One mask; `goals` by (peer, tier)."""
+
+    mask: str
+    peer_mask: Any
+    score: str | None = None
+    peer_score: Any = None
+    params: dict[str, Any] = field(default_factory=dict)
+    goals: dict[tuple[str, str], float] = field(default_factory=dict)
+    peers: tuple[str, ...] = ("flex",)
+
+
+def _flex(library: float | None, native: float) -> dict[tuple[str, str], float]:
+    return {("flex", "native"): native} | ({} if library is None else {("flex", "library"): library})
+
+
+FORWARD = {
+    "causal": Contest(
+        "causal", causal, goals={("is_causal", "library"): 1.0, ("is_causal", "native"): 1.2, ("flex", "native"): 1.75},
+        peers=("is_causal", "flex", "dense mask"),
+    ),
+    "causal & window(256)": Contest(
+        "causal & window(256)", window, goals={**_flex(1.3, 1.9), ("dense mask", "native"): 14.0},
+        peers=("flex", "dense mask"),
+    ),
+    f"causal & same(doc), {DOCUMENTS} documents": Contest(
+        "causal & same(doc)", documents, params={"doc": DOC}, goals=_flex(1.0, 1.8)),
+    "softcap(50), causal": Contest("causal", causal, "softcap(50)", softcap, goals=_flex(0.9, 1.75)),
+    "ALiBi, causal": Contest(
+        "causal", causal, "score + slope[h] * (k - q)", alibi, {"slope": SLOPES}, goals=_flex(0.9, 1.75)),
+    "prefix(512) | causal & window(256)": Contest(
+        "prefix(512) | causal & window(256)", prefixed, goals=_flex(None, 1.7)),
+    "causal & dilated(1024, 4)": Contest("causal & dilated(1024, 4)", dilated, goals=_flex(None, 1.7)),
+    f"natten2d({SIDE}, {SIDE}, {KERNEL}, {KERNEL})": Contest(
+        f"natten2d({SIDE}, {SIDE}, {KERNEL}, {KERNEL})", neighbourhood, goals=_flex(None, 1.7)),
+    "causal & (window(256) | sinks(4))": Contest(
+        "causal & (window(256) | sinks(4))", streaming, goals=_flex(None, 1.7)),
+}  # fmt: skip
+BACKWARD = {
+    "causal": Contest(
+        "causal", causal, goals={("is_causal", "library"): 0.8, ("is_causal", "native"): 1.2},
+        peers=("is_causal", "dense mask"),
+    ),
+    "causal & window(256)": Contest(
+        "causal & window(256)", window, goals={("dense mask", "library"): 6.0, ("dense mask", "native"): 12.0},
+        peers=("dense mask",),
+    ),
+}  # fmt: skip
+
+
+def peer(name: str, case: Contest, arrays: Any) -> Call:
+    if name == "is_causal":
+        return partial(sdpa, *arrays, is_causal=True)
+    if name == "dense mask":
+        at = torch.arange(LENGTH)
+        return partial(sdpa, *arrays, attn_mask=case.peer_mask(0, 0, at[:, None], at[None, :]))
     compiled = torch.compile(flex_attention, dynamic=False)
+    blocks = create_block_mask(case.peer_mask, None, None, LENGTH, LENGTH, device="cpu")
+    return partial(compiled, *arrays, score_mod=case.peer_score, block_mask=blocks)
 
-    def ours(mask: str, score: str | None = None, **params: Any) -> Callable[[], Any]:
-        attention = fk.compile(mask, score, **params)
-        return lambda: attention(*arrays)
 
-    def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return q >= k
+def ours(case: Contest, arrays: Any, tier: str) -> Call:
+    return partial(fk.compile(case.mask, case.score, backend=tier, **case.params), *arrays)
 
-    def window(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (q >= k) & (q - k < 256)
 
-    def same(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return (q >= k) & (documents[q] == documents[k])
+def drawn(*shape: int, dtype: Any = torch.float32) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(*(shape or (BATCH, HEADS, LENGTH, DIM))).to(dtype) for _ in range(3))
 
-    def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return 50 * torch.tanh(score / 50)
 
-    def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return score + slopes[h] * (k - q)
+def product() -> Call:
+    """A square float32 matrix product of 2 * 1024**3 operations."""
+    x, y = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    return lambda: x @ y
 
-    capped = ours("causal", "softcap(50)")
-    biased = ours("causal", "score + slope[h] * (k - q)", slope=SLOPES)
-    packed = ours("causal & same(doc)", doc=doc)
-    return {
-        "causal / SDPA is_causal": (
-            1.0, ours("causal"), lambda: lambda: scaled_dot_product_attention(*arrays, is_causal=True)),
-        "causal & window(256) / SDPA + mask": (
-            1.0, ours("causal & window(256)"), lambda: lambda: scaled_dot_product_attention(*arrays, attn_mask=BAND)),
-        "causal / flex": (1.0, ours("causal"), lambda: flex(compiled, causal, None, arrays)),
-        "causal & window(256) / flex": (
-            1.3, ours("causal & window(256)"), lambda: flex(compiled, window, None, arrays)),
-        f"causal & same(doc), {DOCUMENTS} documents / flex": (
-            1.0, packed, lambda: flex(compiled, same, None, arrays)),
-        "softcap(50), causal / flex": (0.9, capped, lambda: flex(compiled, causal, softcap, arrays)),
-        "ALiBi, causal / flex": (0.9, biased, lambda: flex(compiled, causal, alibi, arrays)),
-    }  # fmt: skip
+
+# -- the parts ---------------------------------------------------------------------------------------------
+
+
+def forward(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    arrays = drawn()
+    with torch.no_grad():
+        for name, case in FORWARD.items():
+            if only in name:
+                calls = {t: ours(case, arrays, t) for t in TIERS} | {p: peer(p, case, arrays) for p in case.peers}
+                same(calls)
+                yield name, compared({**calls, "product": product()}, case, rounds, products=2)
+
+
+def backward(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Forward and backward together."""
+    arrays = tuple(x.requires_grad_() for x in drawn())
+    cotangent = drawn()[0]
+
+    def both(call: Call) -> Call:
+        return lambda: torch.autograd.grad(call(), arrays, cotangent)
+
+    for name, case in BACKWARD.items():
+        if only in name:
+            calls = {t: both(ours(case, arrays, t)) for t in TIERS}
+            calls |= {p: both(peer(p, case, arrays)) for p in case.peers}
+            same(calls)
+            yield name, compared({**calls, "product": product()}, case, rounds, products=7)
+
+
+def bf16(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """bfloat16 against float32, the same work and tier; the peer is frisket itself."""
+    arrays, halves = drawn(), drawn(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for tier, goal in (("library", 1.0), ("native", 1.4)):
+            case = Contest("causal", causal, goals={("float32", tier): goal})
+            calls = {tier: ours(case, halves, tier), "float32": ours(case, arrays, tier)}
+            calls["SDPA bfloat16"] = partial(sdpa, *halves, is_causal=True)
+            yield tier, compared({**calls, "product": product()}, case, rounds, products=2)
+
+
+def decode(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """One query over a cache of 32,768 keys: the share of the bandwidth at which torch reads as much memory."""
+    length = 32768
+    q, (k, v, _) = torch.randn(BATCH, HEADS, 1, DIM), drawn(BATCH, HEADS, length, DIM)
+    flat = torch.stack([k.flatten(), v.flatten()])
+    ones = torch.ones(flat.shape[1])
+    with torch.no_grad():
+        for tier, goal in (("library", None), ("native", 0.7)):
+            attention = fk.compile("causal", backend=tier)
+            call = partial(attention, q, k, v, origin=(0, 0, length - 1, 0))
+            calls = {tier: call, "read": partial(torch.mv, flat, ones), "sum": flat.sum, "SDPA": partial(sdpa, q, k, v)}
+            torch.testing.assert_close(call(), sdpa(q, k, v), rtol=1e-4, atol=1e-5)
+            times = rounds_of(calls, rounds)
+            best = "read" if statistics.median(times["read"]) < statistics.median(times["sum"]) else "sum"
+            share = median_ratio(times[best], times[tier])
+            read = 4 * flat.numel() / min(times["read"] + times["sum"]) / 1e9
+            yield tier, {
+                "ms": medians(times), "bandwidth_gb_s": read, "share_of_bandwidth": share, "goal": goal,
+                "SDPA / frisket": median_ratio(times["SDPA"], times[tier]),
+            }  # fmt: skip
+
+
+LONG = """
+import resource, sys, torch
+import frisket as fk
+torch.set_num_threads({threads}); torch.manual_seed(0)
+q, k, v = (torch.randn(1, 8, {length}, 64, requires_grad={learns}) for _ in range(3))
+attention = fk.compile("causal & window(1024)", backend="{tier}")
+small = [torch.randn(1, 8, 2048, 64, requires_grad={learns}) for _ in range(3)]
+def run(*arrays):
+    out = attention(*arrays)
+    return torch.autograd.grad(out.sum(), arrays) if {learns} else out
+run(*small)
+held = torch.empty_like(q).fill_(1); del held
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+out = run(q, k, v)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) / 1024)
+"""
+
+
+def long(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """causal & window(1024) at 65,536 tokens: time for each visited tile against 4,096, memory beyond results."""
+    small, large = drawn(), drawn(BATCH, HEADS, 65536, DIM)
+    with torch.no_grad():
+        for tier in TIERS:
+            attention = fk.compile("causal & window(1024)", backend=tier)
+            pairs = {n: fk.mask("causal & window(1024)").layout(n, n).visible_pairs for n in (LENGTH, 65536)}
+            times = rounds_of({"4k": partial(attention, *small), "64k": partial(attention, *large)}, rounds)
+            each = [x * pairs[LENGTH] / pairs[65536] for x in times["64k"]]
+            found = {"ms": medians(times), "64k / 4k a visible pair": median_ratio(each, times["4k"])}
+            for learns, arrays in ((False, 1), (True, 5)):  # out; out, its cotangent, and three gradients
+                text = LONG.format(threads=torch.get_num_threads(), length=65536, learns=learns, tier=tier)
+                beyond = float(fresh(text)) - arrays * large[0].numel() * 4 / 2**20
+                found["backward_mb" if learns else "forward_mb"] = beyond
+            yield tier, {**found, "goal": "1.1 times, 200 MB"}
+
+
+def overhead(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A call with next to nothing to compute: 16 tokens, one head of 16."""
+    arrays = drawn(1, 1, 16, 16)
+    learned = [x.clone().requires_grad_() for x in arrays]
+    cotangent = torch.ones(1, 1, 16, 16)
+    torch.set_num_threads(1)
+    for tier, goals in (("library", (None, None)), ("native", (30.0, 60.0))):
+        attention = fk.compile("causal", backend=tier)
+        calls = {
+            "forward": partial(attention, *arrays),
+            "with gradients": partial(attention, *learned),
+            "backward too": lambda: torch.autograd.grad(attention(*learned), learned, cotangent),  # noqa: B023
+            "SDPA": partial(sdpa, *arrays, is_causal=True),
+        }
+        calls = {n: repeated(c, 50) for n, c in calls.items()}
+        times = {n: [x / 50 for x in t] for n, t in rounds_of(calls, rounds).items()}
+        yield tier, {"us": {n: 1e3 * x for n, x in medians(times).items()}, "goals": goals}
+
+
+def repeated(call: Call, n: int) -> Call:
+    def run() -> None:
+        for _ in range(n):
+            call()
+
+    return run
 
 
 FIRST = """
-import gc, time, torch
+import gc, os, tempfile, time, torch
+os.environ["FRISKET_BACKEND"] = "{tier}"
 q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))
 torch.nn.functional.scaled_dot_product_attention(q[:, :, :64], k[:, :, :64], v[:, :, :64])
 gc.collect()  # a full collection is due after importing torch, whoever allocates next
@@ -95,42 +289,108 @@ import frisket as fk
 fk.attention
 imported = time.perf_counter()
 fk.attention(q, k, v, "causal & window(w)", w=256)
-print(1e3 * (imported - start), 1e3 * (time.perf_counter() - imported))
+first = time.perf_counter()
+fk.attention(q, k, v, "causal & window(w)", w=256)
+again = time.perf_counter()
+print(1e3 * (imported - start), 1e3 * (first - imported), 1e3 * (again - first))
 """
 
 
-def first_call(rounds: int) -> tuple[float, float]:
-    """Milliseconds to import frisket, and of the first call, in a new process that has torch already."""
-    found = [fresh(FIRST) for _ in range(rounds + 1)][1:]
-    imports, calls = zip(*(map(float, text.split()) for text in found), strict=True)
-    return statistics.median(imports), statistics.median(calls)
+def first(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The first call of a process that has torch already: cold, and with kernels on disk; less a second call."""
+    import tempfile
+
+    for tier, goals in (("library", (50, 50)), ("native", (1500, 50))):
+        cold = []
+        for _ in range(3):
+            with tempfile.TemporaryDirectory() as folder:
+                cold.append(milliseconds(tier, folder))
+        with tempfile.TemporaryDirectory() as folder:
+            warm = [milliseconds(tier, folder) for _ in range(6)][1:]
+        yield tier, {
+            "import_ms": statistics.median(x[0] for x in warm), "cold_ms": statistics.median(x[1] - x[2] for x in cold),
+            "from_disk_ms": statistics.median(x[1] - x[2] for x in warm), "goals_ms": goals,
+        }  # fmt: skip
+
+
+def milliseconds(tier: str, folder: str) -> list[float]:
+    return [float(x) for x in fresh(FIRST.format(tier=tier), FRISKET_CACHE_DIR=folder).split()]
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+def same(calls: dict[str, Call]) -> None:
+    """All contestants agree before anything is timed."""
+    results = {n: c() for n, c in calls.items()}
+    want = results[next(reversed(results))]
+    for got in results.values():
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+def compared(calls: dict[str, Call], case: Contest, rounds: int, products: int) -> dict[str, Any]:
+    """Times, ratios and the share of the matrix product's rate; `products` are the matrix products of the work."""
+    times = rounds_of(calls, rounds)
+    tiers = [t for t in TIERS if t in times]
+    peers = [n for n in times if n not in (*TIERS, "product")]
+    pairs = fk.mask(case.mask, **case.params).layout(LENGTH, LENGTH).visible_pairs
+    work = 2 * products * DIM * BATCH * HEADS * pairs
+    rate = 2 * 1024**3 / min(times["product"])
+    return {
+        "ms": medians(times),
+        "ratios": {f"{p} / {t}": median_ratio(times[p], times[t]) for t in tiers for p in peers},
+        "goals": {f"{p} / {t}": goal for (p, t), goal in case.goals.items()},
+        "product_gflops": rate / 1e9,
+        "share_of_product": {t: work / statistics.median(times[t]) / rate for t in tiers},
+    }
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {n: 1e3 * statistics.median(t) for n, t in times.items()}
+
+
+def shown(name: str, row: dict[str, Any]) -> str:
+    lines = [name]
+    for key, value in row.items():
+        if key == "ratios":
+            for pair, (middle, low, high) in value.items():
+                goal = row["goals"].get(pair)
+                lines.append(
+                    f"    {pair:24} {middle:6.2f}  [{low:.2f}, {high:.2f}]" + (f"  goal {goal}" if goal else "")
+                )
+        elif key != "goals":
+            lines.append(f"    {key:24} {rounded(value)}")
+    return "\n".join(lines)
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return ", ".join(f"{n} {rounded(x)}" for n, x in value.items())
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(str(rounded(x)) for x in value) + "]"
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
+PARTS = {f.__name__: f for f in (forward, backward, bf16, decode, long, overhead, first)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them unless named")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--only", default="", help="run only contests whose name contains this")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", default="", help="only rows whose name contains this; nothing is written")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    arrays = tuple(torch.randn(BATCH, HEADS, LENGTH, DIM) for _ in range(3))
-    imported, first = first_call(7)
-    print(f"{'first call, torch imported':46} {first:8.1f} ms (goal 100), after an import of {imported:.1f} ms")
-    rows = {}
-    with torch.no_grad():
-        for name, (goal, ours, peer) in contests(arrays).items():
-            if args.only in name:
-                rows[name] = {**duel(ours, peer(), args.rounds), "goal": goal}
-                r = rows[name]
-                print(
-                    f"{name:46} {r['frisket_ms']:8.1f} ms {r['peer_ms']:8.1f} ms  x{r['ratio']:.2f} (goal {goal})",
-                    flush=True,
-                )
-    if not args.only:
-        found = {"threads": args.threads, "shape": [BATCH, HEADS, LENGTH, DIM], "matmul_gflops": matmul_peak(),
-                 "import_ms": imported, "first_call_ms": first, "rows": rows}  # fmt: skip
-        save("cpu-torch", found)
+    for name in args.parts or PARTS:
+        torch.set_num_threads(args.threads)
+        print(f"== {name}", flush=True)
+        rows = {}
+        for row, found in PARTS[name](args.rounds, args.only):
+            rows[row] = found
+            print(shown(row, found), flush=True)
+        if not args.only:
+            shape = [BATCH, HEADS, LENGTH, DIM]
+            merge("cpu-torch", name, {"threads": args.threads, "shape": shape, "rows": rows})
     return 0
 
 

@@ -1,131 +1,146 @@
-"""`python benchmarks/cpu_jax.py`: the JAX library tier against `jax.nn.dot_product_attention`, in one process.
+"""Both CPU tiers beside `jax.nn.dot_product_attention`, in one process: `python benchmarks/cpu_jax.py`.
 
-Same arrays, turn about, medians; the figures are the ratios, kept in `benchmarks/results/cpu-jax.json`.
+Same arrays, turn about; a figure is the median over rounds of peer / frisket with its 95 % interval. What jax.nn has
+no word for is a dense mask and einsum. Parts, each a key of results/cpu-jax.json: forward, backward, overhead.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import save, turn_about
+from cpu import TIERS, medians, shown
+from machine import median_ratio, merge, rounds_of
 
-from frisket.dsl.ir import Expr, lookup
-from frisket.dsl.sugar import eq, function, h, k, q, score
-from frisket.dsl.types import FLOAT
-from frisket.lowering.analysis.driver import analyse
-from frisket.lowering.plan import Geometry, make_plan
-from frisket.runtime import jax_op
+import frisket as fk
 
 Call = Callable[[], Any]
-WINDOW, CAP, DOCUMENTS = 256, 50.0, 16
+LENGTH, HEADS, DIM, WINDOW, CAP, DOCUMENTS = 4096, 8, 64, 256, 50.0, 16
 REST = 0.1  # the peer's S x S arrays go back to the system after its answer: 60 ms that are not ours
-GOALS = {"causal": 2.5, "window(256)": 9.0}
+AT = np.arange(LENGTH)
+DOC = AT * DOCUMENTS // LENGTH
+SLOPE = (2.0 ** -(8 * (np.arange(HEADS) + 1) / HEADS)).astype(np.float32)
+GOALS = {
+    "forward": {"causal": (2.5, 6.0), "causal & window(256)": (9.0, 35.0)},
+    "backward": {},
+}
 
 
-def frisket(mask: Expr, mod: Expr | None, arrays: tuple[Any, ...], tables: dict[str, Any]) -> Call:
-    """A call of the library executor, with everything done that a first call does."""
-    batch, length, heads, dim = arrays[0].shape
-    shape = Geometry(batch, heads, heads, length, length, dim, dim, dim**-0.5)
-    target = jax_op.default_target("xla", shape)
-    found = analyse(
-        mask, q_len=length, kv_len=length, batch=batch, heads=heads, tables=tables,
-        block=(target.block_q, target.block_k),
-    )  # fmt: skip
-    limits = dict.fromkeys(["q", "k", "h", *tables], float(length))
-    plan = make_plan(mask, mod, limits=limits)
-    slots, held = plan.slot_values({}), plan.table_values(tables)
-    return lambda: jax_op.forward(plan, found.spans, shape, *arrays, slots, held, target, "xla")[0]
+def dense(change: Callable[[Any], Any], seen: Any) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any) -> Any:
+        s = change(jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1), v)
+
+    return run
 
 
-def dense(seen: Any, change: Callable[[Any], Any], arrays: tuple[Any, ...]) -> Call:
-    """What one writes where jax.nn has no word for it: a dense mask and einsum."""
+def contests() -> dict[str, tuple[Callable[[str], fk.Attention], Callable[..., Any]]]:
+    """name -> (frisket's attention for a tier, the peer)."""
+    lower = jnp.asarray(AT[:, None] >= AT)
+    together = lower & jnp.asarray(DOC[:, None] == DOC)
+    bias = jnp.asarray(SLOPE)[:, None, None] * (AT - AT[:, None])
+    attend = jax.nn.dot_product_attention
 
-    @jax.jit
-    def run(q_: Any, k_: Any, v_: Any) -> Any:
-        s = change(jnp.einsum("bqhd,bkhd->bhqk", q_, k_) * q_.shape[-1] ** -0.5)
-        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1), v_)
+    def ours(mask: str, score: str | None = None, **params: Any) -> Callable[[str], fk.Attention]:
+        return lambda tier: fk.compile(mask, score, backend=tier, **params)
 
-    return lambda: run(*arrays)
-
-
-def rows(arrays: tuple[Any, ...]) -> dict[str, tuple[Call, Callable[[], Call]]]:
-    """name -> (the peer's call, what makes ours)."""
-    length, heads = arrays[0].shape[1:3]
-    at = np.arange(length)
-    doc = at * DOCUMENTS // length
-    slope = (2.0 ** -(8 * (np.arange(heads) + 1) / heads)).astype(np.float32)
-    lower = jnp.asarray(at[:, None] >= at)
-    together = lower & jnp.asarray(doc[:, None] == doc)
-    bias = jnp.asarray(slope)[:, None, None] * (at - at[:, None])
-    causal, same = q >= k, eq(lookup("doc", (q,)), lookup("doc", (k,)))
-    peer = jax.jit(jax.nn.dot_product_attention, static_argnames=("is_causal", "local_window_size"))
-    softcap = CAP * function("tanh", score / CAP)
-    alibi = score + lookup("slope", (h,), FLOAT) * (k - q)
     return {
-        "causal": (partial(peer, *arrays, is_causal=True), partial(frisket, causal, None, arrays, {})),
-        f"window({WINDOW})": (
-            partial(peer, *arrays, is_causal=True, local_window_size=(WINDOW - 1, 0)),
-            partial(frisket, causal & (q - k < WINDOW), None, arrays, {}),
-        ),
-        f"{DOCUMENTS} documents": (
-            partial(peer, *arrays, mask=together[None, None]),
-            partial(frisket, causal & same, None, arrays, {"doc": doc}),
-        ),
-        "softcap + causal": (
-            dense(lower, lambda s: CAP * jnp.tanh(s / CAP), arrays),
-            partial(frisket, causal, softcap, arrays, {}),
-        ),
-        "alibi + causal": (
-            dense(lower, lambda s: s + bias, arrays),
-            partial(frisket, causal, alibi, arrays, {"slope": slope}),
-        ),
-    }
+        "causal": (ours("causal"), partial(attend, is_causal=True)),
+        f"causal & window({WINDOW})": (
+            ours(f"causal & window({WINDOW})"), partial(attend, is_causal=True, local_window_size=(WINDOW - 1, 0))),
+        f"causal & same(doc), {DOCUMENTS} documents": (
+            ours("causal & same(doc)", doc=DOC), partial(attend, mask=together[None, None])),
+        "softcap(50), causal": (ours("causal", "softcap(50)"), dense(lambda s: CAP * jnp.tanh(s / CAP), lower)),
+        "ALiBi, causal": (
+            ours("causal", "score + slope[h] * (k - q)", slope=SLOPE), dense(lambda s: s + bias, lower)),
+    }  # fmt: skip
 
 
-def measure(length: int, heads: int, dim: int, rounds: int) -> dict[str, dict[str, Any]]:
+def drawn(*shape: int) -> tuple[Any, ...]:
     draw = np.random.default_rng(0)
-    arrays = tuple(jnp.asarray(draw.standard_normal((1, length, heads, dim), np.float32)) for _ in range(3))
-    jax.block_until_ready(arrays)
-    found = {}
-    for name, (peer, make) in rows(arrays).items():
-        start = time.perf_counter()
-        ours = make()
-        out = jax.block_until_ready(ours())
-        first = time.perf_counter() - start
-        error = float(jnp.abs(out - peer()).max())
-        if not error < 1e-5:
-            raise SystemExit(f"{name}: differs from the peer by {error}")
-        row: dict[str, Any] = turn_about(ended(ours), ended(peer), rounds, REST) | {"first_call_s": first}
-        goal = f"  goal >= {GOALS[name]}" if name in GOALS else ""
-        found[name] = row | ({"goal": GOALS[name]} if name in GOALS else {})
-        print(
-            f"{name:18s} peer {row['peer_ms']:7.1f} ms   frisket {row['frisket_ms']:7.1f} ms"
-            f"   {row['ratio']:5.1f} x   first call {first:4.2f} s{goal}",
-            flush=True,
-        )
-    return found
+    return tuple(jnp.asarray(draw.standard_normal(shape, np.float32)) for _ in range(3))
 
 
-def ended(call: Call) -> Call:
+def rested(call: Call) -> Call:
     return lambda: jax.block_until_ready(call())
 
 
+def raced(name: str, part: str, calls: dict[str, Call], rounds: int) -> dict[str, Any]:
+    """First calls, then agreement, then turn about."""
+    firsts, results = {}, {}
+    for who, call in calls.items():
+        start = time.perf_counter()
+        results[who] = jax.block_until_ready(call())
+        firsts[who] = time.perf_counter() - start
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), *(results[w] for w in ("library", "peer")))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), *(results[w] for w in ("native", "peer")))
+    times = rounds_of({w: rested(c) for w, c in calls.items()}, rounds, REST)
+    goals = dict(zip(TIERS, GOALS[part].get(name, ()), strict=False))
+    return {
+        "ms": medians(times), "ratios": {f"peer / {t}": median_ratio(times["peer"], times[t]) for t in TIERS},
+        "goals": {f"peer / {t}": goal for t, goal in goals.items()}, "first_call_s": firsts,
+    }  # fmt: skip
+
+
+def forward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    arrays = drawn(1, LENGTH, HEADS, DIM)
+    for name, (ours, peer) in contests().items():
+        calls = {t: partial(jax.jit(ours(t)), *arrays) for t in TIERS} | {"peer": partial(jax.jit(peer), *arrays)}
+        yield name, raced(name, "forward", calls, rounds)
+
+
+def backward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Forward and backward together."""
+    arrays, cotangent = drawn(1, LENGTH, HEADS, DIM), drawn(1, LENGTH, HEADS, DIM)[0]
+
+    def both(attend: Callable[..., Any]) -> Call:
+        gradients = jax.jit(jax.grad(lambda q, k, v: (attend(q, k, v) * cotangent).sum(), argnums=(0, 1, 2)))
+        return partial(gradients, *arrays)
+
+    for name, (ours, peer) in list(contests().items())[:2]:
+        calls = {t: both(ours(t)) for t in TIERS} | {"peer": both(peer)}
+        yield name, raced(name, "backward", calls, rounds)
+
+
+def overhead(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """16 tokens, one head of 16, under jit; the goal is 40 us."""
+    arrays = drawn(1, 16, 1, 16)
+    calls = {t: partial(jax.jit(fk.compile("causal", backend=t)), *arrays) for t in TIERS}
+    calls["one addition"] = partial(jax.jit(lambda q, k, v: q + 1.0), *arrays)
+
+    def many(call: Call) -> Call:
+        def run() -> None:
+            for _ in range(50):
+                jax.block_until_ready(call())
+
+        return run
+
+    times = rounds_of({n: many(c) for n, c in calls.items()}, rounds)
+    yield "16 tokens", {"us": {n: 1e6 * statistics.median(t) / 50 for n, t in times.items()}, "goals": (None, 40.0)}
+
+
+PARTS = {f.__name__: f for f in (forward, backward, overhead)}
+
+
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--length", type=int, default=4096)
-    options.add_argument("--heads", type=int, default=8)
-    options.add_argument("--dim", type=int, default=64)
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them unless named")
     options.add_argument("--rounds", type=int, default=9)
     given = options.parse_args()
-    found = measure(given.length, given.heads, given.dim, given.rounds)
-    save("cpu-jax", {"shape": [1, given.heads, given.length, given.dim], "dtype": "float32", "rows": found})
+    for part in given.parts or PARTS:
+        print(f"== {part}", flush=True)
+        rows = {}
+        for name, row in PARTS[part](given.rounds):
+            rows[name] = row
+            print(shown(name, row), flush=True)
+        merge("cpu-jax", part, {"shape": [1, HEADS, LENGTH, DIM], "dtype": "float32", "rows": rows})
 
 
 if __name__ == "__main__":

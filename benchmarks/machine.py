@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -68,9 +70,36 @@ def turn_about(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int, re
     }
 
 
-def fresh(code: str) -> str:
+def rounds_of(calls: dict[str, Callable[[], Any]], rounds: int, rest: float = 0.0) -> dict[str, list[float]]:
+    """Seconds of every call in every round, after a warm-up of each; the order is another one in every round.
+    `rest` as in `turn_about`."""
+    order, draw = list(calls), random.Random(0)
+    times: dict[str, list[float]] = {n: [] for n in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for name in order:
+            time.sleep(rest)
+            times[name].append(seconds(calls[name]))
+    return times
+
+
+def median_ratio(above: list[float], below: list[float]) -> tuple[float, float, float]:
+    """The median over rounds of above / below, and the 95 % interval of that median by order statistics: the
+    ranks that a binomial of n fair draws leaves with at most 2.5 % on either side."""
+    ratios = sorted(a / b for a, b in zip(above, below, strict=True))
+    n, tail, rank = len(ratios), 0.5 ** len(ratios), 0
+    while tail <= 0.025:
+        rank += 1
+        tail += math.comb(n, rank) * 0.5**n
+    low = max(rank - 1, 0)
+    return statistics.median(ratios), ratios[low], ratios[n - 1 - low]
+
+
+def fresh(code: str, **variables: str) -> str:
     """What a new Python prints for `code`, with bytecode kept as an installed package has it."""
-    env = {n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"}
+    env = {n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | variables
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
 
 
@@ -79,3 +108,12 @@ def save(name: str, found: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     text = json.dumps({"machine": described(), **found}, indent=1)
     (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def merge(name: str, part: str, found: dict[str, Any]) -> None:
+    """One part of `benchmarks/results/<name>.json`; the others stay, each with the machine it was measured on."""
+    path = RESULTS / f"{name}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    parts = {n: x for n, x in known.items() if isinstance(x, dict) and "machine" in x}
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**parts, part: {"machine": described(), **found}}, indent=1) + "\n")
