@@ -87,3 +87,17 @@ def text() -> str:
     width = max(len(f.declaration) for f in FIELDS) + 1
     lines = (f"    {f.declaration:{width}}{'// ' + f.meaning if f.meaning else ''}".rstrip() for f in FIELDS)
     return "\n".join([HEAD.rstrip(), "struct Call {", *lines, "};"]) + "\n"
+
+
+BRIDGE = """\
+// An XLA call is turned into a Call by runtime/native_bridge.cpp, which sets this where JAX is.
+extern "C" { void *(*frisket_bridge)(void *frame, int64_t (*kernel)(const Call *)); }
+"""
+
+
+def bridged(*kernels: str) -> str:
+    """Handlers of XLA calls, `frisket_forward_xla(frame)` for `frisket_forward`: to stand behind the kernels."""
+    handlers = (
+        f'extern "C" void *{name}_xla(void *frame) {{ return frisket_bridge(frame, {name}); }}\n' for name in kernels
+    )
+    return BRIDGE + "".join(handlers)
