@@ -9,14 +9,35 @@ With s the scaled dot product, m(s) the modified score, p = exp(m(s) - lse), and
 
 (Dao, FlashAttention-2, arXiv 2307.08691, for the plain score; the sink of a row is one more logit without a value:
 its gradient is -exp(sink - lse) * delta, summed over rows.)
+
+Where p is 0 (masked, or m(s) is -inf) all of these are 0, whatever slope and weight are there: log(score) has an
+infinite slope at 0, and 0 * inf is NaN. `Backward.guard` says when a kernel has to select after the product.
+
+>>> from frisket.dsl.sugar import function, h, k, q, score
+>>> from frisket.dsl.ir import lookup
+>>> found = derivatives(function("tanh", score) + lookup("slope", (h,), FLOAT) * (k - q))
+>>> found.slope
+1.0 - tanh(score) * tanh(score)
+>>> found.gradients
+(Gradient(source='slope', index=(h,), weight=float(k - q), over='head'),)
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Literal, TypeAlias
 
-from frisket.dsl.ir import Expr
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import COMPARISONS, SCORE, TRUE, Expr, build, conj, disj, lit, walk
+from frisket.dsl.sugar import eq, function, ne, where
+from frisket.dsl.types import FLOAT, INT
+
+from .plan import LoopPlan
+from .simplify import Simplifier
+from .simplify.hoist import finite
 
 Over = Literal["head", "row", "column", "diagonal", "scatter"]
 
@@ -44,3 +65,235 @@ class Backward:
 
     slope: Expr | None  # d m(s) / d s in b h q k score, sizes, slots, tables; None: 1
     gradients: tuple[Gradient, ...]
+
+    @cached_property
+    def guard(self) -> bool:
+        """Whether a slope or weight may be NaN or infinite: then products with it are 0 by selection where p is 0."""
+        parts = [g.weight for g in self.gradients] + ([] if self.slope is None else [self.slope])
+        return not all(finite(e, {}) for e in parts)
+
+
+@lru_cache(maxsize=256)
+def backward_of(plan: LoopPlan) -> Backward:
+    """The derivatives of a plan's score mod, in the plan's own names."""
+    return Backward(None, ()) if plan.score is None else derivatives(plan.score)
+
+
+def derivatives(score: Expr) -> Backward:
+    """The derivatives of a score mod, reductions written out: by `score`, by every Float parameter and at every
+    lookup of a Float table. What is reached through Int or Bool alone (floor, comparisons, `where`'s condition) has
+    none, and neither has a table whose derivative is 0 everywhere."""
+    simplified = Simplifier()
+    slope, found = lit(0.0), []
+    for leaf, cotangent in _cotangents(score).items():
+        weight = simplified(cotangent)
+        if leaf is SCORE:
+            slope = weight
+        elif weight is not _ZERO:
+            found.append(Gradient(leaf.name, leaf.args, weight, over(leaf.args)))
+    return Backward(None if slope is _ONE else slope, tuple(found))
+
+
+# -- reverse mode ---------------------------------------------------------------------------------
+
+_ZERO, _ONE = lit(0.0), lit(1.0)
+
+
+def _cotangents(score: Expr) -> dict[Expr, Expr]:
+    """The derivative of `score` by each of its leaves, in order of first use.
+
+    A cotangent travels as (when, value): 0 unless `when`. The choice stays outside of every product on the way
+    down, because 0 times the infinite slope of a branch not taken is NaN."""
+    order = list(walk(score))
+    live = _live(order)
+    at: dict[Expr, tuple[Expr, Expr]] = {score: (TRUE, _ONE)} if score in live else {}
+    for node in reversed(order):
+        if node not in at or not node.args or node.op == "lookup":
+            continue
+        when, value = at[node]
+        for arg, part in zip(node.args, DERIVATIVES[node.op](value, node, *node.args), strict=True):
+            if arg in live and part is not None:
+                passed, chosen = part if isinstance(part, tuple) else (part, TRUE)
+                at[arg] = _joined(at.get(arg), (conj(when, chosen), passed))
+    leaves = [e for e in order if e in at and (not e.args or e.op == "lookup")]
+    return {e: _chosen(*at[e]) for e in leaves}
+
+
+def _live(order: list[Expr]) -> set[Expr]:
+    """The nodes that carry a derivative."""
+    live: set[Expr] = set()
+    for e in order:
+        if e.type is not FLOAT:
+            continue
+        if e is SCORE or e.op in ("param", "lookup") or (e.op not in FLAT and any(a in live for a in e.args)):
+            if e.op not in DERIVATIVES and e.args and e.op != "lookup":
+                raise LoweringError(f"`{e.op}` has no derivative; write it out before asking for gradients")
+            live.add(e)
+    return live
+
+
+def _joined(one: tuple[Expr, Expr] | None, two: tuple[Expr, Expr]) -> tuple[Expr, Expr]:
+    if one is None:
+        return two
+    if one[0] is two[0]:
+        return one[0], one[1] * 2.0 if one[1] is two[1] else one[1] + two[1]
+    return disj(one[0], two[0]), _chosen(*one) + _chosen(*two)
+
+
+def _chosen(when: Expr, value: Expr) -> Expr:
+    return value if when is TRUE else where(when, value, _ZERO)
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+Part: TypeAlias = "Expr | tuple[Expr, Expr] | None"  # a cotangent; a cotangent and when it is not 0; 0
+Row = Callable[..., tuple[Part, ...]]
+
+
+def _quotient(c: Expr, y: Expr) -> Expr:
+    """c / y; the two literals of `50 * tanh(score / 50)` cancel."""
+    if c.op == "mul" and y.op == "lit" and y in c.args and y.name and math.isfinite(y.name):
+        return c.args[0] if c.args[1] is y else c.args[1]
+    return c / y
+
+
+def _power(c: Expr, out: Expr, x: Expr, y: Expr) -> tuple[Part, ...]:
+    """As torch: 0 by x where y is 0, 0 by y where x is 0 and y is not negative."""
+    if y.op == "lit":
+        return (c * y * x ** lit(y.name - 1.0), None) if y.name else (None, None)
+    return ((c * y * x ** (y - 1.0), ne(y, _ZERO)), (c * out * function("log", x), ~(eq(x, _ZERO) & (y >= 0.0))))
+
+
+def _extreme(ahead: str) -> Row:
+    """The operand that is ahead takes all; at a tie a literal does (relu is flat at 0, as torch's), two others take
+    half each, as torch.maximum's."""
+
+    def row(c: Expr, out: Expr, x: Expr, y: Expr) -> tuple[Part, ...]:
+        if "lit" in (x.op, y.op):
+            return (c, build(ahead, x, y)), (c, build(ahead, y, x))
+        half = c * where(eq(x, y), 0.5, 1.0)
+        return (half, ~build(ahead, y, x)), (half, ~build(ahead, x, y))
+
+    return row
+
+
+# Operators that carry Float: the cotangents of their operands from (cotangent, value, operands), with torch's
+# conventions: abs and sign are flat at 0, sqrt is infinitely steep there, and so are 1 / x and log(x).
+DERIVATIVES: dict[str, Row] = {
+    "neg": lambda c, out, x: (-c,),
+    "abs": lambda c, out, x: (c * build("sign", x),),
+    "add": lambda c, out, x, y: (c, c),
+    "sub": lambda c, out, x, y: (c, -c),
+    "mul": lambda c, out, x, y: (y, x) if c is _ONE else (c * y, c * x),
+    "div": lambda c, out, x, y: (_quotient(c, y), -_quotient(c * out, y)),
+    "pow": _power,
+    "max": _extreme("gt"),
+    "min": _extreme("lt"),
+    "where": lambda c, out, p, x, y: (None, (c, p), (c, ~p)),
+    "exp": lambda c, out, x: (c * out,),
+    "exp2": lambda c, out, x: (c * out * math.log(2.0),),
+    "log": lambda c, out, x: (c / x,),
+    "log2": lambda c, out, x: (c / (x * math.log(2.0)),),
+    "log1p": lambda c, out, x: (c / (1.0 + x),),
+    "tanh": lambda c, out, x: (c * (1.0 - out * out),),
+    "sigmoid": lambda c, out, x: (c * (out * (1.0 - out)),),
+    "sin": lambda c, out, x: (c * function("cos", x),),
+    "cos": lambda c, out, x: (-(c * function("sin", x)),),
+    "tan": lambda c, out, x: (c * (1.0 + out * out),),
+    "sqrt": lambda c, out, x: (c / (2.0 * out),),
+    "rsqrt": lambda c, out, x: (c * (-0.5 * (out * out * out)),),
+    "erf": lambda c, out, x: (c * (2.0 / math.sqrt(math.pi) * function("exp", -(x * x))),),
+}  # fmt: skip
+# Float operators whose derivative is 0 or that take no Float.
+FLAT = frozenset({"sign", "float", "random"})
+
+
+# -- on what an index depends -----------------------------------------------------------------------
+
+Polynomial = dict[tuple[Expr, ...], int]  # products of atoms, in order of their ids, and their factors
+_MOST = 64  # products of one polynomial; what has more is an atom
+
+
+def over(index: tuple[Expr, ...]) -> Over:
+    """The least buffer that holds every value of an index.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> over((abs(q - k) // 4,)), over((q // 4 - k // 4,))
+    ('diagonal', 'scatter')
+    """
+    forms: dict[Expr, Polynomial] = {}
+    known: dict[Expr, frozenset[str]] = {}
+    for e in walk(*index):
+        forms[e] = _polynomial(e, forms)
+        found = frozenset({e.name} & {"q", "k", "score"}) if e.op == "var" else _together(e.args, known)
+        if _whole(e) and forms[e] != {(e,): 1}:
+            found = min(found, _moves(forms[e], known), key=len)
+        elif e.op in COMPARISONS and e.args[0].type is INT:
+            found = min(found, _moves(_sum(forms[e.args[0]], forms[e.args[1]], -1), known), key=len)
+        known[e] = found
+    on = _together(index, known)
+    names: dict[frozenset[str], Over] = {
+        frozenset(): "head", frozenset("q"): "row", frozenset("k"): "column", frozenset({"q - k"}): "diagonal",
+    }  # fmt: skip
+    return names.get(on, "scatter")
+
+
+def _together(nodes: tuple[Expr, ...], known: dict[Expr, frozenset[str]]) -> frozenset[str]:
+    return frozenset().union(*(known[e] for e in nodes))
+
+
+def _whole(e: Expr) -> bool:
+    """A sum, difference or product of Ints, or of Ints turned Float, which are exact."""
+    if e.op == "neg" or (e.op == "mul" and e.type is INT):
+        return e.type is INT
+    return e.op in ("add", "sub") and (e.type is INT or all(a.op == "float" for a in e.args))
+
+
+def _polynomial(e: Expr, forms: dict[Expr, Polynomial]) -> Polynomial:
+    alone: Polynomial = {(e,): 1}
+    if e.op == "lit" and e.type is INT:
+        return {(): e.name}
+    if e.op == "float":
+        return forms[e.args[0]]
+    if not _whole(e):
+        return alone
+    parts = [forms[a] for a in e.args]
+    if e.op == "mul" and len(parts[0]) * len(parts[1]) > _MOST:
+        return alone
+    if e.op == "neg":
+        return _sum({}, parts[0], -1)
+    one, two = parts
+    found = _product(one, two) if e.op == "mul" else _sum(one, two, 1 if e.op == "add" else -1)
+    return found if len(found) <= _MOST else alone
+
+
+def _sum(one: Polynomial, two: Polynomial, sign: int) -> Polynomial:
+    total = dict(one)
+    for product, factor in two.items():
+        total[product] = total.get(product, 0) + sign * factor
+    return {p: f for p, f in total.items() if f}
+
+
+def _product(one: Polynomial, two: Polynomial) -> Polynomial:
+    total: Polynomial = {}
+    for p, f in one.items():
+        for r, g in two.items():
+            total = _sum(total, {tuple(sorted((*p, *r), key=id)): f * g}, 1)
+    return total
+
+
+def _moves(form: Polynomial, known: dict[Expr, frozenset[str]]) -> frozenset[str]:
+    """The coordinates a polynomial depends on; q and k that occur as q - k times the same are one."""
+    found: set[str] = set()
+    steps: dict[tuple[Expr, ...], dict[str, int]] = {}
+    for product, factor in form.items():
+        places = [i for i, e in enumerate(product) if e.op == "var" and e.name in ("q", "k")]
+        if len(places) == 1:
+            (at,) = places
+            steps.setdefault(product[:at] + product[at + 1 :], {})[product[at].name] = factor
+            found |= _together((*product[:at], *product[at + 1 :]), known)
+        else:
+            found |= _together(product, known)
+    for step in steps.values():
+        found |= {"q - k"} if step.get("q", 0) == -step.get("k", 0) else set(step)
+    return frozenset(found)
