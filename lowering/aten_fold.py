@@ -1,0 +1,78 @@
+"""Captured gradients on torch: sums over rows, columns, diagonals or heads, added to where the table was read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .aten_expr import Program
+from .derive import Gradient
+from .plan import Geometry
+
+Tensor = Any
+
+
+def folded(
+    gradients: Sequence[Gradient], buffers: Sequence[Tensor], geometry: Geometry,
+    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradient of every table and slot that `gradients` name: {"t0": of the table's shape, "s1": 0-d}.
+
+    A value read at several places has one entry in `gradients` for each; their buffers (shapes: `derive.Gradient`)
+    are added in the order given. `slots` and `tables` are those of the forward, by plan name.
+    """
+    found: dict[str, Tensor] = {}
+    for gradient, buffer in zip(gradients, buffers, strict=True):
+        shape = tuple(tables[gradient.source].shape) if gradient.index else ()
+        part = fold(gradient, buffer, shape, geometry, slots, tables)
+        found[gradient.source] = found[gradient.source] + part if gradient.source in found else part
+    return found
+
+
+def fold(
+    gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry,
+    slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+) -> Tensor:  # fmt: skip
+    """`buffer`, summed into an array of `shape`, the table's; 0-d for a slot. In float64 and in one order, so that
+    equal calls give equal bits; the result has the buffer's dtype."""
+    import torch
+
+    if not gradient.index:
+        return buffer.sum(dtype=torch.float64).to(buffer.dtype)
+    if gradient.over == "scatter":
+        return buffer
+    env = {**coordinates(gradient, geometry), **slots}
+    place = torch.zeros(buffer.shape, dtype=torch.int64)
+    for index, size in zip(gradient.index, shape, strict=True):
+        place.mul_(size).add_(Program(index, buffer.dtype)(env, tables).clamp(0, size - 1))
+    total = torch.zeros(math.prod(shape), dtype=torch.float64)
+    # With one axis index_add_ is a plain loop. index_put_ adds with atomics, in any order.
+    total.index_add_(0, place.flatten(), buffer.flatten().double())
+    return total.view(tuple(shape)).to(buffer.dtype)
+
+
+def coordinates(gradient: Gradient, geometry: Geometry) -> dict[str, Any]:
+    """Global `b h q k` of every entry of the gradient's buffer, those it depends on, and the sizes."""
+    import torch
+
+    b0, h0, q0, k0 = geometry.origin
+    env: dict[str, Any] = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
+    rank = 2 if gradient.over == "head" else 3
+
+    def along(start: Any, length: int, axis: int) -> Tensor:
+        place = torch.arange(length).view(length, *[1] * (rank - axis - 1))
+        return place + (start if isinstance(start, int) else torch.as_tensor(start).long().view(-1, 1, 1))
+
+    env |= {"b": along(b0, geometry.batch, 0), "h": along(h0, geometry.heads, 1)}
+    if gradient.over == "row":
+        env["q"] = along(q0, geometry.q_len, 2)
+    elif gradient.over == "column":
+        env["k"] = along(k0, geometry.kv_len, 2)
+    elif gradient.over == "diagonal":  # the first key, and a query at the entry's distance from it
+        env["q"] = along(q0, geometry.q_len + geometry.kv_len - 1, 2) - (geometry.kv_len - 1)
+        env["k"] = along(k0, 1, 2)
+    return env
+
+
+__all__ = ["fold", "folded"]
