@@ -44,7 +44,7 @@ def evaluate(
     tables, hooks = tables or {}, hooks or {}
     values: dict[Expr, Array] = {}
     with np.errstate(all="ignore"):
-        for node in walk(_unrolled(root, env, tables)):
+        for node in walk(unrolled(root, env, tables)):
             args = [values[a] for a in node.args]
             if node.op in hooks:
                 values[node] = hooks[node.op](node, *args)
@@ -60,7 +60,7 @@ def evaluate(
                 values[node] = _lookup(node, table_array(tables, node.name), args)
             else:
                 values[node] = OPERATORS[node.op](*args)
-    return values[_unrolled(root, env, tables)]
+    return values[unrolled(root, env, tables)]
 
 
 def table_array(tables: Mapping[str, Any], name: str) -> Array:
@@ -79,7 +79,7 @@ def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
     return np.asarray(table[clamped]).astype(DTYPES[node.type], copy=False)
 
 
-def _unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> Expr:
+def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> Expr:
     """Reductions written out: their bounds are literals, extents of tables, or parameters."""
     if not any(n.op in ("reduce", "extent") for n in walk(root)):
         return root
