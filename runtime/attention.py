@@ -161,7 +161,7 @@ class Attention:
         else:
             from . import jax_op
 
-            out, lse = jax_op.forward(
+            out, lse, _ = jax_op.forward(
                 made.plan, made.spans, geometry, q, k, v, made.slots, made.tables, target, backend
             )
         return turn(out, natural, given.layout), lse

@@ -48,16 +48,22 @@ def forward(
     tables: Mapping[str, Any],
     target: Target,
     backend: str,
-) -> tuple[jax.Array, jax.Array]:
-    """(out [batch, q_len, heads, v_dim], lse [batch, heads, q_len]) of q [batch, q_len, heads, dim] and k, v
-    [batch, kv_len, kv_heads, dim]. `target` is the one the spans were made for. Without a TPU `pallas-tpu` runs
-    in Pallas' interpreter: slow, and for checking only."""
+    *,
+    sinks: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
+    [batch, kv_len, kv_heads, dim] and sinks [heads]. `top` is None of a backend that has no max scores. `target` is
+    the one the spans were made for. Without a TPU `pallas-tpu` runs in Pallas' interpreter: slow, and for checking
+    only."""
     if backend not in BACKENDS:
         raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(BACKENDS)}")
     tables = {t.name: _narrow(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
-    run = xla.forward if backend == "xla" else _run_pallas
-    attend = _forward_only(lambda q, k, v: run(plan, spans, geometry, q, k, v, slots, tables, target))
-    result: tuple[jax.Array, jax.Array] = attend(q, k, v)
+    given = slots, tables, target
+    if backend == "xla":
+        attend = _forward_only(lambda q, k, v: xla.forward(plan, spans, geometry, q, k, v, *given, sinks=sinks))
+    else:
+        attend = _forward_only(lambda q, k, v: (*_run_pallas(plan, spans, geometry, q, k, v, *given), None))
+    result: tuple[jax.Array, jax.Array, jax.Array | None] = attend(q, k, v)
     return result
 
 
