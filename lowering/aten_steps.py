@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from .plan import Geometry, Spans
 
+TALL = 512  # queries of a block, where keys do not move with the row
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -58,6 +60,68 @@ class Heads:
     last: int
 
 
+@dataclass(frozen=True)
+class Block:
+    """Rows and heads that run as one batch: `[batch, group, height, width]` of scores."""
+
+    heads: Heads
+    step: Step
+    by_row: bool  # the batch axis walks rows; otherwise key heads
+
+    @property
+    def batch(self) -> int:
+        return self.step.count if self.by_row else self.heads.count
+
+    @property
+    def group(self) -> int:
+        return self.heads.last - self.heads.first
+
+    @property
+    def rows(self) -> int:
+        return self.group * self.step.height
+
+    @property
+    def cells(self) -> int:
+        return self.batch * self.rows * self.step.width
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.step.start, self.step.start + self.step.height * self.step.count)
+
+    @property
+    def place(self) -> tuple[int, slice, slice, slice]:
+        """The block's part of an array [batch, kv_heads, group, q_len, ...]."""
+        m = self.heads
+        return m.batch, slice(m.kv, m.kv + m.count), slice(m.first, m.last), self.queries
+
+    def slides(self, piece: Piece) -> bool:
+        """Whether all rows see the piece at one distance."""
+        return not self.by_row or self.step.count == 1 or piece.stride == self.step.height
+
+
+def cut(step: Step, member: Heads, budget: int) -> Iterator[Block]:
+    """Blocks of at most `budget` scores where they can be, cut along whichever axis needs fewer of them."""
+    group = member.last - member.first
+    tall = max(64, min(TALL, budget // (group * max(step.width, 1))))
+    if step.count == 1 and step.height > tall:
+        for part in shares(step.height, tall):
+            yield from cut(replace(step, start=step.start + part.start, height=len(part)), member, budget)
+        return
+    room = max(1, budget // (group * step.height * max(step.width, 1)))
+    by_head = step.count * -(-member.count // min(room, member.count))
+    by_row = member.count * -(-step.count // min(room, step.count))
+    if by_head <= by_row:
+        for i in range(step.count):
+            for part in shares(member.count, room):
+                some = replace(member, kv=member.kv + part.start, count=len(part))
+                yield Block(some, moved(step, i, 1), by_row=False)
+        return
+    for j in range(member.count):
+        one = replace(member, kv=member.kv + j, count=1)
+        for part in shares(step.count, room):
+            yield Block(one, moved(step, part.start, len(part)), by_row=True)
+
+
 def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[Step]:
     """The rows of one slice of the span table, in order. A row that sees nothing has no pieces."""
     count = spans.count[slice_]
@@ -84,7 +148,7 @@ def _runs(tokens: NDArray[np.int64], count: NDArray[np.int32], q_len: int, block
     """Maximal ranges of rows where each record moves by one constant from row to row."""
     rows = len(count)
     moves = np.diff(tokens, axis=0)
-    links = (count[1:] == count[:-1]) & (moves == moves[..., :1]).all((1, 2))
+    links = (count[1:] == count[:-1]) & (moves == moves[..., :1]).all((1, 2)) & (moves >= 0).all((1, 2))
     short = rows * block_q > q_len  # the ragged last row has another height, unless nothing moves
     if short and rows > 1:
         links[-1] &= not moves[-1].any()

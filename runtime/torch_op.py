@@ -38,7 +38,9 @@ def forward(
             return triton_launch.forward(work.plan, work.spans, geometry, q, k, v, work.slots, tables, target)
         from frisket.lowering import aten
 
-        return aten.forward(work.plan, _on_host(work.spans), geometry, q, k, v, work.slots, tables, target)
+        return aten.forward(
+            work.plan, _on_host(work.spans), geometry, q, k, v, work.slots, tables, target, top=False
+        )[:2]  # fmt: skip
 
 
 def refuse_learned(tables: Mapping[str, Any]) -> None:

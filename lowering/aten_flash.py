@@ -1,0 +1,110 @@
+"""torch's built-in flash kernel, where it fits: tall blocks without a predicate, and plain triangles, under scores
+that nothing changes. It works in tiles of its own and in one call, so it beats products of whole rows there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .aten_steps import Heads, Step, joined, partial, triangles
+from .aten_tiles import Tiles
+
+Tensor = Any
+FLASH_ROWS = 512  # below, a few batched products are as fast and need no merging
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A step of one piece: all of its keys, or those before `corner` and the triangle from there on."""
+
+    step: Step
+    corner: int | None
+
+    @property
+    def parts(self) -> list[tuple[slice, bool]]:
+        """Keys, and whether they are hidden right of the diagonal that begins at the first."""
+        piece = self.step.pieces[0]
+        split = piece.stop if self.corner is None else self.corner
+        both = [(slice(piece.start, split), False), (slice(split, piece.stop), True)]
+        return [(keys, triangle) for keys, triangle in both if keys.stop > keys.start]
+
+
+def fusible(tiles: Tiles, todo: list[Step]) -> tuple[list[Fused], list[Step]]:
+    """What the kernel can do of these steps, and the rest."""
+    g, plan = tiles.geometry, tiles.plan
+    if plan.score is not None or plan.kept is not None or g.head_dim != g.v_dim or tiles.q.device.type != "cpu":
+        return [], todo
+    found, rest = [], []
+    for rows in triangles(todo):
+        step = joined(rows, tiles.target.block_q)
+        tall = step.height >= FLASH_ROWS and step.count == 1 and len(step.pieces) == 1
+        corner = rows[0].pieces[-1].full_stop if rows[0].pieces else 0
+        if tall and not partial(step.pieces[0]):
+            found.append(Fused(step, None))
+        elif tall and _is_triangle(tiles, step, corner):
+            found.append(Fused(step, corner))
+        else:
+            rest.extend(rows)
+    return found, rest
+
+
+def _is_triangle(tiles: Tiles, step: Step, corner: int) -> bool:
+    """Whether the mask on the diagonal tiles is exactly `local query >= local key`."""
+    if not tiles.still or tiles.mask is None:
+        return False
+    torch, n, g = tiles.torch, tiles.target.block_q, tiles.geometry
+    q = torch.arange(step.start + int(g.origin[2]), step.start + int(g.origin[2]) + n).unsqueeze(1)
+    k = torch.arange(corner + int(g.origin[3]), corner + int(g.origin[3]) + n)
+    seen = tiles.mask({**tiles.env, "q": q, "k": k}, tiles.tables).expand(n, n)
+    return bool((seen == torch.ones(n, n, dtype=torch.bool).tril()).all())
+
+
+def flash(tiles: Tiles, part: Fused, members: list[Heads]) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """(place in [batch, kv_heads, group, q_len, ...], out, lse) of the part, merged by lse."""
+    torch, step = tiles.torch, part.step
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for m, j in _columns(members):
+        kv = slice(m.kv, m.kv + m.count)
+        place = (m.batch, kv, j, slice(step.start, step.start + step.height))
+        query = tiles.q[place].unsqueeze(0)
+        done = [
+            kernel(query, *(x[m.batch, kv, keys].unsqueeze(0) for x in (tiles.k, tiles.v)),
+                   is_causal=triangle, scale=tiles.geometry.scale)
+            for keys, triangle in part.parts
+        ]  # fmt: skip
+        out, lse = done[0] if len(done) == 1 else _merged(torch, done)
+        yield place, out[0], lse[0]
+
+
+def flash_backward(
+    tiles: Tiles, part: Fused, members: list[Heads], rows: tuple[Tensor, Tensor, Tensor],
+    sums: tuple[Tensor, Tensor, Tensor],
+) -> None:  # fmt: skip
+    """Write dq and add dk, dv of the part to `sums`, whose shapes are those of q (grouped), k and v. `rows`: dout,
+    out and lse, [batch, kv_heads, group, q_len, ...]. P comes from the whole row's lse, so parts need no merging."""
+    torch, step = tiles.torch, part.step
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    for m, j in _columns(members):
+        kv = slice(m.kv, m.kv + m.count)
+        place = (m.batch, kv, j, slice(step.start, step.start + step.height))
+        dout, query, out, lse = (x[place].unsqueeze(0) for x in (rows[0], tiles.q, *rows[1:]))
+        for i, (keys, triangle) in enumerate(part.parts):
+            at = (m.batch, kv, keys)
+            key, value = (x[at].unsqueeze(0) for x in (tiles.k, tiles.v))
+            dq, dk, dv = kernel(dout, query, key, value, out, lse, 0.0, triangle, scale=tiles.geometry.scale)
+            sums[0][place] = dq[0] if i == 0 else sums[0][place] + dq[0]
+            sums[1][at] += dk[0]
+            sums[2][at] += dv[0]
+
+
+def _columns(members: list[Heads]) -> Iterator[tuple[Heads, int]]:
+    """The query heads, one of each key head at a time."""
+    return ((m, j) for m in members for j in range(m.first, m.last))
+
+
+def _merged(torch: Any, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over disjoint keys, combined."""
+    (out1, lse1), (out2, lse2) = parts
+    lse = torch.logaddexp(lse1, lse2)
+    return out1 * (lse1 - lse).exp().unsqueeze(-1) + out2 * (lse2 - lse).exp().unsqueeze(-1), lse

@@ -1,0 +1,238 @@
+"""What forward and backward share: the arrays of one call, views of them, and masked scores of a block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from threading import local
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.ir import Expr, binary, walk
+
+from .aten_expr import Program, distance_only
+from .aten_steps import Block, Heads, Piece, Step, heads, steps
+from .plan import Geometry, LoopPlan, Spans, Target
+
+Tensor = Any
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+
+# Operators that make no NaN or +inf of finite values: a mask may be *added* to such scores.
+TAME = frozenset(
+    "lit var param lookup float add sub mul neg abs min max tanh sigmoid where lt le gt ge eq ne and or not"
+    " bitand bitor bitxor floordiv mod sign".split()
+)
+
+
+def tame(*parts: Expr | None) -> bool:
+    """Whether these make no NaN or +inf of finite values."""
+    return all(n.op in TAME or _safe_division(n) for e in parts if e is not None for n in walk(e))
+
+
+def _safe_division(n: Expr) -> bool:
+    return n.op == "div" and n.args[1].op == "lit" and n.args[1].name != 0
+
+
+class Tiles:
+    """One call: arrays, compiled predicates and reused buffers. Where `careful`, masked scores are overwritten; else
+    -inf is added to them, which is faster and a NaN there would survive."""
+
+    def __init__(
+        self, plan: LoopPlan, spans: Spans, geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor],
+        slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, careful: bool,
+    ) -> None:  # fmt: skip
+        import torch
+
+        self.torch, self.plan, self.spans, self.geometry = torch, plan, spans, geometry
+        self.tables, self.target, self.careful = tables, target, careful
+        self.group = geometry.heads // geometry.kv_heads
+        self.given = qkv[0].dtype
+        self.dtype = torch.float64 if self.given == torch.float64 else torch.float32
+        # Half precision multiplies in float32: scores keep their digits, and no CPU call is faster for it.
+        self.q, self.k, self.v = (self.worked(x) for x in qkv)
+        self.q = self.grouped(self.q)
+        sizes = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
+        self.env = {**sizes, **slots}
+        self.buffers = local()  # of each thread, reused by its blocks
+        self.memory: dict[tuple[int, ...], Tensor] = {}  # masks that depend on q - k only, by place
+        self.mask = None if plan.mask is None else Program(plan.mask, self.dtype)
+        self.still = plan.mask is not None and distance_only(plan.mask) and not _vectors(geometry)
+        self.score = self.kept = None
+        self.strips: dict[str, Program] = {}
+        if plan.score is not None:
+            shared = _hoisted(plan.score) if not _vectors(geometry) else {}
+            self.score = Program(_in_base_2(plan.score), self.dtype, shared)
+            self.strips = {name: Program(e, self.dtype) for e, name in shared.items()}
+        if plan.kept is not None:
+            assert plan.rate is not None
+            rate = float(np.float32(slots[plan.rate]))
+            self.env[plan.rate], self.keep = rate, 1 - rate
+            self.kept = Program(plan.kept, self.dtype)
+
+    def worked(self, x: Tensor) -> Tensor:
+        """`x` in the dtype of the scores, as a GEMM reads it without a copy."""
+        x = x.to(self.dtype)
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """[batch, heads, ...] as [batch, kv_heads, group, ...]."""
+        return x.unflatten(1, (self.geometry.kv_heads, self.group))
+
+    def steps(self) -> list[tuple[list[Step], list[Heads]]]:
+        """The rows of every slice, and the heads that share it."""
+        block = (self.target.block_q, self.target.block_k)
+        found = heads(self.spans, self.geometry)
+        return [(steps(self.spans, s, self.geometry, block), members) for s, members in found.items()]
+
+    # -- scores -----------------------------------------------------------------------------------------
+
+    def products(self, block: Block, query: Tensor, piece: Piece, s: Tensor) -> Tensor:
+        """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
+        log2(e) where no score mod is to come."""
+        factor = self.geometry.scale * (LOG2E if self.score is None else 1.0)
+        return s.baddbmm_(query, self.keys(self.k, block, piece).mT, beta=0, alpha=factor)
+
+    def modify(self, block: Block, piece: Piece, s: Tensor) -> None:
+        """Turn scaled products into modified scores times log2(e)."""
+        if self.score is None:
+            return
+        cells = self.cells(block, s)
+        env = self.coordinates(block, piece, piece.start, piece.stop)
+        env["score"] = cells
+        for name, program in self.strips.items():
+            env[name] = self._strip(name, program, block, piece)
+        value = self.score(env, self.tables)
+        if value.data_ptr() != cells.data_ptr():
+            cells.copy_(value)
+
+    def hide(self, block: Block, piece: Piece, s: Tensor, hidden: float = -math.inf) -> None:
+        """Put `hidden` where the mask is not; where not careful, -inf is added."""
+        if self.mask is None:
+            return
+        cells = self.cells(block, s)
+        for lo, hi in ((piece.start, piece.full_start), (piece.full_stop, piece.stop)):
+            if hi > lo:
+                part, cover = cells[..., lo - piece.start : hi - piece.start], self._cover(block, piece, lo, hi)
+                if self.careful:
+                    part.masked_fill_(cover, hidden)
+                else:
+                    part.add_(cover)
+
+    def _cover(self, block: Block, piece: Piece, lo: int, hi: int) -> Tensor:
+        assert self.mask is not None
+        step = block.step
+        still = self.still and block.slides(piece)
+        place = (lo - step.start, hi - lo, step.height)
+        cover = self.memory.get(place) if still else None
+        if cover is None:
+            seen = self.mask(self.coordinates(block, piece, lo, hi, still=still), self.tables)
+            cover = ~seen if self.careful else self.torch.where(seen, 0.0, -math.inf).to(self.dtype)
+            if still:
+                self.memory[place] = cover
+        return cover
+
+    def _strip(self, name: str, program: Program, block: Block, piece: Piece) -> Tensor:
+        """A part of the score mod that only sees q - k: one strip of tiles serves all rows."""
+        torch, g, step = self.torch, self.geometry, block.step
+        if not block.slides(piece):
+            return program(self.coordinates(block, piece, piece.start, piece.stop), self.tables)
+        place = (-1, int(name[1:]), step.height)
+        strip = self.memory.get(place)
+        if strip is None:
+            q = torch.arange(step.height).unsqueeze(1) + (g.q_len + int(g.origin[2]))
+            k = torch.arange(g.q_len + g.kv_len) + int(g.origin[3])
+            strip = program({**self.env, "q": q, "k": k}, self.tables).expand(step.height, len(k))
+            self.memory[place] = strip
+        lo = piece.start - step.start + g.q_len
+        return strip[:, lo : lo + piece.width]
+
+    def survivors(self, block: Block, piece: Piece) -> Tensor:
+        """What dropout keeps of the piece, 1 or 0, for cells [batch, group, height, width]."""
+        assert self.kept is not None
+        return self.kept(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
+
+    # -- views ------------------------------------------------------------------------------------------
+
+    def cells(self, block: Block, s: Tensor) -> Tensor:
+        return s.view(block.batch, block.group, block.step.height, -1)
+
+    def rows(self, x: Tensor, block: Block) -> Tensor:
+        """[batch, group * height, ...] of x [batch, kv_heads, group, q_len, ...]; a copy where a group is packed."""
+        part = x[block.place]
+        if block.by_row:
+            part = part[0].unflatten(1, (block.step.count, block.step.height)).transpose(0, 1)
+        return part.flatten(1, 2)
+
+    def put(self, x: Tensor, block: Block, value: Tensor) -> None:
+        """The inverse of `rows`: write `value` to the block's part of `x`."""
+        part, value = x[block.place], value.unflatten(1, (block.group, block.step.height))
+        if block.by_row:
+            part = part[0].unflatten(1, (block.step.count, block.step.height))
+            value = value.transpose(0, 1)
+        part.copy_(value)
+
+    def keys(self, x: Tensor, block: Block, piece: Piece) -> Tensor:
+        """[batch, width, dim]: always a view; the rows of a sliding window overlap."""
+        m = block.heads
+        if not block.by_row:
+            return x[m.batch, m.kv : m.kv + m.count, piece.start : piece.stop]
+        first = x[m.batch, m.kv, piece.start : piece.stop]
+        shape = (block.step.count, *first.shape)
+        return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
+
+    def coordinates(self, block: Block, piece: Piece, lo: int, hi: int, still: bool = False) -> dict[str, Any]:
+        """Global `b h q k` of keys [lo, hi) beside the block's queries, for cells [batch, group, height, width].
+        `still`: all rows look alike, so the first one's coordinates do."""
+        torch, g, m, step = self.torch, self.geometry, block.heads, block.step
+        b0, h0, q0, k0 = g.origin
+        q0, k0 = (x if isinstance(x, int) else _entry(x, m.batch) for x in (q0, k0))
+        q = torch.arange(step.start + q0, step.start + q0 + step.height).unsqueeze(1)
+        k = torch.arange(lo + k0, hi + k0)
+        if block.by_row and not still:
+            row = torch.arange(step.count).view(-1, 1, 1, 1)
+            q, k = q + row * step.height, k + row * piece.stride
+        inner = torch.arange(m.first, m.last).view(1, -1, 1, 1)
+        kv = torch.arange(m.kv, m.kv + m.count).view(-1, 1, 1, 1)
+        return {**self.env, "b": m.batch + b0, "h": kv * self.group + inner + h0, "q": q, "k": k}
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        known = getattr(self.buffers, name, None)
+        if known is None or known.numel() < size:
+            known = self.torch.empty(size, dtype=self.dtype, device=self.q.device)
+            setattr(self.buffers, name, known)
+        return known[:size].view(shape)
+
+
+def _in_base_2(score: Expr) -> Expr:
+    """The score mod times log2(e), in one factor with a literal that is there already."""
+    if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
+        other = score.args[1] if score.args[0] is known else score.args[0]
+        return binary("mul", other, float(known.name) * LOG2E)
+    return binary("mul", score, LOG2E)
+
+
+def _vectors(g: Geometry) -> bool:
+    return not all(isinstance(x, int) for x in g.origin[2:])
+
+
+def _entry(vector: Any, b: int) -> int:
+    return int(vector[b] if getattr(vector, "shape", (1,)) != (1,) else vector[0])
+
+
+def _hoisted(score: Expr) -> dict[Expr, str]:
+    """The largest parts that see q and k through their distance only, with names for them."""
+    found: dict[Expr, str] = {}
+
+    def visit(e: Expr) -> None:
+        if not e.args or e in found:
+            return
+        if distance_only(e) and {"q", "k"} <= {n.name for n in walk(e) if n.op == "var"}:
+            found[e] = f"~{len(found)}"
+            return
+        for a in e.args:
+            visit(a)
+
+    visit(score)
+    return found
