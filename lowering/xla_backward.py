@@ -1,0 +1,140 @@
+"""The backward of the XLA executor: the forward's rows and chunks once more, scores recomputed, five matrix products.
+
+Gradients of keys, values and captured tables are carried through the loops and added to in place; nothing has the
+size of the scores, and nothing is differentiated but the score mod's own formula (`lowering.derive`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .derive import Gradient, backward_of
+from .flat import DeviceSpans
+from .plan import Geometry, LoopPlan, Spans, Target
+from .xla_captured import Captured
+from .xla_fold import folded
+from .xla_tiles import Numbers, Row, Static, Tiles, dot, prepared
+
+if TYPE_CHECKING:
+    import jax
+
+Array = Any  # a jax.Array, traced or not
+
+
+def backward(
+    plan: LoopPlan,
+    spans: Spans | DeviceSpans,
+    geometry: Geometry,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    slots: Mapping[str, Any],
+    tables: Mapping[str, Any],
+    target: Target,
+    *,
+    wanted: frozenset[str],
+    sinks: jax.Array | None = None,
+) -> dict[str, jax.Array]:
+    """The gradients of `wanted`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents of
+    `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
+    shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
+    float64. `lse` knows of the sinks, so that they are not read again."""
+    import jax.numpy as jnp
+
+    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, wanted)
+    found, buffers = _compiled(static)((q, k, v, out, lse, dout, dlse), *numbers.flat())
+    if buffers:
+        arrays = {t.name: jnp.asarray(tables[t.name]) for t in plan.tables}
+        found |= folded(_captured(static), buffers, geometry, slots, arrays, int64=plan.int64)
+    return dict(found)
+
+
+def _captured(static: Static) -> list[Gradient]:
+    return [g for g in backward_of(static.plan).gradients if g.source in static.wanted]
+
+
+@lru_cache(maxsize=256)
+def _compiled(static: Static) -> Any:
+    import jax
+
+    def backward_of_attention(arrays: Any, *numbers: Any) -> Any:
+        return _backward(static, Numbers(*numbers), *arrays)
+
+    return jax.jit(backward_of_attention)
+
+
+def _backward(
+    static: Static, numbers: Numbers, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dlse: Array
+) -> tuple[dict[str, Array], list[Array]]:
+    import jax.numpy as jnp
+    from jax import lax
+
+    t = Tiles(static, numbers, q, k)
+    slope = backward_of(static.plan).slope
+    captured = [Captured(g, t) for g in _captured(static)]
+    delta = (dout.astype(static.dtype) * out.astype(static.dtype)).sum(-1).transpose(0, 2, 1)
+    delta = t.padded(delta if dlse is None else delta - dlse, 2)
+    # a row without keys, and a query beyond the end: exp(score - lse) is 0
+    lse = t.padded(jnp.where(lse == -jnp.inf, np.finfo(static.dtype).max, lse), 2, float(np.finfo(static.dtype).max))
+    queries, dout = t.padded(q), t.padded(dout)
+
+    def row(r: Array, sums: dict[str, Any]) -> dict[str, Any]:
+        here = t.row(r)
+        q_tile, dout_tile = t.queries(queries, here) * static.scale, t.queries(dout, here) * t.keep
+        lse_tile, delta_tile = t.lines(lse, here)[..., None], t.lines(delta, here)[..., None]
+
+        def step(body: Any, chunk: Any, state: Any) -> Any:
+            (own, parts), whole = state
+            k_tile, v_tile = (t.keys(x, here, chunk[0], body.width) for x in (k, v))
+            s, env = t.scores(here, body, chunk, q_tile, k_tile)
+            p, dp = jnp.exp(s - lse_tile), dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
+            weight = p
+            if (kept := t.survivors(env)) is not None:
+                weight, dp = jnp.where(kept, p, 0), jnp.where(kept, dp, 0)
+            dm = jnp.where(p == 0, 0, p * (dp - delta_tile))
+            ds = dm if slope is None else jnp.where(p == 0, 0, dm * t.value(slope, env))
+            ds, weight = (x.reshape(*q_tile.shape[:3], body.width) for x in (ds, weight))
+            whole = dict(whole)
+            if "q" in static.wanted:
+                own = own + dot(ds, k_tile, (3, 2))
+            if "k" in static.wanted:
+                whole["k"] = added(whole["k"], dot(ds, q_tile, (2, 2)), here, chunk[0])
+            if "v" in static.wanted:
+                whole["v"] = added(whole["v"], dot(weight, dout_tile, (2, 2)), here, chunk[0])
+            parts = tuple(c.line(part, p, dm, env) for c, part in zip(captured, parts, strict=True))
+            for c, name in zip(captured, names, strict=True):
+                whole[name] = c.tile(whole[name], p, dm, env, here, chunk[0])
+            return (own, parts), whole
+
+        own = t.full(q_tile.shape, 0.0) if "q" in static.wanted else None
+        (own, parts), sums = t.visit(r, step, ((own, tuple(c.start() for c in captured)), sums))
+        if "q" in static.wanted:
+            sums["q"] = t.put_queries(sums["q"], own * static.scale, here)
+        for c, name, part in zip(captured, names, parts, strict=True):
+            sums[name] = c.put(sums[name], part, here)
+        return sums
+
+    def added(whole: Array, tile: Array, here: Row, start: Array) -> Array:
+        place = (here.b, here.kv, start, jnp.int32(0))
+        return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, place, tile.shape) + tile, place)
+
+    names = [f"captured {i}" for i in range(len(captured))]
+    begin = {n: c.buffer() for n, c in zip(names, captured, strict=True)}
+    if "q" in static.wanted:
+        begin["q"] = t.full(queries.shape, 0.0, q.dtype)
+    for n, x in (("k", k), ("v", v)):
+        if n in static.wanted:
+            begin[n] = t.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3]), 0.0)
+    sums = lax.fori_loop(0, len(numbers.rows), row, begin)
+    found = {n: sums[n].transpose(0, 2, 1, 3).astype(k.dtype) for n in ("k", "v") if n in sums}
+    if "q" in sums:
+        found["q"] = sums["q"][:, : q.shape[1]]
+    return found, [c.whole(sums[n]) for n, c in zip(names, captured, strict=True)]

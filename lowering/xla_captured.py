@@ -1,0 +1,107 @@
+"""Captured gradients inside the loops of the XLA executor's backward: `dm * weight` summed over a tile into the buffer
+that `derive.Gradient` describes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .derive import Gradient
+
+if TYPE_CHECKING:
+    from .xla_tiles import Row, Tiles
+
+Array = Any  # a jax.Array, traced or not
+LINES = ("head", "row")  # summed along a whole row of tiles before anything is written
+
+
+class Captured:
+    """The buffer of one gradient. Tiles are [batch, kv head, head of the group, query, key]."""
+
+    def __init__(self, gradient: Gradient, t: Tiles) -> None:
+        self.gradient, self.over, self.t = gradient, gradient.over, t
+
+    def buffer(self) -> Array:
+        """Zeros; queries as many as whole tiles have."""
+        t = self.t
+        shape: tuple[int, ...] = {
+            "head": (t.batch, t.heads),
+            "row": (t.batch, t.heads, t.length),
+            "column": (t.batch, t.heads, t.kv_len),
+            "diagonal": (t.batch, t.heads, t.length + t.kv_len - 1),
+            "scatter": t.tables[self.gradient.source].shape if self.gradient.index else (),
+        }[self.over]
+        return t.full(shape, 0.0)
+
+    def whole(self, buffer: Array) -> Array:
+        """The buffer without what lies beyond the last query."""
+        end = {"row": self.t.q_len, "diagonal": self.t.q_len + self.t.kv_len - 1}.get(self.over)
+        return buffer if end is None else buffer[..., :end]
+
+    # -- along a row of tiles --
+
+    def start(self) -> Array | None:
+        return self.t.full(self.t.part[: 3 if self.over == "head" else 4], 0.0) if self.over in LINES else None
+
+    def line(self, part: Array | None, p: Array, dm: Array, env: dict[str, Array]) -> Array | None:
+        if part is None:
+            return None
+        return part + self._terms(p, dm, env).sum((3, 4) if self.over == "head" else 4)
+
+    def put(self, buffer: Array, part: Array | None, here: Row) -> Array:
+        """A row of tiles is over: what was summed along it goes to the buffer."""
+        from jax import lax
+
+        if part is None:
+            return buffer
+        if self.over == "row":
+            return self.t.put_lines(buffer, part, here)
+        tile = part.reshape(part.shape[0], -1)
+        place = (here.b, here.h)
+        return lax.dynamic_update_slice(buffer, lax.dynamic_slice(buffer, place, tile.shape) + tile, place)
+
+    # -- tile by tile --
+
+    def tile(self, buffer: Array, p: Array, dm: Array, env: dict[str, Array], here: Row, start: Array) -> Array:
+        """The buffer with a tile of keys that begins at `start`."""
+        from jax import lax
+
+        if self.over in LINES:
+            return buffer
+        terms = self._terms(p, dm, env)
+        if self.over == "scatter":
+            return self._scattered(buffer, terms, env)
+        width = terms.shape[4]
+        if self.over == "column":
+            tile, at = terms.sum(3), start
+        else:
+            tile, at = diagonals(terms), here.start - start + self.t.kv_len - width
+        tile = tile.reshape(tile.shape[0], -1, tile.shape[-1])
+        place = (here.b, here.h, at)
+        return lax.dynamic_update_slice(buffer, lax.dynamic_slice(buffer, place, tile.shape) + tile, place)
+
+    def _terms(self, p: Array, dm: Array, env: dict[str, Array]) -> Array:
+        import jax.numpy as jnp
+
+        return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))
+
+    def _scattered(self, buffer: Array, terms: Array, env: dict[str, Array]) -> Array:
+        import jax.numpy as jnp
+
+        if not self.gradient.index:
+            return buffer + terms.sum()
+        places = (self.t.value(i, env) for i in self.gradient.index)
+        whole = tuple(
+            jnp.broadcast_to(jnp.clip(i, 0, n - 1), terms.shape) for i, n in zip(places, buffer.shape, strict=True)
+        )
+        return buffer.at[whole].add(terms)
+
+
+def diagonals(x: Array) -> Array:
+    """[..., rows, width] summed along q - k: entry i is q - k = i - (width - 1). Every row is shifted by one more
+    than the one above: padded, laid out flat and read in rows that are one shorter."""
+    import jax.numpy as jnp
+
+    *front, rows, width = x.shape
+    x = jnp.pad(x[..., ::-1], [(0, 0)] * len(front) + [(0, 0), (0, rows)])
+    flat = x.reshape(*front, rows * (width + rows))[..., : rows * (width + rows - 1)]
+    return flat.reshape(*front, rows, width + rows - 1).sum(-2)

@@ -1,0 +1,76 @@
+"""Captured gradients on JAX: sums over rows, columns, diagonals or heads, added to where the table was read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .derive import Gradient
+from .emit.expr_jnp import evaluate
+from .plan import Geometry
+
+Array = Any  # a jax.Array, traced or not
+
+
+def folded(
+    gradients: Sequence[Gradient], buffers: Sequence[Array], geometry: Geometry, slots: Mapping[str, Any],
+    tables: Mapping[str, Array], *, int64: bool = False,
+) -> dict[str, Array]:  # fmt: skip
+    """The gradient of every table and slot that `gradients` name: {"t0": of the table's shape, "s1": 0-d}.
+
+    A value read at several places has one entry in `gradients` for each; their buffers (shapes: `derive.Gradient`)
+    are added in the order given. `slots` and `tables` are those of the forward, by plan name; `int64` is the plan's.
+    """
+    found: dict[str, Array] = {}
+    for gradient, buffer in zip(gradients, buffers, strict=True):
+        shape = tables[gradient.source].shape if gradient.index else ()
+        part = fold(gradient, buffer, shape, geometry, slots, tables, int64)
+        found[gradient.source] = found[gradient.source] + part if gradient.source in found else part
+    return found
+
+
+def fold(
+    gradient: Gradient, buffer: Array, shape: Sequence[int], geometry: Geometry, slots: Mapping[str, Any],
+    tables: Mapping[str, Array], int64: bool,
+) -> Array:  # fmt: skip
+    """`buffer` summed into an array of `shape`, the table's; 0-d for a slot. XLA's scatter on a CPU adds in order, so
+    that equal calls give equal bits."""
+    import jax.numpy as jnp
+
+    if not gradient.index:
+        return buffer.sum()
+    if gradient.over == "scatter":
+        return buffer
+    env = {**coordinates(gradient, geometry), **slots}
+    places = [evaluate(i, env, tables, int64=int64, float64=buffer.dtype == jnp.float64) for i in gradient.index]
+    places = [jnp.clip(i, 0, n - 1) for i, n in zip(places, shape, strict=True)]
+    if all(i.size == 1 for i in places):  # one entry: a scalar of an array
+        return jnp.zeros(shape, buffer.dtype).at[tuple(i.reshape(()) for i in places)].add(buffer.sum())
+    whole = [jnp.broadcast_to(i, buffer.shape) for i in places]
+    return jnp.zeros(shape, buffer.dtype).at[tuple(whole)].add(buffer)
+
+
+def coordinates(gradient: Gradient, geometry: Geometry) -> dict[str, Any]:
+    """Global `b h q k` of every entry of the gradient's buffer, those it depends on, and the sizes."""
+    import jax.numpy as jnp
+
+    b0, h0, q0, k0 = geometry.origin
+    rank = 2 if gradient.over == "head" else 3
+
+    def along(start: Any, length: int, axis: int) -> Array:
+        place = jnp.arange(length).reshape(length, *[1] * (rank - axis - 1))
+        return place + (start if getattr(start, "ndim", 0) == 0 else jnp.asarray(start).reshape(-1, 1, 1))
+
+    env: dict[str, Any] = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
+    env |= {"b": along(b0, geometry.batch, 0), "h": along(h0, geometry.heads, 1)}
+    if gradient.over == "row":
+        env["q"] = along(q0, geometry.q_len, 2)
+    elif gradient.over == "column":
+        env["k"] = along(k0, geometry.kv_len, 2)
+    elif gradient.over == "diagonal":  # the first key, and a query at the entry's distance from it
+        env["q"] = along(q0, geometry.q_len + geometry.kv_len - 1, 2) - (geometry.kv_len - 1)
+        env["k"] = along(k0, 1, 2)
+    return env
+
+
+__all__ = ["fold", "folded"]
