@@ -1,0 +1,241 @@
+"""Generated C++ to a loaded library: compiled at first use, kept on disk, never trusted without its checksum."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from frisket.dsl.errors import BackendError, FrisketError, LoweringError
+
+from .native_cpu import VARIANTS, identity, lacking
+from .settings import Settings
+
+# Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN.
+FLAGS = (
+    "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
+    "-fno-exceptions", "-fno-rtti", "-shared", "-fPIC",
+)  # fmt: skip
+COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
+PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
+ENTRIES = 1024  # libraries on disk; beyond, the ones used longest ago go
+LOADED = 256  # libraries found without looking at the disk
+DIGEST = hashlib.sha256().digest_size
+
+_loaded: OrderedDict[tuple[str, ...], ctypes.CDLL] = OrderedDict()
+_building: dict[tuple[str, ...], threading.Lock] = {}
+_guard = threading.Lock()
+
+
+def library(source: str, variant: str = "native") -> ctypes.CDLL:
+    """A C++ source as a loaded library: `library('extern "C" int one() { return 1; }').one()`.
+
+    Calls of its functions release the GIL. Libraries stay loaded, because others may hold their functions.
+    `BackendError`: no compiler, no directory to write to, a CPU without what the variant needs; `LoweringError`:
+    the compiler refuses the source.
+    """
+    key = (source, variant, os.environ.get("CXX", ""), Settings.read().cache_dir or "")
+    with _guard:
+        if key in _loaded:
+            _loaded.move_to_end(key)
+            return _loaded[key]
+        lock = _building.setdefault(key, threading.Lock())
+    with lock:  # one thread builds, the others wait for it
+        made = _loaded.get(key) or _find_or_build(source, variant)
+        with _guard:
+            _loaded[key] = made
+            _building.pop(key, None)
+            while len(_loaded) > LOADED:
+                _loaded.popitem(last=False)
+    return made
+
+
+def reason() -> str:
+    """Why native kernels cannot be built and loaded here; empty when they can."""
+    return _reason(os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or "")
+
+
+@lru_cache(maxsize=8)
+def _reason(*_environment: str) -> str:
+    if not sys.platform.startswith("linux"):
+        return f"native kernels are built on Linux only; this is {sys.platform}"
+    try:
+        return "" if library(PROBE).frisket_probe() == 1 else "a library just built does not work"
+    except FrisketError as error:
+        return str(error).splitlines()[0]
+
+
+def _after_fork() -> None:
+    """Another thread of the parent may have held a lock, and would never give it back here."""
+    global _guard
+    _guard = threading.Lock()
+    _building.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+# -- the compiler ---------------------------------------------------------------------------------
+
+
+def compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler: CXX, which may have arguments, else g++, clang++ or c++; None without."""
+    given = os.environ.get("CXX", "").split()
+    for name in [given[0]] if given else COMPILERS:
+        if found := shutil.which(name):
+            return (found, *given[1:])
+    return None
+
+
+def compiler_version(command: tuple[str, ...]) -> str:
+    """The first line of --version, asked once for each state of the program on disk."""
+    state = os.stat(command[0])
+    return _asked(command, os.path.realpath(command[0]), state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=8)
+def _asked(command: tuple[str, ...], *_state: object) -> str:
+    try:
+        said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BackendError(
+            f"the C++ compiler {' '.join(command)} does not run: {error}\n  set CXX to another"
+        ) from None
+    return said.partition("\n")[0]
+
+
+# -- the cache --------------------------------------------------------------------------------------
+
+
+def directories() -> list[Path]:
+    """Where libraries are kept, in order: FRISKET_CACHE_DIR or the user's cache, then the temporary directory."""
+    from platformdirs import user_cache_dir
+
+    first = Path(Settings.read().cache_dir or user_cache_dir("frisket"))
+    return [first / "native", Path(tempfile.gettempdir()) / f"frisket-{os.getuid()}"]
+
+
+def writable() -> Path | None:
+    """The first of the directories that can be written to; None where there is none."""
+    return next((d for d in directories() if _writable(d)), None)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return _ours(folder) and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _ours(folder: Path) -> bool:
+    """Code is loaded from nowhere that anybody may write to."""
+    try:
+        state = folder.stat()
+    except OSError:
+        return False
+    return state.st_uid in (0, os.geteuid()) and not state.st_mode & 0o002
+
+
+def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
+    if why := lacking(variant):
+        raise BackendError(f"variant {variant!r} does not run here: {why}")
+    command = compiler()
+    if command is None:
+        named = os.environ.get("CXX")
+        raise BackendError(
+            f"no C++ compiler: CXX is {named!r}, which is not there" if named
+            else f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH\n  install one, or set CXX"
+        )  # fmt: skip
+    flags = (*FLAGS, *VARIANTS[variant][0])
+    machine = identity() if variant == "native" else ""
+    words = (source, " ".join(flags), " ".join(command), compiler_version(command), machine)
+    name = hashlib.sha256("\0".join(words).encode()).hexdigest()
+    for folder in directories():
+        if _ours(folder) and (found := _load(folder / f"{name}.so", name)) is not None:
+            return found
+    failed = []
+    for folder in directories():
+        if not _writable(folder):
+            failed.append(f"{folder} cannot be written to")
+            continue
+        try:
+            _build(source, [*command, *flags], folder, name)
+        except OSError as error:  # no space left, say
+            failed.append(str(error))
+            continue
+        if (found := _load(folder / f"{name}.so", name)) is not None:
+            return found
+        failed.append(f"nothing can be loaded from {folder}")
+    raise BackendError(f"nowhere to keep kernels: {'; '.join(failed)}\n  set FRISKET_CACHE_DIR to another directory")
+
+
+def _load(path: Path, name: str) -> ctypes.CDLL | None:
+    """The library at `path`; None where there is none, or not the one that was built under this name."""
+    try:
+        held = path.read_bytes()
+        if held[-DIGEST:] != _digest(name, held[:-DIGEST]):
+            return None
+        with suppress(PermissionError):  # somebody else's, to read only
+            os.utime(path)  # it was used now
+        return ctypes.CDLL(str(path))
+    except OSError:  # also from a directory without the right to execute
+        return None
+
+
+def _digest(name: str, content: bytes) -> bytes:
+    return hashlib.sha256(name.encode() + content).digest()
+
+
+def _build(source: str, command: list[str], folder: Path, name: str) -> None:
+    """Compile into the folder: the text beside the library, the library with its checksum behind it."""
+    text = folder / f"{name}.cpp"
+    _put(text, source.encode())
+    handle, made = tempfile.mkstemp(suffix=".tmp", dir=folder)
+    os.close(handle)
+    try:
+        said = subprocess.run([*command, "-o", made, str(text)], capture_output=True, text=True)
+        if said.returncode:
+            words = "\n".join(f"  {x}" for x in said.stderr.splitlines()[:12])
+            raise LoweringError(f"{command[0]} does not compile {text}\n{words}")
+        content = Path(made).read_bytes()
+    finally:
+        os.unlink(made)
+    _put(folder / f"{name}.so", content + _digest(name, content))
+    _evict(folder)
+
+
+def _put(path: Path, content: bytes) -> None:
+    """A file that is there whole or not at all, whoever else writes it."""
+    handle, made = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(made, path)
+    except BaseException:
+        os.unlink(made)
+        raise
+
+
+def _evict(folder: Path) -> None:
+    """Delete the libraries used longest ago beyond `ENTRIES`; others may be deleting at the same time."""
+
+    def used(path: Path) -> float:
+        try:
+            return path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    for old in sorted(folder.glob("*.so"), key=used)[:-ENTRIES]:
+        old.with_suffix(".cpp").unlink(missing_ok=True)
+        old.unlink(missing_ok=True)

@@ -1,0 +1,59 @@
+"""The CPU at hand, and the machines a kernel can be built for."""
+
+from __future__ import annotations
+
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
+V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+SCALAR = ("-DFRISKET_SCALAR", "-fno-tree-vectorize", "-fno-tree-slp-vectorize")  # the prelude's vectors have one lane
+
+# name: (flags of the compiler, what /proc/cpuinfo has to list). "native" is whatever this CPU has.
+VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "native": (("-march=native",), frozenset()),
+    "avx512bf16": (("-march=x86-64-v4", "-mavx512bf16"), V4 | {"avx512_bf16"}),
+    "avx512": (("-march=x86-64-v4",), V4),
+    "avx2": (("-march=x86-64-v3",), V3),
+    "scalar": (SCALAR, frozenset()),
+    "neon": (("-march=armv8-a",), frozenset({"asimd"})),
+}
+
+
+@lru_cache(maxsize=1)
+def _described() -> dict[str, str]:
+    """What /proc/cpuinfo says of the first CPU; empty where there is no such file."""
+    found: dict[str, str] = {}
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            for line in lines:
+                name, colon, value = line.partition(":")
+                if not colon and found:
+                    break
+                found[name.strip()] = " ".join(value.split())
+    except OSError:
+        pass
+    return found
+
+
+def features() -> frozenset[str]:
+    """What the CPU has beyond the least of its kind, in the words of /proc/cpuinfo."""
+    return frozenset((_described().get("flags") or _described().get("Features", "")).split())
+
+
+def identity() -> str:
+    """The CPU as a text: two machines share it only if code built for one runs on the other."""
+    kind = ("model name", "cpu family", "model", "CPU implementer", "CPU part", "CPU variant")
+    return " ".join([platform.machine(), *(_described().get(n, "-") for n in kind), *sorted(features())])
+
+
+def lacking(variant: str) -> str:
+    """What this CPU lacks to run a variant; empty when it can."""
+    missing = sorted(VARIANTS[variant][1] - features())
+    return f"this CPU has no {', '.join(missing)}" if missing else ""
+
+
+def best() -> str:
+    """The widest of the named variants that runs here: what "native" amounts to."""
+    return next(name for name in ("avx512bf16", "avx512", "avx2", "neon", "scalar") if not lacking(name))
