@@ -2,12 +2,13 @@
 
 Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`. `kept` is an
 Expr that says which weights survive dropout (their names' values are among `params`), at `rate`, taken as a float32;
-`sinks` [heads] are logits without a value.
+`sinks` [heads] are logits without a value. `rounded` goes over every array of a product: with one that rounds to
+bfloat16, this is what dense attention in bfloat16 gives, and how wrong that is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,11 @@ from .derive import derivatives
 from .plan import Origin, Sizes, whole
 
 Array = NDArray[Any]
+Rounded = Callable[[Any], Array]
+
+
+def exactly(x: Any) -> Array:
+    return np.asarray(x, np.float64)
 
 
 def coordinates(
@@ -59,7 +65,7 @@ def visible(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], shape
 
 @dataclass(frozen=True)
 class _Rows:
-    """What attention and its gradients share, all float64 [batch, heads, q_len, kv_len] unless it says otherwise."""
+    """What attention and its gradients share, [batch, heads, q_len, kv_len] unless it says otherwise."""
 
     env: dict[str, Any]  # values of the coordinates, sizes, parameters, and of `score` before the mod
     p: Array  # exp(m - lse): 0 where masked or m is -inf
@@ -70,96 +76,90 @@ class _Rows:
 
 def _rows(
     q: Array, k: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
-    tables: Mapping[str, Any], origin: Origin, sizes: Sizes | None, sinks: Any, kept: Expr | None, rate: float,
+    tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, sinks: Any = None,
+    kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly,
 ) -> _Rows:  # fmt: skip
-    shape = (*q.shape[:3], k.shape[2])
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     env = {**coordinates(*shape, origin, sizes), **params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
-    sink = np.full((shape[1], 1), -np.inf) if sinks is None else np.asarray(sinks, np.float64)[:, None]
-    env["score"] = m = np.einsum("bhqd,bhkd->bhqk", q, k) * scale
+    sink = rounded(np.full(shape[1], -np.inf) if sinks is None else sinks)[:, None]
+    env["score"] = m = rounded(q @ k.swapaxes(-1, -2) * q.dtype.type(scale))
     if score is not None:
-        m = np.broadcast_to(evaluate(score, env, tables), shape)
-    m = np.where(seen, m, -np.inf)
+        m = rounded(np.broadcast_to(evaluate(score, env, tables), shape))
+    m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
-    highest = np.maximum(top, sink)
-    shift = np.where(np.isneginf(highest), 0.0, highest)
+    shift = _finite(np.maximum(top, sink))
     lse = np.log(np.exp(m - shift[..., None]).sum(axis=-1) + np.exp(sink - shift)) + shift
-    p = np.exp(m - np.where(np.isneginf(lse), 0.0, lse)[..., None])
-    drop = np.ones(shape)
+    p = np.exp(m - _finite(lse)[..., None])
+    drop = np.ones(shape, p.dtype)
     if kept is not None:
         survives = np.broadcast_to(evaluate(kept, env, tables), shape)
-        drop = np.where(survives, 1 / (1 - float(np.float32(rate))), 0.0)
+        drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(rate))), p.dtype.type(0))
     return _Rows(env, p, drop, top, lse)
 
 
-def _per_query_head(q: Array, *others: Array) -> list[Array]:
-    """Float64, keys and values repeated for the query heads that share them."""
+def _finite(x: Array) -> Array:
+    return np.where(np.isneginf(x), x.dtype.type(0), x)
+
+
+def _per_query_head(rounded: Rounded, q: Array, *others: Array) -> list[Array]:
+    """Keys and values repeated for the query heads that share them."""
     heads = q.shape[1]
-    return [np.repeat(x, heads // x.shape[1], axis=1).astype(np.float64) for x in (q, *others)]
+    return [np.repeat(rounded(x), heads // x.shape[1], axis=1) for x in (q, *others)]
 
 
 def attention(
-    q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
-    tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, sinks: Any = None,
-    kept: Expr | None = None, rate: float = 0.0,
-) -> tuple[Array, Array]:  # fmt: skip
-    """(output [batch, heads, q_len, v_dim], lse [batch, heads, q_len]), float64."""
-    q, k, v = _per_query_head(*(np.asarray(x) for x in (q, k, v)))
+    q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, *, rounded: Rounded = exactly, **options: Any
+) -> tuple[Array, Array]:
+    """(output [batch, heads, q_len, v_dim], lse [batch, heads, q_len]).
+
+    Needs `scale`, `params` and `tables`, values by name; takes `origin`, `sizes`, `sinks`, `kept` and `rate`.
+    """
+    q, k, v = _per_query_head(rounded, q, k, v)
     with np.errstate(all="ignore"):
-        rows = _rows(
-            q, k, mask, score, scale=scale, params=params, tables=tables, origin=origin, sizes=sizes, sinks=sinks,
-            kept=kept, rate=rate,
-        )  # fmt: skip
-        return np.einsum("bhqk,bhkd->bhqd", rows.drop * rows.p, v), rows.lse
+        rows = _rows(q, k, mask, score, rounded=rounded, **options)
+        return rounded(rounded(rows.drop * rows.p) @ v), rows.lse
 
 
-def top(
-    q: Array, k: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
-    tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None,
-) -> Array:  # fmt: skip
-    """The largest visible modified score of each row [batch, heads, q_len], -inf where there is none."""
-    q, k = _per_query_head(*(np.asarray(x) for x in (q, k)))
+def top(q: Array, k: Array, mask: Expr | None, score: Expr | None, **options: Any) -> Array:
+    """The largest visible modified score of each row [batch, heads, q_len], -inf where there is none; options as of
+    `attention`."""
+    q, k = _per_query_head(exactly, q, k)
     with np.errstate(all="ignore"):
-        return _rows(
-            q, k, mask, score, scale=scale, params=params, tables=tables, origin=origin, sizes=sizes, sinks=None,
-            kept=None, rate=0.0,
-        ).top  # fmt: skip
+        return _rows(q, k, mask, score, **options).top
 
 
 def gradients(
     q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, dout: Array, dlse: Array | None = None, *,
-    scale: float, params: Mapping[str, Any], tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0),
-    sizes: Sizes | None = None, sinks: Any = None, kept: Expr | None = None, rate: float = 0.0,
+    scale: float, tables: Mapping[str, Any], sinks: Any = None, rounded: Rounded = exactly, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of what they are
     of, "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
 
-    The formulas are those of `lowering.derive`, position by position.
+    The formulas are those of `lowering.derive`, position by position; options as of `attention`.
     """
     kv_heads = k.shape[1]
-    dout = np.asarray(dout, np.float64)
-    q, k, v = _per_query_head(*(np.asarray(x) for x in (q, k, v)))
+    q, k, v = _per_query_head(rounded, q, k, v)
+    dout = rounded(dout)
     with np.errstate(all="ignore"):
-        rows = _rows(
-            q, k, mask, score, scale=scale, params=params, tables=tables, origin=origin, sizes=sizes, sinks=sinks,
-            kept=kept, rate=rate,
-        )  # fmt: skip
-        weights = rows.drop * rows.p
-        delta = (dout * np.einsum("bhqk,bhkd->bhqd", weights, v)).sum(-1)
-        delta -= 0.0 if dlse is None else np.asarray(dlse, np.float64)
-        dm = rows.p * (rows.drop * np.einsum("bhqd,bhkd->bhqk", dout, v) - delta[..., None])
+        rows = _rows(q, k, mask, score, scale=scale, tables=tables, sinks=sinks, rounded=rounded, **options)
+        weights = rounded(rows.drop * rows.p)
+        delta = (dout * rounded(weights @ v)).sum(-1)
+        delta = delta if dlse is None else delta - np.asarray(dlse, delta.dtype)
+        dm = rows.p * (rows.drop * rounded(dout @ v.swapaxes(-1, -2)) - delta[..., None])
 
         def times(x: Expr | None) -> Array:
             factor = 1.0 if x is None else evaluate(x, rows.env, tables)
-            return np.where(rows.p == 0, 0.0, dm * factor)
+            return rounded(np.where(rows.p == 0, 0.0, dm * factor))
 
         found = None if score is None else derivatives(unrolled(score, rows.env, tables))
         ds = times(None if found is None else found.slope)
+        factor = q.dtype.type(scale)
         grads: dict[str, Any] = {
-            "dq": scale * np.einsum("bhqk,bhkd->bhqd", ds, k),
-            "dk": _per_key_head(scale * np.einsum("bhqk,bhqd->bhkd", ds, q), kv_heads),
-            "dv": _per_key_head(np.einsum("bhqk,bhqd->bhkd", weights, dout), kv_heads),
-            "dsinks": None if sinks is None else _dsinks(np.asarray(sinks, np.float64), rows.lse, delta),
+            "dq": rounded(ds @ k * factor),
+            "dk": rounded(_per_key_head(ds.swapaxes(-1, -2) @ q * factor, kv_heads)),
+            "dv": rounded(_per_key_head(weights.swapaxes(-1, -2) @ dout, kv_heads)),
+            "dsinks": None if sinks is None else _dsinks(rounded(sinks), rows.lse, delta),
             "dtables": {}, "dscalars": {},
         }  # fmt: skip
         for g in () if found is None else found.gradients:
@@ -167,17 +167,18 @@ def gradients(
             if not g.index:
                 grads["dscalars"][g.source] = grads["dscalars"].get(g.source, 0.0) + parts.sum()
                 continue
-            into = grads["dtables"].setdefault(g.source, np.zeros(np.shape(tables[g.source])))
-            at = [np.clip(evaluate(e, rows.env, tables), 0, n - 1) for e, n in zip(g.index, into.shape, strict=True)]
+            shape = np.shape(tables[g.source])
+            into = grads["dtables"].setdefault(g.source, np.zeros(shape, parts.dtype))
+            at = [np.clip(evaluate(e, rows.env, tables), 0, n - 1) for e, n in zip(g.index, shape, strict=True)]
             np.add.at(into, tuple(np.broadcast_to(i, parts.shape) for i in at), parts)
         return grads
 
 
 def _per_key_head(x: Array, kv_heads: int) -> Array:
     batch, heads, *rest = x.shape
-    return x.reshape(batch, kv_heads, heads // kv_heads, *rest).sum(2)
+    return np.asarray(x.reshape(batch, kv_heads, heads // kv_heads, *rest).sum(2))
 
 
 def _dsinks(sinks: Array, lse: Array, delta: Array) -> Array:
-    share = np.exp(sinks[:, None] - np.where(np.isneginf(lse), 0.0, lse))  # 0 where the sink is -inf
+    share = np.exp(sinks[:, None] - _finite(lse))
     return -np.asarray(np.where(share == 0, 0.0, share * delta).sum((0, 2)))

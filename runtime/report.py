@@ -1,16 +1,17 @@
-"""Report: a result beside the float64 interpreter and beside dense attention in the same dtype."""
+"""Report: a result and its gradients beside the float64 interpreter and beside dense attention in the same dtype."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MismatchError
-from frisket.dsl.evaluate import evaluate
-from frisket.lowering.dense import attention, coordinates, visible
+from frisket.dsl.ir import Expr
+from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
 
 from .bind import Subject
@@ -23,23 +24,28 @@ FLOOR = 1e-6
 @dataclass(frozen=True)
 class Report:
     """Largest absolute errors against the float64 interpreter: of the result, and of dense attention done in the
-    dtype of the arrays. NaN counts as infinitely wrong, except where the interpreter has NaN too."""
+    dtype of the arrays. NaN counts as infinitely wrong, except where the interpreter has NaN too.
+
+    `gradients` has both errors for "dq", "dk", "dv", "dsinks" and "d" with the name of each table and scalar that is
+    differentiated, where gradients were asked for.
+    """
 
     out: float
     lse: float
     dense_out: float
     dense_lse: float
     dtype: str
+    gradients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def good(self) -> bool:
-        return self.out <= 2 * self.dense_out + FLOOR and self.lse <= 2 * self.dense_lse + FLOOR
+        pairs = [(self.out, self.dense_out), (self.lse, self.dense_lse), *self.gradients.values()]
+        return all(ours <= 2 * plain + FLOOR for ours, plain in pairs)
 
     def __str__(self) -> str:
-        return (
-            f"{self.dtype}: out {self.out:.1e} (dense {self.dense_out:.1e}), "
-            f"lse {self.lse:.1e} (dense {self.dense_lse:.1e}), against the float64 interpreter"
-        )
+        errors = {"out": (self.out, self.dense_out), "lse": (self.lse, self.dense_lse), **self.gradients}
+        text = ", ".join(f"{name} {ours:.1e} (dense {plain:.1e})" for name, (ours, plain) in errors.items())
+        return f"{self.dtype}: {text}, against the float64 interpreter"
 
     def require(self) -> None:
         """Raise `MismatchError` unless the result is good."""
@@ -50,42 +56,100 @@ class Report:
             )
 
 
-def compared(given: Arrays, g: Geometry, what: Subject, out: Array, lse: Array) -> Report:
-    """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from."""
-    q, k, v = (turn(to_numpy(x), given.layout, "bhsd") for x in (given.q, given.k, given.v))
-    mask, score = (None if p is None else p.expr for p in (what.mask, what.score))
-    names = {"params": what.scalars, "tables": what.tables, "origin": g.origin, "sizes": g.full}
-    want, want_lse = attention(q, k, v, mask, score, scale=g.scale, **names)  # type: ignore[arg-type]
-    plain, plain_lse = _rounded(given, g, what, q, k, v)
+@dataclass(frozen=True)
+class Cotangents:
+    """What gradients are compared for: `dout` as out, `dlse` [batch, heads, q_len], and the gradients that came of
+    them: "q", "k", "v", "sinks" and the names of tables and scalars; all of the framework, in the layout of the
+    call. None where there was none."""
+
+    dout: Any
+    dlse: Any
+    found: Mapping[str, Any]
+
+
+def compared(
+    given: Arrays, g: Geometry, what: Subject, out: Array, lse: Array, *, sinks: Any = None, kept: Expr | None = None,
+    rate: float = 0.0, params: Mapping[str, Any] | None = None, cotangents: Cotangents | None = None,
+) -> Report:  # fmt: skip
+    """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
+    values of names that only `kept` has."""
+    arrays = [turn(to_numpy(x), given.layout, "bhsd") for x in (given.q, given.k, given.v)]
+    arguments: tuple[Any, ...] = (*arrays, *what.exprs)
+    options: dict[str, Any] = {
+        "scale": g.scale, "params": {**what.scalars, **(params or {})}, "tables": what.tables, "origin": g.origin,
+        "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "kept": kept, "rate": rate,
+    }  # fmt: skip
+    in_dtype = _rounded(given)
+    want, want_lse = dense.attention(*arguments, **options)
+    plain, plain_lse = dense.attention(*arguments, **options, rounded=in_dtype)
+    gradients: dict[str, tuple[float, float]] = {}
+    if cotangents is not None:
+        dout = turn(to_numpy(cotangents.dout), given.layout, "bhsd")
+        dlse = None if cotangents.dlse is None else to_numpy(cotangents.dlse)
+        arguments += (dout, dlse)
+        exact, rough = (dense.gradients(*arguments, **options, rounded=r) for r in (dense.exactly, in_dtype))
+        gradients = _gradient_errors(cotangents.found, exact, rough, given.layout)
     return Report(
-        _error(out, want), _error(lse, want_lse), _error(plain, want), _error(plain_lse, want_lse), given.dtype
-    )
+        _error(out, want), _error(lse, want_lse), _error(plain, want), _error(plain_lse, want_lse), given.dtype,
+        gradients,
+    )  # fmt: skip
 
 
-def _rounded(given: Arrays, g: Geometry, what: Subject, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Dense attention whose scores, probabilities and output are rounded to the dtype of the arrays."""
+def _gradient_errors(
+    found: Mapping[str, Any], exact: dict[str, Any], rough: dict[str, Any], layout: str
+) -> dict[str, tuple[float, float]]:
+    errors = {}
+    for name, x in found.items():
+        if name in ("q", "k", "v", "sinks"):
+            want, plain = exact[f"d{name}"], rough[f"d{name}"]
+        else:
+            zero = np.zeros(np.shape(to_numpy(x)))
+            want, plain = (
+                {**some["dtables"], **some["dscalars"]}.get(name, zero) for some in (exact, rough)
+            )  # fmt: skip
+        got = to_numpy(x) if name not in ("q", "k", "v") else turn(to_numpy(x), layout, "bhsd")
+        errors[f"d{name}"] = _error(got, want), _error(plain, want)
+    return errors
+
+
+def _rounded(given: Arrays) -> Callable[[Any], Array]:
+    """Rounds to the dtype of the arrays; halves are kept as float32, as sums of theirs are."""
+    if given.dtype == "float64":
+        return dense.exactly
     half = rounding(given.q)
-    work: Any = np.float64 if given.dtype == "float64" else np.float32
-    q, k, v = (x.astype(work) for x in (q, k, v))
-    group = g.heads // g.kv_heads
-    k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-    shape = (g.batch, g.heads, g.q_len, g.kv_len)
-    env = {**coordinates(*shape, origin=g.origin, sizes=g.full), **what.scalars}
-    with np.errstate(all="ignore"):
-        s = half((q @ k.swapaxes(-1, -2)) * work(g.scale)).astype(work)
-        if what.score is not None:
-            s = half(np.broadcast_to(evaluate(what.score.expr, {**env, "score": s}, what.tables), shape)).astype(work)
-        if what.mask is not None:
-            s = np.where(visible(what.mask.expr, env, what.tables, shape), s, work(-np.inf))
-        top = s.max(-1, keepdims=True)
-        p = np.exp(s - np.where(np.isneginf(top), work(0), top))
-        total = p.sum(-1, keepdims=True)
-        weights = half(p / np.where(total == 0, work(1), total)).astype(work)
-        return half(weights @ v), ((np.log(total) + top)[..., 0]).astype(np.float64)
+    if given.dtype == "float32":
+        return lambda x: np.asarray(x, np.float32)
+    return lambda x: np.asarray(half(np.asarray(x)), np.float32)
+
+
+def differentiated(
+    framework: str, run: Callable[[dict[str, Any]], tuple[Any, Any]], inputs: Mapping[str, Any]
+) -> tuple[Any, Any, Cotangents]:
+    """(out, lse, Cotangents) of `run`, which takes `inputs` by name ("q", "k", "v", "sinks", tables) and gives
+    (out, lse): the framework's own differentiation, for random cotangents."""
+    random = np.random.default_rng(0)
+
+    def draw(x: Any) -> Array:
+        return random.standard_normal(tuple(x.shape))
+
+    if framework == "torch":
+        import torch
+
+        leaves = {n: x.detach().clone().requires_grad_() for n, x in inputs.items()}
+        out, lse = run(leaves)
+        to_out, to_lse = (torch.from_numpy(draw(x)).to(x) for x in (out, lse))
+        grads = torch.autograd.grad([out, lse], list(leaves.values()), [to_out, to_lse], allow_unused=True)
+        found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads, strict=True)}
+        return out.detach(), lse.detach(), Cotangents(to_out, to_lse, found)
+    import jax
+
+    (out, lse), pullback = jax.vjp(run, dict(inputs))
+    dout, dlse = (jax.numpy.asarray(draw(x), x.dtype) for x in (out, lse))
+    return out, lse, Cotangents(dout, dlse, pullback((dout, dlse))[0])
 
 
 def _error(got: Array, want: Array) -> float:
     with np.errstate(all="ignore"):
         same = (got == want) | (np.isnan(got) & np.isnan(want))
         off = np.where(same, 0.0, np.abs(got - want))
-    return float(np.where(np.isnan(off), np.inf, off).max())
+    return float(np.where(np.isnan(off), np.inf, off).max(initial=0.0))

@@ -1,0 +1,108 @@
+"""Reports of gradients: dense attention written in torch and in JAX stands in for an executor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import frisket as fk
+from frisket.runtime.bind import subject
+from frisket.runtime.frameworks import arrays, to_numpy, turn
+from frisket.runtime.report import Report, compared, differentiated
+
+B, H, KV, S, D = 2, 4, 2, 12, 8
+SLOPES = np.random.default_rng(1).standard_normal(H).astype(np.float32)
+WHAT = subject("causal", "5 * tanh(score / 5) + slopes[h] * (k - q)", {"slopes": SLOPES})
+
+
+def values(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+def in_torch(dtype: str, wrong: str = ""):
+    """(Report, inputs) of attention in torch; the gradient of the input named `wrong` is 1.01 times too large."""
+    torch = pytest.importorskip("torch")
+    kind = getattr(torch, dtype)
+    inputs = {
+        "q": torch.tensor(values(B, H, S, D)).to(kind), "k": torch.tensor(values(B, KV, S, D)).to(kind),
+        "v": torch.tensor(values(B, KV, S, D)).to(kind), "slopes": torch.tensor(SLOPES),
+    }  # fmt: skip
+    inputs["sinks"] = torch.tensor(values(H))
+    at = torch.arange(S)
+
+    def run(x):
+        x = {n: t * 1.01 - t.detach() * 0.01 if n == wrong else t for n, t in x.items()}
+        k, v = (x[n].float().repeat_interleave(H // KV, 1) for n in "kv")
+        s = x["q"].float() @ k.mT * D**-0.5
+        s = 5 * torch.tanh(s / 5) + x["slopes"][:, None, None] * (at - at[:, None])
+        s = s.masked_fill(at > at[:, None], -torch.inf)
+        s = torch.cat([s, x["sinks"][None, :, None, None].expand(B, H, S, 1)], -1)
+        return (s.softmax(-1)[..., :-1] @ v).to(kind), s.logsumexp(-1)
+
+    return finish("torch", run, inputs)
+
+
+def in_jax(wrong: str = ""):
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    inputs = {
+        "q": jnp.asarray(values(B, S, H, D)), "k": jnp.asarray(values(B, S, KV, D)),
+        "v": jnp.asarray(values(B, S, KV, D)), "slopes": jnp.asarray(SLOPES), "sinks": jnp.asarray(values(H)),
+    }  # fmt: skip
+    at = jnp.arange(S)
+
+    def run(x):
+        x = {n: t * 1.01 - jax.lax.stop_gradient(t) * 0.01 if n == wrong else t for n, t in x.items()}
+        q, k, v = (x[n].swapaxes(1, 2) for n in "qkv")
+        k, v = (jnp.repeat(t, H // KV, 1) for t in (k, v))
+        s = q @ k.mT * D**-0.5
+        s = 5 * jnp.tanh(s / 5) + x["slopes"][:, None, None] * (at - at[:, None])
+        s = jnp.where(at > at[:, None], -jnp.inf, s)
+        s = jnp.concatenate([s, jnp.broadcast_to(x["sinks"][None, :, None, None], (B, H, S, 1))], -1)
+        return (jax.nn.softmax(s)[..., :-1] @ v).swapaxes(1, 2), jax.nn.logsumexp(s, -1)
+
+    return finish("jax", run, inputs)
+
+
+def finish(framework, run, inputs) -> Report:
+    out, lse, cotangents = differentiated(framework, run, inputs)
+    given = arrays(*(inputs[n] for n in "qkv"))
+    g = given.geometry(None, True)
+    return compared(
+        given, g, WHAT, turn(to_numpy(out), given.layout, "bhsd"), to_numpy(lse), sinks=inputs["sinks"],
+        cotangents=cotangents,
+    )  # fmt: skip
+
+
+def test_gradients_in_torch():
+    for dtype in ("float32", "bfloat16", "float16"):
+        report = in_torch(dtype)
+        report.require()
+        assert list(report.gradients) == ["dq", "dk", "dv", "dslopes", "dsinks"]
+        assert max(ours for ours, _ in report.gradients.values()) > 0
+        assert str(report).startswith(f"{dtype}: out ")
+        assert "dslopes" in str(report)
+
+
+@pytest.mark.parametrize("wrong", ["q", "k", "v", "slopes", "sinks"])
+def test_a_wrong_gradient_in_torch(wrong):
+    report = in_torch("float32", wrong)
+    bad = [n for n, (ours, plain) in report.gradients.items() if ours > 2 * plain + 1e-6]
+    assert bad == [f"d{wrong}"]
+    with pytest.raises(fk.MismatchError, match=f"d{wrong} "):
+        report.require()
+
+
+def test_gradients_in_jax():
+    in_jax().require()
+    with pytest.raises(fk.MismatchError, match="may be twice that of dense attention plus 1e-06"):
+        in_jax("slopes").require()
+
+
+def test_a_result_without_gradients():
+    report = in_torch("float32")
+    assert replace(report, gradients={}).good
+    assert not replace(report, out=1.0).good
+    assert str(replace(report, gradients={})).count("(dense") == 2
