@@ -1,0 +1,301 @@
+// A call by XLA as the record of a native kernel. native_jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
+// of lowering/emit/cpp_call.py with Real = void.
+//
+// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse; words, floats, spans, count, slice_of; sinks,
+//           if given; tables. Results: out, lse, top, or dq, dk, dv and a buffer for each captured gradient.
+// words     pairs of int32, low half first: the four sizes, b and h of the origin, q's and k's, Int slots (a Float
+//           slot's word is unused); floats has an entry for each slot too. Tables in 64 bits are pairs likewise.
+// form      the attribute: see Form. jax.vmap puts lengths in front of every operand, 1 where it does not change.
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef int64_t (*Kernel)(const Call *);
+
+// -- threads: XLA's own ------------------------------------------------------------------------------------------
+
+struct Pool {
+    const XLA_FFI_Api *api;
+    XLA_FFI_ExecutionContext *context;
+};
+
+// One run of work on many workers. Tasks that the pool starts after it is over find it closed; the last holder frees.
+struct Job {
+    Work work;
+    void *task;
+    int64_t workers;  // numbers given out
+    int64_t running;  // workers inside `work`, CLOSED added once none may begin
+    int64_t holders;
+    pthread_mutex_t mutex;
+    pthread_cond_t over;
+};
+
+static const int64_t CLOSED = INT64_MIN;
+static const int SPINS = 4096;  // some microseconds: the last item of another worker is often nearly done
+
+static void release(Job *job, int64_t holders) {
+    if (__atomic_sub_fetch(&job->holders, holders, __ATOMIC_ACQ_REL)) return;
+    pthread_mutex_destroy(&job->mutex);
+    pthread_cond_destroy(&job->over);
+    free(job);
+}
+
+static void join(void *data) {
+    Job *job = (Job *)data;
+    int64_t running = __atomic_load_n(&job->running, __ATOMIC_ACQUIRE);
+    while (running >= 0 && !__atomic_compare_exchange_n(
+        &job->running, &running, running + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
+    if (running >= 0) {
+        job->work(job->task, __atomic_fetch_add(&job->workers, 1, __ATOMIC_RELAXED));
+        if (__atomic_sub_fetch(&job->running, 1, __ATOMIC_ACQ_REL) == CLOSED) {
+            pthread_mutex_lock(&job->mutex);
+            pthread_cond_signal(&job->over);
+            pthread_mutex_unlock(&job->mutex);
+        }
+    }
+    release(job, 1);
+}
+
+static bool over(Job *job) { return __atomic_load_n(&job->running, __ATOMIC_ACQUIRE) == CLOSED; }
+
+// The caller is worker 0 and pulls whatever nobody else does, so that a pool whose threads all wait here still ends.
+static void run(void *data, Work work, void *task, int64_t workers) {
+    Pool *pool = (Pool *)data;
+    Job *job = workers > 1 ? (Job *)malloc(sizeof(Job)) : nullptr;
+    if (!job) return work(task, 0);
+    *job = {work, task, 1, 0, workers, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
+    for (int64_t i = 1; i < workers; ++i) {
+        XLA_FFI_ThreadPool_Schedule_Args args = {
+            XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, nullptr, pool->context, join, job};
+        if (XLA_FFI_Error *error = pool->api->XLA_FFI_ThreadPool_Schedule(&args)) {
+            XLA_FFI_Error_Destroy_Args dropped = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+            pool->api->XLA_FFI_Error_Destroy(&dropped);
+            release(job, workers - i);
+            break;
+        }
+    }
+    work(task, 0);
+    __atomic_add_fetch(&job->running, CLOSED, __ATOMIC_ACQ_REL);
+    for (int i = 0; i < SPINS && !over(job); ++i) __asm__ volatile("" ::: "memory");
+    if (!over(job)) {
+        pthread_mutex_lock(&job->mutex);
+        while (!over(job)) pthread_cond_wait(&job->over, &job->mutex);
+        pthread_mutex_unlock(&job->mutex);
+    }
+    release(job, 1);
+}
+
+static int64_t threads_of(Pool *pool) {
+    int64_t threads = 0;
+    XLA_FFI_ThreadPool_NumThreads_Args args = {
+        XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, nullptr, pool->context, &threads};
+    if (XLA_FFI_Error *error = pool->api->XLA_FFI_ThreadPool_NumThreads(&args)) {
+        XLA_FFI_Error_Destroy_Args dropped = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+        pool->api->XLA_FFI_Error_Destroy(&dropped);
+    }
+    return threads > 1 ? threads : 1;
+}
+
+// -- operands ----------------------------------------------------------------------------------------------------
+
+struct Form {  // what the buffers do not tell, as int64s; behind it, is a slot Float, for each, and ranks of tables
+    int64_t backward, dlse, sinks;
+    int64_t q_origins, k_origins;  // one, or one for each batch entry
+    int64_t slots, tables;
+};
+
+struct Frame {
+    const XLA_FFI_CallFrame *frame;
+    Kernel kernel;
+    Pool pool;
+    Form form;
+    const int64_t *floating, *ranks;  // behind the form
+    double scale;
+    int64_t mapped;  // dimensions that vmap put in front
+    int64_t instances;
+    int64_t threads;
+    int64_t next, failed;
+};
+
+static const XLA_FFI_Buffer *operand(const Frame &f, int64_t i) {
+    return (const XLA_FFI_Buffer *)f.frame->args.args[i];
+}
+
+static const XLA_FFI_Buffer *result(const Frame &f, int64_t i) {
+    return (const XLA_FFI_Buffer *)f.frame->rets.rets[i];
+}
+
+static int64_t width(XLA_FFI_DataType type) {
+    switch (type) {
+    case XLA_FFI_DataType_PRED: case XLA_FFI_DataType_U8: return 1;
+    case XLA_FFI_DataType_F16: case XLA_FFI_DataType_BF16: return 2;
+    case XLA_FFI_DataType_S32: case XLA_FFI_DataType_F32: return 4;
+    default: return 8;
+    }
+}
+
+// Where one instance of a mapped call has its part of a buffer.
+static char *part(const Frame &f, const XLA_FFI_Buffer *buffer, int64_t instance) {
+    int64_t entry = width(buffer->dtype), offset = 0;
+    for (int64_t d = f.mapped; d < buffer->rank; ++d) entry *= buffer->dims[d];
+    for (int64_t d = f.mapped; d-- > 0; entry *= buffer->dims[d]) {
+        int64_t length = result(f, 0)->dims[d];
+        if (buffer->dims[d] > 1) offset += instance % length * entry;
+        instance /= length;
+    }
+    return (char *)buffer->data + offset;
+}
+
+static Array array(const Frame &f, const XLA_FFI_Buffer *buffer, int64_t instance) {
+    const int64_t *dims = buffer->dims + f.mapped;  // batch, length, heads, entries
+    return {part(f, buffer, instance), dims[1] * dims[2] * dims[3], dims[3], dims[2] * dims[3]};
+}
+
+static int64_t words_of_tables(const Frame &f) {
+    int64_t words = 0;
+    for (int64_t i = 0; i < f.form.tables; ++i) words += 1 + 2 * f.ranks[i];
+    return words;
+}
+
+static void fill_slots(const Frame &f, Slot *slots, const int64_t *words, const XLA_FFI_Buffer *floats, int64_t n) {
+    const char *data = part(f, floats, n);
+    for (int64_t i = 0; i < f.form.slots; ++i) {
+        if (!f.floating[i]) slots[i].i = words[i];
+        else slots[i].f = floats->dtype == XLA_FFI_DataType_F64 ? ((const double *)data)[i] : ((const float *)data)[i];
+    }
+}
+
+static void fill_tables(const Frame &f, int64_t *words, int64_t first, int64_t instance) {
+    for (int64_t i = 0; i < f.form.tables; ++i) {
+        const XLA_FFI_Buffer *table = operand(f, first + i);
+        int64_t rank = f.ranks[i], step = 1;
+        words[0] = (int64_t)part(f, table, instance);
+        for (int64_t d = rank; d-- > 0; step *= words[1 + d]) {
+            words[1 + d] = table->dims[f.mapped + d];
+            words[1 + rank + d] = step;
+        }
+        words += 1 + 2 * rank;
+    }
+}
+
+static int64_t call_kernel(const Frame &f, int64_t n, int64_t threads) {
+    Call call = {};
+    int64_t next = 0, written = 0;
+    auto take = [&] { return operand(f, next++); };
+    auto give = [&] { return result(f, written++); };
+    const XLA_FFI_Buffer *q = take(), *k = take(), *v = take();
+    const int64_t *q_dims = q->dims + f.mapped, *k_dims = k->dims + f.mapped;
+    call.threads = threads;
+    call.parallel = threads > 1 ? run : nullptr;
+    call.pool = (void *)&f.pool;
+    call.batch = q_dims[0], call.q_len = q_dims[1], call.heads = q_dims[2];
+    call.kv_len = k_dims[1], call.kv_heads = k_dims[2];
+    call.scale = f.scale;
+    call.q = array(f, q, n), call.k = array(f, k, n), call.v = array(f, v, n);
+    int64_t captured = 0;
+    if (f.form.backward) {
+        call.out = array(f, take(), n), call.lse = (Real *)part(f, take(), n), call.dout = array(f, take(), n);
+        if (f.form.dlse) call.dlse = (const Real *)part(f, take(), n);
+        call.dq = array(f, give(), n), call.dk = array(f, give(), n), call.dv = array(f, give(), n);
+        captured = f.frame->rets.size - written;
+    } else {
+        call.out = array(f, give(), n), call.lse = (Real *)part(f, give(), n), call.top = (Real *)part(f, give(), n);
+    }
+    Real **gradients = (Real **)__builtin_alloca((captured + 1) * sizeof(Real *));
+    for (int64_t i = 0; i < captured; ++i) gradients[i] = (Real *)part(f, give(), n);
+    call.gradients = captured ? gradients : nullptr;
+
+    const int64_t *words = (const int64_t *)part(f, take(), n);
+    call.size_b = words[0], call.size_h = words[1], call.size_q = words[2], call.size_k = words[3];
+    call.b_origin = words[4], call.h_origin = words[5];
+    call.q_origin = words + 6, call.k_origin = call.q_origin + f.form.q_origins;
+    call.q_origin_step = f.form.q_origins > 1, call.k_origin_step = f.form.k_origins > 1;
+    Slot *slots = (Slot *)__builtin_alloca((f.form.slots + 1) * sizeof(Slot));
+    fill_slots(f, slots, call.k_origin + f.form.k_origins, take(), n);
+    call.slots = slots;
+
+    const XLA_FFI_Buffer *spans = take();
+    call.rows = spans->dims[f.mapped + 1], call.records = spans->dims[f.mapped + 2];
+    call.spans = (const int32_t *)part(f, spans, n);
+    call.count = (const int32_t *)part(f, take(), n);
+    call.slice_of = (const int32_t *)part(f, take(), n);
+    if (f.form.sinks) call.sinks = (const Real *)part(f, take(), n);
+    int64_t *tables = (int64_t *)__builtin_alloca((words_of_tables(f) + 1) * sizeof(int64_t));
+    fill_tables(f, tables, next, n);
+    call.tables = tables;
+    return f.kernel(&call);
+}
+
+// -- the call ----------------------------------------------------------------------------------------------------
+
+static void *error(const XLA_FFI_CallFrame *frame, XLA_FFI_Error_Code code, const char *message) {
+    XLA_FFI_Error_Create_Args args = {XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, message, code};
+    return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+static bool named(const XLA_FFI_ByteSpan *span, const char *name) {
+    return span->len == strlen(name) && !memcmp(span->ptr, name, span->len);
+}
+
+static bool read_attributes(Frame &f) {
+    const XLA_FFI_Attrs &given = f.frame->attrs;
+    bool form = false, scale = false;
+    for (int64_t i = 0; i < given.size; ++i) {
+        if (named(given.names[i], "form") && given.types[i] == XLA_FFI_AttrType_ARRAY) {
+            const XLA_FFI_Array *array = (const XLA_FFI_Array *)given.attrs[i];
+            if (array->dtype != XLA_FFI_DataType_S64 || array->size * sizeof(int64_t) < sizeof(Form)) return false;
+            memcpy(&f.form, array->data, sizeof(Form));
+            f.floating = (const int64_t *)array->data + sizeof(Form) / sizeof(int64_t);
+            f.ranks = f.floating + f.form.slots;
+            form = (int64_t)(array->size - sizeof(Form) / sizeof(int64_t)) == f.form.slots + f.form.tables;
+        } else if (named(given.names[i], "scale") && given.types[i] == XLA_FFI_AttrType_SCALAR) {
+            const XLA_FFI_Scalar *scalar = (const XLA_FFI_Scalar *)given.attrs[i];
+            scale = scalar->dtype == XLA_FFI_DataType_F64;
+            if (scale) memcpy(&f.scale, scalar->value, sizeof(double));
+        }
+    }
+    return form && scale;
+}
+
+// Instances of a mapped call, one after the other on each worker.
+static void pull(void *task, int64_t) {
+    Frame *f = (Frame *)task;
+    for (int64_t n; (n = __atomic_fetch_add(&f->next, 1, __ATOMIC_RELAXED)) < f->instances;)
+        if (int64_t code = call_kernel(*f, n, 1)) __atomic_store_n(&f->failed, code, __ATOMIC_RELAXED);
+}
+
+extern "C" void *frisket_bridge(void *data, Kernel kernel) {
+    const XLA_FFI_CallFrame *frame = (const XLA_FFI_CallFrame *)data;
+    if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
+        XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
+        metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+        metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+        return nullptr;
+    }
+    Frame f = {};
+    f.frame = frame, f.kernel = kernel, f.pool = {frame->api, frame->ctx};
+    if (!read_attributes(f))
+        return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "this call was made by another version of frisket");
+    int64_t expected = 8 + f.form.sinks + f.form.tables + (f.form.backward ? 3 + f.form.dlse : 0);
+    if (frame->args.size != expected || frame->rets.size < 3)
+        return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "operands of a frisket kernel are missing");
+    f.mapped = operand(f, 0)->rank - 4;
+    f.instances = 1;
+    for (int64_t d = 0; d < f.mapped; ++d) f.instances *= result(f, 0)->dims[d];
+    for (int64_t i = 3; f.form.backward && i < frame->rets.size; ++i) {  // captured gradients are added to
+        const XLA_FFI_Buffer *buffer = result(f, i);
+        int64_t bytes = width(buffer->dtype);
+        for (int64_t d = 0; d < buffer->rank; ++d) bytes *= buffer->dims[d];
+        memset(buffer->data, 0, bytes);
+    }
+    f.threads = threads_of(&f.pool);
+    if (f.instances >= 4 * f.threads && f.threads > 1)
+        run(&f.pool, pull, &f, f.threads);
+    else
+        for (int64_t n = 0; n < f.instances && !f.failed; ++n) f.failed = call_kernel(f, n, f.threads);
+    if (!f.failed) return nullptr;
+    char message[64];
+    snprintf(message, sizeof message, "a frisket kernel failed with code %lld", (long long)f.failed);
+    return error(frame, XLA_FFI_Error_Code_INTERNAL, message);
+}

@@ -1,0 +1,256 @@
+"""The native kernels on JAX arrays: custom calls of XLA, on XLA's own threads.
+
+A kernel is registered under a name that holds the hash of its source. What a call is made of goes as operands, so
+that tables, slots, spans and origins may be traced and mapped; only which operands there are is static. Nothing in
+a compiled or exported module points into this process: where the kernel is not registered XLA says so.
+
+JAX has 64-bit integers only when asked, the kernels always: they travel as pairs of int32, low half first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from importlib.metadata import version
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frisket.dsl.errors import ParameterError
+from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.derive import Over, backward_of
+from frisket.lowering.emit import cpp, cpp_call
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.lowering.xla_fold import folded
+
+from . import native_build
+
+if TYPE_CHECKING:
+    import jax
+
+INT32 = np.iinfo(np.int32)
+KINDS = ("forward", "backward")
+
+
+def forward(
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len]) from q [batch, q_len, heads, dim] and
+    k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them. Anything that holds values may be traced
+    or mapped; shapes are the host's."""
+    real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    name = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
+    static = Static(name, _form(plan, geometry, sinks), geometry.scale)
+    result: tuple[jax.Array, jax.Array, jax.Array] = _compiled(static)(
+        (q, k, v), *_values(plan, spans, geometry, slots, tables, real, sinks)
+    )
+    return result
+
+
+def backward(
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
+    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them."""
+    real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
+    gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
+    name = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
+    sums = tuple((g.over, order.index(g.source) if g.index else -1) for g in gradients)
+    static = Static(name, _form(plan, geometry, sinks, dlse, True), geometry.scale, sums)
+    arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
+    if dlse is not None:
+        arrays = (*arrays, dlse.astype(real))
+    values = _values(plan, spans, geometry, slots, tables, real, sinks)
+    (dq, dk, dv), buffers = _compiled(static)(arrays, *values)
+    found = {"q": dq, "k": dk, "v": dv}
+    kept = [(g, x) for g, x in zip(gradients, buffers, strict=True) if g.source in wanted]
+    if kept:
+        found |= folded([g for g, _ in kept], [x for _, x in kept], geometry, slots, tables, int64=plan.int64)
+    return {name: x for name, x in found.items() if name in wanted}
+
+
+# -- what a call is made of -------------------------------------------------------------------------
+
+
+def _form(plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, backward: bool = False) -> tuple[int, ...]:
+    """Which operands there are: `Form` of native_bridge.cpp and what stands behind it."""
+    origins = (_count(x) for x in geometry.origin[2:])
+    floating = (int(s.type is FLOAT) for s in plan.slots)
+    flags = (int(backward), int(dlse is not None), int(sinks is not None))
+    ranks = (t.rank for t in plan.tables)
+    return (*flags, *origins, len(plan.slots), len(plan.tables), *floating, *ranks)
+
+
+def _count(x: Any) -> int:
+    return 1 if isinstance(x, int) else int(np.prod(np.shape(x)))
+
+
+def _values(
+    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
+    tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(words, floats, (bounds, count, slice_of), sinks or None, tables), on the host where nothing is traced."""
+    whole = [0 if s.type is FLOAT else slots[s.name] for s in plan.slots]
+    words = _joined([_pairs(x) for x in (*geometry.full, *geometry.origin, *whole)])
+    floats = _joined(
+        [_flat(slots[s.name] if s.type is FLOAT else 0.0, real) for s in plan.slots] or [np.zeros(1, real)]
+    )
+    runs = (spans.bounds, spans.count, spans.slice_of)
+    arrays = tuple(_table(t, tables[t.name], plan.int64, real) for t in plan.tables)
+    return words, floats, runs, None if sinks is None else _flat(sinks, real), arrays
+
+
+def _on_host(x: Any) -> bool:
+    return isinstance(x, int | float | np.ndarray | np.generic)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if all(isinstance(x, np.ndarray) for x in parts):
+        return np.concatenate(parts)
+    import jax.numpy as jnp
+
+    return jnp.concatenate(parts)
+
+
+def _flat(x: Any, real: np.dtype[Any]) -> Any:
+    return np.asarray(x, real).reshape(-1) if _on_host(x) else x.astype(real).reshape(-1)
+
+
+def _pairs(x: Any) -> Any:
+    """Int or Bool as [n, 2] int32: the halves of each in 64 bits."""
+    return _halves(np.asarray(x).reshape(-1) if _on_host(x) else x.reshape(-1))
+
+
+def _halves(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x, np.int64)[..., None].view(np.int32)
+    import jax.numpy as jnp
+    from jax import lax
+
+    if x.dtype == np.int64:
+        return lax.bitcast_convert_type(x, np.int32)
+    low = x.astype(np.int32)
+    return jnp.stack([low, low >> 31 if np.issubdtype(x.dtype, np.signedinteger) else jnp.zeros_like(low)], -1)
+
+
+def _table(use: TableUse, table: Any, wide: bool, real: np.dtype[Any]) -> Any:
+    """A table in the kernel's numbers; Ints that do not fit are an error, not other numbers."""
+    if use.type is FLOAT:
+        return table.astype(real)
+    if use.type is BOOL:
+        return table.astype(np.bool_)
+    if wide:
+        return _halves(table)
+    if isinstance(table, np.ndarray) and table.size and (table.max() > INT32.max or table.min() < INT32.min):
+        raise ParameterError(
+            f"table `{use.source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
+        )
+    return table.astype(np.int32)
+
+
+# -- the call ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Static:
+    """What a compiled call depends on beside the shapes of its operands."""
+
+    target: str  # of the custom call
+    form: tuple[int, ...]
+    scale: float
+    gradients: tuple[tuple[Over, int], ...] | None = None  # of a backward: how each is summed, and which table is read
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return {"form": np.array(self.form, np.int64), "scale": np.float64(self.scale)}
+
+
+@lru_cache(maxsize=1024)
+def _compiled(static: Static) -> Any:
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
+
+    shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
+    unsplit: Any = PartitionSpec
+
+    def attention(arrays: tuple[Any, ...], words: Any, floats: Any, runs: Any, sinks: Any, tables: Any) -> Any:
+        operands = [*arrays, words, floats, *runs, *([] if sinks is None else [sinks]), *tables]
+        types = [jax.typeof(x) for x in operands]
+        q, k, v = types[:3]
+        real = np.float64 if q.dtype == np.float64 else np.float32
+        batch, q_len, heads, _ = q.shape
+        if static.gradients is None:
+            row = (batch, heads, q_len)
+            shapes = [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real)]
+        else:
+            sums = {
+                "head": (batch, heads),
+                "row": (batch, heads, q_len),
+                "column": (batch, heads, k.shape[1]),
+                "diagonal": (batch, heads, q_len + k.shape[1] - 1),
+            }
+            shapes = [(x.shape, x.dtype) for x in (q, k, v)]
+            shapes += [(sums[over] if over in sums else tables[i].shape, real) for over, i in static.gradients]
+        # under shard_map operands vary along the same axes of the mesh, and so do results
+        along = frozenset[str]().union(*(t.manual_axis_type.varying for t in types))
+        operands = [
+            jax.lax.pcast(x, tuple(sorted(along - t.manual_axis_type.varying)), to="varying")
+            for x, t in zip(operands, types, strict=True)
+        ]
+        where = {"manual_axis_type": q.manual_axis_type.update(varying=along)} if along else {}
+        if along:
+            where["sharding"] = NamedSharding(get_abstract_mesh(), unsplit())
+        call = jax.ffi.ffi_call(
+            static.target,
+            [shaped(shape, dtype, **where) for shape, dtype in shapes],
+            vmap_method="expand_dims",
+        )
+        results = call(*operands, **static.attributes)
+        return tuple(results) if static.gradients is None else (results[:3], results[3:])
+
+    return jax.jit(attention)
+
+
+# -- kernels by name --------------------------------------------------------------------------------
+
+_lock = Lock()
+_registered: dict[str, Any] = {}  # libraries by the hash of their source, held for good: XLA may call them any time
+
+
+@lru_cache(maxsize=1024)
+def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> str:
+    """The custom call of a kernel, `kind` "forward" or "backward"; built and registered at first sight."""
+    import jax
+
+    capsule: Any = jax.ffi.pycapsule
+    source = cpp.emit(plan, target, head_dim, v_dim, dtype)
+    key = hashlib.sha256(source.encode()).hexdigest()[:24]
+    with _lock:
+        if key not in _registered:
+            library = native_build.library(source)
+            ctypes.c_void_p.in_dll(library, "frisket_bridge").value = _bridge()
+            for one in KINDS:
+                handler = capsule(getattr(library, f"frisket_{one}_xla"))
+                jax.ffi.register_ffi_target(f"frisket_{one}_{key}", handler, platform="cpu")
+            _registered[key] = library
+    return f"frisket_{kind}_{key}"
+
+
+@lru_cache(maxsize=1)
+def _bridge() -> int | None:
+    """The address of what turns XLA's calls into records, compiled for this jaxlib."""
+    import jax
+
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    preface = f'// jaxlib {version("jaxlib")}\n#include "{header}"\ntypedef void Real;\n'
+    text = resources.files("frisket.runtime").joinpath("native_bridge.cpp").read_text()
+    return ctypes.cast(native_build.library(preface + cpp_call.text() + text).frisket_bridge, ctypes.c_void_p).value
