@@ -79,23 +79,23 @@ def flash(tiles: Tiles, part: Fused, members: list[Heads]) -> Iterator[tuple[Any
 
 def flash_backward(
     tiles: Tiles, part: Fused, members: list[Heads], rows: tuple[Tensor, Tensor, Tensor],
-    sums: tuple[Tensor, Tensor, Tensor],
+    sums: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:  # fmt: skip
-    """Write dq and add dk, dv of the part to `sums`, whose shapes are those of q (grouped), k and v. `rows`: dout,
-    out and lse, [batch, kv_heads, group, q_len, ...]. P comes from the whole row's lse, so parts need no merging."""
+    """Add dq, dk, dv of the part to `sums`, whose shapes are those of q (grouped), k and v. `rows`: dout, out and
+    lse, [batch, kv_heads, group, q_len, ...]. P comes from the whole row's lse, so parts need no merging."""
     torch, step = tiles.torch, part.step
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     for m, j in _columns(members):
         kv = slice(m.kv, m.kv + m.count)
         place = (m.batch, kv, j, slice(step.start, step.start + step.height))
         dout, query, out, lse = (x[place].unsqueeze(0) for x in (rows[0], tiles.q, *rows[1:]))
-        for i, (keys, triangle) in enumerate(part.parts):
+        for keys, triangle in part.parts:
             at = (m.batch, kv, keys)
             key, value = (x[at].unsqueeze(0) for x in (tiles.k, tiles.v))
-            dq, dk, dv = kernel(dout, query, key, value, out, lse, 0.0, triangle, scale=tiles.geometry.scale)
-            sums[0][place] = dq[0] if i == 0 else sums[0][place] + dq[0]
-            sums[1][at] += dk[0]
-            sums[2][at] += dv[0]
+            found = kernel(dout, query, key, value, out, lse, 0.0, triangle, scale=tiles.geometry.scale)
+            for total, where, share in zip(sums, (place, at, at), found, strict=True):
+                if total is not None:
+                    total[where] += share[0]
 
 
 def _columns(members: list[Heads]) -> Iterator[tuple[Heads, int]]:

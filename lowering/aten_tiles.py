@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from threading import local
 from typing import Any
 
@@ -164,13 +164,16 @@ class Tiles:
             part = part[0].unflatten(1, (block.step.count, block.step.height)).transpose(0, 1)
         return part.flatten(1, 2)
 
-    def put(self, x: Tensor, block: Block, value: Tensor) -> None:
-        """The inverse of `rows`: write `value` to the block's part of `x`."""
+    def put(self, x: Tensor, block: Block, value: Tensor, add: bool = False) -> None:
+        """The inverse of `rows`: write `value` to the block's part of `x`, or add it."""
         part, value = x[block.place], value.unflatten(1, (block.group, block.step.height))
         if block.by_row:
             part = part[0].unflatten(1, (block.step.count, block.step.height))
             value = value.transpose(0, 1)
-        part.copy_(value)
+        if add:
+            part.add_(value)
+        else:
+            part.copy_(value)
 
     def keys(self, x: Tensor, block: Block, piece: Piece) -> Tensor:
         """[batch, width, dim]: always a view; the rows of a sliding window overlap."""
@@ -180,6 +183,45 @@ class Tiles:
         first = x[m.batch, m.kv, piece.start : piece.stop]
         shape = (block.step.count, *first.shape)
         return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
+
+    def apart(self, x: Tensor, block: Block, piece: Piece) -> Iterator[tuple[slice, Tensor]]:
+        """Entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of
+        x [batch, kv_heads, kv_len, dim]: what is added there is added once."""
+        if not block.by_row:
+            yield slice(None), self.keys(x, block, piece)
+            return
+        count, m = block.step.count, block.heads
+        apart = min(count, -(-piece.width // piece.stride) if piece.stride else count)
+        for i in range(apart):
+            start = piece.start + i * piece.stride
+            first = x[m.batch, m.kv, start : start + piece.width]
+            shape = (len(range(i, count, apart)), *first.shape)
+            strides = (apart * piece.stride * first.stride(0), *first.stride())
+            yield slice(i, None, apart), first.as_strided(shape, strides)
+
+    def add_keys(
+        self, x: Tensor | None, block: Block, piece: Piece, left: Tensor, right: Tensor, scale: float = 1.0
+    ) -> None:
+        """x += scale * left.T @ right, for left [batch, rows, width], right [batch, rows, dim] and the keys' part of
+        x [batch, kv_heads, kv_len, dim]."""
+        if x is None:
+            return
+        if block.by_row and piece.stride == 0:  # the same keys for all rows
+            part = x[block.heads.batch, block.heads.kv, piece.start : piece.stop]
+            part.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1), alpha=scale)
+            return
+        for rows, part in self.apart(x, block, piece):
+            part.baddbmm_(left[rows].mT, right[rows], alpha=scale)
+
+    def program(self, e: Expr) -> Program:
+        return Program(e, self.dtype)
+
+    def at(self, program: Program, block: Block, piece: Piece, raw: Tensor | None) -> Tensor:
+        """A program's value for cells of the piece; `raw`, the scaled products, may be overwritten."""
+        env = self.coordinates(block, piece, piece.start, piece.stop)
+        if raw is not None:
+            env["score"] = self.cells(block, raw)
+        return program(env, self.tables)
 
     def coordinates(self, block: Block, piece: Piece, lo: int, hi: int, still: bool = False) -> dict[str, Any]:
         """Global `b h q k` of keys [lo, hi) beside the block's queries, for cells [batch, group, height, width].

@@ -1,0 +1,217 @@
+"""Gradients of the LoopPlan on torch's library calls: five GEMMs per block, scores computed anew from lse.
+
+The blocks are those of the forward (`lowering.aten`), the formulas those of `lowering.derive`. A lane is a range of
+key heads, walked by one thread in one order, so that dk, dv and captured gradients repeat bit for bit; where there
+are fewer key heads than threads, a lane is a part of the rows with sums of its own, added in order at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from frisket.dsl.ir import uses
+
+from .aten_captured import Captured
+from .aten_flash import Fused, flash_backward, fusible
+from .aten_steps import Block, Heads, Piece, chunks, cut, shares
+from .aten_tiles import LOG2E, Tiles, tame
+from .aten_workers import spread
+from .derive import backward_of
+from .plan import Geometry, LoopPlan, Spans, Target
+
+Tensor = Any
+BUDGET = 1 << 19  # scores of one step: their gradients want as much room again
+
+
+def backward(
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
+    wanted: frozenset[str], sinks: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
+    and dtype of the array, tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
+
+    `out` and `lse` are the forward's: where there were `sinks` lse includes them, and that is all of them needed
+    here. Of the sinks themselves the caller computes the gradient (`lowering.derive`)."""
+    import torch
+
+    with torch.no_grad():
+        # Sums, not isfinite: one pass without an array of its own; where a sum overflows, careful is only slower.
+        finite = all(bool(x.sum(dtype=torch.float32).isfinite()) for x in (q, k, v, dout))
+        careful = not (tame(plan.score) and finite)
+        run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=careful)
+        return run.everything(out, lse, dout, dlse, wanted)
+
+
+@dataclass
+class _Lane:
+    """Blocks that are walked in order, and where their sums go."""
+
+    blocks: list[Block]
+    sums: _Sums
+
+
+@dataclass
+class _Sums:
+    dk: Tensor | None  # [batch, kv_heads, kv_len, dim]
+    dv: Tensor | None
+    captured: Captured
+
+
+class _Backward(Tiles):
+    """The backward of one call."""
+
+    def everything(
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str]
+    ) -> dict[str, Tensor]:
+        torch = self.torch
+        self.wanted = wanted
+        self.derived = backward_of(self.plan)
+        self.guard = self.careful or self.derived.guard  # 0 * inf is NaN where nothing is seen
+        self.slope = None if self.derived.slope is None else self.program(self.derived.slope)
+        self.captured = captured = [x for x in self.derived.gradients if x.source in wanted]
+        self.inner = bool(wanted - {"v"})  # more than P is needed
+        parts = [x.weight for x in captured] + [e for x in captured for e in x.index]
+        parts += [] if self.derived.slope is None else [self.derived.slope]
+        self.reads_score = any("score" in uses(e) for e in parts)
+        self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
+        self.lse = self.grouped(lse.to(self.dtype))
+        self.delta = (self.dout * self.out).sum(-1)
+        if dlse is not None:
+            self.delta -= self.grouped(dlse.to(self.dtype))
+        # A row that sees nothing: exp2(-inf - 0) is 0.
+        self.base = torch.where(self.lse == -math.inf, 0.0, self.lse * LOG2E)
+        # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
+        self.plain_k = self.k.nan_to_num(0.0, 0.0, 0.0) if self.careful else self.k
+        self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
+        total = self._zeros()
+        lanes = self._lanes(total, fusible_too=dlse is None and bool(wanted & {"q", "k", "v"}))
+        if total.captured.scattered:  # one array of the table's shape, however large: one thread after the other
+            for lane in lanes:
+                self._walk(lane)
+        else:
+            spread(self._walk, list(lanes))
+        for lane in lanes:
+            if lane.sums is not total:
+                self._add_sums(total, lane.sums)
+        found = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
+        return {
+            **{n: x.to(self.given) for n, x in found.items() if x is not None},
+            **total.captured.folded(wanted - {"q", "k", "v"}),
+        }
+
+    def _zeros(self) -> _Sums:
+        return _Sums(self._like(self.k, "k"), self._like(self.v, "v"), Captured(self, self.captured))
+
+    def _like(self, x: Tensor, name: str) -> Tensor | None:
+        return self.torch.zeros(x.shape, dtype=self.dtype) if name in self.wanted else None
+
+    def _add_sums(self, total: _Sums, part: _Sums) -> None:
+        for mine, theirs in ((total.dk, part.dk), (total.dv, part.dv)):
+            if mine is not None:
+                mine += theirs
+        total.captured.add(part.captured)
+
+    # -- lanes ------------------------------------------------------------------------------------------
+
+    def _lanes(self, total: _Sums, fusible_too: bool) -> list[_Lane]:
+        rows = []
+        for todo, members in self.steps():
+            quick, rest = fusible(self, todo) if fusible_too else ([], todo)
+            for part in quick:
+                self._fused(part, members, total)
+            rows += [(step, member) for step in rest if step.pieces for member in members]
+        g, threads = self.geometry, self.torch.get_num_threads()
+        cells = sum(s.width * s.height * s.count * m.count * (m.last - m.first) for s, m in rows)
+        budget = min(BUDGET, max(BUDGET >> 3, cells // 16))
+        heads = g.batch * g.kv_heads
+        found = []
+        for lane in shares(heads, -(-heads // (2 * threads))):
+            blocks = [
+                block for step, member in rows for some in _within(member, lane, g.kv_heads)
+                for block in cut(step, some, budget)
+            ]  # fmt: skip
+            if heads >= threads:
+                found.append(_Lane(blocks, total))
+            else:
+                found += [_Lane(some, self._zeros()) for some in _even(blocks, 2 * threads)]
+        return [x for x in found if x.blocks]
+
+    def _fused(self, part: Fused, members: list[Heads], total: _Sums) -> None:
+        sums = (self.dq, total.dk, total.dv)
+        flash_backward(self, part, members, (self.dout, self.out, self.lse), sums)
+
+    def _walk(self, lane: _Lane) -> None:
+        for block in lane.blocks:
+            self._block(block, lane.sums)
+
+    # -- one block --------------------------------------------------------------------------------------
+
+    def _block(self, block: Block, sums: _Sums) -> None:
+        query, dout = self.rows(self.q, block), self.rows(self.dout, block)
+        base, delta = (self.rows(x, block).unsqueeze(-1) for x in (self.base, self.delta))
+        dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
+        room = max(64, BUDGET // (block.batch * block.rows))
+        for piece in (p for chunk in chunks(block.step.pieces, room) for p in chunk):
+            self._piece(block, piece, (query, dout, base, delta), dq, sums)
+        if dq is not None:
+            self.put(self.dq, block, dq)
+
+    def _piece(
+        self, block: Block, piece: Piece, rows: tuple[Tensor, Tensor, Tensor, Tensor], dq: Tensor | None, sums: _Sums
+    ) -> None:
+        torch, scale = self.torch, self.geometry.scale
+        query, dout, base, delta = rows
+        shape = (block.batch, block.rows, piece.width)
+        p = self.products(block, query, piece, self.buffer("scores", *shape))
+        raw = self.buffer("raw", *shape).copy_(p) if self.reads_score else None
+        self.modify(block, piece, p)
+        if not self.careful:
+            self.hide(block, piece, p)
+        p.sub_(base).exp2_()
+        if self.careful:
+            self.hide(block, piece, p, 0.0)
+        kept = None if self.kept is None else self.survivors(block, piece).div_(self.keep)
+        weights = p if kept is None else (self.cells(block, p) * kept).view(shape)
+        self.add_keys(sums.dv, block, piece, weights, dout)
+        if not self.inner:
+            return
+        dm = torch.bmm(dout, self.keys(self.v, block, piece).mT, out=self.buffer("products", *shape))
+        if kept is not None:
+            self.cells(block, dm).mul_(kept)
+        dm.sub_(delta).mul_(p)
+        hidden = p == 0 if self.guard else None
+        if hidden is not None:
+            dm.masked_fill_(hidden, 0.0)
+        sums.captured.collect(block, piece, dm, raw, hidden)
+        if self.slope is not None:
+            self.cells(block, dm).mul_(self.at(self.slope, block, piece, raw))
+            if hidden is not None:
+                dm.masked_fill_(hidden, 0.0)
+        self.add_keys(sums.dk, block, piece, dm, query, scale)
+        if dq is not None:
+            dq.baddbmm_(dm, self.keys(self.plain_k, block, piece), alpha=scale)
+
+
+def _within(member: Heads, part: range, kv_heads: int) -> Iterator[Heads]:
+    """The heads of `member` among key heads `part`, counted through the batch."""
+    start = member.batch * kv_heads + member.kv
+    lo, hi = max(start, part.start), min(start + member.count, part.stop)
+    if hi > lo:
+        yield replace(member, kv=member.kv + lo - start, count=hi - lo)
+
+
+def _even(blocks: list[Block], parts: int) -> list[list[Block]]:
+    """Consecutive blocks in lists of about equal work."""
+    total, done = sum(b.cells for b in blocks), 0
+    found: list[list[Block]] = [[] for _ in range(parts)]
+    for b in blocks:
+        found[min(done * parts // total, parts - 1)].append(b)
+        done += b.cells
+    return found
+
+
+__all__ = ["backward"]

@@ -1,0 +1,123 @@
+"""Gradients of what a score mod reads: `dm * weight` of every piece, summed as `lowering.derive` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from frisket.dsl.ir import Expr
+
+from .aten_fold import folded
+from .aten_steps import Block, Piece
+from .aten_tiles import Tiles
+from .derive import Gradient
+
+Tensor = Any
+SMALL = 1 << 20  # entries of a table that many cells may be scattered to: summed in float64
+
+
+class Captured:
+    """Buffers of one lane, one per gradient."""
+
+    def __init__(self, tiles: Tiles, gradients: Sequence[Gradient]) -> None:
+        self.tiles, self.gradients = tiles, gradients
+        self.programs = [None if _is_one(x.weight) else tiles.program(x.weight) for x in gradients]
+        self.indices = [[tiles.program(e) for e in x.index] if x.over == "scatter" else [] for x in gradients]
+        self.buffers = [self._new(x) for x in gradients]
+
+    @property
+    def scattered(self) -> bool:
+        return any(x.over == "scatter" for x in self.gradients)
+
+    def _new(self, gradient: Gradient) -> Tensor:
+        """Zeros, as [batch, kv_heads, group, ...]; columns as [batch, kv_heads, kv_len, group], as dk is."""
+        t, g = self.tiles, self.tiles.geometry
+        torch, heads = t.torch, (g.batch, g.kv_heads, t.group)
+        if gradient.over == "scatter":
+            shape = t.tables[gradient.source].shape
+            return torch.zeros(shape, dtype=torch.float64 if shape.numel() <= SMALL else t.dtype)
+        return torch.zeros(
+            {
+                "head": heads, "row": (*heads, g.q_len), "diagonal": (*heads, g.q_len + g.kv_len - 1),
+                "column": (g.batch, g.kv_heads, g.kv_len, t.group),
+            }[gradient.over],
+            dtype=t.dtype,
+        )  # fmt: skip
+
+    def collect(self, block: Block, piece: Piece, dm: Tensor, raw: Tensor | None, hidden: Tensor | None) -> None:
+        """Add a piece's share. `hidden`: where dm is 0 whatever the weight is."""
+        t = self.tiles
+        for gradient, program, indices, buffer in zip(
+            self.gradients, self.programs, self.indices, self.buffers, strict=True
+        ):
+            part = t.cells(block, dm)
+            if program is not None:
+                part = part * t.at(program, block, piece, None if raw is None else raw.clone())
+                if hidden is not None:
+                    part.masked_fill_(t.cells(block, hidden), 0.0)
+            if gradient.over == "head":
+                _heads(block, buffer, part.sum((2, 3)))
+            elif gradient.over == "row":
+                t.put(buffer, block, part.sum(3).flatten(1, 2), add=True)
+            elif gradient.over == "column":
+                some = buffer[..., block.heads.first : block.heads.last]
+                for rows, place in t.apart(some, block, piece):
+                    place.add_(part[rows].sum(2).mT)
+            elif gradient.over == "diagonal":
+                self._diagonals(block, piece, buffer, part)
+            else:
+                self._scatter(block, piece, buffer, part, raw, indices)
+
+    def _diagonals(self, block: Block, piece: Piece, buffer: Tensor, part: Tensor) -> None:
+        """Rows of the turned block, each moved by one more place: then diagonals stand in columns."""
+        t, height, width = self.tiles, block.step.height, piece.width
+        wide = part.new_zeros(block.batch, block.group, height, width + height)
+        wide[..., :width] = part.flip(-1)
+        length = width + height - 1
+        sums = wide.flatten(-2)[..., : height * length].unflatten(-1, (height, length)).sum(-2)
+        first = block.step.start - piece.start + t.geometry.kv_len - width
+        if block.slides(piece) and block.by_row:
+            sums = sums.sum(0, keepdim=True)
+        m = block.heads
+        if not block.by_row or len(sums) == 1:
+            buffer[m.batch, m.kv : m.kv + m.count, m.first : m.last, first : first + length] += sums
+            return
+        row, inner, at = t.torch.arange(len(sums)), t.torch.arange(block.group), t.torch.arange(length)
+        place = row.view(-1, 1, 1) * (height - piece.stride) + inner.view(-1, 1) * buffer.shape[-1] + at + first
+        buffer[m.batch, m.kv, m.first : m.last].view(-1).index_add_(0, place.flatten(), sums.flatten())
+
+    def _scatter(
+        self, block: Block, piece: Piece, buffer: Tensor, part: Tensor, raw: Tensor | None, indices: list[Any]
+    ) -> None:
+        place = self.tiles.torch.zeros(part.shape, dtype=self.tiles.torch.int64)
+        for program, size in zip(indices, buffer.shape, strict=True):
+            at = self.tiles.at(program, block, piece, None if raw is None else raw.clone())
+            place.mul_(size).add_(at.clamp(0, size - 1))
+        # With one axis index_add_ is a plain loop: always in one order.
+        buffer.view(-1).index_add_(0, place.flatten(), part.flatten().to(buffer.dtype))
+
+    def add(self, other: Captured) -> None:
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine += theirs
+
+    def folded(self, wanted: frozenset[str]) -> dict[str, Tensor]:
+        """By name, in the shape of the table, or 0-d; 0 where nothing depends on it."""
+        t = self.tiles
+        buffers = []
+        for gradient, buffer in zip(self.gradients, self.buffers, strict=True):
+            if gradient.over == "scatter":
+                buffers.append(buffer.to(t.dtype))
+            else:
+                buffers.append((buffer.mT if gradient.over == "column" else buffer).flatten(1, 2))
+        found = folded(self.gradients, buffers, t.geometry, t.env, t.tables)
+        shapes = {name: t.tables[name].shape if name in t.tables else () for name in wanted}
+        return {n: found[n] if n in found else t.torch.zeros(shapes[n], dtype=t.dtype) for n in sorted(wanted)}
+
+
+def _is_one(weight: Expr) -> bool:
+    return weight.op == "lit" and weight.name == 1
+
+
+def _heads(block: Block, buffer: Tensor, sums: Tensor) -> None:
+    m = block.heads
+    buffer[m.batch, m.kv : m.kv + m.count, m.first : m.last] += sums.sum(0, keepdim=True) if block.by_row else sums
