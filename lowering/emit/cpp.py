@@ -1,0 +1,259 @@
+"""Writes the native kernels of a LoopPlan: one self-contained C++ source for g++ or clang.
+
+The text is made of hand-written parts (cpp_vectors.hpp, cpp_gemm.hpp, cpp_forward.hpp) and, between them, what the
+plan says: its sizes, and the mask and the score mod as functions over a vector of keys. What depends on the batch
+entry and the head is worked out once (`Fixed`), what depends on the query once per row (`Row`), what depends on the
+key once per vector of keys (`Column`).
+"""
+
+from __future__ import annotations
+
+import textwrap
+from functools import cache
+from importlib import resources
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import TRUE, Expr, renamed, uses
+from frisket.dsl.show import show
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.plan import RATE, SEED, LoopPlan, Target
+
+from . import cpp_call, expr, expr_cpp
+from .expr import COLUMN, POSITION, ROW, SCALAR, Line
+from .text import Names, Page
+
+DTYPES = {"float32": ("float", 0), "float64": ("double", 0), "bfloat16": ("uint16_t", 1), "float16": ("uint16_t", 2)}
+KEYWORDS = (
+    "alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do "
+    "double else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept "
+    "not nullptr operator or private protected public register return short signed sizeof static struct switch "
+    "template this throw true try typedef typeid typename union unsigned using virtual void volatile while xor"
+).split()
+NUMBERS = ("B", "H", "Q_LEN", "KV_LEN", "b", "h")
+KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
+
+
+def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> str:
+    """`emit(plan, target, 128, 128, "float32")`: the source's text; the same input gives the same text.
+
+    `dtype` is that of q, k, v and out. The kernels are `int64_t frisket_forward(const Call *)` and the same behind
+    XLA's calling convention, `frisket_forward_xla`.
+    """
+    return Kernel(plan, target, head_dim, v_dim, dtype).source()
+
+
+class Kernel:
+    """The parts of one source; the backward kernel is written from the same."""
+
+    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> None:
+        if dtype not in DTYPES:
+            raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
+        if target.block_k % KEYS or target.block_q < 1:
+            raise LoweringError(
+                f"C++ tiles have a multiple of {KEYS} keys, this one is {target.block_q} queries by "
+                f"{target.block_k} keys; take 64 by 64"
+            )
+        self.plan, self.target, self.dtype = plan, target, dtype
+        self.head_dim, self.v_dim = head_dim, v_dim
+        self.double = dtype == "float64"
+        self.roots = {
+            "visible": None if plan.mask in (None, TRUE) else plan.mask,
+            "modified": plan.score,
+            "kept": plan.kept,
+        }
+        self.ready = {n: expr_cpp.prepared(expr.machine(e)) for n, e in self.roots.items() if e is not None}
+        self.names = self._named()
+        self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64)
+        self.taken = Names({*KEYWORDS, *NUMBERS, *self.names.values()})
+        self.printed = expr.printed(
+            list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
+            inner=list(self.ready.values()), when=expr_cpp.WHEN,
+        )  # fmt: skip
+        self.used = frozenset[str]().union(*map(uses, self.ready.values()))
+        self.page = Page()
+
+    def _named(self) -> dict[str, str]:
+        """A C++ name for every slot and table: the user's, where it can be one."""
+        names = Names({*KEYWORDS, *NUMBERS, "fixed", "row", "column", "score"})
+        wished = {SEED: "seed", RATE: "rate"}
+        found = {s.name: names.new(wished.get(s.source or "", s.source or s.name)) for s in self.plan.slots}
+        wish = {t.name: t.source + ("_by_index" if t.derived else "") for t in self.plan.tables}
+        return found | {t.name: names.new(wish[t.name]) for t in self.plan.tables}
+
+    def _name(self, node: Expr, level: int) -> str:
+        if level == POSITION:
+            return self.taken.numbered("x")
+        where = {SCALAR: "fixed", ROW: "row", COLUMN: "column"}[level]
+        return f"{where}.{self.taken.new(self._called(node)) if node.op in LOOKUPS else self.taken.numbered('x')}"
+
+    def _called(self, node: Expr) -> str:
+        if node.op == "var":
+            return "k" if node.name == "first" else str(node.name)
+        return "_".join([self.names[node.name], *map(self._called, node.args)]) if node.op in LOOKUPS else "at"
+
+    # -- the source -------------------------------------------------------------------------------
+
+    def source(self) -> str:
+        parts = [self.head(), part("vectors"), part("gemm"), self.expressions(), part("forward"), self.entries()]
+        return "\n".join(parts)
+
+    def head(self) -> str:
+        """What the source is for, the constants, and the record of a call."""
+        page, t = Page(), self.target
+        real, half = DTYPES[self.dtype]
+        size = f"{self.head_dim}" if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
+        page.line("// Attention in C++, written by frisket for", "//")
+        page.line(*(f"//     {line}".rstrip() for line in self._shown().split("\n")), "//")
+        page.line(f"// Head size {size}, {self.dtype}; tiles of {t.block_q} queries by {t.block_k} keys.")
+        page.line("", "#include <stddef.h>", "#include <stdint.h>", "")
+        page.line(f"#define REAL_BYTES {8 if self.double else 4}")
+        page.line(f"#define INT_BYTES {8 if self.plan.int64 else 4}")
+        page.line(f"#define HALF {half}  // 0: entries are Real, 1: bfloat16, 2: float16")
+        page.line(f"typedef {'double' if self.double else 'float'} Real;  // scores, weights, sums")
+        page.line(f"typedef {'int64_t' if self.plan.int64 else 'int32_t'} Int;")
+        page.line(f"typedef {real} Entry;  // of q, k, v and out", "")
+        for name, value in self.constants().items():
+            page.line(f"const int {name} = {value};")
+        flags = {"SCORED": "modified", "DROPPED": "kept"}
+        for name, root in flags.items():
+            page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
+        page.line("const bool POSITIONS = SCORED || DROPPED;  // tiles without a predicate look at positions too", "")
+        return f"{page}{cpp_call.text()}\nnamespace {{\n"
+
+    def constants(self) -> dict[str, int]:
+        t = self.target
+        return {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k, "HEAD_DIM": self.head_dim, "V_DIM": self.v_dim}
+
+    def entries(self) -> str:
+        """The kernels as others call them."""
+        kernel = 'extern "C" int64_t frisket_forward(const Call *call) { return forward(call); }\n'
+        return "}  // namespace\n\n" + kernel + cpp_call.bridged("frisket_forward")
+
+    def _shown(self) -> str:
+        lines = [self.plan.text or "every key visible, plain scores"]
+        for s in self.plan.slots:
+            if s.source != self.names[s.name]:
+                lines.append(f"{self.names[s.name]} = {s.source if s.value is None else s.value}")
+        return "\n".join(lines).replace("\\\n", "\\ \n")  # a backslash at the end would join two lines
+
+    def quoted(self, root: Expr) -> list[str]:
+        """The expression in the language, with the names the kernel has for its slots and tables."""
+        shown = show(renamed(root, self.names), known=set(self.names.values()))
+        return [f"// {line}" for line in textwrap.wrap(shown, 110, break_long_words=False)]
+
+    # -- expressions ------------------------------------------------------------------------------
+
+    def expressions(self) -> str:
+        """`Fixed`, `Row`, `Column` and the functions of positions."""
+        line, page = self.page.line, self.page
+        line("// -- the mask and the score mod, over a vector of keys " + "-" * 59, "")
+        self._fixed()
+        self._row()
+        self._column()
+        arguments = "const Fixed &fixed, const Row &row, const Column &column"
+        self._function("visible", f"Bits visible({arguments})", "bits(true)")
+        self._function("modified", f"Vec modified({arguments}, Vec score)", "score")
+        self._function("kept", f"Bits kept({arguments})", "bits(true)")
+        rate = self.plan.rate
+        value = f"fixed.{self.names[rate]} < 1 ? 1 / (1 - fixed.{self.names[rate]}) : 0" if rate else "1"
+        line(
+            "// What survives dropout weighs more.", f"INLINE Real survivors(const Fixed &fixed) {{ return {value}; }}"
+        )
+        return str(page)
+
+    def _function(self, name: str, head: str, otherwise: str) -> None:
+        line = self.page.line
+        root = self.ready.get(name)
+        plain = self.roots.get(name)
+        if plain is not None:
+            line(*self.quoted(plain))
+        with self.page.block(f"INLINE {head} {{", "}"):
+            if root is None:
+                line(f"return {otherwise};")
+            else:
+                for one in self.printed.needed([root], POSITION):
+                    line(f"const {self.forms.type(one.node)} {one.name} = {one.text};")
+                text = self.printed.values[root]
+                line(f"return {text if self.forms.wide[root] else spread(root, text)};")
+        self.page.blank()
+
+    def _fixed(self) -> None:
+        line, names, plan = self.page.line, self.names, self.plan
+        lines = self.printed.needed(self.ready.values(), SCALAR)
+        variables = [n for n in NUMBERS if n in self.used]
+        with self.page.block("struct Fixed {  // known once: sizes, parameters, tables, batch entry and head", "};"):
+            for n in variables:
+                line(f"Int {n};")
+            for s in plan.slots:
+                line(f"{SINGLE[s.type]} {names[s.name]};")
+            for t in plan.tables:
+                line(f"Table<{STORED[t.type]}, {t.rank}> {names[t.name]};")
+            for one in lines:
+                line(f"{self.forms.type(one.node)} {one.name.split('.')[1]};")
+        line("")
+        with self.page.block("INLINE Fixed fixed_of(const Call *call, int64_t batch, int64_t head) {", "}"):
+            line("Fixed fixed;")
+            for n in variables:
+                line(f"fixed.{n} = (Int)({SOURCES[n]});")
+            for i, s in enumerate(plan.slots):
+                line(f"fixed.{names[s.name]} = {VALUES[s.type].format(f'call->slots[{i}]')};")
+            if plan.tables:
+                line("const int64_t *words = call->tables;")
+            for t in plan.tables:
+                line(f"words = read(fixed.{names[t.name]}, words);")
+            for one in lines:
+                line(f"{one.name} = {one.text};")
+            line("return fixed;")
+        line("")
+
+    def _row(self) -> None:
+        line = self.page.line
+        lines = self.printed.needed(self.ready.values(), ROW)
+        with self.page.block("struct Row {  // known once per query", "};"):
+            line("Int q;")
+            for one in lines:
+                line(f"{self.forms.type(one.node)} {one.name.split('.')[1]};")
+        line("")
+        with self.page.block("INLINE Row row_of(const Fixed &fixed, Int q) {", "}"):
+            line("Row row;", "row.q = q;")
+            for one in lines:
+                line(f"{one.name} = {one.text};")
+            line("return row;")
+        line("")
+
+    def _column(self) -> None:
+        line = self.page.line
+        lines = self.printed.needed(self.ready.values(), COLUMN)
+        with self.page.block("struct Column {  // known once per vector of keys", "};"):
+            line("Int first;", "Ints k;", "Bits inside;  // before the end of the keys")
+            for one in lines:
+                line(f"{self.forms.type(one.node)} {one.name.split('.')[1]};")
+        line("")
+        with self.page.block("INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {", "}"):
+            line("Column column;", "column.first = first;", "column.k = first + counting();")
+            line("column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);")
+            for one in lines:
+                line(f"{one.name} = {one.text};")
+            line("return column;")
+        line("")
+
+
+LOOKUPS = ("lookup", "ahead", "behind")
+SINGLE = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
+VALUES = {INT: "(Int){}.i", FLOAT: "(Real){}.f", BOOL: "{}.i != 0"}
+STORED = {INT: "Int", FLOAT: "Real", BOOL: "uint8_t"}
+SOURCES = {
+    "B": "call->size_b", "H": "call->size_h", "Q_LEN": "call->size_q", "KV_LEN": "call->size_k",
+    "b": "call->b_origin + batch", "h": "call->h_origin + head",
+}  # fmt: skip
+
+
+def spread(node: Expr, text: str) -> str:
+    """A single number in every lane."""
+    return expr_cpp.SPREAD[node.type].format(text)
+
+
+@cache
+def part(name: str) -> str:
+    """A hand-written part of the source."""
+    return resources.files(__package__).joinpath(f"cpp_{name}.hpp").read_text("utf-8")

@@ -1,0 +1,188 @@
+"""The operators of the language in C++, for single numbers and for vectors of keys alike.
+
+What is known per call, batch entry and head (`fixed.x`) or per query (`row.x`) is a single number; what depends on
+the key (`column.x`) or the score is a vector with a lane for every key. The functions are those of cpp_vectors.hpp,
+overloaded for both; meanings are those of `dsl.evaluate`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import Expr, make, substitute, transform, uses, var, walk
+from frisket.dsl.types import BOOL, FLOAT, INT
+
+from .expr import ASSOCIATIVE, ATOM, COLUMN, LEVELS, PREFIX, Text, levels
+
+CPP: dict[str, str] = {
+    "neg": "-{}", "abs": "magnitude({})", "sign": "sign({})",
+    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}",
+    "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "power({}, {})",
+    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})",
+    "bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}",
+    "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
+    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
+    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "!{}",
+    "where": "select({}, {}, {})",
+    "int": "to_int({})", "float": "to_real({})", "floor": "to_int(floor({}))",
+    "exp": "exp({})", "exp2": "exp2({})", "log": "log({})", "log2": "log2({})", "log1p": "log1p({})",
+    "tanh": "tanh({})", "sigmoid": "sigmoid({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})",
+    "sqrt": "sqrt({})", "rsqrt": "rsqrt({})", "erf": "erf({})",
+    "isfinite": "finite({})", "random": "uniform({})",
+    # what `prepared` makes of lookups and random
+    "ahead": "ahead({})", "behind": "behind({})", "seeded": "seeded({})", "stirred": "stirred({}, {})",
+}  # fmt: skip
+
+BINDS = {"|": 1, "^": 2, "&": 3, "==": 4, "!=": 4, "<": 5, "<=": 5, ">": 5, ">=": 5, "<<": 6, ">>": 6,
+         "+": 7, "-": 7, "*": 8, "/": 8}  # fmt: skip
+COMPARES = {"==", "!=", "<", "<=", ">", ">="}
+WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
+FIRST = var("first")  # the first key of a vector
+WHEN = {**LEVELS, "first": COLUMN}
+SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
+
+
+def prepared(root: Expr) -> Expr:
+    """Lookups along the keys become vector loads from one first index, random draws a chain of stages, each worked
+    out as early as its counter is known."""
+    return transform(root, _prepared)
+
+
+def _prepared(e: Expr) -> Expr:
+    if e.op == "random":
+        state = make("seeded", e.args[:1])
+        for counter in e.args[1:]:
+            state = make("stirred", (state, counter))
+        return make("random", (state,), None, FLOAT)
+    if e.op == "lookup" and e.args and (step := _step(e.args[-1])) and not any("k" in _held(a) for a in e.args[:-1]):
+        first = substitute(e.args[-1], {var("k"): FIRST})
+        return make("ahead" if step == 1 else "behind", (*e.args[:-1], first), e.name, e.type)
+    return e
+
+
+def _held(e: Expr) -> frozenset[str]:
+    """`k` where the value is a vector: it depends on the key or the score."""
+    found = uses(e)
+    wide = bool(found & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
+    return frozenset({"k"}) if wide else frozenset()
+
+
+def _step(e: Expr) -> int:
+    """1 or -1 where an Int is k or -k plus something free of the keys, otherwise 0."""
+    if e is var("k"):
+        return 1
+    if e.op == "neg":
+        return -_step(e.args[0])
+    if e.op not in ("add", "sub"):
+        return 0
+    left, right = (bool(_held(a)) for a in e.args)
+    if left and right or not (left or right):
+        return 0
+    sign = -1 if right and e.op == "sub" else 1
+    return sign * _step(e.args[1 if right else 0])
+
+
+class Forms:
+    """How each node of these roots is written. `table` and `slot` are the C++ names of the plan's."""
+
+    def __init__(self, roots: list[Expr], names: Mapping[str, str], double: bool, int64: bool) -> None:
+        self.names, self.double, self.int64 = names, double, int64
+        self.level = levels(*roots, when=WHEN)
+        self.wide: dict[Expr, bool] = {}
+        for node in walk(*roots):
+            own = node.op in ("ahead", "behind") or (node.op == "var" and node.name in ("k", "score"))
+            self.wide[node] = own or any(self.wide[a] for a in node.args)
+
+    def type(self, node: Expr) -> str:
+        """The C++ type of a value."""
+        one, many = ("Word", "Words") if node.op in WORD else {
+            INT: ("Int", "Ints"), FLOAT: ("Real", "Vec"), BOOL: ("bool", "Bits"),
+        }[node.type]  # fmt: skip
+        return many if self.wide[node] else one
+
+    def leaf(self, node: Expr, args: list[Text]) -> Text:
+        """The text of a node, given those of its arguments."""
+        if node.op == "lit":
+            return self._literal(node.name)
+        if node.op == "var":
+            return Text(_variable(node.name))
+        if node.op in ("param", "lookup", "ahead", "behind") and node.name not in self.names:
+            raise LoweringError(f"`{node.name}` is neither a slot nor a table of the plan; make it one first")
+        if node.op == "param":
+            return Text(f"fixed.{self.names[node.name]}")
+        if node.op in ("lookup", "ahead", "behind"):
+            kind = "gather" if node.op == "lookup" and self.wide[node] else "at" if node.op == "lookup" else node.op
+            args = self._spread(node, args) if kind == "gather" else args
+            return Text(f"{kind}({', '.join([f'fixed.{self.names[node.name]}', *(a.text for a in args)])})")
+        return self._shift(node, args) or self._operator(node, args)
+
+    def _shift(self, node: Expr, args: list[Text]) -> Text | None:
+        if node.op not in ("shl", "shr") or node.args[1].op != "lit":
+            return None
+        n, bits = node.args[1].name, 64 if self.int64 else 32
+        if node.op == "shr" and bits <= n < 64:
+            n = bits - 1  # only the sign is left
+        if not 0 <= n < bits:
+            return Text("ints(0)" if self.wide[node] else "(Int)0")
+        symbol = "<<" if node.op == "shl" else ">>"
+        return Text(f"{args[0].inside(BINDS[symbol])} {symbol} {n}", BINDS[symbol])
+
+    def _operator(self, node: Expr, args: list[Text]) -> Text:
+        row = CPP.get(node.op)
+        if row is None:
+            raise LoweringError(
+                f"`{node.op}` has no C++ form; rewrite the expression without it, "
+                "or choose another backend (frisket doctor lists them)"
+            )
+        infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
+        if infix is None and row[0] not in "-~!":
+            args = self._spread(node, args)
+            return Text(row.format(*(a.text for a in args)))
+        if infix is None:
+            symbol = "~" if node.op == "not" and self.wide[node] else row[0]
+            return Text(symbol + args[0].inside(PREFIX + 1), PREFIX)
+        if node.args[0].type is BOOL:
+            args = self._spread(node, args)
+        symbol = infix[1]
+        binds = BINDS[symbol]
+        within = BINDS["<<"] if symbol in "&|^" else binds
+        parts = [args[0].inside(within), *(a.inside(within + (symbol not in ASSOCIATIVE)) for a in args[1:])]
+        text = Text(f" {symbol} ".join(parts), binds)
+        if symbol in COMPARES and self.wide[node] and node.args[0].type is INT and self.int64 != self.double:
+            return Text(f"flags({text.text})")
+        return text
+
+    def _spread(self, node: Expr, args: list[Text]) -> list[Text]:
+        """Single numbers beside vectors, in every lane."""
+        if not self.wide[node]:
+            return args
+        return [
+            a if self.wide[n] else Text((SPREAD[n.type] if n.op not in WORD else "words({})").format(a.text))
+            for n, a in zip(node.args, args, strict=True)
+        ]
+
+    def _literal(self, value: bool | int | float) -> Text:
+        if isinstance(value, bool):
+            return Text("true" if value else "false")
+        if isinstance(value, int):
+            text = f"{value}LL" if abs(value) >= 2**31 else str(value)
+            return Text(text, PREFIX if value < 0 else ATOM)
+        if not self.double:
+            with np.errstate(over="ignore", under="ignore"):
+                value = float(np.float32(value))
+        if math.isnan(value):
+            return Text("NOT_A_NUMBER")
+        if math.isinf(value):
+            return Text("INF") if value > 0 else Text("-INF", PREFIX)
+        text = repr(value) if self.double else f"{np.float32(value)!s}f"
+        return Text(text, PREFIX if text[0] == "-" else ATOM)
+
+
+def _variable(name: str) -> str:
+    known = {"q": "row.q", "k": "column.k", "first": "column.first", "score": "score"}
+    return known.get(name, f"fixed.{name}")

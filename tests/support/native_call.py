@@ -1,0 +1,98 @@
+"""Runs an emitted C++ kernel on numpy arrays, with threads of Python's own behind `call->parallel`."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+
+import numpy as np
+
+from frisket.lowering.emit import cpp, cpp_call
+from frisket.runtime import native_build
+
+WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, WORK, ctypes.c_void_p, ctypes.c_int64)
+
+
+@PARALLEL
+def parallel(pool, work, task, workers):
+    threads = [threading.Thread(target=work, args=(task, n)) for n in range(1, workers)]
+    for t in threads:
+        t.start()
+    work(task, 0)
+    for t in threads:
+        t.join()
+
+
+def bfloat16(x):
+    """float32 to the bits of bfloat16, to nearest, ties to even."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(x):
+    return (x.astype(np.uint32) << 16).view(np.float32)
+
+
+def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float32", *, sinks=None, threads=2,
+            want_top=True, variant="native", source=None):  # fmt: skip
+    """(out, lse, top) as numpy arrays; bfloat16 arrays are their bits, uint16. Any strides, of rows' entries 1."""
+    g = geometry
+    library = native_build.library(source or cpp.emit(plan, target, g.head_dim, g.v_dim, dtype), variant)
+    real = np.float64 if dtype == "float64" else np.float32
+    out = np.full((g.batch, g.heads, g.q_len, g.v_dim), 7, q.dtype)
+    lse = np.full((g.batch, g.heads, g.q_len), 7, real)
+    top = np.full_like(lse, 7)
+    keep = []  # alive until the call is over
+
+    def address(x):
+        keep.append(x)
+        return x.ctypes.data
+
+    words = [0] * cpp_call.WORDS
+
+    def put(name, *values):
+        for i, value in enumerate(values):
+            words[cpp_call.OFFSET[name] + i] = value
+
+    full = g.full
+    put("threads", threads)
+    put("parallel", ctypes.cast(parallel, ctypes.c_void_p).value)
+    for name in ("batch", "heads", "kv_heads", "q_len", "kv_len"):
+        put(name, getattr(g, name))
+    put("scale", struct.unpack("<q", struct.pack("<d", g.scale))[0])
+    put("size_b", *full)
+    put("b_origin", *g.origin[:2])
+    for name, origin in zip(("q_origin", "k_origin"), g.origin[2:], strict=True):
+        vector = np.ascontiguousarray(np.atleast_1d(origin), np.int64)
+        put(name, address(vector))
+        put(f"{name}_step", int(len(vector) > 1))
+    packed = [struct.pack("<d" if s.type.name == "FLOAT" else "<q", slots[s.name]) for s in plan.slots]
+    put("slots", address(np.frombuffer(b"".join(packed) or b"\0" * 8, np.int64)))
+    put("tables", address(np.array(_tables(plan, tables, real, address) or [0], np.int64)))
+    put("spans", address(np.ascontiguousarray(spans.bounds, np.int32)))
+    put("count", address(np.ascontiguousarray(spans.count, np.int32)))
+    put("slice_of", address(np.ascontiguousarray(spans.slice_of, np.int32)))
+    put("rows", spans.bounds.shape[1])
+    put("records", spans.bounds.shape[2])
+    put("sinks", 0 if sinks is None else address(np.ascontiguousarray(sinks, real)))
+    put("lse", address(lse))
+    put("top", address(top) if want_top else 0)
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        assert x.strides[3] == x.itemsize
+        put(name, address(x), *(n // x.itemsize for n in x.strides[:3]))
+    call = np.array(words, np.int64)
+    kernel = library.frisket_forward
+    kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    assert kernel(call.ctypes.data) == 0
+    return out, lse, top
+
+
+def _tables(plan, tables, real, address):
+    words = []
+    for t in plan.tables:
+        kind = {"BOOL": np.uint8, "INT": np.int64 if plan.int64 else np.int32, "FLOAT": real}[t.type.name]
+        x = np.asarray(tables[t.name]).astype(kind)
+        words += [address(x), *x.shape, *(n // x.itemsize for n in x.strides)]
+    return words
