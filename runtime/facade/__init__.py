@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from frisket.runtime.mask import load as load
     from frisket.runtime.mask import mask as mask
     from frisket.runtime.mask import score as score
+    from frisket.runtime.merge import merge as merge
     from frisket.runtime.report import Report as Report
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ _HOMES = {
     "frisket.runtime.backends": "backends",
     "frisket.runtime.layout": "Layout",
     "frisket.runtime.mask": "Mask Program ScoreMod load mask score",
+    "frisket.runtime.merge": "merge",
     "frisket.runtime.report": "Report",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -13,6 +13,7 @@ FUNCTIONS = {
     "compile": "mask score scale enable_gqa deterministic dropout sinks backend tile",
     "attention": "q k v mask score scale enable_gqa backend dropout seed sinks origin sizes layout return_lse **params",
     "reference": "q k v mask score",
+    "merge": "parts layout",
     "backends": "",
     "library": "",
 }

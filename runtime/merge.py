@@ -1,0 +1,105 @@
+"""Attention over disjoint sets of keys, combined."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.errors import ShapeError
+
+from .frameworks import FLOATS, LAYOUTS, NATURAL, check_layout, framework_of
+
+
+def merge(*parts: tuple[Any, Any], layout: str | None = None) -> tuple[Any, Any]:
+    """`out, lse = merge((out1, lse1), (out2, lse2), ...)`: attention over the keys of all parts, from each part's own.
+
+    `out` is (batch, heads, length, dim) in torch and (batch, length, heads, dim) in JAX unless `layout` says
+    otherwise, `lse` (batch, heads, length), natural log. Works in float32 (float64 for float64) and gives `out` in
+    the dtype of the parts; differentiable in every `out` and `lse`. Where a part saw no key, its lse is -inf and its
+    out does not matter; where none did, the result is 0 and -inf, with gradients of 0.
+
+        lse = log sum_i exp(lse_i),   out = sum_i exp(lse_i - lse) out_i
+
+    (M. Milakov and N. Gimelshein, Online normalizer calculation for softmax, arXiv 1805.02867.) Raises `ShapeError`
+    for parts that do not fit together.
+    """
+    xp, layout = _checked(parts, layout)
+    wide = xp.float64 if str(parts[0][0].dtype).endswith("float64") else xp.float32
+    kind = parts[0][0].dtype
+    lses = [_cast(lse, wide) for _, lse in parts]
+    highest = _constant(lses[0])
+    for lse in lses[1:]:
+        highest = xp.maximum(highest, _constant(lse))
+    shift = xp.where(highest == -xp.inf, xp.zeros_like(highest), highest)
+    shares = [xp.exp(lse - shift) for lse in lses]
+    total = shares[0]
+    for share in shares[1:]:
+        total = total + share
+    nowhere = total == 0
+    total = xp.where(nowhere, xp.ones_like(total), total)
+    out = None
+    for (mine, _), share in zip(parts, shares, strict=True):
+        weight = share / total
+        weight = (weight if layout == "bhsd" else weight.swapaxes(1, 2))[..., None]
+        mine = _cast(mine, wide)
+        term = xp.where(weight == 0, xp.zeros_like(mine), mine) * weight  # what an empty part holds may be NaN
+        out = term if out is None else out + term
+    return _cast(out, kind), xp.where(nowhere, xp.full_like(total, -xp.inf), xp.log(total) + shift)
+
+
+def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[Any, str]:
+    """(the framework's module, the layout) of parts that fit together."""
+    check_layout(layout)
+    if not parts:
+        raise ShapeError("merge has nothing to merge; give it pairs: merge((out1, lse1), (out2, lse2))")
+    for i, part in enumerate(parts):
+        if not isinstance(part, tuple | list) or len(part) != 2:
+            raise ShapeError(f"part {i} is a {type(part).__name__}; a part is a pair (out, lse)")
+    found = {framework_of(x) for part in parts for x in part}
+    if None in found or len(found) > 1:
+        kinds = ", ".join(f"({type(out).__name__}, {type(lse).__name__})" for out, lse in parts)
+        raise ShapeError(f"the parts are {kinds}; give arrays of one framework")
+    framework = str(found.pop())
+    if framework == "numpy" and layout is None:
+        raise ShapeError('numpy arrays have no layout of their own; give layout="bhsd" or layout="bshd"')
+    layout = layout or NATURAL[framework]
+    shape, dtype = tuple(parts[0][0].shape), parts[0][0].dtype
+    for i, (out, lse) in enumerate(parts):
+        rows = _rows(out.shape, layout)
+        if len(out.shape) != 4 or tuple(lse.shape) != rows:
+            raise ShapeError(
+                f"part {i} has out {tuple(out.shape)} and lse {tuple(lse.shape)}\n  out is {LAYOUTS[layout]} and lse "
+                '(batch, heads, length); layout="bhsd" or "bshd" says otherwise'
+            )
+        if tuple(out.shape) != shape or out.dtype != dtype:
+            raise ShapeError(
+                f"part 0 has out {shape} of {dtype}, part {i} {tuple(out.shape)} of {out.dtype}; parts are attention "
+                "of the same queries over different keys, in one dtype"
+            )
+        if str(out.dtype).removeprefix("torch.") not in FLOATS:
+            raise ShapeError(f"part {i} has out of {out.dtype}; attention gives {', '.join(FLOATS)}")
+    if framework == "numpy":
+        return np, layout
+    return sys.modules["torch"] if framework == "torch" else sys.modules["jax"].numpy, layout
+
+
+def _rows(shape: Any, layout: str) -> tuple[int, ...]:
+    """The shape of lse, from that of out."""
+    if len(shape) != 4:
+        return ()
+    b, x, y, _ = shape
+    return (b, x, y) if layout == "bhsd" else (b, y, x)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return x.to(dtype) if framework_of(x) == "torch" else x.astype(dtype)
+
+
+def _constant(x: Any) -> Any:
+    """`x`, without gradients: the shift cancels."""
+    framework = framework_of(x)
+    if framework == "torch":
+        return x.detach()
+    return sys.modules["jax"].lax.stop_gradient(x) if framework == "jax" else x
