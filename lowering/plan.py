@@ -204,7 +204,7 @@ def make_plan(
     new_mask = next(given) if mask is not None else None
     new_score = next(given) if score is not None else None
     new_bounds = Bounds(*given) if bounds is not None else None
-    kept = names.lift(_kept()) if dropout else None
+    kept = names.lift(survives()) if dropout else None
     return LoopPlan(
         mask=new_mask,
         score=new_score,
@@ -221,7 +221,8 @@ def make_plan(
     )
 
 
-def _kept() -> Expr:
+def survives() -> Expr:
+    """Whether a position survives dropout, in the names SEED and RATE."""
     draw = random(param(SEED, INT), *(var(n) for n in "bhqk"))
     return build("ge", draw, param(RATE, FLOAT))
 

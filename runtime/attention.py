@@ -2,78 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
-from frisket.lowering import dense
-from frisket.lowering.aten_expr import distance_only
-from frisket.lowering.plan import Geometry, LoopPlan, Origin, Sizes, Target
-from frisket.lowering.stages import Pair, Stages
+from frisket.lowering.plan import Geometry, Origin, Sizes
+from frisket.lowering.stages import Stages
 
 from .backends import PRINTED, check_name, choose, target_of
-from .bind import Subject, Work, check_tile, subject, work
-from .flat_plan import FlatPlan, FlatWork, divided, flat_plan
-from .frameworks import NATURAL, Arrays, arrays, framework_of, from_numpy, to_numpy, turn
-from .mask import MaskLike, Program, ScoreLike
+from .bind import Subject
+from .call import AnyPlan, Call, results
+from .checking import interpreted, report, report_later
+from .flat_plan import FlatPlan, divided, flat_plan
+from .frameworks import NATURAL, Arrays, arrays, framework_of, turn
+from .host_plan import Plan
+from .options import Options, check_complete, seed_of, sinks_of
 from .parameters import traced
-from .report import Report, compared
+from .report import Report
 from .settings import Settings
+from .stages_of import show, stages_of
 
 NOWHERE: Origin = (0, 0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `compile` fixes besides the mask and the score mod."""
-
-    scale: float | None = None
-    enable_gqa: bool = True
-    backend: str | None = None
-    tile: tuple[int, int] | None = None
-
-
-class Plan:
-    """Tables and layout of a mask for given lengths, built once: `att.plan(4096, 4096, 1, 8, doc=doc)`.
-
-    Pass it to every layer: `att(q, k, v, plan=plan)`.
-    """
-
-    def __init__(
-        self, what: Subject, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None
-    ) -> None:
-        self.subject, self.q_len, self.kv_len = what, q_len, kv_len
-        self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
-        self._works: dict[tuple[Any, ...], Work] = {}
-        self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
-        self.narrow = self._narrow()
-
-    def work(self, block: tuple[int, int], proofs: bool = False) -> Work:
-        """The compilation for tiles of `block`."""
-        if (block, proofs) not in self._works:
-            self._works[block, proofs] = work(
-                self.subject, self.q_len, self.kv_len, self.batch, self.heads, block, self.origin, self.sizes,
-                proofs=proofs,
-            )  # fmt: skip
-        return self._works[block, proofs]
-
-    def _narrow(self) -> bool:
-        """Whether rows see one short run of keys that slides along."""
-        made = self.work((128, 128))
-        if made.plan.mask is None or not distance_only(made.plan.mask):
-            return False
-        bounds = made.spans.bounds
-        return int((bounds[..., 3] - bounds[..., 0]).sum(-1).max()) <= 4
-
-    def __repr__(self) -> str:
-        return f"Plan({self.subject}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
-
-
-AnyPlan: TypeAlias = "Plan | FlatPlan"
 
 
 class Attention:
@@ -87,9 +38,10 @@ class Attention:
     Call it on torch tensors `[batch, heads, length, head_dim]` or JAX arrays `[batch, length, heads, head_dim]`.
     """
 
-    def __init__(self, what: Subject, options: Options = Options()) -> None:
-        self.subject, self.options = what, options
-        self._plans: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+    def __init__(self, what: Subject, options: Options | None = None) -> None:
+        self.subject, self.options = what, options or Options()
+        self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
+        self._learned = {n: x for n, x in what.captured.items() if n in what.learnable and learns(x)}
 
     @property
     def mask(self) -> Any:
@@ -105,66 +57,75 @@ class Attention:
     # -- running ----------------------------------------------------------------------------------
 
     def __call__(
-        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, return_lse: bool = False,
-        origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None, **params: Any,
+        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
+        return_lse: bool = False, return_max: bool = False, origin: Origin | None = None, sizes: Sizes | None = None,
+        layout: str | None = None, **params: Any,
     ) -> Any:  # fmt: skip
-        """`att(q, k, v)`, or `(out, lse)` with return_lse; lse is `[batch, heads, q_len]`, natural log.
+        """`att(q, k, v)`; `(out, lse)` with return_lse, `(out, max)` with return_max, `(out, lse, max)` with both.
 
-        `origin` is (b, h, q, k), where the arrays begin in the whole problem, of lengths `sizes`; `params` are
-        scalars and tables without a value yet, or to be replaced for this call.
+        lse [batch, heads, q_len] is the natural log of what the softmax divides by, max [batch, heads, q_len] the
+        largest visible score of every query after the score mod, without sinks; both float32, float64 beside
+        float64, and -inf where a query sees nothing. Gradients flow to q, k, v, sinks and the Float parameters that
+        only the score mod reads, from out and lse, not from max.
+
+        `params` are scalars and tables without a value yet, or to be replaced for this call. `origin` is
+        (b, h, q, k), where the arrays begin in the whole problem, of lengths `sizes`. `sinks` [heads], or one number,
+        are logits beside every query's scores that have no value. `seed`, 0 <= seed < 2**31, decides what dropout
+        drops: equal seeds drop the same positions of the whole problem on every backend; torch draws one from its
+        default generator when there is none, JAX needs one. There is no training mode: dropout is applied whenever
+        it is not 0.
         """
-        given = arrays(q, k, v, layout)
-        out, lse = self._run(given, plan, origin, sizes, params)
+        call = self._call(arrays(q, k, v, layout), plan, seed, sinks, return_max, origin, sizes, params)
+        found = self._run(call)
         if Settings.read().check:
-            if traced(out):
-                self._report_later(given, out, lse, plan, origin, sizes, params)
+            if traced(found[0]):
+                report_later(call, *found[:2])
             else:
-                self._report(given, out, lse, plan, origin, sizes, params).require()
-        return (out, lse) if return_lse else out
+                report(call, *found[:2]).require()
+        return results(found, return_lse, return_max)
 
-    def _run(
-        self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None, params: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def _call(
+        self, given: Arrays, plan: AnyPlan | None, seed: Any, sinks: Any, top: bool, origin: Origin | None,
+        sizes: Sizes | None, params: dict[str, Any],
+    ) -> Call:  # fmt: skip
         geometry = self._geometry(given, plan, origin, sizes)
-        if plan is not None and params:
-            raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
         if plan is not None:
-            made_for = plan.key.what if isinstance(plan, FlatPlan) else plan.subject
-            if made_for.exprs != self.subject.exprs:
-                raise ParameterError(
-                    "the plan is for another mask or score mod:\n  "
-                    + (str(made_for).replace("\n", "\n  ") or "everything visible")
-                    + "\n  make it with this attention's own `plan`"
-                )
+            self._check_plan(plan, params)
         backend = choose(self.options.backend, given.framework, given.device)
+        rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
+        check_complete(backend, rate, sinks, top)
+        seed = seed_of(seed, rate, given.framework)
+        sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
-            from . import torch_op
+            from .torch_op import refuse_ambiguous
 
-            torch_op.refuse_learned({**self.subject.captured, **params})
-        plan = plan or self._plan_for(geometry, params)
-        if backend == "dense":
-            return self._dense(given, geometry, plan.subject)
-        target = target_of(backend, geometry, given.dtype, self.options.tile, plan.narrow)
-        made = plan.work((target.block_q, target.block_k), proofs=backend in PRINTED)
-        if (wanted := Settings.read().show) and target not in plan.shown:
-            plan.shown.add(target)
-            if isinstance(made, FlatWork):
-                assert isinstance(plan, FlatPlan)
-                stages = plan.stages(made, target, self._text(made.plan, target, geometry, given.dtype))
-            else:
-                stages = self._stages(made, target, geometry, given.dtype)
-            print("\n\n".join(stages.text(n) for n in wanted), file=sys.stderr)
+            refuse_ambiguous(self.subject, {**self.subject.captured, **params})
+        plan = plan or self._plan_for(geometry, params, given.framework)
+        return Call(given, geometry, plan, backend, rate, seed, sinks, top)
+
+    def _run(self, call: Call) -> tuple[Any, Any, Any]:
+        """(out, lse, top) of a call; top may be None where nobody asks for it."""
+        if call.backend == "dense":
+            return interpreted(call)
+        given, geometry, plan = call.given, call.geometry, call.plan
+        target = target_of(call.backend, geometry, given.dtype, self.options.tile, plan.narrow)
+        made = plan.work((target.block_q, target.block_k), proofs=call.backend in PRINTED)
+        if names := Settings.read().show:
+            show(names, plan, made, target, geometry, given.dtype)
+        slots = {**made.slots, **call.drawn(made.plan)}
         natural = NATURAL[given.framework]
         q, k, v = given.turned(natural)
         if given.framework == "torch":
-            out, lse = torch_op.forward(made, geometry, q, k, v, target)
+            from . import torch_op
+
+            out, *rows = torch_op.attend(made, geometry, q, k, v, slots, target, call.sinks, call.top)
         else:
             from . import jax_op
 
-            out, lse, _ = jax_op.forward(
-                made.plan, made.spans, geometry, q, k, v, made.slots, made.tables, target, backend
+            out, *rows = jax_op.forward(
+                made.plan, made.spans, geometry, q, k, v, slots, made.tables, target, call.backend, sinks=call.sinks
             )
-        return turn(out, natural, given.layout), lse
+        return turn(out, natural, given.layout), rows[0], rows[1]
 
     def _geometry(self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
@@ -184,21 +145,45 @@ class Attention:
                 )
         return g
 
-    def _plan_for(self, g: Geometry, params: dict[str, Any]) -> AnyPlan:
-        host, given = divided(params, None)
+    def _check_plan(self, plan: AnyPlan, params: dict[str, Any]) -> None:
+        if params:
+            raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
+        made_for = plan.key.what if isinstance(plan, FlatPlan) else plan.subject
+        if made_for.exprs != self.subject.exprs:
+            raise ParameterError(
+                "the plan is for another mask or score mod:\n  "
+                + (str(made_for).replace("\n", "\n  ") or "everything visible")
+                + "\n  make it with this attention's own `plan`"
+            )
+        if plan.dropout != bool(self.options.dropout):
+            have, want = ("with", "without") if plan.dropout else ("without", "with")
+            raise ParameterError(
+                f"the plan is for attention {have} dropout, this one is {want}\n"
+                "  make it with this attention's own `plan`"
+            )
+
+    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str) -> AnyPlan:
+        host, given = divided(params, None, self.subject.learnable, framework)
+        if framework == "torch":
+            given = {**{n: x for n, x in self._learned.items() if n not in params}, **given}
+        key = _known(g, host, given)
+        plan = None if key is None else self._plans.get(key)
+        if plan is None:
+            plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None)
+            if key is not None:
+                self._plans[key] = plan
+                while len(self._plans) > 32:
+                    self._plans.popitem(last=False)
+        return plan.again(given) if isinstance(plan, FlatPlan) else plan
+
+    def _made_plan(
+        self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
+        host: dict[str, Any], given: dict[str, Any], block: tuple[int, int] | None,
+    ) -> AnyPlan:  # fmt: skip
+        place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
         if given:
-            return flat_plan(
-                self.subject, host, given, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, None,
-                Settings.read().check,
-            )  # fmt: skip
-        if any(isinstance(x, np.ndarray) for x in g.origin) or params:
-            return Plan(self.subject.bind(params), g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
-        key = (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
-        if key not in self._plans:
-            self._plans[key] = Plan(self.subject, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
-            while len(self._plans) > 32:
-                self._plans.popitem(last=False)
-        return self._plans[key]
+            return flat_plan(self.subject, host, given, *place, block, Settings.read().check, dropout)
+        return Plan(self.subject.bind(host), *place, dropout)
 
     def plan(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
@@ -208,14 +193,13 @@ class Attention:
 
         Tables that are traced (under `jax.jit`) or live on an accelerator (torch) are planned where they are, with
         fixed shapes and no copy; `flat=True` asks for that for any table of a framework, `flat=False` copies.
+        Float tables that only the score mod reads are not part of a plan: it holds the arrays themselves, and
+        gradients flow to them.
         """
-        host, given = divided(params, flat)
-        if given:
-            block = self._flat_block(given)
-            return flat_plan(
-                self.subject, host, given, q_len, kv_len, batch, heads, origin, sizes, block, Settings.read().check
-            )
-        return Plan(self.subject.bind(params), q_len, kv_len, batch, heads, origin, sizes)
+        host, given = divided(params, flat, self.subject.learnable)
+        given = {**{n: x for n, x in self._learned.items() if n not in params}, **given}
+        block = self._flat_block(given) if given else None
+        return self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
 
     def _flat_block(self, given: dict[str, Any]) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
@@ -225,12 +209,6 @@ class Attention:
 
             return self.options.tile or TILES["xla"]
         return self.options.tile or ((128, 32) if x.device.type == "cpu" else (128, 128))
-
-    def _dense(self, given: Arrays, g: Geometry, what: Subject) -> tuple[Any, Any]:
-        """The float64 interpreter on the arrays of a framework."""
-        out, lse = _oracle(given, g, what)
-        out = from_numpy(turn(out, "bhsd", given.layout), given.q)
-        return out, from_numpy(lse, given.q, "float64" if given.dtype == "float64" else "float32")
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -268,147 +246,39 @@ class Attention:
             name = backend or self.options.backend or Settings.read().backend or "aten"
         check_name(name)
         name = "aten" if name == "library" else name
-        plan = Plan(what, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
+        plan = Plan(what, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
         target = target_of(name, g, dtype, self.options.tile, plan.narrow)
         made = plan.work((target.block_q, target.block_k), proofs=name in PRINTED)
-        return self._stages(made, target, g, dtype)
-
-    def _text(self, plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> str:
-        if target.backend == "triton":
-            from frisket.lowering.emit import triton_forward
-
-            return triton_forward.emit(plan, target, g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
-        if target.backend == "pallas-tpu":
-            from frisket.lowering.emit import pallas_tpu
-
-            return pallas_tpu.emit(plan, target, g, dtype)
-        return ""
-
-    def _stages(self, made: Work, target: Target, g: Geometry, dtype: str) -> Stages:
-        text = self._text(made.plan, target, g, dtype)
-        m, s = made.subject.mask, made.subject.score
-        written = Pair(None if m is None else m.expr, None if s is None else s.expr)
-        return Stages(
-            written, Pair(*made.simplified), made.layout.facts, made.layout, made.plan, target, text, made.rules
-        )
+        return stages_of(made, target, g, dtype)
 
     # -- checking ---------------------------------------------------------------------------------
 
     def check(
-        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, origin: Origin | None = None,
-        sizes: Sizes | None = None, layout: str | None = None, **params: Any,
+        self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
+        origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None, **params: Any,
     ) -> Report:  # fmt: skip
         """The call beside the float64 interpreter. Raises `MismatchError` when its error is more than twice that
         of dense attention in the same dtype, plus 1e-6."""
-        given = arrays(q, k, v, layout)
-        out, lse = self._run(given, plan, origin, sizes, params)
-        report = self._report(given, out, lse, plan, origin, sizes, params)
-        report.require()
-        return report
-
-    def _report(
-        self, given: Arrays, out: Any, lse: Any, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None,
-        params: dict[str, Any],
-    ) -> Report:  # fmt: skip
-        g = self._geometry(given, plan, origin, sizes)
-        what = self.subject.bind(params) if plan is None else plan.subject
-        return compared(given, g, what, turn(to_numpy(out), given.layout, "bhsd"), to_numpy(lse))
-
-    def _report_later(
-        self, given: Arrays, out: Any, lse: Any, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None,
-        params: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Under `jax.jit`: looks once the values are there, and raises from there."""
-        import jax
-
-        g = self._geometry(given, plan, origin, sizes)
-        if isinstance(plan, FlatPlan):
-            what, values = plan.key.what, plan.given
-        else:
-            host, values = divided(params, None)
-            what = self.subject.without(values).bind(host) if plan is None else plan.subject
-
-        def look(q: Any, k: Any, v: Any, out: Any, lse: Any, values: dict[str, Any]) -> None:
-            here = replace(given, q=np.asarray(q), k=np.asarray(k), v=np.asarray(v))
-            bound = what.bind({n: np.asarray(x) for n, x in values.items()})
-            compared(here, g, bound, turn(to_numpy(out), given.layout, "bhsd"), to_numpy(lse)).require()
-
-        jax.debug.callback(look, given.q, given.k, given.v, out, lse, values)
+        call = self._call(arrays(q, k, v, layout), plan, seed, sinks, False, origin, sizes, params)
+        found = report(call, *self._run(call)[:2])
+        found.require()
+        return found
 
 
-# -- the doors ------------------------------------------------------------------------------------------
+def learns(x: Any) -> bool:
+    """Whether a captured value may change between calls: a parameter of a torch module, or a tensor that requires a
+    gradient."""
+    return framework_of(x) == "torch" and (x.requires_grad or type(x).__name__ == "Parameter")
 
 
-def compile(
-    mask: MaskLike | Program | None = None, score: ScoreLike | None = None, scale: float | None = None,
-    enable_gqa: bool = True, deterministic: bool = True, dropout: float = 0.0, sinks: Any = None,
-    backend: str | None = None, tile: int | tuple[int, int] | None = None, **params: Any,
-) -> Attention:  # fmt: skip
-    """`compile("causal & window(w)", "softcap(50)", w=256)`: attention to call, plan, print and check.
-
-    `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
-    `tile` the (queries, keys) of a tile, in tokens.
-    """
-    _not_yet(dropout=dropout, sinks=sinks)
-    check_name(backend)
-    return Attention(subject(mask, score, params), Options(scale, enable_gqa, backend, check_tile(tile)))
-
-
-_compiled: OrderedDict[Any, Attention] = OrderedDict()
-
-
-def attention(
-    q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: float | None = None, enable_gqa: bool = True, backend: str | None = None, dropout: float = 0.0,
-    seed: int | None = None, sinks: Any = None, origin: Origin | None = None, sizes: Sizes | None = None,
-    layout: str | None = None, return_lse: bool = False, **params: Any,
-) -> Any:  # fmt: skip
-    """`attention(q, k, v, "causal & window(w)", w=256)`: one call; equal masks are compiled once."""
-    _not_yet(dropout=dropout, sinks=sinks, seed=seed)
-    check_name(backend)
-    arrays(q, k, v, layout)
-    host, device = divided(params, None)
-    what = subject(mask, score, host)
-    key = (what.mask, what.score, scale, enable_gqa, backend)
-    if key not in _compiled:
-        _compiled[key] = Attention(what, Options(scale, enable_gqa, backend))
-        while len(_compiled) > 128:
-            _compiled.popitem(last=False)
-    _compiled.move_to_end(key)
-    return _compiled[key](q, k, v, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse, **device)
-
-
-def reference(
-    q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
-    scale: float | None = None, layout: str | None = None, origin: Origin | None = None, sizes: Sizes | None = None,
-    return_lse: bool = False, **params: Any,
-) -> Any:  # fmt: skip
-    """Dense attention by the float64 interpreter: numpy in and out, in the layout of the arrays."""
-    given = arrays(q, k, v, layout, numpy=True)
-    what = subject(mask, score, params)
-    what.require_bound()
-    out, lse = _oracle(given, given.geometry(scale, True, origin, sizes), what)
-    out = turn(out, "bhsd", given.layout)
-    return (out, lse) if return_lse else out
-
-
-def _oracle(given: Arrays, g: Geometry, what: Subject) -> tuple[Any, Any]:
-    """(out [batch, heads, q_len, v_dim], lse) in float64."""
-    what.require_bound()
-    q, k, v = (turn(to_numpy(x), given.layout, "bhsd") for x in (given.q, given.k, given.v))
-    return dense.attention(
-        q, k, v, None if what.mask is None else what.mask.expr, None if what.score is None else what.score.expr,
-        scale=g.scale, params=what.scalars, tables=what.tables, origin=g.origin, sizes=g.full,
-    )  # fmt: skip
-
-
-def _not_yet(*, dropout: float, sinks: Any, seed: int | None = None) -> None:
-    if dropout:
-        raise LoweringError(f"dropout is {dropout}; dropout is not there yet: leave it at 0.0")
-    if sinks is not None:
-        raise LoweringError("attention sinks are not there yet: leave `sinks` out (`sinks(n)` in a mask is there)")
-    if seed is not None:
-        raise LoweringError("`seed` belongs to dropout, which is not there yet: leave it out")
-
-
-__all__ = ["Attention", "Plan", "Report", "attention", "compile", "reference"]
+def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What a plan depends on, if that is quickly said: no array of the host is part of it."""
+    numbers = all(type(x) in (bool, int, float) for x in host.values())
+    if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):
+        return None
+    place = (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
+    return (
+        place,
+        tuple((n, type(x), x) for n, x in host.items()),
+        tuple((n, framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items()),
+    )

@@ -17,6 +17,8 @@ LATER = {
     "pallas-mosaic-gpu": "the Mosaic GPU kernels come in a later version",
 }
 PRINTED = ("triton", "pallas-tpu")  # backends with a kernel text
+FORWARD_ONLY = ("triton", "pallas-tpu")  # without gradients, dropout, attention sinks and max scores
+COMPLETE = ("aten", "xla", "dense")  # those with all of them
 HOW = {"pallas-tpu": ", in Pallas' interpreter where there is no TPU"}
 
 

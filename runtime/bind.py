@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
 from frisket.dsl.ir import TRUE, Expr
 from frisket.dsl.program import nearest, read
+from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.driver import bind as written_out
 from frisket.lowering.analysis.facts import sees_itself
-from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
+from frisket.lowering.plan import RATE, SEED, LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
 
@@ -28,6 +29,7 @@ from .parameters import as_value, names_of
 
 Array = NDArray[Any]
 CACHED = 256  # compilations kept
+UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,14 @@ class Subject:
     def captured(self) -> dict[str, Any]:
         """The tensors and arrays themselves that functions captured, by the names of their copies."""
         return {n: x for p in self.parts for n, x in p.origin.captured.items()}
+
+    @cached_property
+    def learnable(self) -> frozenset[str]:
+        """Float parameters that only the score mod reads: gradients flow to them."""
+        if self.score is None:
+            return frozenset()
+        seen = set() if self.mask is None else names_of(self.mask.expr).keys()
+        return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
 
     def bind(self, params: Mapping[str, Any]) -> Subject:
         """The same with more parameters bound; a name nobody uses is an error."""
@@ -168,12 +178,12 @@ _works: OrderedDict[tuple[Any, ...], Work] = OrderedDict()
 
 def work(
     what: Subject, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
-    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False,
+    origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False, dropout: bool = False,
 ) -> Work:  # fmt: skip
     """The compilation, kept by value: the mask and the contents of its tables, lengths,
     tiles, origin. `proofs` counts rows to drop the checks for empty ones, which pays in kernels only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
-    key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs)
+    key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
     if key in _works:
         _works.move_to_end(key)
         return _works[key]
@@ -182,7 +192,7 @@ def work(
     seen = TRUE if what.mask is None else what.mask.expr
     readers = [p.expr for p in what.parts]
     check_reach(seen, readers, what.scalars, what.tables, (batch, heads, q_len, kv_len), origin, sizes)
-    made = _works[key] = _compiled(what, q_len, kv_len, batch, heads, block, origin, sizes, proofs)
+    made = _works[key] = _compiled(what, q_len, kv_len, batch, heads, block, origin, sizes, proofs, dropout)
     while len(_works) > CACHED:
         _works.popitem(last=False)
     return made
@@ -190,7 +200,7 @@ def work(
 
 def _compiled(
     what: Subject, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
-    origin: Origin, sizes: Sizes | None, proofs: bool,
+    origin: Origin, sizes: Sizes | None, proofs: bool, dropout: bool,
 ) -> Work:  # fmt: skip
     tables, scalars = what.tables, what.scalars
     sane = {n: bool(np.isfinite(t).all()) for n, t in tables.items() if t.dtype.kind == "f"}
@@ -205,10 +215,10 @@ def _compiled(
     plan = make_plan(
         seen, mod, str(what), bounds=layout.analysis.bounds, score_finite=mod is None or finite(mod, sane),
         rows_nonempty=_no_empty_row(seen, layout, proofs),
-        limits=limits_of(full, scalars, tables),
+        limits=limits_of(full, scalars, tables), dropout=dropout,
     )  # fmt: skip
     arrays = {n: np.asarray(t) for n, t in plan.table_values(tables).items()}
-    return Work(what, (seen, mod), layout, plan, plan.slot_values(scalars), arrays, rules)
+    return Work(what, (seen, mod), layout, plan, plan.slot_values({**scalars, **UNDRAWN}), arrays, rules)
 
 
 def _no_empty_row(seen: Expr | None, layout: Layout, count: bool) -> bool:

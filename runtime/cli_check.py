@@ -12,11 +12,11 @@ from rich.console import Console
 
 from frisket.dsl.errors import MismatchError
 
-from .attention import compile
 from .backends import OF_FRAMEWORK, reason
 from .cli_answer import Answer, row, rows
 from .cli_commands import described
 from .cli_input import require_bound, subject
+from .entry import compile
 from .packed import choose, installed
 
 LENGTHS = ((128, 128), (100, 100), (77, 131))  # whole tiles, ragged, and fewer queries than keys

@@ -70,7 +70,7 @@ def text(e: Expr | None) -> str | None:
 
 
 def compiled(what: Program) -> Any:
-    from .attention import compile  # the frameworks behind it are none of `show`'s business
+    from .entry import compile  # the frameworks behind it are none of `show`'s business
 
     require_bound(what)
     return compile(mask=what.mask, score=what.score)

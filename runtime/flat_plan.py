@@ -1,4 +1,5 @@
-"""Plans whose tables live on a device or are traced: planned there, by a printed planner, without a copy.
+"""Plans without the values of some tables, which live on a device, are traced, or learned: where the mask reads
+them, planned there by a printed planner, without a copy.
 
 Under `jax.jit` a plan may be made from traced tables, handed to every layer, and carried through transforms: it is
 a pytree whose leaves are the tables and the spans.
@@ -7,9 +8,9 @@ a pytree whose leaves are the tables and the spans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,16 @@ from frisket.lowering.analysis.driver import bind as written_out
 from frisket.lowering.analysis.driver import grid_of
 from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.analysis.table import Table
+from frisket.lowering.aten_expr import distance_only
 from frisket.lowering.flat import DeviceSpans, Planner, planner
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.stages import Pair, Stages
 
-from .bind import Subject, limits_of
+from .bind import UNDRAWN, Subject, limits_of
 from .frameworks import framework_of
+from .host_plan import few_tiles
 from .layout import make_layout
 from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask
@@ -39,20 +42,27 @@ from .parameters import names_of, traced
 Values = Mapping[str, Any]
 
 
-def divided(params: Values, flat: bool | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(values of the host, values that stay where they are): traced ones, torch tables on an accelerator, and,
-    where `flat` asks for the flat planner, every table of a framework. `flat=False` keeps all on the host."""
-    stays = {n for n, x in params.items() if flat is not False and _stays(x, bool(flat))}
+def divided(
+    params: Values, flat: bool | None, learnable: Collection[str] = (), framework: str | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(values of the host, values that stay where they are): traced ones, torch tables on an accelerator, arrays of
+    `framework` (of any, when None) that gradients may flow to, being `learnable`, and, where `flat` asks for the
+    flat planner, every table of a framework. `flat=False` keeps all on the host but what requires a gradient."""
+    stays = {n for n, x in params.items() if _stays(x, flat, n in learnable, framework)}
     return {n: x for n, x in params.items() if n not in stays}, {n: params[n] for n in stays}
 
 
-def _stays(x: Any, flat: bool) -> bool:
-    framework = framework_of(x)
+def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) -> bool:
+    kind = framework_of(x)
+    if flat is False:
+        return learnable and getattr(x, "requires_grad", False)
     if traced(x):
         return True
-    if framework not in ("torch", "jax") or not x.ndim:
+    if kind not in ("torch", "jax"):
         return False
-    return flat or (framework == "torch" and x.device.type != "cpu")
+    if learnable and framework in (None, kind):
+        return True
+    return bool(x.ndim) and (bool(flat) or (kind == "torch" and x.device.type != "cpu"))
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class Key:
     heads: int
     origin: Origin  # vectors as tuples
     sizes: Sizes | None
+    dropout: bool
 
 
 @dataclass(frozen=True)
@@ -100,12 +111,15 @@ class FlatPlan:
     results as a `Plan`; `exact` there is `overflow` here, an array that is true where some row of tiles had more
     runs than there was room for and reads more tiles than it has to."""
 
-    narrow = False
-
     def __init__(self, key: Key, given: dict[str, Any], made: dict[tuple[int, int], Any]) -> None:
         self.key, self.given = key, given
         self._made: dict[tuple[int, int], tuple[Any, Any, Any]] = made
         self.shown: set[Any] = set()
+
+    def again(self, given: dict[str, Any]) -> FlatPlan:
+        """The same for other values, of the shapes and dtypes that this one was made from."""
+        kinds = {n: dtype for n, _, dtype in self.key.given}
+        return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in given.items()}, {})
 
     batch = property(lambda self: self.key.batch)
     heads = property(lambda self: self.key.heads)
@@ -113,6 +127,13 @@ class FlatPlan:
     kv_len = property(lambda self: self.key.kv_len)
     origin = property(lambda self: _origin(self.key))
     sizes = property(lambda self: self.key.sizes)
+    dropout = property(lambda self: self.key.dropout)
+
+    @cached_property
+    def narrow(self) -> bool:
+        """As of a plan of the host, where no table of a device decides it."""
+        laid = _laid(self.key)
+        return laid.planner is None and distance_only(laid.host.expr) and few_tiles(_host_spans(self.key, (128, 128)))
 
     @property
     def subject(self) -> Subject:
@@ -165,7 +186,7 @@ class FlatPlan:
         from .flat_run import kernel_tables
 
         tables = kernel_tables(laid.plan, key.framework, values, max(laid.full[2:]), self.device)
-        return FlatWork(laid.plan, self.spans(block), laid.plan.slot_values(values), tables)
+        return FlatWork(laid.plan, self.spans(block), laid.plan.slot_values({**values, **UNDRAWN}), tables)
 
     def stages(self, made: FlatWork, target: Any, text: str) -> Stages:
         laid = _laid(self.key)
@@ -181,7 +202,7 @@ class FlatPlan:
 
 def flat_plan(
     what: Subject, host: Values, given: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
-    sizes: Sizes | None, block: tuple[int, int] | None, check: bool,
+    sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
 ) -> FlatPlan:  # fmt: skip
     """A plan from `given`, values that are traced or on a device, beside those of the host. With `block` the spans
     are made at once. `check` tests on the device that tables declared sorted are."""
@@ -203,7 +224,7 @@ def flat_plan(
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
-    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes)
+    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout)
     if check:
         from .flat_run import check_sorted
 
@@ -241,7 +262,11 @@ def _fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
             f"`{name}` is {type} in the text, the value is {kind}; declare it: "
             f"`param {name}: {kind.value.lower()}{'[' + ', '.join('_' * rank) + ']' if rank else ''}`"
         )
-    return value.float() if framework_of(value) == "torch" else value.astype("float32")
+    return _floating(value)
+
+
+def _floating(x: Any) -> Any:
+    return x.float() if framework_of(x) == "torch" else x.astype("float32")
 
 
 def _origin(key: Key) -> Origin:
@@ -268,7 +293,7 @@ def _laid(key: Key) -> Laid:
     own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
     plan = make_plan(
         seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (own and sees_itself(seen)),
+        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout,
     )  # fmt: skip
     _check_segments((seen, mod), {n for n, *_ in key.given})
     free = {n for n, *_ in key.given} & names_of(host.expr).keys()
@@ -301,7 +326,7 @@ def _host_spans(key: Key, block: tuple[int, int]) -> Spans:
 
 
 def _wide() -> bool:
-    from frisket.lowering.xla import int64_enabled
+    from frisket.lowering.xla_tiles import int64_enabled
 
     return int64_enabled()
 

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from frisket.lowering.stages import Stages as Stages
     from frisket.runtime.answers import Answer as Answer
     from frisket.runtime.attention import Attention as Attention
-    from frisket.runtime.attention import Plan as Plan
-    from frisket.runtime.attention import attention as attention
-    from frisket.runtime.attention import compile as compile
-    from frisket.runtime.attention import reference as reference
     from frisket.runtime.backends import backends as backends
+    from frisket.runtime.entry import attention as attention
+    from frisket.runtime.entry import compile as compile
+    from frisket.runtime.entry import reference as reference
+    from frisket.runtime.host_plan import Plan as Plan
     from frisket.runtime.layout import Layout as Layout
     from frisket.runtime.mask import Mask as Mask
     from frisket.runtime.mask import Program as Program
@@ -56,8 +56,10 @@ _HOMES = {
     "frisket.dsl.library": "Entry library",
     "frisket.lowering.stages": "Stages",
     "frisket.runtime.answers": "Answer",
-    "frisket.runtime.attention": "Attention Plan attention compile reference",
+    "frisket.runtime.attention": "Attention",
     "frisket.runtime.backends": "backends",
+    "frisket.runtime.entry": "attention compile reference",
+    "frisket.runtime.host_plan": "Plan",
     "frisket.runtime.layout": "Layout",
     "frisket.runtime.mask": "Mask Program ScoreMod load mask score",
     "frisket.runtime.merge": "merge",

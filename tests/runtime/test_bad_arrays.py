@@ -127,22 +127,17 @@ BAD = {
         lambda: fk.mask("t[q] > k", t=np.array([1 << 63], np.uint64)), fk.ParameterError,
         "table `t` has 9223372036854775808, which does not fit 64 bits with a sign",
     ),
-    "gradient": (
-        lambda: fk.attention(t(1, 4, 8, 16, requires_grad=True), K, K), fk.FrisketError,
-        "q, k or v requires a gradient; the backward comes with the native kernels, in a later version\n"
-        "  for the forward alone write `with torch.no_grad():`, or detach the tensors",
-    ),
     "dropout": (
-        lambda: fk.attention(Q, K, K, dropout=0.1), fk.LoweringError,
-        "dropout is 0.1; dropout is not there yet: leave it at 0.0",
+        lambda: fk.attention(Q, K, K, dropout=1.0), fk.ParameterError,
+        "dropout is 1.0; it is the share of weights to drop, at least 0 and below 1",
     ),
     "sinks": (
-        lambda: fk.compile("causal", sinks=[1.0]), fk.LoweringError,
-        "attention sinks are not there yet: leave `sinks` out (`sinks(n)` in a mask is there)",
+        lambda: fk.compile("causal", sinks=[1.0])(Q, K, K), fk.ShapeError,
+        "sinks are float64[1]; they are one number, or one for each of the 4 query heads",
     ),
     "seed": (
-        lambda: fk.attention(Q, K, K, seed=3), fk.LoweringError,
-        "`seed` belongs to dropout, which is not there yet: leave it out",
+        lambda: fk.attention(Q, K, K, dropout=0.5, seed=-3), fk.ParameterError,
+        "seed is -3; it is an integer, 0 <= seed < 2**31",
     ),
     "unknown backend": (
         lambda: fk.attention(Q, K, K, backend="cuda"), fk.BackendError,

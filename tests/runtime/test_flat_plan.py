@@ -10,7 +10,7 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
-from frisket.runtime import attention as module
+from frisket.runtime import checking as module
 from frisket.runtime import flat_run
 
 S = 300

@@ -6,24 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError, LoweringError, ParameterError
 
 ONES = np.ones((1, 8, 2, 16), np.float32)
-
-
-def test_torch_gradients():
-    q = torch.from_numpy(ONES).requires_grad_()
-    with pytest.raises(BackwardError) as caught:
-        fk.attention(q, q, q, "causal")
-    assert str(caught.value) == (
-        "q, k or v requires a gradient; the backward comes with the native kernels, in a later version\n"
-        "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
-    )
-    with torch.no_grad():
-        assert fk.attention(q, q, q, "causal").shape == q.shape
 
 
 def test_masks_do_not_add():

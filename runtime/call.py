@@ -1,0 +1,45 @@
+"""One call of an attention, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
+
+from .flat_plan import FlatPlan
+from .frameworks import Arrays
+from .host_plan import Plan
+
+AnyPlan: TypeAlias = "Plan | FlatPlan"
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arrays that fit together and a plan that fits them. `sinks` is an array [heads] or None, `seed` None without
+    dropout."""
+
+    given: Arrays
+    geometry: Geometry
+    plan: AnyPlan
+    backend: str
+    rate: float
+    seed: Any
+    sinks: Any
+    top: bool  # whether the largest score of every row is asked for
+
+    def drawn(self, plan: LoopPlan) -> dict[str, Any]:
+        """Values of the slots of dropout."""
+        values = {SEED: self.seed, RATE: self.rate}
+        return {s.name: values[s.source] for s in plan.slots if s.source in values}
+
+
+def dropout_terms(rate: float, seed: Any) -> dict[str, Any]:
+    """What `lowering.dense` takes for dropout; the names of `kept` are found in `params`."""
+    return {"kept": survives(), "rate": rate, "params": {SEED: int(seed), RATE: rate}} if rate else {"params": {}}
+
+
+def results(found: tuple[Any, Any, Any], lse: bool, top: bool) -> Any:
+    """out, (out, lse), (out, max) or (out, lse, max)."""
+    wanted = found[0], *([found[1]] if lse else []), *([found[2]] if top else [])
+    return wanted if len(wanted) > 1 else wanted[0]

@@ -1,0 +1,67 @@
+"""A call beside the float64 interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from frisket.lowering import dense
+from frisket.lowering.plan import Geometry
+
+from .bind import Subject
+from .call import Call, dropout_terms
+from .flat_plan import FlatPlan
+from .frameworks import Arrays, from_numpy, to_numpy, turn
+from .report import Report, compared
+
+
+def oracle(given: Arrays, g: Geometry, what: Subject, rate: float = 0.0, seed: Any = None, sinks: Any = None) -> Any:
+    """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
+    what.require_bound()
+    q, k, v = (turn(to_numpy(x), given.layout, "bhsd") for x in (given.q, given.k, given.v))
+    mask, score = what.exprs
+    terms = dropout_terms(rate, seed)
+    terms["params"] |= what.scalars
+    place: dict[str, Any] = {"scale": g.scale, "tables": what.tables, "origin": g.origin, "sizes": g.full}
+    sinks = None if sinks is None else to_numpy(sinks)
+    out, lse = dense.attention(q, k, v, mask, score, sinks=sinks, **terms, **place)
+    return out, lse, dense.top(q, k, mask, score, params=terms["params"], **place)
+
+
+def interpreted(call: Call) -> tuple[Any, Any, Any]:
+    """The backend "dense": the interpreter on the arrays of a framework."""
+    given = call.given
+    out, *rows = oracle(given, call.geometry, call.plan.subject, call.rate, call.seed, call.sinks)
+    real = "float64" if given.dtype == "float64" else "float32"
+    lse, top = (from_numpy(x, given.q, real) for x in rows)
+    return from_numpy(turn(out, "bhsd", given.layout), given.q), lse, top
+
+
+def report(call: Call, out: Any, lse: Any) -> Report:
+    """The result of a call beside the interpreter's."""
+    return _compared(call, call.plan.subject, out, lse)
+
+
+def _compared(call: Call, what: Subject, out: Any, lse: Any) -> Report:
+    out = turn(to_numpy(out), call.given.layout, "bhsd")
+    terms = dropout_terms(call.rate, call.seed)
+    return compared(call.given, call.geometry, what, out, to_numpy(lse), sinks=call.sinks, **terms)
+
+
+def report_later(call: Call, out: Any, lse: Any) -> None:
+    """Under `jax.jit`: looks once the values are there, and raises from there."""
+    import jax
+
+    given, plan = call.given, call.plan
+    values = plan.given if isinstance(plan, FlatPlan) else {}
+    what = plan.key.what if isinstance(plan, FlatPlan) else plan.subject
+
+    def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any) -> None:
+        q, k, v = (np.asarray(x) for x in qkv)
+        plain = what.bind({n: np.asarray(x) for n, x in values.items()})
+        here = replace(call, given=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks)
+        _compared(here, plain, out, lse).require()
+
+    jax.debug.callback(look, (given.q, given.k, given.v), out, lse, values, call.seed, call.sinks)

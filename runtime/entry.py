@@ -1,0 +1,116 @@
+"""The doors: compile, attention, reference."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+
+from frisket.lowering.plan import Origin, Sizes
+
+from .attention import Attention, learns
+from .backends import check_name
+from .bind import check_tile, subject
+from .call import results
+from .checking import oracle
+from .frameworks import arrays, turn
+from .mask import MaskLike, Program, ScoreLike
+from .options import Options, rate_of, seed_of, sinks_of
+from .parameters import as_value
+
+
+def compile(
+    mask: MaskLike | Program | None = None, score: ScoreLike | None = None, scale: float | None = None,
+    enable_gqa: bool = True, deterministic: bool = True, dropout: float = 0.0, sinks: Any = None,
+    backend: str | None = None, tile: int | tuple[int, int] | None = None, **params: Any,
+) -> Attention:  # fmt: skip
+    """`compile("causal & window(w)", "softcap(50)", w=256)`: attention to call, plan, print and check.
+
+    `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
+    `tile` the (queries, keys) of a tile, in tokens; `dropout` the share of weights to drop, in [0, 1), at every call:
+    make another attention for inference. `sinks` [heads], or one number, are logits beside every query's scores that
+    have no value; a call may bring others. `deterministic=False` allows kernels whose sums change from run to run;
+    none of the CPU's does.
+
+    A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
+    the call, or captured by a function: it is read anew at every call. A mask reads it as it is now, like any table:
+    no gradient flows through a mask.
+    """
+    check_name(backend)
+    options = Options(scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks)
+    return Attention(subject(mask, score, params), options)
+
+
+_compiled: OrderedDict[Any, Attention] = OrderedDict()
+
+
+def attention(
+    q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
+    scale: float | None = None, enable_gqa: bool = True, backend: str | None = None, dropout: float = 0.0,
+    seed: Any = None, sinks: Any = None, origin: Origin | None = None, sizes: Sizes | None = None,
+    layout: str | None = None, return_lse: bool = False, return_max: bool = False, **params: Any,
+) -> Any:  # fmt: skip
+    """`attention(q, k, v, "causal & window(w)", w=256)`: one call; equal masks are compiled once.
+
+    See `Attention.__call__` for shapes, results, sinks, seeds and gradients.
+    """
+    check_name(backend)
+    options = Options(scale, enable_gqa, backend, None, rate_of(dropout))
+    params = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
+    att = _attention(mask, score, options, params)
+    return att(
+        q, k, v, seed=seed, sinks=sinks, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse,
+        return_max=return_max, **params,
+    )  # fmt: skip
+
+
+def _attention(mask: Any, score: Any, options: Options, params: dict[str, Any]) -> Attention:
+    """The attention of a mask and a score mod, without the values of `params`: their types matter alone."""
+    text: Any = None
+    if isinstance(mask, str | None) and isinstance(score, str | None):
+        text = mask, score, options, tuple((n, *_kind(x)) for n, x in params.items())
+        if text in _compiled:
+            return _compiled[text]
+    what = subject(mask, score, {n: _stand_in(x) for n, x in params.items()}).without(params)
+    learned = {n: x for n, x in what.captured.items() if learns(x)}  # by identity: values come and go
+    rest = what.without(learned)
+    key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()))
+    if key not in _compiled:
+        _compiled[key] = Attention(what, options)
+        while len(_compiled) > 128:
+            _compiled.popitem(last=False)
+    _compiled.move_to_end(key)
+    return _compiled[key]
+
+
+def _kind(x: Any) -> tuple[Any, ...]:
+    """What the type of a name hangs on: how many axes there are, and Bool, Int or Float."""
+    return (x.ndim, x.dtype) if hasattr(x, "ndim") else (type(x),)
+
+
+def _stand_in(x: Any) -> Any:
+    """A value of the same type, which nobody will look at."""
+    if not hasattr(x, "ndim"):
+        return x
+    dtype = str(x.dtype).removeprefix("torch.")
+    kind = np.float32 if dtype.startswith(("float", "bfloat")) else None
+    if kind is None and not dtype.startswith(("bool", "int", "uint")):
+        return x  # refused where it is read
+    return np.ones((1,) * x.ndim, kind or (bool if dtype == "bool" else int))
+
+
+def reference(
+    q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
+    scale: float | None = None, layout: str | None = None, origin: Origin | None = None, sizes: Sizes | None = None,
+    return_lse: bool = False, return_max: bool = False, dropout: float = 0.0, seed: int | None = None,
+    sinks: Any = None, **params: Any,
+) -> Any:  # fmt: skip
+    """Dense attention by the float64 interpreter: numpy in and out, in the layout of the arrays."""
+    given = arrays(q, k, v, layout, numpy=True)
+    what = subject(mask, score, params)
+    rate, g = rate_of(dropout), given.geometry(scale, True, origin, sizes)
+    seed = seed_of(seed, rate, "numpy")
+    sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
+    out, lse, top = oracle(given, g, what, rate, seed, sinks)
+    return results((turn(out, "bhsd", given.layout), lse, top), return_lse, return_max)

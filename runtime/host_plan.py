@@ -1,0 +1,50 @@
+"""Plan: tables and layout of a mask whose values are numbers of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frisket.lowering.aten_expr import distance_only
+from frisket.lowering.plan import Origin, Sizes, Target
+
+from .bind import Subject, Work, work
+
+
+class Plan:
+    """Tables and layout of a mask for given lengths, built once: `att.plan(4096, 4096, 1, 8, doc=doc)`.
+
+    Pass it to every layer: `att(q, k, v, plan=plan)`.
+    """
+
+    def __init__(
+        self, what: Subject, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
+        dropout: bool = False,
+    ) -> None:  # fmt: skip
+        self.subject, self.q_len, self.kv_len = what, q_len, kv_len
+        self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
+        self.dropout = dropout
+        self._works: dict[tuple[Any, ...], Work] = {}
+        self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
+        self.narrow = self._narrow()
+
+    def work(self, block: tuple[int, int], proofs: bool = False) -> Work:
+        """The compilation for tiles of `block`."""
+        if (block, proofs) not in self._works:
+            self._works[block, proofs] = work(
+                self.subject, self.q_len, self.kv_len, self.batch, self.heads, block, self.origin, self.sizes,
+                proofs=proofs, dropout=self.dropout,
+            )  # fmt: skip
+        return self._works[block, proofs]
+
+    def _narrow(self) -> bool:
+        """Whether rows see one short run of keys that slides along."""
+        made = self.work((128, 128))
+        return made.plan.mask is not None and distance_only(made.plan.mask) and few_tiles(made.spans)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.subject}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
+
+
+def few_tiles(spans: Any) -> bool:
+    """Whether no row of tiles reads more than four."""
+    return int((spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1).max()) <= 4

@@ -1,0 +1,106 @@
+"""What a call may ask for besides q, k and v: dropout and its seed, attention sinks."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+
+from .backends import COMPLETE, FORWARD_ONLY
+from .frameworks import framework_of
+from .parameters import traced
+
+SEEDS = 1 << 31
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `compile` fixes besides the mask and the score mod."""
+
+    scale: float | None = None
+    enable_gqa: bool = True
+    backend: str | None = None
+    tile: tuple[int, int] | None = None
+    dropout: float = 0.0  # rounded to float32
+    sinks: Any = field(default=None, compare=False)
+
+
+def rate_of(dropout: Any) -> float:
+    """The rate of dropout as kernels have it, rounded to float32."""
+    number = isinstance(dropout, int | float | np.number) and not isinstance(dropout, bool)
+    rate = float(np.float32(dropout)) if number else -1.0
+    if not 0 <= rate < 1:
+        raise ParameterError(f"dropout is {dropout!r}; it is the share of weights to drop, at least 0 and below 1")
+    return rate
+
+
+def seed_of(seed: Any, rate: float, framework: str) -> Any:
+    """The seed of a call, 0 <= seed < 2**31: an int, or an array of JAX. None without dropout."""
+    if not rate:
+        return None
+    if seed is None and framework == "torch":
+        return drawn()
+    if seed is None:
+        raise ParameterError(
+            "dropout needs a seed: seed=<int>"
+            if framework == "numpy"
+            else "dropout needs a seed under JAX, another one at every step: seed=<int>, or from a key: "
+            "seed=jax.random.randint(key, (), 0, 2**31 - 1)"
+        )
+    if framework == "jax" and (traced(seed) or framework_of(seed) == "jax"):
+        if seed.ndim or seed.dtype.kind not in "iu":
+            raise ParameterError(f"seed is {seed.dtype}{list(seed.shape)}; it is one integer, 0 <= seed < 2**31")
+        return seed
+    try:
+        number = operator.index(seed)
+    except (TypeError, RuntimeError):
+        number = -1
+    if not 0 <= number < SEEDS:
+        raise ParameterError(f"seed is {seed!r}; it is an integer, 0 <= seed < 2**31")
+    return number
+
+
+def drawn() -> int:
+    """A seed from torch's default generator, which `torch.manual_seed` sets."""
+    return int(sys.modules["torch"].randint(0, SEEDS, ()))
+
+
+def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) -> Any:
+    """The sinks as an array [heads] of the call's framework, in float32, or float64 beside float64."""
+    if sinks is None:
+        return None
+    if framework_of(sinks) not in ("torch", "jax") and not traced(sinks):
+        sinks = np.asarray(sinks)
+    shape, kind = tuple(sinks.shape), str(sinks.dtype).removeprefix("torch.")
+    if not kind.startswith(("float", "bfloat", "int", "uint")) or shape not in ((), (heads,)):
+        raise ShapeError(
+            f"sinks are {kind}{list(shape)}; they are one number, or one for each of the {heads} query heads"
+        )
+    real = "float64" if dtype == "float64" else "float32"
+    if framework == "numpy":
+        return np.broadcast_to(_copied(sinks), (heads,)).astype(real)
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.broadcast_to(jnp.asarray(_copied(sinks), real), (heads,))
+    import torch
+
+    have = sinks if isinstance(sinks, torch.Tensor) else torch.from_numpy(np.array(sinks))
+    return have.to(device=device, dtype=getattr(torch, real)).expand(heads)
+
+
+def _copied(x: Any) -> Any:
+    """A tensor of torch as others can take it."""
+    return x.detach().cpu().float().numpy() if framework_of(x) == "torch" else x
+
+
+def check_complete(backend: str, rate: float, sinks: Any, top: bool) -> None:
+    """Refuse what a backend does not have."""
+    asked = (("dropout", rate), ("sinks", sinks is not None), ("return_max", top))
+    if backend in FORWARD_ONLY and (what := next((name for name, given in asked if given), None)):
+        raise BackendError(f"backend {backend!r} has no {what}; {' and '.join(COMPLETE)} have")
