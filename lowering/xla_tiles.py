@@ -127,7 +127,8 @@ class Tiles:
         self.kv_len, self.kv_heads = k.shape[1:3]
         self.group = self.heads // self.kv_heads
         inside = static.heads >= self.group
-        self.kvs, self.groups = (static.heads // self.group, self.group) if inside else (1, static.heads)
+        self.kvs: int = static.heads // self.group if inside else 1
+        self.groups: int = self.group if inside else static.heads
         self.length = -(-self.q_len // static.block_q) * static.block_q
         plan = static.plan
         self.tables = {t.name: array for t, array in zip(plan.tables, numbers.tables, strict=True)}

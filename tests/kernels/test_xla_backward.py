@@ -1,6 +1,5 @@
 """The XLA executor's gradients against the interpreter's, over every mask and score mod."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,11 +8,11 @@ from support.attention_cases import CASES, Case, causal
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
-from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
+from frisket.dsl.sugar import b, function, h, k, q, score, where
 from frisket.dsl.types import FLOAT, INT
-from frisket.lowering import dense, xla, xla_backward, xla_schedule
+from frisket.lowering import dense, xla, xla_backward
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import RATE, SEED, Target, make_plan
+from frisket.lowering.plan import RATE, SEED, Target
 
 draw = np.random.default_rng(11)
 

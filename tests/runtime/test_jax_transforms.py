@@ -1,0 +1,184 @@
+"""JAX's transforms of a call: gradients under jit, vmap, shard_map, checkpoint and export, beside plain autodiff of
+dense attention."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.attention_cases import causal
+
+from frisket.dsl import ir
+from frisket.dsl.errors import BackwardError
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import b, h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering.analysis.driver import analyse
+from frisket.lowering.plan import Geometry, Target, make_plan
+from frisket.runtime import jax_op
+
+S, D = 72, 8
+TARGET = Target("xla", 32, 16)
+LEARNED = score * ir.param("c", FLOAT) + lookup("x", (h, q - k), FLOAT)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def qkv(seed=0, batch=1, heads=4, kv_heads=2):
+    return [normal(seed + i, batch, S, n, D) for i, n in enumerate((heads, kv_heads, kv_heads))]
+
+
+def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0)):
+    """A function of (q, k, v, values) for the executor, `values` the parameters by their names."""
+    tables = {} if tables is None else tables
+    made = make_plan(mask, mod, limits=dict.fromkeys("qkhb", 2.0**10))
+
+    def call(q, k, v, values=None, sinks=None, origin=origin):
+        (batch, q_len, heads, dim), kv_len = q.shape, k.shape[1]
+        shape = Geometry(
+            batch, heads, k.shape[2], q_len, kv_len, dim, v.shape[3], dim**-0.5, origin, (8, 8, 512, 512)
+        )  # fmt: skip
+        found = analyse(
+            mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, tables=tables, block=(32, 16),
+        )  # fmt: skip
+        given = {**tables, **(values or {})}
+        slots = {s.name: given[s.source] if s.source else s.value for s in made.slots}
+        used = {t.name: given[t.source] for t in made.tables}
+        return jax_op.forward(made, found.spans, shape, q, k, v, slots, used, TARGET, "xla", sinks=sinks)[:2]
+
+    return call
+
+
+def dense(q, k, v, values, sinks=None, seen=None):
+    """The same in jnp, for JAX to differentiate: causal, or `seen` [.., q, k]."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
+    at = jnp.arange(q.shape[1])
+    s = jnp.einsum("bqhd,bkhd->bhqk", q, k) * D**-0.5
+    gap = at[:, None] - at
+    s = s * values["c"] + values["x"][:, jnp.clip(gap, 0, values["x"].shape[1] - 1)]
+    s = jnp.where(gap >= 0 if seen is None else seen, s, -jnp.inf)
+    if sinks is not None:
+        s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:3], 1))], -1)
+    p = jax.nn.softmax(s, -1)[..., : k.shape[1]]
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v), jax.nn.logsumexp(s, -1)
+
+
+VALUES = {"c": jnp.float32(1.3), "x": normal(9, 4, 50)}
+SINKS = normal(8, 4)
+
+
+def loss_of(attend):
+    def loss(*args):
+        out, lse = attend(*args)
+        return (out * jnp.sin(jnp.arange(D))).sum() + (lse * 0.1).sum()
+
+    return loss
+
+
+def close(got, want, tolerance=1e-4):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), got, want)
+
+
+def test_gradients_of_everything():
+    args = *qkv(batch=2), VALUES, SINKS
+    wrt = (0, 1, 2, 3, 4)
+    got = jax.value_and_grad(loss_of(ours()), wrt)(*args)
+    want = jax.value_and_grad(loss_of(dense), wrt)(*args)
+    close(got, want)
+    close(jax.jit(jax.grad(loss_of(ours()), (3, 4)))(*args), want[1][3:])
+
+
+def test_only_what_is_asked_for(monkeypatch):
+    from frisket.lowering import xla_backward
+
+    asked, run = [], xla_backward.backward
+
+    def watched(*args, wanted, **options):
+        asked.append(wanted)
+        return run(*args, wanted=wanted, **options)
+
+    monkeypatch.setattr(xla_backward, "backward", watched)
+    args = *qkv(), VALUES, SINKS
+    jax.eval_shape(jax.grad(loss_of(ours()), (1,)), *args)
+    jax.eval_shape(jax.grad(loss_of(ours()), (3, 4)), *args)
+    jax.eval_shape(jax.grad(loss_of(ours()), (4,)), *args)
+    assert asked == [{"k"}, {"s0", "t0"}]
+
+
+def test_gradients_have_the_primals_dtypes():
+    values = {"c": jnp.bfloat16(1.3), "x": VALUES["x"].astype(jnp.bfloat16)}
+    args = [x.astype(jnp.bfloat16) for x in qkv()], values, SINKS
+    got = jax.eval_shape(jax.grad(lambda a, x, s: loss_of(ours())(*a, x, s), (0, 1, 2)), *args)
+    assert {x.dtype for x in jax.tree.leaves(got[:2])} == {jnp.dtype(jnp.bfloat16)}
+    assert got[2].dtype == jnp.float32
+
+
+def stacked(n, make):
+    return jax.tree.map(lambda *x: jnp.stack(x), *(make(i) for i in range(n)))
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0, None), (0, None, None, None), (None, None, None, 0), (0, 0, 0, 0)])
+def test_vmap(axes):
+    args = [stacked(3, lambda i: tuple(qkv(10 * i, batch=2)))[j] for j in range(3)]
+    args.append(stacked(3, lambda i: {"c": VALUES["c"] + i, "x": normal(i, 4, 50)}))
+    args = [x if a == 0 else jax.tree.map(lambda y: y[1], x) for x, a in zip(args, axes)]
+
+    def per_example(attend):
+        return jax.vmap(jax.value_and_grad(loss_of(attend), (0, 1, 2, 3)), axes)
+
+    close(jax.jit(per_example(ours()))(*args), per_example(dense)(*args))
+    close(jax.vmap(ours(), axes)(*args), jax.vmap(dense, axes)(*args))
+
+
+def test_vmap_in_vmap_and_its_gradient():
+    args = [stacked(2, lambda i: stacked(3, lambda j: qkv(i + 7 * j)[n])) for n in range(3)]  # noqa: B023
+
+    def loss(attend):
+        both = jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None))
+        return jax.grad(lambda *a: loss_of(lambda *x: both(*x))(*a), (0, 3))
+
+    close(jax.jit(loss(ours()))(*args, VALUES), loss(dense)(*args, VALUES))
+
+
+def test_vmap_of_a_mask_that_knows_its_batch_entry():
+    mask = causal & (q - k < 9 + 5 * b)
+    args = [stacked(3, lambda i: qkv(i, batch=2)[n]) for n in range(3)]  # noqa: B023
+    attend = ours(mask, None)
+    want = [attend(*(x[i] for x in args))[0] for i in range(3)]
+    close(jax.vmap(attend)(*args)[0], jnp.stack(want))
+
+
+def test_checkpoint_and_donation():
+    args = *qkv(), VALUES, SINKS
+    plain = jax.grad(loss_of(ours()), (0, 3))(*args)
+    close(jax.jit(jax.grad(jax.checkpoint(loss_of(ours())), (0, 3)))(*args), plain)
+    given = [jnp.array(x) for x in args[:3]]
+    step = jax.jit(lambda q, *rest: q - jax.grad(loss_of(ours()))(q, *rest), donate_argnums=0)
+    close(step(*given, *args[3:]), args[0] - plain[0])
+    assert given[0].is_deleted()
+
+
+def test_export_runs_elsewhere():
+    args = *qkv(), VALUES, SINKS
+    exported = jax.export.export(jax.jit(loss_of(ours())))(*args)
+    again = jax.export.deserialize(exported.serialize(vjp_order=1))
+    close(again.call(*args), loss_of(dense)(*args))
+    close(jax.grad(again.call, (0, 3))(*args), jax.grad(loss_of(dense), (0, 3))(*args))
+
+
+def test_what_is_not_differentiated_says_so():
+    args = *qkv(), VALUES, SINKS
+    loss = loss_of(ours())
+    with pytest.raises(BackwardError) as caught:
+        jax.grad(lambda *a: jax.grad(loss)(*a).sum())(*args)
+    assert str(caught.value) == (
+        "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
+        "  where no second ones are needed wrap the gradient in jax.lax.stop_gradient"
+    )
+    with pytest.raises(BackwardError):
+        jax.hessian(loss)(*args)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda x: loss(x, *args[1:]), args[:1], args[:1])
+    with pytest.raises(Exception, match="custom_vjp"):
+        jax.linear_transpose(lambda x: loss(x, *args[1:]), args[0])(1.0)
