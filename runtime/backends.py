@@ -9,16 +9,17 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError
 
+from . import native_build
 from .settings import BACKENDS, TIERS, Settings
 
 LATER = {
-    "cpp": "the native CPU kernels come in a later version",
     "gluon": "the Gluon kernels come in a later version",
     "pallas-mosaic-gpu": "the Mosaic GPU kernels come in a later version",
 }
-PRINTED = ("triton", "pallas-tpu")  # backends with a kernel text
+PRINTED = ("cpp", "triton", "pallas-tpu")  # backends with a kernel text
+GUARDED = ("triton", "pallas-tpu")  # whose kernels check for empty rows, where they may be there
 FORWARD_ONLY = ("triton", "pallas-tpu")  # without gradients, dropout, attention sinks and max scores
-COMPLETE = ("aten", "xla", "dense")  # those with all of them
+COMPLETE = ("aten", "xla", "cpp", "dense")  # those with all of them
 HOW = {"pallas-tpu": ", in Pallas' interpreter where there is no TPU"}
 
 
@@ -66,12 +67,13 @@ def _pallas() -> str:
 REASONS: dict[str, Callable[[], str]] = {
     "aten": lambda: _installed("torch", "torch"),
     "xla": lambda: _installed("jax", "jax"),
+    "cpp": native_build.reason,
     "triton": _triton,
     "pallas-tpu": _pallas,
     "dense": lambda: "",
 }
 OF_FRAMEWORK = {
-    "torch": ("aten", "triton", "dense"),
+    "torch": ("aten", "cpp", "triton", "dense"),
     "jax": ("xla", "pallas-tpu", "dense"),
 }
 
@@ -95,14 +97,16 @@ def choose(name: str | None, framework: str, device: str) -> str:
         name = _automatic(framework, device)
     elif name == "library":
         name = "aten" if framework == "torch" else "xla"
+    elif name == "native":
+        name = "cpp"
     if name not in OF_FRAMEWORK[framework]:
         raise BackendError(
             f"backend {name!r} does not take {framework} arrays; they run on {', '.join(OF_FRAMEWORK[framework])}"
         )
     if why := reason(name):
         raise BackendError(f"backend {name!r} does not run here: {why}")
-    if name == "aten" and device != "cpu":
-        raise BackendError(f"backend 'aten' runs on the CPU, q is on {device}; take 'triton', or move q, k and v")
+    if name in ("aten", "cpp") and device != "cpu":
+        raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take 'triton', or move q, k and v")
     return name
 
 
@@ -125,4 +129,6 @@ def target_of(backend: str, geometry: Any, dtype: str, tile: tuple[int, int] | N
         wide = dtype not in ("float32", "float64") and geometry.head_dim <= 128
         side = 128 if wide else 64
         return Target(backend, *(tile or (side, side)), num_warps=8 if wide and geometry.head_dim > 64 else 4)
+    if backend == "cpp":
+        return Target(backend, *(tile or (64, 64)))
     return Target(backend, *(tile or ((64, 32) if narrow else (128, 32))))

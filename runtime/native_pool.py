@@ -18,7 +18,7 @@ from .native_build import library
 class Threads(NamedTuple):
     """The first words of a `Call`."""
 
-    count: int
+    workers: int
     parallel: int = 0  # a function; 0: one worker
     pool: int = 0  # its first argument
 

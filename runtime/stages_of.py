@@ -14,6 +14,10 @@ from .flat_plan import FlatPlan, FlatWork
 
 def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> str:
     """The kernel's text; empty where library calls run."""
+    if target.backend == "cpp":
+        from frisket.lowering.emit import cpp
+
+        return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype)
     if target.backend == "triton":
         from frisket.lowering.emit import triton_forward
 

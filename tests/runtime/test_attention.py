@@ -188,14 +188,14 @@ def test_sources_and_stages():
     assert stages.source == ""
     with pytest.raises(fk.LoweringError, match="'aten' runs library calls and has no kernel text"):
         att.source("aten", **shape)
-    with pytest.raises(fk.BackendError, match="'cpp' is not there yet"):
-        att.source("cpp", **shape)
+    with pytest.raises(fk.BackendError, match="'gluon' is not there yet"):
+        att.source("gluon", **shape)
 
 
 def test_backends_say_why():
     found = fk.backends()
     assert found["aten"] == found["xla"] == found["dense"] == ""
-    assert found["cpp"] == "the native CPU kernels come in a later version"
+    assert found["gluon"] == "the Gluon kernels come in a later version"
     assert "runs here" in str(found)
 
 

@@ -145,8 +145,8 @@ BAD = {
         "native",
     ),
     "later backend": (
-        lambda: fk.compile("causal", backend="cpp"), fk.BackendError,
-        "backend 'cpp' is not there yet: the native CPU kernels come in a later version; take one of aten, xla, "
+        lambda: fk.compile("causal", backend="gluon"), fk.BackendError,
+        "backend 'gluon' is not there yet: the Gluon kernels come in a later version; take one of aten, xla, cpp, "
         "triton, pallas-tpu, dense",
     ),
     "unbound": (

@@ -1,0 +1,220 @@
+"""The native kernels on torch tensors: a call's record filled in and handed over."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from frisket.dsl.errors import BackendError
+from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.emit.cpp import emit
+from frisket.lowering.emit.cpp_call import FIELDS, OFFSET, WORDS
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+
+from .native_build import library
+from .native_pool import of_torch
+
+Tensor = Any
+RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
+KEPT = 64  # records of calls, with the spans they point to
+_DONE = 0
+
+
+def forward(
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
+    tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
+    k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype. lse and top are float32, float64 beside float64;
+    `top=False`: nobody asks for it, None."""
+    import torch
+
+    g = geometry
+    made = _prepared(plan, spans, g, target, q.dtype)
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
+    lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
+    peak = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real) if top else None
+    sinks = _real(sinks, made.real)
+    made.call(
+        "frisket_forward", slots, tables,
+        [_at(sinks), lse.data_ptr(), _at(peak), *_array(q), *_array(k), *_array(v), *_array(out), *_NOTHING],
+    )  # fmt: skip
+    return out, lse, peak
+
+
+def backward(
+    plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
+    wanted: frozenset[str], sinks: Tensor | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients of `wanted`: "q", "k", "v", and names of tables and slots of the plan, those in float32 (float64
+    beside float64). `out` and `lse` are the forward's."""
+    import torch
+
+    g = geometry
+    made = _prepared(plan, spans, g, target, q.dtype)
+    arrays = [_rows(x) for x in (q, k, v, out, dout.to(q.dtype))]
+    lse, dlse, sinks = (_real(x, made.real) for x in (lse, dlse, sinks))
+    shapes = ((g.heads, g.q_len, g.head_dim), (g.kv_heads, g.kv_len, g.head_dim), (g.kv_heads, g.kv_len, g.v_dim))
+    found = {n: torch.empty((g.batch, *s), dtype=q.dtype) for n, s in zip("qkv", shapes, strict=True)}
+    captured = backward_of(plan).gradients if wanted - found.keys() else ()
+    sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) for x in captured]
+    pointers = (ctypes.c_int64 * len(sums))(*(x.data_ptr() for x in sums))
+    words = [_at(sinks), lse.data_ptr(), 0]
+    for x in (*arrays, *found.values()):
+        words += _array(x)
+    made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
+    if sums:
+        from frisket.lowering.aten_fold import folded
+
+        mine = [(x, y) for x, y in zip(captured, sums, strict=True) if x.source in wanted]
+        found |= folded([x for x, _ in mine], [y for _, y in mine], g, slots, made.last_tables(tables))
+    return {n: x for n, x in found.items() if n in wanted}
+
+
+_NOTHING = [0] * (WORDS - OFFSET["dout"])  # what a forward leaves out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With neighbouring entries in every row; other strides are as they are."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _real(x: Tensor | None, dtype: Any) -> Any:
+    return x if x is None else x.to(dtype).contiguous()
+
+
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _array(x: Tensor) -> tuple[int, int, int, int]:
+    batch, head, row, _ = x.stride()
+    return x.data_ptr(), batch, head, row
+
+
+def _shape(gradient: Gradient, g: Geometry, tables: Mapping[str, Tensor]) -> Sequence[int]:
+    """Of the buffer that a captured gradient is summed in: `derive.Gradient`."""
+    if gradient.over == "scatter":
+        return tuple(tables[gradient.source].shape)
+    ends = {"head": (), "row": (g.q_len,), "column": (g.kv_len,), "diagonal": (g.q_len + g.kv_len - 1,)}
+    return (g.batch, g.heads, *ends[gradient.over])
+
+
+# -- records ----------------------------------------------------------------------------------------
+
+
+class _Buffer:
+    """Bytes that a record points to, kept while they stay the same."""
+
+    def __init__(self) -> None:
+        self.held: tuple[bytes, Any, int] = (b"", None, 0)
+
+    def put(self, content: bytes) -> tuple[bytes, Any, int]:
+        """(content, its home, its address): who holds the tuple keeps the address good, whatever other threads do."""
+        held = self.held
+        if held[0] != content:
+            home = ctypes.create_string_buffer(content, len(content))
+            held = self.held = (content, home, ctypes.addressof(home))
+        return held
+
+
+class _Prepared:
+    """All of a record that is the same from call to call."""
+
+    def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any) -> None:
+        import torch
+
+        self.plan, self.given, self.target, self.dtype = plan, spans, target, dtype
+        self.real = torch.float64 if dtype == torch.float64 else torch.float32
+        self.text = _text(plan, target, g.head_dim, g.v_dim, str(dtype).removeprefix("torch."))
+        self.functions: dict[str, Any] = {}
+        self.converted: dict[str, tuple[Any, int, Tensor]] = {}
+        floats = [s.type is FLOAT for s in plan.slots]
+        self.slots = [(s.name, float if f else int) for s, f in zip(plan.slots, floats, strict=True)]
+        self.slot_record = struct.Struct("".join("d" if f else "q" for f in floats))
+        self.slot_words, self.table_words = _Buffer(), _Buffer()
+        self.tables = [(t, _stored(t, plan, self.real), struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
+        origins = [np.ascontiguousarray(np.reshape(x, -1), np.int64) for x in g.origin[2:]]
+        runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
+        self.alive = origins, runs
+        self.before = (
+            g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
+            *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
+        )  # fmt: skip
+        self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3])
+
+    def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
+        """Run a kernel; `rest` are the words from `sinks` on."""
+        values = self.slot_words.put(self.slot_record.pack(*[kind(slots[n]) for n, kind in self.slots]))
+        arrays = [(self._table(use, tables[use.name], dtype), pack) for use, dtype, pack in self.tables]
+        words = self.table_words.put(b"".join([p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, p in arrays]))
+        function = self.functions.get(name) or self._function(name)
+        failed = function(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
+        if failed != _DONE:
+            raise BackendError(f"{name} ran out of memory; free some, or take backend='aten'")
+
+    def last_tables(self, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tables as the kernel read them."""
+        return {use.name: self._table(use, tables[use.name], dtype) for use, dtype, _ in self.tables}
+
+    def _function(self, name: str) -> Any:
+        found = self.functions[name] = getattr(library(self.text), name)
+        found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_int64
+        return found
+
+    def _table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
+        """In the kernel's dtype; a conversion is kept while the tensor lives and is not written to."""
+        if given.dtype == dtype:
+            return given
+        seen, version, made = self.converted.get(use.name, (_gone, 0, None))
+        if seen() is given and not given.is_inference() and version == given._version:
+            return made
+        made = given.to(dtype)
+        if not given.is_inference():
+            self.converted[use.name] = (ref(given), given._version, made)
+        return made
+
+
+_text = lru_cache(maxsize=256)(emit)
+
+
+def _gone() -> None:
+    return None
+
+
+def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
+    import torch
+
+    if use.type is FLOAT:
+        return real
+    return torch.bool if use.type is BOOL else torch.int64 if plan.int64 else torch.int32
+
+
+_records: OrderedDict[Any, _Prepared] = OrderedDict()
+
+
+def _prepared(plan: LoopPlan, spans: Spans, geometry: Geometry, target: Target, dtype: Any) -> _Prepared:
+    """The record of calls like this one. A plan and spans are told by where they are: the record keeps them."""
+    key = (id(plan), id(spans), geometry, target, dtype)
+    try:
+        found = _records.get(key)
+    except TypeError:  # an origin with an entry for each batch is an array
+        return _Prepared(plan, spans, geometry, target, dtype)
+    if found is None:
+        found = _records[key] = _Prepared(plan, spans, geometry, target, dtype)
+        while len(_records) > KEPT:  # the first one made: no time is lost on which one was used last
+            _records.popitem(last=False)
+    return found
+
+
+__all__ = ["backward", "forward"]
