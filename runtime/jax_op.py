@@ -198,14 +198,17 @@ def _differentiable(call: _Call) -> Callable[[Arrays, Arrays], Any]:
     from jax.custom_derivatives import SymbolicZero
 
     attend = sealed(call, "forward", _NO_HESSIAN)
+    # JAX does not say inside a shard_map whose gradient is wanted: all are made
+    told = not jax.sharding.get_abstract_mesh().manual_axes
 
     @jax.custom_vjp
     def run(learned: Arrays, fixed: Arrays) -> Any:
         return attend(learned, fixed)
 
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
-        wanted = {n: () for n, x in learned.items() if x.perturbed}  # in the tree, without a leaf
-        learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
+        wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
+        if told:
+            learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
         out, lse, top = attend(learned, fixed)
         return (out, lse, top), (learned, fixed, out, lse, wanted)
 
@@ -214,13 +217,13 @@ def _differentiable(call: _Call) -> Callable[[Arrays, Arrays], Any]:
         dout, dlse, _ = given  # the largest score is not differentiable
         rows = {
             "out": out, "lse": lse,
-            "dout": _alike({"": jax.numpy.zeros_like(out)}, learned)[0][""] if isinstance(dout, SymbolicZero) else dout,
+            "dout": jax.numpy.zeros_like(out) if isinstance(dout, SymbolicZero) else dout,
             "dlse": None if isinstance(dlse, SymbolicZero) else dlse,
         }  # fmt: skip
         found = sealed(call, "backward", _NO_HESSIAN, frozenset(wanted))(learned, fixed, rows) if wanted else {}
         return {n: found.get(n) for n in learned}, None
 
-    run.defvjp(forwards, backwards, symbolic_zeros=True)
+    run.defvjp(forwards, backwards, symbolic_zeros=told)
     return run
 
 

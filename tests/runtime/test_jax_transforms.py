@@ -29,8 +29,9 @@ def qkv(seed=0, batch=1, heads=4, kv_heads=2):
     return [normal(seed + i, batch, S, n, D) for i, n in enumerate((heads, kv_heads, kv_heads))]
 
 
-def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0)):
-    """A function of (q, k, v, values) for the executor, `values` the parameters by their names."""
+def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_all=False):
+    """A function of (q, k, v, values) for the executor, `values` the parameters by their names. `spans_of_all`: every
+    tile is looked at, wherever the call begins."""
     tables = {} if tables is None else tables
     made = make_plan(mask, mod, limits=dict.fromkeys("qkhb", 2.0**10))
 
@@ -40,7 +41,7 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0)):
             batch, heads, k.shape[2], q_len, kv_len, dim, v.shape[3], dim**-0.5, origin, (8, 8, 512, 512)
         )  # fmt: skip
         found = analyse(
-            mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, tables=tables, block=(32, 16),
+            ir.lit(True) & (h >= 0) if spans_of_all else mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, tables=tables, block=(32, 16),
         )  # fmt: skip
         given = {**tables, **(values or {})}
         slots = {s.name: given[s.source] if s.source else s.value for s in made.slots}

@@ -1,0 +1,73 @@
+"""Calls inside `jax.shard_map`, in a process with four CPU devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, PartitionSpec as P
+import sys
+sys.path.insert(0, {tests!r})
+sys.path.insert(0, {tests!r} + "/runtime")
+from test_jax_transforms import LEARNED, SINKS, VALUES, close, dense, loss_of, ours, qkv, causal
+from frisket.dsl.sugar import b, h, k, q, score
+
+mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+args = qkv(batch=2)
+
+def results(attend):
+    return jax.jit(jax.value_and_grad(loss_of(attend), (0, 1, 2, 3, 4)))(*args, VALUES, SINKS)
+
+wanted = results(dense)
+
+def by_batch(q, k, v, values, sinks):
+    return ours(origin=(0, 0, 0, 0))(q, k, v, values, sinks)
+
+def by_head(q, k, v, values, sinks):
+    first = jax.lax.axis_index("y") * q.shape[2]
+    values = {{**values, "x": jax.lax.dynamic_slice_in_dim(values["x"], first, q.shape[2])}}
+    return ours()(q, k, v, values, sinks)
+
+def everywhere(fn, spec, lse, heads):
+    return jax.shard_map(fn, mesh=mesh, in_specs=(spec, spec, spec, P(), heads), out_specs=(spec, lse))
+
+for name, fn, spec, lse, heads in [
+    ("batch", by_batch, P("x"), P("x"), P()),
+    ("heads", by_head, P("x", None, "y"), P("x", "y"), P("y")),
+]:
+    close(results(everywhere(fn, spec, lse, heads)), wanted)
+    print(name)
+
+# a mask that knows its head, told where its heads begin
+by_position = causal & (q - k < 9 + 7 * h)
+
+def told(q, k, v):
+    first = jax.lax.axis_index("y") * q.shape[2]
+    return ours(by_position, None, spans_of_all=True)(q, k, v, origin=(0, first, 0, 0))[0]
+
+whole = ours(by_position, None)(*args)[0]
+close(jax.shard_map(told, mesh=mesh, in_specs=P("x", None, "y"), out_specs=P("x", None, "y"))(*args), whole)
+print("head origin")
+
+# queries sharded, keys whole
+def rows(q, k, v, values, sinks):
+    return ours(spans_of_all=True)(q, k, v, values, sinks, origin=(0, 0, jax.lax.axis_index("x") * q.shape[1], 0))
+
+spec = P(None, "x")
+sharded = jax.shard_map(rows, mesh=mesh, in_specs=(spec, P(), P(), P(), P()), out_specs=(spec, P(None, None, "x")))
+close(results(sharded), wanted)
+print("rows")
+"""
+
+
+def test_batch_heads_and_queries_sharded():
+    tests = str(Path(__file__).parents[1])
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(tests=tests)], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split("\n") == ["batch", "heads", "head origin", "rows", ""], done.stderr[-3000:]
