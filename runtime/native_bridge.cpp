@@ -7,7 +7,6 @@
 //           slot's word is unused); floats has an entry for each slot too. Tables in 64 bits are pairs likewise.
 // form      the attribute: see Form. jax.vmap puts lengths in front of every operand, 1 where it does not change.
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -295,7 +294,5 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
     else
         for (int64_t n = 0; n < f.instances && !f.failed; ++n) f.failed = call_kernel(f, n, f.threads);
     if (!f.failed) return nullptr;
-    char message[64];
-    snprintf(message, sizeof message, "a frisket kernel failed with code %lld", (long long)f.failed);
-    return error(frame, XLA_FFI_Error_Code_INTERNAL, message);
+    return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "a frisket kernel ran out of memory");
 }

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError
-from frisket.dsl.types import BOOL, FLOAT
+from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import Over, backward_of
 from frisket.lowering.emit import cpp, cpp_call
 from frisket.lowering.flat import DeviceSpans
@@ -31,6 +32,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.xla_fold import folded
 
 from . import native_build
+from .parameters import traced
 
 if TYPE_CHECKING:
     import jax
@@ -50,7 +52,7 @@ def forward(
     name = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
     static = Static(name, _form(plan, geometry, sinks), geometry.scale)
     result: tuple[jax.Array, jax.Array, jax.Array] = _compiled(static)(
-        (q, k, v), *_values(plan, spans, geometry, slots, tables, real, sinks)
+        (q, k, v), *_values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
     )
     return result
 
@@ -62,14 +64,15 @@ def backward(
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `wanted`, as `lowering.xla_backward.backward` has them."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
+    gradients = backward_of(plan).gradients if wanted - {"q", "k", "v"} else ()
+    order = [t.name for t in plan.tables]
     name = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
     sums = tuple((g.over, order.index(g.source) if g.index else -1) for g in gradients)
     static = Static(name, _form(plan, geometry, sinks, dlse, True), geometry.scale, sums)
     arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
     if dlse is not None:
         arrays = (*arrays, dlse.astype(real))
-    values = _values(plan, spans, geometry, slots, tables, real, sinks)
+    values = _values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
     (dq, dk, dv), buffers = _compiled(static)(arrays, *values)
     found = {"q": dq, "k": dk, "v": dv}
     kept = [(g, x) for g, x in zip(gradients, buffers, strict=True) if g.source in wanted]
@@ -96,41 +99,44 @@ def _count(x: Any) -> int:
 
 def _values(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any,
+    tables: Mapping[str, Any], real: np.dtype[Any], sinks: Any, traced: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(words, floats, (bounds, count, slice_of), sinks or None, tables), on the host where nothing is traced."""
+    """(words, floats, (bounds, count, slice_of), sinks or None, tables). What is the host's goes into a trace as
+    constants; otherwise JAX keeps a copy of it for the next call."""
     whole = [0 if s.type is FLOAT else slots[s.name] for s in plan.slots]
-    words = _joined([_pairs(x) for x in (*geometry.full, *geometry.origin, *whole)])
-    floats = _joined(
-        [_flat(slots[s.name] if s.type is FLOAT else 0.0, real) for s in plan.slots] or [np.zeros(1, real)]
-    )
-    runs = (spans.bounds, spans.count, spans.slice_of)
-    arrays = tuple(_table(t, tables[t.name], plan.int64, real) for t in plan.tables)
-    return words, floats, runs, None if sinks is None else _flat(sinks, real), arrays
+    floats = [slots[s.name] if s.type is FLOAT else 0.0 for s in plan.slots] or [0.0]
+    words = _joined([*geometry.full, *geometry.origin, *whole], np.dtype(np.int64))
+    numbers = words, _joined(floats, real)
+
+    def runs() -> tuple[Any, ...]:
+        return spans.bounds, spans.count, spans.slice_of
+
+    def stored(use: TableUse) -> Any:
+        table = tables[use.name]
+        if traced or not isinstance(table, np.ndarray) or table.flags.writeable:
+            return _stored(use, table, plan.int64, real)
+        return _kept(table, f"{plan.int64} {real}", lambda: _stored(use, table, plan.int64, real))
+
+    if not traced:
+        numbers = tuple(_copied(x.tobytes(), x.shape, x.dtype.str) if isinstance(x, np.ndarray) else x for x in numbers)
+    walked = _kept(spans, "runs", runs) if not traced and isinstance(spans, Spans) else runs()
+    arrays = tuple(map(stored, plan.tables))
+    return *numbers, walked, None if sinks is None else sinks.astype(real).reshape(-1), arrays
 
 
-def _on_host(x: Any) -> bool:
-    return isinstance(x, int | float | np.ndarray | np.generic)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    if all(isinstance(x, np.ndarray) for x in parts):
-        return np.concatenate(parts)
+def _joined(parts: Sequence[Any], dtype: np.dtype[Any]) -> Any:
+    """Numbers and vectors in one vector; Ints as [n, 2]."""
+    if all(isinstance(x, int | float | np.ndarray | np.generic) for x in parts):
+        vector = np.concatenate([np.asarray(x, dtype).reshape(-1) for x in parts])
+        return _halves(vector) if dtype == np.int64 else vector
     import jax.numpy as jnp
 
-    return jnp.concatenate(parts)
-
-
-def _flat(x: Any, real: np.dtype[Any]) -> Any:
-    return np.asarray(x, real).reshape(-1) if _on_host(x) else x.astype(real).reshape(-1)
-
-
-def _pairs(x: Any) -> Any:
-    """Int or Bool as [n, 2] int32: the halves of each in 64 bits."""
-    return _halves(np.asarray(x).reshape(-1) if _on_host(x) else x.reshape(-1))
+    vectors = [jnp.asarray(x).reshape(-1) if hasattr(x, "aval") else np.asarray(x, dtype).reshape(-1) for x in parts]
+    return jnp.concatenate([_halves(x) if dtype == np.int64 else x.astype(dtype) for x in vectors])
 
 
 def _halves(x: Any) -> Any:
+    """Int or Bool in 64 bits, as two int32 in an axis behind the others."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x, np.int64)[..., None].view(np.int32)
     import jax.numpy as jnp
@@ -142,19 +148,49 @@ def _halves(x: Any) -> Any:
     return jnp.stack([low, low >> 31 if np.issubdtype(x.dtype, np.signedinteger) else jnp.zeros_like(low)], -1)
 
 
-def _table(use: TableUse, table: Any, wide: bool, real: np.dtype[Any]) -> Any:
+def _stored(use: TableUse, table: Any, wide: bool, real: np.dtype[Any]) -> Any:
     """A table in the kernel's numbers; Ints that do not fit are an error, not other numbers."""
-    if use.type is FLOAT:
-        return table.astype(real)
-    if use.type is BOOL:
-        return table.astype(np.bool_)
-    if wide:
+    if use.type is INT and wide:
         return _halves(table)
-    if isinstance(table, np.ndarray) and table.size and (table.max() > INT32.max or table.min() < INT32.min):
+    dtype = real if use.type is FLOAT else np.dtype(np.bool_ if use.type is BOOL else np.int32)
+    if table.dtype == dtype:
+        return table
+    if isinstance(table, np.ndarray) and use.type is INT and (table.max() > INT32.max or table.min() < INT32.min):
         raise ParameterError(
             f"table `{use.source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
         )
-    return table.astype(np.int32)
+    return table.astype(dtype)
+
+
+# -- copies of the host's arrays, for calls outside of jax.jit ---------------------------------------
+
+_copies: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}  # of what lives at an address; gone when that is
+
+
+def _kept(owner: Any, kind: str, made: Callable[[], Any]) -> Any:
+    """What `made` makes of an object that nobody changes, as arrays of JAX, once for as long as that lives."""
+    import jax
+
+    key = (id(owner), kind)
+    found = _copies.get(key)
+    if found is not None and found[0]() is owner:
+        return found[1]
+    with jax.ensure_compile_time_eval():  # of no trace, whoever is at it
+        copy = jax.tree.map(jax.numpy.array, made())
+
+    def forget(_: Any) -> None:
+        _copies.pop(key, None)
+
+    _copies[key] = weakref.ref(owner, forget), copy
+    return copy
+
+
+@lru_cache(maxsize=1024)
+def _copied(content: bytes, shape: tuple[int, ...], dtype: str) -> Any:
+    import jax
+
+    with jax.ensure_compile_time_eval():
+        return jax.numpy.array(np.frombuffer(content, dtype).reshape(shape))
 
 
 # -- the call ---------------------------------------------------------------------------------------
@@ -239,8 +275,9 @@ def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim:
             library = native_build.library(source)
             ctypes.c_void_p.in_dll(library, "frisket_bridge").value = _bridge()
             for one in KINDS:
-                handler = capsule(getattr(library, f"frisket_{one}_xla"))
-                jax.ffi.register_ffi_target(f"frisket_{one}_{key}", handler, platform="cpu")
+                if hasattr(library, f"frisket_{one}_xla"):
+                    handler = capsule(getattr(library, f"frisket_{one}_xla"))
+                    jax.ffi.register_ffi_target(f"frisket_{one}_{key}", handler, platform="cpu")
             _registered[key] = library
     return f"frisket_{kind}_{key}"
 

@@ -117,7 +117,7 @@ static void batch(const Call *c, int64_t b) {
         for (int64_t q = 0; q < c->q_len; ++q) differentiate({c, b, h, q}, c->gradients[0], c->gradients[1]);
 }
 extern "C" int64_t frisket_forward(const Call *c) {
-    return c->scale < 0 ? 7 : all({c, c->batch * c->heads, 0, queries});  // 7: for the test of errors
+    return c->scale < 0 ? 1 : all({c, c->batch * c->heads, 0, queries});  // 1: for the test of errors
 }
 extern "C" int64_t frisket_backward(const Call *c) { return all({c, c->batch, 0, batch}); }
 """
