@@ -19,7 +19,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.plan import RATE, SEED, LoopPlan, Target
 
 from . import cpp_call, expr, expr_cpp
-from .expr import COLUMN, POSITION, ROW, SCALAR, Line
+from .expr import COLUMN, POSITION, ROW, SCALAR
 from .text import Names, Page
 
 DTYPES = {"float32": ("float", 0), "float64": ("double", 0), "bfloat16": ("uint16_t", 1), "float16": ("uint16_t", 2)}

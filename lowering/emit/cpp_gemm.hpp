@@ -26,12 +26,13 @@ const int GROUP = 6;                       // rows of A whose accumulators fit b
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int panel(int vectors) { return vectors % MOST == 0 ? MOST : vectors % 3 == 0 && MOST > 3 ? 3 : vectors % 2 == 0 ? 2 : 1; }
 
-INLINE void add_product(Vec &sum, Real a, Vec b) { sum += a * b; }
 #if PAIRS
-INLINE void add_product(Vec &sum, Operand a, Operands b) {
-    Operands pair = a - Operands{};
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pair), "v"(b));
+INLINE Vec plus_product(Vec sum, Operand a, Operands b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a - Operands{}), "v"(b));
+    return sum;
 }
+#else
+INLINE Vec plus_product(Vec sum, Real a, Vec b) { return sum + a * b; }
 #endif
 
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
@@ -50,7 +51,7 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
         Operands right[N];
         for (int j = 0; j < N; j++) right[j] = load<Operands>(b + j * LANES);
         for (int i = 0; i < M; i++)
-            for (int j = 0; j < N; j++) add_product(sum[i][j], a[i * a_row], right[j]);
+            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], a[i * a_row], right[j]);
     }
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) store(c + i * c_row + j * LANES, sum[i][j]);

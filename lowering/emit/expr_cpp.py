@@ -81,7 +81,7 @@ def _step(e: Expr) -> int:
     if e.op not in ("add", "sub"):
         return 0
     left, right = (bool(_held(a)) for a in e.args)
-    if left and right or not (left or right):
+    if (left and right) or not (left or right):
         return 0
     sign = -1 if right and e.op == "sub" else 1
     return sign * _step(e.args[1 if right else 0])
