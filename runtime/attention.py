@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
-from .backends import PRINTED, check_name, choose, target_of
+from .backends import GUARDED, PRINTED, check_name, choose, target_of
 from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import interpreted, report, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
-from .frameworks import NATURAL, Arrays, arrays, framework_of, turn
+from .frameworks import Arrays, arrays, framework_of, turn
 from .host_plan import Plan
 from .options import Options, check_complete, seed_of, sinks_of
 from .parameters import traced
@@ -41,6 +42,7 @@ class Attention:
     def __init__(self, what: Subject, options: Options | None = None) -> None:
         self.subject, self.options = what, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
+        self._ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
         self._learned = {n: x for n, x in what.captured.items() if n in what.learnable and learns(x)}
 
     @property
@@ -75,9 +77,19 @@ class Attention:
         default generator when there is none, JAX needs one. There is no training mode: dropout is applied whenever
         it is not 0.
         """
+        settings = Settings.read()
+        key, ready, kept = None, None, self._ready if plan is None else getattr(plan, "ready", {})
+        if _is_torch(q):
+            key = torch_op().key_of(self, (q, k, v), plan, origin, sizes, layout, params, settings)
+            ready = kept.get(key)
+        if ready is not None:
+            values = self._learned if plan is None else plan.given  # type: ignore[union-attr]
+            values = [params[n] if n in params else values[n] for _, n in ready.live]
+            found = ready.again(q, k, v, values, seed, self.options, sinks, return_max)
+            return results(found, return_lse, return_max)
         call = self._call(arrays(q, k, v, layout), plan, seed, sinks, return_max, origin, sizes, params)
-        found = self._run(call)
-        if Settings.read().check:
+        found = self._run(call, key, kept)
+        if settings.check:
             if traced(found[0]):
                 report_later(call, *found[:2])
             else:
@@ -97,35 +109,35 @@ class Attention:
         seed = seed_of(seed, rate, given.framework)
         sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
-            from .torch_op import refuse_ambiguous
-
-            refuse_ambiguous(self.subject, {**self.subject.captured, **params})
+            torch_op().refuse_ambiguous(self.subject, {**self.subject.captured, **params})
         plan = plan or self._plan_for(geometry, params, given.framework)
         return Call(given, geometry, plan, backend, rate, seed, sinks, top)
 
-    def _run(self, call: Call) -> tuple[Any, Any, Any]:
-        """(out, lse, top) of a call; top may be None where nobody asks for it."""
+    def _run(self, call: Call, key: Any = None, kept: dict[Any, Any] | None = None) -> tuple[Any, Any, Any]:
+        """(out, lse, top) of a call; top may be None where nobody asks for it. With a `key`, what calls of its kind
+        need is `kept`."""
         if call.backend == "dense":
             return interpreted(call)
         given, geometry, plan = call.given, call.geometry, call.plan
+        if given.framework == "torch":
+            ready = torch_op().prepare(call, self.options.tile)
+            if kept is not None and key is not None and (kept is not self._ready or not plan.by_table):
+                kept[key] = ready
+                while len(kept) > 64:
+                    del kept[next(iter(kept))]
+            return ready(*given.qkv, [plan.given[n] for _, n in ready.live], call.seed, call.sinks, call.top)
         target = target_of(call.backend, geometry, given.dtype, self.options.tile, plan.narrow)
-        made = plan.work((target.block_q, target.block_k), proofs=call.backend in PRINTED)
+        made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
         if names := Settings.read().show:
             show(names, plan, made, target, geometry, given.dtype)
+        from . import jax_op
+
+        q, k, v = given.turned("bshd")
         slots = {**made.slots, **call.drawn(made.plan)}
-        natural = NATURAL[given.framework]
-        q, k, v = given.turned(natural)
-        if given.framework == "torch":
-            from . import torch_op
-
-            out, *rows = torch_op.attend(made, geometry, q, k, v, slots, target, call.sinks, call.top)
-        else:
-            from . import jax_op
-
-            out, *rows = jax_op.forward(
-                made.plan, made.spans, geometry, q, k, v, slots, made.tables, target, call.backend, sinks=call.sinks
-            )
-        return turn(out, natural, given.layout), rows[0], rows[1]
+        out, lse, top = jax_op.forward(
+            made.plan, made.spans, geometry, q, k, v, slots, made.tables, target, call.backend, sinks=call.sinks
+        )
+        return turn(out, "bshd", given.layout), lse, top
 
     def _geometry(self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
@@ -245,10 +257,10 @@ class Attention:
             )
             name = backend or self.options.backend or Settings.read().backend or "aten"
         check_name(name)
-        name = "aten" if name == "library" else name
+        name = {"library": "aten", "native": "cpp"}.get(name, name)
         plan = Plan(what, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
         target = target_of(name, g, dtype, self.options.tile, plan.narrow)
-        made = plan.work((target.block_q, target.block_k), proofs=name in PRINTED)
+        made = plan.work((target.block_q, target.block_k), proofs=name in GUARDED)
         return stages_of(made, target, g, dtype)
 
     # -- checking ---------------------------------------------------------------------------------
@@ -263,6 +275,18 @@ class Attention:
         found = report(call, *self._run(call)[:2])
         found.require()
         return found
+
+
+def _is_torch(x: Any) -> bool:
+    return framework_of(x) == "torch"
+
+
+@cache
+def torch_op() -> Any:
+    """The module behind torch's tensors."""
+    from . import torch_op
+
+    return torch_op
 
 
 def learns(x: Any) -> bool:

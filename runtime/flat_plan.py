@@ -115,6 +115,12 @@ class FlatPlan:
         self.key, self.given = key, given
         self._made: dict[tuple[int, int], tuple[Any, Any, Any]] = made
         self.shown: set[Any] = set()
+        self.ready: dict[Any, Any] = {}
+
+    @property
+    def by_table(self) -> bool:
+        """Whether tables of a device decide the spans."""
+        return _laid(self.key).planner is not None
 
     def again(self, given: dict[str, Any]) -> FlatPlan:
         """The same for other values, of the shapes and dtypes that this one was made from."""

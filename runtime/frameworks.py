@@ -55,6 +55,10 @@ class Arrays:
             return str(sys.modules["jax"].default_backend())
         return "cpu"
 
+    @property
+    def qkv(self) -> tuple[Any, Any, Any]:
+        return self.q, self.k, self.v
+
     def turned(self, layout: str) -> tuple[Any, Any, Any]:
         """The arrays with their axes in another order: views in torch and numpy."""
         q, k, v = (turn(x, self.layout, layout) for x in (self.q, self.k, self.v))

@@ -23,6 +23,9 @@ class Plan:
         self.subject, self.q_len, self.kv_len = what, q_len, kv_len
         self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
         self.dropout = dropout
+        self.ready: dict[Any, Any] = {}  # what calls with this plan need
+        self.given: dict[str, Any] = {}  # values that are no part of it: none
+        self.by_table = False
         self._works: dict[tuple[Any, ...], Work] = {}
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
         self.narrow = self._narrow()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
@@ -63,5 +64,12 @@ class Settings:
     @classmethod
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
         env = os.environ if environment is None else environment
-        found = {v.name[8:].lower(): v.read(env[v.name]) for v in VARIABLES if env.get(v.name)}
-        return cls(**found)
+        return _settings(tuple([env.get(n) for n in _NAMES]))
+
+
+_NAMES = tuple(v.name for v in VARIABLES)
+
+
+@lru_cache(maxsize=64)  # every call asks
+def _settings(texts: tuple[str | None, ...]) -> Settings:
+    return Settings(**{v.name[8:].lower(): v.read(x) for v, x in zip(VARIABLES, texts, strict=True) if x})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,14 +10,18 @@ from torch import Tensor
 
 from frisket.dsl.errors import BackwardError
 
+from .torch_op import Ready
+
 
 class Attend(torch.autograd.Function):
-    """(out, lse, top) of (job, q, k, v, sinks, *values)."""
+    """(out, lse, top) of (ready, seed, top, q, k, v, sinks, *values)."""
 
     @staticmethod
-    def forward(ctx: Any, job: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        out, lse, top = job.forward(q, k, v, sinks, *values)
-        ctx.job = job
+    def forward(
+        ctx: Any, ready: Ready, seed: Any, largest: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor
+    ) -> Any:
+        out, lse, top = ready.run(seed, largest, q, k, v, sinks, *values)
+        ctx.ready, ctx.seed = ready, seed
         ctx.save_for_backward(q, k, v, sinks, out, lse, *values)
         ctx.set_materialize_grads(False)
         if top is not None:
@@ -29,27 +34,32 @@ class Attend(torch.autograd.Function):
         saved = ctx.saved_tensors
         given = saved[:4] + saved[6:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
-            return (None,) * (1 + len(given))
-        with torch.no_grad():
-            grads = gradients(ctx.job, saved, dout, dlse, ctx.needs_input_grad[1:])
-        if torch.is_grad_enabled():  # a graph of the backward is asked for
-            grads = list(_Once.apply(grads, dout, dlse, *given))
-        return None, *grads
+            return (None,) * (3 + len(given))
+        what = ctx.ready, ctx.seed, saved, dout, dlse, ctx.needs_input_grad[3:]
+        if not torch.is_grad_enabled():
+            return None, None, None, *gradients(*what)
+        with torch.no_grad():  # a graph of the backward is asked for
+            grads = gradients(*what)
+        return None, None, None, *_Once.apply(grads, dout, dlse, *given)  # type: ignore[no-untyped-call]
 
 
-def gradients(job: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
+def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
     q, k, v, sinks, out, lse, *values = saved
-    names = ("q", "k", "v", "sinks", *job.names)
-    wanted = frozenset(n for n, need in zip(names, needed, strict=True) if need)
+    names, wanted = _wanted(ready.live, needed)
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
-    found: dict[str, Any] = {}
-    if rest := wanted - {"sinks"}:
-        found = job.backward(rest, saved, dout, dlse)
-    if "sinks" in wanted:
+    found = ready.gradients(seed, wanted, saved, dout, dlse) if wanted else {}
+    if needed[3]:
         found = {**found, "sinks": _dsinks(sinks, out, lse, dout, dlse)}
     given = (q, k, v, sinks, *values)
-    return [found[n].to(x) if n in wanted else None for n, x in zip(names, given, strict=True)]
+    return [found[n].to(x) if need else None for n, need, x in zip(names, needed, given, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _wanted(live: tuple[tuple[str, str], ...], needed: tuple[bool, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The names of all gradients, and of those that the executor is asked for."""
+    names = ("q", "k", "v", "sinks", *(n for n, _ in live))
+    return names, frozenset(n for n, need in zip(names, needed, strict=True) if need and n != "sinks")
 
 
 def _dsinks(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any) -> Tensor:

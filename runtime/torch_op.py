@@ -1,109 +1,202 @@
-"""Runs a compiled attention on torch tensors, with gradients."""
+"""Runs a compiled attention on torch tensors, with gradients.
+
+`prepare` does once what a call needs beside its tensors; a `Ready` then runs any number of calls of the same shapes
+and dtypes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from frisket.dsl.errors import BackwardError
+from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, Spans, Target
 
-from .backends import COMPLETE, FORWARD_ONLY
+from .backends import COMPLETE, FORWARD_ONLY, PRINTED, target_of
 from .bind import Subject, Work
-from .flat_plan import FlatWork
+from .call import Call
+from .flat_plan import FlatPlan, FlatWork
+from .frameworks import NATURAL
+from .options import Options, check_complete, seed_of, sinks_of
 from .parameters import names_of
+from .settings import Settings
+from .stages_of import show
 
 Tensor = Any
-_tables: WeakKeyDictionary[Any, dict[str, dict[str, Tensor]]] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()
 
 
-def attend(
-    work: Work | FlatWork, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
-    target: Target, sinks: Tensor | None = None, top: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for tensors [batch, heads, length, dim] and
-    sinks [heads]. Gradients flow to all of them, and to tables and slots that require one."""
-    import torch
-
-    tables = _on_device(work, q.device)
-    values = {n: x for n, x in {**tables, **slots}.items() if isinstance(x, torch.Tensor) and x.is_floating_point()}
-    job = Job(work.plan, work.spans, geometry, target, slots, tables, tuple(values), top)
-    given = q, k, v, sinks, *values.values()
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-        if target.backend in FORWARD_ONLY:
-            raise BackwardError(
-                f"backend {target.backend!r} has no gradients; {' and '.join(COMPLETE)} have\n"
-                "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
-            )
-        out, lse, top_ = _function().apply(job, *given)
-        return out, lse, top_
-    with torch.no_grad():
-        return job.forward(*given)
-
-
-@dataclass(frozen=True)
-class Job:
-    """All of a call but the tensors that gradients flow to."""
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """All of a call but its tensors. `live` names the tables and slots of the plan that come with every call, and
+    whose values they are."""
 
     plan: LoopPlan
-    spans: Spans | DeviceSpans
+    spans: Any
     geometry: Geometry
     target: Target
     slots: Mapping[str, Any]
     tables: Mapping[str, Tensor]
-    names: tuple[str, ...]  # of the Float tables and slots among the tensors
-    top: bool
+    live: tuple[tuple[str, str], ...]
+    seed: str | None  # the slot of dropout's seed
+    turned: bool  # whether the axes of the arrays are (batch, length, heads, dim)
+    real: Any  # the dtype of scores
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.target.backend == "triton":
-            from . import triton_launch
-
-            found = triton_launch.forward(self.plan, self.spans, self.geometry, q, k, v, *self._values(q, values))
-            return *found, None
-        from frisket.lowering import aten
-
-        spans, given = on_host(self.spans), self._values(q, values)
-        return aten.forward(self.plan, spans, self.geometry, q, k, v, *given, sinks=sinks, top=self.top)
-
-    def backward(
-        self, wanted: frozenset[str], tensors: tuple[Tensor, ...], dout: Tensor, dlse: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Gradients by "q", "k", "v" and the names of tables and slots; `tensors` as the forward saved them."""
-        from frisket.lowering import aten_backward
-
-        q, k, v, sinks, out, lse, *values = tensors
-        spans, given = on_host(self.spans), self._values(q, values)
-        return aten_backward.backward(
-            self.plan, spans, self.geometry, q, k, v, out, lse, dout, dlse, *given, wanted=wanted, sinks=sinks
-        )
-
-    def _values(self, q: Tensor, values: Any) -> tuple[dict[str, Any], dict[str, Tensor], Target]:
-        """Slots, tables and target, the Floats among them as kernels take them."""
+        """(out, lse, top); `values` are those of `live`, sinks [heads]. Gradients flow to all of them."""
         import torch
 
-        real = torch.float64 if q.dtype == torch.float64 else torch.float32
-        named = dict(zip(self.names, values, strict=True))
-        slots = {n: float(named[n]) if n in named else x for n, x in self.slots.items()}
-        tables = {n: named[n].to(q.device, real) if n in named else x for n, x in self.tables.items()}
-        return slots, tables, self.target
+        if self.turned:
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        given = q, k, v, sinks, *values
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+            if self.backward is None:
+                raise BackwardError(
+                    f"backend {self.target.backend!r} has no gradients; {' and '.join(COMPLETE)} have\n"
+                    "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
+                )
+            out, lse, found = _function().apply(self, seed, top, *given)
+        else:
+            out, lse, found = self.run(seed, top, *given)
+        return out.transpose(1, 2) if self.turned else out, lse, found
+
+    def again(
+        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A call as users write it, of arrays that are known to fit."""
+        sinks = options.sinks if sinks is None else sinks
+        if self.backward is None:
+            check_complete(self.target.backend, options.dropout, sinks, top)
+        seed = seed_of(seed, options.dropout, "torch")
+        if sinks is not None:
+            sinks = sinks_of(sinks, self.geometry.heads, "torch", "float64" if self.double else "float32", q.device)
+        return self(q, k, v, values, seed, sinks, top)
+
+    @property
+    def double(self) -> bool:
+        return "float64" in str(self.real)
+
+    def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
+        slots, tables = self.values(q.device, seed, values)
+        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        if self.target.backend == "aten":  # the largest scores keep its fastest kernel from use
+            return self.forward(*given, sinks=sinks, top=top)
+        if self.backward is None:
+            return *self.forward(*given), None
+        return self.forward(*given, sinks=sinks)
+
+    def gradients(
+        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None
+    ) -> dict[str, Tensor]:
+        """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse and the
+        values."""
+        assert self.backward is not None
+        q, k, v, sinks, out, lse, *values = saved
+        slots, tables = self.values(q.device, seed, values)
+        found: dict[str, Tensor] = self.backward(
+            self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
+            wanted=wanted, sinks=sinks,
+        )  # fmt: skip
+        return found
+
+    def values(self, device: Any, seed: Any, values: Any) -> tuple[Mapping[str, Any], Mapping[str, Tensor]]:
+        """Slots and tables, as kernels take them."""
+        slots, tables = self.slots, self.tables
+        if self.seed is not None:
+            slots = {**slots, self.seed: seed}
+        if self.live:
+            slots, tables = dict(slots), dict(tables)
+            for (name, _), x in zip(self.live, values, strict=True):
+                if name in slots:
+                    slots[name] = float(x)
+                else:
+                    tables[name] = x.to(device, self.real)
+        return slots, tables
 
 
-_made: list[Any] = []  # the autograd function, once torch is there
+NUMBERS = (bool, int, float)
 
 
+def key_of(
+    att: Any, qkv: tuple[Tensor, ...], plan: Any, origin: Any, sizes: Any, layout: Any, params: Mapping[str, Any],
+    settings: Settings,
+) -> Any:  # fmt: skip
+    """All that the `Ready` of a call hangs on; None where the values of a table are part of it."""
+    if settings.check:
+        return None
+    said: list[Any] = []
+    for name, x in params.items():
+        if type(x) in NUMBERS:
+            said.append((name, type(x), x))
+        elif name in att.subject.learnable and hasattr(x, "requires_grad") and x.is_floating_point():
+            said.append((name, x.shape, x.dtype, x.device))
+        else:
+            return None
+    if origin is not None or sizes is not None:
+        said.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
+        if any(type(x) is not int for place in said[-1] if place for x in place):
+            return None
+    q, k, v = qkv
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, layout,
+        settings.backend, settings.show, None if plan is None else (att.options, att.subject.exprs), *said,
+    )  # fmt: skip
+
+
+def prepare(call: Call, tile: tuple[int, int] | None) -> Ready:
+    """What calls of these shapes need. Float tables and scalars that were given to a flat plan are live."""
+    import torch
+
+    given, geometry, plan = call.given, call.geometry, call.plan
+    target = target_of(call.backend, geometry, given.dtype, tile, plan.narrow)
+    made = plan.work((target.block_q, target.block_k), proofs=call.backend in PRINTED)
+    if names := Settings.read().show:
+        show(names, plan, made, target, geometry, given.dtype)
+    named = {n for n, x in plan.given.items() if x.is_floating_point()} if isinstance(plan, FlatPlan) else set()
+    real = torch.float64 if given.dtype == "float64" else torch.float32
+    tables = {n: t.to(real) if t.is_floating_point() else t for n, t in _on_device(made, given.q.device).items()}
+    uses = [x for x in (*made.plan.tables, *made.plan.slots) if x.type is FLOAT and x.source in named]
+    source = {s.source: s.name for s in made.plan.slots}
+    slots = dict(made.slots)
+    if RATE in source:
+        slots[source[RATE]] = call.rate
+    spans = made.spans if call.backend in FORWARD_ONLY else on_host(made.spans)
+    return Ready(
+        made.plan, spans, geometry, target, slots, tables, tuple((x.name, str(x.source)) for x in uses),
+        source.get(SEED), given.layout != NATURAL["torch"], real, *_executor(call.backend),
+    )  # fmt: skip
+
+
+def _executor(backend: str) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    if backend == "triton":
+        from . import triton_launch
+
+        return triton_launch.forward, None
+    if backend == "cpp":
+        from . import native_torch
+
+        return native_torch.forward, native_torch.backward
+    from frisket.lowering import aten, aten_backward
+
+    return aten.forward, aten_backward.backward
+
+
+@cache
 def _function() -> Any:
-    if not _made:
-        from .torch_autograd import Attend
+    from .torch_autograd import Attend
 
-        _made.append(Attend)
-    return _made[0]
+    return Attend
 
 
 def refuse_ambiguous(what: Subject, tables: Mapping[str, Any]) -> None:
@@ -121,7 +214,7 @@ def refuse_ambiguous(what: Subject, tables: Mapping[str, Any]) -> None:
 
 
 def on_host(spans: Spans | DeviceSpans) -> Spans:
-    """For the CPU's executors, whose steps are Python's; the tensors are on the CPU already."""
+    """For the CPU's executors; the tensors are on the CPU already."""
     if isinstance(spans, Spans):
         return spans
     return Spans(spans.bounds.numpy(), spans.count.numpy(), spans.slice_of)
@@ -134,6 +227,6 @@ def _on_device(work: Work | FlatWork, device: Any) -> dict[str, Tensor]:
     if isinstance(work, FlatWork):
         return {n: t.to(device) for n, t in work.tables.items()}
     known = _tables.setdefault(work.layout, {})
-    if str(device) not in known:
-        known[str(device)] = {n: torch.from_numpy(np.array(t)).to(device) for n, t in work.tables.items()}
-    return known[str(device)]
+    if device not in known:
+        known[device] = {n: torch.from_numpy(np.array(t)).to(device) for n, t in work.tables.items()}
+    return known[device]
