@@ -74,7 +74,7 @@ REASONS: dict[str, Callable[[], str]] = {
 }
 OF_FRAMEWORK = {
     "torch": ("aten", "cpp", "triton", "dense"),
-    "jax": ("xla", "pallas-tpu", "dense"),
+    "jax": ("xla", "cpp", "pallas-tpu", "dense"),
 }
 
 
@@ -106,7 +106,8 @@ def choose(name: str | None, framework: str, device: str) -> str:
     if why := reason(name):
         raise BackendError(f"backend {name!r} does not run here: {why}")
     if name in ("aten", "cpp") and device != "cpu":
-        raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take 'triton', or move q, k and v")
+        other = "triton" if framework == "torch" else "xla"
+        raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take {other!r}, or move q, k and v")
     return name
 
 

@@ -35,6 +35,7 @@ def refuse(run: Callable[..., Any], error: Exception) -> Callable[..., Any]:
 def sealed(call: _Call, what: str, error: Exception, wanted: frozenset[str] = frozenset()) -> Callable[..., Any]:
     """`call.forward(learned, fixed)` or `call.backward(wanted, learned, fixed, rows)` that maps by hand and whose
     derivative raises `error`."""
+    import jax
     from jax.custom_batching import custom_vmap
 
     def executor(call: _Call) -> Callable[..., Any]:
@@ -46,12 +47,13 @@ def sealed(call: _Call, what: str, error: Exception, wanted: frozenset[str] = fr
         @run.def_vmap
         def rule(n: int, moves: Any, *groups: Arrays) -> Any:
             names = {name for move in moves for name, m in move.items() if m}
+            axes = tuple({name: 0 if m else None for name, m in move.items()} for move in moves)
             if {"q", "k", "v"} <= names <= IN_BATCH and wanted <= {"q", "k", "v"} and _any_batch(call):
                 found = _beside(mapped(call.of_batch(n)), n, moves, groups)
+            elif call.target.backend == "cpp":  # runtime/native_bridge.cpp maps its calls
+                found = jax.vmap(executor(call), in_axes=axes)(*groups)
             else:
                 found = _in_turn(run, moves, groups)
-            import jax
-
             return found, jax.tree.map(lambda _: True, found)
 
         return run

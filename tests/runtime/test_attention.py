@@ -204,7 +204,7 @@ def test_backends_say_why():
 
 def test_the_keyword_beats_the_environment(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "xla")
-    with pytest.raises(fk.BackendError, match="'xla' does not take torch arrays; they run on aten, triton, dense"):
+    with pytest.raises(fk.BackendError, match="'xla' does not take torch arrays; they run on aten, cpp, triton, dense"):
         fk.attention(*qkv(), "causal")
     fk.attention(*qkv(), "causal", backend="aten")
     fk.attention(*qkv(), "causal", backend="library")
