@@ -64,23 +64,21 @@ def _to_int(x: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = x ^ (x >> 16)
-    x = _times(x, 0x85EBCA6B)
-    x = x ^ (x >> 13)
-    x = _times(x, 0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    # 32 x 32 bits in halves; int64 wraps, and the low 32 bits survive wrapping
-    return (((x >> 16) * factor << 16) + (x & 0xFFFF) * factor) & 0xFFFFFFFF
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x85EBCA6B - 2**32
+    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x *= 0xC2B2AE35 - 2**32
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
 
 
 def _random(*counters: Tensor) -> Tensor:
-    x = _mix((counters[0] + 0x9E3779B9) & 0xFFFFFFFF)
-    for c in counters[1:]:
-        x = _mix(x ^ _times(c & 0xFFFFFFFF, 0x9E3779B1))
-    return x >> 8  # 24 bits: exact in float32; the caller converts and scales
+    # 32 bits as int32: half the memory of int64, products wrap, and a shift to the right needs the sign cut off
+    words = [c.to(_torch().int32) for c in counters]
+    x = _mix(words[0] + (0x9E3779B9 - 2**32))
+    for w in words[1:]:
+        x = _mix(x ^ w * (0x9E3779B1 - 2**32))
+    return x.bitwise_right_shift_(8).bitwise_and_(0xFFFFFF)  # 24 bits: exact in float32; the caller scales
 
 
 def _fold(name: str) -> Callable[..., Tensor]:

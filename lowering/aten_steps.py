@@ -116,9 +116,9 @@ def cut(step: Step, member: Heads, budget: int) -> Iterator[Block]:
                 some = replace(member, kv=member.kv + part.start, count=len(part))
                 yield Block(some, moved(step, i, 1), by_row=False)
         return
-    for j in range(member.count):
-        one = replace(member, kv=member.kv + j, count=1)
-        for part in shares(step.count, room):
+    for part in shares(step.count, room):  # heads inside: they share a mask
+        for j in range(member.count):
+            one = replace(member, kv=member.kv + j, count=1)
             yield Block(one, moved(step, part.start, len(part)), by_row=True)
 
 

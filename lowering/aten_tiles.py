@@ -17,6 +17,8 @@ from .plan import Geometry, LoopPlan, Spans, Target
 
 Tensor = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
+RECENT = 8  # masks of blocks
+FEW = 8  # rows that a product takes twice as long over as over columns
 
 # Operators that make no NaN or +inf of finite values: a mask may be *added* to such scores.
 TAME = frozenset(
@@ -56,6 +58,8 @@ class Tiles:
         self.env = {**sizes, **slots}
         self.buffers = local()  # of each thread, reused by its blocks
         self.memory: dict[tuple[int, ...], Tensor] = {}  # masks that depend on q - k only, by place
+        self.recent: dict[tuple[int, ...], Tensor] = {}  # masks that all heads share, the last few
+        self.common = not (plan.uses_batch or plan.uses_head or _vectors(geometry))
         self.mask = None if plan.mask is None else Program(plan.mask, self.dtype)
         self.still = plan.mask is not None and distance_only(plan.mask) and not _vectors(geometry)
         self.score = self.kept = None
@@ -91,7 +95,10 @@ class Tiles:
         """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
         log2(e) where no score mod is to come."""
         factor = self.geometry.scale * (LOG2E if self.score is None else 1.0)
-        return s.baddbmm_(query, self.keys(self.k, block, piece).mT, beta=0, alpha=factor)
+        keys = self.keys(self.k, block, piece)
+        if 1 < block.rows <= FEW:
+            return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
+        return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
 
     def modify(self, block: Block, piece: Piece, s: Tensor) -> None:
         """Turn scaled products into modified scores times log2(e)."""
@@ -120,16 +127,22 @@ class Tiles:
                     part.add_(cover)
 
     def _cover(self, block: Block, piece: Piece, lo: int, hi: int) -> Tensor:
+        """The mask as what `hide` adds, or where it writes; remembered where another head or row will ask again."""
         assert self.mask is not None
         step = block.step
         still = self.still and block.slides(piece)
-        place = (lo - step.start, hi - lo, step.height)
-        cover = self.memory.get(place) if still else None
+        place: tuple[int, ...] = (lo - step.start, hi - lo, step.height)
+        if not still:
+            place += (step.start, step.count if block.by_row else 0, piece.stride)
+        known = self.memory if still else self.recent
+        cover = known.get(place)
         if cover is None:
             seen = self.mask(self.coordinates(block, piece, lo, hi, still=still), self.tables)
             cover = ~seen if self.careful else self.torch.where(seen, 0.0, -math.inf).to(self.dtype)
-            if still:
-                self.memory[place] = cover
+            if still or self.common:
+                known[place] = cover
+            for old in list(self.recent)[: max(0, len(self.recent) - RECENT)]:  # a list: other threads add meanwhile
+                self.recent.pop(old, None)
         return cover
 
     def _strip(self, name: str, program: Program, block: Block, piece: Piece) -> Tensor:
