@@ -56,11 +56,7 @@ class Kernel:
         self.plan, self.target, self.dtype = plan, target, dtype
         self.head_dim, self.v_dim = head_dim, v_dim
         self.double = dtype == "float64"
-        self.roots = {
-            "visible": None if plan.mask in (None, TRUE) else plan.mask,
-            "modified": plan.score,
-            "kept": plan.kept,
-        }
+        self.roots = self.source_roots()
         self.ready = {n: expr_cpp.prepared(expr.machine(e)) for n, e in self.roots.items() if e is not None}
         self.names = self._named()
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64)
@@ -71,6 +67,11 @@ class Kernel:
         )  # fmt: skip
         self.used = frozenset[str]().union(*map(uses, self.ready.values()))
         self.page = Page()
+
+    def source_roots(self) -> dict[str, Expr | None]:
+        """What becomes a function of positions, by the function's name; None: a trivial one."""
+        mask = None if self.plan.mask in (None, TRUE) else self.plan.mask
+        return {"visible": mask, "modified": self.plan.score, "kept": self.plan.kept}
 
     def _named(self) -> dict[str, str]:
         """A C++ name for every slot and table: the user's, where it can be one."""
@@ -117,6 +118,7 @@ class Kernel:
         flags = {"SCORED": "modified", "DROPPED": "kept"}
         for name, root in flags.items():
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
+        page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
         page.line("const bool POSITIONS = SCORED || DROPPED;  // tiles without a predicate look at positions too", "")
         return f"{page}{cpp_call.text()}\nnamespace {{\n"
 

@@ -9,7 +9,8 @@ const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
 const int V_WIDE = round_up(V_DIM, LANES);
-const int ROWS = round_up(BLOCK_Q, GROUP), GROUPS = ROWS / GROUP;
+const int ROWS = round_up(BLOCK_Q, GROUP);
+const int HEADS = 16;                                  // query heads of one item of decoding, at most
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
 const int64_t TILE = (int64_t)STEPS * BLOCK_K + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of packed keys and values
 const int64_t KEPT_BYTES = 4 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
@@ -30,9 +31,11 @@ struct Worker {
     Bits seen[GROUP * VECTORS];
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
-    int from[GROUPS], to[GROUPS];  // vectors of keys that a group of rows sees
+    int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Row rows[ROWS];
-    Column columns[VECTORS];
+    int place[ROWS];           // of the row's head among those of this item
+    Fixed fixed[HEADS];
+    Column columns[HEADS * VECTORS];
 };
 
 // Memory is taken from and given back to a few places by one exchange each: nothing to lock, nothing to break by fork.
@@ -68,46 +71,49 @@ static void give(Worker *worker) {
     free(memory);
 }
 
-// Scores and weights of one tile of keys. PARTIAL: not every position is visible.
-template <bool PARTIAL> static void weigh(Worker &w, const Fixed &fixed, const Operand *keys, int groups, Real unit) {
-    for (int g = 0; g < groups; g++) {
+// Scores and weights of one tile of keys, M rows at a time. PARTIAL: not every position is visible.
+template <bool PARTIAL, int M> static void weigh(Worker &w, const Operand *keys, int rows, Real unit) {
+    for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
         if (PARTIAL) {
             Bits some[VECTORS] = {};
-            for (int i = 0; i < GROUP; i++)
+            for (int i = 0; i < M; i++) {
+                const int place = BY_HEAD ? w.place[g + i] : 0;
                 for (int j = 0; j < VECTORS; j++) {
-                    Bits seen = w.columns[j].inside & visible(fixed, w.rows[g * GROUP + i], w.columns[j]);
+                    const Column &column = w.columns[place * VECTORS + j];
+                    Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
                     w.seen[i * VECTORS + j] = seen;
                     some[j] |= seen;
                 }
+            }
             while (lo < hi && !any(some[lo])) lo++;
             while (lo < hi && !any(some[hi - 1])) hi--;
         }
         if (PAIR == 2) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
-        const Operand *query = w.query + g * GROUP * STEPS;
         for (int j = lo, n; j < hi; j += n) {
             n = PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
             const Operand *panel = keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
-            multiply_some<GROUP, ZERO>(n, query, STEPS, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+            multiply_some<M, ZERO>(n, w.query + g * STEPS, STEPS, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
         }
-        Real *top = w.top + g * GROUP, peaks[GROUP];
-        for (int i = 0; i < GROUP; i++) {
+        Real *top = w.top + g, peaks[M];
+        for (int i = 0; i < M; i++) {
+            const int place = BY_HEAD ? w.place[g + i] : 0;
             Vec peak = reals(LOWEST);
             for (int j = lo; j < hi; j++) {
                 Real *at = w.scores + i * BLOCK_K + j * LANES;
                 Vec score = load<Vec>(at);
                 if (PAIR == 2) score *= unit;
-                if (SCORED) score = modified(fixed, w.rows[g * GROUP + i], w.columns[j], score);
+                if (SCORED) score = modified(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
                 if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
                 if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
                 peak = larger(score, peak);
             }
             peaks[i] = largest(peak);
         }
-        for (int i = 0; i < GROUP; i++) {
-            const int row = g * GROUP + i;
+        for (int i = 0; i < M; i++) {
+            const int row = g + i, place = BY_HEAD ? w.place[row] : 0;
             w.shrink[row] = 1;
             if (peaks[i] > top[i]) {
                 w.shrink[row] = weight((top[i] - peaks[i]) * BASE);
@@ -118,12 +124,13 @@ template <bool PARTIAL> static void weigh(Worker &w, const Fixed &fixed, const O
             for (int j = lo; j < hi; j++) {
                 Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
                 total += p;
-                if (DROPPED) p = select(kept(fixed, w.rows[row], w.columns[j]), p, Vec{});
+                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], w.columns[place * VECTORS + j]), p, Vec{});
 #if PAIRS
                 weights[j & 1] = p;
                 if ((j & 1) || j == hi - 1)
                     store_operands(w.weights + row * WEIGHTS + j / 2 * LANES, weights[0], j & 1 ? weights[1] : Vec{});
 #else
+                (void)weights;
                 store(w.weights + row * WEIGHTS + j * LANES, p);
 #endif
             }
@@ -132,22 +139,31 @@ template <bool PARTIAL> static void weigh(Worker &w, const Fixed &fixed, const O
     }
 }
 
-// acc = acc * shrink + weights * values
-static void add_values(Worker &w, const Operand *values, int groups) {
+// acc = acc * shrink + weights * values; a row of values is `stride` Operands behind the one before.
+template <int M> static void add_values(Worker &w, const Operand *values, int64_t stride, int64_t present, int rows) {
     const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
-    for (int g = 0; g < groups; g++) {
+    for (int g = 0; g < rows; g += M) {
         if (w.from[g] == w.to[g]) continue;
-        const int64_t start = (int64_t)w.from[g] * LANES / PAIR;
-        const int64_t end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
-        const Operand *weights = w.weights + g * GROUP * WEIGHTS + start, *right = values + start * V_WIDE;
-        Real *acc = w.acc + g * GROUP * V_WIDE;
-        const Real *shrink = w.shrink + g * GROUP;
+        int64_t start = (int64_t)w.from[g] * LANES / PAIR, end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
+        if (end > present) end = present;
+        const Operand *weights = w.weights + g * WEIGHTS + start, *right = values + start * stride;
+        Real *acc = w.acc + g * V_WIDE;
+        const Real *shrink = w.shrink + g;
         for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-            multiply<GROUP, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, V_WIDE, end - start, acc + j * LANES, V_WIDE, shrink);
+            multiply<M, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, stride, end - start, acc + j * LANES, V_WIDE, shrink);
         if (REST)
-            multiply<GROUP, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + (BLOCKS - REST) * LANES, V_WIDE, end - start,
-                                                      acc + (BLOCKS - REST) * LANES, V_WIDE, shrink);
+            multiply<M, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + (BLOCKS - REST) * LANES, stride, end - start,
+                                                  acc + (BLOCKS - REST) * LANES, V_WIDE, shrink);
     }
+}
+
+// Whether values need no packing: rows of whole vectors, close to each other.
+static bool in_place(const Call *call) {
+#if HALF == 0
+    return V_DIM == V_WIDE && call->v.row == V_DIM;
+#else
+    return false;
+#endif
 }
 
 struct Task {
@@ -157,28 +173,86 @@ struct Task {
     int64_t workers, slots, failed;
 };
 
-// Packed keys and values of one tile, from before or made now.
-static const Operand *packed(Worker &w, const Call *call, int64_t batch, int64_t kv_head, int64_t tile) {
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, name = (batch * call->kv_heads + kv_head) * tiles + tile;
+// An item: `count` query rows from `start` on of each of the heads from `head` on, `heads` of one key head.
+struct Item {
+    const Call *call;
+    int64_t batch, head, heads, start, count;
+    int64_t kv_head() const { return head / (call->heads / call->kv_heads); }
+    int rows() const { return (int)(heads * count); }
+};
+
+// Queries, coordinates and sums of an item's rows.
+static void begin(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
+    const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
+    const int all = round_up(item.rows(), item.rows() == 1 ? 1 : GROUP);
+    for (int n = 0; n < item.heads; n++) {
+        w.fixed[n] = fixed_of(call, item.batch, item.head + n);
+        const Entry *q = (const Entry *)call->q.data + item.batch * call->q.batch + (item.head + n) * call->q.head +
+                         item.start * call->q.row;
+        const int row = n * (int)item.count;
+        pack_left<HEAD_DIM>(w.query + row * STEPS, q, call->q.row, item.count, n == item.heads - 1 ? all - row : item.count, unit);
+        for (int i = row; i < all; i++) w.rows[i] = row_of(w.fixed[n], first + (i - row)), w.place[i] = n;
+    }
+    for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
+    for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
+}
+
+// Packed keys of one tile, from before or made now, and behind them its values.
+static const Operand *packed(Worker &w, const Item &item, int64_t tile) {
+    const Call *call = item.call;
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, kv_head = item.kv_head();
+    const int64_t name = (item.batch * call->kv_heads + kv_head) * tiles + tile;
     const int64_t slot = tile % w.slots, start = tile * BLOCK_K, present = call->kv_len - start;
     Operand *keys = w.tiles + slot * TILE;
     if (w.tag[slot] != name) {
         w.tag[slot] = name;
-        const Entry *k = (const Entry *)call->k.data + batch * call->k.batch + kv_head * call->k.head + start * call->k.row;
-        const Entry *v = (const Entry *)call->v.data + batch * call->v.batch + kv_head * call->v.head + start * call->v.row;
+        const Entry *k = (const Entry *)call->k.data + item.batch * call->k.batch + kv_head * call->k.head + start * call->k.row;
         pack_turned<HEAD_DIM, PANEL>(keys, k, call->k.row, present, BLOCK_K);
-        pack_rows<V_DIM>(keys + (int64_t)STEPS * BLOCK_K, v, call->v.row, present, BLOCK_K);
+        const Entry *v = (const Entry *)call->v.data + item.batch * call->v.batch + kv_head * call->v.head + start * call->v.row;
+        if (!in_place(call)) pack_rows<V_DIM>(keys + (int64_t)STEPS * BLOCK_K, v, call->v.row, present, BLOCK_K);
     }
     return keys;
 }
 
-static void finish(Worker &w, const Call *call, const Fixed &fixed, int64_t batch, int64_t head, int64_t start, int64_t present) {
-    Entry *out = (Entry *)call->out.data + batch * call->out.batch + head * call->out.head + start * call->out.row;
-    const int64_t line = (batch * call->heads + head) * call->q_len + start;
-    for (int64_t i = 0; i < present; i++, out += call->out.row) {
-        Real top = w.top[i], total = sum(w.total[i]);
-        Real peak = total == 0 ? -INF : top * NATURAL, shrink = 1;  // natural logarithms from here on
-        if (call->top) call->top[line + i] = total != total && top != INF ? NOT_A_NUMBER : peak;
+// One tile of keys for the rows of an item.
+static void visit(Worker &w, const Item &item, int64_t tile, bool partial) {
+    const Call *call = item.call;
+    const int64_t start = tile * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
+    const Operand *keys = packed(w, item, tile), *values = keys + (int64_t)STEPS * BLOCK_K;
+    int64_t stride = V_WIDE, present = BLOCK_K / PAIR;
+    if (in_place(call)) {
+        values = (const Operand *)((const Entry *)call->v.data + item.batch * call->v.batch + item.kv_head() * call->v.head +
+                                   start * call->v.row);
+        stride = call->v.row;
+        if (present > call->kv_len - start) present = call->kv_len - start;
+    }
+    if (partial || POSITIONS)
+        for (int n = 0; n < (BY_HEAD ? item.heads : 1); n++)
+            for (int j = 0; j < VECTORS; j++)
+                w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), call->kv_len - start - j * LANES);
+    const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
+    if (item.rows() == 1) {
+        partial ? weigh<true, 1>(w, keys, 1, unit) : weigh<false, 1>(w, keys, 1, unit);
+        add_values<1>(w, values, stride, present, 1);
+    } else {
+        partial ? weigh<true, GROUP>(w, keys, item.rows(), unit) : weigh<false, GROUP>(w, keys, item.rows(), unit);
+        add_values<GROUP>(w, values, stride, present, item.rows());
+    }
+}
+
+// Outputs of an item, from its sums.
+static void finish(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    for (int row = 0; row < item.rows(); row++) {
+        const int64_t head = item.head + row / item.count, query = item.start + row % item.count;
+        const int64_t line = (item.batch * call->heads + head) * call->q_len + query;
+        Entry *out = (Entry *)call->out.data + item.batch * call->out.batch + head * call->out.head + query * call->out.row;
+        const Real top = w.top[row];
+        Real total = sum(w.total[row]), shrink = 1;
+        Real peak = total == 0 ? -INF : top * NATURAL;  // natural logarithms from here on
+        if (call->top) call->top[line] = total != total && top != INF ? NOT_A_NUMBER : peak;
         if (call->sinks) {
             const Real sink = call->sinks[head], most = sink > peak ? sink : peak;
             if (most > -INF) {
@@ -187,46 +261,21 @@ static void finish(Worker &w, const Call *call, const Fixed &fixed, int64_t batc
                 peak = most;
             }
         }
-        call->lse[line + i] = total == 0 ? -INF : peak + log(total);
-        const Real factor = (total == 0 ? 0 : shrink / total) * (DROPPED ? survivors(fixed) : 1);
-        const Real *acc = w.acc + i * V_WIDE;
+        call->lse[line] = total == 0 ? -INF : peak + log(total);
+        const Real factor = (total == 0 ? 0 : shrink / total) * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
+        const Real *acc = w.acc + row * V_WIDE;
         for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
     }
 }
 
-static void attend(Worker &w, const Call *call, int64_t batch, int64_t head, int64_t row) {
-    const int64_t kv_head = head / (call->heads / call->kv_heads), start = row * BLOCK_Q;
-    const int64_t present = call->q_len - start < BLOCK_Q ? call->q_len - start : BLOCK_Q;
-    const int groups = (int)((present + GROUP - 1) / GROUP);
-    const Fixed fixed = fixed_of(call, batch, head);
-    const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
-    const int64_t k_origin = call->k_origin[batch * call->k_origin_step];
-    const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
-    const Entry *q = (const Entry *)call->q.data + batch * call->q.batch + head * call->q.head + start * call->q.row;
-    pack_left<HEAD_DIM>(w.query, q, call->q.row, present, groups * GROUP, unit);
-    for (int i = 0; i < groups * GROUP; i++) {
-        w.rows[i] = row_of(fixed, q_first + i);
-        w.total[i] = Vec{};
-        w.top[i] = LOWEST;
-    }
-    for (int64_t i = 0; i < (int64_t)groups * GROUP * V_WIDE; i++) w.acc[i] = 0;
-    const int64_t line = (int64_t)call->slice_of[batch * call->heads + head] * call->rows + row;
+static void attend(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    begin(w, item);
+    const int64_t line = (int64_t)call->slice_of[item.batch * call->heads + item.head] * call->rows + item.start / BLOCK_Q;
     const int32_t *record = call->spans + line * call->records * 4;
     for (int32_t n = 0; n < call->count[line]; n++, record += 4)
-        for (int32_t tile = record[0]; tile < record[3]; tile++) {
-            const bool partial = tile < record[1] || tile >= record[2];
-            const Operand *keys = packed(w, call, batch, kv_head, tile);
-            if (partial || POSITIONS)
-                for (int j = 0; j < VECTORS; j++)
-                    w.columns[j] = column_of(fixed, (Int)(k_origin + (int64_t)tile * BLOCK_K + j * LANES),
-                                             call->kv_len - (int64_t)tile * BLOCK_K - j * LANES);
-            if (partial)
-                weigh<true>(w, fixed, keys, groups, unit);
-            else
-                weigh<false>(w, fixed, keys, groups, unit);
-            add_values(w, keys + (int64_t)STEPS * BLOCK_K, groups);
-        }
-    finish(w, call, fixed, batch, head, start, present);
+        for (int32_t tile = record[0]; tile < record[3]; tile++) visit(w, item, tile, tile < record[1] || tile >= record[2]);
+    finish(w, item);
 }
 
 // Items are pulled. A worker begins at a key head of its own, whose packed tiles it keeps, and then helps the others.
@@ -246,7 +295,8 @@ static void work(void *pointer, int64_t number) {
             if (item >= call->rows * group) break;
             const int64_t head = at % call->kv_heads * group + item % group;
             const int32_t *order = task.order + call->slice_of[batch * call->heads + head] * call->rows;
-            attend(*w, call, batch, head, order[item / group]);
+            const int64_t start = (int64_t)order[item / group] * BLOCK_Q, left = call->q_len - start;
+            attend(*w, {call, batch, head, 1, start, left < BLOCK_Q ? left : BLOCK_Q});
         }
     }
     give(w);

@@ -125,7 +125,7 @@ INLINE Real sum(Vec x) {
 
 // Whether some lane is true.
 INLINE bool any(Bits x) {
-#if REGISTER_BYTES == 64 && REAL_BYTES == 4
+#if REGISTER_BYTES == 64 && REAL_BYTES == 4 && !defined(__clang__)  // which has no such builtin
     return __builtin_ia32_ptestmd512((__attribute__((vector_size(64))) int)x, (__attribute__((vector_size(64))) int)x, -1);
 #else
     Lane found = 0;
