@@ -166,6 +166,17 @@ static bool in_place(const Call *call) {
 #endif
 }
 
+// Run `work` of a task with as many workers as there are threads and items for.
+template <class Task> static void spread(const Call *call, Work work, Task &task, int64_t items) {
+    task.workers = call->threads < items ? call->threads : items;
+    if (call->parallel && task.workers > 1) {
+        call->parallel(call->pool, work, &task, task.workers);
+    } else {
+        task.workers = 1;
+        work(&task, 0);
+    }
+}
+
 struct Task {
     const Call *call;
     const int32_t *order;  // [slices, rows] rows of tiles, longest first
@@ -204,7 +215,7 @@ static const Operand *packed(Worker &w, const Item &item, int64_t tile) {
     const Call *call = item.call;
     const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, kv_head = item.kv_head();
     const int64_t name = (item.batch * call->kv_heads + kv_head) * tiles + tile;
-    const int64_t slot = tile % w.slots, start = tile * BLOCK_K, present = call->kv_len - start;
+    const int64_t slot = w.slots == 1 ? 0 : tile % w.slots, start = tile * BLOCK_K, present = call->kv_len - start;
     Operand *keys = w.tiles + slot * TILE;
     if (w.tag[slot] != name) {
         w.tag[slot] = name;
@@ -325,24 +336,16 @@ static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t 
 }
 
 // 0: done; 1: no memory.
-static int64_t forward(const Call *call) {
-    int64_t slices = 0, all = call->batch * call->kv_heads;
-    for (int64_t i = 0; i < call->batch * call->heads; i++)
-        if (call->slice_of[i] >= slices) slices = call->slice_of[i] + 1;
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, items = call->rows * call->batch * call->heads;
+static int64_t all_rows(const Call *call, int64_t slices) {
+    const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
     int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * (slices * call->rows + tiles + 2));
     if (!memory) return 1;
     int32_t *order = (int32_t *)(memory + all);
     for (int64_t i = 0; i < all; i++) memory[i] = 0;
     sort_rows(call, slices, order, order + slices * call->rows);
-    const int64_t most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand)), slots = tiles < most ? tiles : most;
-    Task task = {call, order, memory, call->threads < items ? call->threads : items, slots > 0 ? slots : 1, 0};
-    if (call->parallel && task.workers > 1) {
-        call->parallel(call->pool, work, &task, task.workers);
-    } else {
-        task.workers = 1;
-        work(&task, 0);
-    }
+    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, 0};
+    spread(call, work, task, items);
     free(memory);
     return task.failed;
 }

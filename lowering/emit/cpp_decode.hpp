@@ -1,0 +1,122 @@
+// -- decoding -----------------------------------------------------------------------------------------------------
+//
+// A few queries over many keys: the query heads of one key head are rows of one item, and the tiles they visit are
+// split into parts. How many depends on the call alone, not on its threads, and the parts of a row are combined in
+// order by whoever ends last: the result repeats bit for bit.
+
+struct Parts {
+    const Call *call;
+    int64_t heads, bundles;  // query heads of an item; items a key head needs
+    int64_t tiles, count;    // visited tiles of a part; parts
+    int64_t next, failed, workers;
+    int64_t *done;           // [batch, kv_heads, bundles] parts that have ended
+    Real *sums;              // [batch, kv_heads, bundles, count, rows, V_WIDE + 2]: acc, total, top
+};
+
+static int64_t visited(const Call *call, int64_t slice) {
+    int64_t tiles = 0;
+    for (int32_t n = 0; n < call->count[slice * call->rows]; n++) {
+        const int32_t *record = call->spans + (slice * call->rows * call->records + n) * 4;
+        tiles += record[3] - record[0];
+    }
+    return tiles;
+}
+
+static Item bundle_of(const Parts &parts, int64_t number) {
+    const Call *call = parts.call;
+    const int64_t group = call->heads / call->kv_heads, batch = number / (call->kv_heads * parts.bundles);
+    const int64_t first = number % parts.bundles * parts.heads, left = group - first;
+    const int64_t head = number / parts.bundles % call->kv_heads * group + first;
+    return {call, batch, head, left < parts.heads ? left : parts.heads, 0, call->q_len};
+}
+
+static Real *sums_of(const Parts &parts, int64_t number, int64_t part) {
+    return parts.sums + (number * parts.count + part) * parts.heads * parts.call->q_len * (V_WIDE + 2);
+}
+
+// The sums of an item's parts, one after the other.
+static void combine(Worker &w, const Parts &parts, const Item &item, int64_t number) {
+    for (int64_t part = 0; part < parts.count; part++)
+        for (int row = 0; row < item.rows(); row++) {
+            const Real *from = sums_of(parts, number, part) + row * (V_WIDE + 2);
+            Real *acc = w.acc + row * V_WIDE;
+            const Real total = from[V_WIDE], top = from[V_WIDE + 1], most = maximum(w.top[row], top);
+            const Real mine = weight((w.top[row] - most) * BASE), its = weight((top - most) * BASE);
+            for (int d = 0; d < V_WIDE; d++) acc[d] = acc[d] * mine + from[d] * its;
+            w.total[row] *= mine;
+            w.total[row][0] += total * its;
+            w.top[row] = most;
+        }
+}
+
+static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
+    const Call *call = parts.call;
+    const Item item = bundle_of(parts, number);
+    begin(w, item);
+    const int64_t line = (int64_t)call->slice_of[item.batch * call->heads + item.head] * call->rows;
+    const int32_t *record = call->spans + line * call->records * 4;
+    int64_t seen = 0, first = part * parts.tiles, end = first + parts.tiles;
+    for (int32_t n = 0; n < call->count[line]; n++, record += 4) {
+        int64_t tile = record[0] + (first > seen ? first - seen : 0);
+        for (; tile < record[3] && seen + (tile - record[0]) < end; tile++)
+            visit(w, item, tile, tile < record[1] || tile >= record[2]);
+        seen += record[3] - record[0];
+    }
+    if (parts.count == 1) return finish(w, item);
+    Real *to = sums_of(parts, number, part);
+    for (int row = 0; row < item.rows(); row++, to += V_WIDE + 2) {
+        for (int d = 0; d < V_WIDE; d++) to[d] = w.acc[row * V_WIDE + d];
+        to[V_WIDE] = sum(w.total[row]), to[V_WIDE + 1] = w.top[row];
+    }
+    if (__atomic_fetch_add(&parts.done[number], 1, __ATOMIC_ACQ_REL) + 1 < parts.count) return;
+    for (int i = 0; i < item.rows(); i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
+    for (int i = 0; i < item.rows() * V_WIDE; i++) w.acc[i] = 0;
+    combine(w, parts, item, number);
+    finish(w, item);
+}
+
+static void decode_work(void *pointer, int64_t) {
+    Parts &parts = *(Parts *)pointer;
+    Worker *w = take(1);
+    if (!w) {
+        __atomic_store_n(&parts.failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    const int64_t items = parts.call->batch * parts.call->kv_heads * parts.bundles * parts.count;
+    for (int64_t n; (n = __atomic_fetch_add(&parts.next, 1, __ATOMIC_RELAXED)) < items;)
+        decode_part(*w, parts, n / parts.count, n % parts.count);
+    give(w);
+}
+
+// 0: done; 1: no memory.
+static int64_t decode(const Call *call, int64_t slices, bool alike) {
+    const int64_t group = alike ? call->heads / call->kv_heads : 1, fit = ROWS / call->q_len < HEADS ? ROWS / call->q_len : HEADS;
+    Parts parts = {call, group < fit ? group : fit, 0, 1, 1, 0, 0, 0, nullptr, nullptr};
+    parts.bundles = (call->heads / call->kv_heads + parts.heads - 1) / parts.heads;
+    int64_t most = 1;
+    for (int64_t s = 0; s < slices; s++) most = visited(call, s) > most ? visited(call, s) : most;
+    const int64_t items = call->batch * call->kv_heads * parts.bundles;
+    parts.tiles = most * items / 256;  // enough items for many threads, none too small to be worth its sums
+    parts.tiles = parts.tiles < 4 ? 4 : parts.tiles > 64 ? 64 : parts.tiles;
+    parts.count = (most + parts.tiles - 1) / parts.tiles;
+    const int64_t sums = parts.count > 1 ? items * parts.count * parts.heads * call->q_len * (V_WIDE + 2) : 0;
+    parts.done = (int64_t *)malloc(8 * items + sums * sizeof(Real));
+    if (!parts.done) return 1;
+    parts.sums = (Real *)(parts.done + items);
+    for (int64_t i = 0; i < items; i++) parts.done[i] = 0;
+    spread(call, decode_work, parts, items * parts.count);
+    free(parts.done);
+    return parts.failed;
+}
+
+// A call with one row of tiles is split over keys; otherwise rows are the work items.
+static int64_t forward(const Call *call) {
+    const int64_t group = call->heads / call->kv_heads;
+    int64_t slices = 0;
+    bool alike = true;  // the heads of a group visit the same tiles
+    for (int64_t i = 0; i < call->batch * call->heads; i++) {
+        if (call->slice_of[i] >= slices) slices = call->slice_of[i] + 1;
+        alike &= call->slice_of[i] == call->slice_of[i - i % group];
+    }
+    return call->rows == 1 ? decode(call, slices, alike) : all_rows(call, slices);
+}
