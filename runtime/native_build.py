@@ -23,7 +23,7 @@ from .settings import Settings
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN.
 FLAGS = (
     "-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
-    "-fno-exceptions", "-fno-rtti", "-shared", "-fPIC",
+    "-fno-exceptions", "-fno-rtti", "-w", "-pthread", "-shared", "-fPIC",
 )  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
