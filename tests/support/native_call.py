@@ -8,7 +8,8 @@ import threading
 
 import numpy as np
 
-from frisket.lowering.emit import cpp, cpp_call
+from frisket.lowering import derive
+from frisket.lowering.emit import cpp, cpp_backward, cpp_call
 from frisket.runtime import native_build
 
 WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
@@ -44,6 +45,51 @@ def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float3
     out = np.full((g.batch, g.heads, g.q_len, g.v_dim), 7, q.dtype)
     lse = np.full((g.batch, g.heads, g.q_len), 7, real)
     top = np.full_like(lse, 7)
+    arrays = {"q": q, "k": k, "v": v, "out": out}
+    call, _keep = record(plan, spans, g, slots, tables, real, arrays, {"lse": lse, "top": top if want_top else None},
+                         sinks, threads)  # fmt: skip
+    kernel = library.frisket_forward
+    kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    assert kernel(call.ctypes.data) == 0
+    return out, lse, top
+
+
+def backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, slots, tables, target, dtype="float32", *,
+             wanted=None, sinks=None, threads=2, variant="native", source=None):  # fmt: skip
+    """dq, dk, dv by "q", "k", "v", and a buffer for each captured gradient by its number; `wanted`: of which, None
+    for all. bfloat16 arrays are their bits, lse and dlse are Real."""
+    g = geometry
+    source = source or cpp_backward.emit(plan, target, g.head_dim, g.v_dim, dtype)
+    kernel = native_build.library(source, variant).frisket_backward
+    real = np.float64 if dtype == "float64" else np.float32
+    captured = derive.backward_of(plan).gradients
+    wanted = {"q", "k", "v", *range(len(captured))} if wanted is None else wanted
+    shapes = {
+        "head": (g.batch, g.heads), "row": (g.batch, g.heads, g.q_len), "column": (g.batch, g.heads, g.kv_len),
+        "diagonal": (g.batch, g.heads, g.q_len + g.kv_len - 1),
+    }  # fmt: skip
+    buffers = {
+        n: np.zeros(np.shape(tables[x.source]) if x.over == "scatter" else shapes[x.over], real)
+        for n, x in enumerate(captured)
+        if n in wanted
+    }
+    pointers = np.array([buffers[n].ctypes.data if n in buffers else 0 for n in range(len(captured))] or [0], np.int64)
+    found = {n: np.full(x.shape, 7, x.dtype) for n, x in (("q", q), ("k", k), ("v", v)) if n in wanted}
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
+    arrays |= {f"d{n}": x for n, x in found.items()}
+    call, _keep = record(
+        plan, spans, g, slots, tables, real, arrays,
+        {"lse": np.ascontiguousarray(lse, real), "dlse": None if dlse is None else np.ascontiguousarray(dlse, real),
+         "gradients": pointers}, sinks, threads,
+    )  # fmt: skip
+    kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    assert kernel(call.ctypes.data) == 0
+    return found | buffers
+
+
+def record(plan, spans, g, slots, tables, real, arrays, contiguous, sinks, threads):
+    """The words of a `Call`, and what has to stay alive until it is over. `arrays` have strides in the call,
+    `contiguous` have none; None is a null pointer."""
     keep = []  # alive until the call is over
 
     def address(x):
@@ -77,16 +123,14 @@ def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float3
     put("rows", spans.bounds.shape[1])
     put("records", spans.bounds.shape[2])
     put("sinks", 0 if sinks is None else address(np.ascontiguousarray(sinks, real)))
-    put("lse", address(lse))
-    put("top", address(top) if want_top else 0)
-    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+    for name, x in contiguous.items():
+        put(name, 0 if x is None else address(x))
+    for name, x in arrays.items():
+        if x is None:
+            continue
         assert x.strides[3] == x.itemsize
         put(name, address(x), *(n // x.itemsize for n in x.strides[:3]))
-    call = np.array(words, np.int64)
-    kernel = library.frisket_forward
-    kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
-    assert kernel(call.ctypes.data) == 0
-    return out, lse, top
+    return np.array(words, np.int64), keep
 
 
 def _tables(plan, tables, real, address):
