@@ -1,0 +1,257 @@
+"""Generated C++ to libraries: the disk cache, its entries broken in every way, machines without a compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import frisket as fk
+from frisket.runtime import native_build, native_cpu
+from frisket.runtime.native_build import library, reason
+
+pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
+
+
+def source(number: int) -> str:
+    return f'extern "C" int answer() {{ return {number}; }}\n'
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, and no library found without looking at it."""
+    monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native_build, "_loaded", type(native_build._loaded)())
+    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
+    (tmp_path / "elsewhere").mkdir()
+    return tmp_path / "native"
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """How often the compiler ran."""
+    runs, build = [], native_build._build
+    monkeypatch.setattr(native_build, "_build", lambda *args: (runs.append(args), build(*args))[1])
+    return runs
+
+
+def forget():
+    native_build._loaded.clear()
+
+
+def test_a_library_is_compiled_once_and_then_found(cache, compilations):
+    assert library(source(7)).answer() == 7
+    assert library(source(7)) is library(source(7))
+    forget()
+    assert library(source(7)).answer() == 7
+    assert len(compilations) == 1
+    (kept,) = cache.glob("*.so")
+    assert kept.with_suffix(".cpp").read_text() == source(7)
+    assert sorted(p.suffix for p in cache.iterdir()) == [".cpp", ".so"]
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+BREAKS = {
+    "truncated": lambda so: so[: len(so) // 2],
+    "no checksum": lambda so: so[: -native_build.DIGEST],
+    "one bit": lambda so: so[:5000] + bytes([so[5000] ^ 1]) + so[5001:],
+    "empty": lambda so: b"",
+    "text": lambda so: b"not a library",
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+def test_a_broken_entry_is_built_again(how, cache, compilations):
+    library(source(3))
+    (kept,) = cache.glob("*.so")
+    whole = kept.read_bytes()
+    kept.unlink()  # the loaded one is not touched
+    kept.write_bytes(BREAKS[how](whole))
+    forget()
+    assert library(source(3)).answer() == 3
+    assert len(compilations) == 2
+    assert kept.read_bytes() == whole
+
+
+def test_an_entry_of_another_name_is_not_trusted(cache, compilations):
+    library(source(1))
+    (one,) = cache.glob("*.so")
+    library(source(2))
+    (two,) = set(cache.glob("*.so")) - {one}
+    held = one.read_bytes()
+    two.unlink()
+    two.write_bytes(held)
+    forget()
+    assert library(source(2)).answer() == 2
+    assert len(compilations) == 3
+
+
+def test_what_an_entry_is_kept_under(cache, compilations, monkeypatch, tmp_path):
+    library(source(1))
+    forget()
+    monkeypatch.setattr(native_build, "identity", lambda: "another CPU")
+    library(source(1))
+    assert len(compilations) == 2, "the CPU"
+    library(source(1), best())
+    assert len(compilations) == 3, "the variant"
+    forget()
+    monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-g"))
+    library(source(1))
+    assert len(compilations) == 4, "flags"
+    forget()
+    other = tmp_path / "g++-other"
+    other.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo other && exit\nexec {native_build.compiler()[0]} "$@"\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    library(source(1))
+    assert len(compilations) == 5, "the compiler"
+    other.write_text(other.read_text().replace("echo other", "echo newer"))
+    forget()
+    library(source(1))
+    assert len(compilations) == 6, "its version"
+    assert len(list(cache.glob("*.so"))) == 6
+
+
+def best():
+    return native_cpu.best()
+
+
+def test_a_variant_that_this_cpu_lacks(cache, monkeypatch):
+    monkeypatch.setattr(native_cpu, "features", frozenset)
+    with pytest.raises(fk.BackendError, match="variant 'avx2' does not run here: this CPU has no abm, avx, avx2, bmi1"):
+        library(source(1), "avx2")
+    assert not cache.exists()
+
+
+def test_a_source_that_does_not_compile(cache):
+    with pytest.raises(fk.LoweringError) as caught:
+        library('extern "C" int answer() { return nonsense; }\n')
+    first, *rest = str(caught.value).splitlines()
+    (text,) = cache.glob("*.cpp")
+    assert first == f"{native_build.compiler()[0]} does not compile {text}"
+    assert any("nonsense" in line for line in rest)
+    assert [p.suffix for p in cache.iterdir()] == [".cpp"]
+
+
+def test_the_entries_used_longest_ago_go(cache, monkeypatch):
+    monkeypatch.setattr(native_build, "ENTRIES", 2)
+    library(source(1))
+    (first,) = cache.glob("*.so")
+    library(source(2))
+    os.utime(first, (time.time() + 60,) * 2)  # used again
+    library(source(3))
+    assert len(list(cache.glob("*.so"))) == len(list(cache.glob("*.cpp"))) == 2
+    assert first.exists()
+
+
+def test_threads_compile_a_source_once(cache, compilations):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(library(source(9)))) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(compilations) == 1
+    assert len(found) == 8
+    assert len({id(x) for x in found}) == 1
+
+
+# -- machines without ---------------------------------------------------------------------------------
+
+
+def python(code: str, **environment: str) -> str:
+    """What another process prints."""
+    given = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+ANSWER = "from frisket.runtime.native_build import library, reason, writable\n"
+
+
+def test_many_processes_at_once(tmp_path):
+    code = ANSWER + f"for n in range(3): assert library({source(0)!r}.replace('0', str(n))).answer() == n\n"
+    given = {**os.environ, "FRISKET_CACHE_DIR": str(tmp_path)}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=given) for _ in range(4)]
+    assert [p.wait(timeout=120) for p in running] == [0] * 4
+    kept = sorted((tmp_path / "native").iterdir())
+    assert [p.suffix for p in kept] == [".cpp", ".so"] * 3
+
+
+def test_no_compiler(tmp_path):
+    said = python(ANSWER + "print(reason())", PATH=str(tmp_path), CXX="")
+    assert said == "no C++ compiler: none of g++, clang++, c++ is on PATH"
+    said = python(ANSWER + "print(reason())", CXX=str(tmp_path / "cc"))
+    assert said == f"no C++ compiler: CXX is {str(tmp_path / 'cc')!r}, which is not there"
+
+
+def test_a_compiler_that_does_not_work(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\necho out of order >&2\nexit 1\n')
+    broken.chmod(0o755)
+    said = python(ANSWER + "print(reason())", CXX=str(broken), FRISKET_CACHE_DIR=str(tmp_path))
+    assert said.startswith(f"{broken} does not compile {tmp_path}/native/")
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    said = python(ANSWER + "print(reason())", CXX=str(broken), FRISKET_CACHE_DIR=str(tmp_path))
+    assert said.startswith(f"the C++ compiler {broken} does not run: ")
+
+
+def test_no_place_to_write_to(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    code = ANSWER + "print([reason()]); print(writable())"
+    said = python(code, FRISKET_CACHE_DIR=str(file), TMPDIR=str(tmp_path)).splitlines()
+    assert said == ["['']", f"{tmp_path}/frisket-{os.getuid()}"]
+    # A temporary directory that anybody may write to is no place for code.
+    (tmp_path / f"frisket-{os.getuid()}").chmod(0o777)
+    said = python(code, FRISKET_CACHE_DIR=str(file), TMPDIR=str(tmp_path)).splitlines()
+    assert said[0].startswith("['nowhere to keep kernels: ")
+    assert said[1] == "None"
+
+
+def test_a_cache_that_can_only_be_read(cache, compilations, monkeypatch):
+    library(source(5))
+    forget()
+    monkeypatch.setattr(native_build, "_writable", lambda folder: False)
+    monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(PermissionError))
+    assert library(source(5)).answer() == 5
+    assert len(compilations) == 1
+    with pytest.raises(fk.BackendError, match=r"nowhere to keep kernels: .* cannot be written to"):
+        library(source(6))
+
+
+def test_the_library_tier_takes_over(tmp_path):
+    code = """
+import frisket as fk, torch
+q = torch.ones(1, 1, 8, 16)
+print(fk.backends()["cpp"])
+print(fk.compile("causal")(q, q, q).sum().item())
+try:
+    fk.compile("causal", backend="cpp")(q, q, q)
+except fk.BackendError as error:
+    print(error)
+"""
+    given = {k: v for k, v in os.environ.items() if k != "FRISKET_BACKEND"}
+    given |= {"PATH": str(tmp_path), "CXX": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=120)
+    why, value, error = done.stdout.splitlines()
+    assert why == "no C++ compiler: none of g++, clang++, c++ is on PATH"
+    assert value == "128.0"
+    assert error == f"backend 'cpp' does not run here: {why}"
+
+
+def test_the_cache_is_fast_in_a_new_process(tmp_path):
+    text = "#include <math.h>\n" + source(4)
+    code = ANSWER + (
+        f"import time\ntext = {text!r}\nstart = time.perf_counter()\nassert library(text).answer() == 4\n"
+        "print(time.perf_counter() - start)"
+    )
+    python(code, FRISKET_CACHE_DIR=str(tmp_path))
+    assert min(float(python(code, FRISKET_CACHE_DIR=str(tmp_path))) for _ in range(3)) < 0.05
+    assert Path(tmp_path / "native").is_dir()
