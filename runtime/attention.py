@@ -20,7 +20,7 @@ from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Arrays, arrays, framework_of, turn
 from .host_plan import Plan
 from .options import Options, check_complete, seed_of, sinks_of
-from .parameters import traced
+from .parameters import names_of, traced
 from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
@@ -42,8 +42,10 @@ class Attention:
     def __init__(self, what: Subject, options: Options | None = None) -> None:
         self.subject, self.options = what, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
-        self._ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
-        self._learned = {n: x for n, x in what.captured.items() if n in what.learnable and learns(x)}
+        self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
+        learned = {n: x for n, x in what.captured.items() if learns(x)}
+        self.learned = {n: x for n, x in learned.items() if n in what.learnable}
+        self.ambiguous = any(all(n in names_of(p.expr) for p in what.parts) for n in learned.keys() - self.learned)
 
     @property
     def mask(self) -> Any:
@@ -77,29 +79,29 @@ class Attention:
         default generator when there is none, JAX needs one. There is no training mode: dropout is applied whenever
         it is not 0.
         """
-        settings = Settings.read()
-        key, ready, kept = None, None, self._ready if plan is None else getattr(plan, "ready", {})
-        if _is_torch(q):
-            key = torch_op().key_of(self, (q, k, v), plan, origin, sizes, layout, params, settings)
-            ready = kept.get(key)
-        if ready is not None:
-            values = self._learned if plan is None else plan.given  # type: ignore[union-attr]
-            values = [params[n] if n in params else values[n] for _, n in ready.live]
-            found = ready.again(q, k, v, values, seed, self.options, sinks, return_max)
-            return results(found, return_lse, return_max)
-        call = self._call(arrays(q, k, v, layout), plan, seed, sinks, return_max, origin, sizes, params)
-        found = self._run(call, key, kept)
-        if settings.check:
-            if traced(found[0]):
-                report_later(call, *found[:2])
-            else:
-                report(call, *found[:2]).require()
+        what = plan, seed, sinks, return_max, origin, sizes, layout, params
+        if framework_of(q) == "torch":
+            found = torch_op().attend(self, q, k, v, *what)
+        else:
+            call = self.call(q, k, v, *what)
+            found = self.run(call)
+            self.check_if_asked(call, found)
         return results(found, return_lse, return_max)
 
-    def _call(
-        self, given: Arrays, plan: AnyPlan | None, seed: Any, sinks: Any, top: bool, origin: Origin | None,
-        sizes: Sizes | None, params: dict[str, Any],
+    def check_if_asked(self, call: Call, found: tuple[Any, Any, Any]) -> None:
+        if not Settings.read().check:
+            return
+        if traced(found[0]):
+            report_later(call, *found[:2])
+        else:
+            report(call, *found[:2]).require()
+
+    def call(
+        self, q: Any, k: Any, v: Any, plan: AnyPlan | None, seed: Any, sinks: Any, top: bool, origin: Origin | None,
+        sizes: Sizes | None, layout: str | None, params: dict[str, Any],
     ) -> Call:  # fmt: skip
+        """A call, checked; `run` runs it."""
+        given = arrays(q, k, v, layout)
         geometry = self._geometry(given, plan, origin, sizes)
         if plan is not None:
             self._check_plan(plan, params)
@@ -113,19 +115,14 @@ class Attention:
         plan = plan or self._plan_for(geometry, params, given.framework)
         return Call(given, geometry, plan, backend, rate, seed, sinks, top)
 
-    def _run(self, call: Call, key: Any = None, kept: dict[Any, Any] | None = None) -> tuple[Any, Any, Any]:
-        """(out, lse, top) of a call; top may be None where nobody asks for it. With a `key`, what calls of its kind
-        need is `kept`."""
+    def run(self, call: Call) -> tuple[Any, Any, Any]:
+        """(out, lse, top) of a call; top may be None where nobody asks for it."""
         if call.backend == "dense":
             return interpreted(call)
         given, geometry, plan = call.given, call.geometry, call.plan
         if given.framework == "torch":
-            ready = torch_op().prepare(call, self.options.tile)
-            if kept is not None and key is not None and (kept is not self._ready or not plan.by_table):
-                kept[key] = ready
-                while len(kept) > 64:
-                    del kept[next(iter(kept))]
-            return ready(*given.qkv, [plan.given[n] for _, n in ready.live], call.seed, call.sinks, call.top)
+            result: tuple[Any, Any, Any] = torch_op().run(call, torch_op().prepare(call, self.options.tile))
+            return result
         target = target_of(call.backend, geometry, given.dtype, self.options.tile, plan.narrow)
         made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
         if names := Settings.read().show:
@@ -177,7 +174,7 @@ class Attention:
     def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str) -> AnyPlan:
         host, given = divided(params, None, self.subject.learnable, framework)
         if framework == "torch":
-            given = {**{n: x for n, x in self._learned.items() if n not in params}, **given}
+            given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
         key = _known(g, host, given)
         plan = None if key is None else self._plans.get(key)
         if plan is None:
@@ -209,7 +206,7 @@ class Attention:
         gradients flow to them.
         """
         host, given = divided(params, flat, self.subject.learnable)
-        given = {**{n: x for n, x in self._learned.items() if n not in params}, **given}
+        given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
         block = self._flat_block(given) if given else None
         return self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
 
@@ -271,14 +268,10 @@ class Attention:
     ) -> Report:  # fmt: skip
         """The call beside the float64 interpreter. Raises `MismatchError` when its error is more than twice that
         of dense attention in the same dtype, plus 1e-6."""
-        call = self._call(arrays(q, k, v, layout), plan, seed, sinks, False, origin, sizes, params)
-        found = report(call, *self._run(call)[:2])
+        call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, params)
+        found = report(call, *self.run(call)[:2])
         found.require()
         return found
-
-
-def _is_torch(x: Any) -> bool:
-    return framework_of(x) == "torch"
 
 
 @cache

@@ -126,6 +126,38 @@ class Ready:
 
 
 NUMBERS = (bool, int, float)
+KEPT = 64  # kinds of calls
+
+
+def attend(
+    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
+    layout: str | None, params: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse, top) of `att(q, k, v, ...)`."""
+    settings = Settings.read()
+    key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, settings)
+    kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
+    ready = kept.get(key)
+    if ready is not None:
+        values = att.learned if plan is None else plan.given
+        found = [params[n] if n in params else values[n] for _, n in ready.live]
+        return ready.again(q, k, v, found, seed, att.options, sinks, top)  # type: ignore[no-any-return]
+    call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
+    if call.backend == "dense" or settings.check:
+        result: tuple[Tensor, Tensor, Tensor | None] = att.run(call)
+        att.check_if_asked(call, result)
+        return result
+    ready = prepare(call, att.options.tile)
+    if key is not None and (plan is not None or not call.plan.by_table):
+        kept[key] = ready
+        while len(kept) > KEPT:
+            del kept[next(iter(kept))]
+    return run(call, ready)
+
+
+def run(call: Call, ready: Ready) -> tuple[Tensor, Tensor, Tensor | None]:
+    values = tuple(call.plan.given[n] for _, n in ready.live)
+    return ready(*call.given.qkv, values, call.seed, call.sinks, call.top)
 
 
 def key_of(
@@ -133,7 +165,7 @@ def key_of(
     settings: Settings,
 ) -> Any:  # fmt: skip
     """All that the `Ready` of a call hangs on; None where the values of a table are part of it."""
-    if settings.check:
+    if settings.check or att.ambiguous:
         return None
     said: list[Any] = []
     for name, x in params.items():
@@ -166,7 +198,8 @@ def prepare(call: Call, tile: tuple[int, int] | None) -> Ready:
     named = {n for n, x in plan.given.items() if x.is_floating_point()} if isinstance(plan, FlatPlan) else set()
     real = torch.float64 if given.dtype == "float64" else torch.float32
     tables = {n: t.to(real) if t.is_floating_point() else t for n, t in _on_device(made, given.q.device).items()}
-    uses = [x for x in (*made.plan.tables, *made.plan.slots) if x.type is FLOAT and x.source in named]
+    wanted: list[Any] = [*made.plan.tables, *made.plan.slots]
+    uses = [x for x in wanted if x.type is FLOAT and x.source in named]
     source = {s.source: s.name for s in made.plan.slots}
     slots = dict(made.slots)
     if RATE in source:

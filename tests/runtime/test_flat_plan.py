@@ -194,8 +194,8 @@ def test_calls_under_jit_are_checked_when_they_run(monkeypatch):
     att, seen = fk.compile("causal & same(doc)"), []
     compared = module.compared
 
-    def watched(*args):
-        seen.append(compared(*args))
+    def watched(*args, **terms):
+        seen.append(compared(*args, **terms))
         return seen[-1]
 
     monkeypatch.setattr(module, "compared", watched)

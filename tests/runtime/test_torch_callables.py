@@ -31,15 +31,17 @@ def test_as_flex_attention_computes_it(mask, score):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_learned_table_without_its_gradient_is_refused():
+def test_a_learned_table_in_mask_and_score_is_refused():
     slopes = torch.nn.Parameter(torch.ones(4))
     q = torch.randn(1, 4, 8, 16)
-    att = fk.compile(score=lambda s, b, h, q, k: s + slopes[h] * (k - q))
-    with pytest.raises(BackwardError, match="`slopes` requires a gradient; the backward comes"):
-        att(q, q, q)
+    score = fk.score(lambda s, b, h, q, k: s + slopes[h] * (k - q))
+    att = fk.compile(lambda b, h, q, k: slopes[h] > 0, score)
     with torch.no_grad():
         att(q, q, q)
+    with pytest.raises(BackwardError, match="`slopes` requires a gradient, and the mask reads it beside the score mod"):
+        att(q, q, q)
     att(q, q, q, slopes=slopes.detach())
+    assert fk.attention(q, q, q, lambda b, h, q, k: slopes[h] > 0).isfinite().all()  # data, in a mask
 
 
 @pytest.mark.parametrize("right", [False, True])
