@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -272,8 +273,10 @@ def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim:
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:
         if key not in _registered:
-            library = native_build.library(source)
-            ctypes.c_void_p.in_dll(library, "frisket_bridge").value = _bridge()
+            with ThreadPoolExecutor(1) as beside:  # two compilers at once, where the bridge is not there yet
+                bridge = beside.submit(_bridge)
+                library = native_build.library(source)
+            ctypes.c_void_p.in_dll(library, "frisket_bridge").value = bridge.result()
             for one in KINDS:
                 if hasattr(library, f"frisket_{one}_xla"):
                     handler = capsule(getattr(library, f"frisket_{one}_xla"))
