@@ -1,0 +1,72 @@
+"""Forward and gradients of every mask and score mod of the library and of docs/peers.frisket on torch's calls."""
+
+from functools import cache
+
+import cases
+import numpy as np
+import peer_cases
+import pytest
+import torch
+
+import frisket as fk
+from frisket.lowering import aten, aten_backward, dense
+from frisket.lowering.derive import backward_of
+from frisket.lowering.plan import Geometry, Target
+
+LENGTH, DIM, BLOCK = 160, 16, (32, 16)
+
+
+@cache
+def everything():
+    """(kind, name) -> case."""
+    kinds = {
+        "mask": {**cases.masks(LENGTH), **peer_cases.masks(LENGTH)},
+        "score": {**cases.mods(LENGTH), **peer_cases.mods(LENGTH)},
+    }
+    return {(kind, name): case for kind, found in kinds.items() for name, case in found.items()}
+
+
+def check(kind, name):
+    case = everything()[kind, name]
+    texts = (case.text, None) if kind == "mask" else ("causal", case.text)
+    attention = fk.compile(*texts, **case.params)
+    plan = attention.plan(case.q_len, case.kv_len, case.batch, case.heads)
+    made, what = plan.work(BLOCK), plan.subject
+    g = Geometry(case.batch, case.heads, case.heads, case.q_len, case.kv_len, DIM, DIM, DIM**-0.5)
+    draw = np.random.default_rng(0)
+    lengths = (case.q_len, case.kv_len, case.kv_len, case.q_len)
+    q, k, v, dout = (torch.from_numpy(draw.standard_normal((case.batch, case.heads, n, DIM))) for n in lengths)
+    tables = {n: torch.from_numpy(np.array(t)) for n, t in made.tables.items()}
+    target = Target("aten", *BLOCK)
+    out, lse, top = aten.forward(made.plan, made.spans, g, q, k, v, made.slots, tables, target)
+    wanted = frozenset({"q", "k", "v", *(x.source for x in backward_of(made.plan).gradients)})
+    got = aten_backward.backward(
+        made.plan, made.spans, g, q, k, v, out, lse, dout, None, made.slots, tables, target, wanted=wanted
+    )
+    mask, score = (None if p is None else p.expr for p in (what.mask, what.score))
+    same = {"scale": g.scale, "params": what.scalars, "tables": what.tables}
+    arrays = [x.numpy() for x in (q, k, v)]
+    want = dense.attention(*arrays, mask, score, **same)
+    for mine, right in zip((out, lse, top), (*want, dense.top(*arrays[:2], mask, score, **same)), strict=True):
+        np.testing.assert_allclose(mine.numpy(), right, rtol=1e-9, atol=1e-9)
+    found = dense.gradients(*arrays, mask, score, dout.numpy(), **same)
+    named = {"q": found["dq"], "k": found["dk"], "v": found["dv"]}
+    named |= {t.name: found["dtables"].get(t.source) for t in made.plan.tables}
+    named |= {s.name: found["dscalars"].get(s.source) for s in made.plan.slots}
+    for one, mine in got.items():
+        right = np.asarray(named[one])
+        np.testing.assert_allclose(mine.numpy(), right, rtol=1e-8, atol=1e-8 * max(1, np.abs(right).max()), err_msg=one)
+
+
+SOME = np.random.default_rng(2).permutation(len(everything()))[:25].tolist()
+
+
+@pytest.mark.parametrize("case", [list(everything())[i] for i in SOME], ids=str)
+def test_some(case):
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", everything(), ids=str)
+def test_all(case):
+    check(*case)
