@@ -15,7 +15,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.emit.cpp import emit
+from frisket.lowering.emit import cpp, cpp_backward
 from frisket.lowering.emit.cpp_call import FIELDS, OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 
@@ -25,7 +25,7 @@ from .native_pool import of_torch
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
 KEPT = 64  # records of calls, with the spans they point to
-_DONE = 0
+EMIT = {"frisket_forward": cpp.emit, "frisket_backward": cpp_backward.emit}
 
 
 def forward(
@@ -64,21 +64,20 @@ def backward(
     made = _prepared(plan, spans, g, target, q.dtype)
     arrays = [_rows(x) for x in (q, k, v, out, dout.to(q.dtype))]
     lse, dlse, sinks = (_real(x, made.real) for x in (lse, dlse, sinks))
-    shapes = ((g.heads, g.q_len, g.head_dim), (g.kv_heads, g.kv_len, g.head_dim), (g.kv_heads, g.kv_len, g.v_dim))
-    found = {n: torch.empty((g.batch, *s), dtype=q.dtype) for n, s in zip("qkv", shapes, strict=True)}
-    captured = backward_of(plan).gradients if wanted - found.keys() else ()
-    sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) for x in captured]
-    pointers = (ctypes.c_int64 * len(sums))(*(x.data_ptr() for x in sums))
+    found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes if n in wanted}
+    captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
+    sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
+    pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
     words = [_at(sinks), lse.data_ptr(), 0]
-    for x in (*arrays, *found.values()):
-        words += _array(x)
+    for x in (*arrays, *map(found.get, "qkv")):
+        words += (0, 0, 0, 0) if x is None else _array(x)
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
         from frisket.lowering.aten_fold import folded
 
-        mine = [(x, y) for x, y in zip(captured, sums, strict=True) if x.source in wanted]
-        found |= folded([x for x, _ in mine], [y for _, y in mine], g, slots, made.last_tables(tables))
-    return {n: x for n, x in found.items() if n in wanted}
+        kept = [x for x, mine in captured if mine], [x for x in sums if x is not None]
+        found |= folded(*kept, g, slots, made.last_tables(tables))
+    return found
 
 
 _NOTHING = [0] * (WORDS - OFFSET["dout"])  # what a forward leaves out
@@ -134,9 +133,13 @@ class _Prepared:
     def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any) -> None:
         import torch
 
-        self.plan, self.given, self.target, self.dtype = plan, spans, target, dtype
+        self.plan, self.spans = plan, spans
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
-        self.text = _text(plan, target, g.head_dim, g.v_dim, str(dtype).removeprefix("torch."))
+        self.kernel = plan, target, g.head_dim, g.v_dim, str(dtype).removeprefix("torch.")
+        keys = g.batch, g.kv_heads, g.kv_len
+        self.shapes = (
+            ("q", (g.batch, g.heads, g.q_len, g.head_dim)), ("k", (*keys, g.head_dim)), ("v", (*keys, g.v_dim)),
+        )  # fmt: skip
         self.functions: dict[str, Any] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -160,7 +163,7 @@ class _Prepared:
         words = self.table_words.put(b"".join([p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, p in arrays]))
         function = self.functions.get(name) or self._function(name)
         failed = function(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
-        if failed != _DONE:
+        if failed:
             raise BackendError(f"{name} ran out of memory; free some, or take backend='aten'")
 
     def last_tables(self, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,7 +171,7 @@ class _Prepared:
         return {use.name: self._table(use, tables[use.name], dtype) for use, dtype, _ in self.tables}
 
     def _function(self, name: str) -> Any:
-        found = self.functions[name] = getattr(library(self.text), name)
+        found = self.functions[name] = getattr(library(_text(name, *self.kernel)), name)
         found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_int64
         return found
 
@@ -185,7 +188,9 @@ class _Prepared:
         return made
 
 
-_text = lru_cache(maxsize=256)(emit)
+@lru_cache(maxsize=256)
+def _text(name: str, *kernel: Any) -> str:
+    return EMIT[name](*kernel)
 
 
 def _gone() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from frisket.dsl import ir
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import cpp, cpp_call
+from frisket.lowering.emit import cpp, cpp_backward, cpp_call
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
 from frisket.runtime import native_build, native_cpu, native_pool
 from support.attention_cases import Case, geometry, spans
@@ -69,9 +69,10 @@ class Problem:
         self.params = {**case.slots, **({SEED: 11, RATE: self.dropout} if dropout else {})}
         self.spans = spans(case)
 
-    def source(self) -> str:
+    def source(self, kind: str) -> str:
         target = Target("cpp", *self.case.block)
-        return cpp.emit(self.plan, target, self.g.head_dim, self.g.v_dim, self.case.dtype)
+        emit = cpp.emit if kind == "forward" else cpp_backward.emit
+        return emit(self.plan, target, self.g.head_dim, self.g.v_dim, self.case.dtype)
 
     def oracle(self) -> dict[str, np.ndarray]:
         """Everything in float64: out, lse, top, dq, dk, dv."""
@@ -181,7 +182,7 @@ def here(variant: str = "native", threads: int = 2):
     """In this process, on the threads of our own pool."""
 
     def runner(problem, kind, image, places):
-        library = native_build.library(problem.source(), variant)
+        library = native_build.library(problem.source(kind), variant)
         pool = native_pool.own(threads)
         record = image.arrays[0]
         record[cpp_call.OFFSET["threads"]], record[cpp_call.OFFSET["parallel"]] = threads, pool.parallel
@@ -200,7 +201,7 @@ def program(folder: Path, compiler: tuple[str, ...], flags: tuple[str, ...], emu
     """Built with these flags and run for itself, on the pool that kernels run on outside torch and XLA."""
 
     def runner(problem, kind, image, places):
-        binary = built(folder, compiler, flags, problem.source())
+        binary = built(folder, compiler, flags, problem.source(kind))
         given, back = folder / "given.bin", folder / "back.bin"
         sizes = [x.nbytes for x in image.arrays]
         head = [KINDS[kind], threads, len(image.arrays), len(image.links), *sizes, *np.ravel(image.links)]
