@@ -2,7 +2,8 @@
 // of lowering/emit/cpp_call.py with Real = void.
 //
 // Operands  q, k, v; in a backward out, lse, dout and, if given, dlse; words, floats, spans, count, slice_of; sinks,
-//           if given; tables. Results: out, lse, top, or dq, dk, dv and a buffer for each captured gradient.
+//           if given; tables. Results: out, lse, top; or those wanted of dq, dk, dv and a buffer for each captured
+//           gradient.
 // words     pairs of int32, low half first: the four sizes, b and h of the origin, q's and k's, Int slots (a Float
 //           slot's word is unused); floats has an entry for each slot too. Tables in 64 bits are pairs likewise.
 // form      the attribute: see Form. jax.vmap puts lengths in front of every operand, 1 where it does not change.
@@ -98,8 +99,11 @@ static int64_t threads_of(Pool *pool) {
 
 // -- operands ----------------------------------------------------------------------------------------------------
 
-struct Form {  // what the buffers do not tell, as int64s; behind it, is a slot Float, for each, and ranks of tables
-    int64_t backward, dlse, sinks;
+// What the buffers do not tell. Behind it: whether each slot is Float, ranks of tables, whether each of dq, dk, dv and
+// the captured gradients is wanted.
+struct Form {
+    int64_t wanted;  // how many of those flags there are: 0 in a forward
+    int64_t dlse, sinks;
     int64_t q_origins, k_origins;  // one, or one for each batch entry
     int64_t slots, tables;
 };
@@ -109,12 +113,12 @@ struct Frame {
     Kernel kernel;
     Pool pool;
     Form form;
-    const int64_t *floating, *ranks;  // behind the form
+    const int64_t *floating, *ranks, *wanted;
     double scale;
     int64_t mapped;  // dimensions that vmap put in front
     int64_t instances;
     int64_t threads;
-    int64_t next, failed;
+    int64_t next, failed;  // the next instance; a kernel's code
 };
 
 static const XLA_FFI_Buffer *operand(const Frame &f, int64_t i) {
@@ -134,8 +138,9 @@ static int64_t width(XLA_FFI_DataType type) {
     }
 }
 
-// Where one instance of a mapped call has its part of a buffer.
+// Where one instance of a mapped call has its part of a buffer; null of no buffer.
 static char *part(const Frame &f, const XLA_FFI_Buffer *buffer, int64_t instance) {
+    if (!buffer) return nullptr;
     int64_t entry = width(buffer->dtype), offset = 0;
     for (int64_t d = f.mapped; d < buffer->rank; ++d) entry *= buffer->dims[d];
     for (int64_t d = f.mapped; d-- > 0; entry *= buffer->dims[d]) {
@@ -147,6 +152,7 @@ static char *part(const Frame &f, const XLA_FFI_Buffer *buffer, int64_t instance
 }
 
 static Array array(const Frame &f, const XLA_FFI_Buffer *buffer, int64_t instance) {
+    if (!buffer) return {};
     const int64_t *dims = buffer->dims + f.mapped;  // batch, length, heads, entries
     return {part(f, buffer, instance), dims[1] * dims[2] * dims[3], dims[3], dims[2] * dims[3]};
 }
@@ -178,31 +184,32 @@ static void fill_tables(const Frame &f, int64_t *words, int64_t first, int64_t i
     }
 }
 
-static int64_t call_kernel(const Frame &f, int64_t n, int64_t threads) {
+// One instance. Alone on its thread it has the same number of threads to divide work by, for the same bits.
+static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
     Call call = {};
     int64_t next = 0, written = 0;
     auto take = [&] { return operand(f, next++); };
     auto give = [&] { return result(f, written++); };
+    auto wanted = [&](int64_t i) { return f.wanted[i] ? give() : nullptr; };
     const XLA_FFI_Buffer *q = take(), *k = take(), *v = take();
     const int64_t *q_dims = q->dims + f.mapped, *k_dims = k->dims + f.mapped;
-    call.threads = threads;
-    call.parallel = threads > 1 ? run : nullptr;
+    call.threads = f.threads;
+    call.parallel = alone ? nullptr : run;
     call.pool = (void *)&f.pool;
     call.batch = q_dims[0], call.q_len = q_dims[1], call.heads = q_dims[2];
     call.kv_len = k_dims[1], call.kv_heads = k_dims[2];
     call.scale = f.scale;
     call.q = array(f, q, n), call.k = array(f, k, n), call.v = array(f, v, n);
-    int64_t captured = 0;
-    if (f.form.backward) {
+    int64_t captured = f.form.wanted > 3 ? f.form.wanted - 3 : 0;
+    Real **gradients = (Real **)__builtin_alloca((captured + 1) * sizeof(Real *));
+    if (f.form.wanted) {
         call.out = array(f, take(), n), call.lse = (Real *)part(f, take(), n), call.dout = array(f, take(), n);
         if (f.form.dlse) call.dlse = (const Real *)part(f, take(), n);
-        call.dq = array(f, give(), n), call.dk = array(f, give(), n), call.dv = array(f, give(), n);
-        captured = f.frame->rets.size - written;
+        call.dq = array(f, wanted(0), n), call.dk = array(f, wanted(1), n), call.dv = array(f, wanted(2), n);
+        for (int64_t i = 0; i < captured; ++i) gradients[i] = (Real *)part(f, wanted(3 + i), n);
     } else {
         call.out = array(f, give(), n), call.lse = (Real *)part(f, give(), n), call.top = (Real *)part(f, give(), n);
     }
-    Real **gradients = (Real **)__builtin_alloca((captured + 1) * sizeof(Real *));
-    for (int64_t i = 0; i < captured; ++i) gradients[i] = (Real *)part(f, give(), n);
     call.gradients = captured ? gradients : nullptr;
 
     const int64_t *words = (const int64_t *)part(f, take(), n);
@@ -246,8 +253,9 @@ static bool read_attributes(Frame &f) {
             if (array->dtype != XLA_FFI_DataType_S64 || array->size * sizeof(int64_t) < sizeof(Form)) return false;
             memcpy(&f.form, array->data, sizeof(Form));
             f.floating = (const int64_t *)array->data + sizeof(Form) / sizeof(int64_t);
-            f.ranks = f.floating + f.form.slots;
-            form = (int64_t)(array->size - sizeof(Form) / sizeof(int64_t)) == f.form.slots + f.form.tables;
+            f.ranks = f.floating + f.form.slots, f.wanted = f.ranks + f.form.tables;
+            int64_t flags = f.form.slots + f.form.tables + f.form.wanted;
+            form = (int64_t)(array->size - sizeof(Form) / sizeof(int64_t)) == flags;
         } else if (named(given.names[i], "scale") && given.types[i] == XLA_FFI_AttrType_SCALAR) {
             const XLA_FFI_Scalar *scalar = (const XLA_FFI_Scalar *)given.attrs[i];
             scale = scalar->dtype == XLA_FFI_DataType_F64;
@@ -261,7 +269,7 @@ static bool read_attributes(Frame &f) {
 static void pull(void *task, int64_t) {
     Frame *f = (Frame *)task;
     for (int64_t n; (n = __atomic_fetch_add(&f->next, 1, __ATOMIC_RELAXED)) < f->instances;)
-        if (int64_t code = call_kernel(*f, n, 1)) __atomic_store_n(&f->failed, code, __ATOMIC_RELAXED);
+        if (int64_t code = call_kernel(*f, n, true)) __atomic_store_n(&f->failed, code, __ATOMIC_RELAXED);
 }
 
 extern "C" void *frisket_bridge(void *data, Kernel kernel) {
@@ -276,13 +284,15 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
     f.frame = frame, f.kernel = kernel, f.pool = {frame->api, frame->ctx};
     if (!read_attributes(f))
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "this call was made by another version of frisket");
-    int64_t expected = 8 + f.form.sinks + f.form.tables + (f.form.backward ? 3 + f.form.dlse : 0);
-    if (frame->args.size != expected || frame->rets.size < 3)
+    int64_t arguments = 8 + f.form.sinks + f.form.tables + (f.form.wanted ? 3 + f.form.dlse : 0);
+    int64_t results = f.form.wanted ? 0 : 3, main = 0;
+    for (int64_t i = 0; i < f.form.wanted; ++i) results += f.wanted[i], main += i < 3 && f.wanted[i];
+    if (frame->args.size != arguments || frame->rets.size != results || !results)
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "operands of a frisket kernel are missing");
     f.mapped = operand(f, 0)->rank - 4;
     f.instances = 1;
     for (int64_t d = 0; d < f.mapped; ++d) f.instances *= result(f, 0)->dims[d];
-    for (int64_t i = 3; f.form.backward && i < frame->rets.size; ++i) {  // captured gradients are added to
+    for (int64_t i = main; f.form.wanted && i < results; ++i) {  // captured gradients are added to
         const XLA_FFI_Buffer *buffer = result(f, i);
         int64_t bytes = width(buffer->dtype);
         for (int64_t d = 0; d < buffer->rank; ++d) bytes *= buffer->dims[d];
@@ -292,7 +302,7 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
     if (f.instances >= 4 * f.threads && f.threads > 1)
         run(&f.pool, pull, &f, f.threads);
     else
-        for (int64_t n = 0; n < f.instances && !f.failed; ++n) f.failed = call_kernel(f, n, f.threads);
+        for (int64_t n = 0; n < f.instances && !f.failed; ++n) f.failed = call_kernel(f, n, f.threads == 1);
     if (!f.failed) return nullptr;
     return error(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "a frisket kernel ran out of memory");
 }

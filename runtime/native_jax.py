@@ -26,8 +26,8 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.derive import Over, backward_of
-from frisket.lowering.emit import cpp, cpp_call
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import cpp, cpp_backward, cpp_call
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.xla_fold import folded
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import jax
 
 INT32 = np.iinfo(np.int32)
-KINDS = ("forward", "backward")
+EMIT = {"forward": cpp.emit, "backward": cpp_backward.emit}
 
 
 def forward(
@@ -65,33 +65,36 @@ def backward(
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `wanted`, as `lowering.xla_backward.backward` has them."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    gradients = backward_of(plan).gradients if wanted - {"q", "k", "v"} else ()
-    order = [t.name for t in plan.tables]
+    gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
+    given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]
     name = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
-    sums = tuple((g.over, order.index(g.source) if g.index else -1) for g in gradients)
-    static = Static(name, _form(plan, geometry, sinks, dlse, True), geometry.scale, sums)
+    sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
+    asked = tuple(x for x, mine in zip(sums, given, strict=True) if mine)
+    static = Static(name, _form(plan, geometry, sinks, dlse, given), geometry.scale, asked)
     arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
     if dlse is not None:
         arrays = (*arrays, dlse.astype(real))
     values = _values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
-    (dq, dk, dv), buffers = _compiled(static)(arrays, *values)
-    found = {"q": dq, "k": dk, "v": dv}
-    kept = [(g, x) for g, x in zip(gradients, buffers, strict=True) if g.source in wanted]
-    if kept:
-        found |= folded([g for g, _ in kept], [x for _, x in kept], geometry, slots, tables, int64=plan.int64)
-    return {name: x for name, x in found.items() if name in wanted}
+    results = list(_compiled(static)(arrays, *values))
+    found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
+    if results:
+        captured = [g for g in gradients if g.source in wanted]
+        found |= folded(captured, results, geometry, slots, tables, int64=plan.int64)
+    return found
 
 
 # -- what a call is made of -------------------------------------------------------------------------
 
 
-def _form(plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, backward: bool = False) -> tuple[int, ...]:
-    """Which operands there are: `Form` of native_bridge.cpp and what stands behind it."""
+def _form(
+    plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, wanted: Sequence[bool] = ()
+) -> tuple[int, ...]:
+    """Which operands and results there are: `Form` of native_bridge.cpp and what stands behind it."""
     origins = (_count(x) for x in geometry.origin[2:])
     floating = (int(s.type is FLOAT) for s in plan.slots)
-    flags = (int(backward), int(dlse is not None), int(sinks is not None))
+    flags = (len(wanted), int(dlse is not None), int(sinks is not None))
     ranks = (t.rank for t in plan.tables)
-    return (*flags, *origins, len(plan.slots), len(plan.tables), *floating, *ranks)
+    return (*flags, *origins, len(plan.slots), len(plan.tables), *floating, *ranks, *map(int, wanted))
 
 
 def _count(x: Any) -> int:
@@ -204,7 +207,9 @@ class Static:
     target: str  # of the custom call
     form: tuple[int, ...]
     scale: float
-    gradients: tuple[tuple[Over, int], ...] | None = None  # of a backward: how each is summed, and which table is read
+    gradients: tuple[tuple[str, int], ...] | None = (
+        None  # of a backward, each: q, k, v, or how it is summed and the table's number
+    )
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -222,39 +227,37 @@ def _compiled(static: Static) -> Any:
     def attention(arrays: tuple[Any, ...], words: Any, floats: Any, runs: Any, sinks: Any, tables: Any) -> Any:
         operands = [*arrays, words, floats, *runs, *([] if sinks is None else [sinks]), *tables]
         types = [jax.typeof(x) for x in operands]
-        q, k, v = types[:3]
-        real = np.float64 if q.dtype == np.float64 else np.float32
-        batch, q_len, heads, _ = q.shape
-        if static.gradients is None:
-            row = (batch, heads, q_len)
-            shapes = [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real)]
-        else:
-            sums = {
-                "head": (batch, heads),
-                "row": (batch, heads, q_len),
-                "column": (batch, heads, k.shape[1]),
-                "diagonal": (batch, heads, q_len + k.shape[1] - 1),
-            }
-            shapes = [(x.shape, x.dtype) for x in (q, k, v)]
-            shapes += [(sums[over] if over in sums else tables[i].shape, real) for over, i in static.gradients]
         # under shard_map operands vary along the same axes of the mesh, and so do results
         along = frozenset[str]().union(*(t.manual_axis_type.varying for t in types))
         operands = [
             jax.lax.pcast(x, tuple(sorted(along - t.manual_axis_type.varying)), to="varying")
             for x, t in zip(operands, types, strict=True)
         ]
-        where = {"manual_axis_type": q.manual_axis_type.update(varying=along)} if along else {}
+        where: dict[str, Any] = {}
         if along:
+            where["manual_axis_type"] = types[0].manual_axis_type.update(varying=along)
             where["sharding"] = NamedSharding(get_abstract_mesh(), unsplit())
-        call = jax.ffi.ffi_call(
-            static.target,
-            [shaped(shape, dtype, **where) for shape, dtype in shapes],
-            vmap_method="expand_dims",
-        )
-        results = call(*operands, **static.attributes)
-        return tuple(results) if static.gradients is None else (results[:3], results[3:])
+        results = [shaped(shape, dtype, **where) for shape, dtype in _results(static.gradients, arrays, tables)]
+        call = jax.ffi.ffi_call(static.target, results, vmap_method="expand_dims")
+        return tuple(call(*operands, **static.attributes))
 
     return jax.jit(attention)
+
+
+def _results(
+    gradients: tuple[tuple[str, int], ...] | None, arrays: tuple[Any, ...], tables: tuple[Any, ...]
+) -> list[tuple[tuple[int, ...], Any]]:
+    """(shape, dtype) of every result."""
+    q, k, v = arrays[:3]
+    real = np.float64 if q.dtype == np.float64 else np.float32
+    batch, q_len, heads, _ = q.shape
+    row = (batch, heads, q_len)
+    if gradients is None:
+        return [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real)]
+    known: dict[str, tuple[tuple[int, ...], Any]] = {n: (x.shape, x.dtype) for n, x in zip("qkv", (q, k, v))}
+    known |= {"head": (row[:2], real), "row": (row, real), "column": ((*row[:2], k.shape[1]), real)}
+    known["diagonal"] = (*row[:2], q_len + k.shape[1] - 1), real
+    return [known[over] if over in known else (tables[table].shape, real) for over, table in gradients]
 
 
 # -- kernels by name --------------------------------------------------------------------------------
@@ -269,7 +272,7 @@ def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim:
     import jax
 
     capsule: Any = jax.ffi.pycapsule
-    source = cpp.emit(plan, target, head_dim, v_dim, dtype)
+    source = EMIT[kind](plan, target, head_dim, v_dim, dtype)
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:
         if key not in _registered:
@@ -277,10 +280,8 @@ def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim:
                 bridge = beside.submit(_bridge)
                 library = native_build.library(source)
             ctypes.c_void_p.in_dll(library, "frisket_bridge").value = bridge.result()
-            for one in KINDS:
-                if hasattr(library, f"frisket_{one}_xla"):
-                    handler = capsule(getattr(library, f"frisket_{one}_xla"))
-                    jax.ffi.register_ffi_target(f"frisket_{one}_{key}", handler, platform="cpu")
+            handler = capsule(getattr(library, f"frisket_{kind}_xla"))
+            jax.ffi.register_ffi_target(f"frisket_{kind}_{key}", handler, platform="cpu")
             _registered[key] = library
     return f"frisket_{kind}_{key}"
 

@@ -78,14 +78,14 @@ static void differentiate(const Query &row, Real *slot, Real *column) {
         for (int64_t d = 0; d < V_DIM; ++d) {
             double g = load(c->dout, row.b, row.h, row.q, d);
             dp += g * load(c->v, row.b, row.key_head(), k, d);
-            at(c->dv, row.b, row.key_head(), k, d) += p * g;
+            if (c->dv.data) at(c->dv, row.b, row.key_head(), k, d) += p * g;
         }
         double dm = p * (dp - delta), ds = dm * c->slots[1].f * c->scale;
-        slot[row.b * c->heads + row.h] += dm * row.plain(k);
-        column[(row.b * c->heads + row.h) * c->kv_len + k] += dm;
+        if (slot) slot[row.b * c->heads + row.h] += dm * row.plain(k);
+        if (column) column[(row.b * c->heads + row.h) * c->kv_len + k] += dm;
         for (int64_t d = 0; d < DIM; ++d) {
-            at(c->dq, row.b, row.h, row.q, d) += ds * load(c->k, row.b, row.key_head(), k, d);
-            at(c->dk, row.b, row.key_head(), k, d) += ds * load(c->q, row.b, row.h, row.q, d);
+            if (c->dq.data) at(c->dq, row.b, row.h, row.q, d) += ds * load(c->k, row.b, row.key_head(), k, d);
+            if (c->dk.data) at(c->dk, row.b, row.key_head(), k, d) += ds * load(c->q, row.b, row.h, row.q, d);
         }
     });
 }
@@ -107,11 +107,11 @@ static void queries(const Call *c, int64_t n) {
 static void batch(const Call *c, int64_t b) {
     for (int64_t h = 0; h < c->heads; ++h)
         for (int64_t q = 0; q < c->q_len; ++q)
-            for (int64_t d = 0; d < DIM; ++d) at(c->dq, b, h, q, d) = 0;
+            for (int64_t d = 0; d < DIM && c->dq.data; ++d) at(c->dq, b, h, q, d) = 0;
     for (int64_t h = 0; h < c->kv_heads; ++h)
         for (int64_t k = 0; k < c->kv_len; ++k) {
-            for (int64_t d = 0; d < DIM; ++d) at(c->dk, b, h, k, d) = 0;
-            for (int64_t d = 0; d < V_DIM; ++d) at(c->dv, b, h, k, d) = 0;
+            for (int64_t d = 0; d < DIM && c->dk.data; ++d) at(c->dk, b, h, k, d) = 0;
+            for (int64_t d = 0; d < V_DIM && c->dv.data; ++d) at(c->dv, b, h, k, d) = 0;
         }
     for (int64_t h = 0; h < c->heads; ++h)
         for (int64_t q = 0; q < c->q_len; ++q) differentiate({c, b, h, q}, c->gradients[0], c->gradients[1]);
@@ -123,12 +123,21 @@ extern "C" int64_t frisket_backward(const Call *c) { return all({c, c->batch, 0,
 """
 
 
-def source(plan, target, head_dim, v_dim, dtype):
+def forward(plan, target, head_dim, v_dim, dtype):
     """As `lowering.emit.cpp.emit`; for float32 and float64."""
+    return source(plan, target, head_dim, v_dim, dtype) + cpp_call.bridged("frisket_forward")
+
+
+def backward(plan, target, head_dim, v_dim, dtype):
+    """As `lowering.emit.cpp_backward.emit`."""
+    return source(plan, target, head_dim, v_dim, dtype) + cpp_call.bridged("frisket_backward")
+
+
+def source(plan, target, head_dim, v_dim, dtype):
     c_type = {"float32": "float", "float64": "double"}[dtype]
     names = [
         "#include <stdint.h>", "#include <math.h>", f"typedef {c_type} T;", f"typedef {c_type} Real;",
         f"typedef {'int64_t' if plan.int64 else 'int32_t'} I;",
         f"enum {{ DIM = {head_dim}, V_DIM = {v_dim}, BLOCK_Q = {target.block_q}, BLOCK_K = {target.block_k} }};",
     ]  # fmt: skip
-    return "\n".join([*names, cpp_call.text(), KERNEL, cpp_call.bridged("frisket_forward", "frisket_backward")])
+    return "\n".join([*names, cpp_call.text(), KERNEL])
