@@ -15,7 +15,8 @@ from frisket.lowering.flat import ROOM, Planner
 from frisket.lowering.plan import LoopPlan, Sizes
 
 from .modules import load
-from .parameters import unsorted
+from .parameters import traced, unsorted
+from .settings import Settings
 
 Array = Any
 
@@ -26,6 +27,8 @@ def spans(
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow) of a planner, on the tables'
     device. `at` is where each slice begins, (b, h, q, k) of [slices]; `values` by the planner's names."""
+    if _reachable(framework, [values[n] for n in (*plan.tables, *plan.scalars)], device):
+        return _native(plan, framework, at, sizes, values, q_len, kv_len, block, room)
     tables = {n: _table(framework, values[n], device) for n in plan.tables}
     scalars = {n: values[n] for n in plan.scalars}
     place = [_table(framework, x.astype(_ints(plan, framework)).reshape(-1, 1, 1), device) for x in at]
@@ -38,6 +41,48 @@ def spans(
     import torch
 
     return bounds.to(torch.int32), count.to(torch.int32), overflow
+
+
+def _reachable(framework: str, values: list[Any], device: Any) -> bool:
+    """Whether C++ may read these values: arrays of the host with numbers in them, and a compiler is there."""
+    from . import native_build
+
+    if Settings.read().backend not in (None, "native", "cpp") or any(traced(x) for x in values):
+        return False
+    if framework == "jax":
+        import jax
+
+        here = all(d.platform == "cpu" for x in values if isinstance(x, jax.Array) for d in x.devices())
+    else:
+        import torch
+
+        here = (device is None or device.type == "cpu") and not torch.compiler.is_compiling()
+        here = here and all(_plain(x) for x in values if isinstance(x, torch.Tensor))
+    return here and not native_build.reason()
+
+
+def _plain(x: Any) -> bool:
+    """Whether a tensor is memory of the host: no subclass, such as fake ones, and nothing that wraps another."""
+    import torch
+
+    wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not wrapped(x)
+
+
+def _native(
+    plan: Planner, framework: str, at: tuple[NDArray[Any], ...], sizes: Sizes, values: Mapping[str, Any],
+    q_len: int, kv_len: int, block: tuple[int, int], room: int,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    from .flat_native import spans as planned
+
+    bounds, count, overflow = planned(plan, at, sizes, values, q_len, kv_len, block, room)
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(bounds), jnp.asarray(count), jnp.asarray(overflow)
+    import torch
+
+    return torch.from_numpy(bounds), torch.from_numpy(count), torch.tensor(overflow)
 
 
 def source(plan: Planner, framework: str) -> str:

@@ -1,0 +1,444 @@
+// What every flat planner in C++ shares: numbers as the interpreter has them, tables, pieces of a row of tiles, records.
+// Integers have 64 bits and Floats are doubles; nothing here knows of a mask.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#else
+#pragma GCC optimize("fp-contract=off", "signed-zeros", "wrapv")
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef int64_t Int;
+typedef double Real;
+typedef uint32_t Word;
+
+const Real INF = __builtin_inf(), NOT_A_NUMBER = __builtin_nan("");
+const Int FAR = (Int)1 << 30;  // beyond every position
+const Int FINE = 4096, GRAIN = 32;  // tables up to FINE entries are searched entry by entry, longer ones in blocks
+enum { EMPTY, PARTIAL, FULL, OPEN };
+
+// -- numbers -----------------------------------------------------------------------------------------------------
+
+// NaN where either is.
+template <class T> INLINE T least(T x, T y) { return (x <= y) | (x != x) ? x : y; }
+template <class T> INLINE T most(T x, T y) { return (x >= y) | (x != x) ? x : y; }
+INLINE Int minimum(Int x, Int y) { return x < y ? x : y; }
+INLINE Int maximum(Int x, Int y) { return x > y ? x : y; }
+INLINE Real minimum(Real x, Real y) { return least(x, y); }
+INLINE Real maximum(Real x, Real y) { return most(x, y); }
+INLINE Int clip(Int x, Int lo, Int hi) { return x < lo ? lo : x > hi ? hi : x; }
+template <class T, class U> INLINE auto select(bool c, T x, U y) -> decltype(true ? T() : U()) { return c ? x : y; }
+INLINE Int magnitude(Int x) { return x < 0 ? -x : x; }
+INLINE Real magnitude(Real x) { return __builtin_fabs(x); }
+INLINE Int sign(Int x) { return (x > 0) - (x < 0); }
+INLINE Real sign(Real x) { return x != x ? x : (Real)((x > 0) - (x < 0)); }
+INLINE Real to_real(Int x) { return (Real)x; }
+INLINE Int to_int(bool x) { return x; }
+INLINE Int to_int(Real x) {
+    const Real far = 4611686018427387904.0;
+    return x != x ? 0 : (Int)(x < -far ? -far : x > far ? far : x);
+}
+INLINE bool bounded(Real x) { return x - x == 0; }
+INLINE Real power(Real x, Real y) { return pow(x, y); }
+INLINE Int power(Int x, Int n) {
+    Int found = 1;
+    for (; n > 0; n--) found *= x;
+    return found;
+}
+INLINE Real sigmoid(Real x) { return 0.5 * (1 + tanh(0.5 * x)); }
+INLINE Real rsqrt(Real x) { return 1 / sqrt(x); }
+
+INLINE Int floordiv(Int x, Int y) {
+    if (y == 0) return 0;
+    if (y == -1) return -x;  // the least integer has no opposite, and a division would trap
+    Int found = x / y;
+    return found - ((x % y != 0) & ((x < 0) != (y < 0)));
+}
+INLINE Int modulo(Int x, Int y) { return y == 0 ? 0 : x - floordiv(x, y) * y; }
+INLINE Int shift_left(Int x, Int n) { return n < 0 || n > 63 ? 0 : (Int)((uint64_t)x << n); }
+INLINE Int shift_right(Int x, Int n) { return n < 0 || n > 63 ? 0 : x >> n; }
+
+// A 24-bit uniform in [0, 1) from counters; see dsl.evaluate.
+INLINE Word mixed_word(Word x) {
+    x = (x ^ x >> 16) * 0x85EBCA6Bu;
+    x = (x ^ x >> 13) * 0xC2B2AE35u;
+    return x ^ x >> 16;
+}
+INLINE Word stirred(Word x) { return x; }
+template <class... Rest> INLINE Word stirred(Word x, Int counter, Rest... rest) {
+    return stirred(mixed_word(x ^ (Word)counter * 0x9E3779B1u), rest...);
+}
+template <class... Rest> INLINE Real uniform(Int seed, Rest... counters) {
+    return (Real)(stirred(mixed_word((Word)seed + 0x9E3779B9u), counters...) >> 8) * 5.9604644775390625e-8;
+}
+
+// -- tables ------------------------------------------------------------------------------------------------------
+
+const int AXES = 64;  // as many as frameworks have
+
+INLINE Real real(Int word) {
+    Real x;
+    memcpy(&x, &word, sizeof x);
+    return x;
+}
+
+template <class T> struct Table {  // row by row, without gaps
+    const T *data;
+    Int sizes[AXES], strides[AXES];
+
+    Table(const Int *word, int rank) : data((const T *)word[0]) {
+        Int stride = 1;
+        for (int i = rank; i-- > 0; stride *= sizes[i]) sizes[i] = word[1 + i], strides[i] = stride;
+    }
+};
+
+// Indices beyond the table mean its nearest entry.
+template <class T, class... At> INLINE T look(const Table<T> &table, At... at) {
+    const Int index[] = {at...};
+    Int place = 0;
+    for (int i = 0; i < (int)sizeof...(at); i++) place += clip(index[i], 0, table.sizes[i] - 1) * table.strides[i];
+    return table.data[place];
+}
+
+// How many entries of a sorted table are below x, or at most x.
+INLINE Int below(const Table<Int> &table, Int x) {
+    Int start = 0, n = table.sizes[0];
+    while (n > 0) {
+        const Int half = n / 2;
+        const bool up = table.data[start + half] < x;
+        start = up ? start + half + 1 : start;
+        n = up ? n - half - 1 : half;
+    }
+    return start;
+}
+INLINE Int up_to(const Table<Int> &table, Int x) {
+    Int start = 0, n = table.sizes[0];
+    while (n > 0) {
+        const Int half = n / 2;
+        const bool up = table.data[start + half] <= x;
+        start = up ? start + half + 1 : start;
+        n = up ? n - half - 1 : half;
+    }
+    return start;
+}
+INLINE Int segment(const Table<Int> &offsets, Int x) {
+    return clip(up_to(offsets, x) - 1, 0, maximum(offsets.sizes[0] - 2, 0));
+}
+INLINE Int found_in(const Table<Int> &table, Int n, Int by) { return n < table.sizes[0] ? n - by : FAR; }
+INLINE Int at_least(const Table<Int> &table, Int x) { return found_in(table, below(table, x), 0); }
+INLINE Int above(const Table<Int> &table, Int x) { return found_in(table, up_to(table, x), 0); }
+INLINE Int at_most(const Table<Int> &table, Int x) { return found_in(table, up_to(table, x), 1); }
+INLINE Int under(const Table<Int> &table, Int x) { return found_in(table, below(table, x), 1); }
+
+template <class T> struct Buffer {  // grows; freed at the end
+    T *data;
+    Int size, room;
+
+    Buffer() : data(nullptr), size(0), room(0) {}
+    Buffer(const Buffer &) = delete;
+    ~Buffer() { free(data); }
+    Int more(Int n) {  // the place of n further entries
+        if (size + n > room) {
+            room = 2 * (size + n);
+            data = (T *)realloc((void *)data, (size_t)room * sizeof(T));
+            if (!data) abort();
+        }
+        size += n;
+        return size - n;
+    }
+    void add(T x) {
+        const Int at = more(1);  // before `data` is read: it may move
+        data[at] = x;
+    }
+};
+
+// Which axes of a table are ranged over, and which are fixed by an index: the fixed ones number the rows.
+template <class T, int RANGED> struct Turned {
+    Table<T> table;
+    int rank, ranged[RANGED], fixed[AXES];
+    Int rows;
+
+    Turned(const Table<T> &table, int rank, const int (&axes)[RANGED]) : table(table), rank(rank), rows(1) {
+        for (int i = 0; i < RANGED; i++) ranged[i] = axes[i];
+        int n = 0;
+        for (int i = 0, next = 0; i < rank; i++) {
+            if (next < RANGED && axes[next] == i) next++;
+            else fixed[n++] = i, rows *= table.sizes[i];
+        }
+    }
+    Int row(const Int *at) const {
+        Int place = 0;
+        for (int i = 0; i < rank - RANGED; i++) {
+            const Int n = table.sizes[fixed[i]];
+            place = place * n + clip(at[i], 0, n - 1);
+        }
+        return place;
+    }
+    const T *begin(Int row) const {
+        const T *found = table.data;
+        for (int i = rank - RANGED; i-- > 0; row /= table.sizes[fixed[i]])
+            found += row % table.sizes[fixed[i]] * table.strides[fixed[i]];
+        return found;
+    }
+};
+
+// The least or greatest entry of a table over any range of one axis: over 1, 2, 4, ... blocks from each block on.
+template <class T, bool LEAST> struct Line {
+    Turned<T, 1> turned;
+    Int n, stride, grain, count, levels;
+    Buffer<T> windows;  // [rows, levels, count]
+
+    static T join(T x, T y) { return LEAST ? least(x, y) : most(x, y); }
+    static T other(T x, T y) { return LEAST ? most(x, y) : least(x, y); }
+
+    Line(const Table<T> &table, int rank, const int (&axes)[1]) : turned(table, rank, axes) {
+        n = table.sizes[axes[0]], stride = table.strides[axes[0]];
+        grain = n <= FINE ? 1 : GRAIN, count = (n + grain - 1) / grain;
+        for (levels = 1; (Int)1 << levels <= count; levels++) {}
+        windows.more(turned.rows * levels * count);
+        for (Int row = 0; row < turned.rows; row++) {
+            T *at = windows.data + row * levels * count;
+            const T *data = turned.begin(row);
+            for (Int i = 0; i < count; i++) at[i] = joined(data, i * grain, minimum(i * grain + grain, n));
+            for (Int level = 1; level < levels; level++, at += count) {
+                const Int step = (Int)1 << (level - 1);
+                for (Int i = 0; i + step < count; i++) at[count + i] = join(at[i], at[i + step]);
+                for (Int i = count - step; i < count; i++) at[count + i] = at[i];
+            }
+        }
+    }
+    T joined(const T *data, Int lo, Int hi) const {
+        T found = data[lo * stride];
+        for (Int i = lo + 1; i < hi; i++) found = join(found, data[i * stride]);
+        return found;
+    }
+};
+
+// The entries lo..hi, both included: exact, or within one block wider.
+template <class T, bool LEAST, class... At> static T over(const Line<T, LEAST> &x, Int lo, Int hi, At... fixed) {
+    const Int at[] = {fixed..., 0};
+    const Int row = x.turned.row(at);
+    lo = clip(lo, 0, x.n - 1), hi = clip(hi, 0, x.n - 1);
+    const Int first = lo / x.grain, last = hi / x.grain, between = last - first - 1;
+    const T *data = x.turned.begin(row), *windows = x.windows.data + row * x.levels * x.count;
+    const Int start = first * x.grain, stop = minimum(start + x.grain, x.n), end = last * x.grain;
+    const T a = lo == start ? windows[first] : x.joined(data, lo, stop);
+    const T z = hi + 1 == minimum(end + x.grain, x.n) ? windows[last] : x.joined(data, end, hi + 1);
+    if (between < 0) return x.other(a, z);
+    if (between == 0) return x.join(a, z);
+    const Int level = minimum(63 - __builtin_clzll((unsigned long long)between), x.levels - 1);
+    windows += level * x.count;
+    return x.join(x.join(a, z), x.join(windows[first + 1], windows[last - ((Int)1 << level)]));
+}
+
+// The same over any box of two or more axes: blocks of 1, 2, 4, ... entries along each.
+template <class T, bool LEAST, int RANGED> struct Plane {
+    Turned<T, RANGED> turned;
+    Int sizes[RANGED], counts[RANGED], plane;  // entries, levels; of all levels together
+    Buffer<Int> places;                        // where each combination of levels begins
+    Buffer<T> blocks;                          // [rows, plane]
+
+    static T join(T x, T y) { return LEAST ? least(x, y) : most(x, y); }
+    Int extent(int axis, Int level) const { return (sizes[axis] + ((Int)1 << level) - 1) >> level; }
+
+    Plane(const Table<T> &table, int rank, const int (&axes)[RANGED]) : turned(table, rank, axes), plane(0) {
+        Int all = 1;
+        for (int i = 0; i < RANGED; i++) {
+            sizes[i] = table.sizes[axes[i]];
+            for (counts[i] = 1; (Int)1 << (counts[i] - 1) < sizes[i]; counts[i]++) {}
+            all *= counts[i];
+        }
+        places.more(all);
+        for (Int i = 0; i < all; i++) {
+            Int level[RANGED], size = 1;
+            levels_of(i, level);
+            for (int j = 0; j < RANGED; j++) size *= extent(j, level[j]);
+            places.data[i] = plane, plane += size;
+        }
+        blocks.more(turned.rows * plane);
+        for (Int row = 0; row < turned.rows; row++)
+            for (Int i = 0; i < all; i++) fill(row, i);
+    }
+    void levels_of(Int i, Int *level) const {
+        for (int j = RANGED; j-- > 0; i /= counts[j]) level[j] = i % counts[j];
+    }
+    Int place_of(const Int *level) const {
+        Int i = 0;
+        for (int j = 0; j < RANGED; j++) i = i * counts[j] + level[j];
+        return places.data[i];
+    }
+    void fill(Int row, Int i) {  // one combination of levels, from that with the last positive level one lower
+        Int level[RANGED], at[RANGED] = {}, below[RANGED];
+        levels_of(i, level);
+        int axis = RANGED - 1;
+        while (axis >= 0 && level[axis] == 0) axis--;
+        for (int j = 0; j < RANGED; j++) below[j] = level[j] - (j == axis);
+        T *to = blocks.data + row * plane + places.data[i];
+        const T *from = axis < 0 ? turned.begin(row) : blocks.data + row * plane + place_of(below);
+        Int strides[RANGED], stride = 1, size = 1;
+        for (int j = RANGED; j-- > 0; stride *= extent(j, below[j])) {
+            strides[j] = axis < 0 ? turned.table.strides[turned.ranged[j]] : stride;
+            size *= extent(j, level[j]);
+        }
+        for (Int n = 0; n < size; n++) {
+            Int place = 0;
+            for (int j = 0; j < RANGED; j++) place += (j == axis ? 2 * at[j] : at[j]) * strides[j];
+            to[n] = from[place];
+            if (axis >= 0 && 2 * at[axis] + 1 < extent(axis, below[axis])) to[n] = join(to[n], from[place + strides[axis]]);
+            for (int j = RANGED - 1; j >= 0 && ++at[j] == extent(j, level[j]); j--) at[j] = 0;
+        }
+    }
+};
+
+// The box with these first and last entries, or one that covers it: `within(plane, lo0, lo1, hi0, hi1, fixed...)`.
+template <class T, bool LEAST, int RANGED, class... At> static T within(const Plane<T, LEAST, RANGED> &x, At... values) {
+    const Int at[] = {values..., 0};
+    Int level[RANGED], lo[RANGED], hi[RANGED];
+    for (int j = 0; j < RANGED; j++) {
+        lo[j] = clip(at[j], 0, x.sizes[j] - 1), hi[j] = clip(at[RANGED + j], 0, x.sizes[j] - 1);
+        for (level[j] = 0; level[j] + 1 < x.counts[j] && hi[j] - lo[j] >= (Int)1 << level[j]; level[j]++) {}
+        lo[j] >>= level[j], hi[j] >>= level[j];
+    }
+    const T *data = x.blocks.data + x.turned.row(at + 2 * RANGED) * x.plane + x.place_of(level);
+    T found = T();
+    for (int corner = 0; corner < 1 << RANGED; corner++) {
+        Int place = 0;
+        for (int j = 0; j < RANGED; j++) place = place * x.extent(j, level[j]) + (corner >> j & 1 ? hi[j] : lo[j]);
+        found = corner == 0 ? data[place] : x.join(found, data[place]);
+    }
+    return found;
+}
+
+// -- pieces of a row of tiles ------------------------------------------------------------------------------------
+
+struct Piece {
+    Int start;
+    int kind;
+};
+
+struct Pieces {  // in order; each goes on to where the next begins, the last to the end of the row
+    Buffer<Piece> held, spare;
+    Int columns;
+
+    explicit Pieces(Int columns) : columns(columns) {}
+    Int stop(Int i) const { return i + 1 < held.size ? held.data[i + 1].start : columns; }
+    int kind(Int i) const { return i >= 0 && i < held.size ? held.data[i].kind : EMPTY; }
+
+    // Neighbours of one kind become one piece, EMPTY ones before the first are left out.
+    void join() {
+        Int n = 0;
+        int before = EMPTY;
+        for (Int i = 0; i < held.size; i++) {
+            const Piece piece = held.data[i];
+            if ((piece.kind != before || piece.kind == OPEN) && piece.start < columns) held.data[n++] = piece;
+            before = piece.kind;
+        }
+        held.size = n;
+    }
+
+    // Open pieces cut into pieces of `width` tiles, first come first served while there is room.
+    void split(Int width, Int room) {
+        spare.size = 0;
+        Int further = 0;
+        for (Int i = 0; i < held.size; i++) {
+            const Piece piece = held.data[i];
+            Int parts = piece.kind == OPEN ? (stop(i) - piece.start + width - 1) / width : 1;
+            further += parts - 1;
+            if (further > room - held.size) parts = 1;
+            for (Int j = 0; j < parts; j++) spare.add({piece.start + j * width, piece.kind});
+        }
+        swap();
+    }
+    void swap() {
+        Piece *data = held.data;
+        const Int size = held.size, room = held.room;
+        held.data = spare.data, held.size = spare.size, held.room = spare.room;
+        spare.data = data, spare.size = size, spare.room = room;
+    }
+
+    // Coarse to fine: half the room at first, then four pieces for one, down to a tile. Whether room ran out.
+    template <class Ask> bool refine(Int most, Ask ask) {
+        const Int room = minimum(most, columns);
+        held.size = 0;
+        held.add({0, OPEN});
+        const Int half = maximum(most / 2, 1);
+        for (Int width = columns <= room ? 1 : (columns + half - 1) / half;; width = (width + 3) / 4) {
+            join();
+            split(width, room);
+            for (Int i = 0; i < held.size; i++)
+                if (held.data[i].kind == OPEN) held.data[i].kind = ask(held.data[i].start, stop(i));
+            if (width <= 1) break;
+        }
+        bool left = false;
+        for (Int i = 0; i < held.size; i++)
+            if (held.data[i].kind == OPEN) held.data[i].kind = PARTIAL, left = true;
+        join();
+        return left;
+    }
+
+    // Records (lo, full_lo, full_hi, hi), at most n: partial, full, partial share one, every other full piece opens
+    // a new one; the last takes in what finds no room, as PARTIAL. Whether there was any.
+    bool records(Int n, int32_t *bounds, int32_t *count) const {
+        Int total = 0, end = 0;
+        for (Int i = 0; i < held.size; i++) {
+            if (kind(i) == EMPTY) continue;
+            end = stop(i);
+            const bool follows = kind(i - 1) == PARTIAL && kind(i - 2) == EMPTY;
+            if (kind(i - 1) != EMPTY && (kind(i) != FULL || follows)) continue;
+            if (total++ >= n) continue;
+            const Int full = kind(i) == FULL ? i : i + 1;
+            const bool has = kind(full) == FULL;
+            const Int hi = stop(has ? full + (kind(full + 1) == PARTIAL) : i);
+            int32_t *record = bounds + 4 * (total - 1);
+            record[0] = (int32_t)held.data[i].start, record[3] = (int32_t)hi;
+            record[1] = (int32_t)(has ? held.data[full].start : hi), record[2] = (int32_t)(has ? stop(full) : hi);
+        }
+        if (total > n) {
+            int32_t *record = bounds + 4 * (n - 1);
+            if (record[1] == record[3]) record[1] = record[2] = (int32_t)end;
+            record[3] = (int32_t)end;
+        }
+        *count = (int32_t)minimum(total, n);
+        return total > n;
+    }
+};
+
+// Intervals of tiles united: pieces of a row, PARTIAL where a hidden interval reaches.
+template <int SEEN, int HIDDEN> struct Sweep {
+    Int columns, k0, bk, lo[SEEN + HIDDEN], hi[SEEN + HIDDEN], ends[2 * (SEEN + HIDDEN) + 1];
+    int n;
+
+    Sweep(Int columns, Int k0, Int bk) : columns(columns), k0(k0), bk(bk), n(0) {}
+    void tiles(Int start, Int stop) { lo[n] = start, hi[n++] = stop; }
+    void keys(Int first, Int last) {
+        const Int start = clip(floordiv(first - k0, bk), 0, columns);
+        tiles(start, last >= first ? clip(floordiv(last - k0, bk) + 1, 0, columns) : start);
+    }
+    bool covered(int from, int to, Int at) const {
+        bool hit = false;
+        for (int i = from; i < to; i++) hit |= lo[i] <= at && at < hi[i];
+        return hit;
+    }
+    void into(Pieces &found) {
+        int m = 0;
+        ends[m++] = 0;
+        for (int i = 0; i < 2 * n; i++) {
+            const Int x = i < n ? lo[i] : hi[i - n];
+            int j = m++;
+            for (; j > 1 && ends[j - 1] > x; j--) ends[j] = ends[j - 1];
+            ends[j] = x;
+        }
+        found.held.size = 0;
+        for (int i = 0; i < m; i++) {
+            const Int start = ends[i];
+            if ((i + 1 < m ? ends[i + 1] : columns) <= start) continue;
+            found.held.add({start, !covered(0, SEEN, start) ? EMPTY : covered(SEEN, n, start) ? PARTIAL : FULL});
+        }
+        found.join();
+    }
+};

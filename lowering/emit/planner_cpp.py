@@ -1,0 +1,253 @@
+"""A flat planner as C++: the same pieces, questions and records as `emit.planner`, row by row instead of in arrays.
+
+The text defines `frisket_plan(const int64_t *word)`, which gives 1 where some row overflowed; `words` lays out what
+it reads. It asks only as much of a piece as its kind takes, and builds nothing that a search can find.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from importlib.resources import files
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import SIZES, Expr, walk
+from frisket.dsl.show import show
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
+from ..flat import SEARCHES, Planner
+from .expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine, printed
+from .expr_cpp import BINDS, CPP
+from .planner import WHEN
+from .text import Names, Page
+
+AXES = 64  # of a table, as in planner_cpp.hpp
+HEAD = ("slices", "q_len", "kv_len", "bq", "bk", "room", "most", "from_b", "from_h", "from_q", "from_k", "bounds",
+        "count")  # fmt: skip
+TYPES = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
+ROWS = {**CPP, "and": "{} && {}", "or": "{} || {}", "xor": "{} != {}", "isfinite": "bounded({})"}
+LOOSE = {**BINDS, "&&": 0, "||": -1}
+ON_TABLES = frozenset({"look", "segment", *SEARCHES})
+
+
+def prelude() -> str:
+    """What all of them share."""
+    return (files(__package__) / "planner_cpp.hpp").read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=256)
+def emit(plan: Planner) -> str:
+    """The whole text of a planner."""
+    return prelude() + "\n" + function(plan)
+
+
+def table_types(plan: Planner) -> dict[str, Type]:
+    """What the entries of each table have to be: those of a table of which only sizes are read are Ints."""
+    found = dict.fromkeys(plan.tables, INT)
+    for n in walk(*plan.roots):
+        if n.op in ("lookup", "range_min", "range_max"):
+            found[n.name] = n.type
+    return found
+
+
+def words(plan: Planner) -> dict[str, int]:
+    """Where each part of the call stands, in 8-byte words: numbers and addresses of `HEAD` (from_b.. and bounds,
+    count are addresses; 64-bit where a slice begins, 32-bit records), the sizes B H Q_LEN KV_LEN, each scalar, and
+    for each table its address and `AXES` sizes; the whole length under ""."""
+    names = [*HEAD, *SIZES, *(f"scalar {n}" for n in plan.scalars)]
+    places = {name: i for i, name in enumerate(names)}
+    end = len(names)
+    for name in plan.tables:
+        places[f"table {name}"] = end
+        end += 1 + AXES
+    return {**places, "": end}
+
+
+def function(plan: Planner, name: str = "frisket_plan") -> str:
+    """The function without the prelude."""
+    return _Body(plan).text(name)
+
+
+class _Body:
+    def __init__(self, plan: Planner) -> None:
+        self.plan = plan
+        self.roots = tuple(machine(e) for e in plan.roots)
+        self.places = words(plan)
+        self.names = Names(re.findall(r"[A-Za-z_]\w*", prelude() + _OWN))
+        self.known = {n: self.names.new(n) for n in (*plan.scalars, *plan.tables)}
+        self.types = table_types(plan)
+        self.ranks = dict.fromkeys(plan.tables, 1)
+        for n in walk(*self.roots):
+            if n.op in ("lookup", "range_min", "range_max"):
+                self.ranks[n.name] = len(n.args) // (1 if n.op == "lookup" else 2)
+            elif n.op == "extent":
+                self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
+        self.built: dict[str, str] = {}  # what is made of a table first: type and arguments -> name
+        when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
+        self.page = printed(self.roots, {}, self.leaf, lambda e, at: self.names.numbered("x"), "C++", when=when)
+
+    # -- expressions --------------------------------------------------------------------------------------
+
+    def leaf(self, e: Expr, args: list[Text]) -> Text:
+        if e.op == "lit":
+            return _literal(e)
+        if e.op == "var":
+            return Text(e.name)
+        if e.op == "param":
+            return Text(self.known[e.name])
+        if e.op == "extent":
+            return Text(f"{self.known[e.name[0]]}.sizes[{e.name[1]}]")
+        if e.op in ("range_min", "range_max"):
+            return self._range(e, args)
+        if e.op == "lookup" or e.op in ON_TABLES:
+            call = "look" if e.op == "lookup" else e.op
+            return Text(f"{call}({', '.join([self.known[e.name], *(a.text for a in args)])})")
+        if e.op == "random":
+            return Text(f"uniform({', '.join(a.text for a in args)})")
+        return _operator(e, args)
+
+    def _range(self, e: Expr, args: list[Text]) -> Text:
+        half = len(args) // 2
+        ranging = [i for i in range(half) if e.args[i] is not e.args[half + i]]
+        lows, highs = args[:half], args[half:]
+        if not ranging:
+            return Text(f"look({', '.join([self.known[e.name], *(a.text for a in lows)])})")
+        least = "true" if e.op == "range_min" else "false"
+        form = f"{TYPES[e.type]}, {least}" + (f", {len(ranging)}" if len(ranging) > 1 else "")
+        kind, call = ("Line", "over") if len(ranging) == 1 else ("Plane", "within")
+        axes = ", ".join(map(str, ranging))
+        text = f"{kind}<{form}> NAME({self.known[e.name]}, {half}, {{{axes}}})"
+        if text not in self.built:
+            self.built[text] = self.names.new(f"{self.known[e.name]}_{'least' if least == 'true' else 'most'}")
+        values = [lows[i] for i in ranging] + [highs[i] for i in ranging]
+        values += [lows[i] for i in range(half) if i not in ranging]
+        return Text(f"{call}({', '.join([self.built[text], *(a.text for a in values)])})")
+
+    # -- the function -------------------------------------------------------------------------------------
+
+    def text(self, name: str) -> str:
+        page = Page()
+        page.line("// Which tiles of keys each tile of queries reads: spans of", "//")
+        page.line(*(f"//     {line}" for line in show(self.plan.mask).split("\n")))
+        with page.block(f'extern "C" int64_t {name}(const int64_t *word) {{', "}"):
+            self._begin(page)
+            with page.block("for (Int slice = 0; slice < slices; slice++) {", "}"):
+                page.line("const Int b = from_b[slice], h = from_h[slice], q = from_q[slice], k = from_k[slice];")
+                if self.plan.seen:
+                    page.line("const Int k0 = k, k1 = k + kv_len - 1;")
+                self._lines(page, self.page.lines, SCALAR)
+                with page.block("for (Int row = 0; row < rows; row++, bounds += 4 * most, count++) {", "}"):
+                    page.line("const Int q0 = q + row * bq, q1 = q + minimum(row * bq + bq, q_len) - 1;")
+                    self._lines(page, self.page.lines, ROW)
+                    (self._intervals if self.plan.seen else self._pieces)(page)
+                    page.line("overflow |= found.records(most, bounds, count);")
+            page.line("return overflow;")
+        return str(page)
+
+    def _begin(self, page: Page) -> None:
+        at = self.places
+        used = {n.name for n in walk(*self.roots) if n.op == "var"}
+        page.line(f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[:3])};  // lengths in tokens")
+        page.line(f"const Int {', '.join(f'{n} = word[{at[n]}]' for n in HEAD[3:7])};  // pieces and records of a row")
+        page.line(f"const Int {', '.join(f'*{n} = (const Int *)word[{at[n]}]' for n in HEAD[7:11])};")
+        page.line(f"int32_t {', '.join(f'*{n} = (int32_t *)word[{at[n]}]' for n in HEAD[11:])};")
+        for size in SIZES:
+            if size in used:
+                page.line(f"const Int {size} = word[{at[size]}];")
+        for name, type in self.plan.scalars.items():
+            value = f"word[{at[f'scalar {name}']}]"
+            value = {INT: value, FLOAT: f"real({value})", BOOL: f"{value} != 0"}[type]
+            page.line(f"const {TYPES[type]} {self.known[name]} = {value};")
+        for name in self.plan.tables:
+            page.line(
+                f"const Table<{TYPES[self.types[name]]}> {self.known[name]}(word + {at[f'table {name}']}, "
+                f"{self.ranks[name]});"
+            )
+        for text, name in self.built.items():
+            page.line(f"const {text.replace('NAME', name)};")
+        page.line("const Int rows = (q_len + bq - 1) / bq, columns = (kv_len + bk - 1) / bk;")
+        page.line("Pieces found(columns);", "bool overflow = false;")
+
+    def _lines(self, page: Page, lines: Iterable[Line], *levels: int) -> None:
+        for line in lines:
+            if not levels or line.level in levels:
+                page.line(f"const {TYPES[line.node.type]} {line.name} = {line.text};")
+
+    def _intervals(self, page: Page) -> None:
+        seen, hidden = self.plan.seen, self.plan.hidden
+        page.line(f"Sweep<{len(seen)}, {len(hidden) + 2}> sweep(columns, k0, bk);")
+        for name, pairs in (("seen", seen), ("hidden", hidden)):
+            for pair in pairs:
+                first, last = (self.page.values[machine(e)] for e in pair)
+                page.line(f"sweep.keys({first}, {last});  // {name}")
+        page.line("if (kv_len % bk) sweep.tiles(columns - 1, columns);  // cut tiles hold positions outside")
+        page.line("if (q_len % bq && row == rows - 1) sweep.tiles(0, columns);")
+        page.line("sweep.into(found);")
+
+    def _pieces(self, page: Page) -> None:
+        done: set[str] = set()
+
+        def ask(*roots: Expr) -> list[str]:
+            lines = [x for x in self._asked(roots) if x.name not in done]
+            done.update(x.name for x in lines)
+            self._lines(page, lines)
+            return [self.page.values[e] for e in roots]
+
+        always, never, mixed = self.roots
+        with page.block("overflow |= found.refine(room, [&](Int start, Int stop) -> int {", "});"):
+            page.line("const Int k0 = k + start * bk, k1 = k + minimum(stop * bk, kv_len) - 1;")
+            page.line("const bool single = stop - start == 1;")
+            if any(n.op == "var" and n.name == "tk" for n in walk(*self.roots)):
+                page.line("const Int tk = stop == columns ? kv_len - (columns - 1) * bk : bk;  // its narrowest tile")
+            page.line(f"if ({ask(never)[0]}) return EMPTY;")
+            with page.block("if (stop * bk <= kv_len && row * bq + bq <= q_len) {", "}"):
+                kept = set(done)
+                page.line(f"if ({ask(always)[0]}) return FULL;")
+                done.clear()
+                done.update(kept)  # names of the block are not seen below it
+            page.line("if (single) return PARTIAL;")
+            page.line(f"return {ask(mixed)[0]} ? PARTIAL : OPEN;")
+
+    def _asked(self, roots: Sequence[Expr]) -> list[Line]:
+        """The lines of a piece that these roots need."""
+        below = set(walk(*roots))
+        return [x for x in self.page.lines if x.level not in (SCALAR, ROW) and x.node in below]
+
+
+# the names of `_Body.text`
+_OWN = f"""{" ".join(HEAD)} {" ".join(SIZES)} word slice slices row rows columns b h q k q0 q1 k0 k1 tk single start
+stop found overflow sweep frisket_plan int64_t auto bool char class const double float int long short signed struct
+template this unsigned void while for if else return new delete switch case default do enum extern goto inline operator
+private public register sizeof static typedef union using virtual volatile namespace throw try catch true false and or
+not xor"""
+
+
+def _literal(e: Expr) -> Text:
+    if e.type is BOOL:
+        return Text("true" if e.name else "false")
+    if e.type is FLOAT and not math.isfinite(e.name):
+        return Text("NOT_A_NUMBER") if math.isnan(e.name) else Text("INF" if e.name > 0 else "-INF", PREFIX)
+    if e.type is INT and e.name == -(2**63):
+        return Text("INT64_MIN")
+    text = f"{e.name}L" if e.type is INT and abs(e.name) >= 2**31 else repr(e.name)
+    return Text(text, PREFIX if text[0] == "-" else ATOM)
+
+
+def _operator(e: Expr, args: list[Text]) -> Text:
+    row = ROWS.get(e.op)
+    if row is None:
+        raise LoweringError(f"`{e.op}` has no C++ form in a planner")
+    infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
+    if infix is None and row[0] not in "-~!":
+        return Text(row.format(*(a.text for a in args)))
+    if infix is None:
+        return Text(row[0] + args[0].inside(PREFIX + 1), PREFIX)
+    symbol = infix[1]
+    binds = LOOSE[symbol]
+    # compilers warn of && inside ||, and of a comparison or a sum inside a bit operator
+    within = LOOSE["=="] if symbol in ("&&", "||") else LOOSE["<<"] if symbol in "&|^" else binds
+    joins = symbol in ASSOCIATIVE or symbol in ("&&", "||")
+    parts = [args[0].inside(within), *(a.inside(within + (not joins)) for a in args[1:])]
+    return Text(f" {symbol} ".join(parts), binds)

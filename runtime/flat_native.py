@@ -1,0 +1,73 @@
+"""Runs a flat planner in C++ on tables of the host."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.ir import SIZES
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.emit import planner_cpp as text
+from frisket.lowering.flat import Planner
+from frisket.lowering.plan import Sizes
+
+from . import native_build
+from .frameworks import framework_of
+
+Array = NDArray[Any]
+_DTYPES: dict[Any, Any] = {INT: np.int64, FLOAT: np.float64, BOOL: np.bool_}
+
+
+def spans(
+    plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int, kv_len: int,
+    block: tuple[int, int], room: int,
+) -> tuple[Array, Array, bool]:  # fmt: skip
+    """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow), as `flat_run.spans`; `values` are
+    arrays of the host and numbers by the planner's names."""
+    run = native_build.library(text.emit(plan)).frisket_plan
+    run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    return called(run, plan, at, sizes, values, q_len, kv_len, block, room)
+
+
+def called(
+    run: Any, plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int, kv_len: int,
+    block: tuple[int, int], room: int, records: int | None = None,
+) -> tuple[Array, Array, bool]:  # fmt: skip
+    bq, bk = block
+    records = records or plan.records(-(-kv_len // bk))
+    place = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in at]
+    bounds = np.zeros((len(place[0]), -(-q_len // bq), records, 4), np.int32)
+    count = np.zeros(bounds.shape[:2], np.int32)
+    where, types = text.words(plan), text.table_types(plan)
+    word = np.zeros(where[""], np.int64)
+    tables = {n: np.ascontiguousarray(_numpy(values[n]), _DTYPES[types[n]]) for n in plan.tables}
+    numbers = (len(place[0]), q_len, kv_len, bq, bk, room, records)
+    word[: len(text.HEAD)] = [*numbers, *(_address(x) for x in (*place, bounds, count))]
+    for name, size in zip(SIZES, sizes, strict=True):
+        word[where[name]] = size
+    for name, type in plan.scalars.items():
+        word[where[f"scalar {name}"]] = np.asarray(values[name], np.float64 if type is FLOAT else np.int64).view(
+            np.int64
+        )
+    for name, table in tables.items():
+        start = where[f"table {name}"]
+        word[start] = _address(table)
+        word[start + 1 : start + 1 + table.ndim] = table.shape
+    overflow = run(_address(word))
+    return bounds, count, bool(overflow)
+
+
+def _address(x: Any) -> int:
+    return int(x.ctypes.data)
+
+
+def _numpy(x: Any) -> Any:
+    """Tensors as numpy arrays, without a copy where numpy has the dtype; anything else as it is."""
+    if framework_of(x) != "torch":
+        return x
+    x = x.detach()
+    return (x.double() if x.is_floating_point() else x).numpy()

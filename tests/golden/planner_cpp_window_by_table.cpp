@@ -1,0 +1,32 @@
+// Which tiles of keys each tile of queries reads: spans of
+//
+//     q >= k & q - k < w[h]
+extern "C" int64_t frisket_plan(const int64_t *word) {
+    const Int slices = word[0], q_len = word[1], kv_len = word[2];  // lengths in tokens
+    const Int bq = word[3], bk = word[4], room = word[5], most = word[6];  // pieces and records of a row
+    const Int *from_b = (const Int *)word[7], *from_h = (const Int *)word[8], *from_q = (const Int *)word[9], *from_k = (const Int *)word[10];
+    int32_t *bounds = (int32_t *)word[11], *count = (int32_t *)word[12];
+    const Table<Int> w(word + 17, 1);
+    const Int rows = (q_len + bq - 1) / bq, columns = (kv_len + bk - 1) / bk;
+    Pieces found(columns);
+    bool overflow = false;
+    for (Int slice = 0; slice < slices; slice++) {
+        const Int b = from_b[slice], h = from_h[slice], q = from_q[slice], k = from_k[slice];
+        const Int k0 = k, k1 = k + kv_len - 1;
+        const Int x0 = look(w, h);
+        const bool x1 = x0 <= 0;
+        const Int x2 = k0 - 1;
+        for (Int row = 0; row < rows; row++, bounds += 4 * most, count++) {
+            const Int q0 = q + row * bq, q1 = q + minimum(row * bq + bq, q_len) - 1;
+            Sweep<1, 4> sweep(columns, k0, bk);
+            sweep.keys(maximum(k0, q0 - x0 + 1), select(x1, x2, minimum(q1, k1)));  // seen
+            sweep.keys(maximum(k0, q0 + 1), k1);  // hidden
+            sweep.keys(k0, minimum(k1, q1 - x0));  // hidden
+            if (kv_len % bk) sweep.tiles(columns - 1, columns);  // cut tiles hold positions outside
+            if (q_len % bq && row == rows - 1) sweep.tiles(0, columns);
+            sweep.into(found);
+            overflow |= found.records(most, bounds, count);
+        }
+    }
+    return overflow;
+}

@@ -1,0 +1,159 @@
+"""The flat planner in C++: bit for bit the spans of the same planner in numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import numpy as np
+import pytest
+from support import masks
+from support.planner_numpy import NUMPY
+
+from frisket.dsl.errors import EvaluationError
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import eq, k, q
+from frisket.lowering import flat
+from frisket.lowering.analysis.driver import bind, grid_of
+from frisket.lowering.emit import planner as arrays
+from frisket.lowering.emit import planner_cpp as text
+from frisket.lowering.simplify import simplify
+from frisket.runtime import flat_native, native_build
+from frisket.runtime.modules import load
+
+pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
+DOC = frozenset({"doc"})
+
+
+def planner(case, sorted_):
+    mask = simplify(bind(case.mask, case.tables))
+    limits = {m: float(np.abs(t).max()) for m, t in case.tables.items() if t.dtype.kind == "i"}
+    limits |= {m: abs(x) for m, x in case.params.items()} | dict.fromkeys("qk", 400)
+    return mask, flat.planner(mask, sorted_, limits)
+
+
+def compiled(plans):
+    """One library for many planners: the prelude is compiled once."""
+    names = [f"plan{i}" for i in range(len(plans))]
+    source = "\n".join([text.prelude(), *(text.function(p, n) for p, n in zip(plans, names, strict=True))])
+    library = native_build.library(source)
+    found = [getattr(library, n) for n in names]
+    for f in found:
+        f.restype, f.argtypes = ctypes.c_int64, [ctypes.c_void_p]
+    return found
+
+
+def agree(run, plan, mask, case, room=64, records=None):
+    """Whether C++ gave numpy's spans; False: the interpreter refuses the mask there."""
+    grid, _ = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
+    at = grid.b, grid.h, grid.q, grid.k
+    n = records or plan.records(-(-case.kv_len // case.block[1]))
+    try:
+        want = load(arrays.emit(plan, NUMPY, True))["plan_spans"](
+            *(np.asarray(x, np.int64).reshape(-1, 1, 1) for x in at), case.sizes, case.params, case.tables,
+            q_len=case.q_len, kv_len=case.kv_len, block=case.block, room=room, records=n,
+        )  # fmt: skip
+    except EvaluationError:
+        return False
+    found = flat_native.called(
+        run, plan, at, case.sizes, {**case.params, **case.tables}, case.q_len, case.kv_len, case.block, room, n
+    )
+    for got, right in zip(found, want, strict=True):
+        np.testing.assert_array_equal(got, right, err_msg=str(mask))
+    return True
+
+
+def compare(cases):
+    """Cases of (mask case, sorted tables, room) in one library; how many were compared."""
+    made = [planner(case, sorted_) for case, sorted_, _ in cases]
+    runs = compiled([plan for _, plan in made])
+    return sum(
+        agree(run, plan, mask, case, room)
+        for run, (mask, plan), (case, _, room) in zip(runs, made, cases, strict=True)
+    )  # fmt: skip
+
+
+def test_written_masks():
+    rng = random.Random("written")
+    cases = [(masks.case(m, rng), s, 64) for m in masks.written().values() for s in (frozenset(), DOC)]
+    told = {planner(case, s)[1]: (case, s, room) for case, s, room in cases}  # most masks have no sorted table
+    assert compare(list(told.values())) == len(told)
+    assert len(told) > 50
+
+
+def one_random(rng):
+    return masks.case(masks.random_mask(rng), rng), rng.choice([frozenset(), DOC]), rng.choice([64, 64, 8, 6])
+
+
+def test_random_masks():
+    rng = random.Random("random")
+    assert compare([one_random(rng) for _ in range(40)]) > 25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_many_random_masks(seed):
+    rng = random.Random(f"many {seed}")
+    assert compare([one_random(rng) for _ in range(250)]) > 160
+
+
+def columns_case(keep, q_len, block):
+    n = len(keep)
+    return masks.Case(lookup("keep", (k,), masks.BOOL), q_len, n, 1, 1, block, sizes=(1, 1, q_len, n),
+                      tables={"keep": keep})  # fmt: skip
+
+
+def test_room_and_records_run_out():
+    """One planner, rows of many lengths and pieces, and never enough room."""
+    rng = np.random.default_rng(0)
+    mask, plan = planner(columns_case(np.ones(8, bool), 8, (4, 4)), frozenset())
+    (run,) = compiled([plan])
+    for _ in range(40):
+        keep = np.repeat(rng.random(60) < 0.6, rng.choice([1, 2, 4, 30, 90], 60))
+        case = columns_case(keep, int(rng.integers(1, 9)), (4, int(rng.integers(1, 5))))
+        for room in (3, 5, 16, 64, 400):
+            assert agree(run, plan, mask, case, room, records=int(rng.choice([1, 2, 5, 200])))
+
+
+@pytest.mark.parametrize("n", [1, 2, 31, 4096, 4097, 5000])
+def test_ranges_of_tables(n):
+    """Tables short and long, with rows: searched entry by entry, and in blocks."""
+    rng = np.random.default_rng(n)
+    masked = [
+        eq(lookup("doc", (q,)), lookup("doc", (k,))),
+        lookup("t", (masks.h, q)) >= lookup("t", (masks.h, k)),
+        lookup("real", (k, masks.h), masks.FLOAT) < lookup("real", (q, masks.h), masks.FLOAT),
+    ]
+    real = np.where(rng.random((n, 2)) < 0.01, np.nan, rng.standard_normal((n, 2)))
+    tables = {
+        "doc": np.sort(rng.integers(0, 1 + n // 40, n)),
+        "t": rng.integers(-9, 99, (2, n)).cumsum(1),
+        "real": real,
+    }
+    cases = [
+        (masks.Case(m, n, n, 1, 2, (32, 16), sizes=(1, 2, n, n), tables=tables), s, 64)
+        for m in masked for s in (frozenset(), DOC)
+    ]  # fmt: skip
+    assert compare(cases) == 6
+
+
+def test_boxes_of_tables():
+    rng = np.random.default_rng(3)
+    n = 190
+    table = rng.integers(-99, 99, (2, 3, 9, 21))
+    at = masks.b, masks.h
+    mask = lookup("t", (*at, q // 21, k // 9)) >= lookup("t", (*at, k // 21, q // 9))
+    spaces = lookup("t", (masks.b, q // 60, q // 21, k // 9)) >= 4
+    cases = [
+        (masks.Case(m, n, n, 2, 3, (8, 4), sizes=(2, 3, n, n), tables={"t": table}), frozenset(), 64)
+        for m in (mask, spaces)
+    ]
+    assert compare(cases) == 2
+
+
+@pytest.mark.parametrize("name", ["documents", "sorted_documents", "window_by_table"])
+def test_text(name, golden):
+    mask = {"window_by_table": (q >= k) & (q - k < lookup("w", (masks.h,)))}.get(name, masks.written()["documents"])
+    made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
+    golden(f"planner_cpp_{name}.cpp", text.function(made))
+    assert text.emit(made).endswith(text.function(made))
