@@ -36,9 +36,8 @@ def forward(
     None: the flash kernel, which does not tell the largest score, may then be used."""
     import torch
 
-    parts = (plan.score,)
     with torch.no_grad():
-        done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(*parts))
+        done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
         found = done.everything(sinks, top)
         # A NaN may come from a masked position (inf or NaN in K): then masks have to overwrite, not to be added.
         if not done.careful and plan.mask is not None and bool(found[1].isnan().any()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from threading import local
 from typing import Any
 
@@ -27,9 +28,10 @@ TAME = frozenset(
 )
 
 
-def tame(*parts: Expr | None) -> bool:
-    """Whether these make no NaN or +inf of finite values."""
-    return all(n.op in TAME or _safe_division(n) for e in parts if e is not None for n in walk(e))
+@lru_cache(maxsize=256)
+def tame(score: Expr | None) -> bool:
+    """Whether a score mod makes no NaN or +inf of finite values."""
+    return score is None or all(n.op in TAME or _safe_division(n) for n in walk(score))
 
 
 def _safe_division(n: Expr) -> bool:
@@ -60,19 +62,17 @@ class Tiles:
         self.memory: dict[tuple[int, ...], Tensor] = {}  # masks that depend on q - k only, by place
         self.recent: dict[tuple[int, ...], Tensor] = {}  # masks that all heads share, the last few
         self.common = not (plan.uses_batch or plan.uses_head or _vectors(geometry))
-        self.mask = None if plan.mask is None else Program(plan.mask, self.dtype)
-        self.still = plan.mask is not None and distance_only(plan.mask) and not _vectors(geometry)
+        self.mask = None if plan.mask is None else self.program(plan.mask)
+        self.still = plan.mask is not None and _still(plan.mask) and not _vectors(geometry)
         self.score = self.kept = None
         self.strips: dict[str, Program] = {}
         if plan.score is not None:
-            shared = _hoisted(plan.score) if not _vectors(geometry) else {}
-            self.score = Program(_in_base_2(plan.score), self.dtype, shared)
-            self.strips = {name: Program(e, self.dtype) for e, name in shared.items()}
+            self.score, self.strips = _score_programs(plan.score, self.dtype, not _vectors(geometry))
         if plan.kept is not None:
             assert plan.rate is not None
             rate = float(np.float32(slots[plan.rate]))
             self.env[plan.rate], self.keep = rate, 1 - rate
-            self.kept = Program(plan.kept, self.dtype)
+            self.kept = self.program(plan.kept)
 
     def worked(self, x: Tensor) -> Tensor:
         """`x` in the dtype of the scores, as a GEMM reads it without a copy."""
@@ -227,7 +227,7 @@ class Tiles:
             part.baddbmm_(left[rows].mT, right[rows], alpha=scale)
 
     def program(self, e: Expr) -> Program:
-        return Program(e, self.dtype)
+        return _program(e, self.dtype)
 
     def at(self, program: Program, block: Block, piece: Piece, raw: Tensor | None) -> Tensor:
         """A program's value for cells of the piece; `raw`, the scaled products, may be overwritten."""
@@ -258,6 +258,21 @@ class Tiles:
             known = self.torch.empty(size, dtype=self.dtype, device=self.q.device)
             setattr(self.buffers, name, known)
         return known[:size].view(shape)
+
+
+@lru_cache(maxsize=256)
+def _program(e: Expr, dtype: Any) -> Program:
+    return Program(e, dtype)
+
+
+@lru_cache(maxsize=256)
+def _score_programs(score: Expr, dtype: Any, strips: bool) -> tuple[Program, dict[str, Program]]:
+    """The score mod in base 2, and the programs of its parts that are worked out as strips, by name."""
+    shared = _hoisted(score) if strips else {}
+    return Program(_in_base_2(score), dtype, shared), {name: Program(e, dtype) for e, name in shared.items()}
+
+
+_still = lru_cache(maxsize=256)(distance_only)
 
 
 def _in_base_2(score: Expr) -> Expr:
