@@ -8,6 +8,7 @@ const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores:
 const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
+const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // query heads of one item of decoding, at most
@@ -24,7 +25,7 @@ struct Worker {
     int64_t bytes, slots;
     int64_t *tag;     // [slots] which tile is there
     Operand *tiles;   // [slots, TILE]
-    Operand query[ROWS * STEPS];
+    Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
     Real acc[ROWS * V_WIDE];
     Real scores[GROUP * BLOCK_K];
@@ -71,8 +72,30 @@ static void give(Worker *worker) {
     free(memory);
 }
 
-// Scores and weights of one tile of keys, M rows at a time. PARTIAL: not every position is visible.
-template <bool PARTIAL, int M> static void weigh(Worker &w, const Operand *keys, int rows, Real unit) {
+// Where keys and values of a tile are: packed, or as they came.
+struct Tile {
+    const Operand *keys, *values;
+    int64_t v_stride;              // of `values`
+    const Entry *k, *v;
+    int64_t k_row, v_row, present;  // strides of k and v; keys before the end
+};
+
+// acc = acc * shrink + weights * values for one row, whose weights are in place of its scores.
+static void add_row(Worker &w, const Tile &tile, int row, int64_t start, int64_t end) {
+    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
+    if (end > tile.present) end = tile.present;
+    const Entry *v = tile.v + start * tile.v_row;
+    Real *acc = w.acc + row * V_WIDE;
+    for (int j = 0; j + MOST <= BLOCKS; j += MOST)
+        add_rows<MOST>(w.scores + start, v + j * LANES, tile.v_row, end - start, V_DIM - j * LANES, acc + j * LANES, w.shrink[row]);
+    const int last = (BLOCKS - REST) * LANES;
+    if (REST)
+        add_rows<REST ? REST : 1>(w.scores + start, v + last, tile.v_row, end - start, V_DIM - last, acc + last, w.shrink[row]);
+}
+
+// Scores and weights of one tile of keys, M rows at a time: 1 where there are too few for a product of matrices.
+// PARTIAL: not every position is visible.
+template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
     for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
         if (PARTIAL) {
@@ -92,10 +115,14 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Operand *keys,
         if (PAIR == 2) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
-        for (int j = lo, n; j < hi; j += n) {
+        if (M == 1)
+            for (int j = lo; j < hi; j++)
+                store(w.scores + j * LANES, dots<HEAD_DIM>(w.query + g * QUERY, tile.k + j * LANES * tile.k_row, tile.k_row,
+                                                           tile.present - j * LANES));
+        else for (int j = lo, n; j < hi; j += n) {
             n = PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
-            const Operand *panel = keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
-            multiply_some<M, ZERO>(n, w.query + g * STEPS, STEPS, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+            const Operand *panel = tile.keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
+            multiply_some<M, ZERO>(n, w.query + g * QUERY, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
         }
         Real *top = w.top + g, peaks[M];
         for (int i = 0; i < M; i++) {
@@ -125,6 +152,10 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Operand *keys,
                 Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
                 total += p;
                 if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], w.columns[place * VECTORS + j]), p, Vec{});
+                if (M == 1) {
+                    store(w.scores + j * LANES, p);
+                    continue;
+                }
 #if PAIRS
                 weights[j & 1] = p;
                 if ((j & 1) || j == hi - 1)
@@ -136,24 +167,28 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Operand *keys,
             }
             w.total[row] = total;
         }
+        if (M == 1) add_row(w, tile, g, lo * LANES, hi * LANES);
     }
 }
 
-// acc = acc * shrink + weights * values; a row of values is `stride` Operands behind the one before.
-template <int M> static void add_values(Worker &w, const Operand *values, int64_t stride, int64_t present, int rows) {
-    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
+// acc = acc * shrink + weights * values
+static void add_values(Worker &w, const Tile &tile, int rows) {
+    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST, M = GROUP;
+    const int64_t present = (tile.present + PAIR - 1) / PAIR;
     for (int g = 0; g < rows; g += M) {
         if (w.from[g] == w.to[g]) continue;
         int64_t start = (int64_t)w.from[g] * LANES / PAIR, end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
         if (end > present) end = present;
-        const Operand *weights = w.weights + g * WEIGHTS + start, *right = values + start * stride;
+        const Operand *weights = w.weights + g * WEIGHTS + start, *right = tile.values + start * tile.v_stride;
         Real *acc = w.acc + g * V_WIDE;
         const Real *shrink = w.shrink + g;
         for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-            multiply<M, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, stride, end - start, acc + j * LANES, V_WIDE, shrink);
+            multiply<M, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, tile.v_stride, end - start, acc + j * LANES, V_WIDE,
+                                       shrink);
+        const int last = (BLOCKS - REST) * LANES;
         if (REST)
-            multiply<M, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + (BLOCKS - REST) * LANES, stride, end - start,
-                                                  acc + (BLOCKS - REST) * LANES, V_WIDE, shrink);
+            multiply<M, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + last, tile.v_stride, end - start, acc + last, V_WIDE,
+                                                  shrink);
     }
 }
 
@@ -197,60 +232,63 @@ static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
     const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
-    const int all = round_up(item.rows(), item.rows() == 1 ? 1 : GROUP);
+    const int all = round_up(item.rows(), item.rows() < GROUP ? 1 : GROUP);
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
         const Entry *q = (const Entry *)call->q.data + item.batch * call->q.batch + (item.head + n) * call->q.head +
                          item.start * call->q.row;
         const int row = n * (int)item.count;
-        pack_left<HEAD_DIM>(w.query + row * STEPS, q, call->q.row, item.count, n == item.heads - 1 ? all - row : item.count, unit);
+        pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
+                                   n == item.heads - 1 ? all - row : item.count, unit);
         for (int i = row; i < all; i++) w.rows[i] = row_of(w.fixed[n], first + (i - row)), w.place[i] = n;
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
     for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
 }
 
-// Packed keys of one tile, from before or made now, and behind them its values.
-static const Operand *packed(Worker &w, const Item &item, int64_t tile) {
+static Tile tile_of(const Item &item, int64_t number) {
     const Call *call = item.call;
-    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, kv_head = item.kv_head();
-    const int64_t name = (item.batch * call->kv_heads + kv_head) * tiles + tile;
-    const int64_t slot = w.slots == 1 ? 0 : tile % w.slots, start = tile * BLOCK_K, present = call->kv_len - start;
-    Operand *keys = w.tiles + slot * TILE;
+    const int64_t kv_head = item.kv_head(), start = number * BLOCK_K;
+    const Entry *k = (const Entry *)call->k.data + item.batch * call->k.batch + kv_head * call->k.head + start * call->k.row;
+    const Entry *v = (const Entry *)call->v.data + item.batch * call->v.batch + kv_head * call->v.head + start * call->v.row;
+    return {nullptr, nullptr, V_WIDE, k, v, call->k.row, call->v.row, call->kv_len - start};
+}
+
+// Packs keys, and values where they need it, unless that was done before.
+static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
+    const Call *call = item.call;
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
+    const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles + number;
+    const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
+    Operand *keys = w.tiles + slot * TILE, *values = keys + (int64_t)STEPS * BLOCK_K;
+    const bool here = in_place(call);
     if (w.tag[slot] != name) {
         w.tag[slot] = name;
-        const Entry *k = (const Entry *)call->k.data + item.batch * call->k.batch + kv_head * call->k.head + start * call->k.row;
-        pack_turned<HEAD_DIM, PANEL>(keys, k, call->k.row, present, BLOCK_K);
-        const Entry *v = (const Entry *)call->v.data + item.batch * call->v.batch + kv_head * call->v.head + start * call->v.row;
-        if (!in_place(call)) pack_rows<V_DIM>(keys + (int64_t)STEPS * BLOCK_K, v, call->v.row, present, BLOCK_K);
+        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.k_row, tile.present, BLOCK_K);
+        if (!here) pack_rows<V_DIM>(values, tile.v, tile.v_row, tile.present, BLOCK_K);
     }
-    return keys;
+    tile.keys = keys;
+    tile.values = here ? (const Operand *)tile.v : values;
+    if (here) tile.v_stride = tile.v_row;
 }
 
 // One tile of keys for the rows of an item.
-static void visit(Worker &w, const Item &item, int64_t tile, bool partial) {
+static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
     const Call *call = item.call;
-    const int64_t start = tile * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
-    const Operand *keys = packed(w, item, tile), *values = keys + (int64_t)STEPS * BLOCK_K;
-    int64_t stride = V_WIDE, present = BLOCK_K / PAIR;
-    if (in_place(call)) {
-        values = (const Operand *)((const Entry *)call->v.data + item.batch * call->v.batch + item.kv_head() * call->v.head +
-                                   start * call->v.row);
-        stride = call->v.row;
-        if (present > call->kv_len - start) present = call->kv_len - start;
-    }
+    const int64_t start = number * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
+    Tile tile = tile_of(item, number);
     if (partial || POSITIONS)
         for (int n = 0; n < (BY_HEAD ? item.heads : 1); n++)
             for (int j = 0; j < VECTORS; j++)
-                w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), call->kv_len - start - j * LANES);
+                w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
     const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
-    if (item.rows() == 1) {
-        partial ? weigh<true, 1>(w, keys, 1, unit) : weigh<false, 1>(w, keys, 1, unit);
-        add_values<1>(w, values, stride, present, 1);
-    } else {
-        partial ? weigh<true, GROUP>(w, keys, item.rows(), unit) : weigh<false, GROUP>(w, keys, item.rows(), unit);
-        add_values<GROUP>(w, values, stride, present, item.rows());
+    if (item.rows() < GROUP) {
+        partial ? weigh<true, 1>(w, tile, item.rows(), unit) : weigh<false, 1>(w, tile, item.rows(), unit);
+        return;
     }
+    pack(w, item, tile, number);
+    partial ? weigh<true, GROUP>(w, tile, item.rows(), unit) : weigh<false, GROUP>(w, tile, item.rows(), unit);
+    add_values(w, tile, item.rows());
 }
 
 // Outputs of an item, from its sums.

@@ -27,12 +27,14 @@ constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
 constexpr int panel(int vectors) { return vectors % MOST == 0 ? MOST : vectors % 3 == 0 && MOST > 3 ? 3 : vectors % 2 == 0 ? 2 : 1; }
 
 #if PAIRS
-INLINE Vec plus_product(Vec sum, Operand a, Operands b) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a - Operands{}), "v"(b));
+INLINE Vec plus_product(Vec sum, Operands a, Operands b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
     return sum;
 }
+INLINE Vec plus_product(Vec sum, Operand a, Operands b) { return plus_product(sum, a - Operands{}, b); }
 #else
 INLINE Vec plus_product(Vec sum, Real a, Vec b) { return sum + a * b; }
+INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 #endif
 
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
@@ -124,24 +126,37 @@ INLINE Operands load_operands(const Entry *from, int64_t left) {
     return x;
 }
 
+// LANES entries of a row that has `left` from here on, as Reals.
+INLINE Vec load_reals(const Entry *from, int64_t left) {
+#if HALF == 0
+    if (left >= LANES) return load<Vec>(from);
+#elif HALF == 1
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+    if (left >= LANES) return (Vec)(cast<Words>(load<Halves>(from)) << 16);
+#endif
+    Vec x = {};
+    for (int i = 0; i < LANES && i < left; i++) x[i] = real(from[i]);
+    return x;
+}
+
 // -- packing ------------------------------------------------------------------------------------------------------
 
-// Rows of `DIM` entries, in memory with a stride, as Operands [ROWS, steps]: the A of a product. Rows from `rows`
-// on and entries from DIM on are 0.
-template <int DIM> static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real factor) {
-    const int ENTRIES = round_up(DIM, PAIR);
-    for (int64_t i = 0; i < all; i++, from += stride) {
-        Operand *line = to + i * (ENTRIES / PAIR);
+// Rows of DIM entries, in memory with a stride, as Operands [all, WIDE]: the A of a product. Rows from `rows` on and
+// entries from DIM on are 0. Pairs are not multiplied by `factor`, which would round them again.
+template <int DIM, int WIDE = round_up(DIM, PAIR) / PAIR>
+static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real factor) {
+    for (int64_t i = 0; i < all; i++, from += stride, to += WIDE)
+        for (int d = 0; d < WIDE * PAIR; d += PAIR) {
 #if PAIRS
-        for (int d = 0; d < ENTRIES; d += 2) {
-            uint32_t left = i < rows ? from[d] : 0, right = i < rows && d + 1 < DIM ? from[d + 1] : 0;
-            line[d / 2] = left | right << 16;
-        }
+            uint32_t left = i < rows && d < DIM ? from[d] : 0, right = i < rows && d + 1 < DIM ? from[d + 1] : 0;
+            to[d / 2] = left | right << 16;
 #else
-        for (int d = 0; d < DIM; d++) line[d] = i < rows ? real(from[d]) * factor : 0;
+            to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
 #endif
-    }
+        }
 }
+
+const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0.
@@ -154,6 +169,7 @@ template <int DIM, int N> static void pack_turned(Operand *to, const Entry *from
                 for (int i = 0; i < LANES; i++) {
                     int64_t key = start + block * LANES + i;
                     square[i] = Vec{};
+                    __builtin_prefetch(from + (key + AHEAD) * stride + step * PAIR);
                     if (key < present)
                         square[i] = (Vec)load_operands(from + key * stride + step * PAIR, DIM - step * PAIR);
                 }
@@ -166,14 +182,61 @@ template <int DIM, int N> static void pack_turned(Operand *to, const Entry *from
 // `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
 template <int DIM> static void pack_rows(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < keys; i += PAIR)
-        for (int d = 0; d < WIDE; d++) {
+    for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
+        for (int d = 0; d < WIDE; d += LANES) {
+            const Entry *at = from + i * stride + d;
+            const int64_t left = DIM - d;
 #if PAIRS
-            uint32_t first = i < present && d < DIM ? from[i * stride + d] : 0;
-            uint32_t second = i + 1 < present && d < DIM ? from[(i + 1) * stride + d] : 0;
-            to[i / 2 * WIDE + d] = first | second << 16;
+            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float
+            if (i < present) first = (Raw)load_reals(at, left) >> 16;
+            if (i + 1 < present) second = (Raw)load_reals(at + stride, left);
+            store(to + d, first | second);
 #else
-            to[i * WIDE + d] = i < present && d < DIM ? real(from[i * stride + d]) : 0;
+            store(to + d, i < present ? load_reals(at, left) : Vec{});
 #endif
         }
+}
+
+// -- one row of queries, without packing ----------------------------------------------------------------------------
+
+// Lane i of x[0] becomes the sum of x[i]: neighbours are added while halves of them are still apart.
+template <int STEP> INLINE void add_turned(Vec *x) {
+#if LANES > 1
+    for (int i = 0; i < LANES / STEP; i += 2) {
+        Vec left = x[i], right = x[i + 1];
+        x[i / 2] = SHUFFLE(left, right, FROM_LEFT, STEP) + SHUFFLE(left, right, FROM_RIGHT, STEP);
+    }
+#endif
+}
+
+// scores[LANES] of a query of DIM entries, padded with zeros to whole vectors, and of LANES keys, `present` of them.
+template <int DIM> INLINE Vec dots(const Operand *query, const Entry *keys, int64_t stride, int64_t present) {
+    Vec sums[LANES];
+    for (int i = 0; i < LANES; i++) {
+        sums[i] = Vec{};
+        if (i >= present) continue;
+        for (int d = 0; d < DIM; d += LANES * PAIR)
+            sums[i] = plus_product(sums[i], load<Operands>(query + d / PAIR), load_operands(keys + i * stride + d, DIM - d));
+    }
+    add_turned<1>(sums);
+#if LANES > 2
+    add_turned<2>(sums);
+#endif
+#if LANES > 4
+    add_turned<4>(sums);
+#endif
+#if LANES > 8
+    add_turned<8>(sums);
+#endif
+    return sums[0];
+}
+
+// c = c * factor + weights * values, row by row of N * LANES entries, of which the last row has `left`.
+template <int N>
+static void add_rows(const Real *weights, const Entry *values, int64_t stride, int64_t count, int64_t left, Real *c, Real factor) {
+    Vec sum[N];
+    for (int j = 0; j < N; j++) sum[j] = load<Vec>(c + j * LANES) * factor;
+    for (; count > 0; count--, weights++, values += stride)
+        for (int j = 0; j < N; j++) sum[j] += *weights * load_reals(values + j * LANES, left - j * LANES);
+    for (int j = 0; j < N; j++) store(c + j * LANES, sum[j]);
 }
