@@ -25,19 +25,6 @@ extern "C" void *malloc(size_t);
 extern "C" void *calloc(size_t, size_t);
 extern "C" void free(void *);
 
-// Entries of 16 bits as Reals; `left` of them are there.
-INLINE Vec load_reals(const Entry *from, int64_t left) {
-    Vec x = {};
-#if HALF == 1
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-    if (left >= LANES) return (Vec)(cast<Raw>(load<Halves>(from)) << 16);
-#elif HALF == 0
-    if (left >= LANES) return load<Vec>(from);
-#endif
-    for (int i = 0; i < LANES && i < left; i++) x[i] = real(from[i]);
-    return x;
-}
-
 // Whether rows hold NaN or infinity: 0 times those is not 0, so a masked position would contribute.
 INLINE bool odd(Entry x) {
 #if HALF
@@ -52,22 +39,6 @@ static bool any_odd(const Entry *from, int64_t stride, int64_t rows, int dim) {
     for (int64_t i = 0; i < rows; i++, from += stride)
         for (int d = 0; d < dim; d++) found |= odd(from[d]);
     return found != 0;
-}
-
-// Rows of DIM entries as the B of a product: `pack_rows`, a vector at a time.
-template <int DIM> static void pack_lines(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t rows) {
-    const int WIDE = round_up(DIM, LANES);
-    for (int64_t i = 0; i < rows; i += PAIR)
-        for (int d = 0; d < WIDE; d += LANES, to += LANES) {
-#if PAIRS
-            const Entry *at = from + i * stride + d;
-            const Operands first = i < present ? (Operands)load_reals(at, DIM - d) >> 16 : Operands{};
-            const Operands second = i + 1 < present ? (Operands)load_reals(at + stride, DIM - d) : Operands{};
-            store(to, first | second);
-#else
-            store(to, i < present ? load_reals(from + i * stride + d, DIM - d) : Vec{});
-#endif
-        }
 }
 
 #if PAIRS
@@ -245,7 +216,7 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
 
 // C[M, WIDE] += A[M, steps] B[steps, WIDE]
 template <int M, int WIDE>
-INLINE void add_rows(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps, Real *c, int64_t c_row) {
+INLINE void accumulate(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps, Real *c, int64_t c_row) {
     const int BLOCKS = WIDE / LANES, REST = BLOCKS % MOST;
     for (int j = 0; j + MOST <= BLOCKS; j += MOST)
         multiply<M, MOST, ADD>(a, a_row, a_step, b + j * LANES, b_step, steps, c + j * LANES, c_row);
@@ -267,12 +238,12 @@ template <int M> static void add_keys(Worker &w, int key, int from, int to, int6
     const int64_t start = (int64_t)from / PAIR, steps = (to - from) / PAIR;
     if (w.with_dv) {
         const int64_t row = w.dv.row_of(tile, V_WIDE);
-        add_rows<M, V_WIDE>(w.weights + start * BLOCK_K + key, 1, BLOCK_K, w.dout_lines + start * V_WIDE, V_WIDE, steps,
+        accumulate<M, V_WIDE>(w.weights + start * BLOCK_K + key, 1, BLOCK_K, w.dout_lines + start * V_WIDE, V_WIDE, steps,
                             w.dv.tile(tile) + key * row, row);
     }
     if (w.with_dk) {
         const int64_t row = w.dk.row_of(tile, Q_WIDE);
-        add_rows<M, Q_WIDE>(w.slopes + start * BLOCK_K + key, 1, BLOCK_K, w.q_lines + start * Q_WIDE, Q_WIDE, steps,
+        accumulate<M, Q_WIDE>(w.slopes + start * BLOCK_K + key, 1, BLOCK_K, w.q_lines + start * Q_WIDE, Q_WIDE, steps,
                             w.dk.tile(tile) + key * row, row);
     }
 }
@@ -286,7 +257,7 @@ template <int M> static void add_queries(Worker &w, int start, const Operand *ro
 #else
     const Operand *slopes = w.slopes + start * LEFT + lo;
 #endif
-    add_rows<M, Q_WIDE>(slopes, LEFT, 1, rows + lo / PAIR * stride, stride, (end - lo) / PAIR, w.dq + start * Q_WIDE, Q_WIDE);
+    accumulate<M, Q_WIDE>(slopes, LEFT, 1, rows + lo / PAIR * stride, stride, (end - lo) / PAIR, w.dq + start * Q_WIDE, Q_WIDE);
 }
 
 // The same three products position by position, without the masked ones: where an operand holds NaN or infinity.
@@ -345,7 +316,7 @@ static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_hea
     Operand *to = w.tiles + slot * TILE;
     pack_turned<HEAD_DIM, PANEL>(to, k, call->k.row, present, BLOCK_K);
     pack_turned<V_DIM, PANEL>(to + TURNED_K, v, call->v.row, present, BLOCK_K);
-    if (!K_AS_IS) pack_lines<HEAD_DIM>(to + TURNED_K + TURNED_V, k, call->k.row, present, BLOCK_K);
+    if (!K_AS_IS) pack_rows<HEAD_DIM>(to + TURNED_K + TURNED_V, k, call->k.row, present, BLOCK_K);
     w.tag_odd[slot] = any_odd(k, call->k.row, present, HEAD_DIM);
     return slot;
 }
@@ -357,8 +328,8 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     const Entry *out = entries_of<const Entry>(call->out, batch, head) + start * call->out.row;
     const Entry *dout = entries_of<const Entry>(call->dout, batch, head) + start * call->dout.row;
     w.present = present;
-    pack_lines<HEAD_DIM>(w.q_lines, q, call->q.row, present, ROWS);
-    pack_lines<V_DIM>(w.dout_lines, dout, call->dout.row, present, ROWS);
+    pack_rows<HEAD_DIM>(w.q_lines, q, call->q.row, present, ROWS);
+    pack_rows<V_DIM>(w.dout_lines, dout, call->dout.row, present, ROWS);
 #if PAIRS
     pack_left<HEAD_DIM>(w.q_left, q, call->q.row, present, ROWS, 1);
     pack_left<V_DIM>(w.dout_left, dout, call->dout.row, present, ROWS, 1);

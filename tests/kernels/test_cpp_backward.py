@@ -1,0 +1,305 @@
+"""The native backward kernel beside the interpreter's gradients."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from support import native_call
+
+from frisket.lowering import dense, derive
+from frisket.lowering.emit import cpp_backward
+from frisket.lowering.plan import RATE, SEED, Geometry, Target
+from frisket.runtime import bind, native_cpu
+
+R = np.random.default_rng(3)
+DOC = np.sort(R.integers(0, 6, 300))
+
+
+def normal(*shape):
+    return R.standard_normal(shape).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: str | None = "causal"
+    score: str | None = None
+    params: dict = field(default_factory=dict)
+    batch: int = 1
+    heads: int = 2
+    kv_heads: int = 2
+    q_len: int = 150
+    kv_len: int = 150
+    dim: int = 64
+    v_dim: int = 64
+    dtype: str = "float32"
+    tile: tuple = (64, 64)
+    origin: tuple = (0, 0, 0, 0)
+    sinks: tuple | None = None
+    rate: float | None = None
+    with_dlse: bool = True
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+
+ALL_KINDS = Case(
+    "doc[q] == doc[k] & q >= k",
+    "score * c + bias[h, q - k] + row[q] * score + col[h, k] + sl[h] + plane[b, h, q, k] + z[q // 3, k // 5]",
+    dict(doc=DOC, bias=normal(4, 300), row=normal(300), col=normal(4, 300), sl=normal(4),
+         plane=normal(2, 4, 300, 300), z=normal(100, 60), c=0.7),
+    2, 4, 2, 300, 300, 24, 24, tile=(48, 32),
+)  # fmt: skip
+WINDOW = Case("causal & q - k < w", None, {"w": 100}, 1, 4, 2, 300, 300, tile=(64, 64))
+CASES = {
+    "window": WINDOW,
+    "one-head": WINDOW.but(heads=1, kv_heads=1),
+    "many-query-heads": WINDOW.but(heads=6, kv_heads=1, q_len=190, kv_len=301, with_dlse=False),
+    "one-query": WINDOW.but(q_len=1, origin=(0, 0, 299, 0)),
+    "five-queries": WINDOW.but(q_len=5, origin=(0, 0, 290, 0), batch=2),
+    "crop": WINDOW.but(q_len=70, kv_len=131, origin=(1, 0, 90, 7)),
+    "origin-by-batch": WINDOW.but(batch=2, q_len=70, origin=(0, 0, np.array([90, 210]), np.array([0, 5]))),
+    "short-keys": WINDOW.but(kv_len=5),
+    "whole-tiles": WINDOW.but(q_len=256, kv_len=256),
+    "everything": Case(None, None, {}, q_len=70, kv_len=130, dim=64, v_dim=24, tile=(32, 32)),
+    "empty-rows-and-sinks": Case("q > k & k > 20", None, {}, 1, 4, 2, 300, 300, 40, 24, tile=(48, 64),
+                                 sinks=(0.0, 1.0, -1.0, -math.inf)),
+    "softcap": Case("causal", "20 * tanh(score / 20)", dim=128, v_dim=64, tile=(50, 64)),
+    "all-kinds": ALL_KINDS,
+    "all-kinds-one-head": ALL_KINDS.but(heads=1, kv_heads=1, batch=1),
+    "slots": Case("q >= k & k % 7 != 3", "c * tanh(score / c) + a * sin(score)", {"c": 2.5, "a": 0.3}, heads=4, dim=16,
+                  v_dim=80),
+    "minus-infinity": Case("causal", "score + where(k % 3 == 0, -inf, 0.0) + log(x[k])", {"x": abs(normal(150))}),
+    "blocks-float64": Case("(q // w) == (k // w) | k % 3 == 0 & q > k + 7", "score + x[q, k] * score",
+                           {"w": 17, "x": normal(200, 200)}, 1, 2, 2, 200, 200, 40, 40, "float64"),
+    "bfloat16": WINDOW.but(dtype="bfloat16"),
+    "bfloat16-odd-sizes": ALL_KINDS.but(dtype="bfloat16", dim=40, v_dim=19),
+    "float16": WINDOW.but(dtype="float16", heads=1, kv_heads=1),
+    "dropout": Case("causal", None, {}, 2, 2, 1, 130, 130, rate=0.3, sinks=(0.5, -0.5)),
+    "dropout-bfloat16": Case("causal", "score * c", {"c": 0.9}, 2, 2, 1, 130, 130, rate=0.3, dtype="bfloat16"),
+    "dim-256": Case("causal", dim=256, v_dim=256, q_len=70, kv_len=70, tile=(32, 32)),
+    "dim-8": Case("causal", dim=8, v_dim=8, tile=(20, 16)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything the kernel is called with, and the gradients it should find, by name."""
+
+    args: tuple
+    want: dict
+    allowed: dict
+    options: dict
+    work: object
+
+
+TO = {"bfloat16": native_call.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
+
+
+def exact(x, dtype):
+    return native_call.from_bfloat16(x) if dtype == "bfloat16" else x
+
+
+def problem(case: Case) -> Problem:
+    draw = np.random.default_rng(1)
+    what = bind.subject(case.mask, case.score, case.params)
+    sizes = (case.q_len, case.kv_len, case.batch, case.heads)
+    work = bind.work(what, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
+    g = Geometry(
+        case.batch,
+        case.heads,
+        case.kv_heads,
+        case.q_len,
+        case.kv_len,
+        case.dim,
+        case.v_dim,
+        case.dim**-0.5,
+        case.origin,
+    )
+
+    def array(heads, length, dim):
+        return TO[case.dtype](draw.standard_normal((case.batch, heads, length, dim)))
+
+    q, k = array(case.heads, case.q_len, case.dim), array(case.kv_heads, case.kv_len, case.dim)
+    v, dout = array(case.kv_heads, case.kv_len, case.v_dim), array(case.heads, case.q_len, case.v_dim)
+    dlse = draw.standard_normal((case.batch, case.heads, case.q_len)) if case.with_dlse else None
+    drop = {} if case.rate is None else {SEED: 5, RATE: float(np.float32(case.rate))}
+    slots = {s.name: drop.get(s.source, work.slots[s.name]) for s in work.plan.slots}
+    options = dict(scale=g.scale, params={**what.scalars, **drop}, tables=what.tables, origin=case.origin)
+    if case.rate is not None:
+        seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
+        options |= {"kept": work.plan.kept, "rate": case.rate, "params": {**options["params"], **seed}}
+    if case.sinks is not None:
+        options["sinks"] = np.array(case.sinks)
+    wide = [np.asarray(exact(x, case.dtype), np.float64) for x in (q, k, v)]
+    m, s = what.exprs
+    out, lse = dense.attention(*wide, m, s, **options)
+    cotangents = np.asarray(exact(dout, case.dtype), np.float64), dlse
+    want = named(dense.gradients(*wide, m, s, *cotangents, **options))
+    allowed = {n: 3e-6 * max(1.0, np.abs(x).max()) for n, x in want.items()}
+    if case.dtype == "float64":
+        allowed = {n: 1e-13 * max(1.0, np.abs(x).max()) for n, x in want.items()}
+    if case.dtype in ("bfloat16", "float16"):
+
+        def rounded(x):
+            return exact(TO[case.dtype](np.asarray(x, np.float32)), case.dtype).astype(np.float32)
+
+        near = named(dense.gradients(*wide, m, s, *cotangents, **options, rounded=rounded))
+        allowed = {n: 2 * np.abs(near[n] - x).max() + 1e-6 for n, x in want.items()}
+    args = (work.plan, work.spans, g, q, k, v, TO[case.dtype](out.astype(np.float32)), lse, dout, dlse, slots)
+    if case.dtype == "float64":
+        args = (*args[:6], out, *args[7:])
+    args = (*args, work.tables, Target("cpp", *case.tile), case.dtype)
+    return Problem(args, want, allowed, {"sinks": options.get("sinks")}, work)
+
+
+def named(found):
+    return {n: found["d" + n] for n in "qkv"} | found["dtables"] | found["dscalars"]
+
+
+def folded(case: Case, made: Problem, found: dict) -> dict:
+    """Buffers of captured gradients, summed into their tables by the interpreter's own lookup."""
+    sources = {x.name: x.source for x in (*made.work.plan.slots, *made.work.plan.tables)}
+    result = {n: exact(found[n], case.dtype) for n in "qkv" if n in found}
+    for n, g in enumerate(derive.backward_of(made.work.plan).gradients):
+        if n not in found:
+            continue
+        name, buffer = sources[g.source], np.asarray(found[n], np.float64)
+        if not g.index:
+            buffer = buffer.sum()
+        elif g.over != "scatter":
+            buffer = spread(case, g, buffer, made)
+        result[name] = result.get(name, 0.0) + buffer
+    return result
+
+
+def spread(case: Case, g, buffer, made):
+    """Entry by entry: at the coordinates that its place in the buffer says, the index of the lookup."""
+    from frisket.dsl.evaluate import evaluate
+
+    table = np.zeros(np.shape(made.work.tables[g.source]))
+    env = dense.coordinates(case.batch, case.heads, case.q_len, case.kv_len, case.origin)
+    env |= {n: made.args[10][n] for n in made.args[10]}
+    if g.over == "diagonal":
+        q0, k0 = (np.asarray(x).reshape(-1, 1, 1) for x in case.origin[2:])
+        env["b"], env["h"] = env["b"][..., 0], env["h"][..., 0]
+        env["q"] = q0 + np.arange(case.q_len + case.kv_len - 1) - (case.kv_len - 1)
+        env["k"] = k0
+    else:
+        drop = {"head": (2, 2), "row": (3,), "column": (2,)}[g.over]
+        for axis in drop:
+            env = {n: x.take(0, axis) if np.ndim(x) > axis else x for n, x in env.items()}
+    index = [np.clip(evaluate(e, env, made.work.tables), 0, n - 1) for e, n in zip(g.index, table.shape, strict=True)]
+    np.add.at(table, tuple(np.broadcast_to(i, buffer.shape) for i in index), buffer)
+    return table
+
+
+def check(case: Case, made: Problem, found: dict) -> None:
+    near = folded(case, made, found)
+    for name, x in near.items():
+        worst = np.abs(np.asarray(x, np.float64) - made.want[name]).max()
+        assert worst <= made.allowed[name], f"{name}: off by {worst:.2e}, {made.allowed[name]:.2e} allowed"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    case = CASES[name]
+    made = problem(case)
+    found = native_call.backward(*made.args, **made.options)
+    assert set(folded(case, made, found)) == set(made.want)
+    check(case, made, found)
+    again = native_call.backward(*made.args, **made.options)
+    assert all(np.array_equal(found[n], again[n]) for n in found)  # bit for bit
+
+
+VARIANTS = [pytest.param(v, marks=pytest.mark.slow) for v in ("avx512", "avx2", "scalar")]
+
+
+@pytest.mark.parametrize("name", ["all-kinds", "bfloat16-odd-sizes", "minus-infinity", "dropout", "blocks-float64"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(variant, name):
+    _variant(variant, name)
+
+
+@pytest.mark.parametrize(("variant", "name"), [("avx2", "all-kinds"), ("scalar", "window")])
+def test_a_kernel_of_other_vectors(variant, name):
+    _variant(variant, name)
+
+
+def _variant(variant, name):
+    if why := native_cpu.lacking(variant):
+        pytest.skip(why)
+    made = problem(CASES[name])
+    check(CASES[name], made, native_call.backward(*made.args, **made.options, variant=variant))
+
+
+@pytest.mark.parametrize("threads", [1, 3, 16])
+def test_threads(threads):
+    """Cut into parts or not: right, and the same bits every time."""
+    for name in ("one-head", "all-kinds-one-head", "window"):
+        made = problem(CASES[name])
+        found = native_call.backward(*made.args, **made.options, threads=threads)
+        check(CASES[name], made, found)
+        for _ in range(3):
+            again = native_call.backward(*made.args, **made.options, threads=threads)
+            assert all(np.array_equal(found[n], again[n]) for n in found)
+
+
+@pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"q", "v"}, {"v", 2}, {0, 1, 4}])
+def test_wanted(wanted):
+    """What is not wanted is left out, and changes nothing."""
+    case = CASES["all-kinds"]
+    made = problem(case)
+    whole = native_call.backward(*made.args, **made.options)
+    found = native_call.backward(*made.args, **made.options, wanted=wanted)
+    assert set(found) == wanted
+    assert all(np.array_equal(found[n], whole[n]) for n in wanted)
+
+
+def test_strides():
+    """Rows' entries are neighbours, everything else may lie anywhere."""
+    case = WINDOW
+    made = problem(case)
+    plain = native_call.backward(*made.args, **made.options)
+    args = list(made.args)
+    for i in (3, 4, 5, 6, 8):
+        x = args[i]
+        wide = np.full((x.shape[2], x.shape[0], x.shape[1], x.shape[3] + 3), np.nan, x.dtype)
+        wide[..., 2:-1] = x.transpose(2, 0, 1, 3)
+        args[i] = wide.transpose(1, 2, 0, 3)[..., 2:-1]
+        assert args[i].strides[3] == x.itemsize
+    found = native_call.backward(*args, **made.options)
+    assert all(np.array_equal(found[n], plain[n]) for n in plain)
+
+
+@pytest.mark.parametrize("name", ["window", "bfloat16", "whole-tiles"])
+def test_nan_where_nobody_looks(name):
+    """NaN and infinity in keys and values that a row does not see leave its gradients alone, and the other way round."""
+    case = CASES[name]
+    made = problem(case)
+    plain = native_call.backward(*made.args, **made.options)
+    args = [np.array(x) if isinstance(x, np.ndarray) else x for x in made.args]
+    bad = [TO[case.dtype](np.full(1, x)) for x in (np.nan, np.inf)]
+    for i, x in ((4, bad[0]), (5, bad[1])):  # the last key: only the last row sees it
+        args[i][:, :, -1] = x
+    found = native_call.backward(*args, **made.options)
+    seen = case.kv_len - 1 if case.q_len == case.kv_len else None
+    assert np.array_equal(found["q"][:, :, :seen], plain["q"][:, :, :seen])
+    assert np.array_equal(found["k"][:, :, :150], plain["k"][:, :, :150])
+    args = [np.array(x) if isinstance(x, np.ndarray) else x for x in made.args]
+    args[3][:, :, 0], args[8][:, :, 1] = bad[1], bad[0]  # the first queries see the first keys alone
+    found = native_call.backward(*args, **made.options)
+    assert np.array_equal(found["q"][:, :, 2:], plain["q"][:, :, 2:])
+    for n in "kv":
+        assert np.array_equal(found[n][:, :, 2:], plain[n][:, :, 2:])
+        assert np.isnan(exact(found[n][:, :, :2], case.dtype)).any()
+
+
+def test_text(golden):
+    """What the plan says of itself in the source."""
+    work = bind.work(
+        bind.subject("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
+        64, 64, 1, 2, (64, 64), proofs=True,
+    )  # fmt: skip
+    kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), 64, 64, "float32")
+    golden("cpp_backward_relative_bias.cpp", kernel.expressions())
