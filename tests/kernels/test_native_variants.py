@@ -1,0 +1,144 @@
+"""The native kernels built for other processors, by other compilers and under sanitizers: one matrix of cases."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from functools import cache
+
+import numpy as np
+import pytest
+from support.attention_cases import CASES, Case, causal
+from support.native_image import Problem, flags_of, here, program
+
+from frisket.runtime import native_build, native_cpu
+
+pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
+
+MORE = {
+    "plain": (Case(causal, heads=4, kv_heads=2), {"sinks": True, "dropout": 0.25}),
+    "bfloat16": (Case(causal, dtype="bfloat16", dim=64, v_dim=64), {}),
+    "float16": (Case(causal, dtype="float16", dim=64, v_dim=40), {}),
+    "float64": (CASES["softcap"].but(dtype="float64"), {"sinks": True, "dropout": 0.5}),
+    "odd sizes": (Case(causal, dim=72, v_dim=24, q_len=77, kv_len=91), {}),
+    "wide": (Case(causal, dim=256, v_dim=256, q_len=70, kv_len=130), {}),
+    "many threads": (Case(causal, heads=8, kv_heads=1, q_len=260, kv_len=260), {"sinks": True}),
+}
+MATRIX = {name: (case, {}) for name, case in CASES.items()} | MORE
+SLICE = ("relative-bias", "plain", "bfloat16")  # of every run; all of them in the slow tier
+HERE = [v for v in native_cpu.VARIANTS if not native_cpu.lacking(v) and v != "native"]
+
+
+@cache
+def problem(name):
+    case, more = MATRIX[name]
+    return Problem(case, **more)
+
+
+def check(name, runner):
+    found = problem(name).run(runner)
+    problem(name).check(found)
+    for array in found.values():  # the parts the oracle has no name for are finite at least
+        assert not np.isnan(array.astype(np.float64)).any()
+
+
+def both(names):
+    """A slice in every run, the rest when asked."""
+    return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in MATRIX]
+
+
+@pytest.mark.parametrize("name", both(SLICE[:1]))
+@pytest.mark.parametrize("variant", HERE)
+def test_variants(variant, name):
+    check(name, here(variant))
+
+
+def test_half_precision_without_its_instructions():
+    for variant in HERE:
+        if variant in ("avx512", "avx2"):
+            problem("bfloat16").check(problem("bfloat16").run(here(variant), backward=False))
+
+
+def missing(*programs):
+    absent = [p for p in programs if not shutil.which(p)]
+    return pytest.mark.skipif(bool(absent), reason=f"left out: no {', '.join(absent)} here")
+
+
+ARM = ("aarch64-linux-gnu-g++",)
+
+
+@missing(*ARM, "qemu-aarch64-static")
+@pytest.mark.parametrize("name", both(SLICE))
+def test_neon(name, tmp_path):
+    check(name, program(tmp_path, ARM, ("-O3", "-static", *flags_of("neon")), ("qemu-aarch64-static",)))
+
+
+@missing("clang++")
+@pytest.mark.parametrize("name", both(("relative-bias",)))
+def test_clang(name, tmp_path):
+    check(name, program(tmp_path, ("clang++",), ("-O3", "-march=native")))
+
+
+SANITIZERS = {
+    "address": ("-fsanitize=address",),
+    "undefined": ("-fsanitize=undefined", "-fno-sanitize-recover=all"),
+    "thread": ("-fsanitize=thread",),
+}
+
+
+@pytest.mark.parametrize("name", both(("plain",)))
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_sanitizers(sanitizer, name, tmp_path):
+    flags = ("-O1", "-g1", "-march=native", *SANITIZERS[sanitizer])
+    check(name, program(tmp_path, native_build.compiler(), flags, threads=4))
+
+
+def test_a_sanitizer_sees_a_wrong_kernel(tmp_path):
+    wrong = Problem(CASES["causal"])
+    wrong.spans.count[:] += 1  # a record that is not there
+    wrong.spans.bounds[..., 3] += 1  # and a tile of keys behind the last
+    with pytest.raises(AssertionError, match=r"AddressSanitizer: heap-buffer-overflow"):
+        wrong.run(program(tmp_path, native_build.compiler(), ("-O1", "-fsanitize=address")), backward=False)
+
+
+# -- what was built ---------------------------------------------------------------------------------
+
+KINDS = ["forward", pytest.param("backward", marks=pytest.mark.slow)]
+WANTED = {
+    "avx512bf16": (("vfmadd\\d*ps .*%zmm",), ()),
+    "avx512": (("vfmadd\\d*ps .*%zmm",), ("vdpbf16ps",)),
+    "avx2": (("vfmadd\\d*ps .*%ymm",), ("%zmm",)),
+    "scalar": (("mulss ",), ("vfn?madd\\d*p[sd]", "mulp[sd]", "%[yz]mm")),
+}
+
+
+def disassembled(library, objdump="objdump"):
+    return subprocess.run([objdump, "-d", library], capture_output=True, text=True, check=True).stdout
+
+
+@missing("objdump")
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("variant", [v for v in WANTED if v in HERE])
+def test_the_instructions(variant, kind):
+    text = disassembled(native_build.library(problem("relative-bias").source(kind), variant)._name)
+    there, absent = WANTED[variant]
+    assert all(re.search(x, text) for x in there)
+    assert not any(re.search(x, text) for x in absent)
+
+
+@missing("objdump")
+@pytest.mark.skipif("avx512bf16" not in HERE, reason="left out: this CPU has no bfloat16 instructions")
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_uses_its_instructions(kind):
+    text = disassembled(native_build.library(problem("bfloat16").source(kind), "avx512bf16")._name)
+    assert re.search("vdpbf16ps .*%zmm", text)
+
+
+@missing(*ARM, "aarch64-linux-gnu-objdump")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_instructions_of_neon(kind, tmp_path):
+    source, made = tmp_path / "kernel.cpp", tmp_path / "kernel.o"
+    source.write_text(problem("relative-bias").source(kind))
+    subprocess.run([*ARM, *native_build.FLAGS, *flags_of("neon"), "-c", "-o", made, source], check=True)
+    assert re.search(r"fmla\tv\d+\.4s", disassembled(made, "aarch64-linux-gnu-objdump"))
