@@ -19,7 +19,7 @@ from .xla_walk import Body, bodies
 Ints: TypeAlias = NDArray[np.integer[Any]]
 STEP_COST = 96.0  # tokens of key length that one more step of a loop is worth
 WIDEST = 512  # tokens of key length beyond which a step gains nothing and leaves the cache
-CELLS = 2**20  # scores that one step may hold; few queries take more keys, many heads take turns
+CELLS = 2**20  # scores, and numbers of K, that one step may hold; few queries take more keys, many heads take turns
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,14 @@ def schedule(spans: Spans | DeviceSpans, geometry: Geometry, block: tuple[int, i
     """Spans as chunks of few widths."""
     g, (block_q, block_k) = geometry, block
     block_q = min(block_q, g.q_len)
-    (batches, heads), slices, places = _sharing(spans.slice_of, g.heads // g.kv_heads, CELLS // (block_q * WIDEST))
+    group = g.heads // g.kv_heads
+    (batches, heads), slices, places = _sharing(spans.slice_of, group, CELLS // (block_q * WIDEST))
     if isinstance(spans, DeviceSpans):  # two bodies whatever the spans hold
         records = spans.bounds[slices]
         listed = (records.reshape(-1, *records.shape[2:]),)
         return Schedule(bodies(g.kv_len), batches, heads, _rows(places, records.shape[1]), listed, ())
-    widest = max(WIDEST, CELLS // (block_q * batches * heads))
+    shared = batches * max(1, heads // group)
+    widest = max(WIDEST, min(CELLS // (block_q * batches * heads), CELLS // (shared * g.head_dim)))
     rows = _rows(places, spans.bounds.shape[1])
     records = spans.bounds[slices].reshape(-1, *spans.bounds.shape[2:])
     used = np.arange(records.shape[1]) < spans.count[slices].reshape(-1, 1)
