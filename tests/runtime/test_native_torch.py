@@ -1,0 +1,171 @@
+"""The native kernels on torch tensors: strides, tables, what is kept between calls; the rest is kernels' own tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from support.attention_cases import CASES
+from support.native_image import Problem
+
+from frisket.lowering.plan import Target
+from frisket.runtime import native_build, native_torch
+
+pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
+
+
+class Run:
+    """A problem on tensors."""
+
+    def __init__(self, name: str, **changes) -> None:
+        self.problem = p = Problem(CASES[name].but(**changes))
+        self.q, self.k, self.v, self.dout = (torch.from_numpy(x) for x in (p.q, p.k, p.v, p.dout))
+        self.tables = {n: torch.from_numpy(np.array(t)) for n, t in p.plan.table_values(p.case.tables).items()}
+        self.slots = p.plan.slot_values(p.params)
+        self.target = Target("cpp", *p.case.block)
+
+    def forward(self, **options):
+        p = self.problem
+        return native_torch.forward(
+            p.plan, p.spans, p.g, self.q, self.k, self.v, self.slots, self.tables, self.target, **options
+        )
+
+    def backward(self, out, lse, wanted="qkv", dlse=True, dout=None):
+        p = self.problem
+        cotangent = torch.where(lse.isfinite(), torch.from_numpy(p.dlse), 0.0) if dlse else None
+        dout = self.dout if dout is None else dout
+        return native_torch.backward(
+            p.plan, p.spans, p.g, self.q, self.k, self.v, out, lse, dout, cotangent, self.slots, self.tables,
+            self.target, wanted=frozenset(wanted),
+        )  # fmt: skip
+
+    def check(self, backward: bool = True) -> None:
+        out, lse, top = self.forward()
+        found = {f"d{n}": x.numpy() for n, x in self.backward(out, lse).items()} if backward else {}
+        self.problem.check({"out": out.numpy(), "lse": lse.numpy(), "top": top.numpy(), **found})
+
+
+STRIDES = {
+    "as they are": lambda x: x,
+    "rows of heads": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "part of a larger one": lambda x: torch.cat([x, x, x], -1)[..., x.shape[-1] : 2 * x.shape[-1]],
+    "every other row": lambda x: torch.stack([x, x + 1], 3).flatten(2, 3)[:, :, ::2],
+    "columns": lambda x: x.mT.contiguous().mT,
+    "backwards in memory": lambda x: x.flip(2).contiguous().flip(2),
+}
+
+
+@pytest.mark.parametrize("change", STRIDES)
+def test_any_strides(change):
+    run = Run("causal")
+    run.q, run.k, run.v, run.dout = (STRIDES[change](x) for x in (run.q, run.k, run.v, run.dout))
+    run.check()
+
+
+def test_one_row_for_all():
+    """Expanded tensors have strides of 0."""
+    run = Run("causal")
+    out, lse, _ = run.forward()
+    run.dout = torch.ones(()).expand(run.dout.shape)
+    one = run.backward(out, lse, dlse=False)
+    run.dout = torch.ones(run.dout.shape)
+    two = run.backward(out, lse, dlse=False)
+    assert all(torch.equal(one[n], two[n]) for n in "qkv")
+    heads = run.k[:, :1].expand(run.k.shape)
+    run.k = heads
+    shared = run.forward()[0]
+    run.k = heads.contiguous()
+    assert torch.equal(shared, run.forward()[0])
+
+
+@pytest.mark.parametrize("name", ["relation", "bool-table", "relative-bias", "switch", "origin-by-batch"])
+def test_tables_and_origins(name):
+    Run(name).check(backward=name in ("relative-bias", "origin-by-batch"))
+
+
+def test_tables_of_any_strides_and_types():
+    run = Run("bias-plane")
+    want = run.forward()[0]
+    (table,) = run.tables.values()
+    for other in (table.double(), table.mT.contiguous().mT, torch.stack([table, table], -1)[..., 0]):
+        run.tables = dict.fromkeys(run.tables, other)
+        assert torch.equal(run.forward()[0], want)
+
+
+def test_a_converted_table_that_is_written_to():
+    run = Run("alibi")
+    (name,) = run.tables
+    run.tables[name] = given = run.tables[name].double()
+    before = run.forward()[0]
+    assert torch.equal(run.forward()[0], before)
+    given.mul_(3)
+    assert not torch.equal(run.forward()[0], before)
+    given.div_(3)
+    assert torch.equal(run.forward()[0], before)
+
+
+def test_slots_of_a_call():
+    run = Run("window")
+    narrow = run.forward()[1]
+    run.slots = {n: 300 if x == 40 else x for n, x in run.slots.items()}
+    assert not torch.equal(run.forward()[1], narrow)
+
+
+def test_only_what_is_asked_for():
+    run = Run("relative-bias")
+    out, lse, top = run.forward(top=False)
+    assert top is None
+    found = run.backward(out, lse, wanted=["q", "t0"])
+    assert set(found) == {"q", "t0"}
+    assert found["t0"].shape == run.tables["t0"].shape
+    everything = run.backward(out, lse, wanted=["q", "k", "v", "t0"])
+    assert all(torch.equal(everything[n], found[n]) for n in found)
+    assert run.backward(out, lse, wanted=[]) == {}
+
+
+def test_records_keep_plans_and_are_few():
+    native_torch._records.clear()
+    run = Run("causal")
+    run.forward()
+    (made,) = native_torch._records.values()
+    run.forward()
+    assert list(native_torch._records.values()) == [made]
+    copies = [dataclasses.replace(run.problem.spans) for _ in range(native_torch.KEPT + 5)]
+    for run.problem.spans in copies:
+        run.forward()
+    assert len(native_torch._records) == native_torch.KEPT
+
+
+def test_nothing_of_a_call_is_kept():
+    run = Run("causal")
+    q = run.q = run.q.clone()
+    out = run.forward()[0]
+    alive = weakref.ref(q), weakref.ref(out)
+    del q, out, run
+    gc.collect()
+    assert [x() for x in alive] == [None, None]
+
+
+def test_several_threads_with_one_record():
+    run, failures = Run("window"), []
+    slots = [{n: w if x == 40 else x for n, x in run.slots.items()} for w in (3, 40, 90, 300)]
+
+    def forward(given) -> torch.Tensor:
+        p = run.problem
+        rest = run.q, run.k, run.v, given, run.tables, run.target
+        return native_torch.forward(p.plan, p.spans, p.g, *rest)[0]
+
+    def many(given, want) -> None:
+        failures.extend(given for _ in range(20) if not torch.equal(forward(given), want))
+
+    threads = [threading.Thread(target=many, args=(x, forward(x))) for x in slots]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures
