@@ -24,6 +24,7 @@ from .plan import Geometry, LoopPlan, Spans, Target
 
 Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again
+PARTS = 8  # arrays of sums at most
 
 
 def backward(
@@ -82,21 +83,21 @@ class _Backward(Tiles):
         self.delta = (self.dout * self.out).sum(-1)
         if dlse is not None:
             self.delta -= self.grouped(dlse.to(self.dtype))
+        self.delta.masked_fill_(self.lse == -math.inf, 0.0)  # whatever came for a row that sees nothing
         # A row that sees nothing: exp2(-inf - 0) is 0.
         self.base = torch.where(self.lse == -math.inf, 0.0, self.lse * LOG2E)
         # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
         self.plain_k = self.k.nan_to_num(0.0, 0.0, 0.0) if self.careful else self.k
         self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
         total = self._zeros()
-        lanes = self._lanes(total, fusible_too=dlse is None and bool(wanted & {"q", "k", "v"}))
+        lanes = self._lanes(total, fusible_too=dlse is None and not self.careful and bool(wanted & {"q", "k", "v"}))
         if total.captured.scattered:  # one array of the table's shape, however large: one thread after the other
             for lane in lanes:
                 self._walk(lane)
         else:
             spread(self._walk, list(lanes))
-        for lane in lanes:
-            if lane.sums is not total:
-                self._add_sums(total, lane.sums)
+        for part in {id(lane.sums): lane.sums for lane in lanes if lane.sums is not total}.values():
+            self._add_sums(total, part)
         found = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
         return {
             **{n: x.to(self.given) for n, x in found.items() if x is not None},
@@ -128,16 +129,15 @@ class _Backward(Tiles):
         cells = sum(s.width * s.height * s.count * m.count * (m.last - m.first) for s, m in rows)
         budget = min(BUDGET, max(BUDGET >> 3, cells // 16))
         heads = g.batch * g.kv_heads
+        parts = 1 if heads >= threads else min(PARTS, -(-2 * threads // heads))
+        sums = [total, *(self._zeros() for _ in range(parts - 1))]
         found = []
         for lane in shares(heads, -(-heads // (2 * threads))):
             blocks = [
                 block for step, member in rows for some in _within(member, lane, g.kv_heads)
                 for block in cut(step, some, budget)
             ]  # fmt: skip
-            if heads >= threads:
-                found.append(_Lane(blocks, total))
-            else:
-                found += [_Lane(some, self._zeros()) for some in _even(blocks, 2 * threads)]
+            found += [_Lane(some, sums[i]) for i, some in enumerate(_even(blocks, parts))]
         return [x for x in found if x.blocks]
 
     def _fused(self, part: Fused, members: list[Heads], total: _Sums) -> None:

@@ -232,6 +232,20 @@ def test_gradients_and_tables_of_any_strides():
     both.check()
 
 
+def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
+    both = Both(CASES["empty-rows"])
+    both.ours()
+    empty = both.lse == -math.inf
+    assert empty.any()
+    both.dlse = torch.where(empty, math.nan, both.dlse)
+    got = aten_backward.backward(
+        both.plan, both.spans, both.g, *both.qkv, both.out, both.lse, both.dout, both.dlse, both.slots,
+        both.tables, Target("aten", *both.case.block), wanted=both.everything,
+    )  # fmt: skip
+    assert all(x.isfinite().all() for x in got.values())
+    assert (got["q"][empty] == 0).all()
+
+
 @pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"t0"}, {"q", "t0"}, set()])
 def test_only_what_is_wanted(wanted):
     Both(MODS["by column, gqa"], wanted=frozenset(wanted)).check()
@@ -254,6 +268,48 @@ def test_masked_positions_never_contribute():
         dirty.qkv[1][:, :, case.q_len :] = poison  # keys that no query sees
         for mine, right in zip(dirty.ours().values(), clean.ours().values(), strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_query_before_a_bad_key_keeps_its_gradient():
+    clean, dirty = Both(HARD["triangle"], dlse=False), Both(HARD["triangle"], dlse=False)
+    dirty.qkv[1][:, :, 650:] = math.nan
+    for mine, right in zip((dirty.ours()["q"], dirty.out), (clean.ours()["q"], clean.out), strict=True):
+        torch.testing.assert_close(mine[:, :, :650], right[:, :, :650], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["by row, clamped", "learned softcap", "by column, gqa"])
+def test_gradcheck(name):
+    case = MODS[name].but(q_len=7, kv_len=9, dim=3, v_dim=2, block=(4, 4), dtype="float64")
+    both = Both(case)
+    names = sorted(both.everything)
+    spans = grids(case)
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def run(given):
+            slots = {n: float(given.get(n, x)) if isinstance(x, float) else x for n, x in both.slots.items()}
+            tables = {n: given.get(n, x) for n, x in both.tables.items()}
+            return (slots, tables, Target("aten", 4, 4))
+
+        @staticmethod
+        def forward(ctx, *arrays):
+            given = ctx.arrays = dict(zip(names, arrays, strict=True))
+            qkv = [given[n] for n in "qkv"]
+            ctx.results = aten.forward(both.plan, spans, both.g, *qkv, *Attention.run(given))[:2]
+            return ctx.results
+
+        @staticmethod
+        def backward(ctx, dout, dlse):
+            qkv = [ctx.arrays[n] for n in "qkv"]
+            got = aten_backward.backward(
+                both.plan, spans, both.g, *qkv, *ctx.results, dout, dlse, *Attention.run(ctx.arrays),
+                wanted=frozenset(names),
+            )  # fmt: skip
+            return tuple(got[n] for n in names)
+
+    arrays = {**dict(zip("qkv", both.qkv)), **{n: t.double() for n, t in both.tables.items()}}
+    arrays |= {n: torch.tensor(x, dtype=torch.float64) for n, x in both.slots.items() if isinstance(x, float)}
+    torch.autograd.gradcheck(Attention.apply, [arrays[n].requires_grad_() for n in names], fast_mode=True)
 
 
 def test_rows_in_parts(monkeypatch):
