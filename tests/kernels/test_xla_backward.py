@@ -1,5 +1,6 @@
 """The XLA executor's gradients against the interpreter's, over every mask and score mod."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, function, h, k, q, score, where
 from frisket.dsl.types import FLOAT, INT
-from frisket.lowering import dense, xla, xla_backward
+from frisket.lowering import dense, xla_backward, xla_schedule
 from frisket.lowering.derive import backward_of
-from frisket.lowering.plan import RATE, SEED, Target
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import RATE, SEED, Spans, Target, make_plan
 
 draw = np.random.default_rng(11)
 
@@ -50,45 +52,51 @@ LEARNED = {
     ),
 }  # fmt: skip
 ALL = {**CASES, **LEARNED}
+QUICK = (
+    "documents-by-batch", "gqa", "v-wider", "empty-rows", "nothing", "short-keys", "crop", "softcap", "masked-nan",
+    "visible-minus-inf", *LEARNED,
+)  # fmt: skip
 
 
-def run(case, made=None, sinks=None, with_lse=True, wanted=None, rate=None):
+def run(case, made=None, sinks=None, with_lse=True, wanted=None, rate=None, spans=None):
     """{name: gradient} of the executor, and of the interpreter."""
     made = made or cases.plan(case)
     drop = {} if rate is None else {SEED: 5, RATE: rate}
     slots, tables = made.slot_values({**case.slots, **drop}), cases.tables(case, made)
-    args = made, cases.spans(case), cases.geometry(case), *cases.arrays(case)
-    target, dtype = Target("xla", *case.block), args[3].dtype
-    sinks_ = None if sinks is None else jnp.asarray(sinks)
-    out, lse, _ = xla.forward(*args, slots, tables, target, sinks=sinks_)
-    random = np.random.default_rng(2)
-    dout = jnp.asarray(random.standard_normal(out.shape), dtype)
-    dlse = jnp.asarray(random.standard_normal(lse.shape), lse.dtype) if with_lse else None
+    args = made, spans or cases.spans(case), cases.geometry(case), *cases.arrays(case)
+    given = options(case, made, sinks, drop)
+    out, lse = dense.attention(*map(turned, args[3:]), case.mask, case.score, **given)
+    random, real = np.random.default_rng(2), jnp.float64 if case.dtype == "float64" else jnp.float32
+    dout = jnp.asarray(random.standard_normal(out.shape).transpose(0, 2, 1, 3), case.dtype)
+    dlse = jnp.asarray(random.standard_normal(lse.shape), real) if with_lse else None
     wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)} if wanted is None else wanted
     got = xla_backward.backward(
-        *args, out, lse, dout, dlse, slots, tables, target, wanted=frozenset(wanted), sinks=sinks_
-    )
-    assert got.keys() == set(wanted)
-    return got, oracle(case, made, dout, dlse, sinks, drop)
-
-
-def oracle(case, made, dout, dlse, sinks, drop):
-    def turned(x):
-        return np.asarray(x, np.float64).transpose(0, 2, 1, 3)
-
-    found = dense.gradients(
-        *map(turned, cases.arrays(case)), case.mask, case.score, turned(dout), dlse, scale=case.dim**-0.5,
-        params={**case.slots, **drop}, tables=case.tables, origin=case.origin, sizes=case.sizes, sinks=sinks,
-        kept=None if made.kept is None else users(made), rate=drop.get(RATE, 0.0),
+        *args, jnp.asarray(out.transpose(0, 2, 1, 3), case.dtype), jnp.asarray(lse, real), dout, dlse, slots, tables,
+        Target("xla", *case.block), wanted=frozenset(wanted), sinks=None if sinks is None else jnp.asarray(sinks),
     )  # fmt: skip
+    assert got.keys() == set(wanted)
+    return got, oracle(case, made, dout, dlse, given)
+
+
+def turned(x):
+    return np.asarray(x, np.float64).transpose(0, 2, 1, 3)
+
+
+def options(case, made, sinks, drop):
+    kept = made.kept
+    if kept is not None:  # in the user's names
+        kept = ir.renamed(kept, {s.name: s.source for s in made.slots if s.source in (SEED, RATE)})
+    return {
+        "scale": case.dim**-0.5, "params": {**case.slots, **drop}, "tables": case.tables, "origin": case.origin,
+        "sizes": case.sizes, "sinks": sinks, "kept": kept, "rate": drop.get(RATE, 0.0),
+    }  # fmt: skip
+
+
+def oracle(case, made, dout, dlse, given):
+    found = dense.gradients(*map(turned, cases.arrays(case)), case.mask, case.score, turned(dout), dlse, **given)
     wanted = {n: found["d" + n].transpose(0, 2, 1, 3) for n in "qkv"}
     wanted |= {t.name: found["dtables"][t.source] for t in made.tables if t.source in found["dtables"]}
     return wanted | {s.name: found["dscalars"][s.source] for s in made.slots if s.source in found["dscalars"]}
-
-
-def users(made):
-    """`plan.kept` in the user's names."""
-    return ir.renamed(made.kept, {s.name: s.source for s in made.slots if s.source in (SEED, RATE)})
 
 
 def compare(got, want, tolerance=2e-5):
@@ -99,6 +107,75 @@ def compare(got, want, tolerance=2e-5):
         np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=tolerance * size, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALL])
 def test_every_case(name):
     compare(*run(ALL[name]))
+
+
+@pytest.mark.parametrize("name", ["window", "empty-rows", "by-diagonal"])
+def test_sinks_dropout_and_short_chunks(name, monkeypatch):
+    """Full chunks without the predicate, partial ones, one head at a time."""
+    monkeypatch.setattr(xla_schedule, "WIDEST", 64)
+    monkeypatch.setattr(xla_schedule, "CELLS", 64 * 64)
+    case = ALL[name].but(block=(32, 32))
+    made = make_plan(
+        case.mask, case.score, limits=dict.fromkeys((*ir.COORDINATES, *case.tables), 2.0**14), dropout=True
+    )
+    compare(*run(case, made, sinks=np.array([0.5, -np.inf], np.float32), rate=0.3, with_lse=name == "window"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype):
+    got, want = run(LEARNED["by-column"].but(dtype=dtype))
+    assert {got[n].dtype for n in "qkv"} == {jnp.dtype(dtype)}
+    assert got["t0"].dtype == jnp.float32
+    compare(got, want, 2e-2 if dtype == "bfloat16" else 4e-3)
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        got, want = run(LEARNED["scalar-twice"].but(dtype="float64"))
+        assert {x.dtype for x in got.values()} == {jnp.dtype("float64")}
+        compare(got, want, 1e-13)
+
+
+def test_new_values_compile_nothing_and_repeat_bit_for_bit():
+    xla_backward._compiled.cache_clear()
+    case = LEARNED["nested"]
+    first, _ = run(case)
+    again, _ = run(case)
+    run(case.but(tables={**case.tables, "doc": np.roll(cases.DOC, 2)}))
+    assert (xla_backward._compiled.cache_info().misses, xla_backward._compiled.cache_info().hits) == (1, 2)
+    assert all((np.asarray(first[n]) == np.asarray(again[n])).all() for n in first)
+
+
+def test_spans_on_the_device():
+    case = CASES["documents-by-batch"]
+    host = cases.spans(case)
+    spans = DeviceSpans(jnp.asarray(host.bounds), jnp.asarray(host.count), None, host.slice_of)
+    compare(*run(case, spans=spans))
+
+
+def temporaries(length):
+    """Bytes that the backward of a window holds beside its inputs and outputs."""
+    case = Case(causal & (q - k < 300), q_len=length, kv_len=length, heads=4, kv_heads=4)
+    tiles = np.arange(length // 256)
+    bounds = np.stack([np.maximum(tiles - 2, 0), tiles + 1, tiles + 1, tiles + 1], 1)[None, :, None]
+    spans = Spans(bounds.astype(np.int32), np.ones((1, len(tiles)), np.int32), np.zeros((1, 4), np.int32))
+    made, target = cases.plan(case), Target("xla", 256, 256)
+
+    def call(q, k, v, out, lse):
+        return xla_backward.backward(
+            made, spans, cases.geometry(case), q, k, v, out, lse, out, None, cases.slots(case, made), {}, target,
+            wanted=frozenset("qkv"),
+        )  # fmt: skip
+
+    arrays = [jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)] * 4
+    compiled = jax.jit(call).lower(*arrays, jax.ShapeDtypeStruct((1, 4, length), jnp.float32)).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_memory_grows_with_the_keys_alone():
+    """float32 dk and dv as they are summed, and tiles; no scores, and nothing twice."""
+    short, long = temporaries(2048), temporaries(8192)
+    assert long - short < 2.2 * (8192 - 2048) * 4 * 32 * 4
