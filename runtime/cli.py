@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     add_plot(command("plot", plot, "a picture, or a page to zoom into and ask", subject, sizes))
     command("check", check, "what runs here against the float64 interpreter", subject, sizes)
     emit = command("emit", commands.emit, "the source text of the kernel", subject, sizes)
-    emit.add_argument("--backend", required=True, help="triton or pallas-tpu")
+    emit.add_argument("--backend", required=True, help="cpp, triton or pallas-tpu")
     emit.add_argument("--head-dim", type=positive, default=64)
     emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
     add_run(command("run", run, "attention over packed files, timed and checked", subject))

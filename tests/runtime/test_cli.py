@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from frisket.runtime import native_build, native_cpu
 from frisket.runtime.cli import main
 
 
@@ -272,6 +273,30 @@ def test_doctor(run):
     assert status == 0
     assert "backends  aten               runs here\n" in out
     assert "FRISKET_BACKEND" in out
+
+
+@pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
+def test_doctor_on_native_kernels(run, monkeypatch, tmp_path):
+    def native():
+        return json.loads(run("doctor", "--json")[1])["native"]
+
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
+    found = native()
+    assert list(found) == ["compiler", "cpu", "cache"]
+    command = native_build.compiler()
+    assert found["compiler"] == f"{' '.join(command)}: {native_build.compiler_version(command)}"
+    assert found["cpu"] in native_cpu.VARIANTS
+    assert found["cache"].startswith(f"{tmp_path}/native, ")
+    monkeypatch.setenv("FRISKET_BACKEND", "library")
+    assert native()["off"] == "FRISKET_BACKEND is library"
+    monkeypatch.delenv("FRISKET_BACKEND")
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path / "file"))
+    assert native()["cache"].endswith(f"kernels; {tmp_path}/file/native cannot be written to")
+    monkeypatch.setenv("CXX", str(tmp_path / "file"))
+    assert native() == {"off": f"no C++ compiler: CXX is '{tmp_path}/file', which is not there"}
+    assert "native    off                no C++ compiler: CXX is" in run("doctor")[1]
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
