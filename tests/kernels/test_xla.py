@@ -10,8 +10,8 @@ from support.attention_cases import CASES, Case, causal
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.sugar import k, q
-from frisket.lowering import xla, xla_schedule
-from frisket.lowering.plan import Spans, Target, make_plan
+from frisket.lowering import dense, xla, xla_schedule
+from frisket.lowering.plan import RATE, SEED, Spans, Target, make_plan
 
 
 def run(case, made=None, **changes):
@@ -67,6 +67,42 @@ def test_a_loop_over_chunks(name, monkeypatch):
 def schedule(name):
     case = CASES[name]
     return xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)
+
+
+@pytest.mark.parametrize("name", ["gqa", "empty-rows", "softcap", "visible-minus-inf"])
+def test_sinks_dropout_and_the_largest_scores(name):
+    case, rate = CASES[name], 0.25
+    sinks = np.array([0.5, -np.inf, 3.0, -1.0, 0.0, 80.0], np.float32)[: case.heads]
+    limits = dict.fromkeys(ir.COORDINATES, 2.0**14)
+    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    drop = {SEED: 7, RATE: rate}
+    out, lse, top = xla.forward(
+        made, cases.spans(case), cases.geometry(case), *cases.arrays(case), made.slot_values(drop), {},
+        Target("xla", *case.block), sinks=jnp.asarray(sinks),
+    )  # fmt: skip
+    arrays = [np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
+    kept = ir.renamed(made.kept, {s.name: s.source for s in made.slots if s.source})
+    given = {"scale": case.dim**-0.5, "params": drop, "tables": {}}
+    want = dense.attention(*arrays, case.mask, case.score, sinks=sinks, kept=kept, rate=rate, **given)
+    np.testing.assert_allclose(np.asarray(out).transpose(0, 2, 1, 3), want[0], atol=2e-6)
+    np.testing.assert_allclose(lse, want[1], atol=2e-6, rtol=2e-6)
+    np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **given), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1])
+def test_few_queries_take_wide_chunks(kv_heads):
+    last = {"origin": (0, 0, 4090, 0), "sizes": (2, 8, 4096, 4096)}
+    case = Case(causal & (q - k < 3900), q_len=3, kv_len=4096, batch=2, heads=8, kv_heads=kv_heads, **last)
+    work = xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)
+    assert [b.width for b in work.bodies] == [1984 if kv_heads == 8 else 3968]
+    cases.check(case, *run(case))
+
+
+def test_many_heads_take_turns():
+    case = CASES["gqa"].but(q_len=300, kv_len=300, heads=24, kv_heads=8, batch=3, block=(256, 128))
+    work = xla_schedule.schedule(cases.spans(case), cases.geometry(case), case.block)
+    assert (work.batches, work.heads, len(work.rows)) == (1, 6, 3 * 4 * 2)
+    cases.check(case, *run(case))
 
 
 def test_float64_under_x64():
