@@ -13,6 +13,23 @@
 
 typedef int64_t (*Kernel)(const Call *);
 
+// XLA's threads take denormal numbers for zero, and float16's smallest are denormal on their way to float. Kernels run
+// as they do anywhere else.
+struct Denormals {
+#if defined(__x86_64__)
+    unsigned saved = __builtin_ia32_stmxcsr();
+    Denormals() { __builtin_ia32_ldmxcsr(saved & ~0x8040u); }
+    ~Denormals() { __builtin_ia32_ldmxcsr(saved); }
+#elif defined(__aarch64__)
+    uint64_t saved;
+    Denormals() {
+        __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+        __asm__ volatile("msr fpcr, %0" ::"r"(saved & ~(UINT64_C(1) << 24 | UINT64_C(1) << 19)));
+    }
+    ~Denormals() { __asm__ volatile("msr fpcr, %0" ::"r"(saved)); }
+#endif
+};
+
 // -- threads: XLA's own ------------------------------------------------------------------------------------------
 
 struct Pool {
@@ -47,6 +64,7 @@ static void join(void *data) {
     while (running >= 0 && !__atomic_compare_exchange_n(
         &job->running, &running, running + 1, true, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {}
     if (running >= 0) {
+        Denormals kept;
         job->work(job->task, __atomic_fetch_add(&job->workers, 1, __ATOMIC_RELAXED));
         if (__atomic_sub_fetch(&job->running, 1, __ATOMIC_ACQ_REL) == CLOSED) {
             pthread_mutex_lock(&job->mutex);
@@ -298,6 +316,7 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
         for (int64_t d = 0; d < buffer->rank; ++d) bytes *= buffer->dims[d];
         memset(buffer->data, 0, bytes);
     }
+    Denormals kept;
     f.threads = threads_of(&f.pool);
     if (f.instances >= 4 * f.threads && f.threads > 1)
         run(&f.pool, pull, &f, f.threads);
