@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from frisket.lowering.stages import Stages
 from .backends import GUARDED, PRINTED, check_name, choose, target_of
 from .bind import Subject
 from .call import AnyPlan, Call, results
-from .checking import interpreted, report, report_later
+from .checking import DIFFERENTIABLE, interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Arrays, arrays, framework_of, turn
 from .host_plan import Plan
@@ -264,12 +264,19 @@ class Attention:
 
     def check(
         self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
-        origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None, **params: Any,
+        gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
+        **params: Any,
     ) -> Report:  # fmt: skip
-        """The call beside the float64 interpreter. Raises `MismatchError` when its error is more than twice that
-        of dense attention in the same dtype, plus 1e-6."""
+        """The call beside the float64 interpreter, and its gradients for random cotangents, where the backend has
+        any: of q, k, v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises
+        `MismatchError` when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
+        params |= learned_values(self.subject, q, params) if gradients and plan is None else {}
         call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, params)
-        found = report(call, *self.run(call)[:2])
+        if gradients and call.backend in DIFFERENTIABLE:
+            how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
+            found = report_gradients(partial(self, return_lse=True, **how), call, params)
+        else:
+            found = report(call, *self.run(call)[:2])
         found.require()
         return found
 

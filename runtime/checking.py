@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from frisket.lowering.plan import Geometry
 from .bind import Subject
 from .call import Call, dropout_terms
 from .flat_plan import FlatPlan
-from .frameworks import Arrays, from_numpy, to_numpy, turn
-from .report import Report, compared
+from .frameworks import Arrays, framework_of, from_numpy, to_numpy, turn
+from .report import Cotangents, Report, compared, differentiated
+
+DIFFERENTIABLE = ("aten", "xla", "cpp")  # backends with gradients
 
 
 def oracle(given: Arrays, g: Geometry, what: Subject, rate: float = 0.0, seed: Any = None, sinks: Any = None) -> Any:
@@ -44,10 +48,40 @@ def report(call: Call, out: Any, lse: Any) -> Report:
     return _compared(call, call.plan.subject, out, lse)
 
 
-def _compared(call: Call, what: Subject, out: Any, lse: Any) -> Report:
+def _compared(call: Call, what: Subject, out: Any, lse: Any, cotangents: Cotangents | None = None) -> Report:
     out = turn(to_numpy(out), call.given.layout, "bhsd")
     terms = dropout_terms(call.rate, call.seed)
-    return compared(call.given, call.geometry, what, out, to_numpy(lse), sinks=call.sinks, **terms)
+    return compared(
+        call.given, call.geometry, what, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, **terms
+    )
+
+
+def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str, Any]) -> Report:
+    """The result of a call and its gradients beside the interpreter's. `attend` gives (out, lse)."""
+    learned = {n: x for n, x in params.items() if n in call.plan.subject.learnable and framework_of(x)}
+    fixed = {n: x for n, x in params.items() if n not in learned}
+    given = call.given
+    inputs = {"q": given.q, "k": given.k, "v": given.v, **learned}
+    if call.sinks is not None:
+        inputs["sinks"] = call.sinks
+    return _compared(
+        call, call.plan.subject, *differentiated(given.framework, partial(_attended, attend, call.seed, fixed), inputs)
+    )
+
+
+def _attended(attend: Callable[..., Any], seed: Any, fixed: Mapping[str, Any], inputs: dict[str, Any]) -> Any:
+    return attend(**inputs, **fixed, seed=seed)
+
+
+def learned_values(what: Subject, like: Any, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The Float parameters that only the score mod reads, as arrays beside `like`: gradients flow to those."""
+    have = {**what.scalars, **what.tables, **params}
+    real = "float64" if str(like.dtype).endswith("float64") else "float32"
+    names = [n for n in what.learnable if n in have and n not in ("q", "k", "v")]
+    return {
+        n: have[n] if framework_of(have[n]) not in (None, "numpy") else from_numpy(np.asarray(have[n]), like, real)
+        for n in sorted(names)
+    }
 
 
 def report_later(call: Call, out: Any, lse: Any) -> None:

@@ -27,7 +27,8 @@ class Report:
     dtype of the arrays. NaN counts as infinitely wrong, except where the interpreter has NaN too.
 
     `gradients` has both errors for "dq", "dk", "dv", "dsinks" and "d" with the name of each table and scalar that is
-    differentiated, where gradients were asked for.
+    differentiated, where gradients were asked for; they are sums over rows of any number, so their errors are parts
+    of the largest entry where that is above 1.
     """
 
     out: float
@@ -108,7 +109,8 @@ def _gradient_errors(
                 {**some["dtables"], **some["dscalars"]}.get(name, zero) for some in (exact, rough)
             )  # fmt: skip
         got = to_numpy(x) if name not in ("q", "k", "v") else turn(to_numpy(x), layout, "bhsd")
-        errors[f"d{name}"] = _error(got, want), _error(plain, want)
+        size = max(1.0, float(np.abs(want).max(initial=0.0, where=np.isfinite(want))))
+        errors[f"d{name}"] = _error(got, want) / size, _error(plain, want) / size
     return errors
 
 

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import frisket as fk
+from frisket.runtime import native_build
 from frisket.runtime.bind import subject
 from frisket.runtime.frameworks import arrays, to_numpy, turn
 from frisket.runtime.report import Report, compared, differentiated
 
+native = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 B, H, KV, S, D = 2, 4, 2, 12, 8
 SLOPES = np.random.default_rng(1).standard_normal(H).astype(np.float32)
 WHAT = subject("causal", "5 * tanh(score / 5) + slopes[h] * (k - q)", {"slopes": SLOPES})
@@ -106,3 +108,24 @@ def test_a_result_without_gradients():
     assert replace(report, gradients={}).good
     assert not replace(report, out=1.0).good
     assert str(replace(report, gradients={})).count("(dense") == 2
+
+
+def test_large_gradients_are_measured_by_their_size():
+    report = in_torch("float32")
+    table = report.gradients["dslopes"]
+    assert table[0] < 1e-6  # of a sum over rows of scores times distances
+
+
+@pytest.mark.parametrize("backend", ["library", pytest.param("cpp", marks=native)])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_check_looks_at_gradients(framework, backend):
+    pytest.importorskip(framework)
+    make = __import__("torch").tensor if framework == "torch" else __import__("jax").numpy.asarray
+    turned = (lambda x: x) if framework == "torch" else (lambda x: x.swapaxes(1, 2))
+    q, k, v = (make(turned(values(B, h, S, D))) for h in (H, KV, KV))
+    att = fk.compile("causal & window(w)", "cap * tanh(score / cap) + slopes[h] * (k - q)", backend=backend, w=5)
+    report = att.check(q, k, v, cap=4.0, slopes=SLOPES, sinks=make(values(H)))
+    assert set(report.gradients) == {"dq", "dk", "dv", "dcap", "dslopes", "dsinks"}
+    plan = att.plan(S, S, B, H, cap=4.0, slopes=SLOPES)
+    assert set(att.check(q, k, v, plan=plan).gradients) == {"dq", "dk", "dv"}
+    assert att.check(q, k, v, cap=4.0, slopes=SLOPES, gradients=False).gradients == {}
