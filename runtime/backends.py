@@ -131,5 +131,7 @@ def target_of(backend: str, geometry: Any, dtype: str, tile: tuple[int, int] | N
         side = 128 if wide else 64
         return Target(backend, *(tile or (side, side)), num_warps=8 if wide and geometry.head_dim > 64 else 4)
     if backend == "cpp":
-        return Target(backend, *(tile or (64, 64)))
+        from frisket.lowering.cpu_tiles import tiles
+
+        return Target(backend, *(tile or tiles(geometry, dtype, narrow)))
     return Target(backend, *(tile or ((64, 32) if narrow else (128, 32))))

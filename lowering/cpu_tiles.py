@@ -1,0 +1,45 @@
+"""Tile sizes of the native kernels, by a model measured on one core of a Zen 4 (AVX-512, 1 MiB of L2).
+
+What was seen, as parts of the speed of a plain product, at D = 64 unless it says otherwise:
+
+    rows see all keys before them    96 x 64: 1.03   96 x 128: 1.05   192 x 256: 1.06; bfloat16 1.74, 1.84
+    the same at D = 256              96 x 64: 0.97   96 x 128: 1.00   192 x 128: 1.05; 48 rows: 0.87
+    window of 256, documents of 256  96 x 64: 0.84   96 x 128: 0.85   192 x 256: 0.85
+    neighbourhoods of 13 x 13        96 x 64: 0.30   96 x 128: 0.24   192 x 256: 0.21
+
+A kernel leaves out what a few rows do not see of a tile's ends, so wide tiles cost little where rows see one run of
+keys, and much where they see many. Tall tiles pack keys less often, which counts when heads are wide.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from .plan import Geometry
+
+ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
+FEW = 16  # queries of a call that decodes: read once, in small steps
+
+
+def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
+    """`tiles(geometry, "float32", narrow=False)`: queries and keys of a tile, say (96, 128). `narrow`: rows see few
+    keys, or several runs of them."""
+    entry = 8 if dtype == "float64" else 4
+    keys = 64 if narrow or g.q_len <= FEW else 128
+    while keys > 32 and keys * (g.head_dim + g.v_dim) * entry > second_level() // 2:
+        keys //= 2
+    queries = 192 if not narrow and max(g.head_dim, g.v_dim) > 128 else 96
+    while queries > 24 and g.batch * g.heads * -(-g.q_len // queries) < ITEMS and g.q_len > FEW:
+        queries //= 2
+    return queries, keys
+
+
+@cache
+def second_level() -> int:
+    """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
+    try:
+        known = os.sysconf("SC_LEVEL2_CACHE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        known = 0
+    return known if known > 0 else 1 << 20

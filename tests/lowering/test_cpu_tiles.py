@@ -1,0 +1,38 @@
+"""Tile sizes of the native kernels."""
+
+import pytest
+
+from frisket.lowering import cpu_tiles
+from frisket.lowering.plan import Geometry
+
+
+def geometry(q_len, dim=64, batch=1, heads=8):
+    return Geometry(batch, heads, heads, q_len, max(q_len, 4096), dim, dim, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("g", "dtype", "narrow", "want"),
+    [
+        (geometry(4096), "float32", False, (96, 128)),
+        (geometry(4096), "float32", True, (96, 64)),
+        (geometry(4096, dim=256), "float32", False, (192, 128)),
+        (geometry(4096, dim=256), "float64", False, (192, 128)),
+        (geometry(4096, dim=512), "float64", False, (192, 64)),
+        (geometry(4096, dim=256), "float32", True, (96, 64)),
+        (geometry(256), "float32", False, (24, 128)),
+        (geometry(256, batch=32), "float32", False, (96, 128)),
+        (geometry(1), "float32", False, (96, 64)),
+    ],
+)
+def test_tiles(g, dtype, narrow, want, monkeypatch):
+    monkeypatch.setattr(cpu_tiles, "second_level", lambda: 1 << 20)
+    assert cpu_tiles.tiles(g, dtype, narrow) == want
+
+
+def test_a_small_cache_makes_small_tiles(monkeypatch):
+    monkeypatch.setattr(cpu_tiles, "second_level", lambda: 1 << 16)
+    assert cpu_tiles.tiles(geometry(4096), "float32", False) == (96, 64)
+
+
+def test_the_second_level_is_known():
+    assert cpu_tiles.second_level() >= 1 << 15
