@@ -17,13 +17,14 @@ from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import DIFFERENTIABLE, interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
-from .frameworks import Arrays, arrays, framework_of, turn
+from .frameworks import Arrays, arrays, framework_of, in_graph, turn
 from .host_plan import Plan
 from .options import Options, check_complete, seed_of, sinks_of
 from .parameters import names_of, traced
 from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
+from .torch_spec import spec_of
 
 NOWHERE: Origin = (0, 0, 0, 0)
 
@@ -45,6 +46,9 @@ class Attention:
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
         learned = {n: x for n, x in what.captured.items() if learns(x)}
         self.learned = {n: x for n, x in learned.items() if n in what.learnable}
+        self.traced = {n: x for n, x in what.captured.items() if traced(x)}  # by JAX, of functions
+        self.spec = spec_of(what, self.options, self.learned)
+        self.constants: dict[str, Any] = {**what.tables, **self.learned}
         self.ambiguous = any(all(n in names_of(p.expr) for p in what.parts) for n in learned.keys() - self.learned)
 
     @property
@@ -80,6 +84,10 @@ class Attention:
         it is not 0.
         """
         what = plan, seed, sinks, return_max, origin, sizes, layout, params
+        if in_graph(q):
+            from .torch_library import traced_call
+
+            return results(traced_call(self, q, k, v, *what), return_lse, return_max)
         if framework_of(q) == "torch":
             found = torch_op().attend(self, q, k, v, *what)
         else:
@@ -175,6 +183,7 @@ class Attention:
         host, given = divided(params, None, self.subject.learnable, framework)
         if framework == "torch":
             given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
+        given = {**{n: x for n, x in self.traced.items() if n not in params}, **given}
         key = _known(g, host, given)
         plan = None if key is None else self._plans.get(key)
         if plan is None:
@@ -206,7 +215,7 @@ class Attention:
         gradients flow to them.
         """
         host, given = divided(params, flat, self.subject.learnable)
-        given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
+        given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
         block = self._flat_block(given) if given else None
         return self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
 

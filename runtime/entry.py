@@ -14,10 +14,10 @@ from .backends import check_name
 from .bind import check_tile, subject
 from .call import results
 from .checking import oracle
-from .frameworks import arrays, turn
+from .frameworks import arrays, in_graph, turn
 from .mask import MaskLike, Program, ScoreLike
 from .options import Options, rate_of, seed_of, sinks_of
-from .parameters import as_value
+from .parameters import as_value, traced
 
 
 def compile(
@@ -57,15 +57,20 @@ def attention(
     """
     check_name(backend)
     options = Options(scale, enable_gqa, backend, None, rate_of(dropout))
+    if in_graph(q):
+        from .torch_library import written_call
+
+        found = written_call(mask, score, options, q, k, v, seed, sinks, return_max, origin, sizes, layout, params)
+        return results(found, return_lse, return_max)
     params = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
-    att = _attention(mask, score, options, params)
+    att = attention_for(mask, score, options, params)
     return att(
         q, k, v, seed=seed, sinks=sinks, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse,
         return_max=return_max, **params,
     )  # fmt: skip
 
 
-def _attention(mask: Any, score: Any, options: Options, params: dict[str, Any]) -> Attention:
+def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any]) -> Attention:
     """The attention of a mask and a score mod, without the values of `params`: their types matter alone."""
     text: Any = None
     if isinstance(mask, str | None) and isinstance(score, str | None):
@@ -73,6 +78,8 @@ def _attention(mask: Any, score: Any, options: Options, params: dict[str, Any]) 
         if text in _compiled:
             return _compiled[text]
     what = subject(mask, score, {n: _stand_in(x) for n, x in params.items()}).without(params)
+    if any(traced(x) for x in what.captured.values()):  # belongs to the trace at hand
+        return Attention(what, options)
     learned = {n: x for n, x in what.captured.items() if learns(x)}  # by identity: values come and go
     rest = what.without(learned)
     key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()))

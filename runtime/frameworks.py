@@ -29,6 +29,20 @@ def framework_of(x: Any) -> str | None:
     return "numpy" if isinstance(x, np.ndarray) else None
 
 
+def in_graph(x: Any) -> bool:
+    """Whether a graph of torch is being made of what is done to `x`: then one operator has to stand for a call. True
+    for fake and meta tensors and inside torch.func, too."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if not isinstance(x, torch.Tensor):
+        return False
+    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta
+    return not plain or torch._C._functorch.maybe_current_level() is not None
+
+
 def check_layout(layout: str | None) -> None:
     if layout is not None and layout not in LAYOUTS:
         known = " or ".join(f'"{n}" {shape}' for n, shape in LAYOUTS.items())

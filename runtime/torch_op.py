@@ -147,12 +147,28 @@ def attend(
         result: tuple[Tensor, Tensor, Tensor | None] = att.run(call)
         att.check_if_asked(call, result)
         return result
+    return run(call, _remembered(call, att, plan, key, kept))
+
+
+def kept_ready(
+    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
+    layout: str | None, params: dict[str, Any],
+) -> Ready:  # fmt: skip
+    """What `att(q, k, v, ...)` runs."""
+    key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, Settings.read())
+    if key in att.ready:
+        return att.ready[key]  # type: ignore[no-any-return]
+    call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
+    return _remembered(call, att, plan, key, att.ready)
+
+
+def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any]) -> Ready:
     ready = prepare(call, att.options.tile)
     if key is not None and (plan is not None or not call.plan.by_table):
         kept[key] = ready
         while len(kept) > KEPT:
             del kept[next(iter(kept))]
-    return run(call, ready)
+    return ready
 
 
 def run(call: Call, ready: Ready) -> tuple[Tensor, Tensor, Tensor | None]:

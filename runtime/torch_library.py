@@ -1,0 +1,257 @@
+"""Attention as operators of torch, for graphs: torch.compile, torch.export, torch.func, fake and meta tensors.
+
+`frisket::attend(q, k, v, sinks, values, numbers, spec, names)` and `frisket::attend_backward`. A graph holds nothing
+but them: `spec` is the attention as a text, and its layout is planned when the operator runs, from the shapes it then
+gets, so one graph serves many lengths. `names` says, in order, what `values` (tensors) and `numbers` are. Imports
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import BackwardError, ParameterError
+
+from .torch_autograd import gradients
+from .torch_op import kept_ready
+from .torch_spec import HEAD, attention_of
+
+LIBRARY: Any = torch.library.Library("frisket", "DEF")  # type: ignore[no-untyped-call]
+LIBRARY.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
+    " -> (Tensor out, Tensor lse, Tensor top)"
+)
+LIBRARY.define(
+    "attend_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values,"
+    " Tensor out, Tensor lse, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]"
+)
+
+
+# -- what a graph is written with: traced by Dynamo, so plain Python --------------------------------------------------
+
+
+def traced_call(
+    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
+    layout: str | None, params: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, top) of `att(q, k, v, ...)` in a graph."""
+    if plan is not None:
+        raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
+    values = {n: x for n, x in att.constants.items() if n not in params}
+    rate = att.options.dropout
+    return written(att.spec, rate, q, k, v, seed, att.options.sinks if sinks is None else sinks, top, origin, sizes,
+                   layout, {**values, **params})  # fmt: skip
+
+
+def written_call(
+    mask: Any, score: Any, o: Any, q: Tensor, k: Tensor, v: Tensor, seed: Any, sinks: Any, top: bool, origin: Any,
+    sizes: Any, layout: str | None, params: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph."""
+    if not isinstance(mask, (str, type(None))) or not isinstance(score, (str, type(None))):
+        raise ParameterError(
+            "in a graph of torch frisket.attention takes a mask and a score mod as texts\n"
+            "  or make att = frisket.compile(mask, score) outside, and call that"
+        )
+    text = mask or ""
+    spec = HEAD.format(o.scale, o.enable_gqa, o.backend, None, o.dropout, len(text)) + text + (score or "")
+    return written(spec, o.dropout, q, k, v, seed, sinks, top, origin, sizes, layout, params)
+
+
+def written(
+    spec: str, rate: float, q: Tensor, k: Tensor, v: Tensor, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
+    layout: str | None, params: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One call of the operator."""
+    q, k, v = cast(q, k, v)
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if rate and seed is None:
+        seed = torch.randint(0, 1 << 31, ())
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    names = "max" if top else ""
+    items = list(params.items())
+    if rate:
+        items.append((" seed", seed))
+    for what, place in (("origin", origin), ("size", sizes)):
+        if place is not None:
+            items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
+    for name, x in items:
+        if isinstance(x, (bool, float)):  # part of the graph
+            names += f",{x} {name}"
+        elif isinstance(x, Tensor):
+            tensors.append(x)
+            names += f",tensor {name}"
+        elif isinstance(x, (int, torch.SymInt)):
+            numbers.append(x)  # type: ignore[arg-type]
+            names += f",number {name}"
+        else:
+            tensors.append(torch.as_tensor(x))
+            names += f",tensor {name}"
+    if sinks is not None:
+        real = torch.float64 if q.dtype == torch.float64 else torch.float32
+        sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
+    out, lse, largest = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
+    return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
+
+
+def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, in its dtype, as torch's own attention; float64 stays as it is."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
+# -- what runs ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _names(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
+    """Whether the largest scores are asked for, and (kind, name) of every value."""
+    top, *rest = text.split(",")
+    return top == "max", tuple((kind, name) for kind, _, name in (x.partition(" ") for x in rest))
+
+
+def _call(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
+    """The attention and the keywords of a call of it."""
+    top, said = _names(names)
+    tensors, ints = iter(values), iter(numbers)
+    literal = {"True": True, "False": False}
+    params: dict[str, Any] = {}
+    for kind, name in said:
+        if kind == "tensor":
+            params[name] = next(tensors)
+        elif kind == "number":
+            params[name] = next(ints)
+        else:
+            params[name] = literal[kind] if kind in literal else float(kind)
+    seed = params.pop(" seed", None)
+    place = {w: [params.pop(f" {w}{i}") for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
+    att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items()))
+    return att, {
+        "plan": None, "seed": None if seed is None else int(seed), "top": top, "origin": tuple(place["origin"]) or None,
+        "sizes": tuple(place["size"]) or None, "layout": None, "params": params,
+    }  # fmt: skip
+
+
+def _kind(x: Any) -> tuple[int, type]:
+    if not isinstance(x, Tensor):
+        return 0, type(x)
+    return x.ndim, float if x.is_floating_point() else bool if x.dtype == torch.bool else int
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from .torch_op import attend
+
+    att, call = _call(values, numbers, spec, names)
+    with torch.no_grad():
+        out, lse, top = attend(att, q, k, v, sinks=sinks, **call)
+    return out.contiguous(), lse.contiguous(), lse.new_empty(0) if top is None or not call["top"] else top.contiguous()
+
+
+def _attend_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, numbers: Sequence[int], spec: str, names: str,
+    needed: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    att, call = _call(values, numbers, spec, names)
+    with torch.no_grad():
+        ready = kept_ready(att, q, k, v, sinks=sinks, **call)
+        live = [call["params"][n] for _, n in ready.live]
+        saved = (q, k, v, sinks, out, lse, *live)
+        learned = {n for _, n in ready.live}
+        wanted = dict(zip(_learnable(values, names), needed[4:], strict=True))
+        asked = (*needed[:4], *(wanted[n] for _, n in ready.live))
+        found = gradients(ready, call["seed"], saved, dout, dlse, asked)
+        by_name = {n: g for (_, n), g in zip(ready.live, found[4:], strict=True) if n in learned}
+    grads = [g for g, need in zip(found[:4], needed[:4], strict=True) if need]
+    named = dict(zip(_learnable(values, names), _floats(values), strict=True))
+    for name, need in wanted.items():
+        if need:  # a table the score mod reads through no derivative, or the mask alone, has none
+            grads.append(by_name[name] if name in by_name else torch.zeros_like(named[name]))
+    return [g.contiguous() for g in grads]
+
+
+def _floats(values: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in values if x.is_floating_point()]
+
+
+def _learnable(values: Sequence[Tensor], names: str) -> list[str]:
+    """The names of the Float tensors among the values."""
+    tensors = [n for kind, n in _names(names)[1] if kind == "tensor"]
+    return [n for n, x in zip(tensors, values, strict=True) if x.is_floating_point()]
+
+
+# -- shapes, and gradients --------------------------------------------------------------------------------------------
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty(q.shape[:3], dtype=real)
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, torch.empty_like(lse) if _names(names)[0] else lse.new_empty(0)
+
+
+def _fake_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, numbers: Sequence[int], spec: str, names: str,
+    needed: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    given = (q, k, v, sinks, *_floats(values))
+    return [x.new_empty(x.shape) for x, need in zip(given, needed, strict=True) if need and x is not None]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, sinks, values, numbers, spec, names = inputs
+    out, lse, top = output
+    ctx.save_for_backward(q, k, v, sinks, out, lse, *values)
+    ctx.mark_non_differentiable(top)
+    ctx.set_materialize_grads(False)
+    ctx.said = numbers, spec, names
+
+
+def _gradient(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
+    q, k, v, sinks, out, lse, *values = ctx.saved_tensors
+    numbers, spec, names = ctx.said
+    floating = [x.is_floating_point() for x in values]
+    need_values = ctx.needs_input_grad[4]
+    if not isinstance(need_values, (list, tuple)):
+        need_values = [bool(need_values) and x.requires_grad for x in values]
+    needed = [*ctx.needs_input_grad[:4], *(n for n, f in zip(need_values, floating, strict=True) if f)]
+    if (dout is None and dlse is None) or not any(needed):
+        return None, None, None, None, [None] * len(values), None if numbers else [], None, None
+    given = dout, dlse, q, k, v, sinks, values, out, lse, numbers, spec, names, needed
+    found = iter(torch.ops.frisket.attend_backward(*given))
+    grads = [next(found) if need else None for need in needed]
+    rest = iter(grads[4:])
+    return *grads[:4], [next(rest) if f else None for f in floating], None if numbers else [], None, None
+
+
+def _no_second(ctx: Any, *cotangents: Any) -> Any:
+    raise BackwardError(
+        "a gradient of a gradient of attention is asked for, and there is none\n"
+        "  leave out create_graph=True, or write attention with dense operations where second derivatives matter"
+    )
+
+
+for _key in ("CPU", "CUDA"):
+    LIBRARY.impl("attend", _attend, _key)
+    LIBRARY.impl("attend_backward", _attend_backward, _key)
+torch.library.register_fake("frisket::attend", _fake, lib=LIBRARY)
+torch.library.register_fake("frisket::attend_backward", _fake_backward, lib=LIBRARY)
+torch.library.register_autograd("frisket::attend", _gradient, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("frisket::attend_backward", _no_second, lib=LIBRARY)

@@ -1,0 +1,74 @@
+"""A compiled attention as a text, for graphs of torch: an exported program holds all it needs.
+
+>>> from .entry import compile
+>>> print(compile("causal & window(w)", "softcap(5)", w=4).spec)
+scale=None gqa=True backend=None tile=None dropout=0.0 score=-1
+param w: int = 4
+mask = q >= k & abs(q - k) < w
+score = 5 * tanh(score / 5)
+
+The first line has the options; `score` is where the score mod's text begins when mask and score mod have a text
+each, as `frisket.attention` takes them; -1: what follows is one program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .bind import Subject, joined
+from .mask import Program, program
+from .options import Options
+from .parameters import names_of
+
+if TYPE_CHECKING:
+    from .attention import Attention
+
+HEAD = "scale={} gqa={} backend={} tile={} dropout={} score={}\n"
+_HEAD = re.compile(r"scale=(\S+) gqa=(\S+) backend=(\S+) tile=(\S+) dropout=(\S+) score=(\S+)\n")
+
+
+def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
+    """The text of an attention: its tables and what is learned are declared, scalars have their values."""
+    tile = None if o.tile is None else "x".join(map(str, o.tile))
+    lines = [HEAD.format(o.scale, o.enable_gqa, o.backend, tile, o.dropout, -1)]
+    facts = {n: d.fact for p in what.parts for n, d in p.origin.declared.items()}
+    for name, (rank, kind) in {n: x for p in what.parts for n, x in names_of(p.expr).items()}.items():
+        have = what.tables[name].ndim if name in what.tables else 1
+        axes = ", ".join("_" * (have if rank is None else rank))
+        fact = "sorted " if facts.get(name) == "sorted" else ""
+        value = what.scalars.get(name) if name not in learned else None
+        said = "" if value is None else f" = {_number(value)}"
+        lines.append(f"param {name}: {fact}{kind.value.lower()}{f'[{axes}]' if axes else ''}{said}\n")
+    lines.append(str(what))
+    return "".join(lines)
+
+
+def _number(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+@lru_cache(maxsize=256)
+def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attention:
+    """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
+    found = _HEAD.match(spec)
+    assert found is not None, spec
+    from .attention import Attention
+
+    scale, gqa, backend, tile, dropout, score = (None if x == "None" else x for x in found.groups())
+    options = Options(
+        None if scale is None else float(scale), gqa == "True", backend,
+        None if tile is None else tuple(map(int, tile.split("x"))),  # type: ignore[arg-type]
+        float(str(dropout)),
+    )  # fmt: skip
+    text, at = spec[found.end() :], int(str(score))
+    if at < 0:
+        made = program(text) if text else Program()
+        return Attention(joined(made.mask, made.score), options)
+    from .entry import attention_for
+
+    return attention_for(text[:at] or None, text[at:] or None, options, {n: np.ones((1,) * r, t) for n, r, t in kinds})
