@@ -153,13 +153,21 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
     slope_of = dm * scale;
 }
 
-// Weights and slopes of M rows of a tile of queries beside a tile of keys. PARTIAL: not every position is visible.
-template <int M, bool PARTIAL>
-static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, int start, Real unit, Real scale) {
+// C[M, vectors] = A B for GROUP rows, or those at the end of a tile.
+INLINE void multiply_rows(int m, int vectors, const Operand *a, int64_t a_row, const Operand *b, int64_t steps, Real *c) {
+    if (m == GROUP)
+        multiply_some<GROUP, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
+    else
+        multiply_some<Q_TAIL, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
+}
+
+// Weights and slopes of m rows of a tile of queries beside a tile of keys. PARTIAL: not every position is visible.
+template <bool PARTIAL>
+static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, int start, int m, Real unit, Real scale) {
     int lo = 0, hi = VECTORS;
     if (PARTIAL) {
         Bits some[VECTORS] = {};
-        for (int i = 0; i < M && start + i < w.present; i++)
+        for (int i = 0; i < m && start + i < w.present; i++)
             for (int j = 0; j < VECTORS; j++) {
                 w.seen[i * VECTORS + j] = w.columns[j].inside & visible(fixed, w.rows[start + i], w.columns[j]);
                 some[j] |= w.seen[i * VECTORS + j];
@@ -167,7 +175,7 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
         while (lo < hi && !any(some[lo])) lo++;
         while (lo < hi && !any(some[hi - 1])) hi--;
         if (PAIR == 2) lo &= ~1;
-        for (int i = start / PAIR * BLOCK_K; i < (start + M) / PAIR * BLOCK_K; i += BLOCK_K)
+        for (int i = start / PAIR * BLOCK_K; i < (start + m) / PAIR * BLOCK_K; i += BLOCK_K)
             for (int j = 0; j < VECTORS; j++)
                 if (j < lo || j >= hi) store(w.weights + i + j * LANES, Operands{}), store(w.slopes + i + j * LANES, Operands{});
     }
@@ -183,12 +191,10 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     for (int j = lo, n; j < hi; j += n) {
         n = PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
         const int64_t panel = (int64_t)(j / PANEL) * PANEL * LANES, inside = j % PANEL * LANES;
-        multiply_some<M, ZERO>(n, q, q_row, 1, keys + panel * Q_STEPS + inside, PANEL * LANES, Q_STEPS, w.scores + j * LANES, BLOCK_K);
-        if (w.with_slopes)
-            multiply_some<M, ZERO>(n, dout, dout_row, 1, values + panel * V_STEPS + inside, PANEL * LANES, V_STEPS,
-                                   w.products + j * LANES, BLOCK_K);
+        multiply_rows(m, n, q, q_row, keys + panel * Q_STEPS + inside, Q_STEPS, w.scores + j * LANES);
+        if (w.with_slopes) multiply_rows(m, n, dout, dout_row, values + panel * V_STEPS + inside, V_STEPS, w.products + j * LANES);
     }
-    for (int i = 0; i < M; i += PAIR) {
+    for (int i = 0; i < m; i += PAIR) {
         Operand *weights = w.weights + (start + i) / PAIR * BLOCK_K, *slopes = w.slopes + (start + i) / PAIR * BLOCK_K;
 #if PAIRS
         Vec held[2][2] = {};
@@ -353,11 +359,8 @@ static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand
                   int64_t present, bool exactly) {
     const Real scale = (Real)call->scale, unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
     const int groups = (w.present + GROUP - 1) / GROUP;
-    for (int g = 0; g < groups; g++)
-        if (g * GROUP + GROUP <= ROWS)
-            strip<GROUP, PARTIAL>(w, fixed, tile, tile + TURNED_K, g * GROUP, unit, scale);
-        else
-            strip<Q_TAIL, PARTIAL>(w, fixed, tile, tile + TURNED_K, g * GROUP, unit, scale);
+    for (int start = 0; start < w.present; start += GROUP)
+        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, start, ROWS - start < GROUP ? ROWS - start : GROUP, unit, scale);
     if (PARTIAL && exactly) return add_exactly(w, groups, rows, stride, present, n);
     for (int key = 0; key < present; key += GROUP) {
         int from = 0, to = groups * GROUP < ROWS ? groups * GROUP : ROWS;

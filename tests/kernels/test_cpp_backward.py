@@ -46,8 +46,8 @@ class Case:
 ALL_KINDS = Case(
     "doc[q] == doc[k] & q >= k",
     "score * c + bias[h, q - k] + row[q] * score + col[h, k] + sl[h] + plane[b, h, q, k] + z[q // 3, k // 5]",
-    dict(doc=DOC, bias=normal(4, 300), row=normal(300), col=normal(4, 300), sl=normal(4),
-         plane=normal(2, 4, 300, 300), z=normal(100, 60), c=0.7),
+    {"doc": DOC, "bias": normal(4, 300), "row": normal(300), "col": normal(4, 300), "sl": normal(4),
+     "plane": normal(2, 4, 300, 300), "z": normal(100, 60), "c": 0.7},
     2, 4, 2, 300, 300, 24, 24, tile=(48, 32),
 )  # fmt: skip
 WINDOW = Case("causal & q - k < w", None, {"w": 100}, 1, 4, 2, 300, 300, tile=(64, 64))
@@ -125,7 +125,7 @@ def problem(case: Case) -> Problem:
     dlse = draw.standard_normal((case.batch, case.heads, case.q_len)) if case.with_dlse else None
     drop = {} if case.rate is None else {SEED: 5, RATE: float(np.float32(case.rate))}
     slots = {s.name: drop.get(s.source, work.slots[s.name]) for s in work.plan.slots}
-    options = dict(scale=g.scale, params={**what.scalars, **drop}, tables=what.tables, origin=case.origin)
+    options = {"scale": g.scale, "params": {**what.scalars, **drop}, "tables": what.tables, "origin": case.origin}
     if case.rate is not None:
         seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
         options |= {"kept": work.plan.kept, "rate": case.rate, "params": {**options["params"], **seed}}
@@ -274,7 +274,7 @@ def test_strides():
 
 @pytest.mark.parametrize("name", ["window", "bfloat16", "whole-tiles"])
 def test_nan_where_nobody_looks(name):
-    """NaN and infinity in keys and values that a row does not see leave its gradients alone, and the other way round."""
+    """NaN and infinity in keys and values that a row does not see leave its gradients alone, and vice versa."""
     case = CASES[name]
     made = problem(case)
     plain = native_call.backward(*made.args, **made.options)
