@@ -37,25 +37,22 @@ class Reader:
         """A captured array, or one that the function made of numbers."""
         import jax
 
-        if isinstance(value, jax.core.Tracer):
-            name = next((f"`{n}`" for n, x in self.names if x is value), "an array")
-            raise TraceError(
-                f"the function captures {name}, which jax.jit or another transform traces: it has no values yet; "
-                'write the mask as text and give the array to the call, as in frisket.compile(mask="doc[q] == doc[k]") '
-                "and att(q, k, v, doc=doc)"
-            )
+        traced = isinstance(value, jax.core.Tracer)
         for name, array in self.names:
             if array is value:
                 self.naming(name, array)  # before what is made of it
                 return self.table(name, array)
         for name, array in self.names:  # numpy arrays are copied, and cut to 32 bits, on their way into a jaxpr
-            if isinstance(array, np.ndarray) and np.array_equal(array, np.asarray(value)):
+            if isinstance(array, np.ndarray) and not traced and np.array_equal(array, np.asarray(value)):
                 return self.table(name, array, value)
         # an array of JAX that no name leads to is captured all the same; others are made of the function's numbers
         return self.table("table" if isinstance(value, jax.Array) else "", value)
 
     def table(self, source: str, array: Any, values: Any = None) -> Array:
-        """An array as a table, a scalar as a parameter; named when it is first read."""
+        """An array as a table, a scalar as a parameter; named when it is first read. One that JAX traces has no values
+        yet, and is read element by element."""
+        import jax
+
         type = type_of(array.dtype)
         shape = tuple(array.shape)
 
@@ -64,7 +61,8 @@ class Reader:
             self.shapes[name] = shape
             return ir.lookup(name, i, type) if shape else ir.param(name, type)
 
-        return Array(shape, element, lambda: array if values is None else values, source)
+        known = None if isinstance(array, jax.core.Tracer) else lambda: array if values is None else values
+        return Array(shape, element, known, source)
 
     # -- equations --
 

@@ -104,6 +104,11 @@ class Bound:
         from frisket.dsl.library import definitions
 
         name = self.unbound[0]
+        if name in self.origin.captured:
+            raise ParameterError(
+                f"`{name}` is traced by jax.jit or another transform, and this takes values; attention takes the array "
+                "as it is: frisket.compile(...), or frisket.attention, of the function that captures it"
+            )
         near = nearest(name, definitions())
         hint = f" (did you mean `{near}`?)" if near else ""
         example = "<array>" if names_of(self.expr)[name][0] != 0 else "..."

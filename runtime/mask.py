@@ -25,7 +25,7 @@ from frisket.dsl.trace import trace
 from frisket.dsl.types import BOOL
 
 from .bound_expr import Bound, Origin
-from .parameters import as_value, names_of
+from .parameters import as_value, names_of, traced
 
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
@@ -224,10 +224,12 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
 
 
 def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -> tuple[Expr, dict[str, Any], Origin]:
-    """The Expr of a function, values for its parameters, and the arrays it captured."""
-    traced = trace(fn, kind)
-    kept = {n: x for n, x in traced.tables.items() if n not in params}
-    return traced.expr, {**traced.tables, **params}, Origin(captured=kept, notes=traced.notes)
+    """The Expr of a function, values for its parameters, and the arrays it captured. Those that JAX traces have no
+    values: every call of the attention takes them as they are."""
+    found = trace(fn, kind)
+    kept = {n: x for n, x in found.tables.items() if n not in params}
+    values = {n: x for n, x in kept.items() if not traced(x)}
+    return found.expr, {**values, **params}, Origin(captured=kept, notes=found.notes)
 
 
 def load(path: str | Path, **params: Any) -> Program:
