@@ -10,6 +10,7 @@ import pytest
 from support import masks
 from support.planner_numpy import NUMPY
 
+import frisket as fk
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
@@ -157,3 +158,79 @@ def test_text(name, golden):
     made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
     golden(f"planner_cpp_{name}.cpp", text.function(made))
     assert text.emit(made).endswith(text.function(made))
+
+
+# -- in use -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """How often a planner in C++ ran."""
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    ran = []
+    real = flat_native.spans
+    monkeypatch.setattr(flat_native, "spans", lambda *a: ran.append(1) or real(*a))
+    return ran
+
+
+def documents(torch, n):
+    """Documents of 10 tokens as tables that take some care to read."""
+    doc = torch.arange(n) // 10
+    spaced = torch.stack([doc, doc], 1)[:, 0]
+    return {
+        "int64": doc, "int16": doc.short(), "uint8": doc.to(torch.uint8), "strided": spaced,
+        "a parameter": torch.nn.Parameter(doc, requires_grad=False),
+    }  # fmt: skip
+
+
+def test_tables_of_torch(watched, monkeypatch):
+    torch = pytest.importorskip("torch")
+    att = fk.compile("causal & same(doc)")
+    found = [att.plan(100, 100, flat=True, doc=x).spans((16, 16)) for x in documents(torch, 100).values()]
+    assert len(watched) == 2 * len(found)  # for the tile of a call too
+    monkeypatch.setenv("FRISKET_BACKEND", "library")
+    want = att.plan(100, 100, flat=True, doc=torch.arange(100) // 10).spans((16, 16))
+    assert len(watched) == 2 * len(found)
+    for got in found:
+        torch.testing.assert_close(got.bounds, want.bounds)
+        torch.testing.assert_close(got.count, want.count)
+        assert got.overflow.dtype == torch.bool
+
+
+def test_real_tables_of_torch(watched):
+    torch = pytest.importorskip("torch")
+    att = fk.compile("x[k] < 0.5")
+    x = torch.rand(64).bfloat16().requires_grad_()
+    seen = [att.plan(64, 64, flat=True, x=t).spans((16, 16)).bounds for t in (x, x.float().detach(), x.double())]
+    assert watched
+    torch.testing.assert_close(seen[0], seen[1])
+    torch.testing.assert_close(seen[0], seen[2])
+
+
+def test_tables_without_memory_of_their_own_go_through_the_text_of_torch(watched):
+    """Fake tensors and those of a transform: nothing of theirs may be read."""
+    torch = pytest.importorskip("torch")
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    att = fk.compile("causal & same(doc)")
+    doc = torch.arange(100) // 10
+    with FakeTensorMode() as mode:
+        att.plan(100, 100, flat=True, doc=mode.from_tensor(doc))
+    torch.func.vmap(lambda x: att.plan(100, 100, flat=True, doc=x).spans((16, 16)).bounds)(torch.stack([doc, doc]))
+    assert not watched
+
+
+def test_tables_of_jax(watched):
+    jax = pytest.importorskip("jax")
+    att = fk.compile("causal & same(doc)")
+    doc = jax.numpy.arange(100) // 10
+
+    def bounds(doc):
+        return att.plan(100, 100, flat=True, doc=doc).spans((16, 16)).bounds
+
+    got = bounds(doc)
+    assert watched
+    ran = len(watched)
+    want = jax.jit(bounds)(doc)  # traced: planned by XLA
+    assert len(watched) == ran
+    np.testing.assert_array_equal(got, want)
