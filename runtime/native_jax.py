@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import ParameterError
+from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.derive import backward_of
+from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.emit import cpp, cpp_backward, cpp_call
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.xla_fold import folded
+from frisket.lowering.xla_tiles import int64_enabled
 
 from . import native_build
 from .parameters import traced
@@ -79,8 +80,23 @@ def backward(
     found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
     if results:
         captured = [g for g in gradients if g.source in wanted]
-        found |= folded(captured, results, geometry, slots, tables, int64=plan.int64)
+        found |= _folded(plan, captured, results, geometry, slots, tables)
     return found
+
+
+def _folded(
+    plan: LoopPlan, captured: Sequence[Gradient], sums: Sequence[Any], geometry: Geometry, slots: Mapping[str, Any],
+    tables: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    import jax.numpy as jnp
+
+    if plan.int64 and not int64_enabled() and any(g.index and g.over != "scatter" for g in captured):
+        raise LoweringError(
+            "where a table's gradient goes may need more than 32 bits and JAX has 64-bit integers switched off; "
+            'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
+        )
+    arrays = {name: jnp.asarray(table) for name, table in tables.items()}
+    return folded(captured, sums, geometry, slots, arrays, int64=plan.int64)
 
 
 # -- what a call is made of -------------------------------------------------------------------------

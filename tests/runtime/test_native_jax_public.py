@@ -162,6 +162,23 @@ def test_gradients_of_every_example():
     both(lambda att: jax.vmap(lambda p, doc: gradients(att, p, doc=doc))(many, docs), 1e-4)
 
 
+def test_gradients_of_what_a_table_points_to():
+    """The table that points is the host's, and the sums are folded where JAX traces."""
+    bias = jnp.asarray(draw.standard_normal(5), jnp.float32)
+
+    def gradient(name, doc=DOC):
+        att = fk.compile("causal & same(doc)", "score * bias[doc[q]]", backend=name)
+        return jax.jit(jax.grad(lambda bias: (att(Q, K, V, doc=doc, bias=bias) ** 2).sum()))(bias)
+
+    close(gradient("cpp"), gradient("xla"), 1e-4)
+    with pytest.raises(fk.LoweringError) as caught:
+        gradient("cpp", DOC << 40)
+    assert str(caught.value) == (
+        "where a table's gradient goes may need more than 32 bits and JAX has 64-bit integers switched off; "
+        'set jax.config.update("jax_enable_x64", True) or shrink the numbers in the mask'
+    )
+
+
 def test_gradients_have_the_bits_of_torch():
     torch = pytest.importorskip("torch")
     att = compiled("cpp")
