@@ -17,10 +17,10 @@ from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import DIFFERENTIABLE, interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
-from .frameworks import Arrays, arrays, framework_of, in_graph, turn
+from .frameworks import Arrays, arrays, device_of, framework_of, in_graph, turn
 from .host_plan import Plan
 from .options import Options, check_complete, seed_of, sinks_of
-from .parameters import names_of, traced
+from .parameters import learns, names_of, traced
 from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
@@ -216,17 +216,18 @@ class Attention:
         """
         host, given = divided(params, flat, self.subject.learnable)
         given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
-        block = self._flat_block(given) if given else None
+        g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
+        block = self._flat_block(given, g) if given else None
         return self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
 
-    def _flat_block(self, given: dict[str, Any]) -> tuple[int, int]:
+    def _flat_block(self, given: dict[str, Any], g: Geometry) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
         x = next(iter(given.values()))
-        if framework_of(x) == "jax":
-            from .jax_op import TILES
-
-            return self.options.tile or TILES["xla"]
-        return self.options.tile or ((128, 32) if x.device.type == "cpu" else (128, 128))
+        framework = framework_of(x)
+        backend = choose(self.options.backend, framework, device_of(x, framework))
+        dtype = "float32" if backend in ("aten", "xla", "cpp") else "bfloat16"
+        target = target_of(backend, g, dtype, self.options.tile, narrow=False)
+        return target.block_q, target.block_k
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -296,12 +297,6 @@ def torch_op() -> Any:
     from . import torch_op
 
     return torch_op
-
-
-def learns(x: Any) -> bool:
-    """Whether a captured value may change between calls: a parameter of a torch module, or a tensor that requires a
-    gradient."""
-    return framework_of(x) == "torch" and (x.requires_grad or type(x).__name__ == "Parameter")
 
 
 def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any]) -> tuple[Any, ...] | None:

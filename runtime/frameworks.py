@@ -63,11 +63,7 @@ class Arrays:
     @property
     def device(self) -> str:
         """ "cpu", "cuda", "tpu", ...: where the call runs."""
-        if self.framework == "torch":
-            return str(self.q.device.type)
-        if self.framework == "jax":
-            return str(sys.modules["jax"].default_backend())
-        return "cpu"
+        return device_of(self.q, self.framework)
 
     @property
     def qkv(self) -> tuple[Any, Any, Any]:
@@ -186,3 +182,10 @@ def _start(x: Any) -> Any:
     if at.dtype.kind not in "iu":
         raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
     return at.astype(np.int64) if at.ndim else int(at)
+
+
+def device_of(x: Any, framework: str) -> str:
+    """ "cpu", "cuda", "tpu", ...: where a call on this array runs."""
+    if framework == "torch":
+        return str(x.device.type)
+    return str(sys.modules["jax"].default_backend()) if framework == "jax" else "cpu"
