@@ -112,6 +112,8 @@ def choose(name: str | None, framework: str, device: str) -> str:
 
 
 def _automatic(framework: str, device: str) -> str:
+    if device == "cpu" and not native_build.reason():
+        return "cpp"
     if framework == "torch":
         return "triton" if device == "cuda" else "aten"
     return "pallas-tpu" if device == "tpu" else "xla"

@@ -10,6 +10,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker, set before torch and numpy load
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests that are not about the native kernels compile none; those that are name the backend, or take this away.
+os.environ.setdefault("FRISKET_BACKEND", "library")
+
 GOLDEN = Path(__file__).parent / "golden"
 
 

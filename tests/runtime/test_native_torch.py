@@ -13,8 +13,10 @@ import torch
 from support.attention_cases import CASES
 from support.native_image import Problem
 
+import frisket as fk
 from frisket.lowering.plan import Target
 from frisket.runtime import native_build, native_torch
+from frisket.runtime.backends import choose
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -169,3 +171,42 @@ def test_several_threads_with_one_record():
     for t in threads:
         t.join()
     assert not failures
+
+
+# -- the backend of calls that name none --------------------------------------------------------------
+
+
+@pytest.fixture
+def nothing_set(monkeypatch):
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_on_a_cpu_the_native_kernels_are_the_default(framework, nothing_set):
+    library = {"torch": "aten", "jax": "xla"}[framework]
+    assert choose(None, framework, "cpu") == choose("native", framework, "cpu") == "cpp"
+    assert choose("library", framework, "cpu") == library
+    nothing_set.setenv("FRISKET_BACKEND", "library")
+    assert choose(None, framework, "cpu") == library
+    assert choose("native", framework, "cpu") == "cpp"
+    nothing_set.setenv("FRISKET_BACKEND", "native")
+    assert choose(None, framework, "cpu") == "cpp"
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_without_a_compiler_the_library_tier_takes_over(framework, nothing_set, tmp_path):
+    nothing_set.setenv("CXX", str(tmp_path / "none"))
+    assert choose(None, framework, "cpu") == {"torch": "aten", "jax": "xla"}[framework]
+    for name in ("cpp", "native"):
+        with pytest.raises(fk.BackendError, match="'cpp' does not run here: no C\\+\\+ compiler: CXX is"):
+            choose(name, framework, "cpu")
+
+
+def test_a_call_runs_on_them(nothing_set):
+    run = Run("gqa")
+    want = run.forward()[0]
+    att = fk.compile("causal")
+    assert torch.allclose(att(run.q, run.k, run.v), want, atol=1e-5)
+    assert att.stages(run.q, run.k, run.v).target.backend == "cpp"
+    assert "frisket_forward" in att.source("cpp", run.q, run.k, run.v)
