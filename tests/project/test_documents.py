@@ -47,6 +47,8 @@ def test_the_readme_kernel_is_the_kernel():
     excerpts = readme.blocks("triton")
     assert len(excerpts) == 2
     assert all(part in source for part in excerpts)
+    assert all(part in att.source("cpp") for part in readme.blocks("cpp"))
+    assert len(readme.blocks("cpp")) == 1
 
 
 def test_the_readme_lists_the_settings():
