@@ -25,7 +25,7 @@ from .bound_expr import separated
 from .layout import Layout, make_layout
 from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
-from .parameters import as_value, names_of
+from .parameters import as_value, names_of, with_learned
 
 Array = NDArray[Any]
 CACHED = 256  # compilations kept
@@ -77,7 +77,7 @@ class Subject:
         if not params:
             return self
         _check_used(params, self.names)
-        values = {n: as_value(n, x) for n, x in params.items()}
+        values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
         bound = (
             None if p is None else p.bind(**{n: values[n] for n in values if _mentions(p, n)})
             for p in (self.mask, self.score)
@@ -113,8 +113,8 @@ def subject(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapp
     mine, theirs = (_wanted(w, kind, values) for w, kind in ((what, "mask"), (mod, "score")))
     _check_used(params, {*mine, *theirs})
     return joined(
-        None if what is None else mask(what, **mine),
-        None if mod is None else score(mod, **theirs),
+        None if what is None else mask(what, **with_learned(mine, params)),
+        None if mod is None else score(mod, **with_learned(theirs, params)),
     )  # fmt: skip
 
 

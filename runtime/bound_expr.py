@@ -22,7 +22,7 @@ from frisket.dsl.program import Declared, Parsed, check_names, nearest, read
 from frisket.dsl.show import show
 from frisket.dsl.types import INT
 
-from .parameters import Array, Number, as_value, digest, fitted, names_of, summary, unsorted
+from .parameters import Array, Number, as_value, digest, fitted, learns, names_of, summary, unsorted
 
 Self = TypeVar("Self", bound="Bound")
 
@@ -54,6 +54,8 @@ class Bound:
     def __init__(self, expr: Expr, params: Mapping[str, Any] | None = None, origin: Origin | None = None) -> None:
         self.expr = expr
         self.origin = origin or Origin()
+        if learned := {n: x for n, x in (params or {}).items() if learns(x)}:
+            self.origin = replace(self.origin, captured={**self.origin.captured, **learned})
         wanted = names_of(expr)
         check_names(wanted)
         given = {n: as_value(n, v) for n, v in (params or {}).items()}

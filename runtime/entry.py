@@ -9,7 +9,7 @@ import numpy as np
 
 from frisket.lowering.plan import Origin, Sizes
 
-from .attention import Attention, learns
+from .attention import Attention
 from .backends import check_name
 from .bind import check_tile, subject
 from .call import results
@@ -17,7 +17,7 @@ from .checking import oracle
 from .frameworks import arrays, in_graph, turn
 from .mask import MaskLike, Program, ScoreLike
 from .options import Options, rate_of, seed_of, sinks_of
-from .parameters import as_value, traced
+from .parameters import as_value, learns, traced
 
 
 def compile(

@@ -25,7 +25,7 @@ from frisket.dsl.trace import trace
 from frisket.dsl.types import BOOL
 
 from .bound_expr import Bound, Origin
-from .parameters import as_value, names_of, traced
+from .parameters import as_value, names_of, traced, with_learned
 
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
@@ -255,8 +255,8 @@ def _program(text: str, kind: Any, name: str, params: Mapping[str, Any]) -> Prog
     m = found.mask if lone is None or lone.type is not BOOL else lone
     s = found.score if lone is None or lone.type is BOOL else lone
     return Program(
-        None if m is None else Mask(m, _used(m, found, values), _origin(found)),
-        None if s is None else ScoreMod(s, _used(s, found, values), _origin(found)),
+        None if m is None else Mask(m, with_learned(_used(m, found, values), params), _origin(found)),
+        None if s is None else ScoreMod(s, with_learned(_used(s, found, values), params), _origin(found)),
         name,
     )
 

@@ -36,6 +36,16 @@ def traced(value: Any) -> bool:
     return any(c.__name__ == "Tracer" for c in type(value).__mro__)
 
 
+def learns(value: Any) -> bool:
+    """Whether a value may change between calls: a torch tensor that requires a gradient, a module's parameter."""
+    return hasattr(value, "detach") and (value.requires_grad or type(value).__name__ == "Parameter")
+
+
+def with_learned(values: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Values, but what is learned itself: it is read anew at every call."""
+    return {n: params[n] if n in params and learns(params[n]) else x for n, x in values.items()}
+
+
 def as_value(name: str, value: Any) -> Any:
     """A Python number or a read-only numpy array of our own, from numbers, lists, numpy, torch or JAX arrays."""
     if traced(value):

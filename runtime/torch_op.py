@@ -6,7 +6,7 @@ and dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, Spans, Target
 
-from .backends import COMPLETE, FORWARD_ONLY, PRINTED, target_of
+from .backends import FORWARD_ONLY, PRINTED, target_of
 from .bind import Subject, Work
 from .call import Call
 from .flat_plan import FlatPlan, FlatWork
@@ -62,10 +62,7 @@ class Ready:
         given = q, k, v, sinks, *values
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             if self.backward is None:
-                raise BackwardError(
-                    f"backend {self.target.backend!r} has no gradients; {' and '.join(COMPLETE)} have\n"
-                    "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
-                )
+                refuse_gradients(self.target.backend, given)
             out, lse, found = _function().apply(self, seed, top, *given)
         else:
             out, lse, found = self.run(seed, top, *given)
@@ -143,6 +140,8 @@ def attend(
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         return ready.again(q, k, v, found, seed, att.options, sinks, top)  # type: ignore[no-any-return]
     call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
+    if call.backend == "dense":
+        refuse_gradients("dense", (q, k, v, call.sinks, *params.values(), *att.learned.values()))
     if call.backend == "dense" or settings.check:
         result: tuple[Tensor, Tensor, Tensor | None] = att.run(call)
         att.check_if_asked(call, result)
@@ -260,6 +259,17 @@ def refuse_ambiguous(what: Subject, tables: Mapping[str, Any]) -> None:
                 f"`{name}` requires a gradient, and the mask reads it beside the score mod: no gradient flows through "
                 "a mask\n  give the mask a detached copy under another name"
             )
+
+
+def refuse_gradients(backend: str, tensors: Iterable[Any]) -> None:
+    """Raise where a gradient is asked of a backend without any."""
+    import torch
+
+    if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+        raise BackwardError(
+            f"backend {backend!r} has no gradients; aten, cpp and xla have\n"
+            "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
+        )
 
 
 def on_host(spans: Spans | DeviceSpans) -> Spans:

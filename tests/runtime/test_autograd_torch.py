@@ -1,0 +1,284 @@
+"""torch's gradients through the public API, on both tiers: gradcheck, learned values, what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.autograd.gradcheck import GradcheckError
+
+import frisket as fk
+from frisket.dsl.errors import BackendError, BackwardError
+
+NATIVE = pytest.mark.skipif(bool(fk.backends()["cpp"]), reason="no compiler")
+BACKENDS = ["aten", pytest.param("cpp", marks=NATIVE)]
+G = torch.Generator().manual_seed(0)
+
+
+def rand(*shape, dtype=torch.float64, grad=True):
+    return torch.randn(shape, generator=G, dtype=dtype).requires_grad_(grad)
+
+
+def qkv(b=1, h=2, hkv=None, s=9, n=None, d=8, e=None, dtype=torch.float64):
+    hkv, n, e = hkv or h, n or s, e or d
+    return rand(b, h, s, d, dtype=dtype), rand(b, hkv, n, d, dtype=dtype), rand(b, hkv, n, e, dtype=dtype)
+
+
+DOC = np.array([0, 0, 0, 1, 1, 1, 1, 2, 2])
+CASES = {
+    "causal": ({"mask": "causal"}, {}, {}),
+    "window": ({"mask": "causal & window(3)"}, {"s": 12}, {}),
+    "documents": ({"mask": "causal & same(doc)", "doc": DOC}, {"b": 2}, {}),
+    "softcap": ({"mask": "causal", "score": "softcap(2)"}, {}, {}),
+    "alibi": ({"mask": "causal", "score": "param slope: float[_]\nscore = score + slope[h] * (k - q)"}, {},
+              {"slope": (2,)}),
+    "relative": ({"score": "param bias: float[_, _]\nscore = score + bias[h, q - k + 8]"}, {}, {"bias": (2, 17)}),
+    "scalar": ({"mask": "causal", "score": "param c: float\nscore = c * tanh(score / c)"}, {}, {"c": ()}),
+    "pair": ({"score": "param bias: float[_, _]\nscore = score * bias[q, k]"}, {}, {"bias": (9, 9)}),
+    "sinks": ({"mask": "q > k"}, {}, {"sinks": (2,)}),
+    "one sink": ({"mask": "causal"}, {}, {"sinks": ()}),
+    "gqa": ({"mask": "causal"}, {"h": 4, "hkv": 2}, {}),
+    "other v": ({"mask": "causal"}, {"d": 8, "e": 16}, {}),
+    "dropout": ({"mask": "causal", "dropout": 0.4}, {"seed": 7}, {}),
+    "all": ({"mask": "causal & window(5)", "dropout": 0.3,
+             "score": "param slope: float[_]\nscore = softcap(3) + slope[h] * (k - q)"},
+            {"h": 4, "hkv": 2, "seed": 3}, {"slope": (4,), "sinks": (4,)}),
+}  # fmt: skip
+
+
+QUICK = ("relative", "all")  # of the native tier, which compiles every case
+TIERS = [("aten", n) for n in CASES] + [
+    pytest.param("cpp", n, marks=[NATIVE] if n in QUICK else [NATIVE, pytest.mark.slow]) for n in CASES
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), TIERS)
+def test_gradcheck(backend, name):
+    """Of out and lse, in q, k, v, sinks and what the score mod learns."""
+    made, shape, learned = CASES[name]
+    shape = dict(shape)
+    seed = shape.pop("seed", None)
+    att = fk.compile(**made, backend=backend)
+    values = {n: rand(*s) for n, s in learned.items()}
+
+    def run(q, k, v, *rest):
+        out, lse = att(q, k, v, seed=seed, return_lse=True, **dict(zip(values, rest, strict=True)))
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    assert gradcheck(run, (*qkv(**shape), *values.values()), fast_mode=True, nondet_tol=0.0)
+
+
+def test_a_mutant_fails_gradcheck(monkeypatch):
+    from frisket.runtime import torch_autograd
+
+    real = torch_autograd._dsinks
+    monkeypatch.setattr(torch_autograd, "_dsinks", lambda *a: 1.01 * real(*a))
+    with pytest.raises(GradcheckError):
+        test_gradcheck("aten", "sinks")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_beside_the_interpreter(dtype):
+    """In the dtypes gradcheck is no use for."""
+    att = fk.compile("causal & window(20)", "param t: float[_]\nscore = score + t[h]", backend="aten", dropout=0.2)
+    q, k, v = (x.to(dtype) for x in qkv(1, 4, 2, 40, d=16))
+    sinks = rand(4) if dtype == torch.float32 else None  # in half its gradient is a sum over rows of rounded outputs
+    assert att.check(q, k, v, t=rand(4), seed=5, sinks=sinks).good
+
+
+def test_only_the_wanted_gradients_are_made(monkeypatch):
+    from frisket.lowering import aten_backward
+
+    asked = []
+    real = aten_backward.backward
+
+    def watched(*args, wanted, **more):
+        asked.append(sorted(wanted))
+        return real(*args, wanted=wanted, **more)
+
+    monkeypatch.setattr(aten_backward, "backward", watched)
+    q, k, v = qkv()
+    att = fk.compile("causal", "param t: float[_]\nscore = score + t[h]", backend="aten")
+    t = rand(2)
+    att(q, k.detach(), v.detach(), t=t.detach()).sum().backward()
+    att(q.detach(), k.detach(), v, t=t).sum().backward()
+    att(q.detach(), k.detach(), v.detach(), t=t.detach(), sinks=(s := rand(2))).sum().backward()
+    assert asked == [["q"], ["t0", "v"]]  # the gradient of sinks needs no executor
+    assert s.grad is not None
+
+
+def test_learned_values_are_read_anew_and_planned_once(monkeypatch):
+    from frisket.runtime import bind, flat_plan
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.zeros(2, 9))
+            self.att = fk.compile("causal", lambda score, b, h, q, k: score + self.bias[h, k])
+
+        def forward(self, q, k, v):
+            return self.att(q, k, v)
+
+    layer, (q, k, v) = Layer(), (x.detach().float() for x in qkv())
+    step = torch.optim.SGD(layer.parameters(), lr=5.0)
+    layer(q, k, v)
+    monkeypatch.setattr(bind, "make_layout", None)  # planning anew would fail
+    monkeypatch.setattr(flat_plan, "make_layout", None)
+    losses = []
+    for _ in range(5):
+        step.zero_grad()
+        loss = layer(q, k, v).square().mean()
+        loss.backward()
+        step.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        want = fk.reference(q, k, v, "causal", "score + bias[h, k]", layout="bhsd", bias=layer.bias.detach())
+    np.testing.assert_allclose(layer(q, k, v).detach(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_learned_values_given_anywhere():
+    """To compile, to a score mod, to a plan, to the call, to frisket.attention, captured."""
+    q, k, v = (x.detach().float() for x in qkv())
+    t = torch.randn(2, generator=G).requires_grad_()
+    text = "param t: float[_]\nscore = score + t[h] * (k - q)"
+    att = fk.compile("causal", text)
+    results = [
+        att(q, k, v, t=t),
+        att(q, k, v, plan=att.plan(9, 9, 1, 2, t=t)),
+        fk.compile("causal", text, t=t)(q, k, v),
+        fk.compile("causal", fk.score(text, t=t))(q, k, v),
+        fk.compile("causal", fk.score(text).bind(t=t))(q, k, v),
+        fk.attention(q, k, v, "causal", text, t=t),
+        fk.attention(q, k, v, "causal", lambda score, b, h, i, j: score + t[h] * (j - i)),
+        fk.attention(q, k, v, score=lambda score, b, h, i, j: torch.where(i >= j, score + t[h] * (j - i), -torch.inf)),
+    ]
+    grads = [torch.autograd.grad(r.square().sum(), t)[0] for r in results]
+    for r, g in zip(results, grads, strict=True):
+        torch.testing.assert_close(r, results[0])
+        torch.testing.assert_close(g, grads[0])
+
+
+def test_two_modules_that_begin_alike_learn_apart():
+    """Equal values are no reason to share a parameter."""
+    q, k, v = (x.detach().float() for x in qkv())
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+
+    def run(t):
+        return fk.attention(q, k, v, "causal", lambda score, _, h, i, j: score + t[h] * (j - i))
+
+    run(a).square().sum().backward()
+    assert b.grad is None
+    run(b).square().sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_learned_value_in_another_dtype_and_of_no_use():
+    q, k, v = (x.detach().float() for x in qkv())
+    t = torch.randn(2, generator=G).to(torch.bfloat16).requires_grad_()
+    fk.attention(q, k, v, score="param t: float[_]\nscore = score + t[h]", t=t).sum().backward()
+    assert t.grad.dtype == torch.bfloat16
+    u = rand(2, dtype=torch.float32)
+    fk.attention(q, k, v, score="param t: float[_]\nscore = where(t[h] > 0, score, 2 * score)", t=u).sum().backward()
+    assert u.grad is None or not u.grad.any()
+
+
+def test_max_scores_have_no_gradient_and_lse_has():
+    q, k, v = qkv()
+    out, lse, top = fk.attention(q, k, v, "causal", return_lse=True, return_max=True)
+    assert out.requires_grad
+    assert lse.requires_grad
+    assert not top.requires_grad
+    (only,) = torch.autograd.grad(lse.sum(), q)
+    scores = (q @ k.mT / 8**0.5).masked_fill(~torch.ones(9, 9).tril().bool(), -torch.inf)
+    (want,) = torch.autograd.grad(scores.logsumexp(-1).sum(), q)
+    torch.testing.assert_close(only, want)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    q, k, v = qkv()
+    (dq,) = torch.autograd.grad(fk.attention(q, k, v, "causal").square().sum(), q, create_graph=True)
+    with pytest.raises(BackwardError) as error:
+        dq.sum().backward()
+    assert str(error.value) == (
+        "a gradient of a gradient of attention is asked for, and there is none\n"
+        "  leave out create_graph=True, or write attention with dense operations where second derivatives matter"
+    )
+
+
+def test_the_interpreter_has_no_gradients():
+    q, k, v = qkv()
+    with pytest.raises(BackwardError) as error:
+        fk.attention(q, k, v, "causal", backend="dense")
+    assert str(error.value) == (
+        "backend 'dense' has no gradients; aten, cpp and xla have\n"
+        "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
+    )
+    with torch.no_grad():
+        fk.attention(q, k, v, "causal", backend="dense")
+
+
+def test_a_tensor_changed_between_forward_and_backward_is_noticed():
+    q, k, v = (x.float() for x in qkv())
+    t = torch.zeros(2, requires_grad=True)
+    out = fk.attention(q, k, v, score="param t: float[_]\nscore = score + t[h]", t=t)
+    with torch.no_grad():
+        t += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_inference_mode_and_frozen_tensors():
+    q, k, v = qkv()
+    with torch.inference_mode():
+        out = fk.attention(q, k, v, "causal")
+    assert out.is_inference()
+    assert not fk.attention(q.detach(), k.detach(), v.detach(), "causal").requires_grad
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_strides_of_inputs_and_cotangents(layout):
+    """Views of one projection, expanded cotangents, transposed ones."""
+    x = rand(1, 9, 3, 2, 8)
+    q, k, v = x.unbind(2)
+    if layout == "bhsd":
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+    out = fk.attention(q, k, v, "causal", layout=layout)
+    sums = torch.autograd.grad(out.sum(), x, retain_graph=True)[0]
+    same = torch.autograd.grad((out * torch.ones_like(out)).sum(), x, retain_graph=True)[0]
+    torch.testing.assert_close(sums, same)
+    twisted = torch.autograd.grad(out.mT.contiguous().mT.square().sum(), x)[0]
+    assert twisted.isfinite().all()
+
+
+def test_triton_has_no_gradients_yet():
+    att = fk.compile("causal", backend="triton")
+    with pytest.raises(BackendError):
+        att(*qkv(dtype=torch.float32))
+
+
+MEMORY = """
+import resource, torch, frisket as fk
+torch.set_num_threads(1)
+att = fk.compile("causal & window(128)", backend="{backend}")
+def step(s):
+    q, k, v = (torch.randn(1, 2, s, 32, requires_grad=True) for _ in range(3))
+    att(q, k, v).sum().backward()
+step(256)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(16384)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_is_linear(backend):
+    """16,384 tokens: inputs, output and gradients are 4 MB each; scores would be 2 GB."""
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY.format(backend=backend)], capture_output=True, text=True, check=True
+    )
+    assert float(run.stdout) < 150
