@@ -59,6 +59,9 @@ class _Forward(Tiles):
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1))
         blocks = self._split(list(self._blocks()))
         blocks.sort(key=lambda x: x[0].cells)  # the largest go first: the last ones to end are short
+        self.values = self.given_v if self.half else self.v
+        if self.values.stride(-1) != 1:
+            self.values = self.values.contiguous()
         self.parts: dict[tuple[Block, int], tuple[Tensor, Tensor, Tensor]] = {}
         spread(self._attend, blocks)
         self._merge()
@@ -123,8 +126,11 @@ class _Forward(Tiles):
                 total = share if total is None else total.add_(share)
                 if self.kept is not None:
                     self.cells(block, t).mul_(self.survivors(block, piece))
-                value = self.keys(self.v, block, piece)
-                if acc is None:
+                value = self.keys(self.values, block, piece)
+                if self.half:
+                    found = torch.bmm(t.bfloat16(), value)
+                    acc = found.to(self.dtype) if acc is None else acc.add_(found)
+                elif acc is None:
                     acc = self.buffer("acc", block.batch, block.rows, self.geometry.v_dim)
                     torch.bmm(t, value, out=acc)
                 else:

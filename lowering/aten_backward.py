@@ -40,10 +40,7 @@ def backward(
     import torch
 
     with torch.no_grad():
-        # Sums, not isfinite: one pass without an array of its own; where a sum overflows, careful is only slower.
-        finite = all(bool(x.sum(dtype=torch.float32).isfinite()) for x in (q, k, v, dout))
-        careful = not (tame(plan.score) and finite)
-        run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=careful)
+        run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
         return run.everything(out, lse, dout, dlse, wanted)
 
 
@@ -70,6 +67,9 @@ class _Backward(Tiles):
     ) -> dict[str, Tensor]:
         torch = self.torch
         self.wanted = wanted
+        self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
+        # Sums, not isfinite: one pass without an array of its own; where a sum overflows, careful is only slower.
+        self.careful |= not all(bool(x.sum().isfinite()) for x in (self.q, self.k, self.v, self.dout))
         self.derived = backward_of(self.plan)
         self.guard = self.careful or self.derived.guard  # 0 * inf is NaN where nothing is seen
         self.slope = None if self.derived.slope is None else self.program(self.derived.slope)
@@ -78,7 +78,6 @@ class _Backward(Tiles):
         parts = [x.weight for x in captured] + [e for x in captured for e in x.index]
         parts += [] if self.derived.slope is None else [self.derived.slope]
         self.reads_score = any("score" in uses(e) for e in parts)
-        self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
         self.lse = self.grouped(lse.to(self.dtype))
         self.delta = (self.dout * self.out).sum(-1)
         if dlse is not None:
@@ -87,7 +86,7 @@ class _Backward(Tiles):
         # A row that sees nothing: exp2(-inf - 0) is 0.
         self.base = torch.where(self.lse == -math.inf, 0.0, self.lse * LOG2E)
         # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
-        self.plain_k = self.k.nan_to_num(0.0, 0.0, 0.0) if self.careful else self.k
+        self.plain_k = self.rounded(self.k.nan_to_num(0.0, 0.0, 0.0) if self.careful else self.k)
         self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
         total = self._zeros()
         lanes = self._lanes(total, fusible_too=dlse is None and not self.careful and bool(wanted & {"q", "k", "v"}))
@@ -156,15 +155,13 @@ class _Backward(Tiles):
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
         room = max(64, BUDGET // (block.batch * block.rows))
         for piece in (p for chunk in chunks(block.step.pieces, room) for p in chunk):
-            self._piece(block, piece, (query, dout, base, delta), dq, sums)
+            self._piece(block, piece, (query, self.rounded(query), dout, self.rounded(dout), base, delta), dq, sums)
         if dq is not None:
             self.put(self.dq, block, dq)
 
-    def _piece(
-        self, block: Block, piece: Piece, rows: tuple[Tensor, Tensor, Tensor, Tensor], dq: Tensor | None, sums: _Sums
-    ) -> None:
+    def _piece(self, block: Block, piece: Piece, rows: tuple[Tensor, ...], dq: Tensor | None, sums: _Sums) -> None:
         torch, scale = self.torch, self.geometry.scale
-        query, dout, base, delta = rows
+        query, rough_query, dout, rough_dout, base, delta = rows
         shape = (block.batch, block.rows, piece.width)
         p = self.products(block, query, piece, self.buffer("scores", *shape))
         raw = self.buffer("raw", *shape).copy_(p) if self.reads_score else None
@@ -176,7 +173,7 @@ class _Backward(Tiles):
             self.hide(block, piece, p, 0.0)
         kept = None if self.kept is None else self.survivors(block, piece).div_(self.keep)
         weights = p if kept is None else (self.cells(block, p) * kept).view(shape)
-        self.add_keys(sums.dv, block, piece, weights, dout)
+        self.add_keys(sums.dv, block, piece, self.rounded(weights), rough_dout)
         if not self.inner:
             return
         dm = torch.bmm(dout, self.keys(self.v, block, piece).mT, out=self.buffer("products", *shape))
@@ -191,9 +188,14 @@ class _Backward(Tiles):
             self.cells(block, dm).mul_(self.at(self.slope, block, piece, raw))
             if hidden is not None:
                 dm.masked_fill_(hidden, 0.0)
-        self.add_keys(sums.dk, block, piece, dm, query, scale)
+        ds = self.rounded(dm)
+        self.add_keys(sums.dk, block, piece, ds, rough_query, scale)
         if dq is not None:
-            dq.baddbmm_(dm, self.keys(self.plain_k, block, piece), alpha=scale)
+            keys = self.keys(self.plain_k, block, piece)
+            if self.half:
+                dq.add_(torch.bmm(ds, keys), alpha=scale)
+            else:
+                dq.baddbmm_(ds, keys, alpha=scale)
 
 
 def _within(member: Heads, part: range, kv_heads: int) -> Iterator[Heads]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import local
 from typing import Any
 
@@ -53,9 +53,11 @@ class Tiles:
         self.group = geometry.heads // geometry.kv_heads
         self.given = qkv[0].dtype
         self.dtype = torch.float64 if self.given == torch.float64 else torch.float32
-        # Half precision multiplies in float32: scores keep their digits, and no CPU call is faster for it.
-        self.q, self.k, self.v = (self.worked(x) for x in qkv)
-        self.q = self.grouped(self.q)
+        # Half precision multiplies in float32, so that scores keep their digits. Products of weights may take bfloat16
+        # as it is, where the processor has it: weights are rounded, sums stay float32.
+        self.half = self.given == torch.bfloat16 and _fast_bfloat16()
+        self.q, self.k = self.grouped(self.worked(qkv[0])), self.worked(qkv[1])
+        self.given_v = qkv[2]
         sizes = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
         self.env = {**sizes, **slots}
         self.buffers = local()  # of each thread, reused by its blocks
@@ -73,6 +75,10 @@ class Tiles:
             rate = float(np.float32(slots[plan.rate]))
             self.env[plan.rate], self.keep = rate, 1 - rate
             self.kept = self.program(plan.kept)
+
+    @cached_property
+    def v(self) -> Tensor:
+        return self.worked(self.given_v)
 
     def worked(self, x: Tensor) -> Tensor:
         """`x` in the dtype of the scores, as a GEMM reads it without a copy."""
@@ -197,6 +203,10 @@ class Tiles:
         shape = (block.step.count, *first.shape)
         return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """`x` as the products of weights take it."""
+        return x.bfloat16() if self.half else x
+
     def apart(self, x: Tensor, block: Block, piece: Piece) -> Iterator[tuple[slice, Tensor]]:
         """Entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of
         x [batch, kv_heads, kv_len, dim]: what is added there is added once."""
@@ -216,15 +226,20 @@ class Tiles:
         self, x: Tensor | None, block: Block, piece: Piece, left: Tensor, right: Tensor, scale: float = 1.0
     ) -> None:
         """x += scale * left.T @ right, for left [batch, rows, width], right [batch, rows, dim] and the keys' part of
-        x [batch, kv_heads, kv_len, dim]."""
+        x [batch, kv_heads, kv_len, dim]; with `half`, left and right are bfloat16."""
         if x is None:
             return
+        places = self.apart(x, block, piece)
         if block.by_row and piece.stride == 0:  # the same keys for all rows
-            part = x[block.heads.batch, block.heads.kv, piece.start : piece.stop]
-            part.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1), alpha=scale)
-            return
-        for rows, part in self.apart(x, block, piece):
-            part.baddbmm_(left[rows].mT, right[rows], alpha=scale)
+            left, right = left.flatten(0, 1).unsqueeze(0), right.flatten(0, 1).unsqueeze(0)
+            m = block.heads
+            places = iter([(slice(None), x[m.batch, m.kv : m.kv + 1, piece.start : piece.stop])])
+        found = self.torch.bmm(left.mT, right) if self.half else None
+        for rows, part in places:
+            if found is None:
+                part.baddbmm_(left[rows].mT, right[rows], alpha=scale)
+            else:
+                part.add_(found[rows], alpha=scale)
 
     def program(self, e: Expr) -> Program:
         return _program(e, self.dtype)
@@ -258,6 +273,14 @@ class Tiles:
             known = self.torch.empty(size, dtype=self.dtype, device=self.q.device)
             setattr(self.buffers, name, known)
         return known[:size].view(shape)
+
+
+@lru_cache(maxsize=1)
+def _fast_bfloat16() -> bool:
+    import torch
+
+    told: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every version
+    return bool(told.get("avx512_bf16") or told.get("amx_bf16"))
 
 
 @lru_cache(maxsize=256)
