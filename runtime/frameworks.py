@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 
+from .parameters import traced
+
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -176,6 +178,11 @@ def _ordered(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
 
 def _start(x: Any) -> Any:
     """An int, or an int64 vector with one entry per batch."""
+    if traced(x):
+        raise ShapeError(
+            "origin is traced by jax.jit or another transform, and tiles are laid out for one that is known\n"
+            "  between shards, choose among calls: jax.lax.switch(jax.lax.axis_index(name), [one for each origin])"
+        )
     if framework_of(x) == "torch":
         x = x.detach().cpu().numpy()
     at = np.asarray(x)

@@ -93,3 +93,12 @@ def test_seeds_sinks_and_largest_scores():
     shift = jnp.array([1e-2, 0.0])
     f = lambda s: float((att(q, k, v, seed=3, sinks=s) ** 2).sum())  # noqa: E731
     np.testing.assert_allclose(grad[0], (f(shift) - f(-shift)) / 2e-2, rtol=2e-3)
+
+
+def test_a_traced_origin_is_refused_by_name():
+    with pytest.raises(fk.ShapeError) as caught:
+        jax.jit(lambda at: fk.attention(q, k, v, "causal", origin=(0, 0, at, 0)))(3)
+    assert str(caught.value) == (
+        "origin is traced by jax.jit or another transform, and tiles are laid out for one that is known\n"
+        "  between shards, choose among calls: jax.lax.switch(jax.lax.axis_index(name), [one for each origin])"
+    )

@@ -40,9 +40,9 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_al
         shape = Geometry(
             batch, heads, k.shape[2], q_len, kv_len, dim, v.shape[3], dim**-0.5, origin, (8, 8, 512, 512)
         )  # fmt: skip
-        found = analyse(
-            ir.lit(True) & (h >= 0) if spans_of_all else mask, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, tables=tables, block=(32, 16),
-        )  # fmt: skip
+        looked_at = ir.lit(True) & (h >= 0) if spans_of_all else mask
+        lengths = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
+        found = analyse(looked_at, **lengths, tables=tables, block=(32, 16))
         given = {**tables, **(values or {})}
         slots = {s.name: given[s.source] if s.source else s.value for s in made.slots}
         used = {t.name: given[t.source] for t in made.tables}
