@@ -3,7 +3,7 @@
 `frisket::attend(q, k, v, sinks, values, numbers, spec, names)` and `frisket::attend_backward`. A graph holds nothing
 but them: `spec` is the attention as a text, and its layout is planned when the operator runs, from the shapes it then
 gets, so one graph serves many lengths. `names` says, in order, what `values` (tensors) and `numbers` are. Imports
-torch.
+torch, and nothing else of frisket before an operator runs: `import frisket` beside torch registers them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import BackwardError, ParameterError
-
-from .torch_autograd import gradients
-from .torch_op import kept_ready
-from .torch_spec import HEAD, attention_of
 
 LIBRARY: Any = torch.library.Library("frisket", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define(
@@ -58,6 +54,8 @@ def written_call(
             "in a graph of torch frisket.attention takes a mask and a score mod as texts\n"
             "  or make att = frisket.compile(mask, score) outside, and call that"
         )
+    from .torch_spec import HEAD
+
     text = mask or ""
     spec = HEAD.format(o.scale, o.enable_gqa, o.backend, None, o.dropout, len(text)) + text + (score or "")
     return written(spec, o.dropout, q, k, v, seed, sinks, top, origin, sizes, layout, params)
@@ -68,6 +66,8 @@ def written(
     layout: str | None, params: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One call of the operator."""
+    from .torch_op import cast
+
     q, k, v = cast(q, k, v)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -92,23 +92,18 @@ def written(
             numbers.append(x)  # type: ignore[arg-type]
             names += f",number {name}"
         else:
-            tensors.append(torch.as_tensor(x))
+            tensors.append(torch.tensor(x))
             names += f",tensor {name}"
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
-    out, lse, largest = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
+        out, lse, largest = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
+    else:
+        from .torch_func import Attend
+
+        out, lse, largest = Attend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
-
-
-def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, in its dtype, as torch's own attention; float64 stays as it is."""
-    kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
-    return q, k, v
 
 
 # -- what runs ------------------------------------------------------------------------------------------------------
@@ -123,6 +118,8 @@ def _names(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
 
 def _call(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
     """The attention and the keywords of a call of it."""
+    from .torch_spec import attention_of
+
     top, said = _names(names)
     tensors, ints = iter(values), iter(numbers)
     literal = {"True": True, "False": False}
@@ -166,6 +163,9 @@ def _attend_backward(
     values: Sequence[Tensor], out: Tensor, lse: Tensor, numbers: Sequence[int], spec: str, names: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
+    from .torch_autograd import gradients
+    from .torch_op import kept_ready
+
     att, call = _call(values, numbers, spec, names)
     with torch.no_grad():
         ready = kept_ready(att, q, k, v, sinks=sinks, **call)
@@ -226,7 +226,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
     q, k, v, sinks, out, lse, *values = ctx.saved_tensors
-    numbers, spec, names = ctx.said
+    numbers = ctx.said[0]
     floating = [x.is_floating_point() for x in values]
     need_values = ctx.needs_input_grad[4]
     if not isinstance(need_values, (list, tuple)):
@@ -234,14 +234,22 @@ def _gradient(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
     needed = [*ctx.needs_input_grad[:4], *(n for n, f in zip(need_values, floating, strict=True) if f)]
     if (dout is None and dlse is None) or not any(needed):
         return None, None, None, None, [None] * len(values), None if numbers else [], None, None
-    given = dout, dlse, q, k, v, sinks, values, out, lse, numbers, spec, names, needed
+    given = gradient_inputs(dout, dlse, (q, k, v, sinks), values, out, lse, ctx.said, needed)
     found = iter(torch.ops.frisket.attend_backward(*given))
     grads = [next(found) if need else None for need in needed]
     rest = iter(grads[4:])
     return *grads[:4], [next(rest) if f else None for f in floating], None if numbers else [], None, None
 
 
-def _no_second(ctx: Any, *cotangents: Any) -> Any:
+def gradient_inputs(
+    dout: Any, dlse: Any, given: tuple[Any, ...], values: Any, out: Tensor, lse: Tensor, said: Any, needed: Any
+) -> tuple[Any, ...]:
+    """What the backward operator takes."""
+    numbers, spec, names = said
+    return dout, dlse, *given, list(values), out, lse, numbers, spec, names, list(needed)
+
+
+def no_second(ctx: Any, *cotangents: Any) -> Any:
     raise BackwardError(
         "a gradient of a gradient of attention is asked for, and there is none\n"
         "  leave out create_graph=True, or write attention with dense operations where second derivatives matter"
@@ -254,4 +262,4 @@ for _key in ("CPU", "CUDA"):
 torch.library.register_fake("frisket::attend", _fake, lib=LIBRARY)
 torch.library.register_fake("frisket::attend_backward", _fake_backward, lib=LIBRARY)
 torch.library.register_autograd("frisket::attend", _gradient, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("frisket::attend_backward", _no_second, lib=LIBRARY)
+torch.library.register_autograd("frisket::attend_backward", no_second, lib=LIBRARY)

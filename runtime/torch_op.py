@@ -122,6 +122,18 @@ class Ready:
         return slots, tables
 
 
+def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast, in its dtype, as torch's own attention; float64 stays as it is."""
+    import torch
+
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype == torch.float64 or not x.is_floating_point() else x.to(dtype) for x in (q, k, v))
+    return q, k, v
+
+
 NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
 
@@ -131,6 +143,7 @@ def attend(
     layout: str | None, params: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out, lse, top) of `att(q, k, v, ...)`."""
+    q, k, v = cast(q, k, v)
     settings = Settings.read()
     key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)

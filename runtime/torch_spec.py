@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frisket.dsl.show import show
+
 from .bind import Subject, joined
 from .mask import Program, program
 from .options import Options
@@ -37,15 +39,17 @@ def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
     tile = None if o.tile is None else "x".join(map(str, o.tile))
     lines = [HEAD.format(o.scale, o.enable_gqa, o.backend, tile, o.dropout, -1)]
     facts = {n: d.fact for p in what.parts for n, d in p.origin.declared.items()}
-    for name, (rank, kind) in {n: x for p in what.parts for n, x in names_of(p.expr).items()}.items():
+    names = {n: x for p in what.parts for n, x in names_of(p.expr).items()}
+    for name, (rank, kind) in names.items():
         have = what.tables[name].ndim if name in what.tables else 1
         axes = ", ".join("_" * (have if rank is None else rank))
         fact = "sorted " if facts.get(name) == "sorted" else ""
         value = what.scalars.get(name) if name not in learned else None
-        said = "" if value is None else f" = {_number(value)}"
-        lines.append(f"param {name}: {fact}{kind.value.lower()}{f'[{axes}]' if axes else ''}{said}\n")
-    lines.append(str(what))
-    return "".join(lines)
+        default = "" if value is None else f" = {_number(value)}"
+        lines.append(f"param {name}: {fact}{kind.value.lower()}{f'[{axes}]' if axes else ''}{default}\n")
+    parts = {"mask": what.mask, "score": what.score}
+    said = [f"{part} = {show(p.expr, names)}" for part, p in parts.items() if p is not None]
+    return "".join(lines) + "\n".join(said)
 
 
 def _number(value: Any) -> str:

@@ -5,6 +5,7 @@
 Counts(empty=43, partial=14, full=7)
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,10 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
+
+
+if "torch" in sys.modules:  # operators that programs exported by torch hold
+    import_module("frisket.runtime.torch_library")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,275 @@
+"""torch.compile without graph breaks, torch.export, opcheck, autocast, torch.func: one operator stands for a call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+import frisket as fk
+from frisket.dsl.errors import BackwardError, FrisketError
+
+G = torch.Generator().manual_seed(0)
+ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def rand(*shape, grad=True):
+    return torch.randn(shape, generator=G).requires_grad_(grad)
+
+
+def qkv(s=40, h=4, hkv=2, b=2, d=16, e=8):
+    return rand(b, h, s, d), rand(b, hkv, s, d), rand(b, hkv, s, e)
+
+
+class Layer(torch.nn.Module):
+    """What a model may hold: a captured bias, a score table given to the call, sinks, documents, dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.randn(4, generator=G))
+        self.slope = torch.nn.Parameter(torch.randn(4, generator=G))
+        self.sinks = torch.nn.Parameter(torch.randn(4, generator=G))
+        self.learned = fk.compile(
+            lambda b, h, q, k: (q >= k) & (q - k < 9),
+            lambda s, b, h, q, k: s + self.bias[h] * (k - q),
+            sinks=self.sinks,
+        )
+        self.given = fk.compile("causal & same(doc)", ALIBI, dropout=0.2)
+
+    def forward(self, q, k, v, doc, seed):
+        out, lse = self.learned(q, k, v, return_lse=True)
+        out = out + self.given(q, k, v, doc=doc, slope=self.slope, seed=seed)
+        last = fk.attention(q, k, v, "causal & window(w)", ALIBI, w=5, slope=self.bias, sinks=0.5)
+        return out + last, lse
+
+
+def results(f, layer, arrays, *rest):
+    out, lse = f(*arrays, *rest)
+    wanted = (*arrays, *layer.parameters())
+    return out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), wanted)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_layer_in_one_graph(backend):
+    layer, arrays = Layer(), qkv()
+    rest = torch.arange(40) // 7, 11
+    want = results(layer, layer, arrays, *rest)
+    got = results(torch.compile(layer, fullgraph=True, backend=backend), layer, arrays, *rest)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_two_layers_of_one_class_are_told_apart():
+    """Their forward is one code: a graph made of one mask must not serve the other."""
+
+    class Small(torch.nn.Module):
+        def __init__(self, mask):
+            super().__init__()
+            self.att = fk.compile(mask)
+
+        def forward(self, q, k, v):
+            return self.att(q, k, v)
+
+    arrays = [x.detach() for x in qkv()]
+    for mask in ("causal", "causal & window(3)", "full"):
+        layer = Small(mask)
+        torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(*arrays), layer(*arrays))
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_many_lengths_are_one_graph(dynamic):
+    att, counter = fk.compile("causal & window(9) & q < Q_LEN - 2"), CompileCounter()
+    run = torch.compile(lambda q, k, v: att(q, k, v), fullgraph=True, dynamic=dynamic, backend=counter)
+    for s in (30, 41, 52, 77):
+        arrays = [x.detach() for x in qkv(s)]
+        if dynamic is None:
+            for x in arrays:
+                torch._dynamo.mark_dynamic(x, 2)
+        torch.testing.assert_close(run(*arrays), att(*arrays))
+    assert counter.frame_count == 1
+
+
+def test_a_decoding_loop_is_one_graph():
+    """Positions are numbers of the graph, not constants."""
+    att, counter = fk.compile("causal & window(9)"), CompileCounter()
+    q, k, v = (x.detach() for x in qkv())
+
+    def step(x, at):
+        return att(x, k, v, origin=(0, 0, at, 0), sizes=(2, 4, 40, 40))
+
+    run = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    whole = att(q, k, v)
+    for at in (7, 20, 33):
+        torch.testing.assert_close(run(q[:, :, at : at + 1], at), whole[:, :, at : at + 1], rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+def test_documents_and_seeds_change_without_a_new_graph():
+    att, counter = fk.compile("causal & same(doc)", dropout=0.3), CompileCounter()
+    arrays = [x.detach() for x in qkv()]
+    run = torch.compile(
+        lambda doc, seed: att(*arrays, doc=doc, seed=seed), fullgraph=True, backend=counter, dynamic=True
+    )
+    for n, seed in ((3, 5), (7, 6), (40, 9)):
+        doc = torch.arange(40) // n
+        torch.testing.assert_close(run(doc, seed), att(*arrays, doc=doc, seed=seed))
+    assert counter.frame_count == 1
+
+
+def test_seeds_are_drawn_in_the_graph_as_outside():
+    att = fk.compile("causal", dropout=0.3)
+    arrays = [x.detach() for x in qkv()]
+    run = torch.compile(lambda: att(*arrays), fullgraph=True, backend="aot_eager")
+    found = []
+    for f in (run, lambda: att(*arrays)):
+        torch.manual_seed(4)
+        found.append((f(), f()))
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.equal(found[0][0], found[0][1])
+
+
+def test_results_in_a_graph():
+    att = fk.compile("causal & q > 0")
+    q, k, v = (x.detach() for x in qkv())
+    run = torch.compile(lambda: att(q, k, v, return_lse=True, return_max=True), fullgraph=True, backend="aot_eager")
+    for a, b in zip(run(), att(q, k, v, return_lse=True, return_max=True), strict=True):
+        torch.testing.assert_close(a, b)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    run = torch.compile(lambda *x: att(*x, layout="bshd"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(*turned), att(q, k, v).transpose(1, 2))
+
+
+def test_what_a_graph_refuses():
+    q, k, v = (x.detach() for x in qkv())
+    att = fk.compile("causal")
+    plan = att.plan(40, 40, 2, 4)
+    for run, text in (
+        (lambda: att(q, k, v, plan=plan), "plans when it runs"),
+        (lambda: fk.attention(q, k, v, fk.mask("causal")), "takes a mask and a score mod as texts"),
+    ):
+        with pytest.raises(Exception, match=text):
+            torch.compile(run, fullgraph=True, backend="eager")()
+
+
+def test_export_keeps_everything(tmp_path):
+    """An exported program runs in a process that knows nothing but `import frisket`."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slope = torch.nn.Parameter(torch.randn(4, generator=G))
+            self.att = fk.compile("causal & same(doc) & window(w)", ALIBI, w=12, doc=np.arange(300) // 7)
+
+        def forward(self, q, k, v):
+            return self.att(q, k, v, slope=self.slope)
+
+    model, arrays = Model(), [x.detach() for x in qkv()]
+    long = torch.export.Dim("long", min=8, max=256)
+    program = torch.export.export(model, tuple(arrays), dynamic_shapes=[{2: long}] * 3)
+    others = [x.detach() for x in qkv(57)]
+    torch.testing.assert_close(program.module()(*others), model(*others))
+    torch.export.save(program, tmp_path / "model.pt2")
+    torch.save((others, model(*others).detach()), tmp_path / "arrays.pt")
+    code = (
+        "import torch, frisket, sys\n"
+        "program = torch.export.load(sys.argv[1] + '/model.pt2')\n"
+        "arrays, want = torch.load(sys.argv[1] + '/arrays.pt')\n"
+        "torch.testing.assert_close(program.module()(*arrays), want)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("kind", ["plain", "permuted", "expanded"])
+def test_opcheck(kind):
+    from frisket.runtime import torch_library  # noqa: F401
+
+    q, k, v = qkv(s=12, d=8, e=8)
+    if kind == "permuted":
+        q, k, v = (x.detach().permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3).requires_grad_() for x in (q, k, v))
+    if kind == "expanded":
+        k, v = (x[:1, :1].detach().expand(2, 2, 12, 8).requires_grad_() for x in (k, v))
+    spec = fk.compile("causal & window(w)", ALIBI, dropout=0.25, backend="aten").spec
+    values, numbers, names = [rand(4), torch.tensor(5)], [7], "max,tensor slope,tensor  seed,number w"
+    sinks = rand(4)
+    attend = torch.ops.frisket.attend.default
+    torch.library.opcheck(attend, (q, k, v, sinks, values, numbers, spec, names))
+    torch.library.opcheck(attend, (q, k, v, None, values, numbers, spec, names[3:]))
+    with torch.no_grad():
+        out, lse, _ = attend(q, k, v, sinks, values, numbers, spec, names)
+        given = (q.detach(), k.detach(), v.detach(), sinks.detach(), [x.detach() for x in values], out, lse)
+    dout, dlse = torch.randn(out.shape[::-1], generator=G).permute(3, 2, 1, 0), torch.ones(()).expand(lse.shape)
+    for cotangents in ((dout, dlse), (dout, None)):
+        rest = (numbers, spec, names, [True, False, True, True, True])
+        torch.library.opcheck(torch.ops.frisket.attend_backward.default, (*cotangents, *given, *rest))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_is_that_of_torchs_attention(compiled):
+    q, k, v = qkv(hkv=4, e=16)
+    peer = torch.nn.functional.scaled_dot_product_attention
+
+    def ours(q, k, v):
+        return fk.attention(q, k, v, "causal")
+
+    run = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    with torch.autocast("cpu", torch.bfloat16):
+        out, want = run(q, k.bfloat16(), v), peer(q, k.bfloat16(), v, is_causal=True)
+    assert out.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(out, want, rtol=2e-2, atol=2e-2)
+    (grad,) = torch.autograd.grad(out.sum(), q)
+    assert grad.dtype == torch.float32
+    exact = [x.detach().double() for x in (q, k, v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(*exact).dtype == torch.float64
+
+
+def test_fake_and_meta_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    att = fk.compile("causal")
+    with FakeTensorMode():
+        out, lse = att(torch.empty(2, 4, 9, 8), *(torch.empty(2, 2, 9, n) for n in (8, 5)), return_lse=True)
+    assert (out.shape, lse.shape) == ((2, 4, 9, 5), (2, 4, 9))
+    q = torch.empty(2, 4, 9, 8, device="meta", dtype=torch.bfloat16)
+    out, lse = att(q, q, q, return_lse=True)
+    assert (out.device.type, out.dtype, lse.dtype) == ("meta", torch.bfloat16, torch.float32)
+
+
+def test_torch_func():
+    """grad and vjp are there; vmap runs entry by entry of the mapped axis; jvp says that it is not."""
+    q, k, v = (x.detach() for x in qkv())
+    att = fk.compile("causal")
+
+    def loss(q):
+        return att(q, k, v).square().sum()
+
+    x = q.clone().requires_grad_()
+    (want,) = torch.autograd.grad(loss(x), x)
+    torch.testing.assert_close(torch.func.grad(loss)(q), want)
+    many = torch.stack([q, 2 * q, -q])
+    torch.testing.assert_close(torch.func.vmap(loss)(many), torch.stack([loss(x) for x in many]))
+    each = torch.func.vmap(torch.func.grad(loss))(many)
+    torch.testing.assert_close(each[0], want)
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.func.jvp(loss, (q,), (q,))
+    y = q.clone().requires_grad_()
+    with torch.compiler.set_stance("default"):
+        run = torch.compile(lambda y: att(y, k, v), fullgraph=True, backend="eager")
+    (dq,) = torch.autograd.grad(run(y).square().sum(), y, create_graph=True)
+    with pytest.raises(BackwardError, match="a gradient of a gradient"):
+        dq.sum().backward()
+
+
+def test_a_bad_call_in_a_graph_is_an_error_of_frisket():
+    q, k, v = (x.detach() for x in qkv(hkv=3))
+    with pytest.raises(FrisketError, match="4 query heads do not divide among 3 key heads"):
+        torch.compile(lambda: fk.attention(q, k, v, "causal"), fullgraph=True, backend="eager")()
