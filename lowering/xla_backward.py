@@ -15,7 +15,7 @@ import numpy as np
 from .derive import Gradient, backward_of
 from .flat import DeviceSpans
 from .plan import Geometry, LoopPlan, Spans, Target
-from .xla_captured import Captured
+from .xla_captured import Captured, Plane, plane_of
 from .xla_fold import folded
 from .xla_tiles import Numbers, Row, Static, Tiles, dot, prepared
 
@@ -50,9 +50,13 @@ def backward(
     import jax.numpy as jnp
 
     static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, wanted)
-    found, buffers = _compiled(static)((q, k, v, out, lse, dout, dlse), *numbers.flat())
+    arrays = {t.name: jnp.asarray(tables[t.name]) for t in plan.tables}
+    planes = tuple(
+        plane_of(g, geometry, slots, arrays[g.source].shape) if g.over == "scatter" and g.index else None
+        for g in _captured(static)
+    )
+    found, buffers = _compiled(static, planes)((q, k, v, out, lse, dout, dlse), *numbers.flat())
     if buffers:
-        arrays = {t.name: jnp.asarray(tables[t.name]) for t in plan.tables}
         found |= folded(_captured(static), buffers, geometry, slots, arrays, int64=plan.int64)
     return dict(found)
 
@@ -62,24 +66,25 @@ def _captured(static: Static) -> list[Gradient]:
 
 
 @lru_cache(maxsize=256)
-def _compiled(static: Static) -> Any:
+def _compiled(static: Static, planes: tuple[Plane | None, ...]) -> Any:
     import jax
 
     def backward_of_attention(arrays: Any, *numbers: Any) -> Any:
-        return _backward(static, Numbers(*numbers), *arrays)
+        return _backward(static, planes, Numbers(*numbers), *arrays)
 
     return jax.jit(backward_of_attention)
 
 
 def _backward(
-    static: Static, numbers: Numbers, q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dlse: Array
-) -> tuple[dict[str, Array], list[Array]]:
+    static: Static, planes: tuple[Plane | None, ...], numbers: Numbers, q: Array, k: Array, v: Array, out: Array,
+    lse: Array, dout: Array, dlse: Array | None,
+) -> tuple[dict[str, Array], list[Array]]:  # fmt: skip
     import jax.numpy as jnp
     from jax import lax
 
     t = Tiles(static, numbers, q, k)
     slope = backward_of(static.plan).slope
-    captured = [Captured(g, t) for g in _captured(static)]
+    captured = [Captured(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
     delta = (dout.astype(static.dtype) * out.astype(static.dtype)).sum(-1).transpose(0, 2, 1)
     delta = t.padded(delta if dlse is None else delta - dlse, 2)
     # a row without keys, and a query beyond the end: exp(score - lse) is 0

@@ -3,9 +3,11 @@ that `derive.Gradient` describes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .derive import Gradient
+from .plan import Geometry
 
 if TYPE_CHECKING:
     from .xla_tiles import Row, Tiles
@@ -14,15 +16,42 @@ Array = Any  # a jax.Array, traced or not
 LINES = ("head", "row")  # summed along a whole row of tiles before anything is written
 
 
+Plane = tuple[tuple[str, int], ...]  # for each axis of a table the coordinate that indexes it, and the first entry
+
+
+def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], shape: tuple[int, ...]) -> Plane | None:
+    """How tiles lie in a table that is indexed by coordinates one by one, as in bias[h, q, k], all inside it; None
+    where entries have to be looked up one at a time."""
+    lengths = dict(zip("bhqk", (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)))
+    origin = dict(zip("bhqk", geometry.origin))
+    found: list[tuple[str, int]] = []
+    for index, size in zip(gradient.index, shape, strict=True):
+        name, shift = index.name if index.op == "var" else "", 0
+        if index.op == "add" and [a.op for a in index.args] in (["var", "lit"], ["var", "param"]):
+            name, by = index.args[0].name, index.args[1]
+            shift = by.name if by.op == "lit" else slots[by.name]
+        if name not in lengths or name in dict(found) or not all(isinstance(x, int) for x in (origin[name], shift)):
+            return None
+        first = origin[name] + shift
+        if not 0 <= first <= size - lengths[name]:
+            return None
+        found.append((name, first))
+    return tuple(found)
+
+
 class Captured:
     """The buffer of one gradient. Tiles are [batch, kv head, head of the group, query, key]."""
 
-    def __init__(self, gradient: Gradient, t: Tiles) -> None:
-        self.gradient, self.over, self.t = gradient, gradient.over, t
+    def __init__(self, gradient: Gradient, t: Tiles, plane: Plane | None) -> None:
+        self.gradient, self.over, self.t, self.plane = gradient, gradient.over, t, plane
 
     def buffer(self) -> Array:
         """Zeros; queries as many as whole tiles have."""
         t = self.t
+        if self.plane is not None:
+            sizes = t.tables[self.gradient.source].shape
+            more = {"q": t.length - t.q_len}
+            return t.full(tuple(n + more.get(name, 0) for n, (name, _) in zip(sizes, self.plane, strict=True)), 0.0)
         shape: tuple[int, ...] = {
             "head": (t.batch, t.heads),
             "row": (t.batch, t.heads, t.length),
@@ -34,6 +63,8 @@ class Captured:
 
     def whole(self, buffer: Array) -> Array:
         """The buffer without what lies beyond the last query."""
+        if self.plane is not None:
+            return buffer[tuple(slice(n) for n in self.t.tables[self.gradient.source].shape)]
         end = {"row": self.t.q_len, "diagonal": self.t.q_len + self.t.kv_len - 1}.get(self.over)
         return buffer if end is None else buffer[..., :end]
 
@@ -68,6 +99,8 @@ class Captured:
         if self.over in LINES:
             return buffer
         terms = self._terms(p, dm, env)
+        if self.plane is not None:
+            return self._laid(buffer, terms, here, start)
         if self.over == "scatter":
             return self._scattered(buffer, terms, env)
         width = terms.shape[4]
@@ -85,6 +118,20 @@ class Captured:
         import jax.numpy as jnp
 
         return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))
+
+    def _laid(self, buffer: Array, terms: Array, here: Row, start: Array) -> Array:
+        """The buffer with a tile where it lies."""
+        from jax import lax
+
+        assert self.plane is not None
+        names = [name for name, _ in self.plane]
+        tile = terms.reshape(terms.shape[0], -1, *terms.shape[3:])
+        tile = tile.sum(tuple(i for i, name in enumerate("bhqk") if name not in names))
+        kept = [name for name in "bhqk" if name in names]
+        tile = tile.transpose([kept.index(name) for name in names])
+        starts = dict(zip("bhqk", (here.b, here.h, here.start, start)))
+        place = tuple(starts[name] + first for name, first in self.plane)
+        return lax.dynamic_update_slice(buffer, lax.dynamic_slice(buffer, place, tile.shape) + tile, place)
 
     def _scattered(self, buffer: Array, terms: Array, env: dict[str, Array]) -> Array:
         import jax.numpy as jnp

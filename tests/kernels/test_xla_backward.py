@@ -15,6 +15,7 @@ from frisket.lowering import dense, xla_backward, xla_schedule
 from frisket.lowering.derive import backward_of
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Spans, Target, make_plan
+from frisket.lowering.xla_captured import plane_of
 
 draw = np.random.default_rng(11)
 
@@ -38,6 +39,10 @@ LEARNED = {
     "plane": Case(causal, score + plane, q_len=140, tables={"x": normal(2, 140, 150)}),
     "plane-by-head": Case(causal & (q - k < 20 * (h + 1)), score + plane, heads=4, kv_heads=2, q_len=140,
                           tables={"x": normal(4, 140, 150)}),
+    "plane-shifted-and-turned": Case(
+        causal, score + lookup("x", (k + 3, b, q), FLOAT), heads=4, kv_heads=2, batch=3, q_len=100,
+        tables={"x": normal(160, 3, 100)},
+    ),
     "nested": Case(causal, score + lookup("x", (lookup("doc", (q,), INT) % 3, lookup("doc", (k,), INT) % 3), FLOAT),
                    tables={"x": normal(3, 3), "doc": cases.DOC}),
     "clamped": Case(causal, score + lookup("x", (q - k,), FLOAT) + lookup("x", (k,), FLOAT), tables={"x": normal(20)}),
@@ -147,6 +152,24 @@ def test_new_values_compile_nothing_and_repeat_bit_for_bit():
     run(case.but(tables={**case.tables, "doc": np.roll(cases.DOC, 2)}))
     assert (xla_backward._compiled.cache_info().misses, xla_backward._compiled.cache_info().hits) == (1, 2)
     assert all((np.asarray(first[n]) == np.asarray(again[n])).all() for n in first)
+
+
+@pytest.mark.parametrize(
+    ("name", "tables", "origin", "expected"),
+    [
+        ("plane", {}, (0, 0, 0, 0), (("h", 0), ("q", 0), ("k", 0))),
+        ("plane-shifted-and-turned", {}, (0, 0, 0, 0), (("k", 3), ("b", 0), ("q", 0))),
+        ("plane-shifted-and-turned", {}, (0, 0, 1, 0), None),  # the last query is clamped
+        ("plane", {"x": normal(1, 140, 150)}, (0, 0, 0, 0), None),
+        ("nested", {}, (0, 0, 0, 0), None),
+    ],
+)
+def test_tiles_of_a_table_are_added_whole_where_nothing_is_clamped(name, tables, origin, expected):
+    case = LEARNED[name].but(origin=origin, tables={**LEARNED[name].tables, **tables})
+    made = cases.plan(case)
+    (gradient,) = backward_of(made).gradients
+    shape = case.tables["x"].shape
+    assert plane_of(gradient, cases.geometry(case), cases.slots(case, made), shape) == expected
 
 
 def test_spans_on_the_device():
