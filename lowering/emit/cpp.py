@@ -95,7 +95,15 @@ class Kernel:
     # -- the source -------------------------------------------------------------------------------
 
     def source(self) -> str:
-        parts = [self.head(), part("vectors"), part("gemm"), self.expressions(), part("forward"), part("decode"), self.entries()]
+        parts = [
+            self.head(),
+            part("vectors"),
+            part("gemm"),
+            self.expressions(),
+            part("forward"),
+            part("decode"),
+            self.entries(),
+        ]
         return "\n".join(parts)
 
     def head(self) -> str:

@@ -90,7 +90,8 @@ static void decode_work(void *pointer, int64_t) {
 
 // 0: done; 1: no memory.
 static int64_t decode(const Call *call, int64_t slices, bool alike) {
-    const int64_t group = alike ? call->heads / call->kv_heads : 1, fit = ROWS / call->q_len < HEADS ? ROWS / call->q_len : HEADS;
+    const int64_t group = alike ? call->heads / call->kv_heads : 1;
+    const int64_t fit = ROWS / call->q_len < HEADS ? ROWS / call->q_len : HEADS;
     Parts parts = {call, group < fit ? group : fit, 0, 1, 1, 0, 0, 0, nullptr, nullptr};
     parts.bundles = (call->heads / call->kv_heads + parts.heads - 1) / parts.heads;
     int64_t most = 1;

@@ -47,7 +47,8 @@ static Worker *take(int64_t slots) {
     const int64_t bytes = sizeof(Worker) + slots * (8 + TILE * (int64_t)sizeof(Operand)) + 256;
     void *found = nullptr;
     for (int i = 0; i < PLACES && !found; i++)
-        if (__atomic_load_n(&places[i], __ATOMIC_RELAXED)) found = __atomic_exchange_n(&places[i], nullptr, __ATOMIC_ACQUIRE);
+        if (__atomic_load_n(&places[i], __ATOMIC_RELAXED))
+            found = __atomic_exchange_n(&places[i], nullptr, __ATOMIC_ACQUIRE);
     if (found && *(int64_t *)found < bytes) free(found), found = nullptr;
     if (!found) {
         found = malloc(bytes + 64);
@@ -87,10 +88,12 @@ static void add_row(Worker &w, const Tile &tile, int row, int64_t start, int64_t
     const Entry *v = tile.v + start * tile.v_row;
     Real *acc = w.acc + row * V_WIDE;
     for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-        add_rows<MOST>(w.scores + start, v + j * LANES, tile.v_row, end - start, V_DIM - j * LANES, acc + j * LANES, w.shrink[row]);
+        add_rows<MOST>(w.scores + start, v + j * LANES, tile.v_row, end - start, V_DIM - j * LANES, acc + j * LANES,
+                       w.shrink[row]);
     const int last = (BLOCKS - REST) * LANES;
     if (REST)
-        add_rows<REST ? REST : 1>(w.scores + start, v + last, tile.v_row, end - start, V_DIM - last, acc + last, w.shrink[row]);
+        add_rows<REST ? REST : 1>(w.scores + start, v + last, tile.v_row, end - start, V_DIM - last, acc + last,
+                                  w.shrink[row]);
 }
 
 // Scores and weights of one tile of keys, M rows at a time: 1 where there are too few for a product of matrices.
@@ -115,14 +118,16 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, in
         if (PAIR == 2) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
-        if (M == 1)
-            for (int j = lo; j < hi; j++)
-                store(w.scores + j * LANES, dots<HEAD_DIM>(w.query + g * QUERY, tile.k + j * LANES * tile.k_row, tile.k_row,
-                                                           tile.present - j * LANES));
-        else for (int j = lo, n; j < hi; j += n) {
-            n = PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+        const Operand *query = w.query + g * QUERY;
+        for (int j = lo, n; j < hi; j += n) {
+            n = M == 1 ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+            if (M == 1) {
+                const Entry *k = tile.k + j * LANES * tile.k_row;
+                store(w.scores + j * LANES, dots<HEAD_DIM>(query, k, tile.k_row, tile.present - j * LANES));
+                continue;
+            }
             const Operand *panel = tile.keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
-            multiply_some<M, ZERO>(n, w.query + g * QUERY, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+            multiply_some<M, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
         }
         Real *top = w.top + g, peaks[M];
         for (int i = 0; i < M; i++) {
@@ -183,12 +188,12 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
         Real *acc = w.acc + g * V_WIDE;
         const Real *shrink = w.shrink + g;
         for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-            multiply<M, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, tile.v_stride, end - start, acc + j * LANES, V_WIDE,
-                                       shrink);
+            multiply<M, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, tile.v_stride, end - start,
+                                       acc + j * LANES, V_WIDE, shrink);
         const int last = (BLOCKS - REST) * LANES;
         if (REST)
-            multiply<M, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + last, tile.v_stride, end - start, acc + last, V_WIDE,
-                                                  shrink);
+            multiply<M, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + last, tile.v_stride, end - start,
+                                                  acc + last, V_WIDE, shrink);
     }
 }
 
@@ -227,6 +232,10 @@ struct Item {
     int rows() const { return (int)(heads * count); }
 };
 
+static Entry *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
+    return (Entry *)x.data + batch * x.batch + head * x.head + row * x.row;
+}
+
 // Queries, coordinates and sums of an item's rows.
 static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
@@ -235,8 +244,7 @@ static void begin(Worker &w, const Item &item) {
     const int all = round_up(item.rows(), item.rows() < GROUP ? 1 : GROUP);
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
-        const Entry *q = (const Entry *)call->q.data + item.batch * call->q.batch + (item.head + n) * call->q.head +
-                         item.start * call->q.row;
+        const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
         const int row = n * (int)item.count;
         pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
                                    n == item.heads - 1 ? all - row : item.count, unit);
@@ -249,8 +257,7 @@ static void begin(Worker &w, const Item &item) {
 static Tile tile_of(const Item &item, int64_t number) {
     const Call *call = item.call;
     const int64_t kv_head = item.kv_head(), start = number * BLOCK_K;
-    const Entry *k = (const Entry *)call->k.data + item.batch * call->k.batch + kv_head * call->k.head + start * call->k.row;
-    const Entry *v = (const Entry *)call->v.data + item.batch * call->v.batch + kv_head * call->v.head + start * call->v.row;
+    const Entry *k = at_row(call->k, item.batch, kv_head, start), *v = at_row(call->v, item.batch, kv_head, start);
     return {nullptr, nullptr, V_WIDE, k, v, call->k.row, call->v.row, call->kv_len - start};
 }
 
@@ -297,7 +304,7 @@ static void finish(Worker &w, const Item &item) {
     for (int row = 0; row < item.rows(); row++) {
         const int64_t head = item.head + row / item.count, query = item.start + row % item.count;
         const int64_t line = (item.batch * call->heads + head) * call->q_len + query;
-        Entry *out = (Entry *)call->out.data + item.batch * call->out.batch + head * call->out.head + query * call->out.row;
+        Entry *out = at_row(call->out, item.batch, head, query);
         const Real top = w.top[row];
         Real total = sum(w.total[row]), shrink = 1;
         Real peak = total == 0 ? -INF : top * NATURAL;  // natural logarithms from here on
@@ -320,10 +327,12 @@ static void finish(Worker &w, const Item &item) {
 static void attend(Worker &w, const Item &item) {
     const Call *call = item.call;
     begin(w, item);
-    const int64_t line = (int64_t)call->slice_of[item.batch * call->heads + item.head] * call->rows + item.start / BLOCK_Q;
+    const int64_t slice = call->slice_of[item.batch * call->heads + item.head];
+    const int64_t line = slice * call->rows + item.start / BLOCK_Q;
     const int32_t *record = call->spans + line * call->records * 4;
     for (int32_t n = 0; n < call->count[line]; n++, record += 4)
-        for (int32_t tile = record[0]; tile < record[3]; tile++) visit(w, item, tile, tile < record[1] || tile >= record[2]);
+        for (int32_t tile = record[0]; tile < record[3]; tile++)
+            visit(w, item, tile, tile < record[1] || tile >= record[2]);
     finish(w, item);
 }
 

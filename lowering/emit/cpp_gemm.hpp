@@ -24,7 +24,9 @@ typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
 const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
 const int GROUP = 6;                       // rows of A whose accumulators fit beside them
 constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
-constexpr int panel(int vectors) { return vectors % MOST == 0 ? MOST : vectors % 3 == 0 && MOST > 3 ? 3 : vectors % 2 == 0 ? 2 : 1; }
+constexpr int panel(int vectors) {
+    return vectors % MOST == 0 ? MOST : vectors % 3 == 0 && MOST > 3 ? 3 : vectors % 2 == 0 ? 2 : 1;
+}
 
 #if PAIRS
 INLINE Vec plus_product(Vec sum, Operands a, Operands b) {
@@ -61,8 +63,8 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
 
 // The same for `vectors` of them, a number known at run time from 1 to MOST.
 template <int M, Start START>
-INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step,
-                          int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
+INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
+                          int64_t b_step, int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
     if (vectors == MOST) return multiply<M, MOST, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
     if (vectors == 1) return multiply<M, 1, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
 #if REGISTERS == 32
@@ -160,7 +162,8 @@ const int AHEAD = 128;  // rows that are fetched before they are needed: transpo
 
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
 // Rows from `present` on are 0.
-template <int DIM, int N> static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+template <int DIM, int N>
+static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
     const int STEPS = round_up(DIM, PAIR) / PAIR;
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
         for (int64_t block = 0; block < N; block++)
@@ -180,7 +183,8 @@ template <int DIM, int N> static void pack_turned(Operand *to, const Entry *from
 }
 
 // `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
-template <int DIM> static void pack_rows(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+template <int DIM>
+static void pack_rows(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
     for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
         for (int d = 0; d < WIDE; d += LANES) {
@@ -216,7 +220,8 @@ template <int DIM> INLINE Vec dots(const Operand *query, const Entry *keys, int6
         sums[i] = Vec{};
         if (i >= present) continue;
         for (int d = 0; d < DIM; d += LANES * PAIR)
-            sums[i] = plus_product(sums[i], load<Operands>(query + d / PAIR), load_operands(keys + i * stride + d, DIM - d));
+            sums[i] = plus_product(sums[i], load<Operands>(query + d / PAIR),
+                                   load_operands(keys + i * stride + d, DIM - d));
     }
     add_turned<1>(sums);
 #if LANES > 2
@@ -233,7 +238,8 @@ template <int DIM> INLINE Vec dots(const Operand *query, const Entry *keys, int6
 
 // c = c * factor + weights * values, row by row of N * LANES entries, of which the last row has `left`.
 template <int N>
-static void add_rows(const Real *weights, const Entry *values, int64_t stride, int64_t count, int64_t left, Real *c, Real factor) {
+static void add_rows(const Real *weights, const Entry *values, int64_t stride, int64_t count, int64_t left, Real *c,
+                     Real factor) {
     Vec sum[N];
     for (int j = 0; j < N; j++) sum[j] = load<Vec>(c + j * LANES) * factor;
     for (; count > 0; count--, weights++, values += stride)

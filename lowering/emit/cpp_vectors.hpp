@@ -21,6 +21,8 @@
 #endif
 #define LANES (REGISTER_BYTES / REAL_BYTES)
 #define INLINE static inline __attribute__((always_inline))
+// Loops over lanes: slow to compile where they are unrolled in many places.
+#define APART static __attribute__((noinline, unused))
 
 #if REAL_BYTES == 4
 typedef int32_t Lane;
@@ -126,7 +128,7 @@ INLINE Real sum(Vec x) {
 // Whether some lane is true.
 INLINE bool any(Bits x) {
 #if REGISTER_BYTES == 64 && REAL_BYTES == 4 && !defined(__clang__)  // which has no such builtin
-    return __builtin_ia32_ptestmd512((__attribute__((vector_size(64))) int)x, (__attribute__((vector_size(64))) int)x, -1);
+    return __builtin_ia32_ptestmd512(x, x, -1);
 #else
     Lane found = 0;
     for (int i = 0; i < LANES; i++) found |= x[i];
@@ -208,7 +210,7 @@ INLINE Real weight(Real x) { return weight(reals(x))[0]; }
 // `name` of every lane by the C library.
 #define BY_LANES(name, float_name, double_name)                                                        \
     INLINE Real name(Real x) { return REAL_BYTES == 4 ? float_name((float)x) : double_name((double)x); } \
-    INLINE Vec name(Vec x) {                                                                            \
+    APART Vec name(Vec x) {                                                                             \
         for (int i = 0; i < LANES; i++) x[i] = name(x[i]);                                              \
         return x;                                                                                       \
     }
@@ -223,7 +225,7 @@ BY_LANES(sqrt, __builtin_sqrtf, __builtin_sqrt)
 BY_LANES(floor, __builtin_floorf, __builtin_floor)
 
 #if REAL_BYTES == 4
-// e^x = 2^n e^r with n whole: ln 2 in two parts keeps r exact. Error 1 ulp; 0 below 2^-125, inf above 2^128.
+// e^x = 2^n e^r with n whole: ln 2 in two parts keeps r exact. Error 2 ulp; 0 below 2^-125, inf above 2^128.
 INLINE Vec exp(Vec x) {
     x = x > 89.5f ? reals(89.5f) : x < -87.3f ? reals(-87.3f) : x;
     Vec shifted = x * LOG2E + (ROUNDER + 126.0f);
@@ -231,14 +233,14 @@ INLINE Vec exp(Vec x) {
     Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     Vec p = power_less_one(r * LOG2E);
     Vec scale = (Vec)((Raw)shifted << MANTISSA);
-    return (p * scale + scale) * 2.0f;
+    return (p + 1.0f) * scale * 2.0f;  // p * scale + scale is NaN where scale is inf
 }
 INLINE Vec exp2(Vec x) {
     x = x > 129.0f ? reals(129.0f) : x < -126.0f ? reals(-126.0f) : x;
     Vec shifted = x + (ROUNDER + 126.0f);
     Vec f = x - (shifted - (ROUNDER + 126.0f));
     Vec scale = (Vec)((Raw)shifted << MANTISSA);
-    return (power_less_one(f) * scale + scale) * 2.0f;
+    return (power_less_one(f) + 1.0f) * scale * 2.0f;
 }
 // tanh x = -e / (e + 2) with e = e^(-2|x|) - 1, which does not cancel near 0. Error 3 ulp.
 INLINE Vec tanh(Vec x) {
@@ -263,7 +265,7 @@ template <class T> INLINE T sigmoid(T x) { return 1 / (1 + exp(-x)); }
 template <class T> INLINE T rsqrt(T x) { return 1 / sqrt(x); }
 
 INLINE Real power(Real x, Real y) { return REAL_BYTES == 4 ? __builtin_powf(x, y) : __builtin_pow(x, y); }
-INLINE Vec power(Vec x, Vec y) {
+APART Vec power(Vec x, Vec y) {
     for (int i = 0; i < LANES; i++) x[i] = power(x[i], y[i]);
     return x;
 }
@@ -300,7 +302,7 @@ INLINE Int modulo(Int x, Int y) {
     Int rest = x % y;
     return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
 }
-INLINE Ints floordiv(Ints x, Ints y) {
+APART Ints floordiv(Ints x, Ints y) {
 #if INT_BYTES == 4
     // 64-bit quotients of 32-bit numbers are never rounded past a whole number.
     typedef double Doubles __attribute__((vector_size(LANES * 8)));
@@ -320,20 +322,22 @@ const Int WIDTH = 8 * INT_BYTES;
 INLINE Int shift_left(Int x, Int n) { return n < 0 || n >= WIDTH ? 0 : (Int)((uint64_t)x << n); }
 INLINE Int shift_right(Int x, Int n) { return n < 0 || n >= 64 ? 0 : x >> (n < WIDTH ? n : WIDTH - 1); }
 INLINE Ints shift_left(Ints x, Ints n) { return (n < 0) | (n >= WIDTH) ? Ints{} : x << (n & (WIDTH - 1)); }
-INLINE Ints shift_right(Ints x, Ints n) { return (n < 0) | (n >= 64) ? Ints{} : x >> minimum(maximum(n, Ints{}), ints(WIDTH - 1)); }
+INLINE Ints shift_right(Ints x, Ints n) {
+    return (n < 0) | (n >= 64) ? Ints{} : x >> minimum(maximum(n, Ints{}), ints(WIDTH - 1));
+}
 
 INLINE Int power(Int x, Int n) {
     Int y = 1;
     for (; n > 0; n--) y *= x;
     return y;
 }
-INLINE Ints power(Ints x, Ints n) {
+APART Ints power(Ints x, Ints n) {
     for (int i = 0; i < LANES; i++) x[i] = power((Int)x[i], (Int)n[i]);
     return x;
 }
 
 // Towards zero; NaN is 0, and what does not fit becomes the largest that does.
-const Real LARGEST = INT_BYTES == 8 ? (Real)4611686018427387904.0 : REAL_BYTES == 4 ? (Real)2147483520.0 : (Real)2147483647.0;
+const Real LARGEST = (Real)(INT_BYTES == 8 ? 4611686018427387904.0 : REAL_BYTES == 4 ? 2147483520.0 : 2147483647.0);
 INLINE Int to_int(bool x) { return x; }
 INLINE Int to_int(Real x) { return x != x ? 0 : x > LARGEST ? (Int)LARGEST : x < -LARGEST ? -(Int)LARGEST : (Int)x; }
 INLINE Ints to_int(Vec x) {
@@ -402,27 +406,31 @@ template <class T, int RANK, class... I> INLINE auto at(const Table<T, RANK> &ta
 }
 
 // The same at a vector of indices along each axis.
-template <class T, int RANK, class... I> INLINE auto gather(const Table<T, RANK> &table, I... index) {
+template <class T, int RANK, class... I> APART auto gather(const Table<T, RANK> &table, I... index) {
     typename Wide<decltype(entry(T()))>::Type found;
     for (int i = 0; i < LANES; i++) put(found, i, at(table, (Int)index[i]...));
     return found;
 }
 
+// LANES entries of a row, some of whose indices are outside, or that are apart.
+template <class T, int RANK>
+APART auto clamped(const Table<T, RANK> &table, const T *row, int64_t first, int64_t step) {
+    typename Wide<decltype(entry(T()))>::Type found;
+    for (int i = 0; i < LANES; i++) put(found, i, entry(row[table.step(RANK - 1, first + i * step)]));
+    return found;
+}
+
 // The same at LANES neighbours along the last axis, whose first index is given: upwards, or downwards.
 template <bool UP, class T, int RANK, class... I> INLINE auto neighbours(const Table<T, RANK> &table, I... index) {
+    typedef T Entries __attribute__((vector_size(LANES * sizeof(T))));
     const int64_t place[] = {(int64_t)index...};
-    const int64_t first = UP ? place[RANK - 1] : place[RANK - 1] - (LANES - 1);
+    const int64_t first = place[RANK - 1], least = UP ? first : first - (LANES - 1);
     const T *row = table.data;
     for (int i = 0; i < RANK - 1; i++) row += table.step(i, place[i]);
-    typename Wide<decltype(entry(T()))>::Type found;
-    if (first >= 0 && first + LANES <= table.size[RANK - 1] && table.stride[RANK - 1] == 1) {
-        typedef T Entries __attribute__((vector_size(LANES * sizeof(T))));
-        found = widened(load<Entries>(row + first));
-        if (!UP) found = SHUFFLE(found, found, SWAPPED, LANES - 1);
-    } else {
-        for (int i = 0; i < LANES; i++)
-            put(found, i, entry(row[table.step(RANK - 1, UP ? first + i : first + LANES - 1 - i)]));
-    }
+    if (least < 0 || least + LANES > table.size[RANK - 1] || table.stride[RANK - 1] != 1)
+        return clamped(table, row, first, UP ? 1 : -1);
+    auto found = widened(load<Entries>(row + least));
+    if (!UP) found = SHUFFLE(found, found, SWAPPED, LANES - 1);
     return found;
 }
 template <class T, int RANK, class... I> INLINE auto ahead(const Table<T, RANK> &table, I... index) {

@@ -1,0 +1,1344 @@
+// Attention in C++, written by frisket for
+//
+//     causal & window(w)
+//
+// Head size 64, float32; tiles of 96 queries by 64 keys.
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define REAL_BYTES 4
+#define INT_BYTES 4
+#define HALF 0  // 0: entries are Real, 1: bfloat16, 2: float16
+typedef float Real;  // scores, weights, sums
+typedef int32_t Int;
+typedef float Entry;  // of q, k, v and out
+
+const int BLOCK_Q = 96;
+const int BLOCK_K = 64;
+const int HEAD_DIM = 64;
+const int V_DIM = 64;
+const bool SCORED = false;
+const bool DROPPED = false;
+const bool BY_HEAD = false;  // heads differ
+const bool POSITIONS = SCORED || DROPPED;  // tiles without a predicate look at positions too
+union Slot { int64_t i; double f; };  // Int and Bool parameters in i, Float ones in f
+struct Array { void *data; int64_t batch, head, row; };  // strides in entries; a row's entries are neighbours
+typedef void (*Work)(void *task, int64_t worker);
+typedef void (*Parallel)(void *pool, Work work, void *task, int64_t workers);  // worker 0 always runs, others may
+struct Call {
+    int64_t threads;         // how many workers may run at once, at least 1
+    Parallel parallel;       // runs work(task, worker) on up to `threads` workers; null: one worker
+    void *pool;              // first argument of parallel
+    int64_t batch;           // lengths of this call, in tokens
+    int64_t heads;
+    int64_t kv_heads;        // query head h reads key head h / (heads / kv_heads)
+    int64_t q_len;
+    int64_t kv_len;
+    double scale;
+    int64_t size_b;          // B, H, Q_LEN, KV_LEN of the whole problem
+    int64_t size_h;
+    int64_t size_q;
+    int64_t size_k;
+    int64_t b_origin;        // where the call begins in the whole problem
+    int64_t h_origin;
+    const int64_t *q_origin; // one, or one for each batch entry
+    const int64_t *k_origin;
+    int64_t q_origin_step;   // 0: the same for all batch entries; 1: one each
+    int64_t k_origin_step;
+    const Slot *slots;       // run-time numbers, in the plan's order
+    const int64_t *tables;   // for each table its data, sizes and strides, in the plan's order
+    const int32_t *spans;    // [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles
+    const int32_t *count;    // [slices, rows]: records in use
+    const int32_t *slice_of; // [batch, heads]
+    int64_t rows;            // rows of tiles: ceil(q_len / BLOCK_Q)
+    int64_t records;
+    const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
+    Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
+    Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
+    Array q;                 // [batch, heads, q_len, HEAD_DIM]
+    Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM]
+    Array v;                 // [batch, kv_heads, kv_len, V_DIM]
+    Array out;               // [batch, heads, q_len, V_DIM]; written forward, read backward
+    Array dout;              // the cotangent of out
+    Array dq;
+    Array dk;
+    Array dv;
+    const Real *dlse;        // the cotangent of lse, contiguous, or null
+    Real *const *gradients;  // a zeroed buffer for each of the plan's captured gradients, or null
+};
+
+namespace {
+
+// -- vectors: LANES numbers at once, in the compiler's vector extensions -----------------------------------------
+//
+// Declared before: Real (float or double, REAL_BYTES of them), Int (int32_t or int64_t, INT_BYTES).
+// A register holds LANES Reals; Ints, Bits and Words have as many lanes, whatever their width.
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between functions of this file only
+
+#if defined(FRISKET_SCALAR)
+#define REGISTER_BYTES REAL_BYTES
+#elif defined(__AVX512F__)
+#define REGISTER_BYTES 64
+#elif defined(__AVX2__)
+#define REGISTER_BYTES 32
+#else  // NEON, SSE2, and what compilers write out number by number
+#define REGISTER_BYTES 16
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define REGISTERS 32
+#else
+#define REGISTERS 16
+#endif
+#define LANES (REGISTER_BYTES / REAL_BYTES)
+#define INLINE static inline __attribute__((always_inline))
+// Loops over lanes: slow to compile where they are unrolled in many places.
+#define APART static __attribute__((noinline, unused))
+
+#if REAL_BYTES == 4
+typedef int32_t Lane;
+typedef uint32_t Unsigned;
+#else
+typedef int64_t Lane;
+typedef uint64_t Unsigned;
+#endif
+typedef Real Vec __attribute__((vector_size(REGISTER_BYTES)));
+typedef Lane Bits __attribute__((vector_size(REGISTER_BYTES)));  // 0: false, -1: true
+typedef Unsigned Raw __attribute__((vector_size(REGISTER_BYTES)));
+typedef Int Ints __attribute__((vector_size(LANES * INT_BYTES)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef int32_t Narrow __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Word;
+
+const Real INF = (Real)__builtin_inf();
+const Real NOT_A_NUMBER = (Real)__builtin_nan("");
+const Real LOWEST = REAL_BYTES == 4 ? (Real)-3.4028234663852886e38 : (Real)-1.7976931348623157e308;
+const Real LOG2E = (Real)1.4426950408889634, LN2 = (Real)0.6931471805599453;
+
+INLINE Vec reals(Real x) { return x - Vec{}; }
+INLINE Ints ints(Int x) { return x + Ints{}; }
+INLINE Bits bits(bool x) { return -(Lane)x - Bits{}; }
+INLINE Words words(Word x) { return x + Words{}; }
+template <class To, class From> INLINE To cast(From x) { return __builtin_convertvector(x, To); }
+
+template <class T> INLINE T load(const void *p) {
+    T x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
+}
+template <class T> INLINE void store(void *p, T x) { __builtin_memcpy(p, &x, sizeof x); }
+
+INLINE Ints counting() {
+    Ints x;
+    for (int i = 0; i < LANES; i++) x[i] = i;
+    return x;
+}
+
+// The bits of a comparison, as wide as Reals.
+#if REAL_BYTES == INT_BYTES
+INLINE Bits flags(Bits x) { return x; }
+#else
+INLINE Bits flags(Bits x) { return x; }
+INLINE Bits flags(Ints x) { return cast<Bits>(x); }
+#endif
+
+// c ? x : y; of scalars both are worked out.
+template <class T> INLINE T select(bool c, T x, T y) { return c ? x : y; }
+INLINE Vec select(Bits c, Vec x, Vec y) { return c ? x : y; }
+#if REAL_BYTES == INT_BYTES
+INLINE Ints select(Bits c, Ints x, Ints y) { return c ? x : y; }
+#else
+INLINE Ints select(Bits c, Ints x, Ints y) { return cast<Ints>(c) ? x : y; }
+INLINE Bits select(Bits c, Bits x, Bits y) { return c ? x : y; }
+#endif
+
+// Lane i of the result is lane i ^ N: what reductions and reversals need.
+#if LANES == 16
+#define EACH_LANE(f, n) f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n), \
+                        f(8, n), f(9, n), f(10, n), f(11, n), f(12, n), f(13, n), f(14, n), f(15, n)
+#elif LANES == 8
+#define EACH_LANE(f, n) f(0, n), f(1, n), f(2, n), f(3, n), f(4, n), f(5, n), f(6, n), f(7, n)
+#elif LANES == 4
+#define EACH_LANE(f, n) f(0, n), f(1, n), f(2, n), f(3, n)
+#elif LANES == 2
+#define EACH_LANE(f, n) f(0, n), f(1, n)
+#else
+#define EACH_LANE(f, n) f(0, n)
+#endif
+#define SWAPPED(i, n) ((i) ^ (n))
+#define FROM_LEFT(i, n) (((i) & (n)) ? LANES + (i) - (n) : (i))
+#define FROM_RIGHT(i, n) (((i) & (n)) ? LANES + (i) : (i) + (n))
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(x, y, f, n) __builtin_shufflevector(x, y, EACH_LANE(f, n))
+#else
+#define SHUFFLE(x, y, f, n) __builtin_shuffle(x, y, (Bits){EACH_LANE(f, n)})
+#endif
+
+INLINE Vec larger(Vec x, Vec y) { return x > y ? x : y; }  // a NaN of x is dropped, one of y is kept
+INLINE Real largest(Vec x) {
+#if LANES > 1
+    x = larger(x, SHUFFLE(x, x, SWAPPED, 1));
+#endif
+#if LANES > 2
+    x = larger(x, SHUFFLE(x, x, SWAPPED, 2));
+#endif
+#if LANES > 4
+    x = larger(x, SHUFFLE(x, x, SWAPPED, 4));
+#endif
+#if LANES > 8
+    x = larger(x, SHUFFLE(x, x, SWAPPED, 8));
+#endif
+    return x[0];
+}
+INLINE Real sum(Vec x) {
+    Real total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+// Whether some lane is true.
+INLINE bool any(Bits x) {
+#if REGISTER_BYTES == 64 && REAL_BYTES == 4 && !defined(__clang__)  // which has no such builtin
+    return __builtin_ia32_ptestmd512(x, x, -1);
+#else
+    Lane found = 0;
+    for (int i = 0; i < LANES; i++) found |= x[i];
+    return found != 0;
+#endif
+}
+
+// A LANES x LANES square, turned: for each power of two, swap the blocks beside the diagonal.
+#if LANES > 1
+template <int STEP> INLINE void turn(Vec *x) {
+    for (int i = 0; i < LANES; i++) {
+        if (i & STEP) continue;
+        Vec left = x[i], right = x[i + STEP];
+        x[i] = SHUFFLE(left, right, FROM_LEFT, STEP);
+        x[i + STEP] = SHUFFLE(left, right, FROM_RIGHT, STEP);
+    }
+}
+#endif
+INLINE void transpose(Vec *x) {
+#if LANES > 1
+    turn<1>(x);
+#endif
+#if LANES > 2
+    turn<2>(x);
+#endif
+#if LANES > 4
+    turn<4>(x);
+#endif
+#if LANES > 8
+    turn<8>(x);
+#endif
+}
+
+// -- functions of scores: of vectors, and through them of single numbers -----------------------------------------
+
+// 2^n for whole n in [-127, 128] (float): n is added to the exponent field of a number that is rounded on the way.
+#if REAL_BYTES == 4
+const int MANTISSA = 23;
+const Real ROUNDER = 12582912.0f, BIAS = 127.0f;  // 1.5 * 2^23
+#else
+const int MANTISSA = 52;
+const Real ROUNDER = 6755399441055744.0, BIAS = 1023.0;  // 1.5 * 2^52
+#endif
+
+// 2^f - 1 for |f| <= 1/2, relative error 1e-8 of 2^f (float), 1e-17 (double). Coefficients fitted for this file.
+INLINE Vec power_less_one(Vec f) {
+#if REAL_BYTES == 4
+    Vec p = 1.54035082e-4f * f + 1.33907355e-3f;
+    p = p * f + 9.61823751e-3f;
+    p = p * f + 5.55035743e-2f;
+    p = p * f + 2.40226498e-1f;
+    p = p * f + 6.93147188e-1f;
+#else
+    Vec p = 5.911098933486411e-10 * f + 7.148697406637391e-09;
+    p = p * f + 1.0169912224574216e-07;
+    p = p * f + 1.3215008186636719e-06;
+    p = p * f + 1.5252748888114321e-05;
+    p = p * f + 0.00015403531275383375;
+    p = p * f + 0.0013333558136459222;
+    p = p * f + 0.009618129107002504;
+    p = p * f + 0.05550410866483549;
+    p = p * f + 0.24022650695911285;
+    p = p * f + 0.6931471805599441;
+#endif
+    return p * f;
+}
+
+// 2^x for x <= 0, the weights of the softmax: 0 below 2^-126, NaN for NaN. Adding ROUNDER leaves round(x) in the
+// low bits, which become the exponent of a factor; -ffast-math would cancel the addition.
+INLINE Vec weight(Vec x) {
+    x = x < -BIAS ? reals(-BIAS) : x;
+    Vec shifted = x + (ROUNDER + BIAS);
+    Vec f = x - (shifted - (ROUNDER + BIAS));
+    Vec scale = (Vec)((Raw)shifted << MANTISSA);
+    return power_less_one(f) * scale + scale;
+}
+INLINE Real weight(Real x) { return weight(reals(x))[0]; }
+
+// `name` of every lane by the C library.
+#define BY_LANES(name, float_name, double_name)                                                        \
+    INLINE Real name(Real x) { return REAL_BYTES == 4 ? float_name((float)x) : double_name((double)x); } \
+    APART Vec name(Vec x) {                                                                             \
+        for (int i = 0; i < LANES; i++) x[i] = name(x[i]);                                              \
+        return x;                                                                                       \
+    }
+BY_LANES(log, __builtin_logf, __builtin_log)
+BY_LANES(log2, __builtin_log2f, __builtin_log2)
+BY_LANES(log1p, __builtin_log1pf, __builtin_log1p)
+BY_LANES(sin, __builtin_sinf, __builtin_sin)
+BY_LANES(cos, __builtin_cosf, __builtin_cos)
+BY_LANES(tan, __builtin_tanf, __builtin_tan)
+BY_LANES(erf, __builtin_erff, __builtin_erf)
+BY_LANES(sqrt, __builtin_sqrtf, __builtin_sqrt)
+BY_LANES(floor, __builtin_floorf, __builtin_floor)
+
+#if REAL_BYTES == 4
+// e^x = 2^n e^r with n whole: ln 2 in two parts keeps r exact. Error 2 ulp; 0 below 2^-125, inf above 2^128.
+INLINE Vec exp(Vec x) {
+    x = x > 89.5f ? reals(89.5f) : x < -87.3f ? reals(-87.3f) : x;
+    Vec shifted = x * LOG2E + (ROUNDER + 126.0f);
+    Vec n = shifted - (ROUNDER + 126.0f);
+    Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec p = power_less_one(r * LOG2E);
+    Vec scale = (Vec)((Raw)shifted << MANTISSA);
+    return (p + 1.0f) * scale * 2.0f;  // p * scale + scale is NaN where scale is inf
+}
+INLINE Vec exp2(Vec x) {
+    x = x > 129.0f ? reals(129.0f) : x < -126.0f ? reals(-126.0f) : x;
+    Vec shifted = x + (ROUNDER + 126.0f);
+    Vec f = x - (shifted - (ROUNDER + 126.0f));
+    Vec scale = (Vec)((Raw)shifted << MANTISSA);
+    return (power_less_one(f) + 1.0f) * scale * 2.0f;
+}
+// tanh x = -e / (e + 2) with e = e^(-2|x|) - 1, which does not cancel near 0. Error 3 ulp.
+INLINE Vec tanh(Vec x) {
+    Vec size = x < 0 ? -x : x;
+    Vec y = size > 20.0f ? reals(-57.7078f) : size * (-2 * LOG2E);
+    Vec shifted = y + (ROUNDER + BIAS);
+    Vec f = y - (shifted - (ROUNDER + BIAS));
+    Vec scale = (Vec)((Raw)shifted << MANTISSA);
+    Vec e = power_less_one(f) * scale + (scale - 1.0f);
+    Vec t = e / (e + 2.0f);
+    return x < 0 ? t : -t;
+}
+INLINE Real exp(Real x) { return exp(reals(x))[0]; }
+INLINE Real exp2(Real x) { return exp2(reals(x))[0]; }
+INLINE Real tanh(Real x) { return tanh(reals(x))[0]; }
+#else
+BY_LANES(exp, __builtin_expf, __builtin_exp)
+BY_LANES(exp2, __builtin_exp2f, __builtin_exp2)
+BY_LANES(tanh, __builtin_tanhf, __builtin_tanh)
+#endif
+template <class T> INLINE T sigmoid(T x) { return 1 / (1 + exp(-x)); }
+template <class T> INLINE T rsqrt(T x) { return 1 / sqrt(x); }
+
+INLINE Real power(Real x, Real y) { return REAL_BYTES == 4 ? __builtin_powf(x, y) : __builtin_pow(x, y); }
+APART Vec power(Vec x, Vec y) {
+    for (int i = 0; i < LANES; i++) x[i] = power(x[i], y[i]);
+    return x;
+}
+
+INLINE bool finite(Real x) { return __builtin_isfinite(x); }
+INLINE Bits finite(Vec x) { return (x < INF) & (x > -INF); }
+INLINE Real magnitude(Real x) { return REAL_BYTES == 4 ? __builtin_fabsf(x) : __builtin_fabs(x); }
+INLINE Vec magnitude(Vec x) { return (Vec)((Raw)x << 1 >> 1); }
+INLINE Int magnitude(Int x) { return x < 0 ? -x : x; }
+INLINE Ints magnitude(Ints x) { return x < 0 ? -x : x; }
+INLINE Real sign(Real x) { return x > 0 ? (Real)1 : x < 0 ? (Real)-1 : x; }
+INLINE Vec sign(Vec x) { return x > 0 ? reals(1) : x < 0 ? reals(-1) : x; }
+INLINE Int sign(Int x) { return (x > 0) - (x < 0); }
+INLINE Ints sign(Ints x) { return x > 0 ? ints(1) : x < 0 ? ints(-1) : ints(0); }
+// NaN is handed on.
+INLINE Real minimum(Real x, Real y) { return x <= y || x != x ? x : y; }
+INLINE Real maximum(Real x, Real y) { return x >= y || x != x ? x : y; }
+INLINE Vec minimum(Vec x, Vec y) { return (x <= y) | (x != x) ? x : y; }
+INLINE Vec maximum(Vec x, Vec y) { return (x >= y) | (x != x) ? x : y; }
+INLINE Int minimum(Int x, Int y) { return x < y ? x : y; }
+INLINE Int maximum(Int x, Int y) { return x > y ? x : y; }
+INLINE Ints minimum(Ints x, Ints y) { return x < y ? x : y; }
+INLINE Ints maximum(Ints x, Ints y) { return x > y ? x : y; }
+
+// -- whole numbers ------------------------------------------------------------------------------------------------
+
+// `//` and `%` round to minus infinity and give 0 for a divisor of 0.
+INLINE Int floordiv(Int x, Int y) {
+    if (y == 0) return 0;
+    return x / y - (x % y != 0 && (x < 0) != (y < 0));
+}
+INLINE Int modulo(Int x, Int y) {
+    if (y == 0) return 0;
+    Int rest = x % y;
+    return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
+}
+APART Ints floordiv(Ints x, Ints y) {
+#if INT_BYTES == 4
+    // 64-bit quotients of 32-bit numbers are never rounded past a whole number.
+    typedef double Doubles __attribute__((vector_size(LANES * 8)));
+    Doubles quotient = cast<Doubles>(x) / cast<Doubles>(y == 0 ? ints(1) : y);
+    Ints whole = cast<Ints>(quotient);
+    whole += cast<Ints>(cast<Doubles>(whole) > quotient);
+    return y == 0 ? Ints{} : whole;
+#else
+    for (int i = 0; i < LANES; i++) x[i] = floordiv((Int)x[i], (Int)y[i]);
+    return x;
+#endif
+}
+INLINE Ints modulo(Ints x, Ints y) { return y == 0 ? Ints{} : x - floordiv(x, y) * y; }
+
+// Shifts by 64 and more, or by less than 0, give 0; `>>` by the width of Int and more leaves the sign.
+const Int WIDTH = 8 * INT_BYTES;
+INLINE Int shift_left(Int x, Int n) { return n < 0 || n >= WIDTH ? 0 : (Int)((uint64_t)x << n); }
+INLINE Int shift_right(Int x, Int n) { return n < 0 || n >= 64 ? 0 : x >> (n < WIDTH ? n : WIDTH - 1); }
+INLINE Ints shift_left(Ints x, Ints n) { return (n < 0) | (n >= WIDTH) ? Ints{} : x << (n & (WIDTH - 1)); }
+INLINE Ints shift_right(Ints x, Ints n) {
+    return (n < 0) | (n >= 64) ? Ints{} : x >> minimum(maximum(n, Ints{}), ints(WIDTH - 1));
+}
+
+INLINE Int power(Int x, Int n) {
+    Int y = 1;
+    for (; n > 0; n--) y *= x;
+    return y;
+}
+APART Ints power(Ints x, Ints n) {
+    for (int i = 0; i < LANES; i++) x[i] = power((Int)x[i], (Int)n[i]);
+    return x;
+}
+
+// Towards zero; NaN is 0, and what does not fit becomes the largest that does.
+const Real LARGEST = (Real)(INT_BYTES == 8 ? 4611686018427387904.0 : REAL_BYTES == 4 ? 2147483520.0 : 2147483647.0);
+INLINE Int to_int(bool x) { return x; }
+INLINE Int to_int(Real x) { return x != x ? 0 : x > LARGEST ? (Int)LARGEST : x < -LARGEST ? -(Int)LARGEST : (Int)x; }
+INLINE Ints to_int(Vec x) {
+    x = x != x ? Vec{} : x > LARGEST ? reals(LARGEST) : x < -LARGEST ? reals(-LARGEST) : x;
+    return cast<Ints>(x);
+}
+INLINE Ints to_int(Bits x) { return -cast<Ints>(x); }
+INLINE Real to_real(Int x) { return (Real)x; }
+INLINE Vec to_real(Ints x) { return cast<Vec>(x); }
+
+// -- random numbers: dsl/evaluate.py, uniform ---------------------------------------------------------------------
+
+// A. Appleby, MurmurHash3 finaliser.
+template <class T> INLINE T mixed(T x) {
+    x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+    return x ^ (x >> 16);
+}
+INLINE Word low(Int x) { return (Word)x; }
+INLINE Words low(Ints x) { return cast<Words>(x); }
+template <class T> INLINE auto seeded(T seed) { return mixed(low(seed) + 0x9E3779B9u); }
+INLINE Word stirred(Word x, Int counter) { return mixed(x ^ (low(counter) * 0x9E3779B1u)); }
+INLINE Words stirred(Words x, Ints counter) { return mixed(x ^ (low(counter) * 0x9E3779B1u)); }
+INLINE Real uniform(Word x) { return (Real)(int32_t)(x >> 8) * (Real)5.9604644775390625e-08; }
+INLINE Vec uniform(Words x) { return cast<Vec>((Narrow)(x >> 8)) * (Real)5.9604644775390625e-08; }
+
+// -- tables: an index out of range is clamped ----------------------------------------------------------------------
+
+template <class T, int RANK> struct Table {
+    const T *data;
+    int64_t size[RANK], stride[RANK];
+    inline __attribute__((always_inline)) int64_t step(int axis, int64_t i) const {
+        return (i < 0 ? 0 : i < size[axis] ? i : size[axis] - 1) * stride[axis];
+    }
+};
+
+// Its words in the call: data, sizes, strides.
+template <class T, int RANK> INLINE const int64_t *read(Table<T, RANK> &table, const int64_t *words) {
+    table.data = (const T *)words[0];
+    for (int i = 0; i < RANK; i++) table.size[i] = words[1 + i], table.stride[i] = words[1 + RANK + i];
+    return words + 1 + 2 * RANK;
+}
+
+INLINE bool entry(uint8_t x) { return x != 0; }
+INLINE Int entry(int32_t x) { return x; }
+INLINE Int entry(int64_t x) { return (Int)x; }
+INLINE Real entry(Real x) { return x; }
+template <class T> struct Wide { typedef Vec Type; };
+template <> struct Wide<bool> { typedef Bits Type; };
+template <> struct Wide<Int> { typedef Ints Type; };
+INLINE void put(Vec &x, int i, Real y) { x[i] = y; }
+INLINE void put(Ints &x, int i, Int y) { x[i] = y; }
+INLINE void put(Bits &x, int i, bool y) { x[i] = -(Lane)y; }
+
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+INLINE Vec widened(Vec x) { return x; }
+INLINE Ints widened(Ints x) { return x; }
+INLINE Bits widened(Bytes x) { return cast<Bits>(x) != 0; }
+
+// T[i, ...] at single indices.
+template <class T, int RANK, class... I> INLINE auto at(const Table<T, RANK> &table, I... index) {
+    int axis = 0;
+    int64_t where = 0;
+    ((where += table.step(axis++, (int64_t)index)), ...);
+    return entry(table.data[where]);
+}
+
+// The same at a vector of indices along each axis.
+template <class T, int RANK, class... I> APART auto gather(const Table<T, RANK> &table, I... index) {
+    typename Wide<decltype(entry(T()))>::Type found;
+    for (int i = 0; i < LANES; i++) put(found, i, at(table, (Int)index[i]...));
+    return found;
+}
+
+// LANES entries of a row, some of whose indices are outside, or that are apart.
+template <class T, int RANK>
+APART auto clamped(const Table<T, RANK> &table, const T *row, int64_t first, int64_t step) {
+    typename Wide<decltype(entry(T()))>::Type found;
+    for (int i = 0; i < LANES; i++) put(found, i, entry(row[table.step(RANK - 1, first + i * step)]));
+    return found;
+}
+
+// The same at LANES neighbours along the last axis, whose first index is given: upwards, or downwards.
+template <bool UP, class T, int RANK, class... I> INLINE auto neighbours(const Table<T, RANK> &table, I... index) {
+    typedef T Entries __attribute__((vector_size(LANES * sizeof(T))));
+    const int64_t place[] = {(int64_t)index...};
+    const int64_t first = place[RANK - 1], least = UP ? first : first - (LANES - 1);
+    const T *row = table.data;
+    for (int i = 0; i < RANK - 1; i++) row += table.step(i, place[i]);
+    if (least < 0 || least + LANES > table.size[RANK - 1] || table.stride[RANK - 1] != 1)
+        return clamped(table, row, first, UP ? 1 : -1);
+    auto found = widened(load<Entries>(row + least));
+    if (!UP) found = SHUFFLE(found, found, SWAPPED, LANES - 1);
+    return found;
+}
+template <class T, int RANK, class... I> INLINE auto ahead(const Table<T, RANK> &table, I... index) {
+    return neighbours<true>(table, index...);
+}
+template <class T, int RANK, class... I> INLINE auto behind(const Table<T, RANK> &table, I... index) {
+    return neighbours<false>(table, index...);
+}
+
+// -- products of small matrices -----------------------------------------------------------------------------------
+//
+// Declared before: Entry (an entry of q, k, v), HALF (0: Entry is Real, 1: bfloat16, 2: float16).
+//
+// multiply<M, N>: C[M, N * LANES] = A[M, steps] B[steps, N * LANES], in M * N accumulators.
+// A is read number by number at a + row * a_row + step * a_step, so a transposed A costs nothing: S = Q K^T and
+// O = P V take a_step = 1, dV = P^T dO and dK = dS^T Q take a_row = 1 and a_step = the width of P.
+// B is read a vector at a time at b + step * b_step: K as packed by `pack_turned` (a column of keys after the
+// other) for S and dP, rows as they are (or as packed by `pack_rows`) for O, dV, dK, dQ.
+// What is multiplied is an Operand: a Real, or where the CPU multiplies pairs of bfloat16 (PAIR = 2), two
+// neighbours along the steps in one word.
+
+#if HALF == 1 && defined(__AVX512BF16__) && REGISTER_BYTES == 64
+#define PAIRS 1
+typedef uint32_t Operand;
+const int PAIR = 2;
+#else
+#define PAIRS 0
+typedef Real Operand;
+const int PAIR = 1;
+#endif
+typedef Operand Operands __attribute__((vector_size(REGISTER_BYTES)));
+
+const int MOST = REGISTERS == 32 ? 4 : 2;  // vectors of B held at once
+const int GROUP = 6;                       // rows of A whose accumulators fit beside them
+constexpr int round_up(int n, int to) { return (n + to - 1) / to * to; }
+constexpr int panel(int vectors) {
+    return vectors % MOST == 0 ? MOST : vectors % 3 == 0 && MOST > 3 ? 3 : vectors % 2 == 0 ? 2 : 1;
+}
+
+#if PAIRS
+INLINE Vec plus_product(Vec sum, Operands a, Operands b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+    return sum;
+}
+INLINE Vec plus_product(Vec sum, Operand a, Operands b) { return plus_product(sum, a - Operands{}, b); }
+#else
+INLINE Vec plus_product(Vec sum, Real a, Vec b) { return sum + a * b; }
+INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
+#endif
+
+enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
+
+template <int M, int N, Start START>
+static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps,
+                     Real *c, int64_t c_row, const Real *factor = nullptr) {
+    Vec sum[M][N];
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) {
+            sum[i][j] = Vec{};
+            if (START != ZERO) sum[i][j] = load<Vec>(c + i * c_row + j * LANES);
+            if (START == RESCALE) sum[i][j] *= factor[i];
+        }
+    for (; steps > 0; steps--, a += a_step, b += b_step) {
+        Operands right[N];
+        for (int j = 0; j < N; j++) right[j] = load<Operands>(b + j * LANES);
+        for (int i = 0; i < M; i++)
+            for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], a[i * a_row], right[j]);
+    }
+    for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) store(c + i * c_row + j * LANES, sum[i][j]);
+}
+
+// The same for `vectors` of them, a number known at run time from 1 to MOST.
+template <int M, Start START>
+INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t a_step, const Operand *b,
+                          int64_t b_step, int64_t steps, Real *c, int64_t c_row, const Real *factor = nullptr) {
+    if (vectors == MOST) return multiply<M, MOST, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+    if (vectors == 1) return multiply<M, 1, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+#if REGISTERS == 32
+    if (vectors == 2) return multiply<M, 2, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+    if (vectors == 3) return multiply<M, 3, START>(a, a_row, a_step, b, b_step, steps, c, c_row, factor);
+#endif
+}
+
+// -- numbers of 16 bits -------------------------------------------------------------------------------------------
+
+#if HALF == 1
+INLINE Real real(Entry x) { return __builtin_bit_cast(float, (uint32_t)x << 16); }
+INLINE Entry rounded(Real x) {  // to nearest, ties to even
+    uint32_t y = __builtin_bit_cast(uint32_t, (float)x);
+    return x != x ? y >> 16 | 64 : (y + 0x7FFF + (y >> 16 & 1)) >> 16;
+}
+#elif HALF == 2
+INLINE Real real(Entry x) {
+    uint32_t size = (uint32_t)(x & 0x7FFF) << 13;  // a float 2^112 too small, right for subnormal numbers too
+    float y = __builtin_bit_cast(float, size) * 5.192296858534828e33f;
+    y = size >= 0x0F800000 ? __builtin_bit_cast(float, size | 0x7F800000) : y;
+    return x & 0x8000 ? -y : y;
+}
+INLINE Entry rounded(Real x) {  // to nearest, ties to even
+    uint32_t y = __builtin_bit_cast(uint32_t, (float)x), sign = y >> 16 & 0x8000;
+    y &= 0x7FFFFFFF;
+    if (y > 0x7F800000) return sign | 0x7E00;
+    if (y >= 0x477FF000) return sign | 0x7C00;
+    if (y < 0x38800000)  // subnormal: adding 1/2 leaves the bits wanted at the low end
+        return sign | (uint16_t)__builtin_bit_cast(uint32_t, __builtin_bit_cast(float, y) + 0.5f);
+    return sign | (y - 0x38000000 + 0xFFF + (y >> 13 & 1)) >> 13;
+}
+#else
+INLINE Real real(Entry x) { return x; }
+INLINE Entry rounded(Real x) { return x; }
+#endif
+
+#if PAIRS
+// LANES neighbours, and the LANES after them, as bfloat16 in one register.
+INLINE void store_operands(Operand *to, Vec left, Vec right) {
+    Operands both;
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(left), "v"(right));
+    store(to, both);
+}
+#endif
+
+// LANES Operands of a row that has `left` entries from here on; zeros behind them.
+INLINE Operands load_operands(const Entry *from, int64_t left) {
+    Operands x = {};
+#if PAIRS
+    if (left >= 2 * LANES) return load<Operands>(from);
+    for (int i = 0; i < LANES && 2 * i < left; i++)
+        x[i] = from[2 * i] | (2 * i + 1 < left ? (uint32_t)from[2 * i + 1] << 16 : 0);
+#else
+#if HALF == 0
+    if (left >= LANES) return load<Operands>(from);
+#endif
+    if (left > LANES) left = LANES;
+    for (int i = 0; i < left; i++) x[i] = real(from[i]);
+#endif
+    return x;
+}
+
+// LANES entries of a row that has `left` from here on, as Reals.
+INLINE Vec load_reals(const Entry *from, int64_t left) {
+#if HALF == 0
+    if (left >= LANES) return load<Vec>(from);
+#elif HALF == 1
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+    if (left >= LANES) return (Vec)(cast<Words>(load<Halves>(from)) << 16);
+#endif
+    Vec x = {};
+    for (int i = 0; i < LANES && i < left; i++) x[i] = real(from[i]);
+    return x;
+}
+
+// -- packing ------------------------------------------------------------------------------------------------------
+
+// Rows of DIM entries, in memory with a stride, as Operands [all, WIDE]: the A of a product. Rows from `rows` on and
+// entries from DIM on are 0. Pairs are not multiplied by `factor`, which would round them again.
+template <int DIM, int WIDE = round_up(DIM, PAIR) / PAIR>
+static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real factor) {
+    for (int64_t i = 0; i < all; i++, from += stride, to += WIDE)
+        for (int d = 0; d < WIDE * PAIR; d += PAIR) {
+#if PAIRS
+            uint32_t left = i < rows && d < DIM ? from[d] : 0, right = i < rows && d + 1 < DIM ? from[d + 1] : 0;
+            to[d / 2] = left | right << 16;
+#else
+            to[d] = i < rows && d < DIM ? real(from[d]) * factor : 0;
+#endif
+        }
+}
+
+const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
+
+// `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
+// Rows from `present` on are 0.
+template <int DIM, int N>
+static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+    const int STEPS = round_up(DIM, PAIR) / PAIR;
+    for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
+        for (int64_t block = 0; block < N; block++)
+            for (int step = 0; step < STEPS; step += LANES) {
+                Vec square[LANES];
+                for (int i = 0; i < LANES; i++) {
+                    int64_t key = start + block * LANES + i;
+                    square[i] = Vec{};
+                    __builtin_prefetch(from + (key + AHEAD) * stride + step * PAIR);
+                    if (key < present)
+                        square[i] = (Vec)load_operands(from + key * stride + step * PAIR, DIM - step * PAIR);
+                }
+                transpose(square);
+                for (int i = 0; i < LANES && step + i < STEPS; i++)
+                    store(to + (step + i) * N * LANES + block * LANES, square[i]);
+            }
+}
+
+// `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
+template <int DIM>
+static void pack_rows(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+    const int WIDE = round_up(DIM, LANES);
+    for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
+        for (int d = 0; d < WIDE; d += LANES) {
+            const Entry *at = from + i * stride + d;
+            const int64_t left = DIM - d;
+#if PAIRS
+            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float
+            if (i < present) first = (Raw)load_reals(at, left) >> 16;
+            if (i + 1 < present) second = (Raw)load_reals(at + stride, left);
+            store(to + d, first | second);
+#else
+            store(to + d, i < present ? load_reals(at, left) : Vec{});
+#endif
+        }
+}
+
+// -- one row of queries, without packing ----------------------------------------------------------------------------
+
+// Lane i of x[0] becomes the sum of x[i]: neighbours are added while halves of them are still apart.
+template <int STEP> INLINE void add_turned(Vec *x) {
+#if LANES > 1
+    for (int i = 0; i < LANES / STEP; i += 2) {
+        Vec left = x[i], right = x[i + 1];
+        x[i / 2] = SHUFFLE(left, right, FROM_LEFT, STEP) + SHUFFLE(left, right, FROM_RIGHT, STEP);
+    }
+#endif
+}
+
+// scores[LANES] of a query of DIM entries, padded with zeros to whole vectors, and of LANES keys, `present` of them.
+template <int DIM> INLINE Vec dots(const Operand *query, const Entry *keys, int64_t stride, int64_t present) {
+    Vec sums[LANES];
+    for (int i = 0; i < LANES; i++) {
+        sums[i] = Vec{};
+        if (i >= present) continue;
+        for (int d = 0; d < DIM; d += LANES * PAIR)
+            sums[i] = plus_product(sums[i], load<Operands>(query + d / PAIR),
+                                   load_operands(keys + i * stride + d, DIM - d));
+    }
+    add_turned<1>(sums);
+#if LANES > 2
+    add_turned<2>(sums);
+#endif
+#if LANES > 4
+    add_turned<4>(sums);
+#endif
+#if LANES > 8
+    add_turned<8>(sums);
+#endif
+    return sums[0];
+}
+
+// c = c * factor + weights * values, row by row of N * LANES entries, of which the last row has `left`.
+template <int N>
+static void add_rows(const Real *weights, const Entry *values, int64_t stride, int64_t count, int64_t left, Real *c,
+                     Real factor) {
+    Vec sum[N];
+    for (int j = 0; j < N; j++) sum[j] = load<Vec>(c + j * LANES) * factor;
+    for (; count > 0; count--, weights++, values += stride)
+        for (int j = 0; j < N; j++) sum[j] += *weights * load_reals(values + j * LANES, left - j * LANES);
+    for (int j = 0; j < N; j++) store(c + j * LANES, sum[j]);
+}
+
+// -- the mask and the score mod, over a vector of keys -----------------------------------------------------------
+
+struct Fixed {  // known once: sizes, parameters, tables, batch entry and head
+    Int w;
+};
+
+INLINE Fixed fixed_of(const Call *call, int64_t batch, int64_t head) {
+    Fixed fixed;
+    fixed.w = (Int)call->slots[0].i;
+    return fixed;
+}
+
+struct Row {  // known once per query
+    Int q;
+};
+
+INLINE Row row_of(const Fixed &fixed, Int q) {
+    Row row;
+    row.q = q;
+    return row;
+}
+
+struct Column {  // known once per vector of keys
+    Int first;
+    Ints k;
+    Bits inside;  // before the end of the keys
+};
+
+INLINE Column column_of(const Fixed &fixed, Int first, int64_t left) {
+    Column column;
+    column.first = first;
+    column.k = first + counting();
+    column.inside = cast<Bits>(counting()) < (Lane)(left < LANES ? left : LANES);
+    return column;
+}
+
+// q >= k & q - k < w
+INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
+    return (row.q >= column.k) & (row.q - column.k < fixed.w);
+}
+
+INLINE Vec modified(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
+    return score;
+}
+
+INLINE Bits kept(const Fixed &fixed, const Row &row, const Column &column) {
+    return bits(true);
+}
+
+// What survives dropout weighs more.
+INLINE Real survivors(const Fixed &fixed) { return 1; }
+
+// -- forward ------------------------------------------------------------------------------------------------------
+//
+// One work item is one tile of BLOCK_Q queries of one head. For every tile of keys it visits: scores and weights of
+// all rows, GROUP rows at a time, then weights times values. Online softmax in base 2 where scores are not modified
+// (log2 e is in the scale), in base e otherwise.
+
+const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
+const int VECTORS = BLOCK_K / LANES;
+const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
+const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
+const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
+const int V_WIDE = round_up(V_DIM, LANES);
+const int ROWS = round_up(BLOCK_Q, GROUP);
+const int HEADS = 16;                                  // query heads of one item of decoding, at most
+const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
+const int64_t TILE = (int64_t)STEPS * BLOCK_K + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of packed keys and values
+const int64_t KEPT_BYTES = 4 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
+static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
+
+extern "C" void *malloc(size_t);
+extern "C" void free(void *);
+
+// The memory of one worker; lives on between calls.
+struct Worker {
+    int64_t bytes, slots;
+    int64_t *tag;     // [slots] which tile is there
+    Operand *tiles;   // [slots, TILE]
+    Operand query[ROWS * QUERY];
+    Operand weights[ROWS * WEIGHTS];
+    Real acc[ROWS * V_WIDE];
+    Real scores[GROUP * BLOCK_K];
+    Bits seen[GROUP * VECTORS];
+    Vec total[ROWS];
+    Real top[ROWS], shrink[ROWS];
+    int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
+    Row rows[ROWS];
+    int place[ROWS];           // of the row's head among those of this item
+    Fixed fixed[HEADS];
+    Column columns[HEADS * VECTORS];
+};
+
+// Memory is taken from and given back to a few places by one exchange each: nothing to lock, nothing to break by fork.
+const int PLACES = 256;
+static void *places[PLACES];
+
+static Worker *take(int64_t slots) {
+    const int64_t bytes = sizeof(Worker) + slots * (8 + TILE * (int64_t)sizeof(Operand)) + 256;
+    void *found = nullptr;
+    for (int i = 0; i < PLACES && !found; i++)
+        if (__atomic_load_n(&places[i], __ATOMIC_RELAXED))
+            found = __atomic_exchange_n(&places[i], nullptr, __ATOMIC_ACQUIRE);
+    if (found && *(int64_t *)found < bytes) free(found), found = nullptr;
+    if (!found) {
+        found = malloc(bytes + 64);
+        if (!found) return nullptr;
+        *(int64_t *)found = bytes;
+    }
+    Worker *worker = (Worker *)(((uintptr_t)found + 64) & ~(uintptr_t)63);
+    ((void **)worker)[-1] = found;
+    worker->slots = slots;
+    worker->tiles = (Operand *)(((uintptr_t)(worker + 1) + 63) & ~(uintptr_t)63);
+    worker->tag = (int64_t *)(worker->tiles + slots * TILE);
+    for (int64_t i = 0; i < slots; i++) worker->tag[i] = -1;
+    return worker;
+}
+
+static void give(Worker *worker) {
+    void *memory = ((void **)worker)[-1];
+    for (int i = 0; i < PLACES; i++) {
+        void *none = nullptr;
+        if (__atomic_compare_exchange_n(&places[i], &none, memory, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) return;
+    }
+    free(memory);
+}
+
+// Where keys and values of a tile are: packed, or as they came.
+struct Tile {
+    const Operand *keys, *values;
+    int64_t v_stride;              // of `values`
+    const Entry *k, *v;
+    int64_t k_row, v_row, present;  // strides of k and v; keys before the end
+};
+
+// acc = acc * shrink + weights * values for one row, whose weights are in place of its scores.
+static void add_row(Worker &w, const Tile &tile, int row, int64_t start, int64_t end) {
+    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
+    if (end > tile.present) end = tile.present;
+    const Entry *v = tile.v + start * tile.v_row;
+    Real *acc = w.acc + row * V_WIDE;
+    for (int j = 0; j + MOST <= BLOCKS; j += MOST)
+        add_rows<MOST>(w.scores + start, v + j * LANES, tile.v_row, end - start, V_DIM - j * LANES, acc + j * LANES,
+                       w.shrink[row]);
+    const int last = (BLOCKS - REST) * LANES;
+    if (REST)
+        add_rows<REST ? REST : 1>(w.scores + start, v + last, tile.v_row, end - start, V_DIM - last, acc + last,
+                                  w.shrink[row]);
+}
+
+// Scores and weights of one tile of keys, M rows at a time: 1 where there are too few for a product of matrices.
+// PARTIAL: not every position is visible.
+template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
+    for (int g = 0; g < rows; g += M) {
+        int lo = 0, hi = VECTORS;
+        if (PARTIAL) {
+            Bits some[VECTORS] = {};
+            for (int i = 0; i < M; i++) {
+                const int place = BY_HEAD ? w.place[g + i] : 0;
+                for (int j = 0; j < VECTORS; j++) {
+                    const Column &column = w.columns[place * VECTORS + j];
+                    Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
+                    w.seen[i * VECTORS + j] = seen;
+                    some[j] |= seen;
+                }
+            }
+            while (lo < hi && !any(some[lo])) lo++;
+            while (lo < hi && !any(some[hi - 1])) hi--;
+        }
+        if (PAIR == 2) lo &= ~1;
+        w.from[g] = lo, w.to[g] = hi;
+        if (lo == hi) continue;
+        const Operand *query = w.query + g * QUERY;
+        for (int j = lo, n; j < hi; j += n) {
+            n = M == 1 ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+            if (M == 1) {
+                const Entry *k = tile.k + j * LANES * tile.k_row;
+                store(w.scores + j * LANES, dots<HEAD_DIM>(query, k, tile.k_row, tile.present - j * LANES));
+                continue;
+            }
+            const Operand *panel = tile.keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
+            multiply_some<M, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+        }
+        Real *top = w.top + g, peaks[M];
+        for (int i = 0; i < M; i++) {
+            const int place = BY_HEAD ? w.place[g + i] : 0;
+            Vec peak = reals(LOWEST);
+            for (int j = lo; j < hi; j++) {
+                Real *at = w.scores + i * BLOCK_K + j * LANES;
+                Vec score = load<Vec>(at);
+                if (PAIR == 2) score *= unit;
+                if (SCORED) score = modified(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
+                if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
+                if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
+                peak = larger(score, peak);
+            }
+            peaks[i] = largest(peak);
+        }
+        for (int i = 0; i < M; i++) {
+            const int row = g + i, place = BY_HEAD ? w.place[row] : 0;
+            w.shrink[row] = 1;
+            if (peaks[i] > top[i]) {
+                w.shrink[row] = weight((top[i] - peaks[i]) * BASE);
+                top[i] = peaks[i];
+                w.total[row] *= w.shrink[row];
+            }
+            Vec total = w.total[row], weights[2];
+            for (int j = lo; j < hi; j++) {
+                Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
+                total += p;
+                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], w.columns[place * VECTORS + j]), p, Vec{});
+                if (M == 1) {
+                    store(w.scores + j * LANES, p);
+                    continue;
+                }
+#if PAIRS
+                weights[j & 1] = p;
+                if ((j & 1) || j == hi - 1)
+                    store_operands(w.weights + row * WEIGHTS + j / 2 * LANES, weights[0], j & 1 ? weights[1] : Vec{});
+#else
+                (void)weights;
+                store(w.weights + row * WEIGHTS + j * LANES, p);
+#endif
+            }
+            w.total[row] = total;
+        }
+        if (M == 1) add_row(w, tile, g, lo * LANES, hi * LANES);
+    }
+}
+
+// acc = acc * shrink + weights * values
+static void add_values(Worker &w, const Tile &tile, int rows) {
+    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST, M = GROUP;
+    const int64_t present = (tile.present + PAIR - 1) / PAIR;
+    for (int g = 0; g < rows; g += M) {
+        if (w.from[g] == w.to[g]) continue;
+        int64_t start = (int64_t)w.from[g] * LANES / PAIR, end = ((int64_t)w.to[g] * LANES + PAIR - 1) / PAIR;
+        if (end > present) end = present;
+        const Operand *weights = w.weights + g * WEIGHTS + start, *right = tile.values + start * tile.v_stride;
+        Real *acc = w.acc + g * V_WIDE;
+        const Real *shrink = w.shrink + g;
+        for (int j = 0; j + MOST <= BLOCKS; j += MOST)
+            multiply<M, MOST, RESCALE>(weights, WEIGHTS, 1, right + j * LANES, tile.v_stride, end - start,
+                                       acc + j * LANES, V_WIDE, shrink);
+        const int last = (BLOCKS - REST) * LANES;
+        if (REST)
+            multiply<M, REST ? REST : 1, RESCALE>(weights, WEIGHTS, 1, right + last, tile.v_stride, end - start,
+                                                  acc + last, V_WIDE, shrink);
+    }
+}
+
+// Whether values need no packing: rows of whole vectors, close to each other.
+static bool in_place(const Call *call) {
+#if HALF == 0
+    return V_DIM == V_WIDE && call->v.row == V_DIM;
+#else
+    return false;
+#endif
+}
+
+// Run `work` of a task with as many workers as there are threads and items for.
+template <class Task> static void spread(const Call *call, Work work, Task &task, int64_t items) {
+    task.workers = call->threads < items ? call->threads : items;
+    if (call->parallel && task.workers > 1) {
+        call->parallel(call->pool, work, &task, task.workers);
+    } else {
+        task.workers = 1;
+        work(&task, 0);
+    }
+}
+
+struct Task {
+    const Call *call;
+    const int32_t *order;  // [slices, rows] rows of tiles, longest first
+    int64_t *next;         // [batch, kv_heads] items begun
+    int64_t workers, slots, failed;
+};
+
+// An item: `count` query rows from `start` on of each of the heads from `head` on, `heads` of one key head.
+struct Item {
+    const Call *call;
+    int64_t batch, head, heads, start, count;
+    int64_t kv_head() const { return head / (call->heads / call->kv_heads); }
+    int rows() const { return (int)(heads * count); }
+};
+
+static Entry *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
+    return (Entry *)x.data + batch * x.batch + head * x.head + row * x.row;
+}
+
+// Queries, coordinates and sums of an item's rows.
+static void begin(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
+    const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
+    const int all = round_up(item.rows(), item.rows() < GROUP ? 1 : GROUP);
+    for (int n = 0; n < item.heads; n++) {
+        w.fixed[n] = fixed_of(call, item.batch, item.head + n);
+        const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
+        const int row = n * (int)item.count;
+        pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
+                                   n == item.heads - 1 ? all - row : item.count, unit);
+        for (int i = row; i < all; i++) w.rows[i] = row_of(w.fixed[n], first + (i - row)), w.place[i] = n;
+    }
+    for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
+    for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
+}
+
+static Tile tile_of(const Item &item, int64_t number) {
+    const Call *call = item.call;
+    const int64_t kv_head = item.kv_head(), start = number * BLOCK_K;
+    const Entry *k = at_row(call->k, item.batch, kv_head, start), *v = at_row(call->v, item.batch, kv_head, start);
+    return {nullptr, nullptr, V_WIDE, k, v, call->k.row, call->v.row, call->kv_len - start};
+}
+
+// Packs keys, and values where they need it, unless that was done before.
+static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
+    const Call *call = item.call;
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
+    const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles + number;
+    const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
+    Operand *keys = w.tiles + slot * TILE, *values = keys + (int64_t)STEPS * BLOCK_K;
+    const bool here = in_place(call);
+    if (w.tag[slot] != name) {
+        w.tag[slot] = name;
+        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.k_row, tile.present, BLOCK_K);
+        if (!here) pack_rows<V_DIM>(values, tile.v, tile.v_row, tile.present, BLOCK_K);
+    }
+    tile.keys = keys;
+    tile.values = here ? (const Operand *)tile.v : values;
+    if (here) tile.v_stride = tile.v_row;
+}
+
+// One tile of keys for the rows of an item.
+static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
+    const Call *call = item.call;
+    const int64_t start = number * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
+    Tile tile = tile_of(item, number);
+    if (partial || POSITIONS)
+        for (int n = 0; n < (BY_HEAD ? item.heads : 1); n++)
+            for (int j = 0; j < VECTORS; j++)
+                w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
+    const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
+    if (item.rows() < GROUP) {
+        partial ? weigh<true, 1>(w, tile, item.rows(), unit) : weigh<false, 1>(w, tile, item.rows(), unit);
+        return;
+    }
+    pack(w, item, tile, number);
+    partial ? weigh<true, GROUP>(w, tile, item.rows(), unit) : weigh<false, GROUP>(w, tile, item.rows(), unit);
+    add_values(w, tile, item.rows());
+}
+
+// Outputs of an item, from its sums.
+static void finish(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    for (int row = 0; row < item.rows(); row++) {
+        const int64_t head = item.head + row / item.count, query = item.start + row % item.count;
+        const int64_t line = (item.batch * call->heads + head) * call->q_len + query;
+        Entry *out = at_row(call->out, item.batch, head, query);
+        const Real top = w.top[row];
+        Real total = sum(w.total[row]), shrink = 1;
+        Real peak = total == 0 ? -INF : top * NATURAL;  // natural logarithms from here on
+        if (call->top) call->top[line] = total != total && top != INF ? NOT_A_NUMBER : peak;
+        if (call->sinks) {
+            const Real sink = call->sinks[head], most = sink > peak ? sink : peak;
+            if (most > -INF) {
+                shrink = total == 0 ? 0 : exp(peak - most);
+                total = total * shrink + exp(sink - most);
+                peak = most;
+            }
+        }
+        call->lse[line] = total == 0 ? -INF : peak + log(total);
+        const Real factor = (total == 0 ? 0 : shrink / total) * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
+        const Real *acc = w.acc + row * V_WIDE;
+        for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
+    }
+}
+
+static void attend(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    begin(w, item);
+    const int64_t slice = call->slice_of[item.batch * call->heads + item.head];
+    const int64_t line = slice * call->rows + item.start / BLOCK_Q;
+    const int32_t *record = call->spans + line * call->records * 4;
+    for (int32_t n = 0; n < call->count[line]; n++, record += 4)
+        for (int32_t tile = record[0]; tile < record[3]; tile++)
+            visit(w, item, tile, tile < record[1] || tile >= record[2]);
+    finish(w, item);
+}
+
+// Items are pulled. A worker begins at a key head of its own, whose packed tiles it keeps, and then helps the others.
+static void work(void *pointer, int64_t number) {
+    Task &task = *(Task *)pointer;
+    const Call *call = task.call;
+    const int64_t all = call->batch * call->kv_heads, group = call->heads / call->kv_heads;
+    Worker *w = take(task.slots);
+    if (!w) {
+        __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int64_t n = 0; n < all; n++) {
+        const int64_t at = (number * all / task.workers + n) % all, batch = at / call->kv_heads;
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&task.next[at], 1, __ATOMIC_RELAXED);
+            if (item >= call->rows * group) break;
+            const int64_t head = at % call->kv_heads * group + item % group;
+            const int32_t *order = task.order + call->slice_of[batch * call->heads + head] * call->rows;
+            const int64_t start = (int64_t)order[item / group] * BLOCK_Q, left = call->q_len - start;
+            attend(*w, {call, batch, head, 1, start, left < BLOCK_Q ? left : BLOCK_Q});
+        }
+    }
+    give(w);
+}
+
+// Rows of each slice by the number of tiles they visit, most first; equal ones from the last to the first.
+static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t *places_of) {
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
+    for (int64_t s = 0; s < slices; s++, order += call->rows) {
+        for (int64_t i = 0; i <= tiles + 1; i++) places_of[i] = 0;
+        for (int pass = 0; pass < 2; pass++) {
+            for (int64_t row = call->rows - 1; row >= 0; row--) {
+                int64_t visits = 0;
+                for (int32_t n = 0; n < call->count[s * call->rows + row]; n++) {
+                    const int32_t *record = call->spans + ((s * call->rows + row) * call->records + n) * 4;
+                    visits += record[3] - record[0];
+                }
+                const int64_t place = tiles - visits;
+                if (pass == 0) places_of[place + 1]++;
+                else order[places_of[place]++] = (int32_t)row;
+            }
+            if (pass == 0)
+                for (int64_t i = 1; i <= tiles + 1; i++) places_of[i] += places_of[i - 1];
+        }
+    }
+}
+
+// 0: done; 1: no memory.
+static int64_t all_rows(const Call *call, int64_t slices) {
+    const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
+    int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * (slices * call->rows + tiles + 2));
+    if (!memory) return 1;
+    int32_t *order = (int32_t *)(memory + all);
+    for (int64_t i = 0; i < all; i++) memory[i] = 0;
+    sort_rows(call, slices, order, order + slices * call->rows);
+    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, 0};
+    spread(call, work, task, items);
+    free(memory);
+    return task.failed;
+}
+
+// -- decoding -----------------------------------------------------------------------------------------------------
+//
+// A few queries over many keys: the query heads of one key head are rows of one item, and the tiles they visit are
+// split into parts. How many depends on the call alone, not on its threads, and the parts of a row are combined in
+// order by whoever ends last: the result repeats bit for bit.
+
+struct Parts {
+    const Call *call;
+    int64_t heads, bundles;  // query heads of an item; items a key head needs
+    int64_t tiles, count;    // visited tiles of a part; parts
+    int64_t next, failed, workers;
+    int64_t *done;           // [batch, kv_heads, bundles] parts that have ended
+    Real *sums;              // [batch, kv_heads, bundles, count, rows, V_WIDE + 2]: acc, total, top
+};
+
+static int64_t visited(const Call *call, int64_t slice) {
+    int64_t tiles = 0;
+    for (int32_t n = 0; n < call->count[slice * call->rows]; n++) {
+        const int32_t *record = call->spans + (slice * call->rows * call->records + n) * 4;
+        tiles += record[3] - record[0];
+    }
+    return tiles;
+}
+
+static Item bundle_of(const Parts &parts, int64_t number) {
+    const Call *call = parts.call;
+    const int64_t group = call->heads / call->kv_heads, batch = number / (call->kv_heads * parts.bundles);
+    const int64_t first = number % parts.bundles * parts.heads, left = group - first;
+    const int64_t head = number / parts.bundles % call->kv_heads * group + first;
+    return {call, batch, head, left < parts.heads ? left : parts.heads, 0, call->q_len};
+}
+
+static Real *sums_of(const Parts &parts, int64_t number, int64_t part) {
+    return parts.sums + (number * parts.count + part) * parts.heads * parts.call->q_len * (V_WIDE + 2);
+}
+
+// The sums of an item's parts, one after the other.
+static void combine(Worker &w, const Parts &parts, const Item &item, int64_t number) {
+    for (int64_t part = 0; part < parts.count; part++)
+        for (int row = 0; row < item.rows(); row++) {
+            const Real *from = sums_of(parts, number, part) + row * (V_WIDE + 2);
+            Real *acc = w.acc + row * V_WIDE;
+            const Real total = from[V_WIDE], top = from[V_WIDE + 1], most = maximum(w.top[row], top);
+            const Real mine = weight((w.top[row] - most) * BASE), its = weight((top - most) * BASE);
+            for (int d = 0; d < V_WIDE; d++) acc[d] = acc[d] * mine + from[d] * its;
+            w.total[row] *= mine;
+            w.total[row][0] += total * its;
+            w.top[row] = most;
+        }
+}
+
+static void decode_part(Worker &w, Parts &parts, int64_t number, int64_t part) {
+    const Call *call = parts.call;
+    const Item item = bundle_of(parts, number);
+    begin(w, item);
+    const int64_t line = (int64_t)call->slice_of[item.batch * call->heads + item.head] * call->rows;
+    const int32_t *record = call->spans + line * call->records * 4;
+    int64_t seen = 0, first = part * parts.tiles, end = first + parts.tiles;
+    for (int32_t n = 0; n < call->count[line]; n++, record += 4) {
+        int64_t tile = record[0] + (first > seen ? first - seen : 0);
+        for (; tile < record[3] && seen + (tile - record[0]) < end; tile++)
+            visit(w, item, tile, tile < record[1] || tile >= record[2]);
+        seen += record[3] - record[0];
+    }
+    if (parts.count == 1) return finish(w, item);
+    Real *to = sums_of(parts, number, part);
+    for (int row = 0; row < item.rows(); row++, to += V_WIDE + 2) {
+        for (int d = 0; d < V_WIDE; d++) to[d] = w.acc[row * V_WIDE + d];
+        to[V_WIDE] = sum(w.total[row]), to[V_WIDE + 1] = w.top[row];
+    }
+    if (__atomic_fetch_add(&parts.done[number], 1, __ATOMIC_ACQ_REL) + 1 < parts.count) return;
+    for (int i = 0; i < item.rows(); i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
+    for (int i = 0; i < item.rows() * V_WIDE; i++) w.acc[i] = 0;
+    combine(w, parts, item, number);
+    finish(w, item);
+}
+
+static void decode_work(void *pointer, int64_t) {
+    Parts &parts = *(Parts *)pointer;
+    Worker *w = take(1);
+    if (!w) {
+        __atomic_store_n(&parts.failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    const int64_t items = parts.call->batch * parts.call->kv_heads * parts.bundles * parts.count;
+    for (int64_t n; (n = __atomic_fetch_add(&parts.next, 1, __ATOMIC_RELAXED)) < items;)
+        decode_part(*w, parts, n / parts.count, n % parts.count);
+    give(w);
+}
+
+// 0: done; 1: no memory.
+static int64_t decode(const Call *call, int64_t slices, bool alike) {
+    const int64_t group = alike ? call->heads / call->kv_heads : 1;
+    const int64_t fit = ROWS / call->q_len < HEADS ? ROWS / call->q_len : HEADS;
+    Parts parts = {call, group < fit ? group : fit, 0, 1, 1, 0, 0, 0, nullptr, nullptr};
+    parts.bundles = (call->heads / call->kv_heads + parts.heads - 1) / parts.heads;
+    int64_t most = 1;
+    for (int64_t s = 0; s < slices; s++) most = visited(call, s) > most ? visited(call, s) : most;
+    const int64_t items = call->batch * call->kv_heads * parts.bundles;
+    parts.tiles = most * items / 256;  // enough items for many threads, none too small to be worth its sums
+    parts.tiles = parts.tiles < 4 ? 4 : parts.tiles > 64 ? 64 : parts.tiles;
+    parts.count = (most + parts.tiles - 1) / parts.tiles;
+    const int64_t sums = parts.count > 1 ? items * parts.count * parts.heads * call->q_len * (V_WIDE + 2) : 0;
+    parts.done = (int64_t *)malloc(8 * items + sums * sizeof(Real));
+    if (!parts.done) return 1;
+    parts.sums = (Real *)(parts.done + items);
+    for (int64_t i = 0; i < items; i++) parts.done[i] = 0;
+    spread(call, decode_work, parts, items * parts.count);
+    free(parts.done);
+    return parts.failed;
+}
+
+// A call with one row of tiles is split over keys; otherwise rows are the work items.
+static int64_t forward(const Call *call) {
+    const int64_t group = call->heads / call->kv_heads;
+    int64_t slices = 0;
+    bool alike = true;  // the heads of a group visit the same tiles
+    for (int64_t i = 0; i < call->batch * call->heads; i++) {
+        if (call->slice_of[i] >= slices) slices = call->slice_of[i] + 1;
+        alike &= call->slice_of[i] == call->slice_of[i - i % group];
+    }
+    return call->rows == 1 ? decode(call, slices, alike) : all_rows(call, slices);
+}
+
+}  // namespace
+
+extern "C" int64_t frisket_forward(const Call *call) { return forward(call); }
+// An XLA call is turned into a Call by runtime/native_bridge.cpp, which sets this where JAX is.
+extern "C" { void *(*frisket_bridge)(void *frame, int64_t (*kernel)(const Call *)); }
+extern "C" void *frisket_forward_xla(void *frame) { return frisket_bridge(frame, frisket_forward); }

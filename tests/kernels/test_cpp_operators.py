@@ -1,0 +1,203 @@
+"""Every operator of the language in C++, for single numbers and for vectors, beside the interpreter."""
+
+import ctypes
+import itertools
+
+import numpy as np
+import pytest
+from support import native_call
+
+from frisket.dsl import ir
+from frisket.dsl.evaluate import OPERATORS as MEANING
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import lookup, random
+from frisket.dsl.sugar import k, q
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.emit import cpp
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.runtime import native_build, native_cpu
+
+FLOATS = np.array([-np.inf, -1e30, -90.0, -20.0, -3.5, -1.0, -0.25, -1e-3, -0.0, 0.0, 1e-30, 1e-3, 0.3, 0.5, 1.0, 2.75,
+                   11.0, 40.0, 88.0, 1e30, np.inf, np.nan])  # fmt: skip
+BOOLS = np.array([False, True])
+SMALL = np.array([-100, -64, -7, -3, -1, 0, 1, 2, 3, 5, 31, 32, 63, 64, 100])
+LARGE = np.concatenate([SMALL, [-(2**40), -(2**31), 2**31, 2**40]])
+# operators whose Int results must fit
+NARROW = {"mul": np.arange(-9, 10), "shl": np.arange(-3, 15), "pow": np.arange(0, 8)}
+# units in the last place that functions may be off by
+LAST = {"exp": 2, "exp2": 2, "tanh": 4, "sigmoid": 4, "log": 2, "log2": 2, "log1p": 2, "erf": 3, "pow": 2, "rsqrt": 2,
+        "tan": 2, "sin": 2, "cos": 2}  # fmt: skip
+TABLES = {INT: "i", FLOAT: "f", BOOL: "b"}
+MANY = {INT: "Ints", FLOAT: "Vec", BOOL: "Bits"}
+UNARY = {"neg", "abs", "sign", "bitnot", "not", "int", "float", "floor", "isfinite"} | ir.FLOAT_FUNCTIONS
+
+
+def signatures(op):
+    """Every list of argument types the operator takes."""
+    sizes = (2, 3) if op in ("and", "or") else (3,) if op == "where" else (1,) if op in UNARY else (2,)
+    for n in sizes:
+        for types in itertools.product((BOOL, INT, FLOAT), repeat=n):
+            if ir.result_type(op, types) is not None:
+                yield types
+
+
+CASES = [(op, types) for op in sorted(set(MEANING) - {"random"}) for types in signatures(op)]
+
+
+class Functions(cpp.Kernel):
+    """A source of functions `name(call, count, out)` that evaluate an expression at k = q = 0, 1, ... count."""
+
+    def __init__(self, roots, plan, dtype):
+        self.given = roots
+        super().__init__(plan, Target("cpp", 16, 16), 16, 16, dtype)
+
+    def source_roots(self):
+        return self.given
+
+    def source(self):
+        self._fixed(), self._row(), self._column()
+        for name, root in self.given.items():
+            arguments = "const Fixed &fixed, const Row &row, const Column &column"
+            self._function(name, f"{MANY[root.type]} {name}_({arguments})", "")
+        line = self.page.line
+        line("}  // namespace", "", 'extern "C" void all(const Call *call, int64_t count, void **out) {')
+        line("    const Fixed fixed = fixed_of(call, 0, 0);", "    for (int64_t i = 0; i < count; i += NEXT) {")
+        line("        const Row row = row_of(fixed, (Int)i);")
+        line("        const Column column = column_of(fixed, (Int)i, count - i);")
+        for n, (name, root) in enumerate(self.given.items()):
+            one = "Real" if root.type is FLOAT else "int64_t"
+            line(f"        const auto x{n} = {name}_(fixed, row, column);")
+            line("        for (int j = 0; j < NEXT && i + j < count; j++)")
+            line(f"            (({one} *)out[{n}])[i + j] = ({one})x{n}[j];")
+        line("    }", "}")
+        return "\n".join([self.head(), cpp.part("vectors"), cpp.part("gemm"), str(self.page)])
+
+
+def run(roots, plan, record, dtype, variant, step, count):
+    """The values of `roots` at 0, 1, ... count, by name."""
+    library = native_build.library(f"#define NEXT {step}\n" + Functions(roots, plan, dtype).source(), variant)
+    real = np.float64 if dtype == "float64" else np.float32
+    out = {n: np.zeros(count, real if e.type is FLOAT else np.int64) for n, e in roots.items()}
+    places = np.array([x.ctypes.data for x in out.values()], np.int64)
+    library.all(ctypes.c_void_p(record.ctypes.data), ctypes.c_int64(count), ctypes.c_void_p(places.ctypes.data))
+    return {n: x != 0 if roots[n].type is BOOL else x for n, x in out.items()}
+
+
+def values(types, op, double, wide):
+    found = []
+    for t in types:
+        if t is INT:
+            found.append(NARROW.get(op, LARGE if wide else SMALL))
+        else:
+            found.append(FLOATS if t is FLOAT else BOOLS)
+    grids = [x.ravel() for x in np.meshgrid(*found, indexing="ij")]
+    return [np.float32(x).astype(float) if x.dtype == float and not double else x for x in grids]
+
+
+def call(tables, real, wide):
+    """A call whose tables are these arrays, by name."""
+    kinds = {"i": INT, "f": FLOAT, "b": BOOL}
+    uses = tuple(TableUse(n, n, 1, kinds[n[0]]) for n in tables)
+    plan = LoopPlan(None, None, "general", (), uses, None, False, False, False, wide, "")
+    spans = Spans(np.zeros((1, 1, 1, 4), np.int32), np.zeros((1, 1), np.int32), np.zeros((1, 1), np.int32))
+    g = Geometry(1, 1, 1, 1, 1, 16, 16, 1.0)
+    return plan, native_call.record(plan, spans, g, {}, tables, real, {}, {}, None, 1)
+
+
+SETTINGS = [("float32", False, "native"), ("float64", True, "native")]
+SLOW = [(d, w, v) for d in ("float32", "float64") for w in (False, True) for v in native_cpu.VARIANTS if v != "neon"]
+
+
+def meaning(e, env):
+    """The interpreter's value; its sigmoid, by tanh, has few digits of small results."""
+    return 1 / (1 + np.exp(-env[e.args[0].name])) if e.op == "sigmoid" else evaluate(e, env)
+
+
+def off(dtype, wide, variant, level, step):
+    """Each operator that is not what the interpreter says, with an example."""
+    if why := native_cpu.lacking(variant):
+        pytest.skip(why)
+    double, real = dtype == "float64", np.float64 if dtype == "float64" else np.float32
+    tables, roots, wanted = {}, {}, {}
+    for n, (op, types) in enumerate(CASES):
+        arrays = values(types, op, double, wide)
+        names = [f"{TABLES[t]}{n}_{i}" for i, t in enumerate(types)]
+        tables |= dict(zip(names, arrays, strict=True))
+        leaves = [ir.param(m, t) for m, t in zip(names, types, strict=True)]
+        with np.errstate(all="ignore"):
+            wanted[f"f{n}"] = meaning(ir.build(op, *leaves), dict(zip(names, arrays, strict=True)))
+        roots[f"f{n}"] = ir.build(op, *(lookup(m, (level,), t) for m, t in zip(names, types, strict=True)))
+    plan, (record, _keep) = call(tables, real, wide)
+    found = run(roots, plan, record, dtype, variant, step, max(map(len, tables.values())))
+    wrong = {}
+    for n, (op, types) in enumerate(CASES):
+        want = wanted[f"f{n}"]
+        got = found[f"f{n}"][: len(want)]
+        good = same(op, got, want, real, wide)
+        if not good.all():
+            i = int(np.argmin(good))
+            wrong[op, types] = ([tables[f"{TABLES[t]}{n}_{m}"][i] for m, t in enumerate(types)], got[i], want[i])
+    return wrong
+
+
+def same(op, got, want, real, wide):
+    with np.errstate(all="ignore"):
+        if want.dtype.kind == "f":
+            want = want.astype(real).astype(float)
+            tiny = 2.4e-38 if real is np.float32 else 0  # subnormal results may be 0
+            near = np.abs(got - want) <= LAST.get(op, 0.5) * np.finfo(real).eps * np.abs(want) + tiny
+            return near | (got == want) | (np.isnan(got) & np.isnan(want))
+        if op in ("int", "floor"):  # what does not fit is the largest that does
+            most = 2.0**62 if wide else 2.0**31
+            return (got == want) | ((np.abs(want) >= most) & (np.abs(got) >= most - 256) & ((got < 0) == (want < 0)))
+        return got == want
+
+
+@pytest.mark.parametrize(("dtype", "wide", "variant"), SETTINGS)
+def test_vectors(dtype, wide, variant):
+    assert off(dtype, wide, variant, k, "LANES") == {}
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [("float32", False), ("float64", True)])
+def test_single_numbers(dtype, wide):
+    assert off(dtype, wide, "native", q, "1") == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "wide", "variant"), SLOW)
+def test_operators_everywhere(dtype, wide, variant):
+    assert off(dtype, wide, variant, k, "LANES") == {}
+    assert off(dtype, wide, variant, q, "1") == {}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_random(wide):
+    seeds = np.array([0, 1, 2**31 - 1, 12345])
+    i, j, n = (x.ravel() for x in np.meshgrid(seeds, np.arange(-3, 200, 7), np.arange(5), indexing="ij"))
+    tables = {"i0": i, "i1": j, "i2": n}
+    root = random(lookup("i0", (q,)), lookup("i1", (q,)), lookup("i2", (k,)))
+    plan, (record, _keep) = call(tables, np.float32, wide)
+    out = run({"draw": root}, plan, record, "float32", "native", "1", len(i))["draw"]
+    assert (out == evaluate(random(*map(ir.param, tables)), tables)).all()
+
+
+FUNCTIONS = {"exp": (-87, 88), "exp2": (-125, 128), "tanh": (-12, 12), "sigmoid": (-30, 30), "log": (1e-6, 100.0),
+             "log2": (1e-6, 100.0), "log1p": (-0.99, 50), "erf": (-4, 4)}  # fmt: skip
+
+
+def test_functions_at_many_points():
+    """The polynomials, over where they are used: errors in units of the last place."""
+    draw = np.random.default_rng(0)
+    tables, roots = {}, {}
+    for n, (op, (lo, hi)) in enumerate(FUNCTIONS.items()):
+        near = draw.uniform(-1, 1, 4000) * 10.0 ** draw.uniform(-8, 0, 4000)
+        some = np.concatenate([draw.uniform(lo, hi, 10000), near[(near > lo) & (near < hi)]])[:11000]
+        tables[f"f{n}"] = np.float32(some).astype(float)
+        roots[op + "_at"] = ir.build(op, lookup(f"f{n}", (k,), FLOAT))
+    plan, (record, _keep) = call(tables, np.float32, False)
+    found = run(roots, plan, record, "float32", "native", "LANES", 11000)
+    for n, op in enumerate(FUNCTIONS):
+        x = tables[f"f{n}"]
+        want = meaning(ir.build(op, ir.param("x", FLOAT)), {"x": x})
+        units = np.abs(found[op + "_at"][: len(x)] - want) / np.spacing(np.abs(want).astype(np.float32))
+        assert units.max() <= LAST[op], f"{op}: {units.max():.2f} units at {x[units.argmax()]!r}"

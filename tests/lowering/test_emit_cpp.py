@@ -1,0 +1,123 @@
+"""The text of the C++ kernels: golden files, names, errors. Nothing here needs a compiler."""
+
+from dataclasses import replace
+
+import pytest
+
+from frisket.dsl import ir
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.evaluate import OPERATORS
+from frisket.dsl.ir import lookup, param
+from frisket.dsl.sugar import b, eq, function, h, k, q, score
+from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.emit import cpp, expr_cpp
+from frisket.lowering.plan import Target, make_plan
+
+TARGET = Target("cpp", 96, 64)
+causal = q >= k
+documents = eq(lookup("doc", (b, q)), lookup("doc", (b, k)))
+softcap = 50.0 * function("tanh", score / 50.0)
+alibi = lookup("slope", (h,), FLOAT) * (k - q)
+GOLDEN = {
+    "cpp_full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
+    "cpp_documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
+    "cpp_softcap_alibi.cpp": (
+        make_plan(causal, softcap + alibi, "causal\nsoftcap(50) + slope[h] * (k - q)", dropout=True),
+        128, 128, "float32",
+    ),
+    "cpp_relative_bias.cpp": (
+        make_plan(
+            causal & eq(q // 3 % param("n"), k // 3 % param("n")) & lookup("seen", (k + 2,), BOOL),
+            score + lookup("bias", (h, q - k + 512), FLOAT) + lookup("grid", (q // 8, k // 8), FLOAT),
+            "causal & q // 3 % n == k // 3 % n & seen[k + 2]\nscore + bias[h, q - k + 512] + grid[q // 8, k // 8]",
+            limits={"q": 2**33, "k": 2**33},
+        ),
+        64, 64, "float16",
+    ),
+}  # fmt: skip
+
+
+def test_golden_window(golden):
+    """The whole source, with the parts written by hand."""
+    made = make_plan(causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True)
+    golden("cpp_window.cpp", cpp.emit(made, TARGET, 64, 64, "float32"))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_text(name, golden):
+    """What the plan decides of the source."""
+    made, *rest = GOLDEN[name]
+    kernel = cpp.Kernel(made, TARGET, *rest)
+    golden(name, kernel.head() + kernel.expressions())
+
+
+def test_the_source_is_its_parts():
+    made, *rest = GOLDEN["cpp_documents.cpp"]
+    source = cpp.emit(made, TARGET, *rest)
+    kernel = cpp.Kernel(made, TARGET, *rest)
+    for part in (kernel.head(), kernel.expressions(), cpp.part("vectors"), cpp.part("gemm"), cpp.part("forward")):
+        assert part in source
+    assert "\t" not in source
+    assert max(map(len, source.split("\n"))) <= 120
+
+
+def test_the_table_has_every_operator():
+    assert set(OPERATORS) <= set(expr_cpp.CPP)
+
+
+def test_names_of_users_do_not_meet_those_of_the_language():
+    made = make_plan(causal & (k < param("int")) & (k < param("h_")) & (q < param("row")), None, "x")
+    text = cpp.Kernel(made, TARGET, 64, 64, "float32").expressions()
+    assert "Int int_;" in text
+    assert "Int row_;" in text
+
+
+def test_lookups_along_the_keys_are_loads():
+    def text(index):
+        made = make_plan(None, score + lookup("t", (h, index), FLOAT), "x")
+        return cpp.Kernel(made, TARGET, 64, 64, "float32").expressions()
+
+    assert "ahead(fixed.t, fixed.h, column.first - row.q)" in text(k - q)
+    assert "behind(fixed.t, fixed.h, row.q - column.first)" in text(q - k)
+    assert "behind(fixed.t, fixed.h, -column.first)" in text(-k)
+    assert "column.t_h_k = ahead(fixed.t, fixed.h, column.first)" in text(k)
+    assert "gather(fixed.t, ints(fixed.h), column.k + column.k)" in text(k + k)
+    assert "gather(fixed.t, ints(fixed.h), " in text(2 * k)
+    assert "row.t_h_q = at(fixed.t, fixed.h, row.q)" in text(q)
+
+
+def test_a_draw_is_worked_out_in_stages():
+    text = cpp.Kernel(make_plan(causal, None, "x", dropout=True), TARGET, 64, 64, "float32").expressions()
+    stages = [line.strip() for line in text.split("\n") if "stirred" in line or "seeded" in line]
+    assert stages == [
+        "fixed.x0 = stirred(stirred(seeded(fixed.seed), fixed.b), fixed.h);",
+        "row.x1 = stirred(fixed.x0, row.q);",
+        "return uniform(stirred(words(row.x1), column.k)) >= fixed.rate;",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "message"),
+    [
+        (TARGET, "int8", "the C++ kernels take float32, float64, bfloat16, float16, not int8; convert q, k and v"),
+        (Target("cpp", 64, 40), "float32", "C++ tiles have a multiple of 16 keys, this one is 64 queries by 40 keys; "
+                                           "take 64 by 64"),
+    ],
+)  # fmt: skip
+def test_refusals(target, dtype, message):
+    with pytest.raises(LoweringError) as refused:
+        cpp.emit(make_plan(causal, None), target, 64, 64, dtype)
+    assert str(refused.value) == message
+
+
+def test_an_operator_without_a_form():
+    made = make_plan(causal, None)
+    odd = replace(made, score=ir.make("sinh", (score,), None, FLOAT))
+    with pytest.raises(LoweringError, match=r"`sinh` has no C\+\+ form; rewrite the expression without it"):
+        cpp.emit(odd, TARGET, 64, 64, "float32")
+
+
+def test_a_name_that_the_plan_lacks():
+    odd = replace(make_plan(causal, None), mask=q - k < param("lost"))
+    with pytest.raises(LoweringError, match="`lost` is neither a slot nor a table of the plan"):
+        cpp.emit(odd, TARGET, 64, 64, "float32")
