@@ -305,9 +305,13 @@ def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim:
 @lru_cache(maxsize=1)
 def _bridge() -> int | None:
     """The address of what turns XLA's calls into records, compiled for this jaxlib."""
+    return ctypes.cast(native_build.library(bridge_source()).frisket_bridge, ctypes.c_void_p).value
+
+
+def bridge_source() -> str:
+    """native_bridge.cpp behind what it needs."""
     import jax
 
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     preface = f'// jaxlib {version("jaxlib")}\n#include "{header}"\ntypedef void Real;\n'
-    text = resources.files("frisket.runtime").joinpath("native_bridge.cpp").read_text()
-    return ctypes.cast(native_build.library(preface + cpp_call.text() + text).frisket_bridge, ctypes.c_void_p).value
+    return preface + cpp_call.text() + resources.files("frisket.runtime").joinpath("native_bridge.cpp").read_text()

@@ -457,3 +457,14 @@ def test_devices_of_a_mesh():
         TEST_FILE=__file__,
     )
     assert found.strip() == "same"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_jobs_on_a_pool_under_sanitizers(sanitizer, tmp_path):
+    text = tmp_path / "bridge.cpp"
+    text.write_text(native_jax.bridge_source() + (TESTS / "support" / "bridge_main.cpp").read_text())
+    flags = ["-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread"]
+    subprocess.run([*native_build.compiler(), *flags, str(text), "-o", str(tmp_path / "bridge")], check=True)
+    done = subprocess.run([tmp_path / "bridge"], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
