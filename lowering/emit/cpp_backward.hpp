@@ -174,7 +174,6 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
             }
         while (lo < hi && !any(some[lo])) lo++;
         while (lo < hi && !any(some[hi - 1])) hi--;
-        if (PAIR == 2) lo &= ~1;
         for (int i = start / PAIR * BLOCK_K; i < (start + m) / PAIR * BLOCK_K; i += BLOCK_K)
             for (int j = 0; j < VECTORS; j++)
                 if (j < lo || j >= hi) store(w.weights + i + j * LANES, Operands{}), store(w.slopes + i + j * LANES, Operands{});
@@ -348,7 +347,7 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
         for (int d = 0; d < V_DIM; d += LANES) delta += load_reals(out + d, V_DIM - d) * load_reals(dout + d, V_DIM - d);
         w.rows[i] = row_of(fixed, q_first + i);
         w.lse[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E;  // weights of an empty row are 0
-        w.delta[i] = lse == -INF ? 0 : sum(delta) - (call->dlse ? call->dlse[line + i] : 0);
+        w.delta[i] = sum(delta) - (call->dlse ? call->dlse[line + i] : 0);
     }
     for (int i = 0; i < ROWS * Q_WIDE; i++) w.dq[i] = 0;
 }

@@ -115,7 +115,7 @@ class BackwardKernel(Kernel):
         clauses = []
         for name, (same, end) in APART.items():
             axes = [axis for axis, e in enumerate(g.index) if e.op == "var" and e.name == name]
-            differ = [f"{end} <= fixed.{self.names[g.source]}.size[{axis}]" for axis in axes]  # none is clamped
+            differ = [f"({end} <= fixed.{self.names[g.source]}.size[{axis}])" for axis in axes]  # none is clamped
             clauses.append(" || ".join([same, *differ]))
         return " && ".join(f"({c})" if "||" in c else c for c in clauses)
 

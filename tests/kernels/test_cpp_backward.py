@@ -43,6 +43,8 @@ class Case:
         return replace(self, **changes)
 
 
+HOLES = normal(150, 150)
+HOLES[5] = HOLES[90:100] = 0  # no score of these rows is finite
 ALL_KINDS = Case(
     "doc[q] == doc[k] & q >= k",
     "score * c + bias[h, q - k] + row[q] * score + col[h, k] + sl[h] + plane[b, h, q, k] + z[q // 3, k // 5]",
@@ -70,6 +72,7 @@ CASES = {
     "slots": Case("q >= k & k % 7 != 3", "c * tanh(score / c) + a * sin(score)", {"c": 2.5, "a": 0.3}, heads=4, dim=16,
                   v_dim=80),
     "minus-infinity": Case("causal", "score + where(k % 3 == 0, -inf, 0.0) + log(x[k])", {"x": abs(normal(150))}),
+    "table-of-minus-infinity": Case("causal", "sin(score) + log(x[q, k])", {"x": np.maximum(HOLES, 0)}, v_dim=16),
     "blocks-float64": Case("(q // w) == (k // w) | k % 3 == 0 & q > k + 7", "score + x[q, k] * score",
                            {"w": 17, "x": normal(200, 200)}, 1, 2, 2, 200, 200, 40, 40, "float64"),
     "bfloat16": WINDOW.but(dtype="bfloat16"),
