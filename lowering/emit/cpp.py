@@ -57,7 +57,9 @@ class Kernel:
         self.head_dim, self.v_dim = head_dim, v_dim
         self.double = dtype == "float64"
         self.roots = self.source_roots()
-        self.ready = {n: expr_cpp.prepared(expr.machine(e)) for n, e in self.roots.items() if e is not None}
+        self.ready = {
+            n: expr_cpp.prepared(expr.machine(e), self.double) for n, e in self.roots.items() if e is not None
+        }
         self.names = self._named()
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64)
         self.taken = Names({*KEYWORDS, *NUMBERS, *self.names.values()})

@@ -130,7 +130,7 @@ INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
 
 // 50.0 * tanh(score / 50.0) + slope[h] * (k - q)
 INLINE Vec modified(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
-    return 50.0f * tanh(score / 50.0f) + fixed.slope_h * to_real(column.k - row.q);
+    return 50.0f * tanh(score * 0.02f) + fixed.slope_h * to_real(column.k - row.q);
 }
 
 // random(seed, b, h, q, k) >= rate
