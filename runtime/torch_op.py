@@ -87,11 +87,9 @@ class Ready:
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
         slots, tables = self.values(q.device, seed, values)
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        if self.target.backend == "aten":  # the largest scores keep its fastest kernel from use
-            return self.forward(*given, sinks=sinks, top=top)
         if self.backward is None:
             return *self.forward(*given), None
-        return self.forward(*given, sinks=sinks)
+        return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
     def gradients(
         self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None
