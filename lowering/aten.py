@@ -128,7 +128,7 @@ class _Forward(Tiles):
                     self.cells(block, t).mul_(self.survivors(block, piece))
                 value = self.keys(self.values, block, piece)
                 if self.half:
-                    found = torch.bmm(t.bfloat16(), value)
+                    found = self.rough_product(self.rounded(t, "weights"), value)
                     acc = found.to(self.dtype) if acc is None else acc.add_(found)
                 elif acc is None:
                     acc = self.buffer("acc", block.batch, block.rows, self.geometry.v_dim)

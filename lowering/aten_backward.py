@@ -86,7 +86,11 @@ class _Backward(Tiles):
         # A row that sees nothing: exp2(-inf - 0) is 0.
         self.base = torch.where(self.lse == -math.inf, 0.0, self.lse * LOG2E)
         # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
-        self.plain_k = self.rounded(self.k.nan_to_num(0.0, 0.0, 0.0) if self.careful else self.k)
+        self.plain_k = self.k if not self.half or self.given_k.stride(-1) != 1 else self.given_k
+        if self.careful:
+            self.plain_k = self.plain_k.nan_to_num(0.0, 0.0, 0.0)
+        if self.half:
+            self.plain_k = self.plain_k.to(self.given)
         self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
         total = self._zeros()
         lanes = self._lanes(total, fusible_too=dlse is None and not self.careful and bool(wanted & {"q", "k", "v"}))
@@ -151,11 +155,12 @@ class _Backward(Tiles):
 
     def _block(self, block: Block, sums: _Sums) -> None:
         query, dout = self.rows(self.q, block), self.rows(self.dout, block)
+        rough_query, rough_dout = self.rounded(query, "rough query"), self.rounded(dout, "rough dout")
         base, delta = (self.rows(x, block).unsqueeze(-1) for x in (self.base, self.delta))
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
         room = max(64, BUDGET // (block.batch * block.rows))
         for piece in (p for chunk in chunks(block.step.pieces, room) for p in chunk):
-            self._piece(block, piece, (query, self.rounded(query), dout, self.rounded(dout), base, delta), dq, sums)
+            self._piece(block, piece, (query, rough_query, dout, rough_dout, base, delta), dq, sums)
         if dq is not None:
             self.put(self.dq, block, dq)
 
@@ -173,7 +178,7 @@ class _Backward(Tiles):
             self.hide(block, piece, p, 0.0)
         kept = None if self.kept is None else self.survivors(block, piece).div_(self.keep)
         weights = p if kept is None else (self.cells(block, p) * kept).view(shape)
-        self.add_keys(sums.dv, block, piece, self.rounded(weights), rough_dout)
+        self.add_keys(sums.dv, block, piece, self.rounded(weights, "weights"), rough_dout)
         if not self.inner:
             return
         dm = torch.bmm(dout, self.keys(self.v, block, piece).mT, out=self.buffer("products", *shape))
@@ -188,12 +193,12 @@ class _Backward(Tiles):
             self.cells(block, dm).mul_(self.at(self.slope, block, piece, raw))
             if hidden is not None:
                 dm.masked_fill_(hidden, 0.0)
-        ds = self.rounded(dm)
+        ds = self.rounded(dm, "weights")
         self.add_keys(sums.dk, block, piece, ds, rough_query, scale)
         if dq is not None:
             keys = self.keys(self.plain_k, block, piece)
             if self.half:
-                dq.add_(torch.bmm(ds, keys), alpha=scale)
+                dq.add_(self.rough_product(ds, keys), alpha=scale)
             else:
                 dq.baddbmm_(ds, keys, alpha=scale)
 

@@ -57,7 +57,7 @@ class Tiles:
         # as it is, where the processor has it: weights are rounded, sums stay float32.
         self.half = self.given == torch.bfloat16 and _fast_bfloat16()
         self.q, self.k = self.grouped(self.worked(qkv[0])), self.worked(qkv[1])
-        self.given_v = qkv[2]
+        self.given_k, self.given_v = qkv[1:]
         sizes = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
         self.env = {**sizes, **slots}
         self.buffers = local()  # of each thread, reused by its blocks
@@ -203,9 +203,14 @@ class Tiles:
         shape = (block.step.count, *first.shape)
         return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """`x` as the products of weights take it."""
-        return x.bfloat16() if self.half else x
+    def rough_product(self, left: Tensor, right: Tensor) -> Tensor:
+        """left @ right in bfloat16, in a buffer: new memory costs as much as the product."""
+        shape = (left.shape[0], left.shape[1], right.shape[2])
+        return self.torch.bmm(left, right, out=self.buffer("rough product", *shape, dtype=self.given))
+
+    def rounded(self, x: Tensor, name: str) -> Tensor:
+        """`x` as the products of weights take it, in the thread's buffer `name` where that is a copy."""
+        return self.buffer(name, *x.shape, dtype=self.given).copy_(x) if self.half else x
 
     def apart(self, x: Tensor, block: Block, piece: Piece) -> Iterator[tuple[slice, Tensor]]:
         """Entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of
@@ -234,7 +239,7 @@ class Tiles:
             left, right = left.flatten(0, 1).unsqueeze(0), right.flatten(0, 1).unsqueeze(0)
             m = block.heads
             places = iter([(slice(None), x[m.batch, m.kv : m.kv + 1, piece.start : piece.stop])])
-        found = self.torch.bmm(left.mT, right) if self.half else None
+        found = self.rough_product(left.mT, right) if self.half else None
         for rows, part in places:
             if found is None:
                 part.baddbmm_(left[rows].mT, right[rows], alpha=scale)
@@ -266,11 +271,11 @@ class Tiles:
         kv = torch.arange(m.kv, m.kv + m.count).view(-1, 1, 1, 1)
         return {**self.env, "b": m.batch + b0, "h": kv * self.group + inner + h0, "q": q, "k": k}
 
-    def buffer(self, name: str, *shape: int) -> Tensor:
+    def buffer(self, name: str, *shape: int, dtype: Any = None) -> Tensor:
         size = math.prod(shape)
         known = getattr(self.buffers, name, None)
         if known is None or known.numel() < size:
-            known = self.torch.empty(size, dtype=self.dtype, device=self.q.device)
+            known = self.torch.empty(size, dtype=dtype or self.dtype, device=self.q.device)
             setattr(self.buffers, name, known)
         return known[:size].view(shape)
 

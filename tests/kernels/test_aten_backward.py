@@ -223,7 +223,7 @@ def test_float64(name):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["full", "gqa", "window", "alibi", "v-wider", "prefix and window", "by column, gqa"])
+@pytest.mark.parametrize("name", ["gqa", "alibi", "prefix and window", "by column, gqa"])
 def test_half_precision(name, dtype, monkeypatch):
     case = {**CASES, **HARD, **MODS}[name].but(dtype=dtype)
     Both(case).check_half()
@@ -287,7 +287,7 @@ def test_a_value_without_influence_has_gradient_zero():
 
 
 def test_masked_positions_never_contribute():
-    for poison, name in itertools.product((math.nan, math.inf, -math.inf), ("triangle", "causal", "gqa")):
+    for poison, name in ((math.nan, "triangle"), (math.inf, "causal"), (-math.inf, "gqa"), (math.nan, "gqa")):
         case = {**CASES, **HARD}[name].but(kv_len=900 if name == "triangle" else 170)
         clean = Both(case)
         dirty = Both(case)
