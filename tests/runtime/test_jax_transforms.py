@@ -81,13 +81,15 @@ def close(got, want, tolerance=1e-4):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), got, want)
 
 
+def results(attend, *args, wrt=(0, 1, 2, 3, 4)):
+    return jax.jit(jax.value_and_grad(loss_of(attend), wrt))(*args)
+
+
 def test_gradients_of_everything():
     args = *qkv(batch=2), VALUES, SINKS
-    wrt = (0, 1, 2, 3, 4)
-    got = jax.value_and_grad(loss_of(ours()), wrt)(*args)
-    want = jax.value_and_grad(loss_of(dense), wrt)(*args)
-    close(got, want)
-    close(jax.jit(jax.grad(loss_of(ours()), (3, 4)))(*args), want[1][3:])
+    want = results(dense, *args)
+    close(results(ours(), *args), want)
+    close(jax.grad(loss_of(ours()), 3)(*args), want[1][3])  # without jit around it
 
 
 def test_only_what_is_asked_for(monkeypatch):
@@ -119,29 +121,32 @@ def stacked(n, make):
     return jax.tree.map(lambda *x: jnp.stack(x), *(make(i) for i in range(n)))
 
 
-@pytest.mark.parametrize("axes", [(0, 0, 0, None), (0, None, None, None), (None, None, None, 0), (0, 0, 0, 0)])
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in [(0, 0, 0, None), (0, None, None, None), (0, 0, 0, 0)]]
+
+
+@pytest.mark.parametrize("axes", [(None, None, None, 0), *SLOW])
 def test_vmap(axes):
     args = [stacked(3, lambda i: tuple(qkv(10 * i, batch=2)))[j] for j in range(3)]
     args.append(stacked(3, lambda i: {"c": VALUES["c"] + i, "x": normal(i, 4, 50)}))
     args = [x if a == 0 else jax.tree.map(lambda y: y[1], x) for x, a in zip(args, axes)]
 
     def per_example(attend):
-        return jax.vmap(jax.value_and_grad(loss_of(attend), (0, 1, 2, 3)), axes)
+        return jax.jit(jax.vmap(jax.value_and_grad(loss_of(attend), (0, 1, 2, 3)), axes))
 
-    close(jax.jit(per_example(ours()))(*args), per_example(dense)(*args))
-    close(jax.vmap(ours(), axes)(*args), jax.vmap(dense, axes)(*args))
+    close(per_example(ours())(*args), per_example(dense)(*args))
 
 
 def test_vmap_in_vmap_and_its_gradient():
+    """Beside one another in the batch: the gradients of q, k and v alone."""
     args = [stacked(2, lambda i: stacked(3, lambda j: qkv(i + 7 * j)[n])) for n in range(3)]  # noqa: B023
 
-    def loss(attend):
-        both = jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None))
-        return jax.grad(lambda *a: loss_of(lambda *x: both(*x))(*a), (0, 3))
+    def both(attend):
+        return jax.vmap(jax.vmap(attend, (0, 0, 0, None)), (0, 0, 0, None))
 
-    close(jax.jit(loss(ours()))(*args, VALUES), loss(dense)(*args, VALUES))
+    close(*(results(both(attend), *args, VALUES, wrt=(0, 2)) for attend in (ours(), dense)))
 
 
+@pytest.mark.slow
 def test_vmap_of_a_mask_that_knows_its_batch_entry():
     mask = causal & (q - k < 9 + 5 * b)
     args = [stacked(3, lambda i: qkv(i, batch=2)[n]) for n in range(3)]  # noqa: B023
@@ -150,22 +155,23 @@ def test_vmap_of_a_mask_that_knows_its_batch_entry():
     close(jax.vmap(attend)(*args)[0], jnp.stack(want))
 
 
-def test_checkpoint_and_donation():
+def test_checkpoint_donation_and_export():
     args = *qkv(), VALUES, SINKS
-    plain = jax.grad(loss_of(ours()), (0, 3))(*args)
-    close(jax.jit(jax.grad(jax.checkpoint(loss_of(ours())), (0, 3)))(*args), plain)
-    given = [jnp.array(x) for x in args[:3]]
-    step = jax.jit(lambda q, *rest: q - jax.grad(loss_of(ours()))(q, *rest), donate_argnums=0)
-    close(step(*given, *args[3:]), args[0] - plain[0])
-    assert given[0].is_deleted()
+    grad = jax.grad(jax.checkpoint(loss_of(ours())))
+    step = jax.jit(lambda q, *rest: q - grad(q, *rest), donate_argnums=0)
+    given, want = jnp.array(args[0]), args[0] - results(dense, *args)[1][0]
+    again = jax.export.deserialize(jax.export.export(step)(*args).serialize())
+    close(step(given, *args[1:]), want)
+    assert given.is_deleted()
+    close(again.call(*args), want)
 
 
-def test_export_runs_elsewhere():
+@pytest.mark.slow
+def test_the_gradient_of_an_export():
     args = *qkv(), VALUES, SINKS
     exported = jax.export.export(jax.jit(loss_of(ours())))(*args)
     again = jax.export.deserialize(exported.serialize(vjp_order=1))
-    close(again.call(*args), loss_of(dense)(*args))
-    close(jax.grad(again.call, (0, 3))(*args), jax.grad(loss_of(dense), (0, 3))(*args))
+    close(jax.value_and_grad(again.call, (0, 3))(*args), results(dense, *args, wrt=(0, 3)))
 
 
 def test_what_is_not_differentiated_says_so():
