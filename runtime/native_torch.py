@@ -89,7 +89,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _real(x: Tensor | None, dtype: Any) -> Any:
-    return x if x is None else x.to(dtype).contiguous()
+    return x if x is None or (x.dtype == dtype and x.is_contiguous()) else x.to(dtype).contiguous()
 
 
 def _at(x: Tensor | None) -> int:
