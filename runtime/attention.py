@@ -223,7 +223,7 @@ class Attention:
     def _flat_block(self, given: dict[str, Any], g: Geometry) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
         x = next(iter(given.values()))
-        framework = framework_of(x)
+        framework = framework_of(x) or "torch"
         backend = choose(self.options.backend, framework, device_of(x, framework))
         dtype = "float32" if backend in ("aten", "xla", "cpp") else "bfloat16"
         target = target_of(backend, g, dtype, self.options.tile, narrow=False)
