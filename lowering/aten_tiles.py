@@ -19,6 +19,7 @@ from .plan import Geometry, LoopPlan, Spans, Target
 Tensor = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 RECENT = 8  # masks of blocks
+STRIP = 1 << 24  # entries of a strip at most
 FEW = 8  # rows that a product takes twice as long over as over columns
 
 # Operators that make no NaN or +inf of finite values: a mask may be *added* to such scores.
@@ -154,7 +155,7 @@ class Tiles:
     def _strip(self, name: str, program: Program, block: Block, piece: Piece) -> Tensor:
         """A part of the score mod that only sees q - k: one strip of tiles serves all rows."""
         torch, g, step = self.torch, self.geometry, block.step
-        if not block.slides(piece):
+        if not block.slides(piece) or step.height * (g.q_len + g.kv_len) > STRIP:
             return program(self.coordinates(block, piece, piece.start, piece.stop), self.tables)
         place = (-1, int(name[1:]), step.height)
         strip = self.memory.get(place)

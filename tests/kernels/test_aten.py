@@ -13,7 +13,7 @@ from frisket.dsl.evaluate import OPERATORS as MEANING
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering import aten, dense
+from frisket.lowering import aten, aten_tiles, dense
 from frisket.lowering.aten_expr import OPERATORS, Program, distance_only
 from frisket.lowering.aten_steps import steps
 from frisket.lowering.plan import Geometry, Spans, Target, make_plan
@@ -295,3 +295,11 @@ def test_a_product_is_added_in_one_pass():
     got = Program(e, torch.float64)({**env, "score": scores}, {"slope": torch.from_numpy(TABLES["slope"])})
     assert got.data_ptr() == scores.data_ptr()
     assert_close(got.numpy(), want)
+
+
+def test_strips_are_made_only_where_they_are_small(monkeypatch):
+    """A part of the score mod that sees the distance only: looked up from a strip, or worked out block by block."""
+    mod = score + function("sin", ir.to_float(q - k))
+    check(*run(causal, mod, SHAPES["square"], shared=True), tolerance=1e-5)
+    monkeypatch.setattr(aten_tiles, "STRIP", 0)
+    check(*run(causal, mod, SHAPES["square"], shared=True), tolerance=1e-5)
