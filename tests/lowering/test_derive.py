@@ -199,12 +199,13 @@ def fuzz(seed: object) -> tuple[int, int]:
             got = directional(rng.choice((e, simplify(e))), name)
             middle = value(e, name, 0.0)
             with np.errstate(all="ignore"):
-                coarse, fine = (
-                    (value(e, name, s) - value(e, name, -s)) / (2 * s) for s in (2e-5, 1e-5)
-                )  # fmt: skip
+                ends = {by: value(e, name, by) for by in (-2e-5, -1e-5, 1e-5, 2e-5)}
+                coarse, fine = ((ends[s] - ends[-s]) / (2 * s) for s in (2e-5, 1e-5))
+                bent = np.abs(ends[1e-5] + ends[-1e-5] - 2 * middle) / 1e-5  # a step or a pole between
                 size = 1 + np.abs(middle)
                 noise = 1e-10 * size / 1e-5
                 smooth = np.isfinite(fine) & (np.abs(coarse - fine) <= 1e-6 * np.abs(fine) + noise) & (size < 1e8)
+                smooth &= bent <= 1e-2 * np.abs(fine) + noise
                 near = np.abs(got - fine) <= 1e-4 * np.abs(fine) + 10 * noise
             lost = smooth & ~np.isfinite(got)
             assert (near | lost | ~smooth).all(), (show(e), name)
