@@ -69,6 +69,7 @@ CASES = {
     "sinks": WINDOW.but(sinks=(0.0, 1.0, 30.0, -math.inf)),
     "negative-scale": WINDOW.but(scale=-0.2),
     "one-query": WINDOW.but(q_len=1, origin=(0, 0, 299, 0)),
+    "two-queries-wide-tiles": WINDOW.but(q_len=2, kv_len=700, origin=(0, 0, 690, 0), params={"w": 600}, tile=(48, 128)),
     "many-parts": WINDOW.but(q_len=2, kv_len=3000, origin=(0, 0, 2990, 0), params={"w": 2900}, sinks=(0, 1, 2, 3)),
     "group-of-heads": WINDOW.but(q_len=7, heads=40, kv_len=1500, origin=(0, 0, 1400, 0), params={"w": 1400}),
     "nothing-visible": WINDOW.but(origin=(0, 0, 0, 300), sinks=(0, 1, -math.inf, 3)),
