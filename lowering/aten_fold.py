@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from .aten_expr import Program
@@ -11,6 +12,7 @@ from .derive import Gradient
 from .plan import Geometry
 
 Tensor = Any
+_program = lru_cache(maxsize=256)(Program)
 
 
 def folded(
@@ -45,7 +47,7 @@ def fold(
     env = {**coordinates(gradient, geometry), **slots}
     place = torch.zeros(buffer.shape, dtype=torch.int64)
     for index, size in zip(gradient.index, shape, strict=True):
-        place.mul_(size).add_(Program(index, buffer.dtype)(env, tables).clamp(0, size - 1))
+        place.mul_(size).add_(_program(index, buffer.dtype)(env, tables).clamp(0, size - 1))
     total = torch.zeros(math.prod(shape), dtype=torch.float64)
     # With one axis index_add_ is a plain loop. index_put_ adds with atomics, in any order.
     total.index_add_(0, place.flatten(), buffer.flatten().double())

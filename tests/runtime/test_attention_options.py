@@ -1,0 +1,214 @@
+"""Dropout, sinks, seeds, max scores: what calls take and give, what they refuse, on torch and JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import frisket as fk
+from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+
+RNG = np.random.default_rng(0)
+Q, K, V = (RNG.standard_normal((2, h, 33, 16)).astype(np.float32) for h in (4, 2, 2))
+SINKS = RNG.standard_normal(4).astype(np.float32)
+
+
+def arrays(framework):
+    if framework == "torch":
+        return [torch.from_numpy(x) for x in (Q, K, V)]
+    return [jnp.asarray(x.swapaxes(1, 2)) for x in (Q, K, V)]
+
+
+def bhsd(x, framework):
+    return np.asarray(x) if framework == "torch" else np.asarray(x).swapaxes(1, 2)
+
+
+def close(a, b):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("sinks", [SINKS, 0.5, -np.inf])
+def test_every_result_beside_the_interpreter(framework, sinks):
+    given = {"dropout": 0.3, "seed": 9, "sinks": sinks, "return_lse": True, "return_max": True}
+    want = fk.reference(Q, K, V, "causal & q > 2", "softcap(3)", layout="bhsd", **given)
+    got = fk.attention(*arrays(framework), "causal & q > 2", "softcap(3)", **given)
+    close(bhsd(got[0], framework), want[0])
+    close(got[1], want[1])
+    close(got[2], want[2])
+    dense = fk.attention(*arrays(framework), "causal & q > 2", "softcap(3)", backend="dense", **given)
+    for a, b in zip(dense, got, strict=True):
+        close(a, b)
+
+
+def test_results_come_in_one_order():
+    q, k, v = arrays("torch")
+    out, lse, top = fk.attention(q, k, v, "causal", return_lse=True, return_max=True)
+    assert lse.shape == top.shape == (2, 4, 33)
+    assert out.shape == (2, 4, 33, 16)
+    one, two = fk.attention(q, k, v, "causal", return_lse=True), fk.attention(q, k, v, "causal", return_max=True)
+    close(one[1], lse)
+    close(two[1], top)
+    assert (top <= lse).all()
+    assert isinstance(fk.attention(q, k, v, "causal"), torch.Tensor)
+
+
+def test_sinks_are_the_calls_or_the_attentions():
+    q, k, v = arrays("torch")
+    att = fk.compile("causal", sinks=torch.from_numpy(SINKS))
+    close(att(q, k, v), fk.attention(q, k, v, "causal", sinks=SINKS))
+    close(att(q, k, v, sinks=2.0), fk.attention(q, k, v, "causal", sinks=[2.0] * 4))
+    close(att(q, k, v, sinks=jnp.asarray(SINKS)), att(q, k, v))
+    _, lse = fk.attention(q, k, v, "q > 40", sinks=SINKS, return_lse=True)
+    close(lse, np.broadcast_to(SINKS[:, None], (2, 4, 33)))
+
+
+def test_seeds_of_torch():
+    q, k, v = arrays("torch")
+    att = fk.compile("causal", dropout=0.5)
+    torch.manual_seed(3)
+    one, two = att(q, k, v), att(q, k, v)
+    torch.manual_seed(3)
+    assert torch.equal(att(q, k, v), one)
+    assert not torch.equal(one, two)
+    assert torch.equal(att(q, k, v, seed=5), att(q, k, v, seed=torch.tensor(5)))
+    assert torch.equal(att(q, k, v, seed=np.int64(5)), att(q, k, v, seed=5))
+    state = torch.random.get_rng_state()
+    plain = fk.compile("causal", dropout=0.0)
+    assert torch.equal(plain(q, k, v), plain(q, k, v, seed=5))
+    assert torch.equal(torch.random.get_rng_state(), state)  # nothing is drawn without dropout
+
+
+def test_seeds_of_jax():
+    att, (q, k, v) = fk.compile("causal", dropout=0.5), arrays("jax")
+    run = jax.jit(lambda seed: att(q, k, v, seed=seed))
+    close(run(7), att(q, k, v, seed=7))
+    close(att(q, k, v, seed=jnp.int32(7)), att(q, k, v, seed=7))
+    close(bhsd(att(q, k, v, seed=7), "jax"), att(*arrays("torch"), seed=7))
+    assert run._cache_size() == 1
+
+
+def test_a_dropped_weight_depends_on_its_place_in_the_whole():
+    """A crop drops what the whole call drops there."""
+    q, k, v = arrays("torch")
+    att = fk.compile("causal", dropout=0.5)
+    whole = att(q, k, v, seed=1)
+    part = att(q[:, 2:, 20:], k[:, 1:], v[:, 1:], seed=1, origin=(0, 2, 20, 0), sizes=(2, 4, 33, 33))
+    close(part, whole[:, 2:, 20:])
+
+
+def test_the_share_of_weights_and_their_mean():
+    ones = torch.ones(1, 1, 400, 8)
+    out = fk.attention(ones, ones, ones, dropout=0.25, seed=0)
+    assert abs(out.mean().item() - 1) < 0.01
+    assert fk.compile(dropout=0.1).options.dropout == float(np.float32(0.1))
+
+
+def test_a_plan_knows_of_dropout():
+    q, k, v = arrays("torch")
+    plain, dropped = fk.compile("causal"), fk.compile("causal", dropout=0.5)
+    plan = dropped.plan(33, 33, 2, 4)
+    close(dropped(q, k, v, plan=plan, seed=1), dropped(q, k, v, seed=1))
+    with pytest.raises(ParameterError) as error:
+        plain(q, k, v, plan=plan)
+    assert str(error.value) == (
+        "the plan is for attention with dropout, this one is without\n  make it with this attention's own `plan`"
+    )
+
+
+def call(**more):
+    return fk.attention(*arrays("torch"), "causal", **more)
+
+
+BAD = {
+    "rate of 1": (
+        lambda: call(dropout=1), ParameterError,
+        "dropout is 1; it is the share of weights to drop, at least 0 and below 1",
+    ),
+    "nearly 1": (
+        lambda: call(dropout=1 - 1e-12), ParameterError,
+        "dropout is 0.999999999999; it is the share of weights to drop, at least 0 and below 1",
+    ),
+    "rate of a flag": (
+        lambda: fk.compile(dropout=True), ParameterError,
+        "dropout is True; it is the share of weights to drop, at least 0 and below 1",
+    ),
+    "large seed": (
+        lambda: call(dropout=0.1, seed=1 << 31), ParameterError,
+        "seed is 2147483648; it is an integer, 0 <= seed < 2**31",
+    ),
+    "float seed": (
+        lambda: call(dropout=0.1, seed=0.5), ParameterError, "seed is 0.5; it is an integer, 0 <= seed < 2**31"
+    ),
+    "no seed": (
+        lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1), ParameterError,
+        "dropout needs a seed under JAX, another one at every step: seed=<int>, or from a key: "
+        "seed=jax.random.randint(key, (), 0, 2**31 - 1)",
+    ),
+    "seed of a reference": (
+        lambda: fk.reference(Q, K, V, layout="bhsd", dropout=0.1), ParameterError, "dropout needs a seed: seed=<int>"
+    ),
+    "seeds": (
+        lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=jnp.zeros(2, int)), ParameterError,
+        "seed is int32[2]; it is one integer, 0 <= seed < 2**31",
+    ),
+    "too few sinks": (
+        lambda: call(sinks=torch.zeros(2)), ShapeError,
+        "sinks are float32[2]; they are one number, or one for each of the 4 query heads",
+    ),
+    "sinks of flags": (
+        lambda: call(sinks=torch.zeros(4, dtype=torch.bool)), ShapeError,
+        "sinks are bool[4]; they are one number, or one for each of the 4 query heads",
+    ),
+    "dropout in pallas": (
+        lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=1, backend="pallas-tpu"), BackendError,
+        "backend 'pallas-tpu' has no dropout; ",
+    ),
+    "sinks in pallas": (
+        lambda: fk.attention(*arrays("jax"), "causal", sinks=0.0, backend="pallas-tpu"), BackendError,
+        "backend 'pallas-tpu' has no sinks; ",
+    ),
+    "max in pallas": (
+        lambda: fk.attention(*arrays("jax"), "causal", return_max=True, backend="pallas-tpu"), BackendError,
+        "backend 'pallas-tpu' has no return_max; ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused(name):
+    run, kind, text = BAD[name]
+    with pytest.raises(kind) as error:
+        run()
+    assert str(error.value).startswith(text) if text.endswith("; ") else str(error.value) == text
+
+
+def test_nothing_large_is_copied_for_a_live_table():
+    """A bias that only the score mod reads goes to the executor as it is: same memory, no digest."""
+    from frisket.lowering import aten
+
+    q, k, v = arrays("torch")
+    bias, seen = torch.zeros(33, 33), []
+    real = aten.forward
+    att = fk.compile("causal", "param bias: float[_, _]\nscore = score + bias[q, k]", backend="aten")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aten, "forward", lambda *a, **kw: seen.append(a[7]["t0"]) or real(*a, **kw))
+        for _ in range(2):
+            att(q, k, v, bias=bias)
+    assert [t.data_ptr() for t in seen] == [bias.data_ptr()] * 2
+    (plan,) = att._plans.values()
+    assert type(plan).__name__ == "FlatPlan"
+
+
+def test_tables_of_the_mask_are_read_by_value():
+    """The plan hangs on what they hold, so a change in place is seen."""
+    q, k, v = arrays("torch")
+    doc, att = torch.arange(33) // 5, fk.compile("same(doc)")
+    before = att(q, k, v, doc=doc)
+    doc //= 3
+    after = att(q, k, v, doc=doc)
+    close(after, fk.reference(Q, K, V, "same(doc)", layout="bhsd", doc=doc.numpy()))
+    assert not torch.equal(before, after)
