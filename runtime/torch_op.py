@@ -177,7 +177,7 @@ def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any])
     if key is not None and (plan is not None or not call.plan.by_table):
         kept[key] = ready
         while len(kept) > KEPT:
-            del kept[next(iter(kept))]
+            kept.pop(next(iter(kept)), None)  # another thread may have taken it
     return ready
 
 

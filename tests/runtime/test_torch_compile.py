@@ -188,7 +188,7 @@ def test_export_keeps_everything(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("kind", ["plain", "permuted", "expanded"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "permuted", "expanded"])
 def test_opcheck(kind):
     from frisket.runtime import torch_library  # noqa: F401
 
