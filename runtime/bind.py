@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -204,9 +204,8 @@ def _compiled(
 ) -> Work:  # fmt: skip
     tables, scalars = what.tables, what.scalars
     sane = {n: bool(np.isfinite(t).all()) for n, t in tables.items() if t.dtype.kind == "f"}
-    rules: Counter[str] = Counter()
     parts = [None if p is None else written_out(p.expr, tables) for p in (what.mask, what.score)]
-    seen, mod = prepare(parts[0], parts[1], sane, rules)
+    seen, mod, rules = _simplified(parts[0], parts[1], tuple(sane.items()))
     known = {**scalars, **tables}
     inside = Mask(TRUE if seen is None else seen)
     inside = inside.bind(**{n: known[n] for n in inside.unbound})
@@ -219,6 +218,14 @@ def _compiled(
     )  # fmt: skip
     arrays = {n: np.asarray(t) for n, t in plan.table_values(tables).items()}
     return Work(what, (seen, mod), layout, plan, plan.slot_values({**scalars, **UNDRAWN}), arrays, rules)
+
+
+@lru_cache(maxsize=256)  # a decoding loop asks at every position
+def _simplified(
+    seen: Expr | None, mod: Expr | None, sane: tuple[tuple[str, bool], ...]
+) -> tuple[Expr | None, Expr | None, Counter[str]]:
+    rules: Counter[str] = Counter()
+    return *prepare(seen, mod, dict(sane), rules), rules
 
 
 def _no_empty_row(seen: Expr | None, layout: Layout, count: bool) -> bool:

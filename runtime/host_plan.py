@@ -40,7 +40,10 @@ class Plan:
         return self._works[block, proofs]
 
     def _narrow(self) -> bool:
-        """Whether rows see one short run of keys that slides along."""
+        """Whether rows see one short run of keys that slides along; of few queries nothing slides."""
+        if self.q_len <= 64:
+            self.subject.require_bound()
+            return False
         made = self.work((128, 128))
         return made.plan.mask is not None and distance_only(made.plan.mask) and few_tiles(made.spans)
 
