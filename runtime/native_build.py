@@ -23,8 +23,8 @@ from .settings import Settings
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2
 # made wrong code of a loop with a condition on the tile in it, and nothing is faster for it.
 FLAGS = (
-    "-std=c++17", "-O3", "-fno-unswitch-loops", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros",
-    "-fno-exceptions", "-fno-rtti", "-w", "-pthread", "-shared", "-fPIC",
+    "-std=c++17", "-O3", "-fno-unswitch-loops", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-signed-zeros", "-fno-exceptions", "-fno-rtti", "-w", "-pthread", "-shared", "-fPIC",
 )  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
