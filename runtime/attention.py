@@ -188,8 +188,8 @@ class Attention:
         plan = None if key is None else self._plans.get(key)
         if plan is None:
             plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None)
-            if key is not None:
-                self._plans[key] = plan
+            if key is not None:  # without values: those of a step hold its graph, or its trace
+                self._plans[key] = plan.again({}) if isinstance(plan, FlatPlan) else plan
                 while len(self._plans) > 32:
                     self._plans.popitem(last=False)
         return plan.again(given) if isinstance(plan, FlatPlan) else plan

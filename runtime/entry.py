@@ -76,9 +76,10 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
     if isinstance(mask, str | None) and isinstance(score, str | None):
         text = mask, score, options, tuple((n, *_kind(x)) for n, x in params.items())
         if text in _compiled:
+            _compiled.move_to_end(text)
             return _compiled[text]
     what = subject(mask, score, {n: _stand_in(x) for n, x in params.items()}).without(params)
-    if any(traced(x) for x in what.captured.values()):  # belongs to the trace at hand
+    if any(traced(x) or getattr(x, "grad_fn", None) for x in what.captured.values()):  # of the trace or graph at hand
         return Attention(what, options)
     learned = {n: x for n, x in what.captured.items() if learns(x)}  # by identity: values come and go
     rest = what.without(learned)

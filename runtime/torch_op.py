@@ -113,10 +113,10 @@ class Ready:
         if self.live:
             slots, tables = dict(slots), dict(tables)
             for (name, _), x in zip(self.live, values, strict=True):
-                if name in slots:
-                    slots[name] = float(x)
-                else:
+                if x.ndim:
                     tables[name] = x.to(device, self.real)
+                else:
+                    slots[name] = float(x)
         return slots, tables
 
 
@@ -223,11 +223,13 @@ def prepare(call: Call, tile: tuple[int, int] | None) -> Ready:
         show(names, plan, made, target, geometry, given.dtype)
     named = {n for n, x in plan.given.items() if x.is_floating_point()} if isinstance(plan, FlatPlan) else set()
     real = torch.float64 if given.dtype == "float64" else torch.float32
-    tables = {n: t.to(real) if t.is_floating_point() else t for n, t in _on_device(made, given.q.device).items()}
     wanted: list[Any] = [*made.plan.tables, *made.plan.slots]
     uses = [x for x in wanted if x.type is FLOAT and x.source in named]
+    live = {x.name for x in uses}  # this call's values are not kept: they may hold its graph
+    fixed = {n: t for n, t in _on_device(made, given.q.device).items() if n not in live}
+    tables = {n: t.to(real) if t.is_floating_point() else t for n, t in fixed.items()}
+    slots = {n: x for n, x in made.slots.items() if n not in live}
     source = {s.source: s.name for s in made.plan.slots}
-    slots = dict(made.slots)
     if RATE in source:
         slots[source[RATE]] = call.rate
     spans = made.spans if call.backend in FORWARD_ONLY else on_host(made.spans)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -185,6 +187,29 @@ def test_a_learned_value_in_another_dtype_and_of_no_use():
     u = rand(2, dtype=torch.float32)
     fk.attention(q, k, v, score="param t: float[_]\nscore = where(t[h] > 0, score, 2 * score)", t=u).sum().backward()
     assert u.grad is None or not u.grad.any()
+
+
+SHIFTED = "param c: float\nparam bias: float[_, _]\nscore = c * score + bias[h, q - k + 8]"
+CALLS = {
+    "a compiled attention": lambda: fk.compile("causal", SHIFTED),
+    "one call": lambda: lambda q, k, v, **values: fk.attention(q, k, v, "causal", SHIFTED, **values),
+    "a function": lambda: (
+        lambda q, k, v, c, bias: fk.attention(q, k, v, "causal", lambda s, b, h, i, j: c * s + bias[h, i - j + 8])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_value_of_a_step_outlives_it(name):
+    """What was made for one call serves the next ones, and holds neither its tensors nor their graph."""
+    attend, weight, left = CALLS[name](), rand(2, 17), []
+    for _ in range(2):
+        values = {"c": weight.mean(), "bias": weight * 2}
+        left += map(weakref.ref, values.values())
+        attend(*qkv(), **values).sum().backward()
+        del values
+        gc.collect()
+    assert [x() for x in left] == [None] * 4
 
 
 def test_max_scores_have_no_gradient_and_lse_has():

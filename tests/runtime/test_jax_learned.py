@@ -29,6 +29,12 @@ def close(got, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), got, want)
 
 
+def test_no_tracer_of_a_step_outlives_it():
+    att = fk.compile("causal", "param bias: float[_, _]\nscore = score + bias[h, q - k]")
+    with jax.checking_leaks():
+        jax.jit(jax.grad(lambda bias: att(q, k, v, bias=bias).sum()))(BIAS)
+
+
 def test_a_score_mod_captures_what_is_learned():
     def loss(bias, slope):
         out = fk.attention(q, k, v, "causal", lambda score, h, q, k: score * slope + jnp.tanh(bias)[h, q - k])
