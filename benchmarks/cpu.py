@@ -333,7 +333,7 @@ def compared(calls: dict[str, Call], case: Contest, rounds: int, products: int) 
     times = rounds_of(calls, rounds)
     tiers = [t for t in TIERS if t in times]
     peers = [n for n in times if n not in (*TIERS, "product")]
-    pairs = fk.mask(case.mask, **case.params).layout(LENGTH, LENGTH).visible_pairs
+    pairs = fk.compile(case.mask, case.score, **case.params).mask.layout(LENGTH, LENGTH).visible_pairs
     work = 2 * products * DIM * BATCH * HEADS * pairs
     rate = 2 * 1024**3 / min(times["product"])
     return {
