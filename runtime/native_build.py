@@ -187,7 +187,7 @@ def _load(path: Path, name: str) -> ctypes.CDLL | None:
         held = path.read_bytes()
         if held[-DIGEST:] != _digest(name, held[:-DIGEST]):
             return None
-        with suppress(PermissionError):  # somebody else's, to read only
+        with suppress(OSError):  # somebody else's, or on a disk that is read only
             os.utime(path)  # it was used now
         return ctypes.CDLL(str(path))
     except OSError:  # also from a directory without the right to execute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -215,11 +216,12 @@ def test_no_place_to_write_to(tmp_path):
     assert said[1] == "None"
 
 
-def test_a_cache_that_can_only_be_read(cache, compilations, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_cache_that_can_only_be_read(number, cache, compilations, monkeypatch):
     library(source(5))
     forget()
     monkeypatch.setattr(native_build, "_writable", lambda folder: False)
-    monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(PermissionError))
+    monkeypatch.setattr(os, "utime", lambda path: (_ for _ in ()).throw(OSError(number, "to read only")))
     assert library(source(5)).answer() == 5
     assert len(compilations) == 1
     with pytest.raises(fk.BackendError, match=r"nowhere to keep kernels: .* cannot be written to"):
