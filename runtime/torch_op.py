@@ -19,7 +19,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, Spans, Target
 
-from .backends import FORWARD_ONLY, PRINTED, target_of
+from .backends import FORWARD_ONLY, GUARDED, target_of
 from .bind import Subject, Work
 from .call import Call
 from .flat_plan import FlatPlan, FlatWork
@@ -218,7 +218,7 @@ def prepare(call: Call, tile: tuple[int, int] | None) -> Ready:
 
     given, geometry, plan = call.given, call.geometry, call.plan
     target = target_of(call.backend, geometry, given.dtype, tile, plan.narrow)
-    made = plan.work((target.block_q, target.block_k), proofs=call.backend in PRINTED)
+    made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
     if names := Settings.read().show:
         show(names, plan, made, target, geometry, given.dtype)
     named = {n for n, x in plan.given.items() if x.is_floating_point()} if isinstance(plan, FlatPlan) else set()
