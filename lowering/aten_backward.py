@@ -83,6 +83,8 @@ class _Backward(Tiles):
         if dlse is not None:
             self.delta -= self.grouped(dlse.to(self.dtype))
         self.delta.masked_fill_(self.lse == -math.inf, 0.0)  # whatever came for a row that sees nothing
+        if self.careful:
+            self.dout = self.dout.masked_fill((self.lse == -math.inf).unsqueeze(-1), 0.0)
         # A row that sees nothing: exp2(-inf - 0) is 0.
         self.base = torch.where(self.lse == -math.inf, 0.0, self.lse * LOG2E)
         # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
@@ -155,7 +157,8 @@ class _Backward(Tiles):
 
     def _block(self, block: Block, sums: _Sums) -> None:
         query, dout = self.rows(self.q, block), self.rows(self.dout, block)
-        rough_query, rough_dout = self.rounded(query, "rough query"), self.rounded(dout, "rough dout")
+        plain_query = query.nan_to_num(0.0, 0.0, 0.0) if self.careful else query
+        rough_query, rough_dout = self.rounded(plain_query, "rough query"), self.rounded(dout, "rough dout")
         base, delta = (self.rows(x, block).unsqueeze(-1) for x in (self.base, self.delta))
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
         room = max(64, BUDGET // (block.batch * block.rows))

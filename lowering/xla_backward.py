@@ -88,13 +88,16 @@ def _backward(
     delta = (dout.astype(static.dtype) * out.astype(static.dtype)).sum(-1).transpose(0, 2, 1)
     delta = t.padded(delta if dlse is None else delta - dlse, 2)
     # a row without keys, and a query beyond the end: exp(score - lse) is 0
-    lse = t.padded(jnp.where(lse == -jnp.inf, np.finfo(static.dtype).max, lse), 2, float(np.finfo(static.dtype).max))
+    nowhere = float(np.finfo(static.dtype).max)
+    lse = t.padded(jnp.where(lse == -jnp.inf, nowhere, lse), 2, nowhere)
     queries, dout = t.padded(q), t.padded(dout)
 
     def row(r: Array, sums: dict[str, Any]) -> dict[str, Any]:
         here = t.row(r)
         q_tile, dout_tile = t.queries(queries, here) * static.scale, t.queries(dout, here) * t.keep
         lse_tile, delta_tile = t.lines(lse, here)[..., None], t.lines(delta, here)[..., None]
+        dout_tile = jnp.where((lse_tile == nowhere).reshape(*dout_tile.shape[:3], 1), 0, dout_tile)
+        plain_q = finite(q_tile)
 
         def step(body: Any, chunk: Any, state: Any) -> Any:
             (own, parts), whole = state
@@ -109,9 +112,9 @@ def _backward(
             ds, weight = (x.reshape(*q_tile.shape[:3], body.width) for x in (ds, weight))
             whole = dict(whole)
             if "q" in static.wanted:
-                own = own + dot(ds, k_tile, (3, 2))
+                own = own + dot(ds, finite(k_tile), (3, 2))
             if "k" in static.wanted:
-                whole["k"] = added(whole["k"], dot(ds, q_tile, (2, 2)), here, chunk[0])
+                whole["k"] = added(whole["k"], dot(ds, plain_q, (2, 2)), here, chunk[0])
             if "v" in static.wanted:
                 whole["v"] = added(whole["v"], dot(weight, dout_tile, (2, 2)), here, chunk[0])
             parts = tuple(c.line(part, p, dm, env) for c, part in zip(captured, parts, strict=True))
@@ -130,6 +133,10 @@ def _backward(
     def added(whole: Array, tile: Array, here: Row, start: Array) -> Array:
         place = (here.b, here.kv, start, jnp.int32(0))
         return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, place, tile.shape) + tile, place)
+
+    def finite(x: Array) -> Array:
+        """What a hidden position's 0 may be multiplied with: 0 times NaN or infinity is NaN."""
+        return jnp.where(jnp.isfinite(x), x, 0)
 
     names = [f"captured {i}" for i in range(len(captured))]
     begin = {n: c.buffer() for n, c in zip(names, captured, strict=True)}

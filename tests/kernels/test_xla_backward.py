@@ -7,6 +7,7 @@ import pytest
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, function, h, k, q, score, where
@@ -135,6 +136,20 @@ def test_half_precision(dtype):
     assert {got[n].dtype for n in "qkv"} == {jnp.dtype(dtype)}
     assert got["t0"].dtype == jnp.float32
     compare(got, want, 2e-2 if dtype == "bfloat16" else 4e-3)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_what_is_not_finite_and_hidden_reaches_no_gradient(place):
+    """Query 5 sees nothing and nobody sees key 5: 0 times what they hold is not 0."""
+    att = fk.compile("causal & q != 5 & k != 5", backend="xla")
+    arrays = [jnp.asarray(normal(1, 20, 2, 8)) for _ in range(4)]
+
+    def gradients(held):
+        given = [x.at[:, 5].set(held) if i == place else x for i, x in enumerate(arrays)]
+        return jax.vjp(att, *given[:3])[1](given[3])
+
+    for mine, right in zip(gradients(jnp.nan), gradients(0.0), strict=True):
+        np.testing.assert_allclose(mine, right, rtol=1e-5, atol=1e-6)
 
 
 def test_float64():

@@ -257,6 +257,23 @@ def test_a_tensor_changed_between_forward_and_backward_is_noticed():
         out.sum().backward()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", ["q", "k", "dout"])
+def test_what_is_not_finite_and_hidden_reaches_no_gradient(where, backend):
+    """Query 5 sees nothing and nobody sees key 5: 0 times what they hold is not 0."""
+    att = fk.compile("causal & q != 5 & k != 5", backend=backend)
+
+    def gradients(held):
+        given = dict(zip(("q", "k", "v", "dout"), (x.detach() for x in (*inputs, cotangent))))
+        given[where] = given[where].index_fill(2, torch.tensor(5), held)
+        leaves = [given[n].requires_grad_() for n in "qkv"]
+        return torch.autograd.grad(att(*leaves), leaves, given["dout"])
+
+    inputs, cotangent = qkv(s=20), rand(1, 2, 20, 8)
+    for held in (float("nan"), float("inf")):
+        torch.testing.assert_close(gradients(held), gradients(0.0))
+
+
 def test_inference_mode_and_frozen_tensors():
     q, k, v = qkv()
     with torch.inference_mode():
