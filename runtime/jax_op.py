@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import jax
 
 BACKENDS = ("xla", "cpp", "pallas-tpu")
-TILES = {"xla": (256, 128), "cpp": (64, 64), "pallas-tpu": (512, 512)}
+TILES = {"xla": (256, 128), "pallas-tpu": (512, 512)}  # those of "cpp": lowering/cpu_tiles.py
 
 
 def default_target(backend: str, geometry: Geometry) -> Target:

@@ -77,6 +77,8 @@ def backward(
 
         kept = [x for x, mine in captured if mine], [x for x in sums if x is not None]
         found |= folded(*kept, g, slots, made.last_tables(tables))
+    for name in wanted - found.keys():  # read by the score mod, and of no influence
+        found[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=made.real)
     return found
 
 

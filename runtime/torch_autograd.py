@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from frisket.dsl.errors import BackwardError
-
+from .torch_library import no_second
 from .torch_op import Ready
 
 
@@ -80,7 +79,4 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        raise BackwardError(
-            "a gradient of a gradient of attention is asked for, and there is none\n"
-            "  leave out create_graph=True, or write attention with dense operations where second derivatives matter"
-        )
+        return no_second(ctx, *cotangents)
