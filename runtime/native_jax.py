@@ -162,7 +162,7 @@ def _halves(x: Any) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
-    if x.dtype == np.int64:
+    if x.dtype in (np.int64, np.uint64):
         return lax.bitcast_convert_type(x, np.int32)
     low = x.astype(np.int32)
     return jnp.stack([low, low >> 31 if np.issubdtype(x.dtype, np.signedinteger) else jnp.zeros_like(low)], -1)
@@ -223,9 +223,8 @@ class Static:
     target: str  # of the custom call
     form: tuple[int, ...]
     scale: float
-    gradients: tuple[tuple[str, int], ...] | None = (
-        None  # of a backward, each: q, k, v, or how it is summed and the table's number
-    )
+    # of a backward, for each result: q, k, v, or how it is summed, and the table's number
+    gradients: tuple[tuple[str, int], ...] | None = None
 
     @property
     def attributes(self) -> dict[str, Any]:

@@ -142,7 +142,9 @@ def test_numbers_beyond_32_bits(x64, traced):
             check(case, native_jax.forward(**given))
         elif x64:
             table = given["tables"].pop("t0")
-            check(case, jax.jit(lambda t: native_jax.forward(**given | {"tables": given["tables"] | {"t0": t}}))(table))
+            run_on = jax.jit(lambda t: native_jax.forward(**given | {"tables": given["tables"] | {"t0": t}}))
+            check(case, run_on(jnp.asarray(table, np.int64)))
+            check(case, run_on(jnp.asarray(table, np.uint64)))
         else:  # what is traced has no more than 32 bits: negative numbers keep their sign, unsigned ones have none
             for dtype, low in ((np.int32, -7), (np.uint32, 0xF0000000)):
                 doc = np.arange(90) // 20 + low
