@@ -31,8 +31,8 @@ SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, besid
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
     """The sizes of the whole problem where none are given: it ends where the call does."""
-    b, h, q, k = (int(np.max(start)) + n for start, n in zip(origin, lengths, strict=True))
-    return (b, h, q, k)
+    b, h, q, k = (x if type(x) is int else int(np.max(x)) for x in origin)
+    return b + lengths[0], h + lengths[1], q + lengths[2], k + lengths[3]
 
 
 @dataclass(frozen=True)

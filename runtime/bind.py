@@ -11,23 +11,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
+from frisket.dsl.errors import LoweringError, MaskSyntaxError, ParameterError, ShapeError
 from frisket.dsl.ir import TRUE, Expr
 from frisket.dsl.program import nearest, read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.driver import bind as written_out
 from frisket.lowering.analysis.facts import sees_itself
-from frisket.lowering.plan import RATE, SEED, LoopPlan, Origin, Sizes, Spans, make_plan, whole
-from frisket.lowering.simplify import prepare
+from frisket.lowering.analysis.few import Few, few
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.cpu_tiles import FEW
+from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, Spans, make_plan, whole
+from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
 
 from .bound_expr import separated
-from .layout import Layout, make_layout
+from .layout import Layout
 from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
-from .parameters import as_value, names_of, with_learned
+from .parameters import as_value, names_of, short_tables, with_learned
 
 Array = NDArray[Any]
+Place = tuple[int, int, int, int, tuple[int, int], Origin, Sizes | None]  # q_len, kv_len, batch, heads, tiles, ...
 CACHED = 256  # compilations kept
 UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
 
@@ -156,21 +160,123 @@ def _check_used(params: Mapping[str, Any], names: Any) -> None:
 # -- compilation --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """What of a compilation lengths and positions leave as it is."""
+
+    subject: Subject
+    simplified: tuple[Expr | None, Expr | None]
+    laid: Expr  # the mask as the analysis takes it
+    rules: Counter[str]
+    sane: Mapping[str, bool]  # Float tables without infinities
+    scalars: Mapping[str, Any]
+    arrays: Mapping[str, Array]
+    tables: Mapping[str, Table]  # the mask's
+    text: str
+
+    def layout(self, place: Place) -> Layout:
+        known = {n: x for n, x in self.scalars.items() if n in self.names}
+        seen = self.simplified[0]
+        return Layout(self.laid, known, self.tables, *place, True, TRUE if seen is None else seen)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        seen = self.simplified[0]
+        return frozenset() if seen is None else frozenset(names_of(seen))
+
+    @cached_property
+    def few(self) -> Few | None:
+        return few(simplify(written_out(self.laid, self.arrays)), self.scalars, self.tables)
+
+    @cached_property
+    def reads(self) -> tuple[tuple[str, int], ...]:
+        """Coordinates that index tables, and the lengths of those."""
+        endless = dict.fromkeys("bhqk", 1 << 62)
+        readers = *(p.expr for p in self.subject.parts), self.laid
+        found = (short_tables(e, self.arrays, endless) for e in readers)
+        return tuple({(coordinate, have) for each in found for coordinate, _, _, have in each})
+
+    def check_reach(self, lengths: Sizes, origin: Origin, sizes: Sizes | None) -> None:
+        """Refuse a table that is read past its end."""
+        if not self.reads:
+            return
+        stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
+        if any(stops[coordinate] > have for coordinate, have in self.reads):
+            seen = TRUE if self.subject.mask is None else self.subject.mask.expr
+            for mask, readers in ((seen, [p.expr for p in self.subject.parts]), (self.laid, [self.laid])):
+                check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
+
+    @cached_property
+    def sees_itself(self) -> bool:
+        seen = self.simplified[0]
+        return seen is None or sees_itself(seen)
+
+    def no_empty_row(self, q_len: int, kv_len: int, origin: Origin) -> bool:
+        """Whether that is plain without a count."""
+        if self.simplified[0] is None:
+            return True
+        if not self.sees_itself:
+            return False
+        ahead = origin[2] - origin[3]  # own keys are part of the call
+        if type(ahead) is int:
+            return 0 <= ahead <= kv_len - q_len
+        return bool(np.all((ahead >= 0) & (ahead <= kv_len - q_len)))
+
+    def inputs(self, bounds: Bounds | None, rows_nonempty: bool, limits: Mapping[str, float], dropout: bool) -> Inputs:
+        seen, mod = self.simplified
+        plan = make_plan(
+            seen, mod, self.text, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
+            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout,
+        )  # fmt: skip
+        arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
+        return Inputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A plan and what its kernels take beside arrays and spans."""
+
+    plan: LoopPlan
+    slots: Mapping[str, Any]
+    tables: Mapping[str, Array]
+
+
 @dataclass(frozen=True)
 class Work:
     """A subject laid out for one shape and tile size: what every backend runs."""
 
-    subject: Subject
-    simplified: tuple[Expr | None, Expr | None]
-    layout: Layout
-    plan: LoopPlan
-    slots: Mapping[str, Any]
-    tables: Mapping[str, Array]
-    rules: Counter[str]
+    fixed: Fixed
+    inputs: Inputs
+    spans: Spans
+    place: Place
 
     @property
-    def spans(self) -> Spans:
-        return self.layout.spans
+    def subject(self) -> Subject:
+        return self.fixed.subject
+
+    @property
+    def simplified(self) -> tuple[Expr | None, Expr | None]:
+        return self.fixed.simplified
+
+    @property
+    def rules(self) -> Counter[str]:
+        return self.fixed.rules
+
+    @property
+    def plan(self) -> LoopPlan:
+        return self.inputs.plan
+
+    @property
+    def slots(self) -> Mapping[str, Any]:
+        return self.inputs.slots
+
+    @property
+    def tables(self) -> Mapping[str, Array]:
+        return self.inputs.tables
+
+    @cached_property
+    def layout(self) -> Layout:
+        return self.fixed.layout(self.place)
 
 
 _works: OrderedDict[tuple[Any, ...], Work] = OrderedDict()
@@ -188,52 +294,73 @@ def work(
         _works.move_to_end(key)
         return _works[key]
     check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
-    what.require_bound()
-    seen = TRUE if what.mask is None else what.mask.expr
-    readers = [p.expr for p in what.parts]
-    check_reach(seen, readers, what.scalars, what.tables, (batch, heads, q_len, kv_len), origin, sizes)
-    made = _works[key] = _compiled(what, q_len, kv_len, batch, heads, block, origin, sizes, proofs, dropout)
+    fixed = fixed_of(what)
+    lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
+    fixed.check_reach(lengths, origin, sizes)
+    rest = fixed, lengths, block, origin, sizes, dropout
+    made = _works[key] = _few_work(*rest) if q_len <= FEW and not proofs else _work(*rest, proofs)
     while len(_works) > CACHED:
         _works.popitem(last=False)
     return made
 
 
-def _compiled(
-    what: Subject, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
-    origin: Origin, sizes: Sizes | None, proofs: bool, dropout: bool,
+def _work(
+    fixed: Fixed, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool,
+    proofs: bool,
 ) -> Work:  # fmt: skip
-    tables, scalars = what.tables, what.scalars
-    sane = {n: bool(np.isfinite(t).all()) for n, t in tables.items() if t.dtype.kind == "f"}
-    parts = [None if p is None else written_out(p.expr, tables) for p in (what.mask, what.score)]
-    seen, mod, rules = _simplified(parts[0], parts[1], tuple(sane.items()))
-    known = {**scalars, **tables}
-    inside = Mask(TRUE if seen is None else seen)
-    inside = inside.bind(**{n: known[n] for n in inside.unbound})
-    layout = make_layout(inside, q_len, kv_len, batch, heads, block, origin, sizes)
-    full = sizes or whole(origin, (batch, heads, q_len, kv_len))
-    plan = make_plan(
-        seen, mod, str(what), bounds=layout.analysis.bounds, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=_no_empty_row(seen, layout, proofs),
-        limits=limits_of(full, scalars, tables), dropout=dropout,
-    )  # fmt: skip
-    arrays = {n: np.asarray(t) for n, t in plan.table_values(tables).items()}
-    return Work(what, (seen, mod), layout, plan, plan.slot_values({**scalars, **UNDRAWN}), arrays, rules)
+    batch, heads, q_len, kv_len = lengths
+    place = (q_len, kv_len, batch, heads, block, origin, sizes)
+    layout = fixed.layout(place)
+    nonempty = fixed.no_empty_row(q_len, kv_len, origin) or bool(proofs and layout.facts.rows_nonempty)
+    limits = limits_of(layout.sizes, fixed.scalars, fixed.arrays)
+    made = Work(fixed, fixed.inputs(layout.analysis.bounds, nonempty, limits, dropout), layout.spans, place)
+    made.__dict__["layout"] = layout
+    return made
 
 
-@lru_cache(maxsize=256)  # a decoding loop asks at every position
-def _simplified(
-    seen: Expr | None, mod: Expr | None, sane: tuple[tuple[str, bool], ...]
-) -> tuple[Expr | None, Expr | None, Counter[str]]:
-    rules: Counter[str] = Counter()
-    return *prepare(seen, mod, dict(sane), rules), rules
+def _few_work(
+    fixed: Fixed, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
+) -> Work:  # fmt: skip
+    """Of few queries: every step of decoding has other positions, and their kernel stays the same. So integers have
+    room to grow."""
+    batch, heads, q_len, kv_len = lengths
+    place = (q_len, kv_len, batch, heads, block, origin, sizes)
+    full = sizes or whole(origin, lengths)
+    spans = fixed.few and fixed.few.spans(q_len, kv_len, batch, heads, block, origin, full)
+    if fixed.few and spans:
+        bounds = fixed.few.formula
+    else:
+        analysis = fixed.layout(place).analysis
+        spans, bounds = analysis.spans, analysis.bounds
+    room = tuple((n - 1).bit_length() for n in full)
+    try:
+        inputs = _few_inputs(fixed, bounds, fixed.no_empty_row(q_len, kv_len, origin), room, dropout)
+    except LoweringError:  # too much room: 64 bits are not enough for it
+        limits = limits_of(full, fixed.scalars, fixed.arrays)
+        inputs = fixed.inputs(bounds, fixed.no_empty_row(q_len, kv_len, origin), limits, dropout)
+    return Work(fixed, inputs, spans, place)
 
 
-def _no_empty_row(seen: Expr | None, layout: Layout, count: bool) -> bool:
-    if seen is None:
-        return True
-    q, k = (np.asarray(x) for x in layout.origin[2:])
-    own = bool(np.all(q >= k) and np.all(q + layout.q_len <= k + layout.kv_len))  # keys at the queries' positions
-    return (own and sees_itself(seen)) or bool(count and layout.facts.rows_nonempty)
+@lru_cache(maxsize=CACHED)
+def _few_inputs(
+    fixed: Fixed, bounds: Bounds | None, nonempty: bool, room: tuple[int, int, int, int], dropout: bool
+) -> Inputs:
+    """`room`: bits of the largest positions."""
+    b, h, q, k = (1 << n for n in room)
+    return fixed.inputs(bounds, nonempty, limits_of((b, h, q, k), fixed.scalars, fixed.arrays), dropout)
+
+
+@lru_cache(maxsize=CACHED)
+def fixed_of(what: Subject) -> Fixed:
+    """Kept by value, as compilations are."""
+    what.require_bound()
+    arrays, scalars, rules = what.tables, what.scalars, Counter[str]()
+    sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
+    parts = [None if p is None else written_out(p.expr, arrays) for p in (what.mask, what.score)]
+    seen, mod = prepare(parts[0], parts[1], sane, rules)
+    laid = prepare(seen, None)[0] if seen is not None else None
+    tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
+    return Fixed(what, (seen, mod), TRUE if laid is None else laid, rules, sane, scalars, arrays, tables, str(what))
 
 
 def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:

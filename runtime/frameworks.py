@@ -178,6 +178,8 @@ def _ordered(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
 
 def _start(x: Any) -> Any:
     """An int, or an int64 vector with one entry per batch."""
+    if type(x) is int:
+        return x
     if traced(x):
         raise ShapeError(
             "origin is traced by jax.jit or another transform, and tiles are laid out for one that is known\n"

@@ -48,18 +48,22 @@ def check_reach(
 
 
 def _positive(n: Any) -> bool:
+    if type(n) is int:
+        return n > 0
     return np.ndim(n) == 0 and np.asarray(n).dtype.kind in "iu" and n > 0
 
 
 def placed(x: Any) -> bool:
     """Whether x can be a start: an integer, or one per batch entry, none negative."""
+    if type(x) is int:
+        return x >= 0
     at = np.asarray(x)
     return at.dtype.kind in "iu" and bool((at >= 0).all())
 
 
 def place_of(origin: Origin) -> tuple[Any, ...]:
     """An origin as it can be a key: ints, and tuples of them."""
-    return tuple(tuple(np.asarray(x).tolist()) if np.ndim(x) else x for x in origin)
+    return tuple(x if type(x) is int or not np.ndim(x) else tuple(np.asarray(x).tolist()) for x in origin)
 
 
 def check_lengths(
@@ -79,7 +83,7 @@ def check_lengths(
     if not np.iterable(origin) or len(origin) != 4 or not all(map(placed, origin)):
         raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), none negative, in global positions")
     for x in origin[2:]:
-        if np.ndim(x) and np.shape(x) != (batch,):
+        if type(x) is not int and np.ndim(x) and np.shape(x) != (batch,):
             raise ShapeError(
                 f"origin has {np.size(x)} entries for {batch} batch entries\n  give one int, or one per batch entry"
             )
@@ -87,7 +91,7 @@ def check_lengths(
         return
     if not np.iterable(sizes) or len(sizes) != 4 or not all(map(_positive, sizes)):
         raise ShapeError(f"sizes is {sizes}\n  it is (B, H, Q_LEN, KV_LEN), the lengths of the whole problem")
-    far = [int(np.max(x)) + n for x, n in zip(origin, (batch, heads, q_len, kv_len), strict=True)]
+    far = whole(origin, (batch, heads, q_len, kv_len))
     for name, stop, size in zip(SIZE_NAMES, far, sizes, strict=True):
         if stop > size:
             raise ShapeError(

@@ -64,7 +64,7 @@ def backward(
     made = _prepared(plan, spans, g, target, q.dtype)
     arrays = [_rows(x) for x in (q, k, v, out, dout.to(q.dtype))]
     lse, dlse, sinks = (_real(x, made.real) for x in (lse, dlse, sinks))
-    found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes if n in wanted}
+    found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
     captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
     sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
@@ -129,19 +129,15 @@ class _Buffer:
         return held
 
 
-class _Prepared:
-    """All of a record that is the same from call to call."""
+class _Kernel:
+    """What calls have in common that differ in lengths and positions only."""
 
-    def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any) -> None:
+    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any) -> None:
         import torch
 
-        self.plan, self.spans = plan, spans
+        self.plan = plan
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
-        self.kernel = plan, target, g.head_dim, g.v_dim, str(dtype).removeprefix("torch.")
-        keys = g.batch, g.kv_heads, g.kv_len
-        self.shapes = (
-            ("q", (g.batch, g.heads, g.q_len, g.head_dim)), ("k", (*keys, g.head_dim)), ("v", (*keys, g.v_dim)),
-        )  # fmt: skip
+        self.text = plan, target, head_dim, v_dim, str(dtype).removeprefix("torch.")
         self.functions: dict[str, Any] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -149,35 +145,15 @@ class _Prepared:
         self.slot_record = struct.Struct("".join("d" if f else "q" for f in floats))
         self.slot_words, self.table_words = _Buffer(), _Buffer()
         self.tables = [(t, _stored(t, plan, self.real), struct.Struct(f"{1 + 2 * t.rank}q")) for t in plan.tables]
-        origins = [np.ascontiguousarray(np.reshape(x, -1), np.int64) for x in g.origin[2:]]
-        runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
-        self.alive = origins, runs
-        self.before = (
-            g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
-            *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
-        )  # fmt: skip
-        self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3])
 
-    def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
-        """Run a kernel; `rest` are the words from `sinks` on."""
-        values = self.slot_words.put(self.slot_record.pack(*[kind(slots[n]) for n, kind in self.slots]))
-        arrays = [(self._table(use, tables[use.name], dtype), pack) for use, dtype, pack in self.tables]
-        words = self.table_words.put(b"".join([p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, p in arrays]))
-        function = self.functions.get(name) or self._function(name)
-        failed = function(RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest))
-        if failed:
-            raise BackendError(f"{name} ran out of memory; free some, or take backend='aten'")
-
-    def last_tables(self, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tables as the kernel read them."""
-        return {use.name: self._table(use, tables[use.name], dtype) for use, dtype, _ in self.tables}
-
-    def _function(self, name: str) -> Any:
-        found = self.functions[name] = getattr(library(_text(name, *self.kernel)), name)
-        found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_int64
+    def function(self, name: str) -> Any:
+        found = self.functions.get(name)
+        if found is None:
+            found = self.functions[name] = getattr(library(_text(name, *self.text)), name)
+            found.argtypes, found.restype = [ctypes.c_char_p], ctypes.c_int64
         return found
 
-    def _table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
+    def table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
         """In the kernel's dtype; a conversion is kept while the tensor lives and is not written to."""
         if given.dtype == dtype:
             return given
@@ -188,6 +164,44 @@ class _Prepared:
         if not given.is_inference():
             self.converted[use.name] = (ref(given), given._version, made)
         return made
+
+
+class _Prepared:
+    """All of a record that is the same from call to call."""
+
+    def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any) -> None:
+        self.kernel, self.spans, self.geometry = _kernel(plan, target, g.head_dim, g.v_dim, dtype), spans, g
+        self.real = self.kernel.real
+        origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
+        runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
+        self.alive = origins, runs
+        self.before = (
+            g.batch, g.heads, g.kv_heads, g.q_len, g.kv_len, g.scale, *g.full, *g.origin[:2],
+            *(x.ctypes.data for x in origins), *(int(len(x) > 1) for x in origins),
+        )  # fmt: skip
+        self.behind = (*(x.ctypes.data for x in runs), *spans.bounds.shape[1:3])
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        g = self.geometry
+        keys = g.batch, g.kv_heads, g.kv_len
+        return {"q": (g.batch, g.heads, g.q_len, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
+
+    def call(self, name: str, slots: Mapping[str, Any], tables: Mapping[str, Tensor], rest: list[int]) -> None:
+        """Run a kernel; `rest` are the words from `sinks` on."""
+        own = self.kernel
+        values = own.slot_words.put(own.slot_record.pack(*[kind(slots[n]) for n, kind in own.slots]))
+        arrays = [(own.table(use, tables[use.name], dtype), pack) for use, dtype, pack in own.tables]
+        words = own.table_words.put(b"".join([p.pack(x.data_ptr(), *x.shape, *x.stride()) for x, p in arrays]))
+        failed = own.function(name)(
+            RECORD.pack(*of_torch(), *self.before, values[2], words[2], *self.behind, *rest)
+        )  # fmt: skip
+        if failed:
+            raise BackendError(f"{name} ran out of memory; free some, or take backend='aten'")
+
+    def last_tables(self, tables: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tables as the kernel read them."""
+        return {use.name: self.kernel.table(use, tables[use.name], dtype) for use, dtype, _ in self.kernel.tables}
 
 
 @lru_cache(maxsize=256)
@@ -207,7 +221,19 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
     return torch.bool if use.type is BOOL else torch.int64 if plan.int64 else torch.int32
 
 
+_kernels: OrderedDict[Any, _Kernel] = OrderedDict()
 _records: OrderedDict[Any, _Prepared] = OrderedDict()
+
+
+def _kernel(plan: LoopPlan, *what: Any) -> _Kernel:
+    """A plan is told by where it is: the kernel keeps it."""
+    key = (id(plan), *what)
+    found = _kernels.get(key)
+    if found is None:
+        found = _kernels[key] = _Kernel(plan, *what)
+        while len(_kernels) > KEPT:
+            _kernels.popitem(last=False)
+    return found
 
 
 def _prepared(plan: LoopPlan, spans: Spans, geometry: Geometry, target: Target, dtype: Any) -> _Prepared:

@@ -226,8 +226,7 @@ def prepare(call: Call, tile: tuple[int, int] | None) -> Ready:
     wanted: list[Any] = [*made.plan.tables, *made.plan.slots]
     uses = [x for x in wanted if x.type is FLOAT and x.source in named]
     live = {x.name for x in uses}  # this call's values are not kept: they may hold its graph
-    fixed = {n: t for n, t in _on_device(made, given.q.device).items() if n not in live}
-    tables = {n: t.to(real) if t.is_floating_point() else t for n, t in fixed.items()}
+    tables = {n: t for n, t in _on_device(made, given.q.device, real).items() if n not in live}
     slots = {n: x for n, x in made.slots.items() if n not in live}
     source = {s.source: s.name for s in made.plan.slots}
     if RATE in source:
@@ -292,13 +291,15 @@ def on_host(spans: Spans | DeviceSpans) -> Spans:
     return Spans(spans.bounds.numpy(), spans.count.numpy(), spans.slice_of)
 
 
-def _on_device(work: Work | FlatWork, device: Any) -> dict[str, Tensor]:
-    """The tables as tensors, those of the host made once for each compilation and device."""
+def _on_device(work: Work | FlatWork, device: Any, real: Any) -> Mapping[str, Tensor]:
+    """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
     import torch
 
     if isinstance(work, FlatWork):
-        return {n: t.to(device) for n, t in work.tables.items()}
-    known = _tables.setdefault(work.layout, {})
-    if device not in known:
-        known[device] = {n: torch.from_numpy(np.array(t)).to(device) for n, t in work.tables.items()}
-    return known[device]
+        given = {n: t.to(device) for n, t in work.tables.items()}
+        return {n: t.to(real) if t.is_floating_point() else t for n, t in given.items()}
+    known = _tables.setdefault(work.inputs, {})
+    if (device, real) not in known:
+        given = {n: torch.from_numpy(np.array(t)).to(device) for n, t in work.tables.items()}
+        known[device, real] = {n: t.to(real) if t.is_floating_point() else t for n, t in given.items()}
+    return known[device, real]
