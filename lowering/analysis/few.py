@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,12 @@ def _operation(e: Expr, scope: Scope) -> Callable[..., Any]:
         ends = [n - 1 for n in table.shape]
         return lambda *at: table[tuple(min(max(i, 0), n) for i, n in zip(at, ends, strict=True))].item()
     hook = scope.hooks()[e.op]
-    return lambda *args: hook(e, *(np.asarray(x) for x in args)).item()
+
+    @lru_cache(maxsize=64)  # first and last query of a row are often one
+    def asked(*args: Any) -> Any:
+        return hook(e, *map(np.asarray, args)).item()
+
+    return asked
 
 
 @dataclass(frozen=True)
