@@ -3,6 +3,7 @@ shapes of a call, checked."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import ShapeError
+from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 
-from .parameters import traced
+from .parameters import learns, traced
 
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
@@ -101,7 +102,7 @@ class Arrays:
             raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
         start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(sizes)
-        factor = d**-0.5 if scale is None else float(scale)
+        factor = d**-0.5 if scale is None else _factor(scale)
         return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole)
 
 
@@ -191,6 +192,20 @@ def _start(x: Any) -> Any:
     if at.dtype.kind not in "iu":
         raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")
     return at.astype(np.int64) if at.ndim else int(at)
+
+
+def _factor(scale: Any) -> float:
+    """The scale as a number; one that is learned or traced would lose its gradient here."""
+    try:
+        factor = math.nan if learns(scale) or traced(scale) else float(scale)
+    except (TypeError, ValueError, RuntimeError):
+        factor = math.nan
+    if not math.isfinite(factor):
+        raise ParameterError(
+            f"scale is {scale!r}; it is a finite number, known when the call is made\n"
+            "  multiply q by a factor that is learned or traced, and give scale=1"
+        )
+    return factor
 
 
 def device_of(x: Any, framework: str) -> str:

@@ -53,8 +53,11 @@ def seed_of(seed: Any, rate: float, framework: str) -> Any:
             "seed=jax.random.randint(key, (), 0, 2**31 - 1)"
         )
     if framework == "jax" and (traced(seed) or framework_of(seed) == "jax"):
-        if seed.ndim or seed.dtype.kind not in "iu":
-            raise ParameterError(f"seed is {seed.dtype}{list(seed.shape)}; it is one integer, 0 <= seed < 2**31")
+        if seed.ndim or not str(seed.dtype).startswith(("int", "uint")):  # keys have dtypes of their own
+            raise ParameterError(
+                f"seed is {seed.dtype}{list(seed.shape)}; it is one integer, 0 <= seed < 2**31, from a key: "
+                "seed=jax.random.randint(key, (), 0, 2**31 - 1)"
+            )
         return seed
     try:
         number = operator.index(seed)

@@ -153,7 +153,29 @@ BAD = {
     ),
     "seeds": (
         lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=jnp.zeros(2, int)), ParameterError,
-        "seed is int32[2]; it is one integer, 0 <= seed < 2**31",
+        "seed is int32[2]; it is one integer, 0 <= seed < 2**31, from a key: "
+        "seed=jax.random.randint(key, (), 0, 2**31 - 1)",
+    ),
+    "key for a seed": (
+        lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=jax.random.key(0)), ParameterError,
+        "seed is key<fry>[]; it is one integer, 0 <= seed < 2**31, from a key: "
+        "seed=jax.random.randint(key, (), 0, 2**31 - 1)",
+    ),
+    "scale of words": (
+        lambda: call(scale="half"), ParameterError,
+        "scale is 'half'; it is a finite number, known when the call is made\n"
+        "  multiply q by a factor that is learned or traced, and give scale=1",
+    ),
+    "scale without a value": (
+        lambda: call(scale=float("nan")), ParameterError, "scale is nan; ",
+    ),
+    "learned scale": (
+        lambda: call(scale=torch.tensor(0.5, requires_grad=True)), ParameterError,
+        "scale is tensor(0.5000, requires_grad=True); ",
+    ),
+    "traced scale": (
+        lambda: jax.jit(lambda s: fk.compile("causal", scale=s)(*arrays("jax")))(0.5), ParameterError,
+        "scale is JitTracer(~float32[]); ",
     ),
     "too few sinks": (
         lambda: call(sinks=torch.zeros(2)), ShapeError,
