@@ -34,6 +34,7 @@ Array = NDArray[Any]
 Place = tuple[int, int, int, int, tuple[int, int], Origin, Sizes | None]  # q_len, kv_len, batch, heads, tiles, ...
 CACHED = 256  # compilations kept
 UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
+_sees_itself = lru_cache(maxsize=CACHED)(sees_itself)
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,7 @@ class Fixed:
 
     @cached_property
     def few(self) -> Few | None:
-        return few(simplify(written_out(self.laid, self.arrays)), self.scalars, self.tables)
+        return few(self.laid, self.scalars, self.tables)
 
     @cached_property
     def reads(self) -> tuple[tuple[str, int], ...]:
@@ -206,16 +207,11 @@ class Fixed:
             for mask, readers in ((seen, [p.expr for p in self.subject.parts]), (self.laid, [self.laid])):
                 check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
 
-    @cached_property
-    def sees_itself(self) -> bool:
-        seen = self.simplified[0]
-        return seen is None or sees_itself(seen)
-
     def no_empty_row(self, q_len: int, kv_len: int, origin: Origin) -> bool:
         """Whether that is plain without a count."""
         if self.simplified[0] is None:
             return True
-        if not self.sees_itself:
+        if not _sees_itself(self.simplified[0]):
             return False
         ahead = origin[2] - origin[3]  # own keys are part of the call
         if type(ahead) is int:
@@ -354,13 +350,23 @@ def _few_inputs(
 def fixed_of(what: Subject) -> Fixed:
     """Kept by value, as compilations are."""
     what.require_bound()
-    arrays, scalars, rules = what.tables, what.scalars, Counter[str]()
+    arrays = what.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
     parts = [None if p is None else written_out(p.expr, arrays) for p in (what.mask, what.score)]
-    seen, mod = prepare(parts[0], parts[1], sane, rules)
-    laid = prepare(seen, None)[0] if seen is not None else None
+    seen, mod, laid, rules = _simplified(parts[0], parts[1], tuple(sane.items()))
     tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
-    return Fixed(what, (seen, mod), TRUE if laid is None else laid, rules, sane, scalars, arrays, tables, str(what))
+    return Fixed(what, (seen, mod), laid, rules, sane, what.scalars, arrays, tables, str(what))
+
+
+@lru_cache(maxsize=CACHED)  # other values of the parameters are other subjects
+def _simplified(
+    seen: Expr | None, mod: Expr | None, sane: tuple[tuple[str, bool], ...]
+) -> tuple[Expr | None, Expr | None, Expr, Counter[str]]:
+    """Mask, score mod, and the mask as the analysis takes it."""
+    rules: Counter[str] = Counter()
+    seen, mod = prepare(seen, mod, dict(sane), rules)
+    laid = None if seen is None else prepare(seen, None)[0]
+    return seen, mod, TRUE if laid is None else simplify(laid), rules
 
 
 def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:
