@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from frisket.dsl.errors import BackwardError
+
 from .torch_library import no_second
 from .torch_op import Ready
 
@@ -20,7 +22,7 @@ class Attend(torch.autograd.Function):
         ctx: Any, ready: Ready, seed: Any, largest: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor
     ) -> Any:
         out, lse, top = ready.run(seed, largest, q, k, v, sinks, *values)
-        ctx.ready, ctx.seed = ready, seed
+        ctx.ready, ctx.seed, ctx.versions = ready, seed, _versions(ready)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *values)
         ctx.set_materialize_grads(False)
         if top is not None:
@@ -30,6 +32,11 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         dout, dlse, _ = cotangents
+        if _versions(ctx.ready) != ctx.versions:
+            raise BackwardError(
+                "a table of this attention was changed in place between the forward and the backward, which needs what "
+                "the forward saw\n  change it after the backward, or make a new tensor and a new plan"
+            )
         saved = ctx.saved_tensors
         given = saved[:4] + saved[6:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
@@ -40,6 +47,11 @@ class Attend(torch.autograd.Function):
         with torch.no_grad():  # a graph of the backward is asked for
             grads = gradients(*what)
         return None, None, None, *_Once.apply(grads, dout, dlse, *given)  # type: ignore[no-untyped-call]
+
+
+def _versions(ready: Ready) -> list[int]:
+    """How often each table was written to: plans on a device hold the user's own. Live ones are torch's to watch."""
+    return [x._version for x in ready.tables.values() if not x.is_inference()]
 
 
 def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:

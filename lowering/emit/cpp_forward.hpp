@@ -40,7 +40,7 @@ struct Worker {
 };
 
 // Memory is taken from and given back to a few places by one exchange each: nothing to lock, nothing to break by fork.
-const int PLACES = 256;
+const int PLACES = 16;  // what a kernel at rest holds: some 70 MB at most; more threads than this use malloc
 static void *places[PLACES];
 
 static Worker *take(int64_t slots) {

@@ -277,6 +277,19 @@ def test_what_is_not_finite_and_hidden_reaches_no_gradient(where, backend):
         torch.testing.assert_close(gradients(held), gradients(0.0))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_table_changed_before_the_backward_is_refused(backend):
+    doc = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
+    att = fk.compile("causal & same(doc)", backend=backend)
+    plan = att.plan(9, 9, heads=2, doc=doc, flat=True)
+    q, k, v = qkv()
+    out = att(q, k, v, plan=plan)
+    doc += torch.arange(9)
+    with pytest.raises(BackwardError, match="changed in place between the forward and the backward"):
+        out.sum().backward()
+    att(q, k, v, plan=att.plan(9, 9, heads=2, doc=doc, flat=True)).sum().backward()
+
+
 def test_inference_mode_and_frozen_tensors():
     q, k, v = qkv()
     with torch.inference_mode():
