@@ -99,11 +99,9 @@ class Kernel:
     def source(self) -> str:
         parts = [
             self.head(),
-            part("vectors"),
-            part("gemm"),
+            *map(part, ARITHMETIC),
             self.expressions(),
-            part("forward"),
-            part("decode"),
+            *map(part, ("forward", "decode")),
             self.entries(),
         ]
         return "\n".join(parts)
@@ -263,6 +261,9 @@ SOURCES = {
 def spread(node: Expr, text: str) -> str:
     """A single number in every lane."""
     return expr_cpp.SPREAD[node.type].format(text)
+
+
+ARITHMETIC = ("vectors", "functions", "integers", "gemm")  # what comes before the mask and the score mod
 
 
 @cache

@@ -1,7 +1,7 @@
 """Writes the native backward kernel of a LoopPlan: one self-contained C++ source, compiled apart from the forward.
 
 Beside the forward's functions of positions it has the slope of the score mod and, for every captured value, the
-weight of its gradient (lowering/derive.py); the rest is cpp_backward.hpp.
+weight of its gradient (lowering/derive.py); the rest is cpp_backward*.hpp.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import cpp_call
-from .cpp import Kernel, part
+from .cpp import ARITHMETIC, Kernel, part
 
 OVER = {
     "head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES",
@@ -49,7 +49,8 @@ class BackwardKernel(Kernel):
         return roots
 
     def source(self) -> str:
-        parts = [self.head(), part("vectors"), part("gemm"), self.expressions(), part("backward"), self.entries()]
+        walk = ("backward", "backward_walk", "backward_work")
+        parts = [self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()]
         return "\n".join(parts)
 
     def entries(self) -> str:

@@ -34,7 +34,8 @@ ON_TABLES = frozenset({"look", "segment", *SEARCHES})
 
 def prelude() -> str:
     """What all of them share."""
-    return (files(__package__) / "planner_cpp.hpp").read_text(encoding="utf-8")
+    parts = ("planner_cpp.hpp", "planner_cpp_pieces.hpp")
+    return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in parts)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,197 @@
+struct Part {
+    int64_t begin, end;    // of the tiles of queries of a key head: query head by query head, each from the first row on
+    int64_t lo, hi;        // the tiles of keys they visit
+    Real *sums;            // dK, then dV, of those; null: the worker's or the result's
+};
+
+struct Task {
+    const Call *call;
+    Part *part;             // [batch, kv_heads, parts]
+    int64_t parts, items, chains;
+    int64_t next, failed;
+    Real *heads[CAPTURED + 1];     // [batch, heads, rows] sums of tiles of queries
+    Real *lines[CAPTURED + 1];     // [parts, batch, heads, length] columns or diagonals
+    double *copies[CAPTURED + 1];  // [chains, entries]
+};
+
+INLINE int64_t tiles_of(const Call *call) { return (call->kv_len + BLOCK_K - 1) / BLOCK_K; }
+INLINE int64_t length_of(const Call *call, int n) {
+    return OVER[n] == COLUMNS ? tiles_of(call) * BLOCK_K : call->q_len + call->kv_len + BLOCK_K;
+}
+template <class T> INLINE T *entries_of(const Array &x, int64_t batch, int64_t head) {
+    return x.data ? (T *)x.data + batch * x.batch + head * x.head : nullptr;
+}
+
+// Packed keys and values of one tile, from before or made now.
+static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_head, int64_t tile) {
+    const int64_t name = (batch * call->kv_heads + kv_head) * tiles_of(call) + tile, slot = tile % w.slots;
+    if (w.tag[slot] == name) return slot;
+    w.tag[slot] = name;
+    const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
+    const Entry *k = entries_of<const Entry>(call->k, batch, kv_head) + start * call->k.row;
+    const Entry *v = entries_of<const Entry>(call->v, batch, kv_head) + start * call->v.row;
+    Operand *to = w.tiles + slot * TILE;
+    pack_turned<HEAD_DIM, PANEL>(to, k, call->k.row, present, BLOCK_K);
+    pack_turned<V_DIM, PANEL>(to + TURNED_K, v, call->v.row, present, BLOCK_K);
+    if (!K_AS_IS) pack_rows<HEAD_DIM>(to + TURNED_K + TURNED_V, k, call->k.row, present, BLOCK_K);
+    w.tag_odd[slot] = any_odd(k, call->k.row, present, HEAD_DIM);
+    return slot;
+}
+
+static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_t batch, int64_t head, int64_t row) {
+    const int64_t start = row * BLOCK_Q, line = (batch * call->heads + head) * call->q_len + start;
+    const int present = (int)(call->q_len - start < BLOCK_Q ? call->q_len - start : BLOCK_Q);
+    const Entry *q = entries_of<const Entry>(call->q, batch, head) + start * call->q.row;
+    const Entry *out = entries_of<const Entry>(call->out, batch, head) + start * call->out.row;
+    const Entry *dout = entries_of<const Entry>(call->dout, batch, head) + start * call->dout.row;
+    w.present = present;
+    pack_rows<HEAD_DIM>(w.q_lines, q, call->q.row, present, ROWS);
+    pack_rows<V_DIM>(w.dout_lines, dout, call->dout.row, present, ROWS);
+#if PAIRS
+    pack_left<HEAD_DIM>(w.q_left, q, call->q.row, present, ROWS, 1);
+    pack_left<V_DIM>(w.dout_left, dout, call->dout.row, present, ROWS, 1);
+#endif
+    w.queries_odd = any_odd(q, call->q.row, present, HEAD_DIM) || any_odd(dout, call->dout.row, present, V_DIM);
+    const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
+    for (int i = 0; i < present; i++, out += call->out.row, dout += call->dout.row) {
+        const Real lse = call->lse[line + i];
+        Vec delta = {};
+        for (int d = 0; d < V_DIM; d += LANES) delta += load_reals(out + d, V_DIM - d) * load_reals(dout + d, V_DIM - d);
+        w.rows[i] = row_of(fixed, q_first + i);
+        w.lse[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E;  // weights of an empty row are 0
+        w.delta[i] = sum(delta) - (call->dlse ? call->dlse[line + i] : 0);
+    }
+    for (int i = 0; i < ROWS * Q_WIDE; i++) w.dq[i] = 0;
+}
+
+// A tile of queries beside one tile of keys.
+template <bool PARTIAL>
+static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand *tile, const Operand *rows, int64_t stride, int64_t n,
+                  int64_t present, bool exactly) {
+    const Real scale = (Real)call->scale, unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
+    const int groups = (w.present + GROUP - 1) / GROUP;
+    for (int start = 0; start < w.present; start += GROUP)
+        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, start, ROWS - start < GROUP ? ROWS - start : GROUP, unit, scale);
+    if (PARTIAL && exactly) return add_exactly(w, groups, rows, stride, present, n);
+    for (int key = 0; key < present; key += GROUP) {
+        int from = 0, to = groups * GROUP < ROWS ? groups * GROUP : ROWS;
+        if (PARTIAL) rows_seeing(w, groups, key, GROUP, from, to);
+        if (from == to) continue;
+        if (key + GROUP <= BLOCK_K)
+            add_keys<GROUP>(w, key, from, to, n);
+        else
+            add_keys<K_TAIL>(w, key, from, to, n);
+    }
+    for (int g = 0; g < groups && w.with_dq; g++)
+        if (g * GROUP + GROUP <= ROWS)
+            add_queries<GROUP>(w, g * GROUP, rows, stride, present);
+        else
+            add_queries<Q_TAIL>(w, g * GROUP, rows, stride, present);
+}
+
+// One tile of queries: everything it sees.
+static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, int64_t head, int64_t row) {
+    const Call *call = task.call;
+    const int64_t kv_head = head / (call->heads / call->kv_heads), line = batch * call->heads + head;
+    const int64_t k_origin = call->k_origin[batch * call->k_origin_step];
+    const Fixed fixed = fixed_of(call, batch, head);
+    Captured &captured = w.captured;
+    load_queries(w, call, fixed, batch, head, row);
+    for (int n = 0; n < CAPTURED; n++) {
+        captured.head[n] = Vec{};
+        for (int i = 0; i < ROWS && OVER[n] == ROWS_OF_QUERIES; i++) captured.row[n][i] = Vec{};
+    }
+    const int64_t spans = call->slice_of[line] * call->rows + row;
+    const int32_t *record = call->spans + spans * call->records * 4;
+    for (int32_t r = 0; r < call->count[spans]; r++, record += 4)
+        for (int64_t n = record[0]; n < record[3]; n++) {
+            const bool partial = n < record[1] || n >= record[2];
+            const int64_t start = n * BLOCK_K, slot = packed(w, call, batch, kv_head, n);
+            const int64_t present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
+            const Operand *tile = w.tiles + slot * TILE, *rows = tile + TURNED_K + TURNED_V;
+            int64_t stride = Q_WIDE;
+            if (K_AS_IS) {
+                rows = (const Operand *)(entries_of<const Entry>(call->k, batch, kv_head) + start * call->k.row);
+                stride = call->k.row;
+            }
+            if (partial || POSITIONS)
+                for (int j = 0; j < VECTORS; j++)
+                    w.columns[j] = column_of(fixed, (Int)(k_origin + start + j * LANES), call->kv_len - start - j * LANES);
+            for (int c = 0; c < CAPTURED; c++)
+                if (task.lines[c]) {
+                    const int64_t length = length_of(call, c), in_line = OVER[c] == COLUMNS
+                        ? start : row * BLOCK_Q - start + call->kv_len - 1 + BLOCK_K;
+                    captured.place[c] = task.lines[c] + (part * call->batch * call->heads + line) * length + in_line;
+                }
+            if (partial)
+                visit<true>(w, call, fixed, tile, rows, stride, n, present, w.queries_odd || w.tag_odd[slot]);
+            else
+                visit<false>(w, call, fixed, tile, rows, stride, n, present, false);
+        }
+    for (int n = 0; n < CAPTURED; n++) {
+        if (!captured.buffer[n]) continue;
+        if (OVER[n] == HEADS) task.heads[n][line * call->rows + row] = sum(captured.head[n]);
+        for (int i = 0; i < w.present && OVER[n] == ROWS_OF_QUERIES; i++)
+            captured.buffer[n][line * call->q_len + row * BLOCK_Q + i] = sum(captured.row[n][i]);
+    }
+    if (!w.with_dq) return;
+    Entry *dq = entries_of<Entry>(call->dq, batch, head) + row * BLOCK_Q * call->dq.row;
+    for (int i = 0; i < w.present; i++, dq += call->dq.row)
+        for (int d = 0; d < HEAD_DIM; d++) dq[d] = rounded(w.dq[i * Q_WIDE + d]);
+}
+
+static void clear(Real *x, int64_t n) {
+    for (int64_t i = 0; i < n; i++) x[i] = 0;
+}
+
+// Where dK (or dV) of an item is summed up: the item's own memory, the result, or the worker's memory.
+template <int DIM, bool AS_IS>
+static Sums begin(const Call *call, const Array &result, int64_t batch, int64_t kv_head, const Part &part, Real *own, Real *worker, Real *edge) {
+    const int WIDE = round_up(DIM, LANES);
+    if (!result.data) return {};
+    Sums sums = {own ? own : worker, edge, WIDE, part.lo, -1};
+    if (own || !AS_IS) {
+        clear(sums.data, (part.hi - part.lo) * BLOCK_K * WIDE);
+        return sums;
+    }
+    Real *data = (Real *)entries_of<Entry>(result, batch, kv_head);
+    for (int64_t i = 0; i < call->kv_len; i++) clear(data + i * result.row, DIM);
+    clear(edge, BLOCK_K * WIDE);
+    return {data, edge, result.row, 0, call->kv_len % BLOCK_K ? call->kv_len / BLOCK_K : -1};
+}
+
+// Sums to results: the tiles of an item, or of all items of a key head, in their order.
+template <int DIM, bool DV>
+static void end(const Call *call, const Array &result, int64_t batch, int64_t kv_head, const Part *part, int64_t parts, int64_t tile, Sums sums) {
+    const int WIDE = round_up(DIM, LANES);
+    const int64_t start = tile * BLOCK_K, present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
+    Entry *to = entries_of<Entry>(result, batch, kv_head) + start * result.row;
+    for (int64_t i = 0; i < present; i++, to += result.row) {
+        Real total[DIM] = {};
+        for (int64_t n = 0; n < parts; n++) {
+            if (tile < part[n].lo || tile >= part[n].hi) continue;
+            const Real *from = parts > 1 ? nullptr : sums.tile(tile);
+            if (parts > 1)
+                from = part[n].sums + (DV ? (part[n].hi - part[n].lo) * BLOCK_K * Q_WIDE : 0) + (tile - part[n].lo) * BLOCK_K * WIDE;
+            for (int d = 0; d < DIM; d++) total[d] += from[i * WIDE + d];
+        }
+        for (int d = 0; d < DIM; d++) to[d] = rounded(total[d]);
+    }
+}
+
+static void run(Worker &w, Task &task, int64_t item) {
+    const Call *call = task.call;
+    const int64_t unit = item / task.parts, batch = unit / call->kv_heads, kv_head = unit % call->kv_heads;
+    const Part &part = task.part[item];
+    const int64_t keys = (part.hi - part.lo) * BLOCK_K, group = call->heads / call->kv_heads;
+    w.dk = begin<HEAD_DIM, K_AS_IS>(call, call->dk, batch, kv_head, part, part.sums, w.own, w.edge_dk);
+    w.dv = begin<V_DIM, V_AS_IS>(call, call->dv, batch, kv_head, part, part.sums ? part.sums + keys * Q_WIDE : nullptr,
+                                 w.own + keys * Q_WIDE, w.edge_dv);
+    for (int64_t n = part.begin; n < part.end; n++)
+        differentiate(w, task, item % task.parts, batch, kv_head * group + n / call->rows, n % call->rows);
+    if (task.parts > 1) return;
+    for (int64_t tile = 0; tile < tiles_of(call); tile++) {
+        if (w.with_dk && (!K_AS_IS || tile == w.dk.edge_tile)) end<HEAD_DIM, false>(call, call->dk, batch, kv_head, &part, 1, tile, w.dk);
+        if (w.with_dv && (!V_AS_IS || tile == w.dv.edge_tile)) end<V_DIM, true>(call, call->dv, batch, kv_head, &part, 1, tile, w.dv);
+    }
+}

@@ -1,0 +1,201 @@
+static Worker *worker_for(Task &task) {
+    const Call *call = task.call;
+    const int64_t tiles = tiles_of(call), most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
+    int64_t slots = tiles < most ? tiles : most;
+    if (slots < 1) slots = 1;
+    const int64_t own = task.parts > 1 || (K_AS_IS && V_AS_IS) ? 0 : tiles * BLOCK_K * (Q_WIDE + V_WIDE);
+    void *memory = malloc(sizeof(Worker) + slots * (TILE * (int64_t)sizeof(Operand) + 9) + own * (int64_t)sizeof(Real) + 256);
+    if (!memory) return nullptr;
+    Worker *w = (Worker *)(((uintptr_t)memory + 127) & ~(uintptr_t)63);
+    ((void **)w)[-1] = memory;
+    w->slots = slots;
+    w->tiles = (Operand *)(((uintptr_t)(w + 1) + 63) & ~(uintptr_t)63);
+    w->own = (Real *)(w->tiles + slots * TILE);
+    w->tag = (int64_t *)(w->own + own);
+    w->tag_odd = (bool *)(w->tag + slots);
+    for (int64_t i = 0; i < slots; i++) w->tag[i] = -1;
+    w->with_dq = call->dq.data, w->with_dk = call->dk.data, w->with_dv = call->dv.data;
+    w->with_slopes = w->with_dq || w->with_dk;
+    for (int n = 0; n < CAPTURED; n++) {
+        w->captured.buffer[n] = call->gradients ? call->gradients[n] : nullptr;
+        w->with_slopes |= w->captured.buffer[n] != nullptr;
+    }
+    return w;
+}
+
+// Chains of items are pulled; the items of a chain run one after the other.
+static void work(void *pointer, int64_t) {
+    Task &task = *(Task *)pointer;
+    Worker *w = worker_for(task);
+    if (!w) {
+        __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (;;) {
+        const int64_t chain = __atomic_fetch_add(&task.next, 1, __ATOMIC_RELAXED);
+        if (chain >= task.chains) break;
+        const Fixed fixed = fixed_of(task.call, 0, 0);
+        for (int n = 0; n < CAPTURED; n++)
+            w->captured.copy[n] = task.copies[n] ? task.copies[n] + chain * entries(fixed, n) : nullptr;
+        for (int64_t item = chain; item < task.items; item += task.chains) run(*w, task, item);
+    }
+    free(((void **)w)[-1]);
+}
+
+// The parts of a key head, added up: one tile of keys at a time.
+static void add_parts(void *pointer, int64_t) {
+    Task &task = *(Task *)pointer;
+    const Call *call = task.call;
+    const int64_t tiles = tiles_of(call);
+    for (;;) {
+        const int64_t n = __atomic_fetch_add(&task.next, 1, __ATOMIC_RELAXED), unit = n / (tiles ? tiles : 1), tile = n % (tiles ? tiles : 1);
+        if (unit >= call->batch * call->kv_heads || !tiles) break;
+        const Part *part = task.part + unit * task.parts;
+        if (call->dk.data) end<HEAD_DIM, false>(call, call->dk, unit / call->kv_heads, unit % call->kv_heads, part, task.parts, tile, {});
+        if (call->dv.data) end<V_DIM, true>(call, call->dv, unit / call->kv_heads, unit % call->kv_heads, part, task.parts, tile, {});
+    }
+}
+
+// Captured gradients, summed up in one order.
+static void add_captured(const Task &task) {
+    const Call *call = task.call;
+    const int64_t lines = call->batch * call->heads;
+    const Fixed fixed = fixed_of(call, 0, 0);
+    for (int n = 0; n < CAPTURED; n++) {
+        Real *to = call->gradients ? call->gradients[n] : nullptr;
+        if (!to) continue;
+        if (OVER[n] == HEADS)
+            for (int64_t line = 0; line < lines; line++) {
+                double total = 0;
+                for (int64_t row = 0; row < call->rows; row++) total += task.heads[n][line * call->rows + row];
+                to[line] = (Real)total;
+            }
+        if (OVER[n] == COLUMNS || OVER[n] == DIAGONALS) {
+            const int64_t length = length_of(call, n), wanted = OVER[n] == COLUMNS ? call->kv_len : call->q_len + call->kv_len - 1;
+            const Real *from = task.lines[n] + (OVER[n] == COLUMNS ? 0 : BLOCK_K);
+            for (int64_t line = 0; line < lines; line++)
+                for (int64_t i = 0; i < wanted; i++) {
+                    Real total = 0;
+                    for (int64_t part = 0; part < task.parts; part++) total += from[(part * lines + line) * length + i];
+                    to[line * wanted + i] = total;
+                }
+        }
+        if (OVER[n] == ENTRIES && task.copies[n])
+            for (int64_t i = 0; i < entries(fixed, n); i++) {
+                double total = 0;
+                for (int64_t chain = 0; chain < task.chains; chain++) total += task.copies[n][chain * entries(fixed, n) + i];
+                to[i] = (Real)total;
+            }
+    }
+}
+
+static int64_t visits(const Call *call, int64_t batch, int64_t head, int64_t row, int64_t &lo, int64_t &hi) {
+    const int64_t line = call->slice_of[batch * call->heads + head] * call->rows + row;
+    int64_t total = 0;
+    for (int32_t r = 0; r < call->count[line]; r++) {
+        const int32_t *record = call->spans + (line * call->records + r) * 4;
+        total += record[3] - record[0];
+        if (record[0] < lo) lo = record[0];
+        if (record[3] > hi) hi = record[3];
+    }
+    return total;
+}
+
+// Cuts the tiles of queries of every key head into `parts` of about equal work. Bytes of their sums.
+static int64_t cut(const Call *call, Part *part, int64_t parts) {
+    const int64_t group = call->heads / call->kv_heads, all = group * call->rows;
+    int64_t bytes = 0;
+    for (int64_t unit = 0; unit < call->batch * call->kv_heads; unit++, part += parts) {
+        const int64_t batch = unit / call->kv_heads, first = unit % call->kv_heads * group;
+        int64_t work = 0, done = 0, n = 0, lo, hi;
+        for (int64_t i = 0; i < all; i++) work += 1 + visits(call, batch, first + i / call->rows, i % call->rows, lo, hi);
+        for (int64_t p = 0; p < parts; p++) {
+            part[p] = {n, n, tiles_of(call), 0, nullptr};
+            for (; n < all && (p == parts - 1 || done * parts < work * (p + 1)); n++)
+                done += 1 + visits(call, batch, first + n / call->rows, n % call->rows, part[p].lo, part[p].hi);
+            part[p].end = n;
+            if (part[p].lo > part[p].hi) part[p].lo = part[p].hi = 0;
+            bytes += (part[p].hi - part[p].lo) * BLOCK_K * (Q_WIDE + V_WIDE) * (int64_t)sizeof(Real);
+        }
+    }
+    return bytes;
+}
+
+// Parts of a key head: so many that no thread waits long for the others. Depends on shapes and `threads` alone, so
+// equal calls give equal bits.
+static int64_t parts_wanted(const Call *call) {
+    const int64_t units = call->batch * call->kv_heads, all = call->rows * (call->heads / call->kv_heads);
+    const int64_t most = units < call->threads ? 4 * (call->threads / (units ? units : 1)) : 4;
+    int64_t parts = 1;
+    for (; parts < most && parts < all; parts++) {
+        const int64_t items = units * parts, rounds = (items + call->threads - 1) / call->threads;
+        if (10 * rounds * call->threads <= 11 * items) break;
+    }
+    return parts;
+}
+
+static void start(Task &task, Work what, int64_t items) {
+    const Call *call = task.call;
+    task.next = 0;
+    if (call->parallel && call->threads > 1 && items > 1)
+        call->parallel(call->pool, what, &task, call->threads < items ? call->threads : items);
+    else
+        what(&task, 0);
+}
+
+// Memory for captured gradients, and how many chains there are: one, if items meet at entries of which there are
+// too many for copies.
+static bool prepare(Task &task) {
+    const Call *call = task.call;
+    const int64_t lines = call->batch * call->heads;
+    if (!CAPTURED || !call->gradients) return true;
+    const Fixed fixed = fixed_of(call, 0, 0);
+    int64_t bytes = 0;
+    bool meet[CAPTURED + 1] = {}, done = true;
+    for (int n = 0; n < CAPTURED; n++) {
+        meet[n] = OVER[n] == ENTRIES && call->gradients[n] && !apart(call, fixed, n, task.parts > 1);
+        if (meet[n]) bytes += entries(fixed, n) * 8;
+    }
+    if (bytes) {
+        const int64_t fit = COPIES_BYTES / bytes, most = fit < 4 * call->threads ? fit : 4 * call->threads;
+        task.chains = task.items < most ? task.items : most > 1 ? most : 1;
+    }
+    for (int n = 0; n < CAPTURED; n++) {
+        if (!call->gradients[n]) continue;
+        if (OVER[n] == HEADS) done &= (task.heads[n] = (Real *)malloc(lines * call->rows * sizeof(Real) + 1)) != nullptr;
+        if (OVER[n] == COLUMNS || OVER[n] == DIAGONALS)
+            done &= (task.lines[n] = (Real *)calloc(task.parts * lines * length_of(call, n) + LANES, sizeof(Real))) != nullptr;
+        if (meet[n] && task.chains > 1) done &= (task.copies[n] = (double *)calloc(task.chains * entries(fixed, n), 8)) != nullptr;
+    }
+    return done;
+}
+
+// 0: done; 1: no memory.
+static int64_t backward(const Call *call) {
+    const int64_t units = call->batch * call->kv_heads;
+    Task task = {};
+    task.call = call;
+    task.parts = parts_wanted(call);
+    Part *part = (Part *)malloc(units * task.parts * sizeof(Part) + 1);
+    if (!part) return 1;
+    int64_t bytes = cut(call, part, task.parts);
+    while (task.parts > 1 && bytes > PARTS_BYTES) bytes = cut(call, part, --task.parts);
+    task.part = part;
+    task.items = task.chains = units * task.parts;
+    Real *sums = task.parts > 1 ? (Real *)malloc(bytes + 64) : nullptr;
+    task.failed = !prepare(task) || (task.parts > 1 && !sums);
+    if (!task.failed) {
+        Real *next = sums;
+        for (int64_t i = 0; i < task.items && sums; i++) {
+            part[i].sums = next;
+            next += (part[i].hi - part[i].lo) * BLOCK_K * (Q_WIDE + V_WIDE);
+        }
+        start(task, work, task.chains);
+        if (task.parts > 1 && !task.failed) start(task, add_parts, units * tiles_of(call));
+        if (CAPTURED && !task.failed) add_captured(task);
+    }
+    for (int n = 0; n < CAPTURED; n++) free(task.heads[n]), free(task.lines[n]), free(task.copies[n]);
+    free(sums);
+    free(part);
+    return task.failed;
+}
