@@ -97,7 +97,7 @@ class Arrays:
         ):
             if wrong:
                 raise ShapeError(what + shapes)
-        where = (0, 0, 0, 0) if origin is None else tuple(origin)
+        where = (0, 0, 0, 0) if origin is None else tuple(origin) if hasattr(origin, "__len__") else ()
         if len(where) != 4:
             raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
         start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))

@@ -54,6 +54,11 @@ def written_call(
             "in a graph of torch frisket.attention takes a mask and a score mod as texts\n"
             "  or make att = frisket.compile(mask, score) outside, and call that"
         )
+    if type(o.scale) not in (int, float, type(None)):
+        raise ParameterError(
+            "scale is a tensor, and a graph of torch holds it as a number\n"
+            "  multiply q by a factor that is learned or changes, and give scale=1"
+        )
     from .torch_spec import HEAD
 
     text = mask or ""

@@ -202,6 +202,8 @@ def key_of(
         else:
             return None
     if origin is not None or sizes is not None:
+        if not all(x is None or isinstance(x, tuple | list) for x in (origin, sizes)):
+            return None
         said.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
         if any(type(x) is not int for place in said[-1] if place for x in place):
             return None

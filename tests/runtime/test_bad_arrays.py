@@ -97,6 +97,10 @@ BAD = {
         lambda: fk.attention(Q, K, K, "causal", origin=(0, 0)), fk.ShapeError,
         "origin is (0, 0)\n  it is (b, h, q, k), in global positions",
     ),
+    "origin, one number": (
+        lambda: fk.attention(Q, K, K, "causal", origin=5), fk.ShapeError,
+        "origin is 5\n  it is (b, h, q, k), in global positions",
+    ),
     "sizes": (
         lambda: fk.attention(Q, K, K, "causal", origin=(0, 0, 8, 0), sizes=(1, 4, 12, 8)), fk.ShapeError,
         "the crop ends at 16 but Q_LEN is 12\n  `sizes` are the lengths of the whole problem: (B, H, Q_LEN, KV_LEN)",
