@@ -115,9 +115,12 @@ SOUND = {
 }  # fmt: skip
 
 
+UNDERSTANDING = ("frisket.dsl", "frisket.lowering")
+
+
 def forget():
     for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith("frisket"):
+        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith(UNDERSTANDING):
             thing.cache_clear()
 
 
