@@ -70,7 +70,7 @@ class Functions(cpp.Kernel):
             line("        for (int j = 0; j < NEXT && i + j < count; j++)")
             line(f"            (({one} *)out[{n}])[i + j] = ({one})x{n}[j];")
         line("    }", "}")
-        return "\n".join([self.head(), cpp.part("vectors"), cpp.part("gemm"), str(self.page)])
+        return "\n".join([self.head(), *map(cpp.part, cpp.ARITHMETIC), str(self.page)])
 
 
 def run(roots, plan, record, dtype, variant, step, count):
