@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +126,8 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Target:
-    """Per backend and machine: the numbers that do not change what is computed."""
+    """Per backend and machine: the numbers that do not change what is computed. `dq` and `dkv` are those of the
+    backward's kernels, None: as the forward's; `splits` of a short query's keys, 0: as many as fill the machine."""
 
     backend: str
     block_q: int
@@ -134,6 +135,10 @@ class Target:
     num_warps: int = 4
     num_stages: int = 2
     order: Literal["forward", "longest-first"] = "longest-first"
+    precision: Literal["ieee", "tf32", "tf32x3"] = "ieee"  # of products of float32
+    splits: int = 0
+    dq: Target | None = None
+    dkv: Target | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +172,16 @@ class Spans:
     bounds: NDArray[np.int32]
     count: NDArray[np.int32]
     slice_of: NDArray[np.int32]
+
+
+class SpanSource(Protocol):
+    """Spans of one call for any tile (block_q, block_k), worked out when they are asked for and kept."""
+
+    def rows(self, block: tuple[int, int]) -> Any:
+        """`Spans` or `DeviceSpans`: records of key tiles per row of query tiles."""
+
+    def columns(self, block: tuple[int, int]) -> Any:
+        """The same transposed, for the same tile: records of query tiles per row of key tiles."""
 
 
 def make_plan(

@@ -169,6 +169,10 @@ class FlatPlan:
         bounds, count, overflow = self._made[block]
         return DeviceSpans(bounds, count, overflow, laid.slice_of)
 
+    def rows(self, block: tuple[int, int]) -> Spans | DeviceSpans:
+        """Records of key tiles per row of query tiles."""
+        return self.spans(block)
+
     @property
     def overflow(self) -> Any:
         """Whether some row reads more tiles than it has to, for want of room."""

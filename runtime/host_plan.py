@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from frisket.lowering.aten_expr import distance_only
-from frisket.lowering.plan import Origin, Sizes, Target
+from frisket.lowering.plan import Origin, Sizes, Spans, Target
 
 from .bind import Subject, Work, work
 
@@ -38,6 +38,14 @@ class Plan:
                 proofs=proofs, dropout=self.dropout,
             )  # fmt: skip
         return self._works[block, proofs]
+
+    def rows(self, block: tuple[int, int]) -> Spans:
+        """Records of key tiles per row of query tiles."""
+        return self.work(block, proofs=True).spans
+
+    def columns(self, block: tuple[int, int]) -> Spans:
+        """Records of query tiles per row of key tiles."""
+        return self.work(block, proofs=True).layout.transposed.spans
 
     def _narrow(self) -> bool:
         """Whether rows see one short run of keys that slides along; of few queries nothing slides."""

@@ -20,8 +20,9 @@ def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> str:
         return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype)
     if target.backend == "triton":
         from frisket.lowering.emit import triton_forward
+        from frisket.lowering.emit.triton_writer import Dims
 
-        return triton_forward.emit(plan, target, g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
+        return triton_forward.emit(plan, target, Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads))
     if target.backend == "pallas-tpu":
         from frisket.lowering.emit import pallas_tpu
 

@@ -88,7 +88,7 @@ class Ready:
         slots, tables = self.values(q.device, seed, values)
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
         if self.backward is None:
-            return *self.forward(*given), None
+            return self.forward(*given)
         return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
     def gradients(
@@ -233,7 +233,7 @@ def prepare(call: Call, tile: tuple[int, int] | None) -> Ready:
     source = {s.source: s.name for s in made.plan.slots}
     if RATE in source:
         slots[source[RATE]] = call.rate
-    spans = made.spans if call.backend in FORWARD_ONLY else on_host(made.spans)
+    spans = plan if call.backend in FORWARD_ONLY else on_host(made.spans)
     return Ready(
         made.plan, spans, geometry, target, slots, tables, tuple((x.name, str(x.source)) for x in uses),
         source.get(SEED), given.layout != NATURAL["torch"], real, *_executor(call.backend),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from frisket.lowering.plan import LoopPlan
@@ -14,13 +15,14 @@ SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 # What the kernel calls things of its own: a slot or table of such a name gets another.
 OWN = (
     """
-attention_forward Q K V Out Lse Spans Count SliceOf Order records scale heads q_len kv_len
+attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine attention_captured
+Q K V Out Lse Top Sinks DOut DQ DK DV Delta Spans Count SliceOf Order records scale heads q_len kv_len
 b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
 BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head kv_head distinct entry record
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
 at i j tile inside visible score unit top peak rescale total p acc out lse empty present range float int bool out_at
 """.split()
-    + [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhsd"]
+    + [f"stride_{tensor}{axis}" for tensor in "qkvogxyz" for axis in "bhsd"]
 )
 
 
@@ -61,8 +63,8 @@ def padded(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of one kernel: `used` are the variables its expressions mention, `tabled` says that the
-    records come from a table, `closed` that they come from formulas."""
+    """The parameters of one kernel beside its tensors: `used` are the variables its expressions mention, `tabled`
+    says that the records come from a table, `closed` that they come from formulas."""
 
     plan: LoopPlan
     used: frozenset[str]
@@ -76,31 +78,35 @@ class Parameters:
             return [n for n in "bhqk" if n in "qk" or n in self.used]
         return [n for n, names in of.items() if self.used.intersection(names)]
 
-    def run_time(self) -> list[str]:
+    def run_time(self, numbers: Sequence[str]) -> list[str]:
         """Scalars whose value must not make a new kernel."""
         slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
         sizes = [n for t in self.plan.tables for n in arguments(self.plan)[t.name].sizes]
-        own = ["heads", "q_len", "kv_len", "records"] if self.tabled else ["heads", "q_len", "kv_len"]
-        return [*own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes]
+        own = ["records"] if self.tabled else []
+        return [*numbers, *own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes]
 
     def sizes(self) -> list[str]:
         """The global sizes that occur."""
         return [n for n in SIZES if n in self.used]
 
-    def signature(self) -> str:
-        """The decorator and the head of the kernel."""
+    def signature(
+        self, name: str, tensors: Sequence[str], strides: str, numbers: Sequence[str], *, scale: bool = True,
+        flags: Sequence[str] = (), rows: str = "key", tile: Sequence[str] = ("BLOCK_Q", "BLOCK_K"),
+    ) -> str:  # fmt: skip
+        """The decorator and the head of a kernel. `tensors` are lines of pointers, `strides` the letters of tensors
+        with four strides, `numbers` integers of its own, `flags` lines of constants; `rows` are the tiles that
+        records hold."""
         named = arguments(self.plan)
         page = Page()
         with page.block("@triton.jit(", ")"), page.block("do_not_specialize=[", "]"):
-            page.line(*textwrap.wrap(", ".join(f'"{n}"' for n in self.run_time()) + ",", 100))
-        with page.block("def attention_forward(", "):"):
-            page.line("Q, K, V, Out,  # [batch, heads, length, dim], any strides")
-            page.line("Lse,  # float32 [batch, heads, q_len], contiguous")
-            for t in "qkvo":
+            page.line(*textwrap.wrap(", ".join(f'"{n}"' for n in self.run_time(numbers)) + ",", 100))
+        with page.block(f"def {name}(", "):"):
+            page.line(*tensors)
+            for t in strides:
                 page.line("".join(f"stride_{t}{axis}, " for axis in "bhsd").strip())
-            page.line("scale, heads, q_len, kv_len,")
+            page.line(", ".join(["scale"] * scale + list(numbers)) + ",")
             if self.tabled:
-                page.line("Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in key tiles")
+                page.line(f"Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in {rows} tiles")
                 page.line("Count, Order,  # int32 [slices, rows]: records in use; rows in order of work")
                 page.line("SliceOf,  # int32 [batch, heads]")
                 page.line("records,")
@@ -114,4 +120,6 @@ class Parameters:
                 page.line(", ".join(named[table.name].all) + ",")
             if {"q", "k"} & set(self.origins()):
                 page.line("ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]")
+            page.line(*flags)
+            page.line(", ".join(f"{t}: tl.constexpr" for t in tile) + ",  # powers of two")
         return str(page).rstrip()

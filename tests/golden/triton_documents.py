@@ -3,15 +3,13 @@
     causal & same(doc)
     softcap(50) + slope[h] * (k - q)
 
-Head size 80 (values 64), float16; tiles of 128 queries by 64 keys.
-Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
+Head size 80 (values 64), float16.
+attention_forward: grid (q tiles, batch * heads), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK_Q = tl.constexpr(128)
-BLOCK_K = tl.constexpr(64)
 HEAD_DIM = tl.constexpr(80)
 DIM = tl.constexpr(128)
 DIM_V = tl.constexpr(64)
@@ -57,6 +55,8 @@ def attention_forward(
     doc, doc_size0, doc_size1, doc_stride0, doc_stride1,
     slope, slope_size, slope_stride,
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
+
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)

@@ -2,15 +2,13 @@
 
     every key visible, plain scores
 
-Head size 128, bfloat16; tiles of 128 queries by 64 keys.
-Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
+Head size 128, bfloat16.
+attention_forward: grid (q tiles, batch * heads), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK_Q = tl.constexpr(128)
-BLOCK_K = tl.constexpr(64)
 DIM = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -31,6 +29,8 @@ def attention_forward(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_os, stride_od,
     scale, heads, q_len, kv_len,
+
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first

@@ -4,15 +4,13 @@
     score + bias[h, k - q + 512]
     s0 = 512
 
-Head size 64, float32, 4 query heads to a key head; tiles of 128 queries by 64 keys.
-Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
+Head size 64, float32, 4 query heads to a key head.
+attention_forward: grid (q tiles, batch * heads), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK_Q = tl.constexpr(128)
-BLOCK_K = tl.constexpr(64)
 GROUP = tl.constexpr(4)
 DIM = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -61,6 +59,8 @@ def attention_forward(
     s0,
     bias, bias_size0, bias_size1, bias_stride0, bias_stride1,
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
+
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)

@@ -3,15 +3,13 @@
     causal & window(w)
     s0 = w
 
-Head size 128, bfloat16, 8 query heads to a key head; tiles of 128 queries by 64 keys.
-Launch with grid (q tiles, batch * heads), num_warps=8, num_stages=3.
+Head size 128, bfloat16, 8 query heads to a key head.
+attention_forward: grid (q tiles, batch * heads), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
 """
 
 import triton
 import triton.language as tl
 
-BLOCK_Q = tl.constexpr(128)
-BLOCK_K = tl.constexpr(64)
 GROUP = tl.constexpr(8)
 DIM = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,6 +35,8 @@ def attention_forward(
     KV_LEN,
     s0,
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
+
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first

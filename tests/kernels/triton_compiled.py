@@ -14,8 +14,12 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit.triton_forward import emit
+from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime.triton_launch import ARCHITECTURES, compile_report, default_target, forward, load
+from frisket.runtime.triton_launch import forward
+from frisket.runtime.triton_report import ARCHITECTURES, compile_report
+from frisket.runtime.triton_source import load
+from frisket.runtime.triton_tiles import default_target
 
 causal = q >= k
 w = ir.param("w")
@@ -34,7 +38,7 @@ PLANS = {
 def report(name, dim, dtype, arch="sm_90"):
     plan = PLANS[name]
     target = default_target(plan, Geometry(1, 8, 8, 4096, 4096, dim, dim, dim**-0.5), dtype, arch)
-    return target, compile_report(emit(plan, target, dim, dim, dtype, 1), plan, target, dtype, arch)
+    return target, compile_report(emit(plan, target, Dims(dim, dim, dtype)), plan, target, dtype, arch)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -63,7 +67,7 @@ def test_float32():
 def test_cases_compile(name):
     case = CASES[name]
     made, target = cases.plan(case), Target("triton", 64, 32, 4, 2)
-    source = emit(made, target, case.dim, case.v_dim, "float16", case.heads // case.kv_heads)
+    source = emit(made, target, Dims(case.dim, case.v_dim, "float16", case.heads // case.kv_heads))
     assert compile_report(source, made, target, "float16").fits
 
 
@@ -80,7 +84,7 @@ def test_every_operator_compiles(int64):
 def test_errors():
     made = cases.plan(CASES["causal"])
     target = Target("triton", 64, 64)
-    source = emit(made, target, 64, 64, "float16", 1)
+    source = emit(made, target, Dims(64, 64, "float16"))
     with pytest.raises(BackendError) as caught:
         compile_report(source, made, target, "float16", "sm_70")
     assert str(caught.value) == ("no figures for 'sm_70'; ahead-of-time reports know sm_80, sm_90, sm_100, gfx942")

@@ -12,8 +12,9 @@ from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime import triton_launch
+from frisket.runtime import triton_launch, triton_report, triton_source
 
 triton_bf16.install()
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
@@ -41,12 +42,12 @@ def run(case, made=None, layout="bhsd", spans=None, **target):
         for n, a in made.table_values(case.tables).items()
     }
     return triton_launch.forward(
-        made, spans or cases.spans(case), cases.geometry(case), q, k, v,
+        made, spans or cases.Source(case), cases.geometry(case), q, k, v,
         made.slot_values(case.slots), tables, Target("triton", *case.block, **target),
     )  # fmt: skip
 
 
-def check(case, out, lse):
+def check(case, out, lse, top=None):
     want, want_lse = cases.oracle(case)
     error = np.abs(out.double().numpy().transpose(0, 2, 1, 3) - want)
     assert error.max() <= cases.allowed(case)  # and so no NaN
@@ -119,7 +120,7 @@ def test_every_case_with_closed_form_bounds(name, place):
     mask, bounds = CLOSED[name]
     case = Case(mask, slots={"w": 50}, block=(32, 16), dim=16, v_dim=16).but(**PLACES[place])
     made = make_plan(mask, None, name, bounds=bounds)
-    check(case, *run(case, made, spans=cases.spans(CASES["nothing"])))  # the table is not read
+    check(case, *run(case, made, spans=cases.Source(CASES["nothing"])))  # the table is not read
 
 
 def test_launch_reads_no_table_with_bounds():
@@ -142,8 +143,8 @@ def test_launch_with_a_scale_that_cannot_be_folded(scale):
     arrays = [np.asarray(x).transpose(0, 2, 1, 3) for x in cases.arrays(case)]
     g = Geometry(1, 2, 2, 150, 150, 32, 32, scale)
     made = make_plan(causal, None)
-    out, lse = triton_launch.forward(
-        made, cases.spans(case), g, *map(torch.tensor, arrays), {}, {}, Target("triton", 64, 64)
+    out, lse, _ = triton_launch.forward(
+        made, cases.Source(case), g, *map(torch.tensor, arrays), {}, {}, Target("triton", 64, 64)
     )
     want, want_lse = dense.attention(*arrays, causal, None, scale=scale, params={}, tables={})
     np.testing.assert_allclose(out.numpy(), want, atol=2e-6)
@@ -194,16 +195,16 @@ def test_launch_refuses_tables_that_do_not_fit():
     arrays = [torch.zeros(1, 2, 333, 32)] * 3
     target = Target("triton", 64, 64)
     with pytest.raises(ParameterError) as caught:
-        triton_launch.forward(made, cases.spans(case), cases.geometry(case), *arrays, {}, wrong, target)
+        triton_launch.forward(made, cases.Source(case), cases.geometry(case), *arrays, {}, wrong, target)
     assert str(caught.value) == "table `doc` has 1 axes of at least one entry, not shape [2, 3]"
 
 
 def test_launch_never_trusts_a_file(tmp_path, monkeypatch):
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
-    path = triton_launch.write("x = 1\n")
+    path = triton_source.write("x = 1\n")
     assert path.parent == tmp_path / "triton"
     path.write_text("x = 2\n")
-    assert triton_launch.load("x = 1\n").x == 1
+    assert triton_source.load("x = 1\n").x == 1
     assert path.read_text() == "x = 1\n"
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
@@ -211,9 +212,9 @@ def test_launch_never_trusts_a_file(tmp_path, monkeypatch):
 def test_launch_reports_only_compiled_kernels():
     made = make_plan(causal, None)
     target = Target("triton", 64, 64)
-    source = triton_launch.emit(made, target, 64, 64, "float16", 1)
+    source = triton_launch.emit(made, target, Dims(64, 64, "float16"))
     with pytest.raises(BackendError, match="TRITON_INTERPRET=1 is set"):
-        triton_launch.compile_report(source, made, target, "float16")
+        triton_report.compile_report(source, made, target, "float16")
 
 
 @pytest.mark.parametrize("int64", [False, True])

@@ -18,6 +18,7 @@ from frisket.lowering.emit.expr import COLUMN, POSITION, ROW, SCALAR, Text
 from frisket.lowering.emit.text import Names, Page
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
+from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 
 TARGET = Target("triton", 128, 64, 8, 3)
@@ -54,14 +55,14 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_text(name, golden):
     made, *rest = GOLDEN[name]
-    golden(name, emit(made, TARGET, *rest))
+    golden(name, emit(made, TARGET, Dims(*rest)))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_same_input_same_text_and_it_parses(name):
     case = CASES[name]
-    text = emit(plan(case), TARGET, case.dim, case.v_dim, "float32", case.heads // case.kv_heads)
-    assert text == emit(plan(case), TARGET, case.dim, case.v_dim, "float32", case.heads // case.kv_heads)
+    text = emit(plan(case), TARGET, Dims(case.dim, case.v_dim, "float32", case.heads // case.kv_heads))
+    assert text == emit(plan(case), TARGET, Dims(case.dim, case.v_dim, "float32", case.heads // case.kv_heads))
     tree = ast.parse(text)
     assert [n.name for n in tree.body if isinstance(n, ast.FunctionDef)][-1] == "attention_forward"
     assert not [line for line in text.split("\n") if line != line.rstrip() or len(line) > 140]
@@ -69,30 +70,30 @@ def test_same_input_same_text_and_it_parses(name):
 
 def test_windows_of_any_size_are_one_kernel():
     def kernel(n):
-        text = emit(make_plan(causal & (q - k < n), None, f"window({n})"), TARGET, 64, 64, "float16", 1)
+        text = emit(make_plan(causal & (q - k < n), None, f"window({n})"), TARGET, Dims(64, 64, "float16", 1))
         return text[text.index("@triton.jit") :]
 
     assert kernel(256) == kernel(512)
 
 
 def test_only_what_is_used_is_a_parameter():
-    text = emit(make_plan(None, None), TARGET, 64, 64, "float16", 1)
+    text = emit(make_plan(None, None), TARGET, Dims(64, 64, "float16", 1))
     assert "origin" not in text
     assert "Spans" not in text
-    text = emit(make_plan(k < ir.KV_LEN - 3 * h, None), TARGET, 64, 64, "float16", 1)
+    text = emit(make_plan(k < ir.KV_LEN - 3 * h, None), TARGET, Dims(64, 64, "float16", 1))
     assert "    h_origin, k_origin,  # of this call" in text
     assert "    KV_LEN,\n" in text
 
 
 def test_the_guard_is_left_out_when_proved_needless():
-    proved = emit(make_plan(causal, None, rows_nonempty=True), TARGET, 64, 64, "float16", 1)
+    proved = emit(make_plan(causal, None, rows_nonempty=True), TARGET, Dims(64, 64, "float16", 1))
     assert "empty" not in proved
-    assert "empty = total == 0.0" in emit(make_plan(causal, None), TARGET, 64, 64, "float16", 1)
+    assert "empty = total == 0.0" in emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16", 1))
 
 
 def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
     made = make_plan(causal & documents & (q // 48 <= k // 48), None)
-    lines = emit(made, TARGET, 64, 64, "float16", 1).split("\n")
+    lines = emit(made, TARGET, Dims(64, 64, "float16", 1)).split("\n")
     loop = next(i for i, line in enumerate(lines) if line.lstrip().startswith("for j in"))
     assert [i < loop for i, line in enumerate(lines) if line.lstrip().startswith(("doc_b_q =", "row0 ="))] == [
         True,
@@ -108,7 +109,7 @@ def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
 def test_every_name_of_the_kernel_is_reserved(name):
     case = CASES[name]
     made = plan(case)
-    text = emit(made, TARGET, 80, 48, "float16", 2)
+    text = emit(made, TARGET, Dims(80, 48, "float16", 2))
     users = [n for a in arguments(made).values() for n in a.all]
     tables = "|".join(a.name for a in arguments(made).values()) or "-"
     known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
@@ -126,14 +127,14 @@ def test_user_names_give_way():
 def test_errors():
     made = make_plan(causal, None)
     with pytest.raises(LoweringError) as caught:
-        emit(made, TARGET, 64, 64, "float64", 1)
+        emit(made, TARGET, Dims(64, 64, "float64", 1))
     assert str(caught.value) == (
         "the Triton kernel takes float32, float16 or bfloat16, not float64; "
         "float64 runs on the CPU backends (aten, xla)"
     )
     for block in (8, 24):
         with pytest.raises(LoweringError) as caught:
-            emit(made, replace(TARGET, block_k=block), 64, 64, "float16", 1)
+            emit(made, replace(TARGET, block_k=block), Dims(64, 64, "float16"))
         message = f"Triton tiles are powers of two from 16 on, block_k is {block}; take 64 or 128"
         assert str(caught.value) == message
 
@@ -141,7 +142,7 @@ def test_errors():
 def test_a_name_outside_the_plan():
     made = replace(make_plan(causal, None), mask=k < param("w"))
     with pytest.raises(LoweringError) as caught:
-        emit(made, TARGET, 64, 64, "float16", 1)
+        emit(made, TARGET, Dims(64, 64, "float16", 1))
     assert str(caught.value) == "`w` is neither a slot nor a table of the plan; make it one first"
 
 
@@ -159,7 +160,7 @@ def test_what_the_planner_rewrites_is_refused_by_name(op):
     node = ir.make(op, (), "n", INT)
     made = replace(make_plan(causal, None), mask=build("lt", k, node))
     with pytest.raises(LoweringError) as caught:
-        emit(made, TARGET, 64, 64, "float16", 1)
+        emit(made, TARGET, Dims(64, 64, "float16", 1))
     assert str(caught.value) == (
         f"`{op}` has no Triton form; rewrite the expression without it, "
         "or choose another backend (frisket doctor lists them)"
@@ -225,11 +226,11 @@ def test_pages_and_names():
 
 def test_bools_are_read_as_bytes_and_floats_as_float32():
     keep = make_plan(ir.lookup("keep", (k,), BOOL), score + ir.lookup("bias", (k,), FLOAT))
-    text = emit(keep, TARGET, 64, 64, "float16", 1)
+    text = emit(keep, TARGET, Dims(64, 64, "float16", 1))
     assert "visible &= tl.load(keep + clamp(k, keep_size) * keep_stride) != 0\n" in text
     assert "bias_k = tl.load(bias + clamp(k, bias_size) * bias_stride).to(tl.float32)\n" in text
 
 
 def test_table_offsets_of_all_axes_but_the_last_are_64_bits():
-    text = emit(make_plan(ir.lookup("keep", (q, k), BOOL), None), TARGET, 64, 64, "float16", 1)
+    text = emit(make_plan(ir.lookup("keep", (q, k), BOOL), None), TARGET, Dims(64, 64, "float16", 1))
     assert "keep + step(q, keep_size0, keep_stride0) + clamp(k, keep_size1) * keep_stride1" in text

@@ -127,14 +127,27 @@ def tables(case: Case, made) -> dict:
     return {name: jnp.asarray(table) for name, table in made.table_values(case.tables).items()}
 
 
-def spans(case: Case) -> Spans:
+def spans(case: Case, transposed: bool = False) -> Spans:
     mask = ir.TRUE if case.mask is None else case.mask
     return shared(
         brute.spans(
             mask, case.q_len, case.kv_len, batch=case.batch, heads=case.heads, block=case.block,
-            origin=case.origin, sizes=case.sizes, params=case.slots, tables=case.tables,
+            origin=case.origin, sizes=case.sizes, params=case.slots, tables=case.tables, transposed=transposed,
         )
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A `SpanSource`."""
+
+    case: Case
+
+    def rows(self, block) -> Spans:
+        return spans(self.case.but(block=block))
+
+    def columns(self, block) -> Spans:
+        return spans(self.case.but(block=block), transposed=True)
 
 
 def shared(found: Spans) -> Spans:

@@ -29,9 +29,10 @@ def kinds(mask, q_len, kv_len, *, block=(128, 128), **options):
     return np.where(count == 0, 0, np.where(count == bq * bk, 2, 1)).astype(np.uint8)
 
 
-def spans(mask, q_len, kv_len, **options) -> Spans:
+def spans(mask, q_len, kv_len, *, transposed=False, **options) -> Spans:
     """Spans straight from `kinds`, one slice per (batch, head)."""
     grid = kinds(mask, q_len, kv_len, **options)
+    grid = grid.swapaxes(2, 3) if transposed else grid
     batch, heads, rows, _ = grid.shape
     records = [[_row(grid[b, h, r]) for r in range(rows)] for b in range(batch) for h in range(heads)]
     most = max((len(r) for s in records for r in s), default=0) or 1

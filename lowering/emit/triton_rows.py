@@ -1,0 +1,98 @@
+"""Kernels whose program owns one row of tiles and walks its records: a tile of queries and records of key tiles, or,
+swapped, a tile of keys and records of query tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from frisket.dsl.ir import Expr
+from frisket.lowering.plan import LoopPlan, Target
+
+from . import expr
+from .expr import SCALAR
+from .triton_parameters import Parameters
+from .triton_writer import Dims, Writer, bounds_of, conjuncts
+
+
+class Rows(Writer):
+    """`mask` and `score` are what the loops need; `more` are other expressions used per position. Swapped kernels
+    always read their records from a table, where there is a mask."""
+
+    def __init__(
+        self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False
+    ) -> None:
+        self.mask = conjuncts(plan.mask)
+        self.score = [] if plan.score is None else [expr.machine(plan.score)]
+        self.bounds = {} if swapped else bounds_of(plan)
+        self.tabled = plan.mask is not None and not self.bounds
+        self.ordered = target.order == "longest-first"
+        self.hoisted: set[str] = set()
+        positions = [*self.mask, *self.score, *more]
+        roots = [*self.bounds.values(), *positions]
+        super().__init__(plan, dims, roots, positions, precision=target.precision, swapped=swapped)
+        self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds))
+
+    def own_row(self) -> None:
+        """`batch`, `head` and `row`, the program's tile."""
+        line = self.page.line
+        line("batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads")
+        if self.tabled:
+            line("distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)")
+            row = "tl.load(Order + distinct + tl.program_id(0))" if self.ordered else "tl.program_id(0)"
+        else:
+            row = "tl.num_programs(0) - 1 - tl.program_id(0)" if self.ordered else "tl.program_id(0)"
+        line(f"row = {row}" + ("  # longest first" if self.ordered else ""))
+
+    def scalars(self) -> None:
+        """Origins, sizes, slots, `b` and `h` as the expressions read them."""
+        line = self.page.line
+        self.convert(self.parameters.origins(), self.parameters.sizes())
+        if "b" in self.used:
+            line(f"b = {self.widened('b_origin + batch')}")
+        if "h" in self.used:
+            line(f"h = {self.widened('h_origin + head')}")
+
+    def closed_form(self) -> None:
+        """The record of a row, from formulas."""
+        line = self.page.line
+        self.page.blank()
+        line(
+            "q_first = q_origin + start",
+            "q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1",
+            "k_first = k_origin",
+            "k_last = k_origin + kv_len - 1",
+        )
+        roots = list(self.bounds.values())
+        self.lines(roots, SCALAR, self.hoisted)
+        self.page.comment("Some query of the tile sees keys first..last, every one sees full_first..full_last.")
+        for name, root in self.bounds.items():
+            clamp = "tl.maximum({}, k_first)" if "first" in name else "tl.minimum({}, k_last)"
+            line(f"{name} = {clamp.format(self.value(root))} - k_first")
+        line(
+            "hi = (tl.maximum(last, -1) + BLOCK_K) // BLOCK_K",
+            "lo = tl.minimum(first // BLOCK_K, hi)",
+            "full_lo = tl.minimum((tl.minimum(full_first, kv_len) + BLOCK_K - 1) // BLOCK_K, hi)",
+            "full_lo = tl.maximum(full_lo, lo)",
+            "full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)",
+            "full_hi = tl.maximum(full_hi, full_lo)",
+        )
+
+    @contextmanager
+    def records(self) -> Iterator[None]:
+        """The loop over the program's records, or its only one: `lo <= full_lo <= full_hi <= hi`."""
+        line = self.page.line
+        self.page.blank()
+        if not self.tabled:
+            if not self.bounds:  # no mask: all that is not full is the ragged edge
+                line("lo, full_lo = 0, 0")
+                length, block = ("q_len", "BLOCK_Q") if self.swapped else ("kv_len", "BLOCK_K")
+                line(f"full_hi, hi = {length} // {block}, tl.cdiv({length}, {block})")
+            yield
+            return
+        line("entry = distinct + row")
+        with self.page.block("for i in range(tl.load(Count + entry)):"):
+            line("record = Spans + (entry.to(tl.int64) * records + i) * 4")
+            line("lo, full_lo = tl.load(record), tl.load(record + 1)")
+            line("full_hi, hi = tl.load(record + 2), tl.load(record + 3)")
+            yield

@@ -1,0 +1,268 @@
+"""What every Triton kernel of a LoopPlan is written with: expressions, names, lookups, and modules of kernels.
+
+Of an expression, what depends on b, h and the coordinate of the program's own tile is worked out before the loop
+over the other's tiles, what depends on the other coordinate alone once per tile, the rest per position.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import TRUE, Expr, renamed, uses
+from frisket.dsl.show import show
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.plan import LoopPlan, Target
+
+from . import expr, expr_triton
+from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text
+from .text import Page
+from .triton_parameters import Argument, arguments, padded, taken
+
+DTYPES = ("float32", "float16", "bfloat16")
+EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
+LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
+
+
+@dataclass(frozen=True)
+class Dims:
+    """What of the arrays a kernel's text depends on: head sizes, the dtype of q, the query heads of a key head, and
+    the dtype of k and v where it is another one, and the Float slots that come as pointers, their values being on
+    the device."""
+
+    head_dim: int
+    v_dim: int
+    dtype: str
+    group: int = 1
+    kv_dtype: str = ""
+    live: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise LoweringError(
+                f"the Triton kernel takes float32, float16 or bfloat16, not {self.dtype}; "
+                "float64 runs on the CPU backends (aten, xla)"
+            )
+
+    def __str__(self) -> str:
+        size = str(self.head_dim) if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
+        keys = f", keys and values {self.kv_dtype}" if self.kv_dtype else ""
+        group = f", {self.group} query heads to a key head" if self.group > 1 else ""
+        return f"Head size {size}, {self.dtype}{keys}{group}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The text of one kernel, and how it is launched, for the head of the module."""
+
+    name: str
+    text: str
+    launch: str
+
+
+def check_tile(target: Target) -> None:
+    for name, block in (("block_q", target.block_q), ("block_k", target.block_k)):
+        if block < 16 or block & (block - 1):
+            raise LoweringError(f"Triton tiles are powers of two from 16 on, {name} is {block}; take 64 or 128")
+
+
+def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[Kernel]) -> str:
+    """The text of a module: its head, the constants and functions that the kernels use, and the kernels."""
+    texts = "\n\n".join(k.text for k in kernels)
+    prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
+    head = Page()
+    head.line(
+        f'"""{title} in Triton, written by frisket for',
+        "",
+        *(f"    {line}".rstrip() for line in _shown(plan).split("\n")),
+        "",
+        f"{dims}.",
+        *(k.launch for k in kernels),
+        '"""',
+        "",
+        "import triton",
+        "import triton.language as tl",
+        "",
+    )
+    needed = expr_triton.words(prelude + texts)
+    for name, value in _constants(dims).items():
+        if name in needed:
+            head.line(f"{name} = tl.constexpr({value})")
+    return f"{head}{prelude}\n\n{texts}"
+
+
+def _constants(dims: Dims) -> dict[str, object]:
+    return {
+        "GROUP": dims.group, "HEAD_DIM": dims.head_dim, "V_DIM": dims.v_dim,
+        "DIM": padded(dims.head_dim), "DIM_V": padded(dims.v_dim),
+        "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
+        "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
+    }  # fmt: skip
+
+
+def _shown(plan: LoopPlan) -> str:
+    """The text of the plan and what its slots stand for, fit for a docstring."""
+    names = arguments(plan)
+    lines = [plan.text or "every key visible, plain scores"]
+    for s in plan.slots:
+        name = names[s.name].name
+        if s.source != name:
+            lines.append(f"{name} = {s.source if s.value is None else s.value}")
+    return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
+
+
+class Writer:
+    """Writes the expressions of a plan into `page`. `roots` are those the kernel needs; those in `inner` are used per
+    position. `when` says of the coordinates when they are known; with `swapped` the program's own tile is one of
+    keys: then tensors are [keys, queries], and what depends on k is worked out before the loop."""
+
+    def __init__(
+        self, plan: LoopPlan, dims: Dims, roots: Iterable[Expr], inner: Collection[Expr], *,
+        precision: str = "ieee", swapped: bool = False, when: Mapping[str, int] = LEVELS,
+    ) -> None:  # fmt: skip
+        self.plan, self.dims, self.swapped = plan, dims, swapped
+        self.wide = ".to(tl.int64)" if plan.int64 else ""
+        self.precision = f', input_precision="{precision}"' if dims.dtype == "float32" else ""
+        self.e, self.v = ("d", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "V_DIM")  # along the values' axis
+        if swapped:
+            when = {**when, "q": when["k"], "k": when["q"]}
+        self.arguments = arguments(plan)
+        self.names = taken(plan)
+        roots = tuple(roots)
+        self.used = frozenset[str]().union(*map(uses, roots))
+        self.printed = expr.printed(roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=inner, when=when)
+        self.page = Page()
+
+    # -- expressions ------------------------------------------------------------------------------
+
+    def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
+        if node.op == "var":
+            return Text(EDGES.get(node.name, node.name))
+        if node.op == "param":
+            return Text(self._argument(node).name)
+        if node.op == "lookup":
+            return self._lookup(node, args)
+        return expr_triton.operator(node, args, self.plan.int64)
+
+    def _argument(self, node: Expr) -> Argument:
+        if node.name not in self.arguments:
+            raise LoweringError(f"`{node.name}` is neither a slot nor a table of the plan; make it one first")
+        return self.arguments[node.name]
+
+    def address(self, table: Argument, args: Sequence[Text]) -> str:
+        """Where an entry of a table is, indices clamped."""
+        *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
+        # The last axis counts in 32 bits: the launcher sees to it that it fits.
+        steps = [table.name, *(f"step({i.text}, {n}, {by})" for i, n, by in outer)]
+        return f"{' + '.join(steps)} + clamp({index.text}, {size}) * {stride}"
+
+    def _lookup(self, node: Expr, args: list[Text]) -> Text:
+        load = f"tl.load({self.address(self._argument(node), args)}{LOAD_MASK})"
+        if node.type is BOOL:
+            return Text(f"{load} != 0", expr.COMPARISON)
+        if node.type is FLOAT:
+            return Text(f"{load}.to(tl.float32)")
+        return Text(f"{load}.to(tl.int64)" if self.plan.int64 else load)
+
+    def _name(self, node: Expr, level: int) -> str:
+        """`doc_q` for `doc[q]`, otherwise a number behind a word that says how often it is worked out."""
+        if node.op == "lookup":
+            return self.names.new(self._called(node))
+        words = {SCALAR: "fixed", ROW: "row", COLUMN: "column", POSITION: "x"}
+        if self.swapped:
+            words |= {ROW: "column", COLUMN: "row"}
+        return self.names.numbered(words[level])
+
+    def _called(self, node: Expr) -> str:
+        if node.op == "var":
+            return str(node.name)
+        if node.op != "lookup":
+            return "at"
+        return "_".join([self.arguments[node.name].name, *map(self._called, node.args)])
+
+    def lines(self, roots: Sequence[Expr], level: int, written: set[str], load_mask: str = "") -> None:
+        """What the roots need of this level and is not written yet."""
+        mask = f", mask={load_mask}" if load_mask else ""
+        for line in self.printed.needed(roots, level):
+            if line.name not in written:
+                written.add(line.name)
+                text = f"{line.name} = {line.text.replace(LOAD_MASK, mask)}"
+                self.page.line(wrapped(text) if line.node.op == "lookup" else text)
+
+    def value(self, root: Expr) -> str:
+        return self.printed.values[root].replace(LOAD_MASK, "")
+
+    def quote(self, e: Expr) -> None:
+        """The expression in the language, with the names the kernel has for its slots and tables."""
+        named = {n: a.name for n, a in self.arguments.items()}
+        shown = show(renamed(e, named), known={a.name for a in self.arguments.values()})
+        self.page.comment("\n".join(textwrap.wrap(shown, 100, break_long_words=False)))
+
+    # -- what most kernels begin with ---------------------------------------------------------------
+
+    def convert(self, origins: Sequence[str], sizes: Sequence[str]) -> None:
+        """Origins, sizes and slots as the expressions read them."""
+        line = self.page.line
+        offset = [n for n in "qk" if n in origins]
+        if offset:
+            with self.page.block("if ORIGIN_PER_BATCH:"):
+                for n in offset:
+                    line(f"{n}_origin = tl.load({n}_origin + batch)")
+        if self.wide:
+            for n in sizes:
+                line(f"{n} = tl.cast({n}, tl.int64)")
+        for slot in self.plan.slots:
+            n = self.arguments[slot.name].name
+            if slot.name in self.dims.live:
+                line(f"{n} = tl.load({n})")
+            elif slot.type is FLOAT or (self.wide and slot.type is INT):
+                line(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
+
+    def coordinate(self, name: str, local: str) -> None:
+        """`q = ...` or `k = ...` of a tile, along its axis; `local` counts from the call's first."""
+        along = "[:, None]" if (name == "q") != self.swapped else "[None, :]"
+        self.page.line(f"{name} = ({name}_origin + {local}){along}{self.wide}")
+
+    def widened(self, text: str) -> str:
+        return f"({text}){self.wide}" if self.wide else text
+
+    def head_pad(self, index: str) -> str:
+        return "" if padded(self.dims.head_dim) == self.dims.head_dim else f"{index} < HEAD_DIM"
+
+    def value_pad(self, index: str) -> str:
+        return "" if padded(self.dims.v_dim) == self.dims.v_dim else f"{index} < {self.v}"
+
+
+def conjuncts(mask: Expr | None) -> list[Expr]:
+    """The terms of a mask, as machines have them."""
+    if mask is None:
+        return []
+    mask = expr.machine(mask)
+    return list(mask.args) if mask.op == "and" else [] if mask is TRUE else [mask]
+
+
+def bounds_of(plan: LoopPlan) -> dict[str, Expr]:
+    """The closed form by name; empty where there is none."""
+    if plan.bounds is None or plan.mask is None:
+        return {}
+    names = ("first", "full_first", "full_last", "last")
+    return {n: expr.machine(getattr(plan.bounds, n)) for n in names}
+
+
+def masked(*terms: str, other: str = ", other=0.0") -> str:
+    """The mask of a load, or with no `other` of a store; an empty term asks for nothing."""
+    terms = tuple(t for t in terms if t)
+    joined = " & ".join(f"({t})" if "<" in t and len(terms) > 1 else t for t in terms)
+    return f", mask={joined}{other}" if joined else ""
+
+
+def wrapped(load: str) -> str:
+    """A long load over several lines: its address, then its mask."""
+    found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:\.to\(tl\.\w+\)| != 0)?)", load)
+    if len(load) < 106 or found is None:
+        return load
+    head, inside, tail = found.groups()
+    return "\n".join([head, f"    {inside.replace(', mask=', f',{chr(10)}    mask=')},", tail])

@@ -1,0 +1,38 @@
+"""From the text of a Triton module to its kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from .settings import Settings
+
+
+def load(source: str) -> ModuleType:
+    """The module of a generated source, imported from its file in the cache."""
+    path = write(source)
+    module = ModuleType(path.stem)
+    module.__file__ = str(path)
+    # Not the import system: its bytecode cache goes by time and size, and here only the text counts.
+    exec(compile(source, str(path), "exec"), module.__dict__)
+    return module
+
+
+def write(source: str) -> Path:
+    """The file that holds `source`, named by its hash; rewritten unless it holds just that. Triton and
+    tracebacks read it."""
+    from platformdirs import user_cache_dir
+
+    folder = Path(Settings.read().cache_dir or user_cache_dir("frisket")) / "triton"
+    data = source.encode()
+    path = folder / f"attention_{hashlib.sha256(data).hexdigest()[:20]}.py"
+    if not (path.is_file() and path.read_bytes() == data):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    return path
