@@ -14,6 +14,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from .backends import COMPLETE, FORWARD_ONLY
 from .frameworks import framework_of
 from .parameters import traced
+from .tuning import AS_CHOSEN, Tuning
 
 SEEDS = 1 << 31
 
@@ -28,6 +29,7 @@ class Options:
     tile: tuple[int, int] | None = None
     dropout: float = 0.0  # rounded to float32
     sinks: Any = field(default=None, compare=False)
+    tuning: Tuning = AS_CHOSEN
 
 
 def rate_of(dropout: Any) -> float:

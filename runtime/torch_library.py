@@ -62,7 +62,7 @@ def written_call(
     from .torch_spec import HEAD
 
     text = mask or ""
-    spec = HEAD.format(o.scale, o.enable_gqa, o.backend, None, o.dropout, len(text)) + text + (score or "")
+    spec = HEAD.format(o.scale, o.enable_gqa, o.backend, None, o.dropout, None, len(text)) + text + (score or "")
     return written(spec, o.dropout, q, k, v, seed, sinks, top, origin, sizes, layout, params)
 
 

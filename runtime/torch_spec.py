@@ -2,7 +2,7 @@
 
 >>> from .entry import compile
 >>> print(compile("causal & window(w)", "softcap(5)", w=4).spec)
-scale=None gqa=True backend=None tile=None dropout=0.0 score=-1
+scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None score=-1
 param w: int = 4
 mask = q >= k & abs(q - k) < w
 score = 5 * tanh(score / 5)
@@ -26,18 +26,19 @@ from .bind import Subject, joined
 from .mask import Program, program
 from .options import Options
 from .parameters import names_of
+from .tuning import Tuning
 
 if TYPE_CHECKING:
     from .attention import Attention
 
-HEAD = "scale={} gqa={} backend={} tile={} dropout={} score={}\n"
-_HEAD = re.compile(r"scale=(\S+) gqa=(\S+) backend=(\S+) tile=(\S+) dropout=(\S+) score=(\S+)\n")
+HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} score={}\n"
+_HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
 
 
 def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
     """The text of an attention: its tables and what is learned are declared, scalars have their values."""
     tile = None if o.tile is None else "x".join(map(str, o.tile))
-    lines = [HEAD.format(o.scale, o.enable_gqa, o.backend, tile, o.dropout, -1)]
+    lines = [HEAD.format(o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, -1)]
     facts = {n: d.fact for p in what.parts for n, d in p.origin.declared.items()}
     names = {n: x for p in what.parts for n, x in names_of(p.expr).items()}
     for name, (rank, kind) in names.items():
@@ -63,11 +64,11 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
     assert found is not None, spec
     from .attention import Attention
 
-    scale, gqa, backend, tile, dropout, score = (None if x == "None" else x for x in found.groups())
+    scale, gqa, backend, tile, dropout, tuning, score = (None if x == "None" else x for x in found.groups())
     options = Options(
         None if scale is None else float(scale), gqa == "True", backend,
         None if tile is None else tuple(map(int, tile.split("x"))),  # type: ignore[arg-type]
-        float(str(dropout)),
+        float(str(dropout)), tuning=Tuning.read(str(tuning)),
     )  # fmt: skip
     text, at = spec[found.end() :], int(str(score))
     if at < 0:

@@ -1,0 +1,69 @@
+"""How kernels are launched, where the caller says it: what `frisket.flex` reads from kernel_options.
+
+>>> Tuning(forward=Launch(block_q=64), precision="tf32").text
+'forward.block_q=64,precision=tf32'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from frisket.lowering.plan import Target
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel's tile, in tokens, its warps and its pipeline's stages. None: chosen by frisket."""
+
+    block_q: int | None = None
+    block_k: int | None = None
+    num_warps: int | None = None
+    num_stages: int | None = None
+
+    def applied(self, target: Target) -> Target:
+        """The target with what is given here."""
+        return replace(target, **{n: x for n, x in vars(self).items() if x is not None})
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a caller asks of the Triton kernels; nothing of it changes what is computed, but `precision`: that of
+    products of float32, "ieee", "tf32" or "tf32x3". `splits` are those of a short query's keys."""
+
+    forward: Launch = Launch()
+    dq: Launch = Launch()
+    dkv: Launch = Launch()
+    precision: str | None = None
+    splits: int | None = None
+
+    def applied(self, target: Target) -> Target:
+        """The target of a call, with what is given here; the backward's kernels keep what frisket chose for them."""
+        if self == AS_CHOSEN:
+            return target
+        alone = replace(target, dq=None, dkv=None, precision=self.precision or target.precision)  # type: ignore[arg-type]
+        dq, dkv = (replace(x or alone, precision=alone.precision) for x in (target.dq, target.dkv))
+        splits = target.splits if self.splits is None else self.splits
+        back = {"dq": self.dq.applied(dq), "dkv": self.dkv.applied(dkv)}
+        return replace(self.forward.applied(alone), splits=splits, **back)
+
+    @property
+    def text(self) -> str:
+        """All that is given, as one word; "None" where nothing is."""
+        said = [f"{k}.{n}={x}" for k in KERNELS for n, x in vars(getattr(self, k)).items() if x is not None]
+        said += [f"{n}={getattr(self, n)}" for n in ("precision", "splits") if getattr(self, n) is not None]
+        return ",".join(said) or "None"
+
+    @classmethod
+    def read(cls, text: str) -> Tuning:
+        """What `text` says."""
+        given: dict[str, str] = dict(x.split("=") for x in text.split(",")) if text != "None" else {}  # type: ignore[misc]
+        launches = {k: Launch(**{f.name: _number(given.get(f"{k}.{f.name}")) for f in fields(Launch)}) for k in KERNELS}
+        return cls(**launches, precision=given.get("precision"), splits=_number(given.get("splits")))
+
+
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)
+
+
+KERNELS = ("forward", "dq", "dkv")
+AS_CHOSEN = Tuning()
