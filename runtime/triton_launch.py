@@ -46,7 +46,7 @@ def forward(
         if spans is None:
             raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
         values |= span_tables(spans.rows(block), q.device)
-    launch(kernel, (-(-g.q_len // block[0]), g.batch * g.heads), values, target, q.device)
+    launch(kernel, (-(-g.q_len // block[0]), g.heads, g.batch), values, target, q.device)
     return out, lse, None
 
 

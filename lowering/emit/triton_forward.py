@@ -52,7 +52,7 @@ class _Forward(Rows):
                 self._full_tiles()
             self._epilogue()
         launch = (
-            f"attention_forward: grid (q tiles, batch * heads), tiles of {t.block_q} queries by {t.block_k} keys, "
+            f"attention_forward: grid (q tiles, heads, batch), tiles of {t.block_q} queries by {t.block_k} keys, "
             f"num_warps={t.num_warps}, num_stages={t.num_stages}."
         )
         return Kernel("attention_forward", str(self.page), launch)
@@ -189,6 +189,6 @@ class _Forward(Rows):
             "Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os",
             f"out_at = rows[:, None] * stride_os + {self.e}[None, :] * stride_od",
             f"tl.store(Out + out_at, out.to(query.dtype){mask})",
-            "Lse += tl.program_id(1).to(tl.int64) * q_len + start",
+            "Lse += place.to(tl.int64) * q_len + start",
             "tl.store(Lse + rows, lse, mask=present)",
         )

@@ -18,7 +18,7 @@ OWN = (
 attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine attention_captured
 Q K V Out Lse Top Sinks DOut DQ DK DV Delta Spans Count SliceOf Order records scale heads q_len kv_len
 b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
-BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head kv_head distinct entry record
+BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
 at i j tile inside visible score unit top peak rescale total p acc out lse empty present range float int bool out_at
 """.split()
@@ -98,8 +98,12 @@ class Parameters:
         records hold."""
         named = arguments(self.plan)
         page = Page()
-        with page.block("@triton.jit(", ")"), page.block("do_not_specialize=[", "]"):
-            page.line(*textwrap.wrap(", ".join(f'"{n}"' for n in self.run_time(numbers)) + ",", 100))
+        varying = ", ".join(f'"{n}"' for n in self.run_time(numbers))
+        if len(varying) < 80:
+            page.line(f"@triton.jit(do_not_specialize=[{varying}])")
+        else:
+            with page.block("@triton.jit(", ")"), page.block("do_not_specialize=[", "]"):
+                page.line(*textwrap.wrap(f"{varying},", 100))
         with page.block(f"def {name}(", "):"):
             page.line(*tensors)
             for t in strides:
@@ -120,6 +124,7 @@ class Parameters:
                 page.line(", ".join(named[table.name].all) + ",")
             if {"q", "k"} & set(self.origins()):
                 page.line("ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]")
-            page.line(*flags)
+            if flags:
+                page.line(*flags)
             page.line(", ".join(f"{t}: tl.constexpr" for t in tile) + ",  # powers of two")
         return str(page).rstrip()

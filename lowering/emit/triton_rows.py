@@ -34,11 +34,12 @@ class Rows(Writer):
         self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds))
 
     def own_row(self) -> None:
-        """`batch`, `head` and `row`, the program's tile."""
+        """`batch`, `head`, `place` among the heads of all batches, and `row`, the program's tile: the grid is (rows,
+        heads, batch)."""
         line = self.page.line
-        line("batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads")
+        line("head, batch = tl.program_id(1), tl.program_id(2)", "place = batch * heads + head")
         if self.tabled:
-            line("distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)")
+            line("distinct = tl.load(SliceOf + place) * tl.num_programs(0)")
             row = "tl.load(Order + distinct + tl.program_id(0))" if self.ordered else "tl.program_id(0)"
         else:
             row = "tl.num_programs(0) - 1 - tl.program_id(0)" if self.ordered else "tl.program_id(0)"

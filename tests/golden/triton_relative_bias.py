@@ -5,7 +5,7 @@
     s0 = 512
 
 Head size 64, float32, 4 query heads to a key head.
-attention_forward: grid (q tiles, batch * heads), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
+attention_forward: grid (q tiles, heads, batch), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
 """
 
 import triton
@@ -59,11 +59,11 @@ def attention_forward(
     s0,
     bias, bias_size0, bias_size1, bias_stride0, bias_stride1,
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
-
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    distinct = tl.load(SliceOf + tl.program_id(1)) * tl.num_programs(0)
+    head, batch = tl.program_id(1), tl.program_id(2)
+    place = batch * heads + head
+    distinct = tl.load(SliceOf + place) * tl.num_programs(0)
     row = tl.load(Order + distinct + tl.program_id(0))  # longest first
     start = row * BLOCK_Q
     rows = tl.arange(0, BLOCK_Q)
@@ -152,5 +152,5 @@ def attention_forward(
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     out_at = rows[:, None] * stride_os + d[None, :] * stride_od
     tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
-    Lse += tl.program_id(1).to(tl.int64) * q_len + start
+    Lse += place.to(tl.int64) * q_len + start
     tl.store(Lse + rows, lse, mask=present)

@@ -4,7 +4,7 @@
     s0 = w
 
 Head size 128, bfloat16, 8 query heads to a key head.
-attention_forward: grid (q tiles, batch * heads), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
+attention_forward: grid (q tiles, heads, batch), tiles of 128 queries by 64 keys, num_warps=8, num_stages=3.
 """
 
 import triton
@@ -18,11 +18,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "heads", "q_len", "kv_len", "q_origin", "k_origin", "KV_LEN", "s0",
-    ]
-)
+@triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "q_origin", "k_origin", "KV_LEN", "s0"])
 def attention_forward(
     Q, K, V, Out,  # [batch, heads, length, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
@@ -35,10 +31,10 @@ def attention_forward(
     KV_LEN,
     s0,
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
-
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    head, batch = tl.program_id(1), tl.program_id(2)
+    place = batch * heads + head
     row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first
     start = row * BLOCK_Q
     rows = tl.arange(0, BLOCK_Q)
@@ -121,5 +117,5 @@ def attention_forward(
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     out_at = rows[:, None] * stride_os + d[None, :] * stride_od
     tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
-    Lse += tl.program_id(1).to(tl.int64) * q_len + start
+    Lse += place.to(tl.int64) * q_len + start
     tl.store(Lse + rows, lse, mask=present)
