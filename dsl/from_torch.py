@@ -19,7 +19,7 @@ place in it. Functions without a counterpart are computed at once too, as long a
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType, SimpleNamespace
@@ -56,11 +56,15 @@ ADVICE = {
 
 class Front:
     """What one trace knows of torch's tensors. `naming` gives a captured tensor its name; `values` are all that have
-    one, `wishes` the names of variables that hold one, by the tensor's id."""
+    one, `wishes` the names of variables that hold one, by the tensor's id. `read` takes those whose values the trace
+    looked at; None: they have no values."""
 
-    def __init__(self, naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str]) -> None:
+    def __init__(
+        self, naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
+        read: dict[int, Any] | None,
+    ) -> None:  # fmt: skip
         self.torch = sys.modules["torch"]
-        self.naming, self.values, self.wishes = naming, values, wishes
+        self.naming, self.values, self.wishes, self.read = naming, values, wishes, read
         self.made: dict[int, Any] = {}  # tensors that the function made itself, by id
         self.lifted: dict[int, tuple[Any, Symbol]] = {}
         self.offsets: dict[tuple[int, int], tuple[Any, Any]] = {}  # for searchsorted, by the id of a tensor and side
@@ -83,7 +87,8 @@ class Front:
             shape = tuple(value.shape)
             if not shape and id(value) in self.made:
                 return Symbol(lit(_literal(value)))
-            key = (value.data_ptr(), shape, value.stride(), value.dtype, value.requires_grad)
+            place = id(value) if self.read is None else value.data_ptr()
+            key = (place, shape, value.stride(), value.dtype, value.requires_grad)
             name = self.naming(wish, self.seen.setdefault(key, value))
         return table(name, shape, type_) if shape else Symbol(ir.param(name, type_))
 
@@ -94,7 +99,7 @@ class Front:
             readable = not value.is_meta and type(value).__name__ != "FakeTensor" and value.data_ptr() >= 0
         except RuntimeError:  # inside torch.vmap or torch.func
             readable = False
-        if not readable:
+        if not readable and self.read is not None:
             fail(f"`{name}` has no values to read: it is a meta or fake tensor, or inside torch.vmap or torch.func")
         if value.dtype is self.torch.bool:
             return BOOL
@@ -133,6 +138,7 @@ class Front:
         """The tensor a symbol stands for, or None where its value depends on a position."""
         if self.moves(x):
             return None
+        self.looks(self.values.get(n.name) for n in ir.walk(x.expr) if n.op in ("lookup", "param", "segment"))
         names = {a.bound: ir.var(f"axis {i}") for i, a in enumerate(x.axes)}
         grid = np.ogrid[tuple(slice(n) for n in x.shape)] if x.axes else ()
         with self.torch._C.DisableTorchFunction():
@@ -177,6 +183,8 @@ class Front:
             return self.factory(name, args, kwargs)
         if name in ("tensor", "as_tensor") and symbols:
             name = "stack" if isinstance(args[0], list | tuple) else "to"
+        if self.read is None and name == "item" and captured:
+            return self.lift(captured[0])  # a number of Python that a graph holds as a tensor
         if name in CONVERSIONS and not symbols:
             return self.run(func, args, kwargs)
         name = name.strip("_").removeprefix("special_").removeprefix("linalg_")
@@ -234,6 +242,7 @@ class Front:
         step = int(not (right or side == "right"))  # an entry is below x where it is not above x - 1
         at = operand(input, "`searchsorted`")
         known = self.concrete(offsets) if isinstance(offsets, Symbol) else offsets
+        self.looks([known])
         with self.torch._C.DisableTorchFunction():
             exact = known is not None and known.ndim == 1 and not known.is_floating_point() and at.expr.type is INT
             if not exact or bool((known[1:] < known[:-1]).any()):
@@ -266,9 +275,21 @@ class Front:
 
         return one(args), {n: one(v) for n, v in kwargs.items()}
 
+    def looks(self, tensors: Iterable[Any]) -> None:
+        """Note that values of captured tensors decide what the trace finds."""
+        for x in tensors:
+            if not isinstance(x, self.torch.Tensor):
+                continue
+            if self.read is None:
+                fail("the function computes with the values of a captured tensor, and a graph of torch does not know "
+                     "them yet: compute it outside, and capture the result")  # fmt: skip
+            self.read[id(x)] = x
+
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch's own answer; what it makes of nothing captured is a constant."""
         inputs = list(_arrays(self.torch, (*args, *kwargs.values())))
+        if name_of(func) not in METADATA:
+            self.looks(x for x in inputs if id(x) not in self.made)
         result = func(*args, **kwargs)
         if all(id(x) in self.made for x in inputs):
             self.made.update({id(x): x for x in _arrays(self.torch, (result,))})
@@ -300,6 +321,10 @@ def name_of(func: Any) -> str:
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name
 
 
+METADATA = frozenset(
+    "shape size dim ndim dtype device numel nelement layout stride requires_grad is_cuda is_cpu is_sparse is_nested "
+    "is_meta is_floating_point is_complex element_size".split()
+)
 CONVERSIONS = frozenset({"__bool__", "__int__", "__float__", "__index__"})  # Python asks them of a tensor
 READERS = frozenset({"__invert__", "__index__", "__int__", "__iter__"})
 
@@ -347,12 +372,15 @@ def _mode() -> Any:
 
 
 @contextmanager
-def active(naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str]) -> Iterator[None]:
+def active(
+    naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
+    read: dict[int, Any] | None,
+) -> Iterator[None]:  # fmt: skip
     """torch's functions and captured tensors are traced in this thread, whatever modes of the user's are on."""
     torch = sys.modules["torch"]
-    if torch.compiler.is_compiling():
+    if read is not None and torch.compiler.is_compiling():
         raise TraceError("a mask is made inside torch.compile: make it outside, and use it there")
-    front = Front(naming, values, wishes)
+    front = Front(naming, values, wishes, read)
     before, context.front = context.front, front
     try:
         with torch.device("cpu"), _mode()(front):  # what the function makes lives here, under any default device

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType
 from typing import Any, Literal
 
@@ -39,16 +40,19 @@ ORDER = ("score", *COORDINATES)
 
 @dataclass(frozen=True)
 class Traced:
-    """`tables` are the captured arrays and 0-d tensors, the user's own objects, by the names they have in `expr`."""
+    """`tables` are the captured arrays and 0-d tensors, the user's own objects, by the names they have in `expr`;
+    `read` are the tensors of torch whose values went into `expr` itself."""
 
     expr: Expr
     tables: dict[str, Any]
     kind: Kind
     notes: tuple[str, ...] = ()
+    read: tuple[Any, ...] = ()
 
 
-def trace(fn: Callable[..., Any], kind: Kind | None = None) -> Traced:
-    """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place."""
+def trace(fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False) -> Traced:
+    """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place.
+    `valueless`: the tensors of torch that it captures have a shape and a dtype, and no values to look at."""
     if not callable(fn):
         what = "score mod" if kind == "score" else "mask"
         raise TraceError(f"a {what} is a text or a function, not {type(fn).__name__}")
@@ -60,21 +64,21 @@ def trace(fn: Callable[..., Any], kind: Kind | None = None) -> Traced:
     kind = kind or found
     had_torch = "torch" in sys.modules
     try:
-        return _called(fn, names, kind)
+        return _called(fn, names, kind, valueless)
     except TraceError:
         if had_torch or "torch" not in sys.modules:
             raise
-    return _called(fn, names, kind)  # the function imported torch itself: now its calls are seen
+    return _called(fn, names, kind, valueless)  # the function imported torch itself: now its calls are seen
 
 
-def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind) -> Traced:
+def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless: bool) -> Traced:
     symbols = {p: Symbol(ir.SCORE if n == "score" else ir.var(n)) for p, n in names.items()}
     by_place = _signature(fn)
     args = [s for p, s in symbols.items() if by_place[p].kind is not inspect.Parameter.KEYWORD_ONLY]
     keywords = {p: s for p, s in symbols.items() if by_place[p].kind is inspect.Parameter.KEYWORD_ONLY}
     if isinstance(fn, functools.partial) and fn.keywords:
         args, keywords = [], symbols
-    tracer = _Tracer()
+    tracer = _Tracer(read=None if valueless else {})
     through_jaxpr = functools.partial(from_jax.call, fn, args, keywords, tracer.name_table)
     try:
         if from_jax.reaches_jax(fn):
@@ -92,9 +96,9 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind) -> Traced
         else:
             message = str(error).partition(", but expected one of")[0]  # torch lists every overload
             fail(f"{type(error).__name__}: {message}", error)
-    scalars, tables = ir.free_names(e)
-    used = {*scalars, *tables, *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
-    return Traced(e, {n: t for n, t in tracer.tables.items() if n in used}, kind, tuple(tracer.notes))
+    used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
+    tables = {n: t for n, t in tracer.tables.items() if n in used}
+    return Traced(e, tables, kind, tuple(tracer.notes), tuple((tracer.read or {}).values()))
 
 
 def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
@@ -103,7 +107,7 @@ def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
         return nullcontext()
     from .from_torch import active
 
-    return active(tracer.name_table, tracer.tables, tracer.wishes)
+    return active(tracer.name_table, tracer.tables, tracer.wishes, tracer.read)
 
 
 def _signature(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -175,6 +179,7 @@ class _Tracer:
     copies: dict[int, Any] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)  # ids stay valid while these live
     notes: list[str] = field(default_factory=list)
+    read: dict[int, Any] | None = field(default_factory=dict)  # tensors whose values were looked at; None: have none
     wishes: dict[int, str] = field(default_factory=dict)  # the name of the variable a tensor is in, by its id
 
     def name_table(self, wish: str, array: Any) -> str:
