@@ -1,9 +1,16 @@
-"""What every Triton kernel of an attention is launched with: arguments by the names of its parameters."""
+"""How Triton kernels are launched: what calls of one kind have in common is bound once, a call brings its tensors.
+
+own = bound(plan, spans, geometry, target, q, k)
+values = own.values(slots, tables)
+run = own.launch(made, "attention_forward", grid, target, {"Q": "q", "K": "k", "V": "v", "Out": "o"})
+run(values, q, k, v, out)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import finalize
 
@@ -12,6 +19,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit.triton_parameters import Argument, arguments
+from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 
@@ -19,40 +27,101 @@ from .triton_source import load
 
 Tensor = Any
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
+KEPT = 64  # kinds of calls of one plan, and strides of one kernel
+_loaded = lru_cache(maxsize=256)(load)  # equal texts are one kernel: what Triton compiled for one serves all
+
+
+@dataclass(frozen=True)
+class Made:
+    """Kernels and what their parameters are called (another plan of the same shape may name its tables otherwise)."""
+
+    kernels: Mapping[str, Any]
+    arguments: Mapping[str, Argument]
 
 
 def made(source: str, plan: LoopPlan) -> Made:
     """The kernels of a module's text, by their names."""
-    found = load(source)
-    kernels = {n: x for n, x in vars(found).items() if n.startswith("attention_")}
+    kernels = {n: x for n, x in vars(_loaded(source)).items() if n.startswith("attention_")}
     return Made(kernels, arguments(plan))
 
 
-def common(
-    plan: LoopPlan, g: Geometry, known: Made, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any,
-    tensors: Mapping[str, Tensor],
-) -> dict[str, Any]:  # fmt: skip
-    """Values of parameters that kernels share; `tensors` by the letter of their strides."""
-    values: dict[str, Any] = {
-        "scale": g.scale, "heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len,
-        **dict(zip(SIZES, g.full, strict=True)), **origin(g, device), **known.slots(plan, slots),
-        **known.tables(plan, tables),
-    }  # fmt: skip
-    for letter, tensor in tensors.items():
-        values |= {f"stride_{letter}{axis}": s for axis, s in zip("bhsd", tensor.stride(), strict=True)}
-    return values
+# -- what calls have in common ----------------------------------------------------------------------------------------
 
 
-def launch(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any], target: Target, device: Any) -> None:
-    """Run a kernel; of `values` it takes those its parameters name, the tile comes from `target`."""
-    import torch
+@dataclass(frozen=True, eq=False)
+class Values:
+    """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
+    `live` slots, whose values are on the device; `key` is all of them that a compiled kernel hangs on."""
 
-    values = {**values, "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        kernel[grid](
-            *(values[n] for n in kernel.arg_names),
-            num_warps=target.num_warps, num_stages=target.num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
+    given: tuple[Mapping[str, Any], Mapping[str, Tensor]]
+    numbers: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+    live: tuple[str, ...]
+    key: tuple[Any, ...]
+
+
+class Bound:
+    """A plan bound to shapes, dtypes and a device. `launches` is where executors keep what they made of it."""
+
+    def __init__(self, plan: LoopPlan, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> None:
+        self.plan, self.geometry, self.target, self.device = plan, geometry, target, q.device
+        self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
+        self.launches: dict[Any, Any] = {}
+        self._held: Values | None = None
+
+    def dims(self, live: tuple[str, ...] = ()) -> Dims:
+        """What of such calls the kernels' texts depend on."""
+        g, (dtype, keys) = self.geometry, self.dtypes
+        return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, live)
+
+    def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
+        """What kernels read; of the same mappings it is worked out once."""
+        held = self._held
+        if held is None or held.given[0] is not slots or held.given[1] is not tables:
+            held = self._held = _values(self.plan, slots, tables)
+        return held
+
+    def launch(
+        self, made: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, str], *,
+        records: Callable[[tuple[int, int]], Any] | None = None, live: tuple[str, ...] = (), **more: Any,
+    ) -> Launch:  # fmt: skip
+        """A launch of `kernel`. `tensors` are the parameters whose tensors every call brings, in the order it brings
+        them, each with the letter of its strides, or "" where it has none; `records`, `rows` or `columns` of a
+        SpanSource, is asked if the kernel reads a table of spans; `more` are values of other parameters."""
+        found = made.kernels[kernel]
+        runs_here(found, self.device)
+        fixed = {**shared(self.geometry, self.device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, **more}
+        if "Spans" in found.arg_names:
+            if records is None:
+                raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
+            fixed |= span_tables(records((target.block_q, target.block_k)), self.device)
+        return Launch(found, made.arguments, self.plan, grid, target, self.device, fixed, tensors, live)
+
+
+_bound: dict[int, dict[Any, Bound]] = {0: {}}  # 0: of plans that need no spans
+
+
+def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
+    """What such calls have in common, kept while `spans` lives. Plan, geometry and target are told by where they are:
+    it keeps them."""
+    place = 0 if spans is None else id(spans)
+    of = _bound.get(place)
+    if of is None:
+        of = _bound[place] = {}
+        finalize(spans, _bound.pop, place, None)
+    key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
+    found = of.get(key)
+    if found is None:
+        found = of[key] = Bound(plan, geometry, target, q, k)
+        while len(of) > KEPT:
+            of.pop(next(iter(of)), None)  # another thread may have taken it
+    return found
+
+
+def shared(g: Geometry, device: Any) -> dict[str, Any]:
+    """Values of parameters by which kernels know their place."""
+    sizes = dict(zip(SIZES, g.full, strict=True))
+    return {"scale": g.scale, "heads": g.heads, "q_len": g.q_len, "kv_len": g.kv_len, **sizes, **origin(g, device)}
 
 
 def runs_here(kernel: Any, device: Any) -> None:
@@ -67,25 +136,34 @@ def runs_here(kernel: Any, device: Any) -> None:
         raise BackendError(f"no Triton kernel runs on {device.type} tensors; move them to 'cuda' or 'cpu'")
 
 
-@dataclass(frozen=True)
-class Made:
-    """Kernels and what their parameters are called (another plan of the same shape may name its tables otherwise)."""
+def origin(g: Geometry, device: Any) -> dict[str, Any]:
+    """`b_origin` ... `k_origin`; q and k are int32 [batch] together as soon as one of them is a vector."""
+    import torch
 
-    kernels: Mapping[str, Any]
-    arguments: Mapping[str, Argument]
+    b, h, *starts = g.origin
+    per_batch = any(np.ndim(s) or (torch.is_tensor(s) and s.dim()) for s in starts)
+    if per_batch:
+        starts = [torch.as_tensor(s, dtype=torch.int32, device=device).expand(g.batch).contiguous() for s in starts]
+    else:
+        starts = [int(s) for s in starts]
+    return {
+        "b_origin": int(b), "h_origin": int(h), "q_origin": starts[0], "k_origin": starts[1],
+        "ORIGIN_PER_BATCH": per_batch,
+    }  # fmt: skip
 
-    def slots(self, plan: LoopPlan, slots: Mapping[str, Any]) -> dict[str, Any]:
-        convert = {INT: int, BOOL: bool, FLOAT: float}
-        return {self.arguments[s.name].name: convert[s.type](slots[s.name]) for s in plan.slots}
 
-    def tables(self, plan: LoopPlan, tables: Mapping[str, Tensor]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for use in plan.tables:
-            table, names = _readable(use, tables[use.name]), self.arguments[use.name]
-            found[names.name] = table
-            found |= zip(names.sizes, table.shape, strict=True)
-            found |= zip(names.strides, table.stride(), strict=True)
-        return found
+# -- slots and tables -------------------------------------------------------------------------------------------------
+
+_CONVERT: Mapping[Any, Any] = {INT: int, BOOL: bool, FLOAT: float}
+
+
+def _values(plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
+    live = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
+    numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in live)
+    arrays = [_readable(use, tables[use.name]) for use in plan.tables]
+    wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
+    key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in live])
+    return Values((slots, tables), numbers, (*arrays, *[slots[n] for n in live]), live, key)
 
 
 def _readable(use: TableUse, table: Tensor) -> Tensor:
@@ -104,21 +182,116 @@ def _readable(use: TableUse, table: Tensor) -> Tensor:
     return table
 
 
-def origin(g: Geometry, device: Any) -> dict[str, Any]:
-    """`b_origin` ... `k_origin`; q and k are int32 [batch] together as soon as one of them is a vector."""
+# -- launching --------------------------------------------------------------------------------------------------------
+
+
+class Launch:
+    """A kernel with all of its arguments but those a call brings: tensors, and the values of slots and tables.
+
+    At every launch Triton asks anew which of its compiled kernels the arguments want: by their types, by whether
+    pointers and strides are divisible by 16 and by which strides are 1. All of that is decided by the types and
+    strides of a call's tensors and by how their pointers are aligned; where those were seen before, the kernel is
+    known and is run at once.
+    """
+
+    def __init__(
+        self, kernel: Any, arguments: Mapping[str, Argument], plan: LoopPlan, grid: tuple[int, ...], target: Target,
+        device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, str], live: Sequence[str],
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.fixed = kernel, (*grid, 1, 1)[:3], fixed
+        self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
+        self.index = device.index if device.type == "cuda" else None
+        at = {n: i for i, n in enumerate(kernel.arg_names)}
+        self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in tensors.values()]
+        tables = [arguments[t.name] for t in plan.tables]
+        self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
+        named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in live]]
+        self.pointers = [at[n] for n in named]
+        self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
+        filled = {*self.pointers, *self.numbers}.union(*self.strides, *self.extents)
+        self.blank = [None if i in filled else fixed[n] for n, i in at.items()]
+        self.known: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def __call__(self, values: Values, *tensors: Tensor) -> None:
+        if self.index is not None:
+            import torch
+
+            if torch.cuda.current_device() != self.index:
+                with torch.cuda.device(self.index):
+                    return self._run(values, tensors)
+        return self._run(values, tensors)
+
+    def _run(self, values: Values, tensors: tuple[Tensor, ...]) -> None:
+        given = (*tensors, *values.tensors)
+        places = [x.data_ptr() for x in given]
+        low = 0
+        for place in places:
+            low |= place
+        kinds = [(x.dtype, x.stride()) for x in tensors]
+        key = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
+        found = self.known.get(key)
+        if found is None:
+            self._first(key, values, given)
+            return
+        run, arguments = found
+        arguments = arguments.copy()
+        for i, place in zip(self.pointers, places):
+            arguments[i] = place
+        for i, x in zip(self.numbers, values.numbers):
+            arguments[i] = x
+        run(*arguments)
+
+    def _first(self, key: Any, values: Values, given: tuple[Tensor, ...]) -> None:
+        """By Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
+        arguments = self.blank.copy()
+        own = len(given) - len(values.tensors)
+        for places, x in zip(self.strides, given):
+            for i, stride in zip(places, x.stride()):
+                arguments[i] = stride
+        for places, x in zip(self.extents, given[own:]):
+            for i, extent in zip(places, (*x.shape, *x.stride()), strict=True):
+                arguments[i] = extent
+        for i, number in zip(self.numbers, values.numbers, strict=True):
+            arguments[i] = number
+        for i, x in zip(self.pointers, given, strict=True):
+            arguments[i] = x
+        compiled = self.kernel[self.grid](*arguments, **self.options)
+        if compiled is None:
+            return
+        self.known[key] = compiled[self.grid], [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
+        while len(self.known) > KEPT:
+            self.known.pop(next(iter(self.known)), None)
+
+
+def common(
+    plan: LoopPlan, g: Geometry, known: Made, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any,
+    tensors: Mapping[str, Tensor],
+) -> dict[str, Any]:  # fmt: skip
+    """Values of parameters that kernels share; `tensors` by the letter of their strides."""
+    own, values = _values(plan, slots, tables), shared(g, device)
+    numbers = iter(own.numbers)
+    values |= {known.arguments[s.name].name: next(numbers) for s in plan.slots if s.name not in own.live}
+    for use, table in zip(plan.tables, own.tensors):
+        names = known.arguments[use.name]
+        values |= zip(names.all, (table, *table.shape, *table.stride()), strict=True)
+    for letter, tensor in tensors.items():
+        values |= {f"stride_{letter}{axis}": s for axis, s in zip("bhsd", tensor.stride(), strict=True)}
+    return values
+
+
+def launch(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any], target: Target, device: Any) -> None:
+    """Run a kernel; of `values` it takes those its parameters name, the tile comes from `target`."""
     import torch
 
-    b, h, *starts = g.origin
-    per_batch = any(np.ndim(s) or (torch.is_tensor(s) and s.dim()) for s in starts)
-    if per_batch:
-        starts = [torch.as_tensor(s, dtype=torch.int32, device=device).expand(g.batch).contiguous() for s in starts]
-    else:
-        starts = [int(s) for s in starts]
-    return {
-        "b_origin": int(b), "h_origin": int(h), "q_origin": starts[0], "k_origin": starts[1],
-        "ORIGIN_PER_BATCH": per_batch,
-    }  # fmt: skip
+    values = {**values, "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
+    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
+        kernel[grid](
+            *(values[n] for n in kernel.arg_names),
+            num_warps=target.num_warps, num_stages=target.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
 
+
+# -- span tables ------------------------------------------------------------------------------------------------------
 
 _uploaded: dict[tuple[int, str], dict[str, Any]] = {}
 

@@ -7,13 +7,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SCORE
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from .triton_bind import Made, common, launch, made, runs_here, span_tables
+from .triton_bind import Bound, Launch, Made, bound, made
 
 Tensor = Any
 
@@ -32,28 +31,27 @@ def forward(
     import torch
 
     g = geometry
-    if not g.scale > 0 and plan.score is None:
-        plan = replace(plan, score=SCORE)  # the folded scale needs max(x * scale) = max(x) * scale
-    known = _made(plan, target, dims_of(g, q, k))
-    kernel = known.kernels["attention_forward"]
-    runs_here(kernel, q.device)
+    own = bound(plan, spans, g, target, q, k)
+    values = own.values(slots, tables)
+    run = own.launches.get(values.live)
+    if run is None:
+        run = own.launches[values.live] = _launch(own, spans, values.live)
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    values = common(plan, g, known, slots, tables, q.device, {"q": q, "k": k, "v": v, "o": out})
-    values |= {"Q": q, "K": k, "V": v, "Out": out, "Lse": lse}
-    block = target.block_q, target.block_k
-    if "Spans" in kernel.arg_names:
-        if spans is None:
-            raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
-        values |= span_tables(spans.rows(block), q.device)
-    launch(kernel, (-(-g.q_len // block[0]), g.heads, g.batch), values, target, q.device)
+    run(values, q, k, v, out, lse)
     return out, lse, None
 
 
-def dims_of(g: Geometry, q: Tensor, k: Tensor) -> Dims:
-    """What of a call the kernels' texts depend on."""
-    dtype, keys = (str(x.dtype).removeprefix("torch.") for x in (q, k))
-    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys)
+def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...]) -> Launch:
+    plan, g, target = own.plan, own.geometry, own.target
+    if not g.scale > 0 and plan.score is None:
+        plan = replace(plan, score=SCORE)  # the folded scale needs max(x * scale) = max(x) * scale
+    grid = -(-g.q_len // target.block_q), g.heads, g.batch
+    tensors = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
+    return own.launch(
+        _made(plan, target, own.dims(live)), "attention_forward", grid, target, tensors,
+        records=spans and spans.rows, live=live,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
