@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from .aten_expr import Program
+from .aten_sum import summed
 from .derive import Gradient
 from .plan import Geometry
 
@@ -36,25 +37,22 @@ def fold(
     gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor],
 ) -> Tensor:  # fmt: skip
-    """`buffer`, summed into an array of `shape`, the table's; 0-d for a slot. In float64 and in one order, so that
-    equal calls give equal bits; the result has the buffer's dtype."""
+    """`buffer`, summed into an array of `shape`, the table's; 0-d for a slot. In float64 or better (`aten_sum`), equal
+    calls give equal bits; the result has the buffer's dtype and device."""
     import torch
 
     if not gradient.index:
         return buffer.sum(dtype=torch.float64).to(buffer.dtype)
     if gradient.over == "scatter":
         return buffer
-    env = {**coordinates(gradient, geometry), **slots}
-    place = torch.zeros(buffer.shape, dtype=torch.int64)
+    env = {**coordinates(gradient, geometry, buffer.device), **slots}
+    place = torch.zeros(buffer.shape, dtype=torch.int64, device=buffer.device)
     for index, size in zip(gradient.index, shape, strict=True):
         place.mul_(size).add_(_program(index, buffer.dtype)(env, tables).clamp(0, size - 1))
-    total = torch.zeros(math.prod(shape), dtype=torch.float64)
-    # With one axis index_add_ is a plain loop. index_put_ adds with atomics, in any order.
-    total.index_add_(0, place.flatten(), buffer.flatten().double())
-    return total.view(tuple(shape)).to(buffer.dtype)
+    return summed(place, buffer, math.prod(shape)).view(tuple(shape)).to(buffer.dtype)
 
 
-def coordinates(gradient: Gradient, geometry: Geometry) -> dict[str, Any]:
+def coordinates(gradient: Gradient, geometry: Geometry, device: Any) -> dict[str, Any]:
     """Global `b h q k` of every entry of the gradient's buffer, those it depends on, and the sizes."""
     import torch
 
@@ -63,8 +61,10 @@ def coordinates(gradient: Gradient, geometry: Geometry) -> dict[str, Any]:
     rank = 2 if gradient.over == "head" else 3
 
     def along(start: Any, length: int, axis: int) -> Tensor:
-        place = torch.arange(length).view(length, *[1] * (rank - axis - 1))
-        return place + (start if isinstance(start, int) else torch.as_tensor(start).long().view(-1, 1, 1))
+        place = torch.arange(length, device=device).view(length, *[1] * (rank - axis - 1))
+        if not isinstance(start, int):
+            start = torch.as_tensor(start).to(device, torch.int64, non_blocking=True).view(-1, 1, 1)
+        return place + start
 
     env |= {"b": along(b0, geometry.batch, 0), "h": along(h0, geometry.heads, 1)}
     if gradient.over == "row":

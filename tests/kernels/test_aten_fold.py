@@ -1,5 +1,7 @@
 """Sums of captured gradients against numpy.add.at over every pair."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import KV_LEN, TRUE, lit, lookup, param
 from frisket.dsl.sugar import b, h, k, minimum, q
+from frisket.lowering import aten_sum
 from frisket.lowering.aten_fold import fold, folded
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import Gradient
@@ -68,3 +71,38 @@ def test_sites_of_one_table_are_added():
     got = folded(sites, buffers, PLAIN, {}, {"t0": torch.zeros(4), "t1": torch.zeros(2)})
     assert got["t0"].tolist() == [402.0, 402.0, 2.0, 2.0]
     assert got["t1"].tolist() == [20.0, 60.0]
+
+
+# -- in fixed point, as on a device: here too, since it needs none ----------------------------------
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e30])
+def test_fixed_point_agrees_with_exact_sums(size):
+    draw = np.random.default_rng(1)
+    values = torch.from_numpy(draw.standard_normal(20_000) * 10.0 ** draw.uniform(-6, 0, 20_000) * size)
+    place = torch.from_numpy(draw.integers(0, 7, 20_000))
+    found = aten_sum.fixed(place, values, 7)
+    want = [math.fsum(values[place == i].tolist()) for i in range(7)]
+    unit = 1 / aten_sum.units(values.abs().sum()).item()
+    assert unit <= 2.0**-60 * values.abs().sum().item()
+    np.testing.assert_allclose(found.numpy(), want, rtol=0, atol=20_000 * unit / 2)
+    np.testing.assert_allclose(found.numpy(), aten_sum.summed(place, values, 7).numpy(), rtol=1e-12, atol=size * 1e-11)
+
+
+def test_fixed_point_does_not_hang_on_the_order():
+    draw = np.random.default_rng(2)
+    values, place = torch.from_numpy(draw.standard_normal(5000)), torch.from_numpy(draw.integers(0, 3, 5000))
+    first = aten_sum.fixed(place, values, 3)
+    for _ in range(5):
+        mixed = torch.from_numpy(draw.permutation(5000))
+        assert torch.equal(aten_sum.fixed(place[mixed], values[mixed], 3), first)
+
+
+def test_fixed_point_of_nothing_and_of_what_is_not_finite():
+    place = torch.tensor([0, 2])
+    assert aten_sum.fixed(place, torch.zeros(2, dtype=torch.float64), 3).tolist() == [0, 0, 0]
+    for bad in (math.nan, math.inf):
+        assert aten_sum.fixed(place, torch.tensor([1.0, bad], dtype=torch.float64), 3).isnan().all()
+    # All in one place: still below 2**63.
+    most = torch.full((1000,), 3e38, dtype=torch.float64)
+    assert aten_sum.fixed(torch.zeros(1000, dtype=torch.int64), most, 1).item() == pytest.approx(3e41)
