@@ -129,9 +129,9 @@ class Attention:
             return interpreted(call)
         given, geometry, plan = call.given, call.geometry, call.plan
         if given.framework == "torch":
-            result: tuple[Any, Any, Any] = torch_op().run(call, torch_op().prepare(call, self.options.tile))
+            result: tuple[Any, Any, Any] = torch_op().run(call, torch_op().prepare(call, self.options))
             return result
-        target = target_of(call.backend, geometry, given.dtype, self.options.tile, plan.narrow)
+        target = target_of(call.backend, geometry, given.dtype, self.options, plan)
         made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
         if names := Settings.read().show:
             show(names, plan, made, target, geometry, given.dtype)
@@ -226,7 +226,7 @@ class Attention:
         framework = framework_of(x) or "torch"
         backend = choose(self.options.backend, framework, device_of(x, framework))
         dtype = "float32" if backend in ("aten", "xla", "cpp") else "bfloat16"
-        target = target_of(backend, g, dtype, self.options.tile, narrow=False)
+        target = target_of(backend, g, dtype, self.options, device=getattr(x, "device", None))
         return target.block_q, target.block_k
 
     # -- looking ----------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Attention:
         check_name(name)
         name = {"library": "aten", "native": "cpp"}.get(name, name)
         plan = Plan(what, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
-        target = target_of(name, g, dtype, self.options.tile, plan.narrow)
+        target = target_of(name, g, dtype, self.options, plan)
         made = plan.work((target.block_q, target.block_k), proofs=name in GUARDED)
         return stages_of(made, target, g, dtype)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
 
 from . import native_build
 from .settings import BACKENDS, TIERS, Settings
+
+if TYPE_CHECKING:
+    from .call import AnyPlan
+    from .options import Options
 
 LATER = {
     "gluon": "the Gluon kernels come in a later version",
@@ -119,19 +123,22 @@ def _automatic(framework: str, device: str) -> str:
     return "pallas-tpu" if device == "tpu" else "xla"
 
 
-def target_of(backend: str, geometry: Any, dtype: str, tile: tuple[int, int] | None, narrow: bool) -> Any:
-    """The tiles and warps of a backend for one call. `narrow`: rows see few keys, so smaller tiles waste less."""
+def target_of(
+    backend: str, geometry: Any, dtype: str, options: Options, plan: AnyPlan | None = None, device: Any = None
+) -> Any:
+    """The tiles and warps of a backend for one call. Without a plan those that a call is likely to have."""
     from frisket.lowering.plan import Target
 
+    tile, narrow = options.tile, plan is not None and plan.narrow  # rows see few keys: smaller tiles waste less
     if backend in ("xla", "pallas-tpu"):
         from .jax_op import default_target
 
         made = default_target(backend, geometry)
         return Target(backend, *tile) if tile else made
     if backend == "triton":
-        wide = dtype not in ("float32", "float64") and geometry.head_dim <= 128
-        side = 128 if wide else 64
-        return Target(backend, *(tile or (side, side)), num_warps=8 if wide and geometry.head_dim > 64 else 4)
+        from .triton_tiles import target
+
+        return target(plan, geometry, dtype, tile, options.tuning, device)
     if backend == "cpp":
         from frisket.lowering.cpu_tiles import tiles
 

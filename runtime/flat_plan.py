@@ -142,6 +142,16 @@ class FlatPlan:
         return laid.planner is None and distance_only(laid.host.expr) and few_tiles(_host_spans(self.key, (128, 128)))
 
     @property
+    def simplified(self) -> tuple[Expr | None, Expr | None]:
+        """Mask and score mod after the rules."""
+        return _laid(self.key).parts
+
+    @property
+    def scalars(self) -> Values:
+        """Values of their scalars, those of the host."""
+        return self.key.what.scalars
+
+    @property
     def subject(self) -> Subject:
         """With every value, copied to the host: for checks."""
         if any(traced(x) for x in self.given.values()):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from frisket.dsl.ir import Expr
 from frisket.lowering.aten_expr import distance_only
 from frisket.lowering.plan import Origin, Sizes, Spans, Target
 
-from .bind import Subject, Work, work
+from .bind import Subject, Work, fixed_of, work
 
 
 class Plan:
@@ -46,6 +48,16 @@ class Plan:
     def columns(self, block: tuple[int, int]) -> Spans:
         """Records of query tiles per row of key tiles."""
         return self.work(block, proofs=True).layout.transposed.spans
+
+    @property
+    def simplified(self) -> tuple[Expr | None, Expr | None]:
+        """Mask and score mod after the rules."""
+        return fixed_of(self.subject).simplified
+
+    @property
+    def scalars(self) -> Mapping[str, Any]:
+        """Values of their scalars."""
+        return self.subject.scalars
 
     def _narrow(self) -> bool:
         """Whether rows see one short run of keys that slides along; of few queries nothing slides."""

@@ -173,7 +173,7 @@ def kept_ready(
 
 
 def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any]) -> Ready:
-    ready = prepare(call, att.options.tile)
+    ready = prepare(call, att.options)
     if key is not None and (plan is not None or not call.plan.by_table):
         kept[key] = ready
         while len(kept) > KEPT:
@@ -214,12 +214,12 @@ def key_of(
     )  # fmt: skip
 
 
-def prepare(call: Call, tile: tuple[int, int] | None) -> Ready:
+def prepare(call: Call, options: Options) -> Ready:
     """What calls of these shapes need. Float tables and scalars that were given to a flat plan are live."""
     import torch
 
     given, geometry, plan = call.given, call.geometry, call.plan
-    target = target_of(call.backend, geometry, given.dtype, tile, plan.narrow)
+    target = target_of(call.backend, geometry, given.dtype, options, plan, given.q.device)
     made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
     if names := Settings.read().show:
         show(names, plan, made, target, geometry, given.dtype)

@@ -1,36 +1,200 @@
-"""Which tiles a Triton kernel takes."""
+"""Which tiles, warps and stages the Triton kernels take: the one place that says so.
+
+Three things decide: what fits into registers and shared memory (head size, dtype, architecture, tables that are read
+per position), how much of a tile is work, and how few queries there are. A tile of BQ queries and BK keys that follows
+a window of W keys visits ceil((BQ + W - 1) / BK) * BK keys a query, so this share of its work is useful:
+
+    W                128    192    256    512   1024   4096
+    128 x 128        50 %   60 %   67 %   80 %   89 %   97 %
+    128 x  64        50 %   60 %   67 %   80 %   89 %   97 %
+     64 x  64        67 %   75 %   80 %   89 %   94 %   98 %
+
+    where the window does not begin with a tile, W / (W + BQ + BK - 2):
+    128 x 128        34 %   43 %   50 %   67 %   80 %   94 %
+    128 x  64        40 %   50 %   57 %   73 %   84 %   96 %
+     64 x  64        50 %   60 %   67 %   80 %   89 %   97 %
+
+Larger tiles read less for each product: 64 x 64 has half the work of 128 x 128 for a byte of shared memory. So windows
+are `short` up to 192 keys, where small tiles win by a quarter, `medium` up to 768, where narrower ones do by a tenth,
+and `long` beyond, as is all that is no window. The class hangs on the mask alone, never on the lengths of a call or on
+what its tables hold: a change inside a class compiles nothing.
+"""
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from frisket.dsl.errors import FrisketError
+from frisket.dsl.ir import Expr, build, uses, walk
 from frisket.lowering.emit.expr import POSITION, levels
 from frisket.lowering.emit.triton_parameters import padded
-from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.lowering.plan import Geometry, Target
 
-# (16-bit or float32, padded head size) -> block_q, block_k, warps, stages, for Hopper and the like
-TILES = {
-    (16, 64): (128, 64, 8, 3), (16, 128): (128, 64, 8, 2), (16, 256): (128, 32, 8, 2),
-    (32, 64): (32, 32, 8, 2), (32, 128): (32, 16, 8, 2), (32, 256): (16, 16, 4, 2),
+from .call import AnyPlan
+from .layout import make_layout
+from .mask import Mask
+from .parameters import names_of
+from .tuning import AS_CHOSEN, Tuning
+
+Window = Literal["short", "medium", "long"]
+SHORT, MEDIUM = 192, 768  # keys: the last of their class
+ROW, LENGTH = 128, 4096  # rows of tiles so long, in so many tokens, say how many keys a query sees
+
+# kernel -> window -> padded head size -> block_q, block_k, warps, stages. 16-bit numbers on Hopper and Blackwell: as
+# large as registers carry without a spill (tests/golden/triton_report_*.txt).
+Tile = tuple[int, int, int, int]
+SHARED = {  # bytes of shared memory that a block may have, by the vendors' documents
+    "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448,
+    "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
+HALF: dict[str, dict[Window, dict[int, Tile]]] = {
+    "forward": {
+        "long": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "medium": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "short": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
+    },
+    "dq": {
+        "long": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "medium": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "short": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+    },
+    "dkv": {
+        "long": {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
+        "medium": {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
+        "short": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+    },
+}
+# float32 has no warp-group products, and takes twice the registers.
+SINGLE: dict[str, dict[int, Tile]] = {
+    "forward": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 4, 2)},
+    "dq": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 4, 2)},
+    "dkv": {64: (32, 32, 8, 2), 128: (16, 32, 8, 2), 256: (16, 16, 4, 2)},
+}
 
 
-def default_target(plan: LoopPlan, geometry: Geometry, dtype: str, arch: str = "sm_90") -> Target:
-    """Tiles as large as registers and shared memory carry without a spill (tests/kernels/triton_compiled.py)."""
-    g, bits = geometry, 32 if dtype == "float32" else 16
+def window_of(keys: float) -> Window:
+    """The class of a mask whose queries see so many keys."""
+    return "short" if keys <= SHORT else "medium" if keys <= MEDIUM else "long"
+
+
+def default_target(
+    g: Geometry, dtype: str, *, keys: float = math.inf, per_position: bool = False, arch: str = "sm_90"
+) -> Target:
+    """Tiles of the forward and the backward. `keys` are those a query sees, `per_position` says that a table is read
+    for every position; `arch` as in `triton_report.ARCHITECTURES`.
+
+    >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    >>> t = default_target(g, "bfloat16", keys=128)
+    >>> t.block_q, t.block_k
+    (64, 64)
+    """
     dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
-    block_q, block_k, warps, stages = TILES[bits, dim]
-    if bits == 16 and dim == 128 and plan.bounds is not None and plan.score is None:
-        block_k, stages = 128, 3  # without a span table the registers suffice
-    if bits == 16 and _loads_per_position(plan):
-        block_k, stages = min(block_k, 32), 2  # Triton stages such a table through shared memory too
-    if arch.startswith("gfx"):
-        block_k, stages = min(block_k, 64), 1  # 64 KiB of shared memory
-    elif arch == "sm_80":
-        stages = min(stages, 2)
-    while block_q > 16 and block_q >= 2 * g.q_len:
-        block_q, warps = block_q // 2, max(4, warps // 2)
-    return Target("triton", block_q, block_k, warps, stages)
+    window = window_of(keys)
+    tiles = {
+        n: SINGLE[n][dim] if dtype == "float32" else _carried(HALF[n][window][dim], n, dim, per_position, arch)
+        for n in HALF
+    }
+    made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
+    return Target("triton", *made["forward"], dq=Target("triton", *made["dq"]), dkv=Target("triton", *made["dkv"]))
 
 
-def _loads_per_position(plan: LoopPlan) -> bool:
-    roots = [e for e in (plan.mask, plan.score) if e is not None]
-    return any(n.op == "lookup" and at == POSITION for n, at in levels(*roots).items())
+def _carried(tile: Tile, kernel: str, dim: int, per_position: bool, arch: str) -> Tile:
+    """As much of a tile as an architecture carries: fewer stages first, then a narrower side that is walked."""
+    block_q, block_k, warps, stages = tile
+    own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
+    if per_position:  # Triton stages such a table through shared memory too
+        walked, stages = min(walked, 32), min(stages, 2)
+    least = 1 if arch.startswith("gfx") else 2
+    stages, limit = (1 if least == 1 else stages), SHARED.get(arch, SHARED["gfx942" if least == 1 else "sm_90"])
+    while 2 * dim * (own * (1 if kernel == "forward" else 2) + 2 * stages * walked) > limit and walked > 16:
+        walked, stages = (walked, stages - 1) if stages > least else (walked // 2, stages)
+    return (walked, own, warps, stages) if kernel == "dkv" else (own, walked, warps, stages)
+
+
+def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
+    """The tile of a call with fewer queries, or keys, than its program's own side."""
+    block_q, block_k, warps, stages = tile
+    side, length = (block_k, g.kv_len) if kernel == "dkv" else (block_q, g.q_len)
+    while side > 16 and side >= 2 * length:
+        side, warps = side // 2, max(4, warps // 2)
+    return (block_q, side, warps, stages) if kernel == "dkv" else (side, block_k, warps, stages)
+
+
+def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:
+    """A tile of the user's, for every kernel."""
+    wide = dtype != "float32" and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64
+    return Target("triton", *tile, num_warps=8 if wide else 4)
+
+
+# -- of a call ------------------------------------------------------------------------------------
+
+
+def target(
+    plan: AnyPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
+    device: Any = None,
+) -> Target:  # fmt: skip
+    """The target of a call with `plan` on `device`: `tile` is the user's, of every kernel, and `tuning` what he says
+    beyond it. Without a plan that of a long window."""
+    if tile is not None:
+        return tuning.applied(of_tile(tile, g, dtype))
+    mask, score = (None, None) if plan is None else plan.simplified
+    keys = math.inf if plan is None or mask is None else keys_seen(mask, tuple(sorted(plan.scalars.items())))
+    loads = loads_per_position(mask, score)
+    return tuning.applied(default_target(g, dtype, keys=keys, per_position=loads, arch=architecture(device)))
+
+
+@lru_cache(maxsize=256)
+def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> float:
+    """How many keys a query sees in the middle of a long sequence, to the half of a tile, by those conjuncts of a
+    mask that are about positions alone: a bound where others hide more."""
+    terms = [e for e in (mask.args if mask.op == "and" else (mask,)) if _of_positions(e)]
+    if not terms:
+        return math.inf
+    seen = Mask(build("and", *terms) if len(terms) > 1 else terms[0])
+    known = {n: x for n, x in scalars if n in names_of(seen.expr)}
+    half = LENGTH // 2
+    try:
+        spans = make_layout(
+            seen.bind(**known), half, LENGTH, block=(ROW, ROW), origin=(0, 0, half, 0), sizes=(1, 1, LENGTH, LENGTH),
+            exact=False,
+        ).spans  # fmt: skip
+    except FrisketError:  # a mask that is not defined there, or has no bound values
+        return math.inf
+    lo, full_lo, full_hi, hi = (spans.bounds[..., i].sum() for i in range(4))
+    rows = spans.bounds.shape[0] * spans.bounds.shape[1]
+    return float((hi - lo + full_hi - full_lo) / 2 * ROW / rows)
+
+
+def _of_positions(e: Expr) -> bool:
+    return not uses(e) & {"b", "h"} and not any(n.op in ("lookup", "segment", "extent") for n in walk(e))
+
+
+def loads_per_position(*roots: Expr | None) -> bool:
+    """Whether a table is read with an index that hangs on the query and the key."""
+    found = levels(*(e for e in roots if e is not None))
+    return any(n.op == "lookup" and at == POSITION for n, at in found.items())
+
+
+def architecture(device: Any = None) -> str:
+    """That of a torch device, of the first GPU where none is named, and "sm_90" where there is none."""
+    if not find_spec("torch"):
+        return "sm_90"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "sm_90"
+    index = device.index if getattr(device, "type", "cpu") == "cuda" else None
+    return _architecture(torch.cuda.current_device() if index is None else index)
+
+
+@lru_cache(maxsize=64)
+def _architecture(index: int) -> str:
+    import torch
+
+    found = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        return str(found.gcnArchName).split(":")[0]
+    return f"sm_{found.major}{found.minor}"

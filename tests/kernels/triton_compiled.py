@@ -19,7 +19,7 @@ from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.triton_launch import forward
 from frisket.runtime.triton_report import ARCHITECTURES, compile_report
 from frisket.runtime.triton_source import load
-from frisket.runtime.triton_tiles import default_target
+from frisket.runtime.triton_tiles import default_target, loads_per_position
 
 causal = q >= k
 w = ir.param("w")
@@ -37,7 +37,9 @@ PLANS = {
 
 def report(name, dim, dtype, arch="sm_90"):
     plan = PLANS[name]
-    target = default_target(plan, Geometry(1, 8, 8, 4096, 4096, dim, dim, dim**-0.5), dtype, arch)
+    loads = loads_per_position(plan.mask, plan.score)
+    geometry = Geometry(1, 8, 8, 4096, 4096, dim, dim, dim**-0.5)
+    target = default_target(geometry, dtype, per_position=loads, arch=arch)
     return target, compile_report(emit(plan, target, Dims(dim, dim, dtype)), plan, target, dtype, arch)
 
 
