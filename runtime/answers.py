@@ -34,7 +34,7 @@ from .bound_expr import Bound, separated
 from .layout_checks import check_lengths, check_reach
 
 if TYPE_CHECKING:
-    from .mask import Mask, MaskLike, ScoreMod
+    from .mask import Mask, MaskLike
 
 BUDGET = 1 << 26  # positions looked at; asking about a rectangle counts for 16
 Witness = tuple[int, int, int, int | None]
@@ -106,7 +106,7 @@ def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
 
 
 def score_lookups(
-    score: ScoreMod,
+    score: Bound,
     shown: MaskLike | None,
     q_len: int,
     kv_len: int,
@@ -116,7 +116,8 @@ def score_lookups(
     sizes: Sizes | None = None,
     budget: int = BUDGET,
 ) -> tuple[Lookup, ...]:
-    """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position."""
+    """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position; of a
+    mask, with nothing beside it, wherever the rest of it leaves the answer to the lookup."""
     from .mask import mask as made
 
     check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.analysis.driver import SIZE_NAMES
 from frisket.lowering.emit.expr_torch import mask_mod
-from frisket.lowering.plan import make_plan
+from frisket.lowering.plan import Sizes, make_plan
 from frisket.lowering.simplify import simplify
 
 from ..layout import Layout
@@ -40,13 +40,7 @@ def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: boo
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    if not layout.exact:
-        raise ExportError(
-            f"tiles were left undecided when the budget was spent (exact is False), so the lists would not be those of "
-            f"create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
-            "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is"
-        )
-    lists = both_ways(layout, device, "rest", "BlockMask", apart=separate_full_blocks)
+    lists = exact_lists(layout, device, apart=separate_full_blocks)
     none = Lists(None, None)
     partial, full, partial_q, full_q = lists if separate_full_blocks else (lists[0], none, lists[1], none)
     return BlockMask(
@@ -59,30 +53,51 @@ def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: boo
     )  # fmt: skip
 
 
+def exact_lists(layout: Layout, device: Any, *, apart: bool) -> list[Lists]:
+    """Lists of partial and of full tiles, by rows and then by columns; of all together unless `apart`."""
+    if not layout.exact:
+        raise ExportError(
+            f"tiles were left undecided when the budget was spent (exact is False), so the lists would not be those of "
+            f"create_block_mask: {layout.counts.partial:,} tiles are partial or not known\n"
+            "  ask for layout(..., exact=True), a smaller crop or larger tiles; to_fa4() and to_bsr() take it as it is"
+        )
+    return both_ways(layout, device, "rest", "BlockMask", apart=apart)
+
+
 def mask_mod_of(layout: Layout, device: Any = "cpu") -> Callable[..., Any]:
     """`mask_mod(b, h, q_idx, kv_idx)` on torch tensors, in positions of the crop, its tables on `device`.
 
     The text is in its attribute `source` and where `inspect.getsource` looks.
     """
+    e, tables = _local(layout)
+    reach = dict(zip("bhqk", (layout.batch, layout.heads, layout.q_len, layout.kv_len), strict=True))
+    return written(e, tables, reach, layout.sizes, show(layout.written), device)
+
+
+def written(
+    e: Expr, tables: Mapping[str, Any], reach: Mapping[str, int], sizes: Sizes, title: str, device: Any,
+    own: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """The `mask_mod` of an Expr whose parameters and sizes are literals. `reach` are what its positions stay below,
+    `sizes` the same of the whole problem; `own` are tensors to look into, where torch can, in place of copies."""
     import torch
 
-    e, tables = _local(layout)
     arrays = {n: np.asarray(t) for n, t in tables.items()}
-    limits: dict[str, float] = dict(zip("bhqk", (max(s, 1) for s in layout.sizes), strict=True))
+    limits: dict[str, float] = dict(zip("bhqk", (max(s, 1) for s in sizes), strict=True))
     limits |= {n: max(abs(int(t.max())), abs(int(t.min()))) for n, t in arrays.items() if t.dtype.kind in "iu"}
     plan = make_plan(e, None, limits=limits)
     assert plan.mask is not None
     literal = {param(s.name, s.type): lit(s.value) for s in plan.slots if s.value is not None}
     wanted = {t.name: t.source + {"": "", "segment": "_of", "segment below": "_below"}[t.derived] for t in plan.tables}
+    as_they_are = {
+        wanted[t.name]: x for t in plan.tables if not t.derived and (x := (own or {}).get(t.source)) is not None
+    }
     mask = renamed(simplify(substitute(plan.mask, literal)), wanted)
     read = {wanted[n]: np.asarray(t) for n, t in plan.table_values(arrays).items()}
     kinds = free_names(mask)[1]
     read = {n: read[n] for n in kinds}  # the simplifier may have dropped some
-    reach = dict(zip("bhqk", (layout.batch, layout.heads, layout.q_len, layout.kv_len), strict=True))
-    source = mask_mod(
-        mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=show(layout.written)
-    )
-    arguments = (_tensor(torch, t, kinds[n][1], device) for n, t in read.items())
+    source = mask_mod(mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=title)
+    arguments = (_tensor(torch, t, kinds[n][1], device, as_they_are.get(n)) for n, t in read.items())
     made = load(source, torch=torch, math=math)["make"](*arguments)
     made.source = source
     return made  # type: ignore[no-any-return]
@@ -107,8 +122,10 @@ def _python(x: Any) -> bool | int | float:
     return x.item() if hasattr(x, "item") else x  # type: ignore[no-any-return]
 
 
-def _tensor(torch: Any, table: Any, type: Type, device: Any) -> Any:
+def _tensor(torch: Any, table: Any, type: Type, device: Any, own: Any = None) -> Any:
     """A table as torch can index and compare it: bool, int32, int64 or float64."""
     small = table.dtype.itemsize < 4 or table.dtype == np.int32
     dtype = {BOOL: np.bool_, FLOAT: np.float64}.get(type, np.int32 if small else np.int64)
+    if own is not None and str(own.dtype) == f"torch.{np.dtype(dtype).name}":
+        return own.to(device)
     return torch.from_numpy(np.array(table, dtype)).to(device)

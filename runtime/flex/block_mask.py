@@ -1,0 +1,476 @@
+"""BlockMask: torch's, with the mask itself inside. Its lists are made when somebody reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+
+from frisket.dsl import ir
+from frisket.dsl.errors import ShapeError
+from frisket.dsl.ir import conj, disj, lit, lookup, var
+from frisket.dsl.show import show
+from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.lowering.plan import Sizes
+
+from ..answers import score_lookups
+from ..export.block_mask import exact_lists
+from ..layout import Layout
+from ..mask import Mask, MaskLike
+from .errors import ListError, OrderError, check_lookups
+from .live_mask import LiveMask, fresh, live_mask
+from .slicing import moved, picks
+from .tile_string import LEGEND, to_string
+from .tile_tensors import LISTS, TENSORS, Lists, check_lists, kinds_of, with_columns, with_orders
+
+Block = int | tuple[int, int]
+
+
+class BlockMask(theirs.BlockMask):
+    """Which tiles of keys each tile of queries reads, and the mask that says so.
+
+    >>> from frisket.flex import create_block_mask
+    >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
+    >>> block_mask
+    BlockMask(shape=(1, 1, 512, 512), BLOCK_SIZE=(128, 128), sparsity=37.50%, mask='q >= k')
+    >>> block_mask.kv_num_blocks, block_mask.full_kv_num_blocks
+    (tensor([[[1, 1, 1, 1]]], dtype=torch.int32), tensor([[[0, 1, 2, 3]]], dtype=torch.int32))
+    >>> block_mask[:, :, 1:3].mask
+    Mask('q + 128 >= k')
+
+    A subclass of torch's BlockMask: every attribute, shape and number is the same, but a mask made by
+    `create_block_mask` holds an expression in place of lists. The lists are laid out from it when they are first read,
+    in time that grows with the border of the mask. `mask` is that expression as a `frisket.Mask`, at any length:
+    `create_block_mask(block_mask.mask, B, H, longer, longer)` and `block_mask.mask.layout(...)` trace nothing anew.
+
+    The tensors that a mask_mod captured stay the user's: change one in place, and lists, `mask` and attention follow
+    at the next use. (torch's lists stay as they were made, while its mask_mod reads the tensors as they are.)
+
+    Slicing, `_adjust` and `to` keep the mask: `block_mask[:, :, 1:3].mask_mod` counts queries from the first of its
+    own, `seq_lengths` is the length of what is left, and `to` moves captured tensors too. Masks of one shape combine
+    with `& | ~`, are equal when they show the same by the same expression, hash, and pickle, lambdas too.
+    """
+
+    dq_kv_order_spt: bool | None
+
+    def __init__(
+        self, seq_lengths: tuple[int, int], kv_num_blocks: Tensor, kv_indices: Tensor,
+        full_kv_num_blocks: Tensor | None, full_kv_indices: Tensor | None, q_num_blocks: Tensor | None,
+        q_indices: Tensor | None, full_q_num_blocks: Tensor | None, full_q_indices: Tensor | None,
+        BLOCK_SIZE: Block = 128, mask_mod: MaskLike = theirs.noop_mask, *, dq_write_order: Tensor | None = None,
+        dq_write_order_full: Tensor | None = None, dq_kv_order: Tensor | None = None,
+        dq_kv_order_spt: bool | None = None,
+    ) -> None:  # fmt: skip
+        """From lists of tiles, as torch's: a position is visible in a full tile, and in a partial one where
+        `mask_mod` shows it. `from_kv_blocks` makes the lists of columns."""
+        lists: Lists = dict(zip(TENSORS, (
+            kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
+            full_q_num_blocks, full_q_indices, dq_write_order, dq_write_order_full, dq_kv_order,
+        ), strict=True))  # fmt: skip
+        check_lists(lists)
+        if dq_write_order_full is not None and dq_write_order is None:
+            raise ListError("dq_write_order_full requires dq_write_order")
+        lengths, block = pair(seq_lengths, "seq_lengths"), pair(BLOCK_SIZE, "BLOCK_SIZE")
+        self._begin(live_mask(mask_mod), lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device)
+        self.dq_kv_order_spt, self._orders = dq_kv_order_spt, dq_write_order is not None
+        self._given, self._fn = lists, mask_mod if callable(mask_mod) else None
+        self._check_cover(lengths)
+
+    def _begin(
+        self, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any
+    ) -> None:
+        self._mod = mod  # what mask_mod says; all of the mask unless there are lists of the user's
+        self._fn: Callable[..., Any] | None = None  # the user's own mask_mod
+        self._given: Lists | None = None  # the user's own lists
+        self._lengths, self._block, self._batch, self._device = lengths, block, batch, torch.device(device)
+        self._apart = self._columns = True  # full tiles in lists of their own; lists of columns at all
+        self._orders, self.dq_kv_order_spt = False, None
+        self._made: dict[str, Any] = {}  # what was laid out, from tensors of these versions
+        self._versions: Any = None
+
+    @classmethod
+    def of(
+        cls, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any,
+        like: BlockMask | None = None,
+    ) -> BlockMask:  # fmt: skip
+        """A mask by its expression alone, with the options of another."""
+        made = cls.__new__(cls)
+        made._begin(mod, lengths, block, batch, device)
+        if like is not None:
+            made._apart, made._columns = like._apart, like._columns
+            made._orders, made.dq_kv_order_spt = like._orders, like.dq_kv_order_spt
+        return made
+
+    @classmethod
+    def from_kv_blocks(
+        cls, kv_num_blocks: Tensor, kv_indices: Tensor, full_kv_num_blocks: Tensor | None = None,
+        full_kv_indices: Tensor | None = None, BLOCK_SIZE: Block = 128, mask_mod: MaskLike | None = None,
+        seq_lengths: tuple[int, int] | None = None, compute_q_blocks: bool = True, *,
+        dq_write_order: Tensor | None = None, dq_write_order_full: Tensor | None = None,
+        dq_kv_order: Tensor | bool | None = None,
+    ) -> BlockMask:  # fmt: skip
+        """A mask from lists of tiles: `kv_num_blocks` int32 [B, H, rows] says how many tiles of keys a row of query
+        tiles reads, `kv_indices` int32 [B, H, rows, columns] which, in its first entries; `full_*` the same for those
+        in which every position is visible. B or H is 1, or left out, where all are alike.
+
+        `seq_lengths` are rows and columns of whole tiles unless given, in tokens. Raises `ListError` (a RuntimeError
+        and an AssertionError, as torch raises) for lists that do not fit together, a tile listed twice, and a column
+        that is not there; the last two are looked for where the lists are on the host.
+        """
+        lists: Lists = dict.fromkeys(TENSORS)
+        lists |= {"kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices}
+        lists |= {"full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices}
+        lists |= {"dq_write_order": dq_write_order, "dq_write_order_full": dq_write_order_full}
+        check_lists(lists)
+        if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
+            raise ListError(f"dq_kv_order must be a bool, Tensor, or None, not {type(dq_kv_order).__name__}")
+        order = dq_kv_order if isinstance(dq_kv_order, Tensor) else None
+        lists |= {"dq_kv_order": order}
+        block = pair(BLOCK_SIZE, "BLOCK_SIZE")
+        if seq_lengths is None:
+            seq_lengths = kv_indices.shape[-2] * block[0], kv_indices.shape[-1] * block[1]
+        return cls(
+            seq_lengths, **(with_columns(lists) if compute_q_blocks else lists), BLOCK_SIZE=block,  # type: ignore[arg-type]
+            mask_mod=theirs.noop_mask if mask_mod is None else mask_mod,
+            dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
+        )  # fmt: skip
+
+    # -- the mask ---------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> LiveMask:
+        """The whole mask, over the user's own tensors."""
+        if self._given is None:
+            return self._mod
+        made = self._now()
+        if "live" not in made:
+            made["live"] = self._listed(self._given)
+        return made["live"]  # type: ignore[no-any-return]
+
+    @property
+    def mask(self) -> Mask:
+        """The mask as a `frisket.Mask`, with copies of its tensors as they are now."""
+        made = self._now()
+        if "mask" not in made:
+            made["mask"] = self.live.mask()
+        return made["mask"]  # type: ignore[no-any-return]
+
+    @property
+    def formula(self) -> Mask:
+        """The mask with its tensors left open: nothing is copied. Their values are `tensors`, by the same names."""
+        return self.live.formula
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the mask reads: the user's own."""
+        return self.live.tensors
+
+    @property
+    def layout(self) -> Layout:
+        """Its tiles, counted, drawn and explained: `frisket.Layout`. `IndexError` where the mask shows a position
+        at which it reads outside a table."""
+        made = self._now()
+        if "layout" not in made:
+            self.check_lookups()
+            made["layout"] = self.mask.layout(*self._lengths, *self._heads, block=self._block)
+        return made["layout"]  # type: ignore[no-any-return]
+
+    def check_lookups(self) -> None:
+        """Raise `GatherError` where the mask shows a position at which it reads outside a table."""
+        made = self._now()
+        if "checked" not in made:
+            check_lookups(score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 24))
+            made["checked"] = True
+
+    def _listed(self, lists: Lists) -> LiveMask:
+        """Visible: in a full tile, and in a partial one where the mask_mod says so."""
+        name = fresh("tiles", {*self._mod.values})
+        at = [ir.ZERO if n == 1 else var(x) for x, n in zip("bh"[2 - len(self._batch) :], self._batch, strict=True)]
+        q, k = (ir.build("floordiv", var(x), lit(size)) for x, size in zip("qk", self._block, strict=True))
+        kind = lookup(name, (*at, q, k))
+        full, partial = (ir.build("eq", kind, lit(n)) for n in (FULL, PARTIAL))
+        return LiveMask(disj(full, conj(partial, self._mod.expr)), {**self._mod.values, name: kinds_of(lists)})
+
+    def _now(self) -> dict[str, Any]:
+        """What was made of the tensors, unless one of them has changed."""
+        own = tuple(x._version for x in (self._given or {}).values() if x is not None and not x.is_inference())
+        versions = (self._mod.versions, own)
+        if self._versions != versions:
+            if self._versions is not None:
+                self._made.clear()
+            self._versions = versions
+        return self._made
+
+    @property
+    def mask_mod(self) -> Callable[..., Any]:
+        """The user's function; of a mask that was written or changed, one made from it, in torch (its text is
+        `mask_mod.source`). Assigning another keeps the lists, as torch does."""
+        if self._fn is not None:
+            return self._fn
+        made = self._now()
+        if "mask_mod" not in made:
+            reach = dict(zip("bhqk", self._sizes, strict=True))
+            if self._given is None:  # of a mask for every batch entry, or head
+                reach = {n: m for n, m in reach.items() if n in "qk" or m > 1}
+            title = show(self._mod.expr, self._mod.values)
+            made["mask_mod"] = self._mod.callable(reach, self._sizes, title, self.device)
+        return made["mask_mod"]  # type: ignore[no-any-return]
+
+    @mask_mod.setter
+    def mask_mod(self, value: MaskLike) -> None:
+        lists, mod = self._tensors(), live_mask(value)
+        self._hold(lists)
+        self._mod, self._fn = mod, value if callable(value) else None
+
+    # -- the lists --------------------------------------------------------------------------------
+
+    def _tensors(self) -> Lists:
+        if self._given is not None:
+            return self._given
+        made = self._now()
+        if "lists" not in made:
+            found = exact_lists(self.layout, self.device, apart=self._apart)
+            pairs = [x for one in found for x in (one.count, one.index)]
+            names = LISTS if self._apart else [n for n in LISTS if "full" not in n]
+            wide = {n: x.expand(*self._batch, *x.shape[2:]).contiguous() for n, x in zip(names, pairs, strict=True)}
+            lists: Lists = {**dict.fromkeys(TENSORS), **wide}
+            if not self._columns:
+                lists |= {n: None for n in LISTS if "q_" in n and "kv" not in n}
+            made["lists"] = with_orders(lists, self.dq_kv_order_spt) if self._orders else lists
+        return made["lists"]  # type: ignore[no-any-return]
+
+    def _hold(self, lists: Lists) -> None:
+        """From now on these are the lists, whatever the mask says outside of them."""
+        self._given, self._made, self._versions = lists, {}, None
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        return self._lengths
+
+    @seq_lengths.setter
+    def seq_lengths(self, value: tuple[int, int]) -> None:
+        lengths = pair(value, "seq_lengths")
+        self._check_cover(lengths)
+        self._lengths, self._made, self._versions = lengths, {}, None
+
+    def _check_cover(self, lengths: tuple[int, int]) -> None:
+        if self._given is None:
+            return
+        index = self._given["kv_indices"]
+        assert index is not None
+        for name, n, tiles, size in zip(("queries", "keys"), lengths, index.shape[-2:], self._block, strict=True):
+            if n > tiles * size:
+                raise ListError(
+                    f"seq_lengths has {n} {name}, the lists have {tiles} tiles of {size}\n"
+                    f"  there is nothing to say of what is beyond {tiles * size}: lay out the mask_mod itself, with "
+                    "create_block_mask"
+                )
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:  # noqa: N802 (torch's name)
+        return self._block
+
+    @property
+    def device(self) -> torch.device:
+        """Where the lists are."""
+        index = (self._given or self._made.get("lists") or {}).get("kv_indices")
+        return self._device if index is None else index.device
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        batch, heads = (1, 1, *self._batch)[-2:]
+        return batch, heads
+
+    @property
+    def _sizes(self) -> Sizes:
+        return (*self._heads, *self._lengths)
+
+    # -- what it says -----------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(B, H, Q_LEN, KV_LEN)."""
+        return (*self._batch, *self._lengths)
+
+    def sparsity(self) -> float:
+        """The percentage of tiles that are not computed, 0 to 100.
+
+        torch counts a tile at the end in full where the lengths cut it, and divides by the positions inside: of 100
+        queries and keys in tiles of 128 it reports -63.84 percent. This is a share of tiles.
+        """
+        if self._given is None:
+            return 100 * (1 - self.layout.density)
+        kinds = self._kinds()
+        return 100 * (1 - int((kinds > 0).sum()) / kinds.numel())
+
+    def _kinds(self) -> Tensor:
+        """uint8 [B, H, rows, columns] of tiles: 0 empty, 1 partial, 2 full."""
+        if self._given is not None:
+            return kinds_of(self._given)
+        kinds = torch.from_numpy(self.layout.kinds())
+        return (kinds if self._apart else kinds.clamp(max=PARTIAL)).to(self.device)
+
+    def to_dense(self) -> Tensor:
+        """int32 [B, H, rows, columns] of tiles: 1 where a tile is read."""
+        return (self._kinds() > 0).to(torch.int32)
+
+    def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
+        """A picture of the tiles for each batch entry and head, at most `limit` of them, of at most `grid_size`
+        (rows, columns) cells; -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where every
+        one is read and some are partial, `░░` where some are read, blank where none is. (torch draws full and
+        partial tiles alike.)"""
+        return to_string(self._kinds(), grid_size, limit)
+
+    def __str__(self) -> str:
+        head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,"
+        return f"{head}\n{self.to_string().rstrip()}\n{LEGEND}\n)"
+
+    def __repr__(self) -> str:
+        text = show(self._mod.expr, self._mod.values)
+        lists = "" if self._given is None else ", in the tiles listed"
+        return (
+            f"BlockMask(shape={self.shape}, BLOCK_SIZE={self._block}, sparsity={self.sparsity():.2f}%, "
+            f"mask={text if len(text) <= 60 else text[:57] + '...'!r}{lists})"
+        )
+
+    # -- others from it ---------------------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> BlockMask:
+        """The mask of some batch entries, heads and rows of tiles: `block_mask[b, h, rows]`, each an int (the axis
+        stays, of length 1), a slice, or a tensor of ints or bools.
+
+        The mask is kept: positions count from the first query of what was picked, and `seq_lengths` says how many
+        there are. Rows may be picked in any order; queries that would lie beyond the end are hidden.
+        Raises `PickError`, an IndexError.
+        """
+        self._check_order("indexed")
+        rows = -(-self._lengths[0] // self._block[0]) if self._given is None else self._index.shape[-2]
+        found = picks(index, (*self._batch, rows))
+        mod, q_len, short = moved(self._mod.sized(self._sizes), found, self._lengths[0], self._block[0])
+        batch = tuple(p.count for p in found[:-1])
+        made = self.of(mod, (q_len, self._lengths[1]), self._block, batch, self.device, self)
+        if self._given is None:
+            return made
+        if short:
+            raise ListError(
+                "rows of tiles in an order with the cut one before the last\n  pick it last, or lay out mask"
+            )
+        lists: Lists = {**dict.fromkeys(TENSORS)}
+        for name in LISTS[:4]:
+            if (x := self._given[name]) is not None:
+                for axis, pick in enumerate(found):
+                    x = pick.select(x, axis)
+                lists[name] = x
+        if self._given["q_indices"] is not None:
+            lists = with_columns(lists)
+        made._hold(with_orders(lists, self.dq_kv_order_spt) if self._orders else lists)
+        return made
+
+    def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
+        """The first queries and keys of it; of a mask without lists, any number. Its lists are those of the new
+        lengths."""
+        self._check_order("cut")
+        lengths = pair((new_q_len, new_kv_len), "lengths")
+        self._check_cover(lengths)
+        made = self.of(self.live.sized(self._sizes), lengths, self._block, self._batch, self.device, self)
+        made._fn = self._fn if self._given is None else None
+        return made
+
+    def _check_order(self, what: str) -> None:
+        if (self._given or {}).get("dq_kv_order") is not None:
+            raise OrderError(
+                f"a BlockMask with a tensor dq_kv_order is {what}\n  the order is of these lists alone: make another "
+                "BlockMask with the dq_write_order that belongs to it"
+            )
+
+    @property
+    def _index(self) -> Tensor:
+        index = self._tensors()["kv_indices"]
+        assert index is not None
+        return index
+
+    def to(self, device: Any) -> BlockMask:
+        """The same on another device, captured tensors too."""
+        device = torch.device(device)
+        made = self.of(self._mod.to(device), self._lengths, self._block, self._batch, device, self)
+        if all(made._mod.tensors[n] is x for n, x in self._mod.tensors.items()):
+            made._fn = self._fn
+        lists = self._given or self._now().get("lists")
+        there = None if lists is None else {n: x if x is None else x.to(device) for n, x in lists.items()}
+        if self._given is not None:
+            made._given = there
+        elif there is not None:
+            made._made = {"lists": there}
+        return made
+
+    # -- algebra ----------------------------------------------------------------------------------
+
+    def _join(self, op: str, other: Any) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            mod, batch = live_mask(other), self._batch
+        else:
+            if (self._lengths, self._block) != (other._lengths, other._block):
+                raise ShapeError(
+                    f"masks of {self._lengths} in tiles of {self._block} and of {other._lengths} in tiles of "
+                    f"{other._block}\n  lay both out alike"
+                )
+            mod, batch = other.live.sized(other._sizes), tuple(torch.broadcast_shapes(self._batch, other._batch))
+        live = self.live.sized(self._sizes).join(op, mod)
+        return self.of(live, self._lengths, self._block, batch, self.device, self)
+
+    def __and__(self, other: Any) -> BlockMask:
+        return self._join("and", other)
+
+    def __or__(self, other: Any) -> BlockMask:
+        return self._join("or", other)
+
+    def __invert__(self) -> BlockMask:
+        live = self.live
+        turned = LiveMask(ir.build("not", live.expr), live.values)
+        return self.of(turned, self._lengths, self._block, self._batch, self.device, self)
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.mask, self.shape, self._block, self._apart, self._given is None
+
+    def __eq__(self, other: object) -> bool:
+        return self._identity == other._identity if isinstance(other, BlockMask) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
+        bare = {n: x for n, x in self.__dict__.items() if n not in ("_mod", "_fn", "_made", "_versions")}
+        return _restored, (type(self), Mask(self._mod.expr), values, bare)
+
+
+def _restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: dict[str, Any]) -> BlockMask:
+    made = kind.of(LiveMask(mod.expr, values), state["_lengths"], state["_block"], state["_batch"], state["_device"])
+    made.__dict__.update(state)
+    return made
+
+
+def _attribute(name: str) -> property:
+    def get(self: BlockMask) -> Tensor | None:
+        return self._tensors()[name]
+
+    def put(self: BlockMask, value: Tensor | None) -> None:
+        self._hold({**self._tensors(), name: value})
+
+    return property(get, put, doc=f"As torch's `BlockMask.{name}`.")
+
+
+for _name in TENSORS:
+    setattr(BlockMask, _name, _attribute(_name))
+
+
+def pair(value: Any, name: str) -> tuple[int, int]:
+    """Two positive lengths, from one or two."""
+    found = tuple(value) if isinstance(value, tuple | list | torch.Size) else (value, value)
+    if len(found) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in found):
+        raise ShapeError(f"{name} is {value!r}\n  it is positive ints, (queries, keys), in tokens")
+    return found

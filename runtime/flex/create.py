@@ -1,0 +1,157 @@
+"""Masks as torch's flex_attention takes them: create_block_mask, create_mask, and_masks, or_masks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as theirs
+from torch.nn.attention.flex_attention import noop_mask
+
+from frisket.dsl import ir
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.ir import Expr
+from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.driver import SIZE_NAMES
+from frisket.lowering.plan import Sizes
+
+from ..mask import Mask, MaskLike, ScoreLike, ScoreMod, program
+from .block_mask import Block, BlockMask, pair
+from .errors import MaskModError
+from .live_mask import LiveMask, kept, live_mask, of_bound, of_function
+
+
+def create_block_mask(
+    mask_mod: MaskLike, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
+    BLOCK_SIZE: Block = 128, _compile: bool = False, separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False, dq_kv_order: bool = True,
+) -> BlockMask:  # fmt: skip
+    """`create_block_mask(lambda b, h, q, k: q >= k, None, None, 4096, 4096)`: a mask, to be laid out in tiles.
+
+    `mask_mod` is a torch function of (b, h, q_idx, kv_idx), a text, or a `frisket.Mask`. It is read once, as an
+    expression; no position is evaluated here, and nothing is copied. B and H are the batch entries and heads that the
+    mask is for; None stands for any number, all alike. Lengths and BLOCK_SIZE, one number or (queries, keys), are in
+    tokens. `device` is where the lists will be: the accelerator, if there is one, unless given. With
+    `separate_full_blocks=False` full tiles are among the partial ones, and `compute_dq_write_order` adds
+    `dq_write_order`, from the first column of keys or (`dq_kv_order`) from the last. `_compile` has no effect.
+
+    Raises `MaskModError`, which is torch's AssertionError, RuntimeError and ValueError too, for what is no mask: a
+    score mod, a function that returns numbers, `and` or `if` on a position; `ShapeError`, a ValueError, for lengths
+    and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which it
+    reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
+    """
+    if _compile:
+        warnings.warn(
+            "_compile has no effect: the mask is never evaluated on every position", DeprecationWarning, stacklevel=2
+        )
+    if not isinstance(dq_kv_order, bool):
+        raise ParameterError(
+            f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
+            "  BlockMask.from_kv_blocks takes a tensor"
+        )
+    mod = live_mask(mask_mod)
+    lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)")
+    made = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device))
+    made._fn = mask_mod if callable(mask_mod) else None
+    made._apart = separate_full_blocks
+    if compute_dq_write_order:
+        made._orders, made.dq_kv_order_spt = True, dq_kv_order
+    if all(x.is_cpu for x in mod.tensors.values()):  # values on a device are not waited for
+        made.check_lookups()
+    return made
+
+
+def create_mask(
+    mod_fn: MaskLike | ScoreLike, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None
+) -> Tensor:
+    """`create_mask("causal", None, None, 4, 4)`: every position, bool [B, H, Q_LEN, KV_LEN] on `device`.
+
+    `mod_fn` is a mask or a score mod, as a function, a text or one of ours; a score mod shows a position where it
+    makes anything but -inf of a score of 0. For looking at: memory is the square of the length.
+    """
+    mod = _shown(mod_fn)
+    sizes: Sizes = (*_heads(B, H), *pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)"))
+    where = _device(device)
+    found = mod.callable(dict(zip("bhqk", sizes, strict=True)), sizes, "", where)
+    axes = (torch.arange(n, device=where) for n in sizes)
+    places = (x.view([-1 if i == axis else 1 for i in range(4)]) for axis, x in enumerate(axes))
+    return found(*places).expand(sizes).contiguous()
+
+
+def _shown(what: Any) -> LiveMask:
+    """What is visible by a mask, or by a score mod alone."""
+    if isinstance(what, str):
+        found = program(what)
+        what = found.mask if found.mask is not None else found.score
+    if isinstance(what, ScoreMod) or (isinstance(what, Expr) and what.type is not BOOL):
+        mod = of_bound(what if isinstance(what, ScoreMod) else ScoreMod(what))
+    elif callable(what) and not isinstance(what, Mask):
+        mod = of_function(what, None)
+    else:
+        return live_mask(what)
+    if mod.expr.type is BOOL:
+        return mod
+    score = ir.substitute(mod.expr, {ir.SCORE: ir.lit(0.0)})
+    return kept(ir.build("ne", score, ir.NEG_INF), mod.values)
+
+
+def and_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
+    """`and_masks(causal, window)`: a mask_mod that shows what all of them show; of none, everything.
+
+    Each is a function, a text or a `frisket.Mask`; anything else is a RuntimeError.
+    """
+    return _joined("and", mask_mods)
+
+
+def or_masks(*mask_mods: MaskLike) -> Callable[..., Any]:
+    """`or_masks(causal, "k < 64")`: a mask_mod that shows what any of them shows; of none, nothing."""
+    return _joined("or", mask_mods)
+
+
+def _joined(op: str, mask_mods: tuple[Any, ...]) -> Callable[..., Any]:
+    for one in mask_mods:
+        if not callable(one) and not isinstance(one, str | Expr | Mask):
+            raise MaskModError(
+                f"{op}_masks of {type(one).__name__}: {one!r}\n  all inputs are mask_mods: functions of (b, h, q_idx, "
+                "kv_idx), texts, or frisket.Mask"
+            )
+    if all(map(callable, mask_mods)):
+        return (theirs.and_masks if op == "and" else theirs.or_masks)(*mask_mods)
+    return Joined(reduce(lambda x, y: x.join(op, y), map(live_mask, mask_mods)))
+
+
+class Joined:
+    """A mask_mod made of texts and masks: `create_block_mask` reads its expression, torch and people call it."""
+
+    def __init__(self, live: LiveMask) -> None:
+        self.live = live
+        self._made: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        key = q_idx.device, self.live.versions
+        if key not in self._made:
+            if sized := sorted(ir.uses(self.live.expr) & set(SIZE_NAMES)):
+                raise MaskModError(
+                    f"this mask reads `{sized[0]}`, which a mask_mod is not told\n  give it to create_block_mask"
+                )
+            far = 1 << 31
+            self._made = {key: self.live.callable({}, (far, far, far, far), "", q_idx.device)}
+        return self._made[key](b, h, q_idx, kv_idx)  # type: ignore[no-any-return]
+
+
+def _heads(batch: Any, heads: Any) -> tuple[int, int]:
+    for name, n in (("B", batch), ("H", heads)):
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise ShapeError(f"{name} is {n!r}\n  it is how many there are, or None where all are alike")
+    return batch or 1, heads or 1
+
+
+def _device(device: Any) -> torch.device:
+    return torch.device(torch.accelerator.current_accelerator() or "cpu" if device is None else device)
+
+
+__all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]

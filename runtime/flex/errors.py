@@ -1,0 +1,45 @@
+"""Errors of ours that are also of the classes torch raises there, so that `except` clauses keep working."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from frisket.dsl.errors import ParameterError, ShapeError, TraceError
+from frisket.lowering.analysis.reach import Lookup
+
+
+class MaskModError(TraceError, AssertionError, RuntimeError, ValueError):
+    """What was given is no mask_mod; torch raises one of these three, whichever line notices."""
+
+
+class ListError(ShapeError, AssertionError, RuntimeError):
+    """Lists of tiles that do not fit together."""
+
+
+class PickError(ShapeError, IndexError):
+    """An index that picks nothing of a BlockMask."""
+
+
+class OrderError(ShapeError, NotImplementedError):
+    """An explicit order of dQ's sums belongs to the lists it was made for."""
+
+
+class GatherError(ParameterError, IndexError):
+    """A table is read outside its entries where the mask or score mod shows a position."""
+
+
+def check_lookups(found: Iterable[Lookup]) -> None:
+    """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently."""
+    for one in found:
+        if one.proved or one.witness is None or one.value is None:
+            continue
+        b, h, q, k = one.witness
+        negative = one.value < 0
+        wraps = ", and torch would read from the end" if negative else ""
+        bound = f"{one.index} >= 0" if negative else f"{one.index} < {one.size}"
+        low, high = ("0", f"{one.size - 1}")
+        raise GatherError(
+            f"`{one.text}` reads `{one.table}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
+            f"at query {q:,}, key {k:,} (b {b}, h {h}){wraps}\n"
+            f"  hide such positions first, `({bound}) & ...`, or clamp the index: `({one.index}).clamp({low}, {high})`"
+        )

@@ -1,0 +1,163 @@
+"""A mask over tensors that are the user's own: read when they are needed, as they are then.
+
+torch calls a mask_mod anew whenever it wants to know; its tensors may change in place between two calls. A LiveMask
+keeps the expression and the tensors themselves, copies nothing, and says when one of them has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from frisket.dsl import ir
+from frisket.dsl.errors import ParameterError, TraceError
+from frisket.dsl.ir import Expr
+from frisket.dsl.trace import Kind, trace
+from frisket.lowering.analysis.driver import SIZE_NAMES, bind
+from frisket.lowering.plan import Sizes
+from frisket.lowering.simplify import simplify
+
+from ..bound_expr import Bound
+from ..mask import Mask, MaskLike, mask
+from ..parameters import as_value, names_of
+from .errors import MaskModError
+
+Value = bool | int | float | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LiveMask:
+    """`values` hold a tensor for every table and captured scalar of `expr`, numbers for the other parameters."""
+
+    expr: Expr
+    values: Mapping[str, Value]
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {n: x for n, x in self.values.items() if isinstance(x, torch.Tensor)}
+
+    @property
+    def numbers(self) -> dict[str, bool | int | float]:
+        return {n: x for n, x in self.values.items() if not isinstance(x, torch.Tensor)}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Counts of changes in place: equal as long as nothing has changed."""
+        return tuple(0 if x.is_inference() else x._version for x in self.tensors.values())
+
+    @cached_property
+    def formula(self) -> Mask:
+        """The mask with its tensors left open: nothing is read, nothing copied."""
+        return Mask(self.expr, self.numbers)
+
+    def mask(self) -> Mask:
+        """The mask with its values as they are now, copied to the host."""
+        return Mask(self.expr, {**self.numbers, **{n: as_value(n, x) for n, x in self.tensors.items()}})
+
+    def to(self, device: torch.device) -> LiveMask:
+        return LiveMask(self.expr, {**self.numbers, **{n: x.to(device) for n, x in self.tensors.items()}})
+
+    def at(self, moved: Mapping[Expr, Expr], values: Mapping[str, Value] | None = None) -> LiveMask:
+        """The same with other expressions for its variables; those may read `values`."""
+        return kept(ir.substitute(self.expr, moved), {**self.values, **(values or {})})
+
+    def sized(self, sizes: Sizes) -> LiveMask:
+        """The same with the lengths of the whole problem written in."""
+        return self.at({ir.var(n): ir.lit(int(s)) for n, s in zip(SIZE_NAMES, sizes, strict=True)})
+
+    def join(self, op: str, other: LiveMask) -> LiveMask:
+        """Both in one; a name that stands for two things is numbered on the right."""
+        names: dict[str, str] = {}
+        taken = {*self.values, *other.values}
+        for name in sorted(self.values.keys() & other.values.keys()):
+            if not _same(self.values[name], other.values[name]):
+                names[name] = fresh(name, taken)
+                taken.add(names[name])
+        right = {names.get(n, n): x for n, x in other.values.items()}
+        return LiveMask(ir.build(op, self.expr, ir.renamed(other.expr, names)), {**self.values, **right})
+
+    def callable(self, reach: Mapping[str, int], sizes: Sizes, title: str, device: Any) -> Callable[..., Any]:
+        """`mask_mod(b, h, q_idx, kv_idx)`, which looks into the tensors themselves where torch can."""
+        from ..export.block_mask import written
+
+        scalars = {n: x for n, x in self.tensors.items() if not x.ndim}
+        entries = {ir.param(n, names_of(self.expr)[n][1]): n for n in scalars}  # read as tables of one entry
+        literal = {ir.param(n, names_of(self.expr)[n][1]): ir.lit(x) for n, x in self.numbers.items()}
+        one = {p: ir.lookup(n, (ir.ZERO,), p.type) for p, n in entries.items()}
+        own = {n: x.detach().reshape(1) if n in scalars else x.detach() for n, x in self.tensors.items()}
+        tables = {n: np.reshape(as_value(n, x), np.shape(x) or 1) for n, x in own.items()}
+        e = bind(ir.substitute(self.sized(sizes).expr, {**literal, **one}), tables)
+        return written(simplify(e), tables, reach, sizes, title, device, own)
+
+
+def kept(expr: Expr, values: Mapping[str, Value]) -> LiveMask:
+    """A mask with those of the values that it reads."""
+    used = names_of(expr)
+    return LiveMask(expr, {n: x for n, x in values.items() if n in used})
+
+
+def fresh(name: str, taken: set[str]) -> str:
+    """The name, or the same with a number where it is taken."""
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}_{number}"
+    return found
+
+
+def _same(x: Value, y: Value) -> bool:
+    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+        return x is y
+    return type(x) is type(y) and x == y
+
+
+def live_mask(what: MaskLike | LiveMask) -> LiveMask:
+    """From a mask_mod, which is traced; from a text, an Expr or a `frisket.Mask`, whose arrays become tensors."""
+    if isinstance(what, LiveMask):
+        return what
+    if isinstance(found := getattr(what, "live", None), LiveMask):  # one that `and_masks` made, or a BlockMask
+        return found
+    if callable(what):
+        return of_function(what, "mask")
+    if not isinstance(what, str | Expr | Mask):
+        raise MaskModError(
+            f"mask_mod is {type(what).__name__}\n  it is a function `mask_mod(b, h, q_idx, kv_idx)`, a text as "
+            '"causal & window(256)", or a frisket.Mask'
+        )
+    return of_bound(mask(what))
+
+
+def of_bound(what: Bound) -> LiveMask:
+    """From a mask of ours; a tensor that a function captured is that tensor, other arrays become tensors."""
+    what.require_bound()
+    own = {n: x for n, x in what.origin.captured.items() if isinstance(x, torch.Tensor)}
+    return LiveMask(what.expr, {**what.scalars, **{n: _tensor(x) for n, x in what.tables.items()}, **own})
+
+
+def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
+    """From a function of torch; `MaskModError` where it is none. With no `kind`, a score mod's score, too."""
+    try:
+        found = trace(fn, kind)
+    except TraceError as error:
+        raise MaskModError(str(error)) from error
+    return kept(found.expr, {n: _tensor(x) for n, x in found.tables.items()})
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    if isinstance(x, torch.Tensor):
+        return x
+    x = as_value("table", x)
+    if not isinstance(x, np.ndarray):
+        return torch.tensor(x)
+    try:
+        return torch.from_numpy(x.copy())
+    except TypeError:
+        raise ParameterError(f"torch has no tensors of {x.dtype}; give the table as int64, float32 or bool") from None
+
+
+__all__ = ["LiveMask", "live_mask"]

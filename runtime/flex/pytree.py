@@ -1,0 +1,50 @@
+"""BlockMask as a pytree of torch: its lists and the tensors of its mask are leaves, in this order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from .block_mask import BlockMask
+from .live_mask import LiveMask
+from .tile_tensors import TENSORS, Lists
+
+OPTIONS = ("_given", "_lengths", "_block", "_batch", "_device", "_apart", "_columns", "_orders", "dq_kv_order_spt")
+
+
+def flatten(mask: BlockMask) -> tuple[list[Any], tuple[Any, ...]]:
+    keyed, context = flatten_with_keys(mask)
+    return [x for _, x in keyed], context
+
+
+def flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    lists = {n: x for n, x in mask._tensors().items() if x is not None}
+    tensors, numbers = mask._mod.tensors, mask._mod.numbers
+    options = tuple(getattr(mask, n) for n in OPTIONS[1:])
+    context = (
+        mask._mod.expr, tuple((n, type(x), x) for n, x in numbers.items()), tuple(tensors), tuple(lists),
+        mask._given is not None, *options,
+    )  # fmt: skip
+    return [(pytree.GetAttrKey(n), x) for n, x in {**lists, **tensors}.items()], context
+
+
+def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
+    expr, numbers, tensors, names, given, *options = context
+    leaves = list(leaves)
+    values = {**{n: x for n, _, x in numbers}, **dict(zip(tensors, leaves[len(names) :], strict=True))}
+    made = BlockMask.of(LiveMask(expr, values), *options[:4])
+    for name, value in zip(OPTIONS[1:], options, strict=True):
+        setattr(made, name, value)
+    lists: Lists = {**dict.fromkeys(TENSORS), **dict(zip(names, leaves[: len(names)], strict=True))}
+    if given:
+        made._given = lists
+    else:
+        made._made = {"lists": lists}
+    return made
+
+
+pytree.register_pytree_node(
+    BlockMask, flatten, unflatten, serialized_type_name="frisket.flex.BlockMask",
+    flatten_with_keys_fn=flatten_with_keys,
+)  # fmt: skip

@@ -1,0 +1,135 @@
+"""Tiles as torch tensors: a dense map of their kinds, and the ordered lists of a BlockMask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from frisket.lowering.analysis.tiles import FULL, PARTIAL
+
+from .errors import ListError
+
+SIDES = ("kv", "full_kv", "q", "full_q")
+LISTS = tuple(f"{side}_{name}" for side in SIDES for name in ("num_blocks", "indices"))
+TENSORS = (*LISTS, "dq_write_order", "dq_write_order_full", "dq_kv_order")
+
+Lists = dict[str, Tensor | None]  # by the names of TENSORS
+
+
+def side(lists: Lists, name: str) -> tuple[Tensor, Tensor] | None:
+    """(count, index) of one side, where there is one."""
+    count, index = lists[f"{name}_num_blocks"], lists[f"{name}_indices"]
+    return None if count is None or index is None else (count, index)
+
+
+def kinds_of(lists: Lists) -> Tensor:
+    """uint8 [..., rows, columns]: 0 not listed, 1 listed, 2 listed as full. On the device, without waiting for it."""
+    partial, full = side(lists, "kv"), side(lists, "full_kv")
+    assert partial is not None
+    kinds = PARTIAL * listed(*partial)
+    return kinds if full is None else torch.maximum(kinds, FULL * listed(*full))
+
+
+def listed(count: Tensor, index: Tensor) -> Tensor:
+    """uint8 [..., rows, columns]: 1 where a row lists the column. What stands past the count is not read."""
+    columns = index.shape[-1]
+    valid = torch.arange(columns, device=index.device) < count[..., None]
+    at = torch.where(valid, index, columns).long()  # the rest goes one past the end
+    grid = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.uint8, device=index.device)
+    return grid.scatter_(-1, at, 1)[..., :columns].contiguous()
+
+
+def ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
+    """(count, index), both int32: the columns where the grid is not 0, in order, and after them the others."""
+    marks = (grid != 0).to(torch.int32)
+    index = torch.argsort(marks, dim=-1, descending=True, stable=True)
+    return marks.sum(dim=-1).to(torch.int32), index.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def transposed(count: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """The lists of columns from those of rows."""
+    return ordered(listed(count, index).transpose(-2, -1))
+
+
+def with_columns(lists: Lists) -> Lists:
+    """The same lists, and those of columns."""
+    made = dict(lists)
+    for mine, other in (("kv", "q"), ("full_kv", "full_q")):
+        if (rows := side(lists, mine)) is not None:
+            made[f"{other}_num_blocks"], made[f"{other}_indices"] = transposed(*rows)
+    return made
+
+
+def with_orders(lists: Lists, descending: bool | None) -> Lists:
+    """The same lists, and the order in which columns of keys add to dQ."""
+    read, made = (kinds_of(lists) > 0).to(torch.int32), dict(lists)
+    for name, of in (("dq_write_order", "q_indices"), ("dq_write_order_full", "full_q_indices")):
+        index = lists[of]
+        made[name] = None if index is None else dq_write_order(read, index, bool(descending))
+    return made
+
+
+def dq_write_order(read: Tensor, q_index: Tensor, descending: bool) -> Tensor:
+    """int32, the shape of `q_index`: for every tile that a column of keys lists, which of its row's tiles it is in the
+    order they add to dQ, from the first column or (`descending`) from the last. `read` [B, H, rows, columns] is 1
+    where a tile is read."""
+    upto = read.cumsum(dim=-1)
+    rank = upto - read
+    if descending:
+        rank = upto[..., -1:] - 1 - rank
+    rank = rank.transpose(-2, -1).expand(*q_index.shape[:2], -1, -1)
+    return rank.gather(-1, q_index.long()).to(torch.int32)
+
+
+def check_lists(lists: dict[str, Tensor | None]) -> None:
+    """Refuse lists that do not fit together, and, where they are on the host, what they cannot mean."""
+    count, index = lists["kv_num_blocks"], lists["kv_indices"]
+    if index is None or count is None:
+        raise ListError(f"{'kv_indices' if index is None else 'kv_num_blocks'} is None\n  both lists are needed")
+    if index.dim() < 2:
+        raise ListError(
+            f"kv_indices has shape {tuple(index.shape)}\n"
+            "  a BlockMask must have at least 2 dimensions: [B, H, rows, columns] of tiles, or [rows, columns]"
+        )
+    for side in ("kv", "q"):
+        n, i = (lists[f"full_{side}_{name}"] for name in ("num_blocks", "indices"))
+        if (n is None) != (i is None):
+            raise ListError(
+                f"full_{side}_num_blocks and full_{side}_indices must be both provided or omitted\n"
+                f"  full_{side}_{'num_blocks' if n is None else 'indices'} is missing"
+            )
+    for name in ("kv", "full_kv"):
+        pair = side(lists, name)
+        if pair is None:
+            continue
+        n, i = pair
+        if i.shape != index.shape or n.shape != index.shape[:-1]:
+            raise ListError(
+                f"{name}_num_blocks has shape {tuple(n.shape)}, {name}_indices {tuple(i.shape)}\n"
+                f"  for rows and columns of tiles as in kv_indices, they are {tuple(index.shape[:-1])} and "
+                f"{tuple(index.shape)}"
+            )
+        if i.is_cpu and n.is_cpu:
+            _check_entries(name, n, i)
+    full = side(lists, "full_kv")
+    if full is not None and all(x.is_cpu for x in (count, index, *full)):
+        both = (listed(count, index) & listed(*full)).nonzero()
+        if len(both):
+            *_, row, column = both[0].tolist()
+            raise ListError(
+                f"tile (row {row}, column {column}) is listed as partial and as full\n  its keys would count twice"
+            )
+
+
+def _check_entries(name: str, count: Tensor, index: Tensor) -> None:
+    columns = index.shape[-1]
+    if bool(((count < 0) | (count > columns)).any()):
+        raise ListError(f"{name}_num_blocks has entries outside 0..{columns}, the number of columns")
+    valid = torch.arange(columns) < count[..., None]
+    bad = valid & ((index < 0) | (index >= columns))
+    if bool(bad.any()):
+        raise ListError(
+            f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
+        )
+    if bool((listed(count, index).sum(dim=-1) != count).any()):
+        raise ListError(f"{name}_indices lists a column twice in one row\n  its keys would count twice")
