@@ -12,10 +12,10 @@ from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
-from .backends import GUARDED, PRINTED, check_name, choose, target_of
+from .backends import DIFFERENTIABLE, GUARDED, PRINTED, check_name, choose, target_of
 from .bind import Subject
 from .call import AnyPlan, Call, results
-from .checking import DIFFERENTIABLE, interpreted, learned_values, report, report_gradients, report_later
+from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Arrays, arrays, device_of, framework_of, in_graph, turn
 from .host_plan import Plan

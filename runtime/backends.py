@@ -22,8 +22,9 @@ LATER = {
 }
 PRINTED = ("cpp", "triton", "pallas-tpu")  # backends with a kernel text
 GUARDED = ("triton", "pallas-tpu")  # whose kernels check for empty rows, where they may be there
-FORWARD_ONLY = ("triton", "pallas-tpu")  # without gradients, dropout, attention sinks and max scores
-COMPLETE = ("aten", "xla", "cpp", "dense")  # those with all of them
+FORWARD_ONLY = ("pallas-tpu",)  # without gradients, dropout, attention sinks and max scores
+DIFFERENTIABLE = ("aten", "xla", "cpp", "triton")  # with all of these
+COMPLETE = (*DIFFERENTIABLE, "dense")  # with all but gradients
 HOW = {"pallas-tpu": ", in Pallas' interpreter where there is no TPU"}
 
 

@@ -18,8 +18,6 @@ from .flat_plan import FlatPlan
 from .frameworks import Arrays, framework_of, from_numpy, to_numpy, turn
 from .report import Cotangents, Report, compared, differentiated
 
-DIFFERENTIABLE = ("aten", "xla", "cpp")  # backends with gradients
-
 
 def oracle(given: Arrays, g: Geometry, what: Subject, rate: float = 0.0, seed: Any = None, sinks: Any = None) -> Any:
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""

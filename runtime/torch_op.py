@@ -19,12 +19,12 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, Spans, Target
 
-from .backends import FORWARD_ONLY, GUARDED, target_of
+from .backends import GUARDED, target_of
 from .bind import Subject, Work
 from .call import Call
 from .flat_plan import FlatPlan, FlatWork
 from .frameworks import NATURAL
-from .options import Options, check_complete, seed_of, sinks_of
+from .options import Options, seed_of, sinks_of
 from .parameters import names_of
 from .settings import Settings
 from .stages_of import show
@@ -45,11 +45,12 @@ class Ready:
     slots: Mapping[str, Any]
     tables: Mapping[str, Tensor]
     live: tuple[tuple[str, str], ...]
+    loaded: bool  # whether kernels load live values themselves, in any dtype: nothing waits for the device
     seed: str | None  # the slot of dropout's seed
     turned: bool  # whether the axes of the arrays are (batch, length, heads, dim)
     real: Any  # the dtype of scores
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None
+    backward: Callable[..., Any]
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool
@@ -61,8 +62,6 @@ class Ready:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         given = q, k, v, sinks, *values
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-            if self.backward is None:
-                refuse_gradients(self.target.backend, given)
             out, lse, found = _function().apply(self, seed, top, *given)
         else:
             out, lse, found = self.run(seed, top, *given)
@@ -73,8 +72,6 @@ class Ready:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """A call as users write it, of arrays that are known to fit."""
         sinks = options.sinks if sinks is None else sinks
-        if self.backward is None:
-            check_complete(self.target.backend, options.dropout, sinks, top)
         seed = seed_of(seed, options.dropout, "torch")
         if sinks is not None:
             sinks = sinks_of(sinks, self.geometry.heads, "torch", "float64" if self.double else "float32", q.device)
@@ -87,8 +84,6 @@ class Ready:
     def run(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *values: Tensor) -> Any:
         slots, tables = self.values(q.device, seed, values)
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
-        if self.backward is None:
-            return self.forward(*given)
         return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
     def gradients(
@@ -96,7 +91,6 @@ class Ready:
     ) -> dict[str, Tensor]:
         """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse and the
         values."""
-        assert self.backward is not None
         q, k, v, sinks, out, lse, *values = saved
         slots, tables = self.values(q.device, seed, values)
         found: dict[str, Tensor] = self.backward(
@@ -113,7 +107,9 @@ class Ready:
         if self.live:
             slots, tables = dict(slots), dict(tables)
             for (name, _), x in zip(self.live, values, strict=True):
-                if x.ndim:
+                if self.loaded:
+                    (tables if x.ndim else slots)[name] = x.to(device)
+                elif x.ndim:
                     tables[name] = x.to(device, self.real)
                 else:
                     slots[name] = float(x)
@@ -233,18 +229,19 @@ def prepare(call: Call, options: Options) -> Ready:
     source = {s.source: s.name for s in made.plan.slots}
     if RATE in source:
         slots[source[RATE]] = call.rate
-    spans = plan if call.backend in FORWARD_ONLY else on_host(made.spans)
+    loads = call.backend == "triton"
+    spans = plan if loads else on_host(made.spans)
     return Ready(
-        made.plan, spans, geometry, target, slots, tables, tuple((x.name, str(x.source)) for x in uses),
+        made.plan, spans, geometry, target, slots, tables, tuple((x.name, str(x.source)) for x in uses), loads,
         source.get(SEED), given.layout != NATURAL["torch"], real, *_executor(call.backend),
     )  # fmt: skip
 
 
-def _executor(backend: str) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+def _executor(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     if backend == "triton":
         from . import triton_launch
 
-        return triton_launch.forward, None
+        return triton_launch.forward, _triton_backward
     if backend == "cpp":
         from . import native_torch
 
@@ -252,6 +249,12 @@ def _executor(backend: str) -> tuple[Callable[..., Any], Callable[..., Any] | No
     from frisket.lowering import aten, aten_backward
 
     return aten.forward, aten_backward.backward
+
+
+def _triton_backward(*given: Any, **more: Any) -> dict[str, Tensor]:
+    from .triton_backward import backward
+
+    return backward(*given, **more)
 
 
 @cache
@@ -281,7 +284,7 @@ def refuse_gradients(backend: str, tensors: Iterable[Any]) -> None:
 
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise BackwardError(
-            f"backend {backend!r} has no gradients; aten, cpp and xla have\n"
+            f"backend {backend!r} has no gradients; aten, cpp, triton and xla have\n"
             "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
         )
 

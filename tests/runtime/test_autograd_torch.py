@@ -14,7 +14,7 @@ from torch.autograd import gradcheck
 from torch.autograd.gradcheck import GradcheckError
 
 import frisket as fk
-from frisket.dsl.errors import BackendError, BackwardError
+from frisket.dsl.errors import BackwardError
 
 NATIVE = pytest.mark.skipif(bool(fk.backends()["cpp"]), reason="no compiler")
 BACKENDS = ["aten", pytest.param("cpp", marks=NATIVE)]
@@ -243,7 +243,7 @@ def test_the_interpreter_has_no_gradients():
     with pytest.raises(BackwardError) as error:
         fk.attention(q, k, v, "causal", backend="dense")
     assert str(error.value) == (
-        "backend 'dense' has no gradients; aten, cpp and xla have\n"
+        "backend 'dense' has no gradients; aten, cpp, triton and xla have\n"
         "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
     )
     with torch.no_grad():
@@ -316,12 +316,6 @@ def test_strides_of_inputs_and_cotangents(layout, backend):
     copies = (y.contiguous() for y in (q, k, v))
     straight = fk.attention(*copies, "causal", layout=layout, backend=backend)
     torch.testing.assert_close(twisted, torch.autograd.grad(straight, x, cotangent.contiguous())[0])
-
-
-def test_triton_has_no_gradients_yet():
-    att = fk.compile("causal", backend="triton")
-    with pytest.raises(BackendError):
-        att(*qkv(dtype=torch.float32))
 
 
 MEMORY = """
