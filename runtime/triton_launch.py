@@ -33,27 +33,34 @@ def forward(
     g = geometry
     own = bound(plan, spans, g, target, q, k)
     values = own.values(slots, tables)
-    run = own.launches.get(values.live)
+    kind = values.live, sinks is not None, top
+    run = own.launches.get(kind)
     if run is None:
-        run = own.launches[values.live] = _launch(own, spans, values.live)
+        run = own.launches[kind] = _launch(own, spans, *kind)
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
-    run(values, q, k, v, out, lse)
-    return out, lse, None
+    largest = torch.empty_like(lse) if top else None
+    more = [largest] if top else []
+    if sinks is not None:
+        more.append(sinks.contiguous())
+    run(values, q, k, v, out, lse, *more)
+    return out, lse, largest
 
 
-def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...]) -> Launch:
+def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool) -> Launch:
     plan, g, target = own.plan, own.geometry, own.target
     if not g.scale > 0 and plan.score is None:
         plan = replace(plan, score=SCORE)  # the folded scale needs max(x * scale) = max(x) * scale
     grid = -(-g.q_len // target.block_q), g.heads, g.batch
     tensors = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
+    tensors |= {"Top": ""} if top else {}
+    tensors |= {"Sinks": ""} if sinks else {}
     return own.launch(
-        _made(plan, target, own.dims(live)), "attention_forward", grid, target, tensors,
+        _made(plan, target, own.dims(live), sinks, top), "attention_forward", grid, target, tensors,
         records=spans and spans.rows, live=live,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def _made(plan: LoopPlan, target: Target, dims: Dims) -> Made:
-    return made(emit(plan, target, dims), plan)
+def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool) -> Made:
+    return made(emit(plan, target, dims, sinks=sinks, top=top), plan)

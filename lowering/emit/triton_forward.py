@@ -1,90 +1,150 @@
 """Writes the Triton forward kernel of a LoopPlan.
 
 One program works on one tile of queries of one head. It walks the records of its row: first the border tiles of
-keys, with the mask as a predicate, then the full ones without.
+keys, with the mask as a predicate, then the full ones without. Scores are in the units of the softmax, whose base
+is 2: what turns them into these is one factor, and with the largest so far subtracted one fused multiply-add.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from frisket.dsl.ir import Expr, uses
 from frisket.lowering.plan import LoopPlan, Target
 
-from .expr import COLUMN, POSITION, ROW, SCALAR
+from . import expr
+from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR
+from .text import Page
+from .triton_parameters import parts
 from .triton_rows import Rows
 from .triton_writer import Dims, Kernel, check_tile, masked, module, wrapped
 
+ALONG = "[batch, heads, length, dim], any strides"
 
-def emit(plan: LoopPlan, target: Target, dims: Dims) -> str:
+
+def emit(plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False) -> str:
     """`emit(plan, target, Dims(128, 128, "bfloat16", group=4))`: the module's text; the same input gives the same text.
 
     The kernel is `attention_forward`; its parameters say by their names what they hold, and those the plan has no use
-    for are absent.
+    for are absent. `sinks` and `top` ask for attention sinks and for the largest score of every row.
     """
-    return module("Attention forward", plan, dims, [kernel(plan, target, dims)])
+    return module("Attention forward", plan, dims, [kernel(plan, target, dims, sinks=sinks, top=top)])
 
 
-def kernel(plan: LoopPlan, target: Target, dims: Dims) -> Kernel:
+def kernel(plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False) -> Kernel:
     """The forward kernel. Of `target` the text depends on the order of rows and the precision alone."""
     check_tile(target)
-    return _Forward(plan, target, dims).kernel()
+    return Forward(plan, target, dims, sinks, top).kernel()
 
 
-class _Forward(Rows):
-    def __init__(self, plan: LoopPlan, target: Target, dims: Dims) -> None:
-        self.target = target
-        super().__init__(plan, dims, target)
+@dataclass(frozen=True)
+class Part:
+    """A power of two along the head dimension, or along that of the values: `mark` ends the names of its tensors,
+    `index` names its positions."""
+
+    mark: str
+    index: str
+    start: int
+    width: str
+    length: str  # the dimension's, where the part goes past it
+
+    @property
+    def positions(self) -> str:
+        along = f"tl.arange(0, {self.width})"
+        return f"{self.start} + {along}" if self.start else along
+
+    def pad(self, axes: str) -> str:
+        return f"{self.index}{axes} < {self.length}" if self.length else ""
+
+
+def parts_of(dim: int, index: str, constant: str, length: str) -> list[Part]:
+    widths = parts(dim)
+    if len(widths) == 1:
+        return [Part("", index, 0, constant, length if widths[0] > dim else "")]
+    whole, rest = widths
+    return [
+        Part("0", f"{index}0", 0, str(whole), ""),
+        Part("1", f"{index}1", whole, str(rest), length if whole + rest > dim else ""),
+    ]
+
+
+class Forward(Rows):
+    """What the forward kernel and that of short queries are made of."""
+
+    name = "attention_forward"
+    queries = "BLOCK_Q"  # of a tile
+
+    def __init__(
+        self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, levels: Mapping[str, int] = LEVELS
+    ) -> None:
+        self.target, self.sinks, self.top = target, sinks, top
+        self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
+        super().__init__(plan, dims, target, self.kept, when=levels)
+        self.unit = "LOG2E" if self.score else "unit"
+        self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
+        same = dims.head_dim == dims.v_dim
+        self.values = self.head if same else parts_of(dims.v_dim, "e", "DIM_V", "V_DIM")
+        self.cast = ".to(Q.dtype.element_ty)" if dims.kv_dtype else ""
 
     def kernel(self) -> Kernel:
         t = self.target
-        signature = self.parameters.signature(
-            "attention_forward",
-            [
-                "Q, K, V, Out,  # [batch, heads, length, dim], any strides",
-                "Lse,  # float32 [batch, heads, q_len], contiguous",
-            ],
-            "qkvo", ["heads", "q_len", "kv_len"],
-        )  # fmt: skip
-        with self.page.block(signature):
+        with self.page.block(self._signature()):
             self._place()
             self._prologue()
             with self.records():
-                self._border_tiles()
-                self._full_tiles()
+                self._border_tiles("lo, hi - full_hi + full_lo")
+                self._full_tiles("full_lo, full_hi")
             self._epilogue()
         launch = (
             f"attention_forward: grid (q tiles, heads, batch), tiles of {t.block_q} queries by {t.block_k} keys, "
             f"num_warps={t.num_warps}, num_stages={t.num_stages}."
         )
-        return Kernel("attention_forward", str(self.page), launch)
+        return Kernel(self.name, str(self.page), launch)
+
+    def _signature(self) -> str:
+        tensors = [f"Q, K, V, Out,  # {ALONG}", "Lse,  # float32 [batch, heads, q_len], contiguous"]
+        if self.top:
+            tensors.append("Top,  # the largest scores, as Lse")
+        if self.sinks:
+            tensors.append("Sinks,  # float32 [heads]: one more logit in the denominator")
+        return self.parameters.signature(self.name, tensors, "qkvo", ["heads", "q_len", "kv_len"])
 
     # -- before the loops ---------------------------------------------------------------------------
 
     def _place(self) -> None:
         line = self.page.line
         self.own_row()
-        line(
-            "start = row * BLOCK_Q",
-            "rows = tl.arange(0, BLOCK_Q)",
-            "columns = tl.arange(0, BLOCK_K)",
-            "d = tl.arange(0, DIM)",
-        )
-        if self.e == "e":
-            line("e = tl.arange(0, DIM_V)")
-        kv = "head"
+        line("start = row * BLOCK_Q", "rows = tl.arange(0, BLOCK_Q)")
         if self.dims.group > 1:
             line("kv_head = head // GROUP")
-            kv = "kv_head"
+        self._axes()
+        line("Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs")
+        self._pointers("kv_head" if self.dims.group > 1 else "head")
+        self._queries("start + rows < q_len", "rows[:, None] * stride_qs")
+
+    def _axes(self) -> None:
+        line = self.page.line
+        line("columns = tl.arange(0, BLOCK_K)")
+        for axis in [self.head] if self.values is self.head else [self.head, self.values]:
+            line(f"{', '.join(p.index for p in axis)} = {', '.join(p.positions for p in axis)}")
         self.page.blank()
         self.page.comment("Offsets are 64 bits where they are scalars, 32 within a tile.")
-        batch = "batch.to(tl.int64)"
-        line(f"Q += {batch} * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs")
-        line(f"K += {batch} * stride_kb + {kv}.to(tl.int64) * stride_kh")
-        line(f"V += {batch} * stride_vb + {kv}.to(tl.int64) * stride_vh")
-        line("key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd")
-        line(f"value_at = columns[:, None] * stride_vs + {self.e}[None, :] * stride_vd")
-        line("present = start + rows < q_len")
-        mask = masked("present[:, None]", self.head_pad("d[None, :]"))
-        line(wrapped(f"query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd{mask})"))
+
+    def _pointers(self, head: str) -> None:
+        line = self.page.line
+        line(f"K += batch.to(tl.int64) * stride_kb + {head}.to(tl.int64) * stride_kh")
+        line(f"V += batch.to(tl.int64) * stride_vb + {head}.to(tl.int64) * stride_vh")
+        for p in self.head:
+            line(f"key_at{p.mark} = columns[None, :] * stride_ks + {p.index}[:, None] * stride_kd")
+        for p in self.values:
+            line(f"value_at{p.mark} = columns[:, None] * stride_vs + {p.index}[None, :] * stride_vd")
+
+    def _queries(self, present: str, at: str) -> None:
+        self.page.line(f"present = {present}")
+        for p in self.head:
+            mask = masked("present[:, None]", p.pad("[None, :]"))
+            self.page.line(wrapped(f"query{p.mark} = tl.load(Q + {at} + {p.index}[None, :] * stride_qd{mask})"))
 
     def _prologue(self) -> None:
         line = self.page.line
@@ -92,31 +152,29 @@ class _Forward(Rows):
         self.scalars()
         if "q" in self.used:
             self.coordinate("q", "start + rows")
-        positions = [*self.mask, *self.score]
+        positions = [*self.mask, *self.score, *self.kept]
         if self.bounds:
-            self.closed_form()
+            self.closed_form(self.queries)
             self.page.blank()
         for level in (SCALAR, ROW):
             self.lines(positions, level, self.hoisted)
-        if self.plan.score is None:
+        if not self.score:
             line("unit = scale * LOG2E")
-        line(
-            "top = tl.full([BLOCK_Q], LOWEST, tl.float32)",
-            "total = tl.zeros([BLOCK_Q], tl.float32)",
-            f"acc = tl.zeros([BLOCK_Q, {'DIM' if self.e == 'd' else 'DIM_V'}], tl.float32)",
-        )
+        line("top = tl.full([BLOCK_Q], LOWEST, tl.float32)", "total = tl.zeros([BLOCK_Q], tl.float32)")
+        for p in self.values:
+            line(f"acc{p.mark} = tl.zeros([BLOCK_Q, {p.width}], tl.float32)")
 
     # -- the loops ----------------------------------------------------------------------------------
 
-    def _border_tiles(self) -> None:
+    def _border_tiles(self, tiles: str) -> None:
         line = self.page.line
         self.page.comment("Border tiles, before and behind the full ones: the mask is a predicate.")
-        with self.page.block("for j in range(lo, hi - full_hi + full_lo):"):
+        with self.page.block(f"for j in range({tiles}):"):
             line("tile = tl.where(j < full_lo, j, j - full_lo + full_hi)")
             line("inside = tile * BLOCK_K + columns < kv_len")
             self._scores("inside")
             written = set(self.hoisted)
-            self._column(written, [*self.mask, *self.score])
+            self._column(written, [*self.mask, *self.score, *self.kept])
             self.lines(self.mask, POSITION, written)
             if self.plan.mask is not None:
                 self.quote(self.plan.mask)
@@ -125,23 +183,28 @@ class _Forward(Rows):
                 line(f"visible &= {self.value(term)}")
             self._modify(written, "visible")
             line("score = tl.where(visible, score, -INFINITY)")
-            self._accumulate("inside")
+            self._accumulate(written, "inside")
 
-    def _full_tiles(self) -> None:
+    def _full_tiles(self, tiles: str) -> None:
         self.page.comment("Full tiles: every position is visible.")
-        with self.page.block("for tile in range(full_lo, full_hi):"):
+        with self.page.block(f"for tile in range({tiles}):"):
             self._scores()
             written = set(self.hoisted)
-            self._column(written, self.score)
+            self._column(written, [*self.score, *self.kept])
             self._modify(written)
-            self._accumulate()
+            self._accumulate(written)
 
     def _scores(self, inside: str = "") -> None:
         line = self.page.line
         line("at = tl.cast(tile * BLOCK_K, tl.int64)")
-        mask = masked(inside and f"{inside}[None, :]", self.head_pad("d[:, None]"))
-        line(f"keys = tl.load(K + at * stride_ks + key_at{mask})")
-        line(f"score = tl.dot(query, keys{self.precision})" + ("" if not self.score else " * scale"))
+        for p in self.head:
+            mask = masked(inside and f"{inside}[None, :]", p.pad("[:, None]"))
+            line(f"keys{p.mark} = tl.load(K + at * stride_ks + key_at{p.mark}{mask}){self.cast}")
+        sum_so_far = ""
+        for p in self.head:
+            scale = " * scale" if self.score and p is self.head[-1] else ""
+            line(f"score = tl.dot(query{p.mark}, keys{p.mark}{sum_so_far}{self.precision}){scale}")
+            sum_so_far = ", score"
 
     def _column(self, written: set[str], roots: list[Expr]) -> None:
         if any("k" in uses(r) for r in roots):
@@ -155,40 +218,69 @@ class _Forward(Rows):
         self.lines(self.score, POSITION, written, load_mask)
         self.page.line(f"score = {self.value(self.score[0])}")
 
-    def _accumulate(self, inside: str = "") -> None:
+    def _accumulate(self, written: set[str], inside: str = "") -> None:
         line = self.page.line
-        if self.score:
-            line("peak = tl.maximum(top, tl.max(score, 1))")
-            line("p = tl.exp2((score - peak[:, None]) * LOG2E)")
-            line("rescale = tl.exp2((top - peak) * LOG2E)")
-        else:
-            line("peak = tl.maximum(top, tl.max(score, 1) * unit)")
-            line("p = tl.exp2(score * unit - peak[:, None])")
-            line("rescale = tl.exp2(top - peak)")
-        mask = masked(inside and f"{inside}[:, None]", self.value_pad(f"{self.e}[None, :]"))
-        line(f"values = tl.load(V + at * stride_vs + value_at{mask})")
+        line(f"peak = tl.maximum(top, tl.max(score, 1) * {self.unit})")
+        line(f"p = tl.exp2(score * {self.unit} - peak[:, None])")
+        line("rescale = tl.exp2(top - peak)")
         line("total = total * rescale + tl.sum(p, 1)")
-        line("acc = acc * rescale[:, None]")
-        line(f"acc = tl.dot(p.to(values.dtype), values, acc{self.precision})")
+        if self.plan.kept is not None:
+            self.quote(self.plan.kept)
+            self.lines(self.kept, POSITION, written)
+            line(f"p = tl.where({self.value(self.kept[0])}, p, 0.0)")
+        for p in self.values:
+            mask = masked(inside and f"{inside}[:, None]", p.pad("[None, :]"))
+            line(f"values{p.mark} = tl.load(V + at * stride_vs + value_at{p.mark}{mask}){self.cast}")
+        for p in self.values:
+            acc, values = f"acc{p.mark}", f"values{p.mark}"
+            line(f"{acc} = tl.dot(p.to({values}.dtype), {values}, {acc} * rescale[:, None]{self.precision})")
         line("top = peak")
+
+    # -- after them ---------------------------------------------------------------------------------
+
+    def survival(self) -> str:
+        """What a weight that survived dropout is divided by."""
+        rate = self.plan.rate
+        return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"
 
     def _epilogue(self) -> None:
         line = self.page.line
         self.page.blank()
-        log = "top + tl.log(total)" if self.score else "(top + tl.log2(total)) * LN2"
-        if self.plan.guard:
-            self.page.comment("A row without a visible key gives 0, and lse -inf.")
-            line("empty = total == 0.0")
-            line("total = tl.where(empty, 1.0, total)")
-            line(f"lse = tl.where(empty, -INFINITY, {log})")
-        else:
-            line(f"lse = {log}")
-        line("out = acc * (1.0 / total)[:, None]")
-        mask = masked("present[:, None]", self.value_pad(f"{self.e}[None, :]"), other="")
+        rescale = finish(self.page, sinks=self.sinks and "tl.load(Sinks + head)", top=self.top, guard=self.plan.guard)
+        whole = f"(total * {self.survival()})" if self.survival() else "total"
+        line(f"weight = {rescale} / {whole}")
+        line("Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os")
+        for p in self.values:
+            mask = masked("present[:, None]", p.pad("[None, :]"), other="")
+            line(f"out_at = rows[:, None] * stride_os + {p.index}[None, :] * stride_od")
+            line(f"tl.store(Out + out_at, (acc{p.mark} * weight[:, None]).to(Out.dtype.element_ty){mask})")
+        line("row_at = place.to(tl.int64) * q_len + start + rows", "tl.store(Lse + row_at, lse, mask=present)")
+        if self.top:
+            line("tl.store(Top + row_at, largest, mask=present)")
+
+
+def finish(page: Page, *, sinks: str, top: bool, guard: bool) -> str:
+    """What a row's largest score and its sum of weights come to: `lse`, and with `top` `largest`; `sinks` loads the
+    row's sink. What is returned is the weight of the accumulator before its division by `total`."""
+    line = page.line
+    if top:
+        line(f"largest = {'tl.where(total == 0.0, -INFINITY, top * LN2)' if guard else 'top * LN2'}")
+    if sinks:
+        page.comment("The sink is one more logit, without a value.")
         line(
-            "Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os",
-            f"out_at = rows[:, None] * stride_os + {self.e}[None, :] * stride_od",
-            f"tl.store(Out + out_at, out.to(query.dtype){mask})",
-            "Lse += place.to(tl.int64) * q_len + start",
-            "tl.store(Lse + rows, lse, mask=present)",
+            f"sink = {sinks} * LOG2E",
+            "peak = tl.maximum(top, sink)",
+            "rescale = tl.exp2(top - peak)",
+            "total = total * rescale + tl.exp2(sink - peak)",
+            "top = peak",
         )
+    if guard:
+        page.comment("A row without a visible key gives 0, and lse -inf.")
+        line(
+            "empty = total == 0.0",
+            "total = tl.where(empty, 1.0, total)",
+            "lse = tl.where(empty, -INFINITY, (top + tl.log2(total)) * LN2)",
+        )
+    else:
+        line("lse = (top + tl.log2(total)) * LN2")
+    return "rescale" if sinks else "1.0"

@@ -6,12 +6,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from frisket.lowering.plan import LoopPlan
+from frisket.lowering.plan import RATE, SEED, LoopPlan
 
 from . import expr_triton
 from .text import Names, Page
 
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
+DROPOUT = {SEED: "seed", RATE: "rate"}
 # What the kernel calls things of its own: a slot or table of such a name gets another.
 OWN = (
     """
@@ -20,9 +21,12 @@ Q K V Out Lse Top Sinks DOut DQ DK DV Delta Spans Count SliceOf Order records sc
 b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
 BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
-at i j tile inside visible score unit top peak rescale total p acc out lse empty present range float int bool out_at
+at i j tile inside visible score unit top peak rescale total p kept acc out lse largest sink empty present
+range float int bool out_at
+Acc Tops Totals kv_heads splits part packed QUERIES PARTS row_at begin end tiles border full within tops totals weight
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvogxyz" for axis in "bhsd"]
+    + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]
 )
 
 
@@ -42,7 +46,7 @@ class Argument:
 def arguments(plan: LoopPlan) -> dict[str, Argument]:
     """By `Slot.name` and `TableUse.name`, the names in the kernel: the user's own where they are free."""
     names = Names({*OWN, *SIZES, *expr_triton.all_names()})
-    found = {s.name: Argument(names.new(s.name)) for s in plan.slots}
+    found = {s.name: Argument(names.new(DROPOUT.get(str(s.source), s.name))) for s in plan.slots}
     for t in plan.tables:
         name = names.new(t.source)
         axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
@@ -56,6 +60,17 @@ def taken(plan: LoopPlan) -> Names:
     return Names({*OWN, *SIZES, *expr_triton.all_names()}.union(*(a.all for a in arguments(plan).values())))
 
 
+def parts(dim: int) -> tuple[int, ...]:
+    """The powers of two, one or two, that a head size is worked on in: 96 as 64 and 32, not as a padded 128.
+
+    >>> parts(96), parts(128), parts(72), parts(112), parts(40)
+    ((64, 32), (128,), (64, 16), (128,), (64,))
+    """
+    most = 1 << (dim.bit_length() - 1)
+    rest = padded(dim - most)
+    return (most, rest) if dim > 64 and dim > most > rest else (padded(dim),)
+
+
 def padded(dim: int) -> int:
     """The power of two, at least 16, that Triton's dot needs."""
     return max(16, 1 << (dim - 1).bit_length())
@@ -64,12 +79,14 @@ def padded(dim: int) -> int:
 @dataclass(frozen=True)
 class Parameters:
     """The parameters of one kernel beside its tensors: `used` are the variables its expressions mention, `tabled`
-    says that the records come from a table, `closed` that they come from formulas."""
+    says that the records come from a table, `closed` that they come from formulas, `ordered` that rows are taken in
+    the order of their work."""
 
     plan: LoopPlan
     used: frozenset[str]
     tabled: bool
     closed: bool
+    ordered: bool = True
 
     def origins(self) -> list[str]:
         """The origins that the expressions and bounds ask for."""
@@ -111,7 +128,12 @@ class Parameters:
             page.line(", ".join(["scale"] * scale + list(numbers)) + ",")
             if self.tabled:
                 page.line(f"Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in {rows} tiles")
-                page.line("Count, Order,  # int32 [slices, rows]: records in use; rows in order of work")
+                order = (
+                    ("Count, Order", "records in use; rows in order of work")
+                    if self.ordered
+                    else ("Count", "records in use")
+                )
+                page.line(f"{order[0]},  # int32 [slices, rows]: {order[1]}")
                 page.line("SliceOf,  # int32 [batch, heads]")
                 page.line("records,")
             if self.origins():

@@ -3,14 +3,14 @@ swapped, a tile of keys and records of query tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from frisket.dsl.ir import Expr
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr
-from .expr import SCALAR
+from .expr import LEVELS, SCALAR
 from .triton_parameters import Parameters
 from .triton_writer import Dims, Writer, bounds_of, conjuncts
 
@@ -20,8 +20,9 @@ class Rows(Writer):
     always read their records from a table, where there is a mask."""
 
     def __init__(
-        self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False
-    ) -> None:
+        self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False,
+        when: Mapping[str, int] = LEVELS,
+    ) -> None:  # fmt: skip
         self.mask = conjuncts(plan.mask)
         self.score = [] if plan.score is None else [expr.machine(plan.score)]
         self.bounds = {} if swapped else bounds_of(plan)
@@ -30,8 +31,8 @@ class Rows(Writer):
         self.hoisted: set[str] = set()
         positions = [*self.mask, *self.score, *more]
         roots = [*self.bounds.values(), *positions]
-        super().__init__(plan, dims, roots, positions, precision=target.precision, swapped=swapped)
-        self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds))
+        super().__init__(plan, dims, roots, positions, precision=target.precision, swapped=swapped, when=when)
+        self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds), self.ordered)
 
     def own_row(self) -> None:
         """`batch`, `head`, `place` among the heads of all batches, and `row`, the program's tile: the grid is (rows,
@@ -52,15 +53,18 @@ class Rows(Writer):
         if "b" in self.used:
             line(f"b = {self.widened('b_origin + batch')}")
         if "h" in self.used:
-            line(f"h = {self.widened('h_origin + head')}")
+            self.head_coordinate()
 
-    def closed_form(self) -> None:
-        """The record of a row, from formulas."""
+    def head_coordinate(self) -> None:
+        self.page.line(f"h = {self.widened('h_origin + head')}")
+
+    def closed_form(self, block: str = "BLOCK_Q") -> None:
+        """The record of a row of `block` queries, from formulas."""
         line = self.page.line
         self.page.blank()
         line(
             "q_first = q_origin + start",
-            "q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1",
+            f"q_last = q_origin + tl.minimum(start + {block}, q_len) - 1",
             "k_first = k_origin",
             "k_last = k_origin + kv_len - 1",
         )

@@ -23,6 +23,7 @@ from .text import Page
 from .triton_parameters import Argument, arguments, padded, taken
 
 DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # beside 16-bit queries, in the forward
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 
@@ -45,6 +46,11 @@ class Dims:
             raise LoweringError(
                 f"the Triton kernel takes float32, float16 or bfloat16, not {self.dtype}; "
                 "float64 runs on the CPU backends (aten, xla)"
+            )
+        if self.kv_dtype and (self.kv_dtype not in KV_DTYPES or self.dtype == "float32"):
+            raise LoweringError(
+                f"the Triton kernel takes keys and values in the dtype of the queries, or in {' or '.join(KV_DTYPES)} "
+                f"beside queries of 16 bits; they are {self.kv_dtype} beside {self.dtype}"
             )
 
     def __str__(self) -> str:
@@ -217,7 +223,7 @@ class Writer:
         for slot in self.plan.slots:
             n = self.arguments[slot.name].name
             if slot.name in self.dims.live:
-                line(f"{n} = tl.load({n})")
+                line(f"{n} = tl.load({n}).to(tl.float32)")
             elif slot.type is FLOAT or (self.wide and slot.type is INT):
                 line(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
 

@@ -10,10 +10,9 @@ attention_forward: grid (q tiles, heads, batch), tiles of 128 queries by 64 keys
 import triton
 import triton.language as tl
 
-HEAD_DIM = tl.constexpr(80)
-DIM = tl.constexpr(128)
 DIM_V = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -64,19 +63,24 @@ def attention_forward(
     start = row * BLOCK_Q
     rows = tl.arange(0, BLOCK_Q)
     columns = tl.arange(0, BLOCK_K)
-    d = tl.arange(0, DIM)
+    d0, d1 = tl.arange(0, 64), 64 + tl.arange(0, 16)
     e = tl.arange(0, DIM_V)
 
     # Offsets are 64 bits where they are scalars, 32 within a tile.
     Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
     K += batch.to(tl.int64) * stride_kb + head.to(tl.int64) * stride_kh
     V += batch.to(tl.int64) * stride_vb + head.to(tl.int64) * stride_vh
-    key_at = columns[None, :] * stride_ks + d[:, None] * stride_kd
+    key_at0 = columns[None, :] * stride_ks + d0[:, None] * stride_kd
+    key_at1 = columns[None, :] * stride_ks + d1[:, None] * stride_kd
     value_at = columns[:, None] * stride_vs + e[None, :] * stride_vd
     present = start + rows < q_len
-    query = tl.load(
-        Q + rows[:, None] * stride_qs + d[None, :] * stride_qd,
-        mask=present[:, None] & (d[None, :] < HEAD_DIM), other=0.0,
+    query0 = tl.load(
+        Q + rows[:, None] * stride_qs + d0[None, :] * stride_qd,
+        mask=present[:, None], other=0.0,
+    )
+    query1 = tl.load(
+        Q + rows[:, None] * stride_qs + d1[None, :] * stride_qd,
+        mask=present[:, None], other=0.0,
     )
 
     if ORIGIN_PER_BATCH:
@@ -101,8 +105,10 @@ def attention_forward(
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
-            keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :] & (d[:, None] < HEAD_DIM), other=0.0)
-            score = tl.dot(query, keys) * scale
+            keys0 = tl.load(K + at * stride_ks + key_at0, mask=inside[None, :], other=0.0)
+            keys1 = tl.load(K + at * stride_ks + key_at1, mask=inside[None, :], other=0.0)
+            score = tl.dot(query0, keys0)
+            score = tl.dot(query1, keys1, score) * scale
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
             # q >= k & doc[b, q] == doc[b, k]
@@ -112,38 +118,38 @@ def attention_forward(
             # 50 * tanh(score / 50) + slope[h] * (k - q)
             score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
             score = tl.where(visible, score, -INFINITY)
-            peak = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2((score - peak[:, None]) * LOG2E)
-            rescale = tl.exp2((top - peak) * LOG2E)
-            values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+            peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
+            p = tl.exp2(score * LOG2E - peak[:, None])
+            rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(p, 1)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(p.to(values.dtype), values, acc)
+            values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+            acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None])
             top = peak
         # Full tiles: every position is visible.
         for tile in range(full_lo, full_hi):
             at = tl.cast(tile * BLOCK_K, tl.int64)
-            keys = tl.load(K + at * stride_ks + key_at, mask=d[:, None] < HEAD_DIM, other=0.0)
-            score = tl.dot(query, keys) * scale
+            keys0 = tl.load(K + at * stride_ks + key_at0)
+            keys1 = tl.load(K + at * stride_ks + key_at1)
+            score = tl.dot(query0, keys0)
+            score = tl.dot(query1, keys1, score) * scale
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             # 50 * tanh(score / 50) + slope[h] * (k - q)
             score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
-            peak = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2((score - peak[:, None]) * LOG2E)
-            rescale = tl.exp2((top - peak) * LOG2E)
-            values = tl.load(V + at * stride_vs + value_at)
+            peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
+            p = tl.exp2(score * LOG2E - peak[:, None])
+            rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(p, 1)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(p.to(values.dtype), values, acc)
+            values = tl.load(V + at * stride_vs + value_at)
+            acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None])
             top = peak
 
     # A row without a visible key gives 0, and lse -inf.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, -INFINITY, top + tl.log(total))
-    out = acc * (1.0 / total)[:, None]
+    lse = tl.where(empty, -INFINITY, (top + tl.log2(total)) * LN2)
+    weight = 1.0 / total
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     out_at = rows[:, None] * stride_os + e[None, :] * stride_od
-    tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
-    Lse += place.to(tl.int64) * q_len + start
-    tl.store(Lse + rows, lse, mask=present)
+    tl.store(Out + out_at, (acc * weight[:, None]).to(Out.dtype.element_ty), mask=present[:, None])
+    row_at = place.to(tl.int64) * q_len + start + rows
+    tl.store(Lse + row_at, lse, mask=present)

@@ -63,10 +63,9 @@ def attention_forward(
         peak = tl.maximum(top, tl.max(score, 1) * unit)
         p = tl.exp2(score * unit - peak[:, None])
         rescale = tl.exp2(top - peak)
-        values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
         total = total * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(p.to(values.dtype), values, acc)
+        values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+        acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None])
         top = peak
     # Full tiles: every position is visible.
     for tile in range(full_lo, full_hi):
@@ -76,16 +75,15 @@ def attention_forward(
         peak = tl.maximum(top, tl.max(score, 1) * unit)
         p = tl.exp2(score * unit - peak[:, None])
         rescale = tl.exp2(top - peak)
-        values = tl.load(V + at * stride_vs + value_at)
         total = total * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        acc = tl.dot(p.to(values.dtype), values, acc)
+        values = tl.load(V + at * stride_vs + value_at)
+        acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None])
         top = peak
 
     lse = (top + tl.log2(total)) * LN2
-    out = acc * (1.0 / total)[:, None]
+    weight = 1.0 / total
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     out_at = rows[:, None] * stride_os + d[None, :] * stride_od
-    tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
-    Lse += place.to(tl.int64) * q_len + start
-    tl.store(Lse + rows, lse, mask=present)
+    tl.store(Out + out_at, (acc * weight[:, None]).to(Out.dtype.element_ty), mask=present[:, None])
+    row_at = place.to(tl.int64) * q_len + start + rows
+    tl.store(Lse + row_at, lse, mask=present)

@@ -14,6 +14,7 @@ import triton.language as tl
 GROUP = tl.constexpr(4)
 DIM = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
 
@@ -67,9 +68,9 @@ def attention_forward(
     row = tl.load(Order + distinct + tl.program_id(0))  # longest first
     start = row * BLOCK_Q
     rows = tl.arange(0, BLOCK_Q)
+    kv_head = head // GROUP
     columns = tl.arange(0, BLOCK_K)
     d = tl.arange(0, DIM)
-    kv_head = head // GROUP
 
     # Offsets are 64 bits where they are scalars, 32 within a tile.
     Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
@@ -116,13 +117,12 @@ def attention_forward(
             ).to(tl.float32)
             score = score + bias_h_at
             score = tl.where(visible, score, -INFINITY)
-            peak = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2((score - peak[:, None]) * LOG2E)
-            rescale = tl.exp2((top - peak) * LOG2E)
-            values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+            peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
+            p = tl.exp2(score * LOG2E - peak[:, None])
+            rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(p, 1)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+            values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
+            acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
             top = peak
         # Full tiles: every position is visible.
         for tile in range(full_lo, full_hi):
@@ -135,22 +135,21 @@ def attention_forward(
                 bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1,
             ).to(tl.float32)
             score = score + bias_h_at
-            peak = tl.maximum(top, tl.max(score, 1))
-            p = tl.exp2((score - peak[:, None]) * LOG2E)
-            rescale = tl.exp2((top - peak) * LOG2E)
-            values = tl.load(V + at * stride_vs + value_at)
+            peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
+            p = tl.exp2(score * LOG2E - peak[:, None])
+            rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(p, 1)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(p.to(values.dtype), values, acc, input_precision="ieee")
+            values = tl.load(V + at * stride_vs + value_at)
+            acc = tl.dot(p.to(values.dtype), values, acc * rescale[:, None], input_precision="ieee")
             top = peak
 
     # A row without a visible key gives 0, and lse -inf.
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, -INFINITY, top + tl.log(total))
-    out = acc * (1.0 / total)[:, None]
+    lse = tl.where(empty, -INFINITY, (top + tl.log2(total)) * LN2)
+    weight = 1.0 / total
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     out_at = rows[:, None] * stride_os + d[None, :] * stride_od
-    tl.store(Out + out_at, out.to(query.dtype), mask=present[:, None])
-    Lse += place.to(tl.int64) * q_len + start
-    tl.store(Lse + rows, lse, mask=present)
+    tl.store(Out + out_at, (acc * weight[:, None]).to(Out.dtype.element_ty), mask=present[:, None])
+    row_at = place.to(tl.int64) * q_len + start + rows
+    tl.store(Lse + row_at, lse, mask=present)
