@@ -1,105 +1,153 @@
-"""What Triton kernels take of a machine, from compiling them ahead of time."""
+"""What Triton kernels take of a machine, from compiling them ahead of time: no device is needed."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit.triton_parameters import arguments
+from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import LoopPlan, Target
 
 from .triton_source import load
+from .triton_tiles import SHARED, of_kernel
 
-ARCHITECTURES = {  # Triton's name, shared memory a block may have (vendors' documents), threads in a warp
-    "sm_80": (80, 166_912, 32), "sm_90": (90, 232_448, 32), "sm_100": (100, 232_448, 32),
-    "gfx942": ("gfx942", 65_536, 64),
+ARCHITECTURES = {  # Triton's name of it, threads in a warp, and what its matrix instructions are called
+    "sm_80": (80, 32, r"\bHMMA\."), "sm_90": (90, 32, r"\bHGMMA\."), "sm_100": (100, 32, r"\bUTC\w*MMA\b"),
+    "gfx942": ("gfx942", 64, r"\bv_mfma_"),
 }  # fmt: skip
-TYPES = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16"}
+POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv",
+            "float8_e5m2": "*fp8e5"}  # fmt: skip
+INTEGERS = ("Spans", "Count", "Order", "SliceOf")  # int32; of what else begins with a capital and is no array: float32
+QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
+SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one kernel takes of one machine; `spills` are bytes of stack per thread."""
+    """What one kernel takes of one machine: a tile of `block_q` queries and `block_k` keys, registers of a thread,
+    `spills` in bytes of stack per thread, `shared` in bytes of a block, of `shared_limit`, and `mma`, the matrix
+    instructions in its text."""
 
+    kernel: str
     arch: str
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
     registers: int
     spills: int
     shared: int
     shared_limit: int
+    mma: int
 
     @property
     def fits(self) -> bool:
         return self.shared <= self.shared_limit
 
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fits": self.fits}
 
-def compile_report(source: str, plan: LoopPlan, target: Target, dtype: str, arch: str = "sm_90") -> Report:
-    """`compile_report(emit(plan, target, ...), plan, target, "bfloat16", "gfx942")`: compiled without a device.
 
-    BackendError for an architecture that is not in ARCHITECTURES, and where Triton runs as an interpreter.
+def compile_reports(
+    source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
+) -> Iterator[Report]:  # fmt: skip
+    """`compile_reports(emit(plan, target, dims), plan, target, dims, "gfx942")`: every kernel of a module, one by one
+    as they are compiled, with the tiles that `target` gives it.
+
+    BackendError for an architecture that is not in ARCHITECTURES, where triton is missing, and where it interprets.
     """
+    check_compiles(arch)
+    for name, kernel in vars(load(source)).items():
+        if not name.startswith("attention_"):
+            continue
+        if type(kernel).__name__ == "InterpretedFunction":
+            raise BackendError("TRITON_INTERPRET=1 is set: start Python without it to compile kernels")
+        mine = of_kernel(name, target)
+        compiled = compiled_for(arch, kernel, plan, mine, dims)
+        registers, spills, mma = (_amd if arch.startswith("gfx") else _nvidia)(compiled, ARCHITECTURES[arch][2])
+        shared = int(compiled.metadata.shared)
+        block = mine.block_q, mine.block_k, mine.num_warps, mine.num_stages
+        yield Report(name, arch, *block, registers, spills, shared, SHARED[arch], mma)
+
+
+def check_compiles(arch: str) -> None:
+    """Raise where no kernel can be compiled for `arch`."""
+    if arch not in ARCHITECTURES:
+        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(ARCHITECTURES)}")
+    if not find_spec("triton"):
+        raise BackendError("triton is not installed: pip install 'frisket[triton]'")
+
+
+def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any:
+    """Triton's compilation of one kernel, called as on contiguous arrays."""
     import triton  # type: ignore[import-untyped]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
-    if arch not in ARCHITECTURES:
-        raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(ARCHITECTURES)}")
-    kernel = load(source).attention_forward
-    if type(kernel).__name__ == "InterpretedFunction":
-        raise BackendError("TRITON_INTERPRET=1 is set: start Python without it to compile kernels")
-    name, limit, warp = ARCHITECTURES[arch]
-    signature, constants = _signature(kernel.arg_names, plan, target, dtype)
+    types, constants = signature(kernel, plan, target, dims)
     hints: dict[tuple[int, ...], Any] = {
         (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(signature)
-        if signature[n][0] == "*" or (n.startswith("stride_") and n not in constants)
+        for i, (n, type) in enumerate(types.items())
+        if type[0] == "*" or (n.startswith("stride_") and n not in constants)
     }
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, hints),
+    name, warp, _ = ARCHITECTURES[arch]
+    return triton.compile(
+        ASTSource(kernel, types, constants, hints),
         target=GPUTarget("hip" if arch.startswith("gfx") else "cuda", name, warp),
         options={"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True},
     )
-    read = _amd if arch.startswith("gfx") else _nvidia
-    return Report(arch, *read(compiled), int(compiled.metadata.shared), limit)
 
 
-def _signature(names: list[str], plan: LoopPlan, target: Target, dtype: str) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types and constants as the launcher would have them for contiguous arrays."""
-    scalar = {INT: "i32", FLOAT: "fp32", BOOL: "i1"}
-    pointer = {INT: "*i32", FLOAT: "*fp32", BOOL: "*i8"}
+def signature(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types by parameter and values of constants, as the launcher would have them for contiguous arrays."""
+    scalar, pointer = {INT: "i32", FLOAT: "fp32", BOOL: "i1"}, {INT: "*i32", FLOAT: "*fp32", BOOL: "*i8"}
     made = arguments(plan)
-    types = dict.fromkeys(names, "i32") | {"scale": "fp32", "Lse": "*fp32"}
-    types |= dict.fromkeys(("Q", "K", "V", "Out"), TYPES[dtype])
-    types |= {n: "*i32" for n in ("Spans", "Count", "Order", "SliceOf") if n in types}
-    types |= {made[s.name].name: scalar[s.type] for s in plan.slots}
-    types |= {made[t.name].name: pointer[t.type] for t in plan.tables}
-    constants: dict[str, Any] = {f"stride_{t}d": 1 for t in "qkvo"}
-    constants |= {made[t.name].strides[-1]: 1 for t in plan.tables}
-    constants |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
-    if "ORIGIN_PER_BATCH" in names:
-        constants["ORIGIN_PER_BATCH"] = False
-    types |= dict.fromkeys(constants, "constexpr")
-    return types, constants
+    known: dict[str, str] = dict.fromkeys(SIZES, "i32") | dict.fromkeys(INTEGERS, "*i32") | {"scale": "fp32"}
+    known |= dict.fromkeys(QUERIES, POINTERS[dims.dtype]) | dict.fromkeys(KEYS, POINTERS[dims.kv_dtype or dims.dtype])
+    known |= {made[s.name].name: "*fp32" if s.name in dims.live else scalar[s.type] for s in plan.slots}
+    known |= {made[t.name].name: pointer[t.type] for t in plan.tables}
+    values: dict[str, Any] = {n: 1 for n in kernel.arg_names if re.fullmatch(r"stride_\w+d", n)}
+    values |= {made[t.name].strides[-1]: 1 for t in plan.tables}
+    values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False}
+    types: dict[str, str] = {}
+    for p in kernel.params:
+        if p.is_constexpr or p.name in values:
+            types[p.name] = "constexpr"
+        else:
+            types[p.name] = known.get(p.name) or ("*fp32" if p.name[0].isupper() else "i32")
+    if missing := [n for n, type in types.items() if type == "constexpr" and n not in values]:
+        raise BackendError(f"no value for the constant {missing[0]} of {kernel.__name__}")
+    return types, {n: x for n, x in values.items() if n in types}
 
 
-def _nvidia(compiled: Any) -> tuple[int, int]:
-    """(registers, stack bytes) by the cuobjdump that comes with Triton."""
+def _nvidia(compiled: Any, mma: str) -> tuple[int, int, int]:
+    """(registers, bytes of stack, matrix instructions) by the cuobjdump that comes with Triton."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        text = subprocess.run([str(tool), "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"REG:(\d+) STACK:(\d+)", text)
-    return max(int(r) for r, _ in found), max(int(s) for _, s in found)
+        usage, sass = (
+            subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
+            for what in ("-res-usage", "-sass")
+        )
+    found = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    return max(int(r) for r, _ in found), max(int(s) for _, s in found), len(re.findall(mma, sass))
 
 
-def _amd(compiled: Any) -> tuple[int, int]:
+def _amd(compiled: Any, mma: str) -> tuple[int, int, int]:
     text = compiled.asm["amdgcn"]
-    return tuple(int(re.findall(rf"\.{n}:\s+(\d+)", text)[0]) for n in ("vgpr_count", "private_segment_fixed_size"))  # type: ignore[return-value]
+    registers, spills = (
+        int(re.findall(rf"\.{n}:\s+(\d+)", text)[0]) for n in ("vgpr_count", "private_segment_fixed_size")
+    )
+    return registers, spills, len(re.findall(mma, text))

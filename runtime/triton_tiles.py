@@ -123,6 +123,12 @@ def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
     return (block_q, side, warps, stages) if kernel == "dkv" else (side, block_k, warps, stages)
 
 
+def of_kernel(name: str, target: Target) -> Target:
+    """The part of a target that a kernel of this name is launched with."""
+    own = {"attention_dq": target.dq, "attention_dkv": target.dkv}.get(name)
+    return own or target
+
+
 def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:
     """A tile of the user's, for every kernel."""
     wide = dtype != "float32" and tile[0] >= 128 and max(g.head_dim, g.v_dim) > 64

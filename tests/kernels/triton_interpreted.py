@@ -214,7 +214,7 @@ def test_launch_reports_only_compiled_kernels():
     target = Target("triton", 64, 64)
     source = triton_launch.emit(made, target, Dims(64, 64, "float16"))
     with pytest.raises(BackendError, match="TRITON_INTERPRET=1 is set"):
-        triton_report.compile_report(source, made, target, "float16")
+        next(triton_report.compile_reports(source, made, target, Dims(64, 64, "float16")))
 
 
 @pytest.mark.parametrize("int64", [False, True])
