@@ -31,7 +31,7 @@ from .from_numpy import BUILTINS, ELEMENT, Table
 from .functions import BUILT_IN, RESERVED
 from .ir import COORDINATES, Expr, to_float
 from .symbol import Symbol, shown, symbol_of, what_is
-from .types import BOOL
+from .types import BOOL, FLOAT, Type
 from .user_line import fail
 
 Kind = Literal["mask", "score"]
@@ -41,13 +41,15 @@ ORDER = ("score", *COORDINATES)
 @dataclass(frozen=True)
 class Traced:
     """`tables` are the captured arrays and 0-d tensors, the user's own objects, by the names they have in `expr`;
-    `read` are the tensors of torch whose values went into `expr` itself."""
+    `read` are the tensors of torch whose values went into `expr` itself, `result` is the type of what the function
+    returned: an Int of a score mod is made a Float."""
 
     expr: Expr
     tables: dict[str, Any]
     kind: Kind
     notes: tuple[str, ...] = ()
     read: tuple[Any, ...] = ()
+    result: Type = FLOAT
 
 
 def trace(fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False) -> Traced:
@@ -98,7 +100,8 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
             fail(f"{type(error).__name__}: {message}", error)
     used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
     tables = {n: t for n, t in tracer.tables.items() if n in used}
-    return Traced(e, tables, kind, tuple(tracer.notes), tuple((tracer.read or {}).values()))
+    read = tuple((tracer.read or {}).values())
+    return Traced(to_float(e) if kind == "score" else e, tables, kind, tuple(tracer.notes), read, e.type)
 
 
 def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
@@ -159,10 +162,8 @@ def _result(fn: Callable[..., Any], kind: Kind, result: Any) -> Expr:
             f"a mask returns a Bool, {_named(fn)} returns {e.type.with_article}; "
             "compare it with something, for example `q - k >= 0`"
         )
-    if kind == "score":
-        if e.type is BOOL:
-            raise TraceError(f"a score mod returns a number, {_named(fn)} returns a Bool; is it a mask?")
-        return to_float(e)
+    if kind == "score" and e.type is BOOL:
+        raise TraceError(f"a score mod returns a number, {_named(fn)} returns a Bool; is it a mask?")
     return e
 
 
