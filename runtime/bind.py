@@ -283,7 +283,7 @@ def work(
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False, dropout: bool = False,
 ) -> Work:  # fmt: skip
     """The compilation, kept by value: the mask and the contents of its tables, lengths,
-    tiles, origin. `proofs` counts rows to drop the checks for empty ones, which pays in kernels only."""
+    tiles, origin. `proofs` counts rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
     if key in _works:
@@ -294,7 +294,7 @@ def work(
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     fixed.check_reach(lengths, origin, sizes)
     rest = fixed, lengths, block, origin, sizes, dropout
-    made = _works[key] = _few_work(*rest) if q_len <= FEW and not proofs else _work(*rest, proofs)
+    made = _works[key] = _few_work(*rest) if q_len <= FEW else _work(*rest, proofs)
     while len(_works) > CACHED:
         _works.popitem(last=False)
     return made

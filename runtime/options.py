@@ -95,6 +95,8 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
         return jnp.broadcast_to(jnp.asarray(_copied(sinks), real), (heads,))
     import torch
 
+    if not isinstance(sinks, torch.Tensor) and not shape:  # written on the device: nothing waits for a copy
+        return torch.full((heads,), float(sinks), device=device, dtype=getattr(torch, real))
     have = sinks if isinstance(sinks, torch.Tensor) else torch.from_numpy(np.array(sinks))
     return have.to(device=device, dtype=getattr(torch, real)).expand(heads)
 

@@ -1,9 +1,7 @@
 """How Triton kernels are launched: what calls of one kind have in common is bound once, a call brings its tensors.
 
-own = bound(plan, spans, geometry, target, q, k)
-values = own.values(slots, tables)
-run = own.launch(made, "attention_forward", grid, target, {"Q": "q", "K": "k", "V": "v", "Out": "o"})
-run(values, q, k, v, out)
+`bound` is asked for what such calls have in common, `Bound.launch` lays a kernel's arguments out beforehand, and the
+`Launch` it gives is called with the tensors: `run(own.values(slots, tables), q, k, v, out, lse)`.
 """
 
 from __future__ import annotations
@@ -293,27 +291,45 @@ def launch(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any], target
 
 # -- span tables ------------------------------------------------------------------------------------------------------
 
-_uploaded: dict[tuple[int, str], dict[str, Any]] = {}
+_uploaded: dict[tuple[int, str], Any] = {}
 
 
 def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
     """The span table on the device, uploaded once and kept as long as `spans` lives."""
+    if isinstance(spans, DeviceSpans):
+        order = _longest(spans.bounds) if spans.order is None else spans.order
+        slice_of = _kept(spans.slice_of, device, lambda: _upload(spans.slice_of, device))  # that of all steps
+        named = {"Spans": spans.bounds.contiguous(), "Count": spans.count.contiguous(), "SliceOf": slice_of}
+        return {**named, "Order": order, "records": spans.bounds.shape[2]}
+    found: dict[str, Any] = _kept(spans, device, lambda: _upload_all(spans, device))
+    return found
+
+
+def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:
+    work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
+    order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
+    named = {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
+    return {**{n: _upload(a, device) for n, a in named.items()}, "records": spans.bounds.shape[2]}
+
+
+def _upload(array: Any, device: Any) -> Tensor:
     import torch
 
-    if isinstance(spans, DeviceSpans):
-        width = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
-        longest = torch.argsort(width, dim=-1, descending=True, stable=True).to(torch.int32)
-        slice_of = torch.from_numpy(spans.slice_of).to(device)
-        return {
-            "Spans": spans.bounds.contiguous(), "Count": spans.count.contiguous(), "SliceOf": slice_of,
-            "Order": longest, "records": spans.bounds.shape[2],
-        }  # fmt: skip
-    key = (id(spans), str(device))
+    return torch.from_numpy(np.array(array)).to(device)
+
+
+def _longest(bounds: Tensor) -> Tensor:
+    """Rows of each slice, those with the most tiles first."""
+    import torch
+
+    width = (bounds[..., 3] - bounds[..., 0]).sum(-1)
+    return torch.argsort(width, dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+def _kept(of: Any, device: Any, make: Callable[[], Any]) -> Any:
+    """What was made of an object for a device, as long as the object lives."""
+    key = (id(of), str(device))
     if key not in _uploaded:
-        work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
-        order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
-        named = {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
-        found = {n: torch.from_numpy(np.ascontiguousarray(a)).to(device) for n, a in named.items()}
-        _uploaded[key] = {**found, "records": spans.bounds.shape[2]}
-        finalize(spans, _uploaded.pop, key, None)
+        _uploaded[key] = make()
+        finalize(of, _uploaded.pop, key, None)
     return _uploaded[key]
