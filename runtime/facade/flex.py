@@ -12,5 +12,14 @@ from frisket.runtime.flex.create import create_block_mask as create_block_mask
 from frisket.runtime.flex.create import create_mask as create_mask
 from frisket.runtime.flex.create import noop_mask as noop_mask
 from frisket.runtime.flex.create import or_masks as or_masks
+from frisket.runtime.flex.nested import create_nested_block_mask as create_nested_block_mask
 
-__all__ = ["BlockMask", "and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
+__all__ = [
+    "BlockMask",
+    "and_masks",
+    "create_block_mask",
+    "create_mask",
+    "create_nested_block_mask",
+    "noop_mask",
+    "or_masks",
+]

@@ -210,6 +210,9 @@ class BlockMask(theirs.BlockMask):
         `mask_mod.source`). Assigning another keeps the lists, as torch does."""
         if self._fn is not None:
             return self._fn
+        if torch.compiler.is_dynamo_compiling():
+            self._prepared()
+            return self._made["mask_mod"]  # type: ignore[no-any-return]
         made = self._now()
         if "mask_mod" not in made:
             reach = dict(zip("bhqk", self._sizes, strict=True))
@@ -227,9 +230,28 @@ class BlockMask(theirs.BlockMask):
 
     # -- the lists --------------------------------------------------------------------------------
 
+    def lay_out(self) -> BlockMask:
+        """Makes what a graph of torch reads, its lists and `mask_mod`, before it is traced: itself.
+
+        Needed by nobody but who gives new masks to a compiled function of torch's own, step by step: one that is not
+        laid out is traced anew, as it is laid out while the graph is made.
+        """
+        self._prepared()
+        return self
+
+    def _prepared(self) -> None:
+        if self._fn is None:
+            _ = self.mask_mod
+        self._tensors()
+
+    _prepared._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
+
     def _tensors(self) -> Lists:
         if self._given is not None:
             return self._given
+        if torch.compiler.is_dynamo_compiling():
+            self._prepared()
+            return self._made["lists"]  # type: ignore[no-any-return]
         made = self._now()
         if "lists" not in made:
             found = exact_lists(self.layout, self.device, apart=self._apart)

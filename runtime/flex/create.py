@@ -65,6 +65,10 @@ def create_block_mask(
     return made
 
 
+# inside torch.compile it runs as it stands, between two graphs
+create_block_mask._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 def create_mask(
     mod_fn: MaskLike | ScoreLike, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None
 ) -> Tensor:
