@@ -282,8 +282,8 @@ def work(
     what: Subject, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False, dropout: bool = False,
 ) -> Work:  # fmt: skip
-    """The compilation, kept by value: the mask and the contents of its tables, lengths,
-    tiles, origin. `proofs` counts rows to drop the checks for empty ones, which pays in kernels of many queries only."""
+    """The compilation, kept by value: the mask and the contents of its tables, lengths, tiles, origin. `proofs` counts
+    rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
     if key in _works:

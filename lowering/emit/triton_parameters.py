@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from frisket.lowering.plan import RATE, SEED, LoopPlan
 
 from . import expr_triton
+from .expr import POSITION, levels
 from .text import Names, Page
 
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
@@ -23,7 +24,11 @@ BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head pla
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
 at i j tile inside visible score unit top peak rescale total p kept acc out lse largest sink empty present
 range float int bool out_at
+attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at dout_at
+dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead low high counted per to batches
 Acc Tops Totals kv_heads splits part packed QUERIES PARTS row_at begin end tiles border full within tops totals weight
+query_at
+Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvogxyz" for axis in "bhsd"]
     + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]
@@ -100,7 +105,14 @@ class Parameters:
         slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
         sizes = [n for t in self.plan.tables for n in arguments(self.plan)[t.name].sizes]
         own = ["records"] if self.tabled else []
-        return [*numbers, *own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes]
+        return [*numbers, *own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes, *self._steps()]
+
+    def _steps(self) -> list[str]:
+        """Strides of tables, where loads are no wider for being divisible: lengths decide them, and are any."""
+        roots = [e for e in (self.plan.mask, self.plan.score) if e is not None]
+        wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
+        tables = [arguments(self.plan)[t.name] for t in self.plan.tables if t.name not in wide]
+        return [n for t in tables for n in t.strides[:-1]]
 
     def sizes(self) -> list[str]:
         """The global sizes that occur."""
