@@ -75,6 +75,8 @@ if "torch" in sys.modules:  # operators that programs exported by torch hold
 
 
 def __getattr__(name: str) -> Any:
+    if name == "flex":  # a module, which imports torch
+        return import_module("frisket.flex")
     if name not in _HOME:
         raise AttributeError(f"module 'frisket' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

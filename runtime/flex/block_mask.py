@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..export.block_mask import exact_lists
 from ..layout import Layout
 from ..mask import Mask, MaskLike
 from .errors import ListError, OrderError, check_lookups
-from .live_mask import LiveMask, fresh, live_mask
+from .live_mask import LiveMask, fresh, live_mask, version_of
 from .slicing import moved, picks
 from .tile_string import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, kinds_of, with_columns, with_orders
@@ -192,11 +193,12 @@ class BlockMask(theirs.BlockMask):
         q, k = (ir.build("floordiv", var(x), lit(size)) for x, size in zip("qk", self._block, strict=True))
         kind = lookup(name, (*at, q, k))
         full, partial = (ir.build("eq", kind, lit(n)) for n in (FULL, PARTIAL))
-        return LiveMask(disj(full, conj(partial, self._mod.expr)), {**self._mod.values, name: kinds_of(lists)})
+        expr = disj(full, conj(partial, self._mod.expr))
+        return replace(self._mod, expr=expr, values={**self._mod.values, name: kinds_of(lists)})
 
     def _now(self) -> dict[str, Any]:
         """What was made of the tensors, unless one of them has changed."""
-        own = tuple(x._version for x in (self._given or {}).values() if x is not None and not x.is_inference())
+        own = tuple(version_of(x) for x in (self._given or {}).values() if x is not None)
         versions = (self._mod.versions, own)
         if self._versions != versions:
             if self._versions is not None:
@@ -451,7 +453,7 @@ class BlockMask(theirs.BlockMask):
 
     def __invert__(self) -> BlockMask:
         live = self.live
-        turned = LiveMask(ir.build("not", live.expr), live.values)
+        turned = replace(live, expr=ir.build("not", live.expr))
         return self.of(turned, self._lengths, self._block, self._batch, self.device, self)
 
     @property

@@ -7,7 +7,7 @@ keeps the expression and the tensors themselves, copies nothing, and says when o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,10 +32,12 @@ Value = bool | int | float | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class LiveMask:
-    """`values` hold a tensor for every table and captured scalar of `expr`, numbers for the other parameters."""
+    """`values` hold a tensor for every table and captured scalar of `expr`, numbers for the other parameters. `read`
+    are tensors whose values went into `expr` when it was traced, with the versions they had."""
 
     expr: Expr
     values: Mapping[str, Value]
+    read: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -48,7 +50,13 @@ class LiveMask:
     @property
     def versions(self) -> tuple[int, ...]:
         """Counts of changes in place: equal as long as nothing has changed."""
-        return tuple(0 if x.is_inference() else x._version for x in self.tensors.values())
+        for x, version in self.read:
+            if version_of(x) != version:
+                raise ParameterError(
+                    f"a tensor of {x.dtype} {list(x.shape)} has changed since the mask was traced, and its values are "
+                    "part of the traced expression\n  make the mask anew; lookups, `x[q_idx]`, are read at every use"
+                )
+        return tuple(map(version_of, self.tensors.values()))
 
     @cached_property
     def formula(self) -> Mask:
@@ -60,11 +68,12 @@ class LiveMask:
         return Mask(self.expr, {**self.numbers, **{n: as_value(n, x) for n, x in self.tensors.items()}})
 
     def to(self, device: torch.device) -> LiveMask:
-        return LiveMask(self.expr, {**self.numbers, **{n: x.to(device) for n, x in self.tensors.items()}})
+        moved = {n: x.to(device) for n, x in self.tensors.items()}
+        return replace(self, values={**self.numbers, **moved})
 
     def at(self, moved: Mapping[Expr, Expr], values: Mapping[str, Value] | None = None) -> LiveMask:
         """The same with other expressions for its variables; those may read `values`."""
-        return kept(ir.substitute(self.expr, moved), {**self.values, **(values or {})})
+        return kept(ir.substitute(self.expr, moved), {**self.values, **(values or {})}, self.read)
 
     def sized(self, sizes: Sizes) -> LiveMask:
         """The same with the lengths of the whole problem written in."""
@@ -79,26 +88,33 @@ class LiveMask:
                 names[name] = fresh(name, taken)
                 taken.add(names[name])
         right = {names.get(n, n): x for n, x in other.values.items()}
-        return LiveMask(ir.build(op, self.expr, ir.renamed(other.expr, names)), {**self.values, **right})
+        expr = ir.build(op, self.expr, ir.renamed(other.expr, names))
+        return LiveMask(expr, {**self.values, **right}, self.read + other.read)
 
     def callable(self, reach: Mapping[str, int], sizes: Sizes, title: str, device: Any) -> Callable[..., Any]:
         """`mask_mod(b, h, q_idx, kv_idx)`, which looks into the tensors themselves where torch can."""
         from ..export.block_mask import written
 
-        scalars = {n: x for n, x in self.tensors.items() if not x.ndim}
-        entries = {ir.param(n, names_of(self.expr)[n][1]): n for n in scalars}  # read as tables of one entry
-        literal = {ir.param(n, names_of(self.expr)[n][1]): ir.lit(x) for n, x in self.numbers.items()}
-        one = {p: ir.lookup(n, (ir.ZERO,), p.type) for p, n in entries.items()}
-        own = {n: x.detach().reshape(1) if n in scalars else x.detach() for n, x in self.tensors.items()}
-        tables = {n: np.reshape(as_value(n, x), np.shape(x) or 1) for n, x in own.items()}
-        e = bind(ir.substitute(self.sized(sizes).expr, {**literal, **one}), tables)
-        return written(simplify(e), tables, reach, sizes, title, device, own)
+        places: dict[Expr, Expr] = {}
+        for name, type in ir.free_names(self.expr)[0].items():
+            x = self.values[name]  # a captured scalar is read as a table of one entry
+            number = ir.lookup(name, (ir.ZERO,), type) if isinstance(x, torch.Tensor) else ir.lit(x)
+            places[ir.param(name, type)] = number
+        own = {n: x.detach() if x.ndim else x.detach().reshape(1) for n, x in self.tensors.items()}
+        tables = {n: as_value(n, x) for n, x in own.items()}
+        e = simplify(bind(ir.substitute(self.sized(sizes).expr, places), tables))
+        return written(e, tables, reach, sizes, title, device, own)
 
 
-def kept(expr: Expr, values: Mapping[str, Value]) -> LiveMask:
+def kept(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, int], ...] = ()) -> LiveMask:
     """A mask with those of the values that it reads."""
     used = names_of(expr)
-    return LiveMask(expr, {n: x for n, x in values.items() if n in used})
+    return LiveMask(expr, {n: x for n, x in values.items() if n in used}, read)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor was changed in place; not known of those made in inference mode."""
+    return 0 if x.is_inference() else x._version
 
 
 def fresh(name: str, taken: set[str]) -> str:
@@ -145,7 +161,8 @@ def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
         found = trace(fn, kind)
     except TraceError as error:
         raise MaskModError(str(error)) from error
-    return kept(found.expr, {n: _tensor(x) for n, x in found.tables.items()})
+    values = {n: _tensor(x) for n, x in found.tables.items()}
+    return kept(found.expr, values, tuple((x, version_of(x)) for x in found.read))
 
 
 def _tensor(x: Any) -> torch.Tensor:

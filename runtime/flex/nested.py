@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -72,7 +70,7 @@ def _packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
     places[var("b")] = mine
     inner = mod.at(places, values)
     outer = conj(ir.build("eq", mine, theirs), *clauses)
-    return LiveMask(conj(outer, inner.expr), {**inner.values, **values})
+    return LiveMask(conj(outer, inner.expr), {**inner.values, **values}, mod.read)
 
 
 def _total(nested: Tensor) -> int:
