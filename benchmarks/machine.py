@@ -70,9 +70,12 @@ def turn_about(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int, re
     }
 
 
-def rounds_of(calls: dict[str, Callable[[], Any]], rounds: int, rest: float = 0.0) -> dict[str, list[float]]:
+def rounds_of(
+    calls: dict[str, Callable[[], Any]], rounds: int, rest: float = 0.0,
+    clock: Callable[[Callable[[], Any]], float] = seconds,
+) -> dict[str, list[float]]:  # fmt: skip
     """Seconds of every call in every round, after a warm-up of each; the order is another one in every round.
-    `rest` as in `turn_about`."""
+    `rest` as in `turn_about`, `clock` is what takes the time of a call."""
     order, draw = list(calls), random.Random(0)
     times: dict[str, list[float]] = {n: [] for n in calls}
     for call in calls.values():
@@ -81,7 +84,7 @@ def rounds_of(calls: dict[str, Callable[[], Any]], rounds: int, rest: float = 0.
         draw.shuffle(order)
         for name in order:
             time.sleep(rest)
-            times[name].append(seconds(calls[name]))
+            times[name].append(clock(calls[name]))
     return times
 
 
@@ -110,10 +113,10 @@ def save(name: str, found: dict[str, Any]) -> None:
     (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
-def merge(name: str, part: str, found: dict[str, Any]) -> None:
-    """One part of `benchmarks/results/<name>.json`; the others stay, each with the machine it was measured on."""
-    path = RESULTS / f"{name}.json"
+def merge(name: str, part: str, found: dict[str, Any], folder: Path = RESULTS) -> None:
+    """One part of `<name>.json` in benchmarks/results; the others stay, each with the machine it was measured on."""
+    path = folder / f"{name}.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     parts = {n: x for n, x in known.items() if isinstance(x, dict) and "machine" in x}
-    RESULTS.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
     path.write_text(json.dumps({**parts, part: {"machine": described(), **found}}, indent=1) + "\n")

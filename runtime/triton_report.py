@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -112,6 +112,7 @@ def signature(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> tuple[
     scalar, pointer = {INT: "i32", FLOAT: "fp32", BOOL: "i1"}, {INT: "*i32", FLOAT: "*fp32", BOOL: "*i8"}
     made = arguments(plan)
     known: dict[str, str] = dict.fromkeys(SIZES, "i32") | dict.fromkeys(INTEGERS, "*i32") | {"scale": "fp32"}
+    known["Counted"] = "*i64"
     known |= dict.fromkeys(QUERIES, POINTERS[dims.dtype]) | dict.fromkeys(KEYS, POINTERS[dims.kv_dtype or dims.dtype])
     known |= {made[s.name].name: "*fp32" if s.name in dims.live else scalar[s.type] for s in plan.slots}
     known |= {made[t.name].name: pointer[t.type] for t in plan.tables}

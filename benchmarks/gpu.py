@@ -1,0 +1,168 @@
+"""The Triton kernels on a GPU beside their peers: `python benchmarks/gpu.py forward`, a part at a time.
+
+    correctness   every case of the interpreter's tests, compiled and run on the device
+    forward       TFLOP/s of visible work, beside compiled flex_attention, SDPA (cuDNN, flash) and a dense formula
+    backward      the same for the gradients alone
+    decode        one query over a cache: the share of the bandwidth at which the device copies memory
+    layout        documents that live on the device, planned there, any synchronization an error
+    first         the first call of a process, cold and with kernels on disk
+    tune          other tiles than those of runtime/triton_tiles.py, best first
+
+A part takes --minutes at most and is resumed by the same command: rows measured on this GPU with these versions are
+kept. Each row runs in a process of its own. Those of a group compile side by side, flex_attention too; then each is
+timed alone, its contestants turn about in an order that changes. A figure is a median over rounds; ratios are
+peer / frisket (above 1: frisket is faster) with the 95 % interval of the median. Results go to gpu.json in --into.
+
+`--dry` tries any part without a GPU, at a few dozen tokens in Triton's interpreter. Its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cpu import rounded
+from gpu_parts import PARTS
+from gpu_scale import DRY, FULL, Scale
+from machine import RESULTS, described, merge
+
+READY = "== ready =="
+SAME = ("gpu", "torch", "triton")  # what rows that are kept have in common with this machine
+
+
+def device() -> dict[str, Any]:
+    """The GPU and what runs on it, for the head of a part."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"gpu": "none: Triton's interpreter"}
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": found.name, "compute capability": f"{found.major}.{found.minor}", "cuda": torch.version.cuda,
+        "multiprocessors": found.multi_processor_count, "memory_gb": round(found.total_memory / 1e9),
+    }  # fmt: skip
+
+
+# -- a row ----------------------------------------------------------------------------------------------
+
+
+def row(part: str, name: str, scale: Scale) -> None:
+    """Prepares a row, says so, and measures it when it is told to."""
+    measure = PARTS[part].prepare(name, scale)
+    print(READY, flush=True)
+    if sys.stdin.readline():
+        print(json.dumps(measure()), flush=True)
+
+
+class Child:
+    """A row in a process of its own, which nothing but its own failure can end."""
+
+    def __init__(self, part: str, name: str, dry: bool) -> None:
+        command = [sys.executable, __file__, part, "--row", name, *(["--dry"] if dry else [])]
+        self.name, self.errors = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+        )
+
+    def ready(self) -> bool:
+        assert self.process.stdout is not None
+        return any(line.rstrip() == READY for line in iter(self.process.stdout.readline, ""))
+
+    def measure(self) -> dict[str, Any] | None:
+        """None where it failed; `failure` has its last words."""
+        out, _ = self.process.communicate("go\n" if self.process.poll() is None else None)
+        found = out.strip().split("\n")[-1]
+        return json.loads(found) if self.process.returncode == 0 and found else None
+
+    def failure(self) -> str:
+        self.errors.seek(0)
+        return "".join(self.errors.readlines()[-12:]).strip() or f"exit status {self.process.returncode}"
+
+
+# -- a part ---------------------------------------------------------------------------------------------
+
+
+def kept(part: str, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """Rows that this machine has measured before."""
+    path = folder / "gpu.json"
+    known = json.loads(path.read_text()).get(part, {}) if path.exists() else {}
+    was = {**known.get("machine", {}), **known.get("device", {})}
+    return known.get("rows", {}) if known and all(was.get(n) == machine.get(n) for n in SAME) else {}
+
+
+def measured(part: str, names: list[str], workers: int, end: float, dry: bool) -> Iterator[tuple[str, Any]]:
+    """(row, result or the text of a failure), as long as there is time for another group."""
+    longest = 0.0
+    size = PARTS[part].together or workers
+    for group in (names[i : i + size] for i in range(0, len(names), size)):
+        start = time.monotonic()
+        if start + longest > end:
+            return
+        children = [Child(part, name, dry) for name in group]
+        started = [c.ready() for c in children]
+        for child, good in zip(children, started, strict=True):
+            found = child.measure() if good else None
+            child.process.wait()
+            yield child.name, child.failure() if found is None else found
+        longest = max(longest, time.monotonic() - start)
+
+
+def shown(found: dict[str, Any], indent: str = "    ") -> Iterator[str]:
+    for key, value in found.items():
+        if isinstance(value, dict) and any(isinstance(x, dict) for x in value.values()):
+            yield f"{indent}{key}"
+            yield from shown(value, indent + "    ")
+        else:
+            yield f"{indent}{key:24} {rounded(value)}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--again", action="store_true", help="measure rows anew that are there already")
+    parser.add_argument("--minutes", type=float, default=7.5)
+    parser.add_argument("--workers", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--dry", action="store_true", help="tiny, in Triton's interpreter, on the CPU")
+    parser.add_argument("--row", help=argparse.SUPPRESS)  # a child's
+    args = parser.parse_args(argv)
+    if args.dry:
+        os.environ["TRITON_INTERPRET"] = "1"
+    scale = DRY if args.dry else FULL
+    if args.row is not None:
+        row(args.part, args.row, scale)
+        return 0
+    end, here = time.monotonic() + 60 * args.minutes, device()
+    if not args.dry and here["gpu"].startswith("none"):
+        print("no GPU is visible to torch; --dry tries the program without one", file=sys.stderr)
+        return 2
+    done = {} if args.again else kept(args.part, args.into, {**described(), **here})
+    names = [n for n in PARTS[args.part].rows(scale) if args.only in n]
+    left, failed = [n for n in names if n not in done or done[n].get("failures")], 0
+    for name, found in measured(args.part, list(left), args.workers, end, args.dry):
+        left.remove(name)
+        print(name, flush=True)
+        if isinstance(found, str):
+            failed += 1
+            print("    FAILED\n    " + found.replace("\n", "\n    "), flush=True)
+            continue
+        done[name] = found
+        print("\n".join(shown(found)), flush=True)
+        failed += bool(found.get("failures"))
+        merge("gpu", args.part, {"device": here, "rows": done}, args.into)
+    if left:
+        print(f"{len(left)} rows are left: run this command again", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

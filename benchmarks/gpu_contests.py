@@ -1,0 +1,168 @@
+"""The parts of gpu.py that time kernels beside others: forward, backward, decode, and tiles beside one another."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_masks import DOCUMENTS, Contest, contests, flex, ours, peers, visible_pairs
+from gpu_scale import Call, Measure, Scale, compared, drawn, on_device, same
+from machine import rounds_of
+
+# -- forward and backward ---------------------------------------------------------------------------------
+
+GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
+    ("causal", 128, 8192): ((430, 480), (300, 380)),
+    ("window 128", 64, 8192): ((140, 180), (115, 150)),
+}
+
+
+def contest_rows(scale: Scale) -> list[str]:
+    names = contests(scale.lengths[0], 2, "cpu")
+    return [f"{name}, D {dim}" for dim in sorted(scale.dims, reverse=True) for name in names]
+
+
+def contest(direction: int, row: str, scale: Scale) -> Measure:
+    """`direction` 0: the forward; 1: the gradients of q, k and v alone."""
+    name, _, dim = row.rpartition(", D ")
+    heads = scale.width // int(dim)
+    made = {n: contestants(name, n, heads, int(dim), scale, direction) for n in scale.lengths}
+
+    def measure() -> dict[str, Any]:
+        found = {}
+        for length, (case, calls, failed) in made.items():
+            batch = max(1, scale.tokens // length)
+            pairs = visible_pairs(case, length)
+            work = (4, 10)[direction] * batch * heads * pairs * int(dim)
+            goals = GOALS.get((name, int(dim), length), (None, None))[direction]
+            found[str(length)] = compared(calls, scale.rounds, work, goals) | ({"failed": failed} if failed else {})
+        return found
+
+    return measure
+
+
+def contestants(
+    name: str, length: int, heads: int, dim: int, scale: Scale, direction: int
+) -> tuple[Contest, dict[str, Call], dict[str, str]]:
+    """(the mask, those that can be timed, why others cannot); each has run, and agrees with the others."""
+    arrays = drawn(max(1, scale.tokens // length), heads, length, length, dim, scale)
+    cotangent = torch.randn_like(arrays[0])
+    if direction:
+        arrays = [x.requires_grad_() for x in arrays]
+    case = contests(length, heads, scale.device)[name]
+
+    def timed(call: Call) -> Call:
+        if not direction:
+            return torch.no_grad()(call)
+        out = call()
+        return lambda: torch.autograd.grad(out, arrays, cotangent, retain_graph=True)
+
+    calls, failed = {"frisket": timed(partial(ours(case), *arrays))}, {}
+    want = calls["frisket"]()
+    for peer, build in peers(case, arrays, scale.dry).items():
+        try:
+            call = timed(build())
+            got = call()
+        except Exception as error:  # a peer that cannot is part of the result
+            failed[peer] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            continue
+        same(got, want)
+        calls[peer] = call
+        del got
+        if scale.device == "cuda":
+            torch.cuda.empty_cache()
+    return case, calls, failed
+
+
+# -- decode -----------------------------------------------------------------------------------------------
+
+DECODE = {"causal": 0, "window 1024": 1024}  # keys that a query sees, 0: all
+
+
+def decode_rows(scale: Scale) -> list[str]:
+    return [f"{mask}, batch {batch}" for mask in DECODE for batch in scale.batches]
+
+
+def decode(row: str, scale: Scale) -> Measure:
+    """One query for each of 64 heads, 8 key heads of 128; of a window only the keys it sees count."""
+    mask, _, batch = row.partition(", batch ")
+    heads, kv_heads, dim = (4, 2, 16) if scale.dry else (64, 8, 128)
+    n = scale.cache
+    arrays = drawn(int(batch), heads, 1, n, dim, scale, kv_heads)
+    case = contests(n, heads, scale.device)[mask]
+    calls: dict[str, Call] = {"frisket": partial(ours(case), *arrays, origin=(0, 0, n - 1, 0))}
+    moved = replace(case, peer_mask=lambda b, h, q, k: case.peer_mask(b, h, q + n - 1, k))
+    calls["flex"] = flex(moved, arrays, not scale.dry)
+    if mask == "causal":
+        calls["SDPA"] = partial(torch.nn.functional.scaled_dot_product_attention, *arrays, enable_gqa=True)
+    seen = min(DECODE[mask] or n, n)
+    with torch.no_grad():
+        want = calls["frisket"]()
+        for call in calls.values():
+            same(call(), want)
+    space = torch.empty(2, 1 << (16 if scale.dry else 30), dtype=torch.uint8, device=scale.device)
+    calls["copy"] = lambda: space[0].copy_(space[1])
+
+    def measure() -> dict[str, Any]:
+        with torch.no_grad():
+            times = {n: statistics.median(t) for n, t in rounds_of(calls, scale.rounds, clock=on_device).items()}
+        rate = space.numel() / times.pop("copy")  # read and written
+        read = 2 * int(batch) * kv_heads * seen * dim * arrays[1].element_size()
+        return {
+            "us": {n: 1e6 * t for n, t in times.items()}, "copy_gb_s": rate / 1e9,
+            "share_of_bandwidth": {n: read / t / rate for n, t in times.items()},
+        }  # fmt: skip
+
+    return measure
+
+
+# -- tune -------------------------------------------------------------------------------------------------
+
+TUNED = ("causal", "window 128", "window 1024", f"{DOCUMENTS} documents")
+BLOCKS = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (32, 64), (32, 128))
+LAUNCHES = tuple((warps, stages) for warps in (4, 8) for stages in (2, 3))
+
+
+def tune_rows(scale: Scale) -> list[str]:
+    kernels = ("forward", "dq", "dkv")
+    return [f"{kernel}, {mask}, D {dim}" for dim in scale.dims for mask in TUNED for kernel in kernels]
+
+
+def tune(row: str, scale: Scale) -> Measure:
+    """Every tile of one kernel, the others as chosen; of the backward all kernels are in the figure."""
+    from frisket.runtime.tuning import Launch, Tuning
+
+    kernel, mask, size = row.split(", ")
+    dim, length = int(size.removeprefix("D ")), scale.lengths[len(scale.lengths) // 2]
+    arrays = drawn(max(1, scale.tokens // length), scale.width // dim, length, length, dim, scale)
+    learns = kernel != "forward"
+    arrays = [x.requires_grad_(learns) for x in arrays]
+    case = contests(length, arrays[0].shape[1], scale.device)[mask]
+    blocks, launches = (((16, 16),), ((4, 2),)) if scale.dry else (BLOCKS, LAUNCHES)
+    tried = {"as chosen": Launch()} | {
+        f"{q} x {k}, {warps} warps, {stages} stages": Launch(q, k, warps, stages)
+        for q, k in blocks for warps, stages in launches
+    }  # fmt: skip
+    calls, failed = {}, {}
+    for name, launch in tried.items():
+        att = ours(case)
+        att = type(att)(att.subject, replace(att.options, tuning=Tuning(**{kernel: launch})))
+        try:
+            out = att(*arrays)
+            gradient = partial(torch.autograd.grad, retain_graph=True)
+            call = partial(gradient, out, arrays, torch.ones_like(out)) if learns else partial(att, *arrays)
+            call()
+        except Exception as error:  # more shared memory than there is, for one
+            failed[name] = str(error).split("\n")[0][:120]
+            continue
+        calls[name] = call
+
+    def measure() -> dict[str, Any]:
+        times = rounds_of(calls, scale.rounds, clock=on_device)
+        ms = {n: 1e3 * statistics.median(t) for n, t in times.items()}
+        return {"ms": dict(sorted(ms.items(), key=lambda x: x[1])), "failed": failed}
+
+    return measure

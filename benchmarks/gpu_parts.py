@@ -1,0 +1,165 @@
+"""The parts of gpu.py: for each its rows, and how a row is prepared, compiled that is, and then measured."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+from gpu_contests import contest, contest_rows, decode, decode_rows, tune, tune_rows
+from gpu_scale import Measure, Part, Scale, drawn, on_device, same
+from machine import fresh, rounds_of
+
+import frisket as fk
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+# -- layout -----------------------------------------------------------------------------------------------
+
+
+def layout_rows(scale: Scale) -> list[str]:
+    return [f"documents, {scale.documents_at} tokens"]
+
+
+def layout(row: str, scale: Scale) -> Measure:
+    """Documents of a tensor on the device, other ones at every call. A call with the new plan runs too."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    n, dim = scale.documents_at, scale.dims[-1]
+    doc = torch.arange(n, device=scale.device, dtype=torch.int32) // (n // 12)
+    att = fk.compile("causal & same(doc)", backend="triton")
+    arrays = drawn(1, 1, n, n, dim, scale)
+    strict = torch.cuda.set_sync_debug_mode if scale.device == "cuda" else (lambda mode: None)
+
+    def plan() -> Any:
+        return att.plan(n, n, doc=doc)
+
+    def block_mask() -> Any:
+        return create_block_mask(
+            lambda b, h, q, k: (q >= k) & (doc[q] == doc[k]), None, None, n, n, device=scale.device,
+            _compile=not scale.dry,
+        )  # fmt: skip
+
+    with torch.no_grad():
+        att(*arrays, plan=plan())
+        block_mask()
+        strict("error")  # nothing of a step waits for the device
+        try:
+            out = att(*arrays, plan=plan())
+        finally:
+            strict("default")
+        kept = fk.compile("causal & same(doc)", backend="triton", doc=doc.cpu().numpy())
+        same(out, kept(*arrays))
+    calls = {"frisket": plan, "create_block_mask": block_mask}
+
+    def measure() -> dict[str, Any]:
+        times, wall = rounds_of(calls, scale.rounds, clock=on_device), rounds_of({"frisket": plan}, scale.rounds)
+        ms = {n: 1e3 * statistics.median(t) for n, t in times.items()}
+        host = 1e3 * statistics.median(wall["frisket"])
+        return {"ms": ms, "host_ms": host, "synchronizes": False, "goal_ms": 0.3}
+
+    return measure
+
+
+# -- first call -------------------------------------------------------------------------------------------
+
+FIRST = """
+import time, torch
+at = "{device}"
+q, k, v = torch.randn(3, 1, {heads}, {length}, {dim}, device=at).to(torch.{dtype}).requires_grad_({learns}).unbind()
+torch.nn.functional.scaled_dot_product_attention(q[:, :, :16], k[:, :, :16], v[:, :, :16])
+def finished():
+    if at == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+start = finished()
+{setup}
+def run():
+    out = call(q, k, v)
+    if {learns}:
+        out.sum().backward()
+run()
+first = finished()
+run()
+again = finished()
+print(first - start - (again - first))
+"""
+SETUP = {
+    "frisket": "import frisket as fk\ncall = fk.compile('causal & window(1024)', backend='triton')",
+    "flex": """
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from functools import partial
+blocks = create_block_mask(lambda b, h, q, k: (q >= k) & (q - k < 1024), None, None, {length}, {length}, device=at)
+call = partial(torch.compile(flex_attention), block_mask=blocks)
+""",
+}
+
+
+def first_rows(scale: Scale) -> list[str]:
+    learns = ("forward", "with gradients")
+    return [f"{who}, {what}" for who in (("frisket",) if scale.dry else SETUP) for what in learns]
+
+
+def first(row: str, scale: Scale) -> Measure:
+    """Seconds of a process's first call less those of its second; torch is there, and has used the GPU."""
+    who, _, what = row.partition(", ")
+    numbers = {"heads": scale.width // scale.dims[-1], "length": scale.lengths[-1] // 4 or 1, "dim": scale.dims[-1]}
+    learns, dtype = what == "with gradients", str(scale.dtype).removeprefix("torch.")
+    setup = SETUP[who].format(**numbers)
+    code = FIRST.format(setup=setup, device=scale.device, dtype=dtype, learns=learns, **numbers)
+    caches = ("FRISKET_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+    def measure() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            where = {n: str(Path(folder, n)) for n in caches}
+            cold, *warm = (float(fresh(code, **where)) for _ in range(2 if scale.dry else 4))
+        return {"cold_s": cold, "from_disk_s": statistics.median(warm), "goal_cold_s": 3.0}
+
+    return measure
+
+
+# -- correctness ------------------------------------------------------------------------------------------
+
+
+def correctness_rows(scale: Scale) -> list[str]:
+    return [p.name for p in sorted((TESTS / "kernels").glob("triton*interpreted.py"))]
+
+
+def correctness(row: str, scale: Scale) -> Measure:
+    """The interpreter's tests; without TRITON_INTERPRET their tensors are on the GPU, and kernels are compiled."""
+
+    def measure() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.xml")
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+            command += ["-n", "0", "-k", "causal"] if scale.dry else ["-n", str(min(12, os.cpu_count() or 1))]
+            start = time.perf_counter()
+            subprocess.run([*command, str(TESTS / "kernels" / row)], capture_output=True, cwd=TESTS.parent, check=False)
+            took = time.perf_counter() - start
+            cases = ElementTree.parse(report).getroot().iter("testcase")
+            outcomes = {str(c.get("name")): {x.tag for x in c} for c in cases}
+        bad = sorted(n for n, tags in outcomes.items() if tags & {"failure", "error"})
+        skipped = sum("skipped" in tags for tags in outcomes.values())
+        passed = len(outcomes) - len(bad) - skipped
+        return {"passed": passed, "skipped": skipped, "failures": bad, "seconds": took}
+
+    return measure
+
+
+PARTS = {
+    "correctness": Part(correctness_rows, correctness, 1),
+    "forward": Part(contest_rows, partial(contest, 0)),
+    "backward": Part(contest_rows, partial(contest, 1)),
+    "decode": Part(decode_rows, decode),
+    "layout": Part(layout_rows, layout, 1),
+    "first": Part(first_rows, first, 1),
+    "tune": Part(tune_rows, tune),
+}

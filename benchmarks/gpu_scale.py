@@ -1,0 +1,98 @@
+"""What the parts of gpu.py share: how large everything is, clocks, tensors, comparisons."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from machine import median_ratio, rounds_of, seconds
+
+Call = Callable[[], Any]
+Measure = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is; lengths in tokens."""
+
+    lengths: tuple[int, ...]
+    dims: tuple[int, ...]
+    tokens: int  # of a call: batch * length
+    width: int  # heads * head size
+    cache: int
+    batches: tuple[int, ...]  # of a step of decoding
+    documents_at: int
+    rounds: int
+    dtype: Any
+    device: str
+
+    @property
+    def dry(self) -> bool:
+        return self.device == "cpu"
+
+
+FULL = Scale(
+    (2048, 8192, 32768), (64, 128), 32768, 2048, 32768, (1, 8, 32), 131072, 15, torch.bfloat16, "cuda",
+)  # fmt: skip
+DRY = Scale((48,), (16,), 48, 32, 96, (1,), 512, 2, torch.float32, "cpu")
+
+
+@dataclass(frozen=True)
+class Part:
+    """`rows` are its names; `prepare` compiles a row and returns what measures it. `together`: how many rows compile
+    side by side, 0: as many as there are workers."""
+
+    rows: Callable[[Scale], Iterable[str]]
+    prepare: Callable[[str, Scale], Measure]
+    together: int = 0
+
+
+# -- times ----------------------------------------------------------------------------------------------
+
+
+def on_device(call: Call) -> float:
+    """Seconds of a call on the GPU: enough of them in a row, and the host far ahead when they begin."""
+    if not torch.cuda.is_available():
+        return seconds(call)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)  # cycles, about a millisecond
+    start.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / CALLS
+
+
+CALLS = 5
+
+
+def compared(calls: dict[str, Call], rounds: int, work: float, goals: Any = None) -> dict[str, Any]:
+    """`work` in floating-point operations; ratios are peer / frisket."""
+    times = rounds_of(calls, rounds, clock=on_device)
+    middle = {n: statistics.median(t) for n, t in times.items()}
+    found: dict[str, Any] = {
+        "tflops": {n: work / t / 1e12 for n, t in middle.items()}, "ms": {n: 1e3 * t for n, t in middle.items()},
+        "ratios": {n: median_ratio(times[n], times["frisket"]) for n in times if n != "frisket"},
+    }  # fmt: skip
+    return found if goals is None else {**found, "goal_tflops": goals}
+
+
+def drawn(batch: int, heads: int, q_len: int, kv_len: int, dim: int, scale: Scale, kv_heads: int = 0) -> list[Any]:
+    torch.manual_seed(0)
+    shapes = [(batch, heads, q_len, dim), *[(batch, kv_heads or heads, kv_len, dim)] * 2]
+    return [torch.randn(s, device=scale.device).to(scale.dtype) for s in shapes]
+
+
+def same(got: Any, want: Any) -> None:
+    """Within what 16 bits leave of gradients that sum thousands of terms."""
+    for x, y in zip(
+        got if isinstance(got, tuple) else (got,), want if isinstance(want, tuple) else (want,), strict=True
+    ):
+        error, size = (x.float() - y.float()).abs().max().item(), y.float().abs().max().item()
+        if not error <= 0.02 * max(size, 1.0):
+            raise AssertionError(f"results differ by {error:.3g}, the largest is {size:.3g}")

@@ -1,0 +1,65 @@
+"""benchmarks/gpu.py runs without a GPU, at a few dozen tokens in Triton's interpreter: each part, and the way rows
+are measured in processes of their own, kept and resumed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROWS = """
+import json, sys
+from gpu_parts import PARTS
+from gpu_scale import DRY
+for part, row in json.loads(sys.argv[1]):
+    assert row in PARTS[part].rows(DRY), (row, [*PARTS[part].rows(DRY)])
+    print(json.dumps(PARTS[part].prepare(row, DRY)()))
+"""
+
+
+def python(*arguments: str) -> str:
+    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def measured(*rows: tuple[str, str]) -> list[dict]:
+    return [json.loads(line) for line in python("-c", ROWS, json.dumps(rows)).splitlines()]
+
+
+def test_every_part_that_runs_in_its_own_process():
+    forward, backward, decode, layout, tune = measured(
+        ("forward", "sinks, window 1024, D 16"), ("backward", "ALiBi, causal, D 16"), ("decode", "causal, batch 1"),
+        ("layout", "documents, 512 tokens"), ("tune", "dkv, causal, D 16"),
+    )  # fmt: skip
+    assert set(forward["48"]["tflops"]) == {"frisket", "flex", "dense"}
+    pairs, took = 48 * 49 / 2, forward["48"]["ms"]["frisket"] / 1e3
+    assert forward["48"]["tflops"]["frisket"] == pytest.approx(4 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
+    assert set(backward["48"]["ratios"]) == {"dense"}
+    assert "FlexAttention does not support backward on CPU" in backward["48"]["failed"]["flex"]
+    assert set(decode["share_of_bandwidth"]) == {"frisket", "flex", "SDPA"}
+    assert layout["synchronizes"] is False
+    assert set(tune["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
+
+
+def test_rows_are_kept_and_resumed(tmp_path):
+    command = ["forward", "--dry", "--only", "full", "--into", str(tmp_path)]
+    twice = f"from gpu import main\nfor _ in range(2): print('status', main({command}))"
+    first, again = python("-c", twice).split("status 0\n")[:2]
+    assert first.startswith("full, D 16\n    48\n")
+    assert again == ""
+    found = json.loads((tmp_path / "gpu.json").read_text())["forward"]
+    assert found["device"]["gpu"] == "none: Triton's interpreter"
+    assert list(found["rows"]) == ["full, D 16"]
+
+
+@pytest.mark.slow
+def test_parts_that_start_others():
+    first, correct = measured(("first", "frisket, with gradients"), ("correctness", "triton_interpreted.py"))
+    assert first["cold_s"] > 0
+    assert correct["passed"] > 0
+    assert correct["failures"] == []
