@@ -1,0 +1,128 @@
+"""Runs the Triton backward kernels on torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from frisket.lowering.aten_fold import folded
+from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.emit.triton_backward import DELTA, bare, emit
+from frisket.lowering.emit.triton_cotangents import Sum, sums
+from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+
+from .triton_bind import Bound, Launch, Made, Values, bound, made
+from .triton_captured import captured
+
+Tensor = Any
+LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
+TENSORS = (*LETTERS, "Lse", "DLse", "Lse2", "Delta", "DQ", "DK", "DV")
+
+
+def backward(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    target: Target, *, wanted: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
+    and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
+
+    q, k, v, out and dout have any strides. `out` and `lse` are the forward's: where there were `sinks`, lse includes
+    them, and that is all of them needed here; their own gradient is the caller's. Equal calls give equal bits;
+    without `deterministic`, gradients of tables that are read by position may be added up in any order.
+    """
+    import torch
+
+    g, arrays = geometry, {"q": q, "k": k, "v": v}
+    found = {n: torch.empty(x.shape, dtype=x.dtype, device=x.device) for n, x in arrays.items() if n in wanted}
+    values = wanted - arrays.keys()
+    if 0 in (g.batch, g.q_len, g.kv_len):
+        return {n: x.zero_() for n, x in found.items()} | _zeros(values, tables, lse)
+    own = bound(plan, spans, g, target, q, k)
+    read = own.values(slots, tables)
+    kind = "backward", read.live, wanted, dlse is not None
+    run = own.launches.get(kind)
+    if run is None:
+        run = own.launches[kind] = _Launches(own, spans, q, k, read.live, wanted, dlse is not None)
+    dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
+    given = {
+        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse, "Lse2": lse2, "Delta": delta,
+        "DLse": None if dlse is None else dlse.to(torch.float32).contiguous(),
+        **{f"D{n.upper()}": x for n, x in found.items()},
+    }  # fmt: skip
+    buffers = run(read, given)
+    if not values:
+        return found
+    more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
+    if more:
+        common = plan, spans, g, q, k, v, lse2, dout, delta, slots, tables, target
+        buffers |= zip(more, captured(*common, more, deterministic=deterministic), strict=True)
+    folds = folded(list(buffers), list(buffers.values()), g, slots, tables)
+    return found | folds | _zeros(values - folds.keys(), tables, lse)
+
+
+def _zeros(names: frozenset[str], tables: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """Gradients of values without influence."""
+    import torch
+
+    shapes = {n: tables[n].shape if n in tables else () for n in names}
+    return {n: torch.zeros(shape, dtype=torch.float32, device=like.device) for n, shape in shapes.items()}
+
+
+class _Launches:
+    """The kernels of calls of one kind."""
+
+    def __init__(
+        self,
+        own: Bound,
+        spans: SpanSource | None,
+        q: Tensor,
+        k: Tensor,
+        live: tuple[str, ...],
+        wanted: frozenset[str],
+        dlse: bool,
+    ) -> None:
+        g, target = own.geometry, own.target
+        self.geometry = g
+        self.made, self.sums = _made(own.plan, target, own.dims(live), wanted, dlse)
+        plain = Bound(bare(own.plan), g, target, q, k)  # attention_delta reads no slots and no tables
+        self.nothing = plain.values({}, {})
+        grid = -(-g.q_len // DELTA.block_q), g.heads, g.batch
+        self.steps = [self._step(plain, "attention_delta", grid, DELTA)]
+        if "attention_dq" in self.made.kernels:
+            tile = target.dq or target
+            grid = -(-g.q_len // tile.block_q), g.heads, g.batch
+            self.steps.append(self._step(own, "attention_dq", grid, tile, records=spans and spans.rows, live=live))
+        if "attention_dkv" in self.made.kernels:
+            tile = target.dkv or target
+            grid = -(-g.kv_len // tile.block_k), g.kv_heads, g.batch
+            self.steps.append(self._step(own, "attention_dkv", grid, tile, records=spans and spans.columns, live=live))
+
+    def _step(self, own: Bound, name: str, *how: Any, **more: Any) -> tuple[Launch, list[str]]:
+        """A launch, and which tensors it takes. What attention_delta calls Lse2 the others call Lse."""
+        letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
+        names = [n for n in self.made.kernels[name].arg_names if n in letters]
+        run = own.launch(self.made, name, *how, {n: letters[n] for n in names}, **more)
+        first = name == "attention_delta"
+        return run, [n if first or n != "Lse" else "Lse2" for n in names]
+
+    def __call__(self, read: Values, given: dict[str, Tensor]) -> dict[Gradient, Tensor]:
+        """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""
+        import torch
+
+        g, like = self.geometry, given["Delta"]
+        for s in self.sums:
+            length = g.q_len if s.along == "q" else g.kv_len
+            given[s.buffer] = torch.empty((g.batch, g.heads, length), dtype=torch.float32, device=like.device)
+        for run, names in self.steps:
+            run(self.nothing if run is self.steps[0][0] else read, *(given[n] for n in names))
+        whole = {s.gradient: given[s.buffer] for s in self.sums}
+        return {x: t.sum(-1, dtype=torch.float64).float() if x.over == "head" else t for x, t in whole.items()}
+
+
+@lru_cache(maxsize=256)
+def _made(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool) -> tuple[Made, list[Sum]]:
+    return made(emit(plan, target, dims, wanted, dlse=dlse), plan), sums(plan, wanted)

@@ -1,0 +1,182 @@
+"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: the backward kernels against the oracle's gradients."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support import torch_gradients, triton_bf16
+from support.attention_cases import CASES, Case, Source, causal
+from support.torch_gradients import MODS, learned, window
+
+from frisket.dsl import ir
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import k, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.runtime import triton_backward, triton_launch
+
+triton_bf16.install()
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
+
+
+class Both(torch_gradients.Both):
+    """A case run by the kernels and by the oracle; `tiles` are those of dq and of dk and dv."""
+
+    forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+
+    def __init__(self, case, *, tiles=None, **options):
+        super().__init__(case, **options)
+        self.spans = Source(case)
+        self.sinks = None if self.sinks is None else self.sinks.float()
+        dq, dkv = (Target("triton", *t) for t in tiles) if tiles else (None, None)
+        self.target = Target("triton", *case.block, dq=dq, dkv=dkv)
+
+
+small = Case(window, q_len=90, kv_len=90, block=(32, 32))
+EMPTY = Case((k < 20) & (ir.var("q") % 32 >= 20), q_len=70, kv_len=60, block=(16, 32))  # rows and keys without pairs
+GROUPS = Case(
+    causal & (ir.var("q") - k < 12 * (ir.var("h") + 1)), heads=4, kv_heads=2, q_len=45, kv_len=50, block=(32, 16)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name):
+    case = CASES[name]
+    Both(case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120)) if case.sizes is None else case).check()
+
+
+@pytest.mark.parametrize("name", [n for n in MODS if n not in ("by distance, full", "plane", "pairs")])
+def test_captured(name):
+    Both(MODS[name].but(q_len=80, kv_len=80), dropout=0.3 if name == "by row" else 0.0).check()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["gqa", "empty rows", "alibi", "by column, gqa", "learned softcap"])
+def test_captured_in_half_precision(name, dtype):
+    case = {"gqa": GROUPS, "empty rows": EMPTY, **MODS}[name].but(dtype=dtype)
+    Both(case.but(q_len=70, kv_len=min(80, case.kv_len)), sinks=name == "gqa").check_half()
+
+
+@pytest.mark.parametrize(("sinks", "dropout"), [(True, 0.0), (False, 0.3), (True, 0.6)])
+@pytest.mark.parametrize("case", [GROUPS, EMPTY, CASES["softcap"]], ids=["groups", "empty", "softcap"])
+def test_sums_with_sinks_and_dropout(case, sinks, dropout):
+    Both(case, sinks=sinks, dropout=dropout).check()
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(8, 40), (24, 16), (80, 96), (128, 64), (192, 256)])
+def test_shapes_of_any_head_size(dim, v_dim):
+    Both(small.but(dim=dim, v_dim=v_dim, q_len=50)).check(5e-5)
+
+
+@pytest.mark.parametrize("tiles", [((16, 16), (64, 16)), ((64, 32), (16, 64)), ((16, 128), (128, 16))])
+def test_shapes_of_any_tile(tiles):
+    Both(GROUPS, tiles=tiles).check()
+
+
+def test_shapes_of_any_strides():
+    def twisted(x, y, z):
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+        y = y.transpose(2, 3).contiguous().transpose(2, 3)
+        return x, y, torch.cat([z, z], -1)[..., : z.shape[-1]]
+
+    both = Both(GROUPS, change=twisted)
+    both.dout = both.dout.transpose(2, 3).contiguous().transpose(2, 3)
+    both.check()
+    both = Both(GROUPS, change=lambda x, y, z: (x, y[:, :1].expand_as(y), z[:, :, :1].expand_as(z)))
+    both.dout = both.dout[:1, :1, :1, :1].expand_as(both.dout)
+    both.dlse = both.dlse[:1, :1, :1].expand_as(both.dlse)
+    both.check()
+
+
+def test_shapes_in_64_bits():
+    q = ir.var("q")
+    case = small.but(mask=(q << 40) - k * 2**33 >= ir.param("w"), slots={"w": 5 * 2**35}, q_len=70, kv_len=70)
+    both = Both(case)
+    both.plan = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40})
+    assert both.plan.int64
+    both.check()
+
+
+@pytest.mark.parametrize(
+    "place", [{}, {"q_len": 70, "kv_len": 80, "origin": (0, 1, 30, 13), "sizes": (1, 4, 200, 210)}]
+)
+def test_shapes_with_closed_form_bounds(place):
+    w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
+    both = Both(small.but(mask=causal & (ir.var("q") - k < w), slots={"w": 40}, **place))
+    both.plan = make_plan(
+        both.case.mask, None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1), limits=dict.fromkeys("qkw", 2.0**14)
+    )
+    both.check()
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_shapes_at_any_scale(scale):
+    both = Both(small)
+    both.g = replace(both.g, scale=scale)
+    both.check()
+
+
+@pytest.mark.parametrize("wanted", [{"q"}, {"k"}, {"v"}, {"t0"}, {"q", "t0"}, {"v", "t1"}, set()])
+def test_wanted_alone(wanted):
+    case = MODS["by column, gqa"].but(q_len=40, kv_len=50, batch=1)
+    case = case.but(
+        score=case.score + lookup("s", (ir.var("h"),), FLOAT) * score, tables={**case.tables, "s": learned(4)}
+    )
+    Both(case, wanted=frozenset(wanted)).check()
+
+
+def test_wanted_but_without_influence():
+    both = Both(Case(causal, score + ir.to_float(ir.build("int", lookup("t", (k,), FLOAT))), q_len=40, kv_len=40,
+                     tables={"t": learned(150)}), wanted=frozenset({"t0"}))  # fmt: skip
+    assert both.ours()["t0"].tolist() == [0.0] * 150
+
+
+def test_wanted_of_lse_or_out_alone():
+    both = Both(GROUPS, dlse=False)
+    both.check()
+    whole, both.dout = both.dout, None
+    both.dlse = torch.randn(both.lse.shape)
+    alone = both.again()
+    both.dout = torch.zeros_like(whole)
+    assert all(torch.equal(x, alone[n]) for n, x in both.again().items())
+    both.check()
+
+
+def test_wanted_of_nothing():
+    case = small.but(q_len=0)
+    both = Both(case.but(score=score * lookup("t", (k,), FLOAT), tables={"t": learned(90)}))
+    both.out, both.lse = both.qkv[0], both.dlse
+    assert {n: (x.shape, x.any().item()) for n, x in both.again().items()} == {
+        "q": ((1, 2, 0, 32), False), "k": ((1, 2, 90, 32), False), "v": ((1, 2, 90, 32), False), "t0": ((90,), False),
+    }  # fmt: skip
+
+
+def test_a_row_that_sees_nothing_has_no_gradient_whatever_comes_back():
+    both = Both(EMPTY)
+    both.check()
+    empty = both.lse == -math.inf
+    assert empty.any()
+    both.dlse = torch.where(empty, math.nan, both.dlse)
+    got = both.again()
+    assert all(x.isfinite().all() for x in got.values())
+    assert (got["q"][empty] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["groups", "by column, gqa", "alibi"])
+def test_equal_calls_give_equal_bits(name):
+    both = Both({"groups": GROUPS, **MODS}[name].but(q_len=50, kv_len=50, batch=1), dropout=0.2)
+    first = both.ours()
+    assert all(torch.equal(x, first[n]) for n, x in both.again().items())
+
+
+def test_keys_of_another_dtype_are_refused():
+    both = Both(small.but(dtype="float16"))
+    both.ours()
+    both.qkv[1:] = [x.to(torch.float8_e5m2) for x in both.qkv[1:]]
+    with pytest.raises(LoweringError) as caught:
+        both.again()
+    assert str(caught.value) == (
+        "gradients need q, k and v of one dtype, not float16 and float8_e5m2; convert k and v before"
+    )
