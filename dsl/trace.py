@@ -42,7 +42,7 @@ ORDER = ("score", *COORDINATES)
 class Traced:
     """`tables` are the captured arrays and 0-d tensors, the user's own objects, by the names they have in `expr`;
     `read` are the tensors of torch whose values went into `expr` itself, `result` is the type of what the function
-    returned: an Int of a score mod is made a Float."""
+    returned: an Int of a score mod is made a Float. `scored`: it takes a score."""
 
     expr: Expr
     tables: dict[str, Any]
@@ -50,6 +50,7 @@ class Traced:
     notes: tuple[str, ...] = ()
     read: tuple[Any, ...] = ()
     result: Type = FLOAT
+    scored: bool = False
 
 
 def trace(fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False) -> Traced:
@@ -101,7 +102,8 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
     used = {*chain(*ir.free_names(e)), *(n.name[0] for n in ir.walk(e) if n.op == "extent")}
     tables = {n: t for n, t in tracer.tables.items() if n in used}
     read = tuple((tracer.read or {}).values())
-    return Traced(to_float(e) if kind == "score" else e, tables, kind, tuple(tracer.notes), read, e.type)
+    scored, made = "score" in names.values(), to_float(e) if kind == "score" else e
+    return Traced(made, tables, kind, tuple(tracer.notes), read, e.type, scored)
 
 
 def _torch(tracer: _Tracer) -> AbstractContextManager[None]:

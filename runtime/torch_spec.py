@@ -36,9 +36,14 @@ _HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
 
 
 def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
-    """The text of an attention: its tables and what is learned are declared, scalars have their values."""
+    """The text of an attention."""
     tile = None if o.tile is None else "x".join(map(str, o.tile))
-    lines = [HEAD.format(o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, -1)]
+    return HEAD.format(o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, -1) + text_of(what, learned)
+
+
+def text_of(what: Subject, learned: Collection[str]) -> str:
+    """A program: tables and what is learned are declared, scalars have their values."""
+    lines = []
     facts = {n: d.fact for p in what.parts for n, d in p.origin.declared.items()}
     names = {n: x for p in what.parts for n, x in names_of(p.expr).items()}
     for name, (rank, kind) in names.items():

@@ -12,9 +12,8 @@ from torch.nn.attention import flex_attention as theirs
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
-from frisket.dsl.ir import conj, disj, lit, lookup, var
 from frisket.dsl.show import show
-from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
 
 from ..answers import score_lookups
@@ -22,7 +21,7 @@ from ..export.block_mask import exact_lists
 from ..layout import Layout
 from ..mask import Mask, MaskLike
 from .errors import ListError, OrderError, check_lookups
-from .live_mask import LiveMask, fresh, live_mask, version_of
+from .live_mask import LiveMask, live_mask, version_of
 from .slicing import moved, picks
 from .tile_string import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, kinds_of, with_columns, with_orders
@@ -84,6 +83,7 @@ class BlockMask(theirs.BlockMask):
         self, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any
     ) -> None:
         self._mod = mod  # what mask_mod says; all of the mask unless there are lists of the user's
+        self._text = mod.text
         self._fn: Callable[..., Any] | None = None  # the user's own mask_mod
         self._given: Lists | None = None  # the user's own lists
         self._lengths, self._block, self._batch, self._device = lengths, block, batch, torch.device(device)
@@ -148,7 +148,7 @@ class BlockMask(theirs.BlockMask):
             return self._mod
         made = self._now()
         if "live" not in made:
-            made["live"] = self._listed(self._given)
+            made["live"] = self._mod.within(kinds_of(self._given), self._batch, self._block)
         return made["live"]  # type: ignore[no-any-return]
 
     @property
@@ -186,16 +186,6 @@ class BlockMask(theirs.BlockMask):
             check_lookups(score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 24))
             made["checked"] = True
 
-    def _listed(self, lists: Lists) -> LiveMask:
-        """Visible: in a full tile, and in a partial one where the mask_mod says so."""
-        name = fresh("tiles", {*self._mod.values})
-        at = [ir.ZERO if n == 1 else var(x) for x, n in zip("bh"[2 - len(self._batch) :], self._batch, strict=True)]
-        q, k = (ir.build("floordiv", var(x), lit(size)) for x, size in zip("qk", self._block, strict=True))
-        kind = lookup(name, (*at, q, k))
-        full, partial = (ir.build("eq", kind, lit(n)) for n in (FULL, PARTIAL))
-        expr = disj(full, conj(partial, self._mod.expr))
-        return replace(self._mod, expr=expr, values={**self._mod.values, name: kinds_of(lists)})
-
     def _now(self) -> dict[str, Any]:
         """What was made of the tensors, unless one of them has changed."""
         own = tuple(version_of(x) for x in (self._given or {}).values() if x is not None)
@@ -228,7 +218,7 @@ class BlockMask(theirs.BlockMask):
     def mask_mod(self, value: MaskLike) -> None:
         lists, mod = self._tensors(), live_mask(value)
         self._hold(lists)
-        self._mod, self._fn = mod, value if callable(value) else None
+        self._mod, self._text, self._fn = mod, mod.text, value if callable(value) else None
 
     # -- the lists --------------------------------------------------------------------------------
 

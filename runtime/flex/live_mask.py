@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,15 @@ from frisket.dsl.errors import ParameterError, TraceError
 from frisket.dsl.ir import Expr
 from frisket.dsl.trace import Kind, trace
 from frisket.lowering.analysis.driver import SIZE_NAMES, bind
+from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
 
+from ..bind import Subject
 from ..bound_expr import Bound
 from ..mask import Mask, MaskLike, mask
 from ..parameters import as_value, names_of
+from ..torch_spec import text_of
 from .errors import MaskModError
 
 Value = bool | int | float | torch.Tensor
@@ -58,6 +61,11 @@ class LiveMask:
                 )
         return tuple(map(version_of, self.tensors.values()))
 
+    @property
+    def text(self) -> str:
+        """The mask as a program without its tensors: what a graph of torch holds, and guards."""
+        return _text(self.expr, tuple((n, type(x), x) for n, x in self.numbers.items()))
+
     @cached_property
     def formula(self) -> Mask:
         """The mask with its tensors left open: nothing is read, nothing copied."""
@@ -78,6 +86,17 @@ class LiveMask:
     def sized(self, sizes: Sizes) -> LiveMask:
         """The same with the lengths of the whole problem written in."""
         return self.at({ir.var(n): ir.lit(int(s)) for n, s in zip(SIZE_NAMES, sizes, strict=True)})
+
+    def within(self, kinds: torch.Tensor, batch: tuple[int, ...], block: tuple[int, int]) -> LiveMask:
+        """What is visible by lists of tiles: all of a full one, and what the mask shows of a partial one. `kinds`
+        [*batch, rows, columns] are 0 empty, 1 partial, 2 full."""
+        name = fresh("tiles", {*self.values})
+        at = [ir.ZERO if n == 1 else ir.var(x) for x, n in zip("bh"[2 - len(batch) :], batch, strict=True)]
+        q, k = (ir.build("floordiv", ir.var(x), ir.lit(size)) for x, size in zip("qk", block, strict=True))
+        kind = ir.lookup(name, (*at, q, k))
+        full, partial = (ir.build("eq", kind, ir.lit(n)) for n in (FULL, PARTIAL))
+        expr = ir.disj(full, ir.conj(partial, self.expr))
+        return replace(self, expr=expr, values={**self.values, name: kinds})
 
     def join(self, op: str, other: LiveMask) -> LiveMask:
         """Both in one; a name that stands for two things is numbered on the right."""
@@ -104,6 +123,11 @@ class LiveMask:
         tables = {n: as_value(n, x) for n, x in own.items()}
         e = simplify(bind(ir.substitute(self.sized(sizes).expr, places), tables))
         return written(e, tables, reach, sizes, title, device, own)
+
+
+@lru_cache(maxsize=256)
+def _text(e: Expr, numbers: tuple[tuple[str, type, Any], ...]) -> str:
+    return text_of(Subject(Mask(e, {n: x for n, _, x in numbers}), None), ())
 
 
 def kept(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, int], ...] = ()) -> LiveMask:

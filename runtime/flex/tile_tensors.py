@@ -91,12 +91,12 @@ def check_lists(lists: dict[str, Tensor | None]) -> None:
             f"kv_indices has shape {tuple(index.shape)}\n"
             "  a BlockMask must have at least 2 dimensions: [B, H, rows, columns] of tiles, or [rows, columns]"
         )
-    for side in ("kv", "q"):
-        n, i = (lists[f"full_{side}_{name}"] for name in ("num_blocks", "indices"))
+    for axis in ("kv", "q"):
+        n, i = (lists[f"full_{axis}_{name}"] for name in ("num_blocks", "indices"))
         if (n is None) != (i is None):
             raise ListError(
-                f"full_{side}_num_blocks and full_{side}_indices must be both provided or omitted\n"
-                f"  full_{side}_{'num_blocks' if n is None else 'indices'} is missing"
+                f"full_{axis}_num_blocks and full_{axis}_indices must be both provided or omitted\n"
+                f"  full_{axis}_{'num_blocks' if n is None else 'indices'} is missing"
             )
     for name in ("kv", "full_kv"):
         pair = side(lists, name)
