@@ -12,6 +12,7 @@ from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
+from . import triton_decode
 from .triton_bind import Bound, Launch, Made, bound, made
 
 Tensor = Any
@@ -47,10 +48,15 @@ def forward(
     return out, lse, largest
 
 
-def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool) -> Launch:
+def _launch(
+    own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool
+) -> Launch | triton_decode.Parts:
     plan, g, target = own.plan, own.geometry, own.target
     if not g.scale > 0 and plan.score is None:
         plan = replace(plan, score=SCORE)  # the folded scale needs max(x * scale) = max(x) * scale
+    chosen = triton_decode.shares(plan, spans, g, target, g.heads // g.kv_heads, triton_decode.processors(own.device))
+    if chosen is not None:
+        return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top)
     grid = -(-g.q_len // target.block_q), g.heads, g.batch
     tensors = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
     tensors |= {"Top": ""} if top else {}

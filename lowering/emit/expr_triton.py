@@ -45,6 +45,10 @@ def step(i, size, stride):
 def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
 ''',
+    "bounded": '''
+def bounded(i, n):
+    return tl.minimum(tl.maximum(i, 0), n)
+''',
     "sign": '''
 def sign(x):
     return tl.where(x > 0, 1, tl.where(x < 0, -1, x))
@@ -115,8 +119,8 @@ def tan(x):
     return tl.sin(x) / tl.cos(x)
 ''',
     "seeded": '''
-def seeded(seed):
-    return mix(tl.add(tl.cast(seed, tl.uint32), 0x9E3779B9, sanitize_overflow=False))
+def seeded(x):
+    return mix(tl.add(tl.cast(x, tl.uint32), 0x9E3779B9, sanitize_overflow=False))
 ''',
     "stirred": '''
 def stirred(x, counter):

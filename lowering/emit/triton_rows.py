@@ -45,6 +45,8 @@ class Rows(Writer):
         else:
             row = "tl.num_programs(0) - 1 - tl.program_id(0)" if self.ordered else "tl.program_id(0)"
         line(f"row = {row}" + ("  # longest first" if self.ordered else ""))
+        if self.tabled:
+            line("entry = distinct + row")
 
     def scalars(self) -> None:
         """Origins, sizes, slots, `b` and `h` as the expressions read them."""
@@ -95,7 +97,6 @@ class Rows(Writer):
                 line(f"full_hi, hi = {length} // {block}, tl.cdiv({length}, {block})")
             yield
             return
-        line("entry = distinct + row")
         with self.page.block("for i in range(tl.load(Count + entry)):"):
             line("record = Spans + (entry.to(tl.int64) * records + i) * 4")
             line("lo, full_lo = tl.load(record), tl.load(record + 1)")

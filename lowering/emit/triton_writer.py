@@ -105,7 +105,7 @@ def _constants(dims: Dims) -> dict[str, object]:
         "GROUP": dims.group, "HEAD_DIM": dims.head_dim, "V_DIM": dims.v_dim,
         "DIM": padded(dims.head_dim), "DIM_V": padded(dims.v_dim),
         "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
-        "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
+        "PARTS": 16, "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
     }  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def bounds_of(plan: LoopPlan) -> dict[str, Expr]:
     return {n: expr.machine(getattr(plan.bounds, n)) for n in names}
 
 
-def masked(*terms: str, other: str = ", other=0.0") -> str:
+def masked(*terms: str | bool, other: str = ", other=0.0") -> str:
     """The mask of a load, or with no `other` of a store; an empty term asks for nothing."""
     terms = tuple(t for t in terms if t)
     joined = " & ".join(f"({t})" if "<" in t and len(terms) > 1 else t for t in terms)

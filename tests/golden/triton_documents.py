@@ -35,7 +35,7 @@ def tanh(x):
 @triton.jit(
     do_not_specialize=[
         "heads", "q_len", "kv_len", "records", "b_origin", "h_origin", "q_origin", "k_origin", "doc_size0",
-        "doc_size1", "slope_size",
+        "doc_size1", "slope_size", "doc_stride0",
     ]
 )
 def attention_forward(
@@ -60,6 +60,7 @@ def attention_forward(
     place = batch * heads + head
     distinct = tl.load(SliceOf + place) * tl.num_programs(0)
     row = tl.load(Order + distinct + tl.program_id(0))  # longest first
+    entry = distinct + row
     start = row * BLOCK_Q
     rows = tl.arange(0, BLOCK_Q)
     columns = tl.arange(0, BLOCK_K)
@@ -95,7 +96,6 @@ def attention_forward(
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM_V], tl.float32)
 
-    entry = distinct + row
     for i in range(tl.load(Count + entry)):
         record = Spans + (entry.to(tl.int64) * records + i) * 4
         lo, full_lo = tl.load(record), tl.load(record + 1)

@@ -66,6 +66,7 @@ def attention_forward(
     place = batch * heads + head
     distinct = tl.load(SliceOf + place) * tl.num_programs(0)
     row = tl.load(Order + distinct + tl.program_id(0))  # longest first
+    entry = distinct + row
     start = row * BLOCK_Q
     rows = tl.arange(0, BLOCK_Q)
     kv_head = head // GROUP
@@ -92,7 +93,6 @@ def attention_forward(
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
 
-    entry = distinct + row
     for i in range(tl.load(Count + entry)):
         record = Spans + (entry.to(tl.int64) * records + i) * 4
         lo, full_lo = tl.load(record), tl.load(record + 1)

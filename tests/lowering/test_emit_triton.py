@@ -13,7 +13,7 @@ from frisket.dsl.evaluate import OPERATORS
 from frisket.dsl.ir import build, lit, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import expr, expr_jnp, expr_triton
+from frisket.lowering.emit import expr, expr_jnp, expr_triton, triton_decode
 from frisket.lowering.emit.expr import COLUMN, POSITION, ROW, SCALAR, Text
 from frisket.lowering.emit.text import Names, Page
 from frisket.lowering.emit.triton_forward import emit
@@ -56,6 +56,21 @@ GOLDEN = {
 def test_golden_text(name, golden):
     made, *rest = GOLDEN[name]
     golden(name, emit(made, TARGET, Dims(*rest)))
+
+
+EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
+WITH = {"sinks": True, "top": True}
+
+
+def test_golden_text_with_all_there_is(golden):
+    golden("triton_everything.py", emit(EVERYTHING, TARGET, Dims(96, 80, "bfloat16", 4, "float8_e4m3fn"), **WITH))
+
+
+def test_golden_text_of_few_queries(golden):
+    few = replace(TARGET, block_q=16, num_warps=4)
+    made, *rest = GOLDEN["triton_window.py"]
+    golden("triton_decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
+    golden("triton_decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), **WITH))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,12 +124,30 @@ def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
 def test_every_name_of_the_kernel_is_reserved(name):
     case = CASES[name]
     made = plan(case)
-    text = emit(made, TARGET, Dims(80, 48, "float16", 2))
+    dims = Dims(80, 48, "float16", 2, "float8_e5m2")
+    text = emit(made, TARGET, dims, **WITH) + triton_decode.emit(made, TARGET, dims, **WITH)
     users = [n for a in arguments(made).values() for n in a.all]
     tables = "|".join(a.name for a in arguments(made).values()) or "-"
     known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
     found = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
     assert not [n for n in found - known if not re.fullmatch(rf"(fixed|row|column|x)\d+|({tables})_\w+", n)]
+
+
+def test_sinks_largest_scores_and_dropout_are_absent_unless_asked_for():
+    made = make_plan(causal, None)
+    for text in (
+        emit(made, TARGET, Dims(64, 64, "float16")),
+        triton_decode.emit(made, TARGET, Dims(64, 64, "float16")),
+    ):
+        assert not {"Sinks", "sink", "Top", "rate", "uniform"} & expr_triton.words(text)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_heads_are_packed_where_the_mask_is_the_same_for_all(packs):
+    mask = causal if packs else causal & (q - k < 20 * h)
+    text = triton_decode.emit(make_plan(mask, score * h), TARGET, Dims(64, 64, "float16", 4))
+    assert ("QUERIES: tl.constexpr = BLOCK_Q // GROUP" in text) is packs
+    assert ("h = (h_origin + head)[:, None]" in text) is packs
 
 
 def test_user_names_give_way():
@@ -131,6 +164,12 @@ def test_errors():
     assert str(caught.value) == (
         "the Triton kernel takes float32, float16 or bfloat16, not float64; "
         "float64 runs on the CPU backends (aten, xla)"
+    )
+    with pytest.raises(LoweringError) as caught:
+        Dims(64, 64, "float32", 1, "float8_e5m2")
+    assert str(caught.value) == (
+        "the Triton kernel takes keys and values in the dtype of the queries, or in float8_e4m3fn or float8_e5m2 "
+        "beside queries of 16 bits; they are float8_e5m2 beside float32"
     )
     for block in (8, 24):
         with pytest.raises(LoweringError) as caught:

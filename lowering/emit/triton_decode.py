@@ -1,0 +1,193 @@
+"""Writes the Triton kernels of few queries: attention to parts of the keys, and the parts combined.
+
+A program has one tile of queries and one part of the tiles of keys that these see. The query heads of a key head are
+packed into the tile, so that keys and values are read once for all of them, unless the mask tells heads apart. The
+parts of a row are combined by a kernel of their own, in the order of the keys: the same bits at every call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from frisket.lowering.plan import LoopPlan, Target
+
+from .expr import LEVELS, ROW
+from .text import Page
+from .triton_forward import ALONG, Forward, finish
+from .triton_parameters import padded
+from .triton_writer import Dims, Kernel, check_tile, masked, module, wrapped
+
+
+def emit(
+    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False
+) -> str:
+    """The text of a module with `attention_decode` and `attention_combine`, as `triton_forward.emit`; without `packs`
+    every query head has tiles of its own."""
+    given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top)
+    return module("Attention of few queries", plan, dims, given)
+
+
+def kernels(
+    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False
+) -> list[Kernel]:
+    check_tile(target)
+    return [Decode(plan, target, dims, packs).kernel(), combine(plan, dims, sinks=sinks, top=top)]
+
+
+def packed(plan: LoopPlan, group: int) -> int:
+    """How many query heads are packed into a tile: those of a key head, where the mask is the same for all."""
+    return 1 if plan.uses_head else group
+
+
+class Decode(Forward):
+    name = "attention_decode"
+
+    def __init__(self, plan: LoopPlan, target: Target, dims: Dims, packs: bool) -> None:
+        self.packs = packs and packed(plan, dims.group) > 1
+        levels = {**LEVELS, "h": ROW} if self.packs else LEVELS
+        super().__init__(plan, replace(target, order="forward"), dims, sinks=False, top=False, levels=levels)
+        self.queries = "QUERIES" if self.packs else "BLOCK_Q"
+
+    def kernel(self) -> Kernel:
+        line = self.page.line
+        with self.page.block(self._signature()):
+            self._place()
+            self._prologue()
+            if self.tabled:
+                self.page.blank()
+                line("tiles = 0")
+                with self.page.block("for i in range(tl.load(Count + entry)):"):
+                    line("record = Spans + (entry.to(tl.int64) * records + i) * 4")
+                    line("tiles += tl.load(record + 3) - tl.load(record)")
+                self._share()
+            with self.records():
+                if not self.tabled:
+                    line("tiles = hi - lo")
+                    self._share()
+                line("border, full = full_lo - lo + hi - full_hi, full_hi - full_lo")
+                self._border_tiles("lo + bounded(begin, border), lo + bounded(end, border)")
+                line("begin, end = begin - border, end - border")
+                self._full_tiles("full_lo + bounded(begin, full), full_lo + bounded(end, full)")
+                if self.tabled:
+                    line("begin, end = begin - full, end - full")
+            self._epilogue()
+        t, heads, queries = (
+            self.target,
+            "key heads" if self.packs else "heads",
+            "packed queries" if self.packs else "queries",
+        )
+        launch = (
+            f"attention_decode: grid (q tiles * splits, {heads}, batch), tiles of {t.block_q} {queries} by {t.block_k} "
+            f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."
+        )
+        return Kernel(self.name, str(self.page), launch)
+
+    def _signature(self) -> str:
+        tensors = [
+            f"Q, K, V,  # {ALONG}",
+            "Acc,  # float32 [splits, batch, heads, q_len, dim]: values of each part by their weights",
+            "Tops, Totals,  # float32 [splits, batch, heads, q_len]: largest scores, and sums of weights",
+        ]
+        return self.parameters.signature(self.name, tensors, "qkv", ["heads", "q_len", "kv_len", "splits"])
+
+    def _place(self) -> None:
+        line = self.page.line
+        line("row, part = tl.program_id(0) // splits, tl.program_id(0) % splits")
+        own = "kv_head" if self.packs else "head"
+        line(f"{own}, batch = tl.program_id(1), tl.program_id(2)")
+        if self.tabled:
+            first = "kv_head * GROUP" if self.packs else "head"
+            line(f"entry = tl.load(SliceOf + batch * heads + {first}) * (tl.num_programs(0) // splits) + row")
+        if self.packs:
+            self.page.comment("A tile holds QUERIES queries of each of the GROUP heads that share a key head.")
+            line(
+                "QUERIES: tl.constexpr = BLOCK_Q // GROUP",
+                "start = row * QUERIES",
+                "packed = tl.arange(0, BLOCK_Q)",
+                "rows, head = packed // GROUP, kv_head * GROUP + packed % GROUP",
+            )
+        else:
+            line("start = row * BLOCK_Q", "rows = tl.arange(0, BLOCK_Q)")
+            if self.dims.group > 1:
+                line("kv_head = head // GROUP")
+        self._axes()
+        line("Q += batch.to(tl.int64) * stride_qb")
+        line("query_at = head.to(tl.int64) * stride_qh + (start + rows).to(tl.int64) * stride_qs")
+        self._pointers("kv_head" if self.dims.group > 1 else "head")
+        within = "start + rows < q_len"
+        self._queries(f"(packed < QUERIES * GROUP) & ({within})" if self.packs else within, "query_at[:, None]")
+
+    def head_coordinate(self) -> None:
+        if self.packs:
+            self.page.line(f"h = (h_origin + head)[:, None]{self.wide}")
+        else:
+            super().head_coordinate()
+
+    def _share(self) -> None:
+        self.page.comment("This part's share of the tiles that the row sees.")
+        self.page.line("begin, end = part * tiles // splits, (part + 1) * tiles // splits")
+
+    def _epilogue(self) -> None:
+        line = self.page.line
+        self.page.blank()
+        line("row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows")
+        line("tl.store(Tops + row_at, top, mask=present)", "tl.store(Totals + row_at, total, mask=present)")
+        whole = f" * (1.0 / {self.survival()})" if self.survival() else ""
+        for p in self.values:
+            mask = masked("present[:, None]", p.pad("[None, :]"), other="")
+            line(f"out_at = row_at[:, None] * {self.v} + {p.index}[None, :]")
+            line(f"tl.store(Acc + out_at, acc{p.mark}{whole}{mask})")
+
+
+def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False) -> Kernel:
+    """The kernel that combines the parts; of the plan it asks whether a row may be empty."""
+    page, signature = Page(), Page()
+    e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
+    ragged = padded(dims.v_dim) != dims.v_dim
+    line = signature.line
+    line('@triton.jit(do_not_specialize=["heads", "q_len", "splits"])')
+    with signature.block("def attention_combine(", "):"):
+        line("Acc, Tops, Totals,  # the parts, of attention_decode")
+        line("Out,  # [batch, heads, q_len, dim], any strides", "Lse,  # float32 [batch, heads, q_len], contiguous")
+        if top:
+            line("Top,  # the largest scores, as Lse")
+        if sinks:
+            line("Sinks,  # float32 [heads]: one more logit in the denominator")
+        line("stride_ob, stride_oh, stride_os, stride_od,", "heads, q_len, splits,")
+    line = page.line
+    with page.block(str(signature).rstrip()):
+        line(
+            "row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)",
+            "row_at = (batch.to(tl.int64) * heads + head) * q_len + row",
+            "rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part",
+            f"{e} = tl.arange(0, {dim})",
+            "top = tl.cast(LOWEST, tl.float32)",
+            "total = tl.cast(0.0, tl.float32)",
+            f"acc = tl.zeros([{dim}], tl.float32)",
+            "",
+        )
+        with page.block("for first in range(0, splits, PARTS):"):
+            mask = masked("part[:, None] < splits", ragged and f"{e}[None, :] < {length}")
+            line(
+                "part = first + tl.arange(0, PARTS)",
+                "at = part * rows + row_at",
+                "tops = tl.load(Tops + at, mask=part < splits, other=LOWEST)",
+                "totals = tl.load(Totals + at, mask=part < splits, other=0.0)",
+                wrapped(f"values = tl.load(Acc + at[:, None] * {length} + {e}[None, :]{mask})"),
+                "peak = tl.maximum(top, tl.max(tops, 0))",
+                "weight = tl.exp2(tops - peak)",
+                "rescale = tl.exp2(top - peak)",
+                "total = total * rescale + tl.sum(weight * totals, 0)",
+                "acc = acc * rescale + tl.sum(weight[:, None] * values, 0)",
+                "top = peak",
+            )
+        page.blank()
+        rescale = finish(page, sinks=sinks and "tl.load(Sinks + head)", top=top, guard=plan.guard)
+        line("Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_os")
+        mask = masked(ragged and f"{e} < {length}", other="")
+        line(f"out = acc * ({rescale} / total)")
+        line(f"tl.store(Out + {e} * stride_od, out.to(Out.dtype.element_ty){mask})")
+        line("tl.store(Lse + row_at, lse)")
+        if top:
+            line("tl.store(Top + row_at, largest)")
+    return Kernel("attention_combine", str(page), "attention_combine: grid (q_len, heads, batch).")

@@ -1,0 +1,138 @@
+"""Few queries on Triton: whether the heads of a key head share a tile, and in how many parts the keys are read.
+
+A program of the forward reads all keys of a tile of queries. With few queries its tile is mostly empty, and there are
+too few programs for the machine: then tiles hold the queries of all heads of a key head, and the tiles of keys that
+are visible go to several programs, whose results a second kernel combines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from frisket.lowering.emit.triton_decode import emit, packed
+from frisket.lowering.emit.triton_parameters import padded
+from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
+
+from .flat_plan import FlatPlan
+from .triton_bind import Bound, Launch, Made, Values, made
+
+Tensor = Any
+PACK = 64  # queries of one head from which on a tile is full without those of other heads
+ROWS = 64  # of a packed tile, at most
+FILLED = 0.8  # of the machine's processors: with so many programs nothing is split
+LEAST = 4  # tiles of keys that are not worth splitting
+MOST = 128  # parts
+INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
+NOTHING = make_plan(None, None)  # the plan of the kernel that combines
+NO_VALUES = Values(({}, {}), (), (), (), ())
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a call of few queries is divided."""
+
+    target: Target  # its `splits` are those chosen
+    queries: int  # of a tile, for each head in it
+    pack: int  # heads in a tile
+    block: tuple[int, int]  # tiles whose spans say what a row sees
+
+
+def shares(
+    plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, group: int, processors: int
+) -> Shares | None:
+    """None where the forward kernel does as well: `target.splits` says 1, or there is nothing to pack and enough
+    programs. Never asks a device for anything."""
+    if target.splits == 1:
+        return None
+    pack = packed(plan, group)
+    pack = pack if pack <= ROWS and g.q_len < PACK else 1
+    rows = max(min(ROWS if pack > 1 else target.block_q, padded(g.q_len * pack)), padded(pack))
+    queries = rows // pack
+    programs = -(-g.q_len // queries) * g.batch * g.heads // pack
+    block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), target.block_k
+    splits = target.splits or parts(programs, processors, most_tiles(plan, spans, g, block))
+    if splits == 1 and pack == 1:
+        return None
+    warps = min(target.num_warps, 4) if rows <= 64 else target.num_warps
+    return Shares(replace(target, block_q=rows, num_warps=warps, splits=splits), queries, pack, block)
+
+
+def most_tiles(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:
+    """Tiles of keys that a row reads at most, as far as the host knows."""
+    if spans is not None and not isinstance(spans, FlatPlan):
+        found = spans.rows(block)
+        if isinstance(found, Spans):
+            return int(np.max((found.bounds[..., 3] - found.bounds[..., 0]).sum(-1), initial=0))
+    return -(-g.kv_len // block[1])
+
+
+@lru_cache(maxsize=1024)
+def parts(programs: int, processors: int, tiles: int) -> int:
+    """The fewest parts that keep the processors nearly as busy as the best number would (J. Shah et al.,
+    FlashAttention-3, `num_splits_heuristic`).
+
+    >>> parts(8, 132, 256), parts(132, 132, 256), parts(8, 132, 3)
+    (15, 1, 1)
+    """
+    if programs >= FILLED * processors or tiles <= LEAST:
+        return 1
+    wanted = [n for n in range(1, min(MOST, processors, tiles) + 1) if n == 1 or -(-tiles // n) < -(-tiles // (n - 1))]
+    busy = {n: (waves := programs * n / processors) / -(-waves // 1) for n in wanted}
+    return next(n for n in wanted if busy[n] >= 0.85 * max(busy.values()))
+
+
+def processors(device: Any) -> int:
+    return _processors(device.index) if device.type == "cuda" else INTERPRETED
+
+
+@lru_cache(maxsize=64)
+def _processors(index: int | None) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+class Parts:
+    """The two launches of such a call."""
+
+    def __init__(
+        self, own: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, live: tuple[str, ...], sinks: bool,
+        top: bool,
+    ) -> None:  # fmt: skip
+        g, target = own.geometry, chosen.target
+        kernels = _made(plan, target, own.dims(live), chosen.pack > 1, sinks, top)
+        self.sizes = target.splits, g.batch, g.heads, g.q_len
+        self.v_dim = g.v_dim
+        tiles = -(-g.q_len // chosen.queries)
+        self.decode = own.launch(
+            kernels, "attention_decode", (tiles * target.splits, g.heads // chosen.pack, g.batch), target,
+            {"Q": "q", "K": "k", "V": "v", "Acc": "", "Tops": "", "Totals": ""},
+            records=spans and (lambda _: spans.rows(chosen.block)), live=live, splits=target.splits,
+        )  # fmt: skip
+        tensors = {"Acc": "", "Tops": "", "Totals": "", "Out": "o", "Lse": ""}
+        tensors |= {"Top": ""} if top else {}
+        tensors |= {"Sinks": ""} if sinks else {}
+        four = replace(target, num_warps=4)
+        fixed = {"heads": g.heads, "q_len": g.q_len, "splits": target.splits}
+        grid = g.q_len, g.heads, g.batch
+        self.combine = Launch(
+            kernels.kernels["attention_combine"], {}, NOTHING, grid, four, own.device, fixed, tensors, ()
+        )
+
+    def __call__(self, values: Values, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
+        import torch
+
+        acc = torch.empty((*self.sizes, self.v_dim), dtype=torch.float32, device=q.device)
+        tops, totals = torch.empty((2, *self.sizes), dtype=torch.float32, device=q.device)
+        self.decode(values, q, k, v, acc, tops, totals)
+        self.combine(NO_VALUES, acc, tops, totals, *results)
+
+
+@lru_cache(maxsize=256)
+def _made(plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool) -> Made:
+    return made(emit(plan, target, dims, packs=packs, sinks=sinks, top=top), plan)
