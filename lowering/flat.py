@@ -72,12 +72,15 @@ READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
 @dataclass(frozen=True)
 class DeviceSpans:
     """`plan.Spans` whose `bounds` and `count` are arrays of a framework, perhaps traced. `overflow` is a Bool
-    array: some row had more pieces or runs than there is room for, and reads more tiles than it has to."""
+    array, of all rows or row by row: some row had more pieces or runs than there is room for, and reads more tiles
+    than it has to. `order`, where it is known, are the rows of each slice with the longest first, int32 [slices,
+    rows]."""
 
     bounds: Any
     count: Any
     overflow: Any
     slice_of: NDArray[np.int32]
+    order: Any = None
 
 
 def planner(

@@ -8,9 +8,9 @@ a pytree whose leaves are the tables and the spans.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,20 +21,20 @@ from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
 from frisket.lowering.analysis.driver import bind as written_out
-from frisket.lowering.analysis.driver import grid_of
+from frisket.lowering.analysis.driver import grid_of, swap
 from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten_expr import distance_only
 from frisket.lowering.flat import DeviceSpans, Planner, planner
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
-from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.stages import Pair, Stages
 
 from .bind import UNDRAWN, Subject, limits_of
 from .frameworks import framework_of
 from .host_plan import few_tiles
-from .layout import make_layout
+from .layout import Layout, make_layout
 from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask
 from .parameters import names_of, traced
@@ -84,16 +84,19 @@ class Key:
 
 @dataclass(frozen=True)
 class Laid:
-    """The static part: what the kernel does, and what plans its spans, or the spans where no table decides them."""
+    """The static part: what the kernel does, and what plans its spans, or the spans where no table decides them.
+    `turned` plans the transposed ones; `held` keeps copies of the host's arrays on devices."""
 
     parts: tuple[Expr | None, Expr | None]
     rules: Counter[str]
     plan: LoopPlan
     planner: Planner | None
+    turned: Callable[[], Planner]
     host: Mask  # the mask with the host's values, for a layout of the host
     at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
     slice_of: NDArray[Any]
     full: Sizes
+    held: dict[Any, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,15 @@ class FlatWork:
 class FlatPlan:
     """What `att.plan(..., doc=doc)` gives where `doc` lives on a device or is traced: the same use, the same
     results as a `Plan`; `exact` there is `overflow` here, an array that is true where some row of tiles had more
-    runs than there was room for and reads more tiles than it has to."""
+    runs than there was room for and reads more tiles than it has to.
 
-    def __init__(self, key: Key, given: dict[str, Any], made: dict[tuple[int, int], Any]) -> None:
+    On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans anew from the
+    tables as they then are whenever it is replayed."""
+
+    def __init__(self, key: Key, given: dict[str, Any], made: dict[tuple[tuple[int, int], bool], Any]) -> None:
         self.key, self.given = key, given
-        self._made: dict[tuple[int, int], tuple[Any, Any, Any]] = made
+        self._made: dict[tuple[tuple[int, int], bool], Any] = made  # by tile, and whether transposed
+        self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
         self.shown: set[Any] = set()
         self.ready: dict[Any, Any] = {}
 
@@ -139,7 +146,11 @@ class FlatPlan:
     def narrow(self) -> bool:
         """As of a plan of the host, where no table of a device decides it."""
         laid = _laid(self.key)
-        return laid.planner is None and distance_only(laid.host.expr) and few_tiles(_host_spans(self.key, (128, 128)))
+        return (
+            laid.planner is None
+            and distance_only(laid.host.expr)
+            and few_tiles(_host_layout(self.key, (128, 128)).spans)
+        )
 
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
@@ -163,30 +174,41 @@ class FlatPlan:
 
     def spans(self, block: tuple[int, int]) -> Spans | DeviceSpans:
         """Records per row of tiles of `block`, on the tables' device; those the plan was made with are kept."""
+        return self._spans(block, False)
+
+    rows = spans  # a `SpanSource`
+
+    def columns(self, block: tuple[int, int]) -> Spans | DeviceSpans:
+        """The same transposed: records of query tiles per row of key tiles, by the same algebra."""
+        return self._spans(block, True)
+
+    def _spans(self, block: tuple[int, int], turned: bool) -> Spans | DeviceSpans:
         laid, key = _laid(self.key), self.key
         if laid.planner is None:
-            return _host_spans(key, block)
-        if block not in self._made:
-            values = {**key.what.scalars, **key.what.tables, **self.given}
-            from .flat_run import spans  # with its printers, of no use before
+            layout = _host_layout(key, block)
+            return layout.transposed.spans if turned else layout.spans
+        if (block, turned) not in self._made:
+            from .flat_run import Place, spans  # with its printers, of no use before
 
-            made = spans(
-                laid.planner, key.framework, laid.at, laid.full, values, key.q_len, key.kv_len, block, self.device
-            )  # fmt: skip
+            b, h, q, k = laid.at
+            place = Place((b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges)
+            plan = laid.turned() if turned else laid.planner
+            made = spans(plan, key.framework, place.transposed if turned else place, self._values)
             if any(traced(x) for x in made):
-                return DeviceSpans(*made, laid.slice_of)  # belongs to the trace at hand
-            self._made[block] = made
-        bounds, count, overflow = self._made[block]
-        return DeviceSpans(bounds, count, overflow, laid.slice_of)
+                return DeviceSpans(*made[:3], laid.slice_of)  # belongs to the trace at hand
+            self._made[block, turned] = made
+        bounds, count, overflow, order = self._made[block, turned]
+        return DeviceSpans(bounds, count, overflow, laid.slice_of, order)
 
-    def rows(self, block: tuple[int, int]) -> Spans | DeviceSpans:
-        """Records of key tiles per row of query tiles."""
-        return self.spans(block)
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {**self.key.what.scalars, **self.key.what.tables, **self.given}
 
     @property
     def overflow(self) -> Any:
         """Whether some row reads more tiles than it has to, for want of room."""
-        return next((made[2] for made in self._made.values()), False)
+        found = next((made[2] for made in self._made.values()), False)
+        return found.any() if getattr(found, "ndim", 0) else found
 
     @property
     def device(self) -> Any:
@@ -201,11 +223,10 @@ class FlatPlan:
         return "" if laid.planner is None else source(laid.planner, self.key.framework)
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
-        laid, key = _laid(self.key), self.key
-        values = {**key.what.scalars, **key.what.tables, **self.given}
+        laid, values = _laid(self.key), self._values
         from .flat_run import kernel_tables
 
-        tables = kernel_tables(laid.plan, key.framework, values, max(laid.full[2:]), self.device)
+        tables = kernel_tables(laid.plan, self.key.framework, values, max(laid.full[2:]), self.device, laid.held)
         return FlatWork(laid.plan, self.spans(block), laid.plan.slot_values({**values, **UNDRAWN}), tables)
 
     def stages(self, made: FlatWork, target: Any, text: str) -> Stages:
@@ -255,7 +276,7 @@ def flat_plan(
     if block is not None and _laid(key).planner is not None:
         made = plan.spans(block)
         assert isinstance(made, DeviceSpans)
-        plan._made[block] = made.bounds, made.count, made.overflow
+        plan._made[block, False] = made.bounds, made.count, made.overflow, made.order
     return plan
 
 
@@ -318,14 +339,17 @@ def _laid(key: Key) -> Laid:
     _check_segments((seen, mod), {n for n, *_ in key.given})
     free = {n for n, *_ in key.given} & names_of(host.expr).keys()
     mine = {n: x for n, x in {**what.scalars, **what.tables}.items() if n in names_of(host.expr) and n not in free}
-    made = None
-    if free:
+
+    def planned(mask: Expr) -> Planner:
         sorted_ = key.facts | {n for n, t in what.tables.items() if Table(t).sorted}
         beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
         wide = key.framework == "torch" or _wide()
-        made = planner(host.expr, frozenset(sorted_), {**limits, **beyond}, wide)
+        return planner(mask, frozenset(sorted_), {**limits, **beyond}, wide)
+
+    made = planned(host.expr) if free else None
+    turned = cache(lambda: planned(simplify(swap(host.expr))))
     at = (grid.b, grid.h, grid.q, grid.k)
-    return Laid((seen, mod), rules, plan, made, host.bind(**mine), at, slice_of.astype(np.int32), full)
+    return Laid((seen, mod), rules, plan, made, turned, host.bind(**mine), at, slice_of.astype(np.int32), full)
 
 
 def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, origin: Origin) -> None:
@@ -339,10 +363,10 @@ def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, 
 
 
 @lru_cache(maxsize=16)
-def _host_spans(key: Key, block: tuple[int, int]) -> Spans:
-    """The spans that no table of a device decides."""
+def _host_layout(key: Key, block: tuple[int, int]) -> Layout:
+    """The layout that no table of a device decides."""
     host = _laid(key).host
-    return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, _origin(key), key.sizes).spans
+    return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, _origin(key), key.sizes)
 
 
 def _wide() -> bool:

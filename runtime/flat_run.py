@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,26 +22,71 @@ from .settings import Settings
 Array = Any
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where spans are wanted: `at` is where each slice begins, (b, h, q, k) of [slices]; tiles of `block` tokens;
+    `sizes` of the whole problem. `held` keeps copies of the host's arrays, `ranges` what planners in Triton have made
+    of the tables."""
+
+    at: tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+    q_len: int
+    kv_len: int
+    block: tuple[int, int]
+    sizes: Sizes
+    device: Any = None
+    held: dict[Any, Any] = field(default_factory=dict)
+    ranges: dict[Any, Any] = field(default_factory=dict)
+    room: int = ROOM
+    records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
+
+    @property
+    def transposed(self) -> Place:
+        (b, h, q, k), (bq, bk) = self.at, self.block
+        return replace(self, at=(b, h, k, q), q_len=self.kv_len, kv_len=self.q_len, block=(bk, bq))
+
+    def most(self, plan: Planner) -> int:
+        """Records of a row."""
+        return self.records or plan.records(-(-self.kv_len // self.block[1]))
+
+
 def spans(
-    plan: Planner, framework: str, at: tuple[NDArray[Any], ...], sizes: Sizes, values: Mapping[str, Any],
-    q_len: int, kv_len: int, block: tuple[int, int], device: Any = None, room: int = ROOM,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow) of a planner, on the tables'
-    device. `at` is where each slice begins, (b, h, q, k) of [slices]; `values` by the planner's names."""
-    if _reachable(framework, [values[n] for n in (*plan.tables, *plan.scalars)], device):
-        return _native(plan, framework, at, sizes, values, q_len, kv_len, block, room)
-    tables = {n: _table(framework, values[n], device) for n in plan.tables}
+    plan: Planner, framework: str, place: Place, values: Mapping[str, Any]
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
+    """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow, order) of a planner, on the tables'
+    device, as `lowering.flat.DeviceSpans` has them; `values` by the planner's names."""
+    given = [values[n] for n in (*plan.tables, *plan.scalars)]
+    if framework == "torch" and _kernels(given, place.device):
+        from .flat_triton import spans as launched
+
+        return launched(plan, place, values)
+    if _reachable(framework, given, place.device):
+        return _native(plan, framework, place, values)
+    tables = {n: on_device(framework, values[n], place.device, n, place.held) for n in plan.tables}
     scalars = {n: values[n] for n in plan.scalars}
-    place = [_table(framework, x.astype(_ints(plan, framework)).reshape(-1, 1, 1), device) for x in at]
-    records = plan.records(-(-kv_len // block[1]))
+    ints = _ints(plan, framework)
+    at = [on_device(framework, x.astype(ints).reshape(-1, 1, 1), place.device, id(x), place.held) for x in place.at]
     bounds, count, overflow = _function(plan, framework)(
-        *place, sizes, scalars, tables, q_len=q_len, kv_len=kv_len, block=block, room=room, records=records
-    )
+        *at, place.sizes, scalars, tables, q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=place.room,
+        records=place.most(plan),
+    )  # fmt: skip
     if framework == "jax":
-        return bounds.astype(np.int32), count.astype(np.int32), overflow
+        return bounds.astype(np.int32), count.astype(np.int32), overflow, None
     import torch
 
-    return bounds.to(torch.int32), count.to(torch.int32), overflow
+    return bounds.to(torch.int32), count.to(torch.int32), overflow, None
+
+
+def _kernels(values: list[Any], device: Any) -> bool:
+    """Whether Triton plans: tables of a GPU, or of the host where its kernels are interpreted and asked for."""
+    import torch
+
+    if not all(_plain(x, device.type) for x in values if isinstance(x, torch.Tensor)):
+        return False
+    if device.type == "cpu" and Settings.read().backend != "triton":
+        return False
+    from .flat_triton import runs
+
+    return runs(device)
 
 
 def _reachable(framework: str, values: list[Any], device: Any) -> bool:
@@ -57,32 +103,33 @@ def _reachable(framework: str, values: list[Any], device: Any) -> bool:
         import torch
 
         here = (device is None or device.type == "cpu") and not torch.compiler.is_compiling()
-        here = here and all(_plain(x) for x in values if isinstance(x, torch.Tensor))
+        here = here and all(_plain(x, "cpu") for x in values if isinstance(x, torch.Tensor))
     return here and not native_build.reason()
 
 
-def _plain(x: Any) -> bool:
-    """Whether a tensor is memory of the host: no subclass, such as fake ones, and nothing that wraps another."""
+def _plain(x: Any, device: str) -> bool:
+    """Whether a tensor is memory of such a device: no subclass, such as fake ones, and nothing that wraps another."""
     import torch
 
     wrapped: Any = torch._C._functorch.is_functorch_wrapped_tensor
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not wrapped(x)
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == device and not wrapped(x)
 
 
 def _native(
-    plan: Planner, framework: str, at: tuple[NDArray[Any], ...], sizes: Sizes, values: Mapping[str, Any],
-    q_len: int, kv_len: int, block: tuple[int, int], room: int,
-) -> tuple[Array, Array, Array]:  # fmt: skip
+    plan: Planner, framework: str, place: Place, values: Mapping[str, Any]
+) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     from .flat_native import spans as planned
 
-    bounds, count, overflow = planned(plan, at, sizes, values, q_len, kv_len, block, room)
+    bounds, count, overflow = planned(
+        plan, place.at, place.sizes, values, place.q_len, place.kv_len, place.block, place.room
+    )
     if framework == "jax":
         import jax.numpy as jnp
 
-        return jnp.asarray(bounds), jnp.asarray(count), jnp.asarray(overflow)
+        return jnp.asarray(bounds), jnp.asarray(count), jnp.asarray(overflow), None
     import torch
 
-    return torch.from_numpy(bounds), torch.from_numpy(count), torch.tensor(overflow)
+    return torch.from_numpy(bounds), torch.from_numpy(count), torch.tensor(overflow), None
 
 
 def source(plan: Planner, framework: str) -> str:
@@ -104,26 +151,35 @@ def _ints(plan: Planner, framework: str) -> type[np.generic]:
     return np.int64 if framework == "torch" or plan.int64 else np.int32
 
 
-def _table(framework: str, x: Any, device: Any) -> Array:
+def on_device(framework: str, x: Any, device: Any, name: Any, held: dict[Any, Any]) -> Array:
+    """An array of the framework; the host's are copied to a GPU once, which a captured graph could not do."""
     if framework == "jax":
         import jax.numpy as jnp
 
         return jnp.asarray(x)
     import torch
 
-    return torch.from_numpy(np.array(x)).to(device) if isinstance(x, np.ndarray) else x
+    if not isinstance(x, np.ndarray):
+        return x
+    if device is None or device.type == "cpu":
+        return torch.from_numpy(np.array(x))
+    key = name, x.dtype, device
+    if key not in held:
+        held[key] = torch.from_numpy(np.array(x)).to(device)
+    return held[key]
 
 
 def kernel_tables(
-    plan: LoopPlan, framework: str, values: Mapping[str, Any], length: int, device: Any
-) -> dict[str, Array]:
+    plan: LoopPlan, framework: str, values: Mapping[str, Any], length: int, device: Any,
+    held: dict[Any, Any] | None = None,
+) -> dict[str, Array]:  # fmt: skip
     """An array for every table of the kernel. `length` is how many positions there are."""
-    found = {}
+    found, held = {}, {} if held is None else held
     for use in plan.tables:
         table = values[use.source]
-        found[use.name] = _segments(framework, _table(framework, table, device), length) if use.derived else table
-    if framework == "torch":
-        return {n: _table(framework, t, device) for n, t in found.items()}
+        if use.derived or framework == "torch":
+            table = on_device(framework, table, device, use.source, held)
+        found[use.name] = _segments(framework, table, length) if use.derived else table
     return found
 
 

@@ -1,0 +1,334 @@
+"""A flat planner as Triton kernels: the same pieces, questions and records as `emit.planner`, a few rows a program.
+
+The text defines `plan_spans`, and the kernels that make ready what it reads: `lines`, `windows` and `halves` for the
+least and greatest entries of tables over ranges, `longest_first` for the order of its rows. `Printed` says what
+`plan_spans` is called with.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from frisket.dsl.ir import SIZES, Expr, walk
+from frisket.dsl.show import show
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
+from ..flat import SEARCHES, Planner
+from . import expr_triton
+from . import planner_triton_text as parts
+from .expr import COMPARISON, PREFIX, ROW, Line, Text, machine, printed
+from .planner import WHEN
+from .text import Names, Page
+
+TRITON = {
+    **expr_triton.TRITON, "float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})",
+    "sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))",
+}  # fmt: skip
+TYPES = {INT: "tl.int64", FLOAT: "tl.float64", BOOL: "tl.int1"}
+HEAD = (
+    "Bounds",
+    "Count",
+    "Left",
+    "Work",
+    "Place",
+    "line_count",
+    "rows",
+    "q_len",
+    "kv_len",
+    "bq",
+    "bk",
+    "room",
+    "records",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table whose entries and sizes are read: the name of its pointer, sizes and strides; some may be unused."""
+
+    source: str
+    type: Type
+    name: str
+    sizes: tuple[str, ...]
+    strides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """What is made of a table first: joins over ranges of `axes`. `least` and `most` are pointers, "" where unused,
+    `sizes` those of the axes; the other axes, in order, number its `rows`."""
+
+    source: str
+    type: Type
+    axes: tuple[int, ...]
+    rank: int
+    least: str
+    most: str
+    rows: str
+    sizes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The text of a planner's kernels, and the parameters of `plan_spans` beside `HEAD`, in their order: those of
+    SIZES, scalars as (user's name, type), tables, ranges; then ROWS and PIECES, how many it holds at once."""
+
+    text: str
+    sizes: tuple[str, ...]
+    scalars: tuple[tuple[str, Type], ...]
+    entries: tuple[Entry, ...]
+    ranges: tuple[Ranged, ...]
+    pieces: int  # the least there have to be, where the mask says; 0: as many as there is room for
+
+
+@lru_cache(maxsize=256)
+def emit(plan: Planner) -> Printed:
+    """The kernels of a planner."""
+    return _Body(plan).printed()
+
+
+class _Body:
+    def __init__(self, plan: Planner) -> None:
+        self.plan = plan
+        self.roots = tuple(machine(e) for e in plan.roots)
+        self.names = Names(_taken())
+        self.known = {n: self.names.new(n) for n in (*plan.scalars, *plan.tables)}
+        self.types = dict.fromkeys(plan.tables, INT)
+        self.ranks = dict.fromkeys(plan.tables, 1)
+        for n in walk(*self.roots):
+            if n.op in ("lookup", "range_min", "range_max"):
+                self.types[n.name], self.ranks[n.name] = n.type, len(n.args) // (1 if n.op == "lookup" else 2)
+            elif n.op == "extent":
+                self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
+        self.entries: dict[str, Entry] = {}
+        self.ranges: dict[tuple[str, tuple[int, ...]], Ranged] = {}
+        when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
+        self.lines = printed(self.roots, TRITON, self.leaf, lambda e, at: self.names.numbered("x"), "Triton", when=when)
+
+    # -- expressions --------------------------------------------------------------------------------------
+
+    def leaf(self, e: Expr, args: list[Text]) -> Text | None:
+        if e.op == "var":
+            return Text(e.name)
+        if e.op == "lit" and e.type is FLOAT:
+            value = f'float("{e.name}")' if not math.isfinite(e.name) else repr(e.name)
+            return Text(f"tl.full((), {value}, tl.float64)")
+        if e.op == "lit":
+            return Text(repr(e.name), PREFIX if repr(e.name)[0] == "-" else 10)
+        if e.op == "param":
+            return Text(self.known[e.name])
+        if e.op == "extent":
+            return Text(self.entry(e.name[0]).sizes[e.name[1]])
+        if e.op in ("min", "max") and e.type is FLOAT:
+            return Text(f"{'least' if e.op == 'min' else 'most'}({args[0].text}, {args[1].text})")
+        if e.op in ("range_min", "range_max"):
+            return self._range(e, args)
+        if e.op == "lookup":
+            return self._look(e, args)
+        if e.op == "segment" or e.op in SEARCHES:
+            t = self.entry(e.name)
+            return Text(f"{e.op}({t.name}, {t.sizes[0]}, {t.strides[0]}, {args[0].text})")
+        return expr_triton.operator(e, args, True)
+
+    def entry(self, source: str) -> Entry:
+        if source not in self.entries:
+            name, n = self.known[source], self.ranks[source]
+            sizes, strides = (
+                tuple(self.names.new(f"{name}_{w}{i}" if n > 1 else f"{name}_{w}") for i in range(n))
+                for w in ("size", "stride")
+            )
+            self.entries[source] = Entry(source, self.types[source], name, sizes, strides)
+        return self.entries[source]
+
+    def _look(self, e: Expr, args: list[Text]) -> Text:
+        t = self.entry(e.name)
+        steps = [f"step({i.text}, {n}, {by})" for i, n, by in zip(args, t.sizes, t.strides, strict=True)]
+        load = f"tl.load({' + '.join([t.name, *steps])})"
+        return _typed(load if e.type is BOOL else f"{load}.to({TYPES[e.type]})", e)
+
+    def _range(self, e: Expr, args: list[Text]) -> Text:
+        half = len(args) // 2
+        axes = tuple(i for i in range(half) if e.args[i] is not e.args[half + i])
+        if not axes:
+            return self._look(e, args[:half])
+        fixed = [i for i in range(half) if i not in axes]
+        made = self._ranged(e, axes, half)
+        most = e.op == "range_max"
+        held, row = made.most if most else made.least, "0"
+        for i in fixed:  # as the rows of the table are numbered
+            size = self.entry(e.name).sizes[i]
+            index = f"clip({args[i].text}, {size} - 1)"
+            row = index if row == "0" else f"({row}) * {size} + {index}"
+        lows, highs = args[:half], args[half:]
+        if len(axes) == 1:
+            at = f"{lows[axes[0]].text}, {highs[axes[0]].text}"
+            return _typed(f"over({held}, {made.rows}, {made.sizes[0]}, {row}, {at}, {most})", e)
+        at = [
+            t
+            for side in ((Text(n) for n in made.sizes), (lows[i] for i in axes), (highs[i] for i in axes))
+            for t in side
+        ]
+        return _typed(f"within{len(axes)}({held}, {row}, {', '.join(t.text for t in at)}, {most})", e)
+
+    def _ranged(self, e: Expr, axes: tuple[int, ...], rank: int) -> Ranged:
+        key = e.name, axes
+        if key not in self.ranges:
+            name = self.known[e.name]
+            sizes = tuple(self.names.new(f"{name}_length{i if len(axes) > 1 else ''}") for i in axes)
+            pointers = [self.names.new(f"{name}_{w}") for w in ("least", "most", "rows")]
+            self.ranges[key] = Ranged(e.name, e.type, axes, rank, *pointers, sizes)
+        return self.ranges[key]
+
+    # -- the kernel ---------------------------------------------------------------------------------------
+
+    def printed(self) -> Printed:
+        used = {n.name for n in walk(*self.roots) if n.op == "var"}
+        sizes = tuple(n for n in SIZES if n in used)
+        ranges = tuple(self.ranges.values())
+        ends = 2 * (len(self.plan.seen) + len(self.plan.hidden) + 2) + 1
+        pieces = 1 << (ends - 1).bit_length() if self.plan.seen else 0
+        body = Page()
+        names = [*HEAD, *sizes, *(self.known[n] for n in self.plan.scalars)]
+        for t in self.entries.values():
+            names += [t.name, *t.sizes, *t.strides]
+        for r in ranges:
+            names += [r.least, r.most, r.rows, *r.sizes]
+        body.line("@triton.jit(do_not_specialize=[", *_listed([f'"{n}"' for n in names]), "])")
+        body.line("def plan_spans(", *_listed([*names, "ROWS: tl.constexpr", "PIECES: tl.constexpr"]))
+        with body.block("):"):
+            self._begin(body, sizes)
+            (self._intervals if self.plan.seen else self._asked)(body, ends)
+        return Printed(
+            self._module(str(body)), sizes, tuple(self.plan.scalars.items()), tuple(self.entries.values()), ranges,
+            pieces,
+        )  # fmt: skip
+
+    def _begin(self, page: Page, sizes: Iterable[str]) -> None:
+        for n in sizes:
+            page.line(f"{n} = {n}.to(tl.int64)")
+        for name, type in self.plan.scalars.items():
+            known = self.known[name]
+            value = f"number({known}, {TYPES[INT if type is BOOL else type]})"
+            page.line(f"{known} = {value}{' != 0' if type is BOOL else ''}")
+        page.line("line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]")
+        page.line("inside = line < line_count", "line = tl.minimum(line, line_count - 1)")
+        page.line("at_slice = Place + (line // rows) * 4", "row = (line % rows).to(tl.int64)")
+        page.line("b, h = tl.load(at_slice), tl.load(at_slice + 1)")
+        page.line("q, k = tl.load(at_slice + 2), tl.load(at_slice + 3)")
+        page.line("columns = (kv_len + bk - 1) // bk", "end = 4 * columns")
+        page.line("slot = tl.arange(0, PIECES)[None, :]")
+        page.line("q0, q1 = q + row * bq, q + tl.minimum(row * bq + bq, q_len) - 1")
+
+    def _lines(self, page: Page, lines: Iterable[Line], deep: bool) -> None:
+        for line in lines:
+            if (line.level >= 2) == deep:
+                page.line(f"{line.name} = {line.text}")
+
+    def _intervals(self, page: Page, ends: int) -> None:
+        page.line("k0, k1 = k, k + kv_len - 1")
+        for line in self.lines.lines:
+            page.line(f"{line.name} = {line.text}")
+        page.comment("Ends of intervals of tiles; the first is where the row begins.")
+        page.line("starts = tl.where(slot == 0, row * 0, columns)")
+        at = 1
+        for name, pairs in (("seen", self.plan.seen), ("hidden", self.plan.hidden)):
+            for i, pair in enumerate(pairs):
+                first, last = (self.lines.values[machine(e)] for e in pair)
+                page.line(f"first, last = {first}, {last}")
+                page.line(f"{name}{i}, {name}{i}_end = tiles(first, last, k0, bk, columns)")
+        page.comment("Cut tiles hold positions outside.")
+        n = len(self.plan.hidden)
+        page.line(f"hidden{n}, hidden{n}_end = tl.where(kv_len % bk != 0, columns - 1, columns), columns")
+        page.line("cut = (row == rows - 1) & (q_len % bq != 0)")
+        page.line(f"hidden{n + 1}, hidden{n + 1}_end = tl.where(cut, 0, columns), columns")
+        sides = [f"seen{i}" for i in range(len(self.plan.seen))] + [f"hidden{i}" for i in range(n + 2)]
+        for side in sides:
+            page.line(f"starts = tl.where(slot == {at}, {side}, tl.where(slot == {at + 1}, {side}_end, starts))")
+            at += 2
+        page.line("starts = tl.sort(starts.to(tl.int32))", "seen, hidden = starts < 0, starts < 0")
+        for side in sides:
+            name = "seen" if side.startswith("seen") else "hidden"
+            page.line(f"{name} |= ({side} <= starts) & (starts < {side}_end)")
+        page.line("kind = tl.where(seen, tl.where(hidden, PARTIAL, FULL), EMPTY)")
+        page.line("pieces = 4 * starts + kind")
+        page.line("pieces = joined(kept(pieces, (at(pieces, slot + 1, end) >> 2) > starts, end), end)")
+        page.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
+        page.line("tl.store(Left + line, left, mask=inside)")
+
+    def _asked(self, page: Page, ends: int) -> None:
+        lines = self.lines.lines
+        self._lines(page, lines, False)
+        page.line("room = tl.minimum(room, columns)", "pieces = tl.where(slot == 0, OPEN, end + line * 0)")
+        page.line("half = tl.maximum(room // 2, 1)")
+        page.line("width = tl.where(columns <= room, 1, (columns + half - 1) // half)", "coarse = columns > 0")
+        with page.block("while coarse:"):
+            page.line("pieces = split(joined(pieces, end), width, room, end)")
+            page.line("start, stop = (pieces >> 2).to(tl.int64), (at(pieces, slot + 1, end) >> 2).to(tl.int64)")
+            page.line("k0, k1 = k + start * bk, k + tl.minimum(stop * bk, kv_len) - 1")
+            page.line("single, whole = stop - start == 1, (stop * bk <= kv_len) & (row * bq + bq <= q_len)")
+            if any(n.op == "var" and n.name == "tk" for n in walk(*self.roots)):
+                page.line("tk = tl.where(stop == columns, kv_len - (columns - 1) * bk, bk)  # its narrowest tile")
+            self._lines(page, lines, True)
+            always, never, mixed = (self.lines.values[e] for e in self.roots)
+            page.line(f"kind = tl.where(single | ({mixed}), PARTIAL, OPEN)")
+            page.line(f"kind = tl.where(whole & ({always}), FULL, kind)")
+            page.line(f"kind = tl.where({never}, EMPTY, kind)")
+            page.line("pieces = tl.where((pieces & 3) == OPEN, (pieces & -4) | kind, pieces)")
+            page.line("coarse = width > 1", "width = (width + 3) // 4")
+        page.line("open = (pieces & 3) == OPEN", "lacking = tl.max(open.to(tl.int32), 1)[:, None] > 0")
+        page.line("pieces = joined(tl.where(open, (pieces & -4) | PARTIAL, pieces), end)")
+        page.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
+        page.line("tl.store(Left + line, left | lacking, mask=inside)")
+
+    def _module(self, body: str) -> str:
+        head = Page()
+        head.line('"""Which tiles of keys each tile of queries reads: spans of', "")
+        head.line(*(f"    {line}" for line in show(self.plan.mask).replace("\\", "\\\\").split("\n")), "")
+        head.line("for tables on the device. Shapes are fixed, nothing is copied to the host.", '"""')
+        ranges = self.ranges.values()
+        shared = parts.LINES if any(len(r.axes) == 1 for r in ranges) else ""
+        shared += parts.HALVES if any(len(r.axes) > 1 for r in ranges) else ""
+        shared += parts.ORDER
+        functions = _functions(shared + body)
+        constants = 'INFINITY = tl.constexpr(float("inf"))\n' if "INFINITY" in expr_triton.words(functions) else ""
+        text = "\n\n\n".join(x.strip("\n") for x in (functions, shared, body) if x.strip())
+        return re.sub(r"\n{4,}", "\n\n\n", f"{head}\n{parts.HEADER.strip()}\n{constants}\n\n{text}\n")
+
+
+def _typed(text: str, e: Expr) -> Text:
+    """Bool tables are bytes."""
+    return Text(f"{text} != 0", COMPARISON) if e.type is BOOL else Text(text)
+
+
+def _listed(names: list[str]) -> list[str]:
+    """Names with commas behind them, a few to a line."""
+    return [f"    {line}" for line in textwrap.wrap(", ".join(names) + ",", 108, break_long_words=False)]
+
+
+def _functions(text: str) -> str:
+    """The functions that a text needs, and those that they need."""
+    within = [parts.within(int(n)) for n in sorted(set(re.findall(r"\bwithin(\d+)\(", text)))]
+    text += "".join(within)
+    used: dict[str, str] = {}
+    while more := {n: x for n, x in parts.FUNCTIONS.items() if n not in used and f"{n}(" in text}:
+        used |= more
+        text += "".join(more.values())
+    mine = [x for n, x in parts.FUNCTIONS.items() if n in used]
+    theirs = expr_triton.prelude(text, "float32", True)
+    return "\n\n\n".join(x.strip("\n") for x in (theirs, *mine, *within) if x.strip())
+
+
+def _taken() -> set[str]:
+    shared = "".join([parts.HEADER, *parts.FUNCTIONS.values(), parts.LINES, parts.HALVES, parts.ORDER, _OWN])
+    within = {f"within{n}" for n in range(2, 65)}
+    return {*expr_triton.all_names(), *expr_triton.words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
+
+
+# the names of `plan_spans`
+_OWN = """plan_spans line inside at_slice row b h q k columns end slot q0 q1 k0 k1 tk starts seen hidden cut kind pieces
+left first last room half width coarse start stop single whole open lacking number INFINITY"""

@@ -1,0 +1,63 @@
+"""Run by test_planner_triton.py without TRITON_INTERPRET: Triton compiles the planners, for machines not here."""
+
+import pytest
+import triton
+from support import masks
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import eq, k, q
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering import flat
+from frisket.lowering.emit import planner_triton as text
+from frisket.runtime.triton_source import load
+
+WRITTEN = masks.written()
+DOC = frozenset({"doc"})
+PLANNERS = {
+    "documents": (WRITTEN["documents"], frozenset()),
+    "sorted documents": (WRITTEN["documents"], DOC),
+    "window by table": ((q >= k) & (q - k < lookup("w", (masks.h,))), frozenset()),
+    "by batch": (WRITTEN["batch-documents"], frozenset()),
+    "segments": (WRITTEN["segments"], frozenset()),
+    "tiles": (WRITTEN["tile-map"], frozenset()),
+    "reals": (WRITTEN["bias"], frozenset()),
+    "scalars": (eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < masks.w), DOC),
+}
+POINTERS = {INT: "*i64", FLOAT: "*fp32", BOOL: "*i8"}
+KINDS = {INT: triton.language.int64, FLOAT: triton.language.float64, BOOL: triton.language.int8}
+MACHINES = {
+    "sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}  # fmt: skip
+
+
+def compiled(kernel, types, constants, arch, warps=1):
+    types |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, {n: types.get(n, "i32") for n in kernel.arg_names}, constants)
+    return triton.compile(source, target=MACHINES[arch], options={"num_warps": warps, "enable_fp_fusion": False})
+
+
+@pytest.mark.parametrize("arch", MACHINES)
+@pytest.mark.parametrize("name", PLANNERS)
+def test_planners_compile(name, arch):
+    made = text.emit(flat.planner(*PLANNERS[name]))
+    module = load(made.text)
+    types = dict.fromkeys(("Bounds", "Count", "Work", "Order"), "*i32") | {"Left": "*i1", "Place": "*i64"}
+    types |= {t.name: POINTERS[t.type] for t in made.entries}
+    types |= {p: POINTERS[r.type].replace("32", "64") for r in made.ranges for p in (r.least, r.most)}
+    pieces = made.pieces or 64
+    compiled(module.plan_spans, types, {"ROWS": max(1, 32 // pieces), "PIECES": pieces}, arch)
+    if name == "documents":
+        compiled(module.longest_first, types, {"BLOCK": 64}, arch, 4)
+    for r in made.ranges[: arch == "sm_90"]:
+        ours = {"Table": POINTERS[r.type], "Source": POINTERS[r.type]}
+        ours |= dict.fromkeys(("Least", "Most", "Target"), POINTERS[r.type].replace("32", "64"))
+        kind = {"KIND": KINDS[r.type]}
+        if len(r.axes) == 1:
+            for grain in (1, 32):
+                compiled(module.lines, dict(ours), {"GRAIN_": grain, "BLOCKS": 32, **kind}, arch, 4)
+            compiled(module.windows, dict(ours), {"MOST_BLOCKS": 1024}, arch, 8)
+        else:
+            compiled(module.halves, dict(ours), {"BLOCK": 32, "MOST": True, **kind}, arch, 4)

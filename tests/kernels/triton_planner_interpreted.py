@@ -1,0 +1,119 @@
+"""Run by test_planner_triton.py under TRITON_INTERPRET=1: bit for bit the spans that the text in torch finds."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from support import masks
+
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import eq, k, q
+from frisket.lowering import flat
+from frisket.lowering.analysis.driver import bind, grid_of, swap
+from frisket.lowering.emit import planner as arrays
+from frisket.lowering.simplify import simplify
+from frisket.runtime import flat_triton
+from frisket.runtime.flat_run import Place
+from frisket.runtime.modules import load
+
+DOC = frozenset({"doc"})
+CPU = torch.device("cpu")
+FEW = """documents segments by-head padding batch-documents neighbourhood tile-map
+nan-bias where""".split()
+
+
+def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
+    """Plans in torch and in Triton find the same."""
+    mask = simplify(bind(case.mask, case.tables))
+    grid, _ = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
+    at = (grid.b, grid.h, grid.q, grid.k)
+    place = Place(at, case.q_len, case.kv_len, case.block, case.sizes, CPU, room=room, records=records)
+    if turned:
+        mask, place = simplify(swap(mask)), place.transposed
+    limits = {m: float(np.abs(t).max()) for m, t in case.tables.items() if t.dtype.kind == "i"}
+    limits |= {m: abs(x) for m, x in case.params.items()} | dict.fromkeys("qk", 400)
+    plan = flat.planner(mask, sorted_, limits)
+    tables = {m: torch.from_numpy(np.array(t)) for m, t in case.tables.items()}
+    bounds, count, more = load(arrays.emit(plan, arrays.TORCH, True))["plan_spans"](
+        *(torch.from_numpy(x.astype(np.int64).reshape(-1, 1, 1)) for x in place.at), case.sizes, case.params, tables,
+        q_len=place.q_len, kv_len=place.kv_len, block=place.block, room=room, records=place.most(plan),
+    )  # fmt: skip
+    found = flat_triton.spans(plan, place, {**case.params, **tables})
+    np.testing.assert_array_equal(found[0], bounds)
+    np.testing.assert_array_equal(found[1], count)
+    assert found[2].any() == more
+    work = (bounds[..., 3] - bounds[..., 0]).sum(-1)
+    np.testing.assert_array_equal(found[3], work.argsort(dim=-1, descending=True, stable=True))
+    return bool(more)
+
+
+@pytest.mark.parametrize("name", [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in masks.written()])
+def test_written_masks(name):
+    rng = random.Random(name)
+    case = masks.case(masks.written()[name], rng)
+    agree(case)
+    agree(case, DOC, turned=True)
+    if "doc" in str(case.mask):
+        agree(masks.case(case.mask, rng), DOC)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 200))])
+def test_random_masks(seed):
+    rng = random.Random(f"triton {seed}")
+    case = masks.case(masks.random_mask(rng), rng)
+    agree(case, rng.choice([frozenset(), DOC]), rng.choice([64, 8, 6]))
+
+
+def striped(columns, block=(4, 4)):
+    """Runs of many lengths in every row."""
+    keep = np.repeat(np.random.default_rng(1).random(columns) < 0.5, 4)
+    n = len(keep)
+    return masks.Case(lookup("keep", (k,), masks.BOOL), 8, n, 1, 1, block, sizes=(1, 1, 8, n), tables={"keep": keep})
+
+
+@pytest.mark.parametrize(("room", "records"), [(64, 200), (64, 4), (6, 1), (33, 2)])
+def test_room_runs_out(room, records):
+    assert agree(striped(200), room=room, records=records)
+
+
+@pytest.mark.parametrize("n", [4097, 5000])
+def test_long_tables_are_searched_in_blocks(n):
+    rng = np.random.default_rng(n)
+    real = np.where(rng.random((n, 2)) < 0.01, np.nan, rng.standard_normal((n, 2)))
+    cases = {
+        eq(lookup("doc", (q,)), lookup("doc", (k,))): rng.integers(0, 40, n),
+        lookup("doc", (k, masks.h), masks.FLOAT) < lookup("doc", (q, masks.h), masks.FLOAT): real,
+    }
+    for mask, table in cases.items():
+        table = np.sort(table, 0) if table.ndim == 1 else table
+        found = masks.Case(mask, n, n, 1, 2, (512, 64), sizes=(1, 2, n, n), tables={"doc": table})
+        agree(found)
+
+
+def test_boxes_of_tables():
+    """More axes than two, along which levels are made five at a time."""
+    table = np.random.default_rng(3).integers(-99, 99, (2, 3, 9, 40))
+    at, n = (masks.b, masks.h), 190
+    two = lookup("t", (*at, q // 21, k)) >= lookup("t", (*at, k // 21, q))
+    three = lookup("t", (masks.b, q // 60, q // 21, k // 5)) >= 4
+    for mask in (two, three):
+        agree(masks.Case(mask, n, n, 2, 3, (8, 4), sizes=(2, 3, n, n), tables={"t": table}))
+
+
+def test_what_tables_may_be():
+    """Any integers, bytes, halves, strided ones; numbers as tensors of the device."""
+    plan = flat.planner((q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < masks.w))
+    zero = np.zeros(1, np.int64)
+    doc = torch.arange(96) // 10
+    found = [
+        flat_triton.spans(
+            plan, Place((zero, zero, zero, zero), 96, 96, (16, 16), (1, 1, 96, 96), CPU), {"doc": d, "w": w}
+        )[0]
+        for d in (doc, doc.byte(), torch.stack([doc.short(), doc.short()], 1)[:, 0])
+        for w in (13, torch.tensor(13, dtype=torch.int32))
+    ]
+    assert found[0].any()
+    assert all((x == found[0]).all() for x in found)
