@@ -44,6 +44,11 @@ def create_block_mask(
     and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which it
     reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
     """
+    if torch.compiler.is_dynamo_compiling():  # between two graphs
+        return _outside(
+            mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks, compute_dq_write_order,
+            dq_kv_order,
+        )  # fmt: skip
     if _compile:
         warnings.warn(
             "_compile has no effect: the mask is never evaluated on every position", DeprecationWarning, stacklevel=2
@@ -65,8 +70,11 @@ def create_block_mask(
     return made
 
 
-# inside torch.compile it runs as it stands, between two graphs
-create_block_mask._torchdynamo_disable = True  # type: ignore[attr-defined]
+def _outside(*arguments: Any) -> BlockMask:
+    return torch.compiler.disable(create_block_mask)(*arguments)  # type: ignore[no-any-return]
+
+
+_outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo does not read it
 
 
 def create_mask(
@@ -93,10 +101,10 @@ def _shown(what: Any) -> LiveMask:
         what = found.mask if found.mask is not None else found.score
     if isinstance(what, ScoreMod) or (isinstance(what, Expr) and what.type is not BOOL):
         mod = of_bound(what if isinstance(what, ScoreMod) else ScoreMod(what))
-    elif callable(what) and not isinstance(what, Mask):
+    elif callable(what) and not isinstance(what, Joined):
         mod = of_function(what, None)
     else:
-        return live_mask(what)
+        mod = live_mask(what)
     if mod.expr.type is BOOL:
         return mod
     score = ir.substitute(mod.expr, {ir.SCORE: ir.lit(0.0)})

@@ -42,9 +42,8 @@ def picks(index: Any, sizes: Sequence[int]) -> list[Pick]:
     given = index if isinstance(index, tuple) else (index,)
     dots = [i for i, x in enumerate(given) if x is Ellipsis]
     if len(given) - len(dots) > len(sizes) or len(dots) > 1:
-        raise PickError(
-            f"block_mask[...] with {len(given)} indices\n  there are {len(sizes)}: [batch, head, row of tiles]"
-        )
+        axes = ", ".join(AXES[-len(sizes) :])
+        raise PickError(f"block_mask[...] with {len(given)} indices\n  there are {len(sizes)}: [{axes}]")
     missing = [slice(None)] * (len(sizes) - len(given) + len(dots))
     at = dots[0] if dots else len(given)
     given = (*given[:at], *missing, *given[at + 1 :])

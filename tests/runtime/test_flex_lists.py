@@ -1,0 +1,146 @@
+"""BlockMasks from lists of tiles that people make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as theirs
+
+import frisket as fk
+import frisket.flex as ours
+from frisket.runtime.flex.tile_tensors import TENSORS
+
+COUNT = torch.tensor([[[1, 2, 0]]], dtype=torch.int32)
+INDEX = torch.tensor([[[[1, 7, 7, 7], [0, 3, 9, 9], [5, 5, 5, 5]]]], dtype=torch.int32)  # undefined past the count
+FULL_COUNT = torch.tensor([[[0, 1, 2]]], dtype=torch.int32)
+FULL_INDEX = torch.tensor([[[[0, 1, 2, 3], [2, 0, 1, 3], [3, 0, 1, 2]]]], dtype=torch.int32)
+
+
+def even(b, h, q, k):
+    return (q + k) % 2 == 0
+
+
+def visible(kinds, fn, block, lengths, heads=(1, 1)):
+    """Position by position: in a full tile, or in a partial one where the function says so."""
+    rows, columns = (torch.arange(n) // size for n, size in zip(lengths, block, strict=True))
+    tile = kinds[..., rows[:, None], columns]
+    return (tile == 2) | ((tile == 1) & theirs.create_mask(fn, *heads, *lengths, "cpu"))
+
+
+def same(mine, other):
+    for name in TENSORS:
+        x, y = getattr(mine, name), getattr(other, name)
+        assert (x is None) == (y is None), name
+        assert x is None or (x.dtype == y.dtype and torch.equal(x, y)), name
+
+
+@pytest.mark.parametrize("lengths", [None, (10, 13)])
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("columns", [False, True])
+def test_lists_are_kept_and_mean_what_they_say(lengths, full, columns):
+    given = (COUNT, INDEX, *((FULL_COUNT, FULL_INDEX) if full else ()))
+    options = {"BLOCK_SIZE": (4, 5), "mask_mod": even, "seq_lengths": lengths, "compute_q_blocks": columns}
+    mine, other = (m.BlockMask.from_kv_blocks(*given, **options) for m in (ours, theirs))
+    same(mine, other)
+    assert mine.kv_indices is INDEX
+    assert mine.mask_mod is even
+    assert (mine.shape, mine.BLOCK_SIZE, mine.seq_lengths) == (other.shape, (4, 5), other.seq_lengths)
+    assert torch.equal(mine.to_dense(), other.to_dense())
+    kinds = torch.tensor([[[[0, 1, 0, 0], [1, 0, 2 * full, 1], [2 * full, 0, 0, 2 * full]]]])
+    wanted = visible(kinds, even, (4, 5), mine.seq_lengths)
+    assert torch.equal(torch.from_numpy(mine.mask.dense(*mine.seq_lengths)), wanted)
+    assert mine.layout.visible_pairs == wanted.sum()
+
+
+def test_no_mask_mod_shows_all_of_a_listed_tile():
+    mine = ours.BlockMask.from_kv_blocks(COUNT[0, 0], INDEX[0, 0], BLOCK_SIZE=2)
+    assert mine.mask_mod is theirs.noop_mask
+    assert (mine.shape, mine.sparsity()) == ((6, 8), 75.0)
+    assert torch.from_numpy(mine.mask.dense(6, 8)).sum() == 3 * 4
+    assert repr(mine) == "BlockMask(shape=(6, 8), BLOCK_SIZE=(2, 2), sparsity=75.00%, mask='true', in the tiles listed)"
+
+
+def test_lists_by_batch_and_head():
+    count = torch.tensor([[[1, 2], [0, 1]], [[2, 2], [1, 1]]], dtype=torch.int32)
+    index = torch.tensor([0, 1], dtype=torch.int32).expand(2, 2, 2, 2)
+    mine = ours.BlockMask.from_kv_blocks(count, index, BLOCK_SIZE=3, mask_mod=lambda b, h, q, k: q + h >= k - b)
+    kinds = (torch.arange(2) < count[..., None]).int()
+    wanted = visible(kinds, lambda b, h, q, k: q + h >= k - b, (3, 3), (6, 6), (2, 2))
+    assert torch.equal(torch.from_numpy(mine.mask.dense(6, 6, 2, 2)), wanted)
+    joined = mine & "k % 2 == 0"  # an expression from here on
+    assert torch.equal(torch.from_numpy(joined.mask.dense(6, 6, 2, 2)), wanted & (torch.arange(6) % 2 == 0))
+
+
+def test_the_lists_of_one_part_may_be_replaced():
+    made = ours.create_block_mask("causal", None, None, 24, 24, "cpu", 8)
+    other = theirs.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu", 8)
+    for one in (made, other):
+        one.mask_mod = even
+    same(made, other)
+    wanted = visible(torch.tensor([[1, 0, 0], [2, 1, 0], [2, 2, 1]]), even, (8, 8), (24, 24))
+    assert torch.equal(torch.from_numpy(made.mask.dense(24, 24)), wanted)
+    made.kv_num_blocks = torch.zeros(1, 1, 3, dtype=torch.int32)
+    made.full_kv_num_blocks[:] = 0  # in place
+    assert not made.mask.dense(24, 24).any()
+
+
+def test_order_of_dq_that_belongs_to_lists():
+    made = ours.create_block_mask(
+        "causal", None, None, 24, 24, "cpu", 8, compute_dq_write_order=True, dq_kv_order=False
+    )
+    order = torch.tensor([2, 1, 0], dtype=torch.int32)
+    given = (made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
+    options = {"dq_write_order": made.dq_write_order, "dq_write_order_full": made.dq_write_order_full}
+    for kv_order in (order, True, None):
+        mine, other = (
+            m.BlockMask.from_kv_blocks(*given, BLOCK_SIZE=8, dq_kv_order=kv_order, **options) for m in (ours, theirs)
+        )
+        same(mine, other)
+        assert mine.dq_kv_order_spt == other.dq_kv_order_spt
+    with_order = ours.BlockMask.from_kv_blocks(*given, BLOCK_SIZE=8, dq_kv_order=order, **options)
+    with pytest.raises(NotImplementedError, match="a BlockMask with a tensor dq_kv_order is indexed"):
+        with_order[0]
+    with pytest.raises(NotImplementedError, match="a BlockMask with a tensor dq_kv_order is cut"):
+        with_order._adjust(8, 8)
+    with pytest.raises(ValueError, match="dq_write_order_full requires dq_write_order"):
+        ours.BlockMask.from_kv_blocks(*given, dq_write_order_full=made.dq_write_order_full)
+    with pytest.raises(ValueError, match="dq_kv_order must be a bool, Tensor, or None, not int"):
+        ours.BlockMask.from_kv_blocks(*given, dq_kv_order=3)
+
+
+def test_the_constructor_takes_eight_lists():
+    made = ours.create_block_mask("causal", None, None, 24, 24, "cpu", 8)
+    lists = made.as_tuple(flatten=False)[1:9]
+    mine = ours.BlockMask((24, 24), *lists, BLOCK_SIZE=(8, 8), mask_mod="causal")
+    same(mine, made)
+    assert (mine.mask.dense(24, 24) == made.mask.dense(24, 24)).all()
+    with pytest.raises(AssertionError, match=r"kv_num_blocks is None\n  both lists are needed"):
+        ours.BlockMask((24, 24), None, *lists[1:])
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ((COUNT[0, 0, 0], INDEX[0, 0, 0]), RuntimeError, "a BlockMask must have at least 2 dimensions"),
+        ((COUNT, INDEX, FULL_COUNT), AssertionError, "full_kv_num_blocks and full_kv_indices must be both provided"),
+        ((COUNT, INDEX, None, FULL_INDEX), AssertionError, "  full_kv_num_blocks is missing"),
+        ((COUNT[..., :2], INDEX), ValueError, r"kv_num_blocks has shape \(1, 1, 2\), kv_indices \(1, 1, 3, 4\)"),
+        ((COUNT + 4, INDEX), ValueError, r"kv_num_blocks has entries outside 0..4, the number of columns"),
+        ((COUNT + 1, INDEX), ValueError, r"kv_indices lists column 7\n  there are columns 0..3, of tiles"),
+        ((torch.full_like(COUNT, 2), FULL_INDEX * 0), ValueError, "kv_indices lists a column twice in one row"),
+        (
+            (COUNT, FULL_INDEX, COUNT, FULL_INDEX),
+            ValueError,
+            r"tile \(row 0, column 0\) is listed as partial and",
+        ),
+    ],
+)
+def test_lists_that_do_not_fit_together(given, kind, text):
+    with pytest.raises(kind, match=text) as e:
+        ours.BlockMask.from_kv_blocks(*given)
+    assert isinstance(e.value, fk.FrisketError)
+
+
+def test_lengths_beyond_the_lists():
+    with pytest.raises(ValueError, match="seq_lengths has 13 queries, the lists have 3 tiles of 4"):
+        ours.BlockMask.from_kv_blocks(COUNT, INDEX, BLOCK_SIZE=4, seq_lengths=(13, 16))

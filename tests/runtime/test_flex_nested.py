@@ -1,0 +1,88 @@
+"""create_nested_block_mask beside the dense mask of every sequence, on the diagonal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as theirs
+
+import frisket as fk
+import frisket.flex as ours
+from frisket.runtime.flex.tile_tensors import LISTS
+
+OFFSETS = torch.tensor([3, 0, 5, 1])
+MASKS = [
+    lambda b, h, q, k: q >= k,
+    lambda b, h, q, k: (q + OFFSETS[b] >= k) & (q - k < 9 + h),
+    lambda b, h, q, k: (k < 3) | (q >= k),
+]
+
+
+def nested(lengths):
+    return torch.nested.nested_tensor([torch.zeros(n, 2, 8) for n in lengths], layout=torch.jagged).transpose(1, 2)
+
+
+def packed(fn, q_lens, kv_lens, heads):
+    out = torch.zeros(1, heads, sum(q_lens), sum(kv_lens), dtype=torch.bool)
+    q = k = 0
+    for i, (m, n) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        if m and n:
+            one = theirs.create_mask(lambda b, h, q, k, i=i: fn(b + i, h, q, k), 1, heads, m, n, "cpu")
+            out[:, :, q : q + m, k : k + n] = one
+        q, k = q + m, k + n
+    return out
+
+
+@pytest.mark.parametrize("fn", MASKS)
+@pytest.mark.parametrize(
+    ("q_lens", "kv_lens"), [([7, 20, 1, 12], None), ([7, 20, 1, 12], [9, 5, 30, 4]), ([40, 0, 3, 8], None)]
+)
+@pytest.mark.parametrize("block", [8, (16, 5)])
+def test_sequences_see_themselves_alone(fn, q_lens, kv_lens, block):
+    q_nt, kv_nt = nested(q_lens), None if kv_lens is None else nested(kv_lens)
+    made = ours.create_nested_block_mask(fn, 1, 2, q_nt, kv_nt, block)
+    dense = packed(fn, q_lens, kv_lens or q_lens, 2)
+    wanted = theirs.create_block_mask(lambda b, h, q, k: dense[b, h, q, k], *dense.shape, "cpu", block)
+    assert made.shape == dense.shape
+    for name in LISTS:
+        assert torch.equal(getattr(made, name), getattr(wanted, name)), name
+    assert torch.equal(theirs.create_mask(made.mask_mod, *dense.shape, "cpu"), dense)
+    assert torch.equal(torch.from_numpy(made.mask.dense(*dense.shape[2:], heads=2)), dense)
+
+
+def test_a_text_knows_the_lengths_of_its_sequence():
+    made = ours.create_nested_block_mask("q + KV_LEN - Q_LEN >= k", 1, 1, nested([3, 5]), nested([6, 4]), 4)
+    dense = torch.zeros(8, 10, dtype=torch.bool)
+    dense[:3, :6], dense[3:, 6:] = torch.ones(3, 6).tril(3) > 0, torch.ones(5, 4).tril(-1) > 0
+    assert torch.equal(torch.from_numpy(made.mask.dense(8, 10))[0, 0], dense)
+
+
+def test_holes_see_nothing():
+    values = torch.zeros(12, 4)
+    holes = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 5, 12]), torch.tensor([3, 6]))
+    made = ours.create_nested_block_mask("true", 1, 1, holes, BLOCK_SIZE=4)
+    dense = torch.zeros(12, 12, dtype=torch.bool)
+    dense[:3, :3] = dense[5:11, 5:11] = True
+    assert torch.equal(torch.from_numpy(made.mask.dense(12, 12))[0, 0], dense)
+
+
+def test_many_sequences_are_laid_out_by_their_borders():
+    lengths = torch.randint(10, 1500, (100,), generator=torch.Generator().manual_seed(0)).tolist()
+    jagged = torch.nested.nested_tensor([torch.zeros(n, 1) for n in lengths], layout=torch.jagged)
+    made = ours.create_nested_block_mask(lambda b, h, q, k: q >= k, 1, 1, jagged)
+    assert made.layout.visible_pairs == sum(n * (n + 1) // 2 for n in lengths)
+    assert made.layout.analysis.looked_at < sum(lengths) * 130
+
+
+@pytest.mark.parametrize(
+    ("q_nt", "kv_nt", "text"),
+    [
+        (torch.zeros(2, 2, 5, 8), None, r"q_nt is of layout torch.strided\n  it is torch.nested.nested_tensor"),
+        (nested([3, 4]), 7, "kv_nt is int"),
+        (nested([3, 4]), nested([3, 4, 5]), r"q_nt holds 2 sequences, kv_nt 3\n  each query sequence has its keys"),
+    ],
+)
+def test_tensors_that_are_not_jagged(q_nt, kv_nt, text):
+    with pytest.raises(ValueError, match=text) as e:
+        ours.create_nested_block_mask("causal", 1, 1, q_nt, kv_nt)
+    assert isinstance(e.value, fk.FrisketError)
