@@ -52,7 +52,9 @@ class Stages:
             raise ValueError(f"no stage {name!r}; there are {', '.join(NAMES)}")
         if name == "target":
             t = self.target
-            return f"{t.backend}: {t.block_q} queries x {t.block_k} keys, {t.num_warps} warps, {t.num_stages} stages"
+            lines = [f"{t.backend}: {_launch(t)}"]
+            lines += [f"    {name}: {_launch(part)}" for name, part in (("dq", t.dq), ("dkv", t.dkv)) if part]
+            return "\n".join(lines)
         shown = str(getattr(self, name))
         if name == "simplified" and self.rules:
             fired = ", ".join(f"{n} x {c}" if c > 1 else n for n, c in self.rules.most_common())
@@ -64,3 +66,7 @@ class Stages:
 
     def __str__(self) -> str:
         return "\n\n".join(f"-- {name} {'-' * (76 - len(name))}\n{self.text(name)}" for name in NAMES)
+
+
+def _launch(t: Target) -> str:
+    return f"{t.block_q} queries x {t.block_k} keys, {t.num_warps} warps, {t.num_stages} stages"

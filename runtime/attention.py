@@ -247,9 +247,10 @@ class Attention:
         self, q: Any = None, k: Any = None, v: Any = None, *, q_len: int = 4096, kv_len: int | None = None,
         batch: int = 1, heads: int = 1, kv_heads: int | None = None, head_dim: int = 64, v_dim: int | None = None,
         dtype: str = "float32", backend: str | None = None, origin: Origin = NOWHERE, sizes: Sizes | None = None,
-        layout: str | None = None, **params: Any,
+        layout: str | None = None, arch: str | None = None, **params: Any,
     ) -> Stages:  # fmt: skip
-        """What becomes of the mask and score mod on the way to a kernel, a printable field per stage."""
+        """What becomes of the mask and score mod on the way to a kernel, a printable field per stage. Tiles of Triton
+        are those for `arch`, "sm_90" or "gfx942" for example, or for the GPU at hand."""
         what = self.subject.bind(params)
         if q is not None:
             given = arrays(q, k, v, layout)
@@ -266,9 +267,9 @@ class Attention:
         check_name(name)
         name = {"library": "aten", "native": "cpp"}.get(name, name)
         plan = Plan(what, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
-        target = target_of(name, g, dtype, self.options, plan)
+        target = target_of(name, g, dtype, self.options, plan, arch=arch)
         made = plan.work((target.block_q, target.block_k), proofs=name in GUARDED)
-        return stages_of(made, target, g, dtype)
+        return stages_of(made, target, g, dtype, self.options.sinks is not None)
 
     # -- checking ---------------------------------------------------------------------------------
 

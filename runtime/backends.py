@@ -125,9 +125,11 @@ def _automatic(framework: str, device: str) -> str:
 
 
 def target_of(
-    backend: str, geometry: Any, dtype: str, options: Options, plan: AnyPlan | None = None, device: Any = None
-) -> Any:
-    """The tiles and warps of a backend for one call. Without a plan those that a call is likely to have."""
+    backend: str, geometry: Any, dtype: str, options: Options, plan: AnyPlan | None = None, device: Any = None,
+    arch: str | None = None,
+) -> Any:  # fmt: skip
+    """The tiles and warps of a backend for one call. Without a plan those that a call is likely to have. `arch` is a
+    GPU's, where it is not that of `device`."""
     from frisket.lowering.plan import Target
 
     tile, narrow = options.tile, plan is not None and plan.narrow  # rows see few keys: smaller tiles waste less
@@ -139,7 +141,7 @@ def target_of(
     if backend == "triton":
         from .triton_tiles import target
 
-        return target(plan, geometry, dtype, tile, options.tuning, device)
+        return target(plan, geometry, dtype, tile, options.tuning, device, arch)
     if backend == "cpp":
         from frisket.lowering.cpu_tiles import tiles
 

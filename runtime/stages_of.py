@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.lowering.stages import Pair, Stages
@@ -11,18 +12,25 @@ from .bind import Work
 from .call import AnyPlan
 from .flat_plan import FlatPlan, FlatWork
 
+if TYPE_CHECKING:
+    from frisket.lowering.emit.triton_writer import Dims
 
-def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> str:
+    from .triton_decode import Shares
+
+
+def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False) -> str:
     """The kernel's text; empty where library calls run."""
     if target.backend == "cpp":
         from frisket.lowering.emit import cpp
 
         return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype)
     if target.backend == "triton":
-        from frisket.lowering.emit import triton_forward
-        from frisket.lowering.emit.triton_writer import Dims
+        from frisket.lowering.emit import triton, triton_decode
 
-        return triton_forward.emit(plan, target, Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads))
+        dims, few = dims_of(g, dtype), few_queries(plan, target, g)
+        if few is not None:
+            return triton_decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks)
+        return triton.emit(plan, target, dims, sinks=sinks)
     if target.backend == "pallas-tpu":
         from frisket.lowering.emit import pallas_tpu
 
@@ -30,8 +38,23 @@ def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> str:
     return ""
 
 
-def stages_of(made: Work, target: Target, g: Geometry, dtype: str) -> Stages:
-    text = text_of(made.plan, target, g, dtype)
+def dims_of(g: Geometry, dtype: str) -> Dims:
+    """What of the shapes Triton's kernels depend on."""
+    from frisket.lowering.emit.triton_writer import Dims
+
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
+
+
+def few_queries(plan: LoopPlan, target: Target, g: Geometry) -> Shares | None:
+    """How Triton divides a call of few queries, on the GPU at hand or an H100; None where the forward kernel runs."""
+    from .triton_decode import shares
+    from .triton_tiles import processors
+
+    return shares(plan, None, g, target, g.heads // g.kv_heads, processors())
+
+
+def stages_of(made: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False) -> Stages:
+    text = text_of(made.plan, target, g, dtype, sinks)
     m, s = made.subject.mask, made.subject.score
     written = Pair(None if m is None else m.expr, None if s is None else s.expr)
     return Stages(written, Pair(*made.simplified), made.layout.facts, made.layout, made.plan, target, text, made.rules)

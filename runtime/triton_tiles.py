@@ -23,6 +23,7 @@ what its tables hold: a change inside a class compiles nothing.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from typing import Any, Literal
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
 from frisket.lowering.emit.expr import POSITION, levels
+from frisket.lowering.emit.triton_backward import DELTA
 from frisket.lowering.emit.triton_parameters import padded
 from frisket.lowering.plan import Geometry, Target
 
@@ -125,8 +127,11 @@ def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
 
 def of_kernel(name: str, target: Target) -> Target:
     """The part of a target that a kernel of this name is launched with."""
-    own = {"attention_dq": target.dq, "attention_dkv": target.dkv}.get(name)
-    return own or target
+    own = {
+        "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv,
+        "attention_combine": replace(target, num_warps=4),
+    }  # fmt: skip
+    return own.get(name) or target
 
 
 def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:
@@ -140,16 +145,16 @@ def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:
 
 def target(
     plan: AnyPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
-    device: Any = None,
+    device: Any = None, arch: str | None = None,
 ) -> Target:  # fmt: skip
-    """The target of a call with `plan` on `device`: `tile` is the user's, of every kernel, and `tuning` what he says
-    beyond it. Without a plan that of a long window."""
+    """The target of a call with `plan` on `device`, or for `arch`; without a plan that of a long window. `tile` is the
+    user's, of every kernel, `tuning` what he says beyond it."""
     if tile is not None:
         return tuning.applied(of_tile(tile, g, dtype))
     mask, score = (None, None) if plan is None else plan.simplified
     keys = math.inf if plan is None or mask is None else keys_seen(mask, tuple(sorted(plan.scalars.items())))
     loads = loads_per_position(mask, score)
-    return tuning.applied(default_target(g, dtype, keys=keys, per_position=loads, arch=architecture(device)))
+    return tuning.applied(default_target(g, dtype, keys=keys, per_position=loads, arch=arch or architecture(device)))
 
 
 @lru_cache(maxsize=256)
@@ -186,21 +191,33 @@ def loads_per_position(*roots: Expr | None) -> bool:
 
 def architecture(device: Any = None) -> str:
     """That of a torch device, of the first GPU where none is named, and "sm_90" where there is none."""
-    if not find_spec("torch"):
+    found = _gpu(device)
+    if found is None:
         return "sm_90"
+    amd = str(getattr(found, "gcnArchName", "")).split(":")[0]
+    return amd if amd.startswith("gfx") else f"sm_{found.major}{found.minor}"
+
+
+def processors(device: Any = None) -> int:
+    """Streaming multiprocessors, or compute units; those of an H100 where there is no GPU."""
+    found = _gpu(device)
+    return 132 if found is None else int(found.multi_processor_count)
+
+
+def _gpu(device: Any) -> Any:
+    """What torch says of a GPU, of the current one where none is named; None where there is none."""
+    if not find_spec("torch"):
+        return None
     import torch
 
     if not torch.cuda.is_available():
-        return "sm_90"
+        return None
     index = device.index if getattr(device, "type", "cpu") == "cuda" else None
-    return _architecture(torch.cuda.current_device() if index is None else index)
+    return _properties(torch.cuda.current_device() if index is None else index)
 
 
 @lru_cache(maxsize=64)
-def _architecture(index: int) -> str:
+def _properties(index: int) -> Any:
     import torch
 
-    found = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        return str(found.gcnArchName).split(":")[0]
-    return f"sm_{found.major}{found.minor}"
+    return torch.cuda.get_device_properties(index)

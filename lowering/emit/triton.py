@@ -1,0 +1,24 @@
+"""The Triton kernels of an attention as one module, to read: the forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from frisket.lowering.plan import LoopPlan, Target
+
+from . import triton_backward, triton_forward
+from .triton_writer import Dims, module
+
+ARRAYS = frozenset("qkv")
+
+
+def emit(
+    plan: LoopPlan, target: Target, dims: Dims, *, wanted: Collection[str] = ARRAYS, sinks: bool = False
+) -> str:  # fmt: skip
+    """`emit(plan, target, Dims(128, 128, "bfloat16"))`: the forward kernel, and those of the gradients of the arrays,
+    tables and slots in `wanted`. Executors print the forward and the backward as modules of their own, when each is
+    first called; the kernels are these."""
+    kernels = [triton_forward.kernel(plan, target, dims, sinks=sinks)]
+    if not dims.kv_dtype:
+        kernels += triton_backward.kernels(plan, target, dims, wanted, dlse=False)
+    return module("Attention", plan, dims, kernels)
