@@ -5,7 +5,12 @@
 67.1875
 """
 
+from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
+from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
+from torch.nn.attention.flex_attention import FlexKernelOptions as FlexKernelOptions
+
 from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
+from frisket.runtime.flex.attention import flex_attention as flex_attention
 from frisket.runtime.flex.block_mask import BlockMask as BlockMask
 from frisket.runtime.flex.create import and_masks as and_masks
 from frisket.runtime.flex.create import create_block_mask as create_block_mask
@@ -15,11 +20,15 @@ from frisket.runtime.flex.create import or_masks as or_masks
 from frisket.runtime.flex.nested import create_nested_block_mask as create_nested_block_mask
 
 __all__ = [
+    "AuxOutput",
+    "AuxRequest",
     "BlockMask",
+    "FlexKernelOptions",
     "and_masks",
     "create_block_mask",
     "create_mask",
     "create_nested_block_mask",
+    "flex_attention",
     "noop_mask",
     "or_masks",
 ]

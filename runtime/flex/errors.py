@@ -28,6 +28,14 @@ class GatherError(ParameterError, IndexError):
     """A table is read outside its entries where the mask or score mod shows a position."""
 
 
+class ScoreModError(TraceError, AssertionError, RuntimeError, ValueError):
+    """What was given is no score_mod; torch raises one of these three, whichever line notices."""
+
+
+class ArrayError(ShapeError, NotImplementedError):
+    """Arrays that attention does not take."""
+
+
 def check_lookups(found: Iterable[Lookup]) -> None:
     """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently."""
     for one in found:

@@ -1,0 +1,107 @@
+"""flex_attention, with torch's arguments and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions
+from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
+
+from frisket.dsl.errors import ParameterError
+
+from ..frameworks import in_graph
+from .block_mask import BlockMask
+from .checks import check_arrays, check_block_mask, check_device
+from .kernel_options import options_of, read
+from .pair import pair_of
+from .score_mod import scored, traced, version_of
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: FlexKernelOptions | None = None, *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:  # fmt: skip
+    """`flex_attention(query, key, value, score_mod, block_mask)`: torch's flex_attention, run by frisket.
+
+    >>> import torch
+    >>> from frisket.flex import create_block_mask, flex_attention
+    >>> q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    >>> causal = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 64, 64, device="cpu")
+    >>> flex_attention(q, q, q, lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx), causal).shape
+    torch.Size([1, 2, 64, 16])
+
+    query (B, Hq, L, E), key (B, Hkv, S, E), value (B, Hkv, S, Ev); out (B, Hq, L, Ev). The batch of key and value may
+    be 1, and with `enable_gqa` query head h reads their head h // (Hq // Hkv). `score_mod(score, b, h, q_idx, kv_idx)`
+    changes scores in float32; `block_mask` says what is visible; `scale` is 1 / sqrt(E) unless given. `return_lse`
+    gives (out, lse), `return_aux=AuxRequest(lse=True, max_scores=True)` gives (out, AuxOutput): float32 (B, Hq, L), the
+    natural log of the sum that the softmax divides by, and the largest visible score, without a gradient. A query that
+    sees no key has out 0 and lse -inf.
+
+    Gradients flow to query, key, value and every Float tensor that score_mod captured, on CPUs too. What was traced
+    is kept: a score_mod of the same code and numbers costs no trace, though it captures other tensors.
+
+    Raises `ShapeError` (a ValueError) where shapes, or the mask's lengths, B and H do not fit; `ScoreModError` for what
+    is no score_mod; `GatherError` (an IndexError) where it reads outside a table at a visible position, below 0 too;
+    `KernelOptionError` for options that are unknown, impossible, or promise what is not so. See docs/flex.md.
+    """
+    if return_lse and return_aux is not None:
+        raise ParameterError("return_lse and return_aux are both given\n  return_aux=AuxRequest(lse=True) has both")
+    top = return_aux is not None and return_aux.max_scores
+    if torch.compiler.is_dynamo_compiling():
+        from .graph import compiled
+
+        found = compiled(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
+    else:
+        found = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
+    out, lse, largest = found
+    if return_aux is not None:
+        return out, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
+    kernel_options: Any, top: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(out, lse, max) of a call in eager mode."""
+    check_arrays(query, key, value, gqa)
+    if block_mask is not None:
+        check_block_mask(block_mask, query, key)
+        if not isinstance(block_mask, BlockMask):
+            block_mask = _ours(block_mask)
+        check_device(block_mask, query)
+    if key.shape[0] != query.shape[0]:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    asked = read(kernel_options)
+    options = options_of(scale, gqa, asked)
+    visible = None if block_mask is None else block_mask.live
+    if in_graph(query):
+        from .graph import operator
+
+        mod = None if score_mod is None else traced(score_mod, valueless=True)[0]
+        return operator(query, key, value, mod, visible, options, top)
+    mod, tensors = (None, {}) if score_mod is None else scored(score_mod)
+    made = pair_of(mod, visible, options, tensors)
+    made.check(query, key, tensors, asked, block_mask)
+    return made(query, key, value, tensors, top)
+
+
+_converted: WeakKeyDictionary[TorchBlockMask, tuple[Any, BlockMask]] = WeakKeyDictionary()
+
+
+def _ours(theirs: TorchBlockMask) -> BlockMask:
+    """torch's BlockMask as one of ours: a position is visible in a full tile, and in a partial one where mask_mod shows
+    it. Kept with it, until an attribute is replaced."""
+    held = vars(theirs)
+    state = tuple((n, id(x), version_of(x) if isinstance(x, Tensor) else None) for n, x in held.items())
+    known = _converted.get(theirs)
+    if known is None or known[0] != state:
+        known = state, BlockMask(**held)
+        _converted[theirs] = known
+    return known[1]

@@ -1,0 +1,122 @@
+"""What flex_attention refuses: arrays, masks and promises that do not fit, as torch does, and what torch lets pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from frisket.dsl.errors import BackendError, ShapeError
+
+from ..attention import Attention
+from ..mask import Mask, ScoreMod
+from .errors import ArrayError, ScoreModError, check_lookups
+from .kernel_options import KernelOptionError
+
+SHORT = 128  # queries: fewer are a step of decoding to torch
+
+
+def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    """Refuse shapes that do not fit together."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.is_nested:
+            raise ArrayError(
+                f"{name} is a nested tensor\n  give the packed tokens as one row, (1, heads, tokens, dim), and the "
+                "mask of create_nested_block_mask"
+            )
+        if x.dim() != 4:
+            raise ArrayError(f"{name} has {x.dim()} axes\n  it is (batch, heads, length, dim)")
+    (b, h, _, e), (kb, hkv, n, ke), (vb, vh, vn, _) = query.shape, key.shape, value.shape
+    if e != ke:
+        raise ShapeError(f"query has an embedding of {e}, key of {ke}\n  they are multiplied: give them one length")
+    if kb != vb or hkv != vh or n != vn:
+        raise ShapeError(
+            f"key is (batch, heads, length) = {(kb, hkv, n)}, value {(vb, vh, vn)}\n  every key has one value"
+        )
+    if h != hkv and not enable_gqa:
+        raise ShapeError(
+            f"query has {h} heads, key and value {hkv}\n  enable_gqa=True shares a head of theirs among several"
+        )
+    if hkv == 0 or h % hkv:
+        raise ShapeError(f"query has {h} heads, key and value {hkv}\n  their number divides that of query's")
+    if kb not in (1, b) or b == 0:
+        raise ShapeError(f"query has {b} batch entries, key and value {kb}\n  theirs are as many, or one for all")
+
+
+def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Refuse a mask for other arrays. torch takes indices modulo the mask's B and H instead of looking."""
+    if not isinstance(block_mask, BlockMask):
+        what = "a function" if callable(block_mask) else type(block_mask).__name__
+        raise ScoreModError(
+            f"block_mask is {what}\n  it is a BlockMask: create_block_mask(mask_mod, B, H, {query.shape[2]}, "
+            f"{key.shape[2]})"
+        )
+    *batch, q_len, kv_len = block_mask.shape
+    have = (query.shape[2], key.shape[2])
+    if have != (q_len, kv_len) and not _no_mask(block_mask):
+        longer = q_len >= have[0] and kv_len >= have[1]
+        advice = f"or block_mask._adjust{have} for the first of them" if longer else "it says nothing of the rest"
+        raise ShapeError(
+            f"block_mask was created for q_len={q_len} and kv_len={kv_len}, query and key have {have[0]} and {have[1]}"
+            f"\n  make one for these lengths, {advice}"
+        )
+    for name, n, want in zip(("batch entries", "heads")[2 - len(batch) :], batch, query.shape[2 - len(batch) : 2]):
+        if n not in (1, want):
+            raise ShapeError(
+                f"block_mask is for {n} {name}, query has {want}\n  make it for {want}, or for one that does for all"
+            )
+
+
+def _no_mask(block_mask: BlockMask) -> bool:
+    """Whether it is what torch makes where there is none: one tile, without lengths."""
+    return block_mask.BLOCK_SIZE == (1 << 30, 1 << 30)
+
+
+def check_device(block_mask: Any, query: Tensor) -> None:
+    device = block_mask.kv_num_blocks.device if type(block_mask) is BlockMask else block_mask.device
+    if device.type != query.device.type:
+        raise BackendError(
+            f"query is on {query.device}, block_mask on {device}\n  block_mask.to({str(query.device)!r}) moves it"
+        )
+
+
+def check_gathers(score: ScoreMod, mask: Mask | None, query: Tensor, key: Tensor) -> None:
+    """Refuse a score mod that reads outside a table where the mask shows the position."""
+    b, h, q_len, _ = query.shape
+    check_lookups(score.lookups(q_len, key.shape[2], mask, batch=b, heads=h))
+
+
+def check_promises(promises: tuple[str, ...], att: Attention, block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Refuse a promise that is not kept; torch believes it, and its numbers are then wrong."""
+    b, h, q_len, _ = query.shape
+    if "TRITON_DECODE" in promises and q_len >= SHORT:
+        raise KernelOptionError(
+            f"BACKEND is 'TRITON_DECODE', for fewer than {SHORT} queries, and there are {q_len}\n  leave it out"
+        )
+    if "ROWS_GUARANTEED_SAFE" in promises and att.mask is not None:
+        found = att.mask.empty_rows(q_len, key.shape[2], batch=b, heads=h)
+        if found:
+            at = found.witness
+            raise KernelOptionError(
+                f"ROWS_GUARANTEED_SAFE is not so: query {at[2]} of batch entry {at[0]} and head {at[1]} sees no key\n"
+                "  leave it out: frisket finds out by itself, and pays for such rows only where they can be"
+            )
+    if "BLOCKS_ARE_CONTIGUOUS" in promises and block_mask is not None:
+        _check_contiguous(block_mask)
+
+
+def _check_contiguous(block_mask: BlockMask) -> None:
+    for kind in ("kv", "full_kv"):
+        count, index = (getattr(block_mask, f"{kind}_{part}") for part in ("num_blocks", "indices"))
+        if count is None:
+            continue
+        steps = torch.arange(index.shape[-1], device=index.device)
+        gaps = (steps < count[..., None]) & (index != index[..., :1] + steps)
+        if bool(gaps.any()):
+            row = gaps.nonzero()[0].tolist()[-2]
+            raise KernelOptionError(
+                f"BLOCKS_ARE_CONTIGUOUS is not so: the blocks that row {row} of tiles reads have gaps\n"
+                "  leave it out: frisket knows the runs of every row"
+            )

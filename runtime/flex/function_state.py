@@ -1,0 +1,133 @@
+"""What a Python function hangs on, said quickly: whether an earlier trace of it still holds.
+
+A score mod may be the same function object while a number it captured has changed, or a new object of the same code
+at every call, over new tensors. `state_of` says what decides the trace as one hashable value, tensors apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from functools import lru_cache
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from frisket.dsl.trace import LIBRARIES
+
+CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
+REFLECTION = frozenset("getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next".split())
+PARTS = ("_parameters", "_buffers", "_modules")  # where a torch.nn.Module keeps its attributes
+Names = frozenset[str]
+
+
+class UnknownState(Exception):  # noqa: N818 (never leaves this file)
+    """The function reaches something that may change unseen."""
+
+
+def state_of(fn: Any) -> tuple[Any, list[torch.Tensor]] | None:
+    """(state, tensors). Functions of equal states trace to one expression, as far as the trace looked at no tensor's
+    values. None where something is reached that may change unseen, so that every trace has to be made anew."""
+    reader = _Reader()
+    try:
+        return reader.value(fn, frozenset({"__call__", "forward"})), reader.tensors
+    except (UnknownState, RecursionError, ValueError):  # ValueError: an empty cell
+        return None
+
+
+class _Reader:
+    """`names` are those that the code at hand reads: of an object it can see these attributes alone."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.seen: set[Any] = set()
+
+    def value(self, x: Any, names: Names) -> Any:
+        if isinstance(x, torch.Tensor):
+            self.tensors.append(x)
+            return x.shape, x.dtype, x.requires_grad, x.device
+        kind = type(x)
+        if kind is float:
+            return kind, x.hex()  # 0.0 and -0.0 differ
+        if kind in CONSTANTS:
+            return kind, x
+        if kind is FunctionType:
+            return self.function(x, names)
+        if isinstance(x, ModuleType | BuiltinFunctionType | Enum) or (isinstance(x, type) and _foreign(x)):
+            return x
+        if kind in (list, tuple):
+            return kind, self.each(x, names)
+        if kind in (dict, OrderedDict):
+            return kind, tuple(x), self.each(x.values(), names)
+        if kind is functools.partial:
+            return kind, self.value(x.func, names), tuple(x.keywords), self.each((*x.args, *x.keywords.values()), names)
+        if kind is MethodType:
+            mine = names | (_names(x.__func__.__code__) if type(x.__func__) is FunctionType else names)
+            return self.value(x.__func__, names), self.value(x.__self__, mine)
+        if isinstance(x, type):
+            return x, self.members(x, {}, names | {"forward"})
+        return kind, self.members(x, getattr(x, "__dict__", None), names)
+
+    def each(self, values: Iterable[Any], names: Names) -> tuple[Any, ...]:
+        return tuple([self.value(x, names) for x in values])
+
+    def function(self, fn: FunctionType, names: Names) -> Any:
+        library = _foreign(fn)
+        if (library and not fn.__closure__) or (fn, names) in self.seen:
+            return fn
+        self.seen.add((fn, names))
+        mine = _names(fn.__code__)
+        if mine & REFLECTION:
+            raise UnknownState
+        names = names | mine
+        said: list[Any] = [fn.__code__, *(self.value(c.cell_contents, names) for c in fn.__closure__ or ())]
+        if fn.__defaults__ or fn.__kwdefaults__:
+            said.append(self.each((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), names))
+        if not library:
+            scope = fn.__globals__
+            said += [self.value(scope[n], names) for n in sorted(mine) if n in scope]
+        return tuple(said)
+
+    def members(self, x: Any, held: Mapping[str, Any] | None, names: Names) -> Any:
+        """An object, or a class, by the attributes and methods that the code reads."""
+        cls = x if isinstance(x, type) else type(x)
+        module = isinstance(x, torch.nn.Module)
+        strange = _foreign(cls) and not module and cls is not SimpleNamespace
+        if held is None or strange or any("__getattr__" in vars(c) for c in cls.__mro__ if not _foreign(c)):
+            raise UnknownState
+        names, methods = _reached(cls, names)
+        if (id(x), names) in self.seen:
+            return id(x)
+        self.seen.add((id(x), names))
+        parts = [held, *(held[p] for p in PARTS if module and p in held)]
+        said = [(n, self.value(part[n], names)) for part in parts for n in sorted(names & part.keys())]
+        return tuple(said), tuple([self.value(m, names) for m in methods])
+
+
+def _foreign(x: Any) -> bool:
+    """Whether a class or function is of a library: those do not change between calls."""
+    return (x.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
+
+
+@lru_cache(maxsize=1024)
+def _names(code: CodeType) -> Names:
+    """Every name that the code, and functions written inside it, read from modules and objects."""
+    inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+@lru_cache(maxsize=1024)
+def _reached(cls: type, names: Names) -> tuple[Names, tuple[Any, ...]]:
+    """The names that are read once the methods and properties among `names` run, and what the class has of them."""
+    found: dict[str, Any] = {}
+    while True:
+        for name in names - found.keys():
+            one = next((vars(c)[name] for c in cls.__mro__ if name in vars(c) and not _foreign(c)), None)
+            found[name] = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+        more = names.union(*(_names(f.__code__) for f in found.values() if isinstance(f, FunctionType)))
+        if more == names:
+            return names, tuple(found[n] for n in sorted(found) if found[n] is not None)
+        names = more

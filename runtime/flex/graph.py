@@ -1,0 +1,153 @@
+"""flex_attention in a graph of torch: torch.compile, torch.export, torch.func.
+
+Dynamo reads a score_mod where it is called, so that numbers it captured are guarded and tensors are inputs of the
+graph: what is then called has the score_mod as a graph of torch over those inputs. The call leaves `frisket::attend`
+in its place, which holds the expression of that graph as a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.variables import higher_order_ops as dynamo
+from torch._ops import HigherOrderOperator
+from torch.nn.attention.flex_attention import noop_mask
+from torch.utils._python_dispatch import _disable_current_modes
+
+from frisket.dsl import ir
+from frisket.dsl.symbol import Symbol
+from frisket.dsl.trace import Kind, trace
+
+from .. import torch_library
+from ..bind import Subject
+from ..mask import Mask, ScoreMod, program
+from ..options import Options
+from ..parameters import names_of
+from ..torch_spec import spec_of
+from .block_mask import BlockMask
+from .checks import check_arrays, check_block_mask
+from .kernel_options import options_of, read
+from .live_mask import LiveMask
+from .score_mod import apart, only, traced
+from .tile_tensors import kinds_of
+
+
+def compiled(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
+    kernel_options: Any, top: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
+    check_arrays(query, key, value, gqa)
+    said = {
+        "scale": scale, "gqa": gqa, "top": top, "kernel": dict(kernel_options or {}), "text": None, "values": {},
+        "tiles": None, "block": None,
+    }  # fmt: skip
+    mask_mod = noop_mask
+    if block_mask is not None:
+        check_block_mask(block_mask, query, key)
+        ours = isinstance(block_mask, BlockMask)
+        if ours:
+            said["text"], said["values"] = block_mask._text, dict(block_mask._mod.values)
+        else:
+            mask_mod = block_mask.mask_mod
+        if not ours or block_mask._given is not None:
+            names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+            kinds = kinds_of({n: getattr(block_mask, n) for n in names})
+            said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
+    if key.shape[0] != query.shape[0]:
+        key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+    return call(query, key, value, score_mod or unchanged, (mask_mod,), None, said)  # type: ignore[no-any-return]
+
+
+def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """The score mod that is none."""
+    return score
+
+
+class Call(HigherOrderOperator):
+    """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured comes
+    last."""
+
+    def __init__(self) -> None:
+        super().__init__("frisket_flex_attention", cacheable=True)  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, said: Any,
+        score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
+    ) -> Any:  # fmt: skip
+        """Whatever mode is on sees the operator that this is in the end, and nothing of this one."""
+        mod = over_graph(score_mod, score_values, "score")
+        if said["text"] is not None:
+            visible = LiveMask(program(said["text"]).mask.expr, said["values"])  # type: ignore[union-attr]
+        else:
+            visible = over_graph(masks[-1], mask_values, "mask")
+        if said["tiles"] is not None:
+            visible = visible.within(said["tiles"], tuple(said["tiles"].shape[:-2]), tuple(map(int, said["block"])))
+        options = options_of(said["scale"], said["gqa"], read(said["kernel"]))
+        return operator(query, key, value, mod, visible, options, said["top"])
+
+
+call = Call()
+dynamo._hop_name_to_variable_class[call.__name__] = dynamo.FlexAttentionHigherOrderVariable
+
+
+def over_graph(graph: Any, values: tuple[Any, ...], kind: Kind) -> LiveMask:
+    """What a graph computes, over `values`: the tensors and integers that are the last of its inputs. Sizes of tensors
+    that are open in the graph at hand stay so, as long as nothing but the ends of lookups hangs on them."""
+    found = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint)
+    if any(not isinstance(n, int) for x in values if isinstance(x, Tensor) for n in x.shape):
+        longer = _read(graph, values, kind, lambda n: n if isinstance(n, int) else n.node.hint + 1)
+        if longer.expr is not found.expr:
+            return _read(graph, values, kind, int)  # a guard of the graph: another size is another one
+    return found
+
+
+def _read(graph: Any, values: tuple[Any, ...], kind: Kind, size: Callable[[Any], int]) -> LiveMask:
+    names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
+    given = dict(zip(names[len(names) - len(values) :], values, strict=True))
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return graph(score, b, h, q, k, *inputs.values())
+
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return graph(b, h, q, k, *inputs.values())
+
+    with _disable_current_modes():  # constants that the function makes are to have values
+        inputs = {n: _stand_in(n, x, size) for n, x in given.items()}
+        if kind == "score":
+            found = traced(score_mod, valueless=True)[0]
+        else:
+            shown = trace(mask_mod, "mask", valueless=True)
+            found = LiveMask(shown.expr, shown.tables)
+    own = {id(x): given[n] for n, x in inputs.items()}
+    tables = {n: own[id(x)] for n, x in found.values.items()}
+    return LiveMask(found.expr, {**{n: x for n, x in given.items() if n in names_of(found.expr)}, **tables})
+
+
+def _stand_in(name: str, x: Any, size: Callable[[Any], int]) -> Any:
+    """A tensor without values, of this dtype and shape, or a number without one."""
+    if not isinstance(x, Tensor):
+        return Symbol(ir.param(name))
+    made = torch.empty([size(n) for n in x.shape], dtype=x.dtype, device="meta")
+    return made.requires_grad_(x.requires_grad)
+
+
+def operator(
+    query: Tensor, key: Tensor, value: Tensor, mod: LiveMask | None, visible: LiveMask | None, options: Options,
+    top: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, max) by `frisket::attend`."""
+    if mod is not None:
+        mod = apart(mod, visible)[0]
+    values = {n: x for one in (visible, mod) if one is not None for n, x in one.values.items()}
+    numbers = {n: x for n, x in values.items() if isinstance(x, bool | int | float)}
+    what = Subject(
+        None if visible is None else Mask(visible.expr, only(numbers, visible.expr)),
+        None if mod is None else ScoreMod(mod.expr, only(numbers, mod.expr)),
+    )
+    free = {n: x for n, x in values.items() if n not in numbers}
+    spec = spec_of(what, options, free)
+    return torch_library.written(spec, 0.0, query, key, value, None, None, top, None, None, None, free)

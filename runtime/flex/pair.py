@@ -1,0 +1,101 @@
+"""A score mod and a mask in one attention, with the tensors of this call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from frisket.dsl import ir
+from frisket.dsl.types import FLOAT
+
+from .. import torch_op
+from ..attention import Attention
+from ..entry import attention_for
+from ..mask import Mask, ScoreMod
+from ..options import Options
+from ..parameters import as_value, names_of
+from .checks import check_gathers, check_promises
+from .kernel_options import Asked
+from .live_mask import LiveMask
+from .score_mod import Scored, apart, only, remember, version_of
+
+
+class Pair:
+    """The attention of a score mod and a mask, as long as the tables it has copies of stay as they are. Float tensors
+    of the score mod are not copied: every call brings them."""
+
+    def __init__(
+        self, mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]
+    ) -> None:
+        score, names = (None, {}) if mod is None else apart(mod.live, visible)
+        wanted = {} if score is None else names_of(score.expr)
+        back = {new: old for old, new in names.items()}
+        own = {n: tensors[back.get(n, n)] for n in wanted if back.get(n, n) in tensors}
+        self.floats = {n: back.get(n, n) for n, x in own.items() if wanted[n][1] is FLOAT}
+        held = {n: x for n, x in own.items() if n not in self.floats}
+        self.held = [(back.get(n, n), x, version_of(x)) for n, x in held.items()]
+        if visible is not None:
+            self.held += [(None, x, version_of(x)) for x in visible.tensors.values()]
+            held.update(visible.tensors)
+        self.placed = {n: x for n, x in held.items() if x.ndim and x.device.type != "cpu"}  # planned where they are
+        values = {n: as_value(n, x) for n, x in held.items() if n not in self.placed}
+        m = None if visible is None else Mask(visible.expr, visible.numbers | only(values, visible.expr))
+        s = None if score is None else ScoreMod(score.expr, score.numbers | only(values, score.expr))
+        self.att: Attention = attention_for(m, s, options, {})
+        self.plans: OrderedDict[Any, Any] = OrderedDict()
+        self.checked: set[Any] = set()
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        return all((n is None or tensors[n] is x) and version_of(x) == version for n, x, version in self.held)
+
+    def check(self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any) -> None:
+        """Once for these lengths, where nothing is on a device."""
+        place = query.shape[:3], key.shape[2], asked.promises
+        if place in self.checked:
+            return
+        self.checked.add(place)
+        if self.placed:
+            return
+        if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
+            shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
+            check_gathers(self.att.score.bind(**shapes), self.att.mask, query, key)
+        check_promises(asked.promises, self.att, block_mask, query, key)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, tensors: Mapping[str, Tensor], top: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        params = {n: tensors[own] for n, own in self.floats.items()}
+        plan = None
+        if self.placed and not params:
+            place = query.shape[2], key.shape[2], query.shape[0], query.shape[1]
+            if place not in self.plans:
+                remember(self.plans, place, self.att.plan(*place, **self.placed))
+            plan = self.plans[place]
+        elif self.placed:
+            params |= self.placed
+        found: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
+            self.att, query, key, value, plan, None, None, top, None, None, None, params
+        )
+        return found
+
+
+_pairs: OrderedDict[Any, Pair] = OrderedDict()
+
+
+def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]) -> Pair:
+    key = mod, visible, options
+    found = _pairs.get(key)
+    if found is None or not found.holds(tensors):
+        found = Pair(mod, visible, options, tensors)
+        remember(_pairs, key, found)
+    return found
+
+
+def _shape(name: str, x: Tensor, e: ir.Expr) -> Any:
+    """A table of this shape, for what only its shape decides; itself where positions hang on it."""
+    inside = {n.name for one in ir.walk(e) if one.op == "lookup" for a in one.args for n in ir.walk(a)}
+    return x.detach() if name in inside else np.broadcast_to(np.zeros((), np.float32), tuple(x.shape))

@@ -1,0 +1,110 @@
+"""Score mods of torch: traced once, kept, and known again when they come with other tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from frisket.dsl import ir
+from frisket.dsl.errors import TraceError
+from frisket.dsl.trace import trace
+from frisket.dsl.types import FLOAT
+
+from ..mask import ScoreMod
+from ..mask import score as written
+from ..parameters import names_of
+from .errors import ScoreModError
+from .function_state import state_of
+from .live_mask import LiveMask, fresh, of_bound
+
+KEPT = 128  # score mods, and pairs of score mod and mask
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A score mod, traced. `places` say which of the function's tensors a name is, `read` are those whose values the
+    trace looked at, or whose place is not known: (place, tensor, version)."""
+
+    live: LiveMask
+    places: Mapping[str, int]
+    read: tuple[tuple[int | None, Tensor, Any], ...]
+
+    def holds(self, tensors: list[Tensor]) -> bool:
+        return all((at is None or tensors[at] is x) and version_of(x) == version for at, x, version in self.read)
+
+
+_scored: OrderedDict[Any, Scored] = OrderedDict()
+
+
+def scored(score_mod: Any) -> tuple[Scored, Mapping[str, Tensor]]:
+    """The score mod as it was traced before, if that still holds, and its tensors as they are now."""
+    state, tensors = (score_mod, []) if isinstance(score_mod, str | ScoreMod) else state_of(score_mod) or (None, [])
+    found = None if state is None else _scored.get(state)
+    if found is None or not found.holds(tensors):
+        found = _traced_over(score_mod, tensors)
+        if state is not None:
+            remember(_scored, state, found)
+    if not found.places:
+        return found, found.live.tensors
+    return found, {**found.live.tensors, **{n: tensors[i] for n, i in found.places.items()}}
+
+
+def _traced_over(score_mod: Any, tensors: list[Tensor]) -> Scored:
+    live, read = traced(score_mod)
+    place = {id(x): i for i, x in enumerate(tensors)}
+    places = {n: place[id(x)] for n, x in live.tensors.items() if id(x) in place}
+    looked = {id(x): x for x in (*read, *(x for n, x in live.tensors.items() if n not in places))}
+    return Scored(live, places, tuple((place.get(i), x, version_of(x)) for i, x in looked.items()))
+
+
+def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Tensor, ...]]:
+    """A score mod as an expression over its own tensors, and the tensors whose values went into it."""
+    if isinstance(score_mod, str | ScoreMod | ir.Expr):
+        return of_bound(written(score_mod)), ()
+    try:
+        found = trace(score_mod, "score", valueless=valueless)
+    except TraceError as error:
+        raise ScoreModError(str(error)) from error
+    if found.result is not FLOAT:
+        raise ScoreModError(
+            "score_mod returns an Int\n  it returns a Float: the score, or what was made of it; `x.float()` is one too"
+        )
+    if not found.scored:
+        raise ScoreModError(
+            "score_mod takes no score\n  it is score_mod(score, b, h, q_idx, kv_idx); a function of four that hides "
+            "positions is a mask_mod, for create_block_mask"
+        )
+    return LiveMask(found.expr, found.tables), found.read
+
+
+def version_of(x: Tensor) -> Any:
+    """How often a tensor was written to; of one that does not count that, something equal to nothing."""
+    return object() if x.is_inference() else x._version
+
+
+def remember(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > KEPT:
+        kept.popitem(last=False)
+
+
+def apart(mod: LiveMask, visible: LiveMask | None) -> tuple[LiveMask, dict[str, str]]:
+    """The score mod with names that the mask does not have, and which were changed to what."""
+    names: dict[str, str] = {}
+    taken = {*mod.values, *(() if visible is None else visible.values)}
+    for name in sorted(mod.values.keys() & (set() if visible is None else visible.values.keys())):
+        names[name] = fresh(name, taken)
+        taken.add(names[name])
+    if not names:
+        return mod, names
+    return LiveMask(ir.renamed(mod.expr, names), {names.get(n, n): x for n, x in mod.values.items()}), names
+
+
+def only(values: Mapping[str, Any], e: ir.Expr) -> dict[str, Any]:
+    used = names_of(e)
+    return {n: x for n, x in values.items() if n in used}
