@@ -28,6 +28,11 @@ def test_interpreted(part):
     run("triton_interpreted.py", part, TRITON_INTERPRET="1")
 
 
+@pytest.mark.parametrize("part", ["parts and not of_every_case", "of_every_case or keys_and_values"])
+def test_interpreted_few_queries(part):
+    run("triton_interpreted_decode.py", part, TRITON_INTERPRET="1")
+
+
 @pytest.mark.parametrize("part", ["spill", "not spill"])
 def test_compiled(part):
     run("triton_compiled.py", part)

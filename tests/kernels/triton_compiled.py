@@ -13,6 +13,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.emit import triton_decode
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
@@ -72,6 +73,22 @@ def test_cases_compile(name):
     made, target = cases.plan(case), Target("triton", 64, 32, 4, 2)
     dims = Dims(case.dim, case.v_dim, "float16", case.heads // case.kv_heads)
     assert all(r.fits for r in compile_reports(emit(made, target, dims), made, target, dims))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_few_queries_compile(arch):
+    target, dims = Target("triton", 16, 64, 4, 2), Dims(96, 96, "bfloat16", 8)
+    source = triton_decode.emit(PLANS["documents"], target, dims, sinks=True, top=True)
+    found = list(compile_reports(source, PLANS["documents"], target, dims, arch))
+    assert [r.kernel for r in found] == ["attention_decode", "attention_combine"]
+    assert all(r.fits and not r.spills for r in found)
+
+
+@pytest.mark.parametrize("keys", ["float8_e4m3fn", "float8_e5m2"])
+def test_keys_and_values_of_8_bits_compile(keys):
+    target, dims = Target("triton", 64, 64, 4, 2), Dims(64, 64, "bfloat16", 8, keys)
+    source = emit(PLANS["window"], target, dims)
+    assert all(r.fits for r in compile_reports(source, PLANS["window"], target, dims))
 
 
 @pytest.mark.parametrize("int64", [False, True])

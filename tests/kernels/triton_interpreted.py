@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from support import attention_cases as cases
-from support import triton_bf16, triton_operators
+from support import triton_operators
 from support.attention_cases import CASES, Case, causal
+from support.triton_call import check, run, with_everything
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError, ParameterError
@@ -16,50 +17,19 @@ from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime import triton_launch, triton_report, triton_source
 
-triton_bf16.install()
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
-
-
-def poisoned(array, dtype, layout="bhsd"):
-    """The array as a torch tensor of odd strides, with NaN (or nonsense) all around it."""
-    axes = [("bhsd" if array.ndim == 4 else "bhsd"[: array.ndim]).index(c) for c in layout]
-    source = torch.as_tensor(np.ascontiguousarray(array)).to(dtype).permute(axes)
-    bad = float("nan") if dtype.is_floating_point else 1 if dtype is torch.bool else min(2**30, torch.iinfo(dtype).max)
-    whole = torch.full([n + 8 for n in source.shape], bad, dtype=dtype)
-    inner = whole[tuple(slice(3, 3 + n) for n in source.shape)]
-    inner.copy_(source)
-    return inner.permute([axes.index(i) for i in range(source.dim())])
-
-
-def run(case, made=None, layout="bhsd", spans=None, **target):
-    made = made or cases.plan(case)
-    dtype = getattr(torch, case.dtype)
-    q, k, v = (
-        poisoned(np.asarray(x.astype("float32")).transpose(0, 2, 1, 3), dtype, layout) for x in cases.arrays(case)
-    )
-    tables = {
-        n: poisoned(a, torch.as_tensor(np.asarray(a)).dtype, "bhsd"[: np.ndim(a)])
-        for n, a in made.table_values(case.tables).items()
-    }
-    return triton_launch.forward(
-        made, spans or cases.Source(case), cases.geometry(case), q, k, v,
-        made.slot_values(case.slots), tables, Target("triton", *case.block, **target),
-    )  # fmt: skip
-
-
-def check(case, out, lse, top=None):
-    want, want_lse = cases.oracle(case)
-    error = np.abs(out.double().numpy().transpose(0, 2, 1, 3) - want)
-    assert error.max() <= cases.allowed(case)  # and so no NaN
-    loose = 2e-6 if case.dtype == "float32" else 2e-2
-    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=loose, atol=loose)
-    assert out.dtype == getattr(torch, case.dtype)
-    assert lse.dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case(name):
     check(CASES[name], *run(CASES[name]))
+
+
+@pytest.mark.parametrize(
+    "name", ["gqa", "empty-rows", "nothing", "softcap", "visible-minus-inf", "documents-by-batch", "crop"]
+)
+def test_every_case_with_everything(name):
+    with_everything(CASES[name])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

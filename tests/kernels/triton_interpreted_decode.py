@@ -1,0 +1,106 @@
+"""Run by test_triton_interpret.py with TRITON_INTERPRET=1: few queries against dense attention."""
+
+import numpy as np
+import pytest
+import torch
+from support import attention_cases as cases
+from support.attention_cases import CASES, Case, causal
+from support.triton_call import check, run, tensors, with_everything
+
+from frisket.dsl import ir
+from frisket.dsl.sugar import h, k, q
+from frisket.lowering import dense
+from frisket.lowering.plan import Bounds, make_plan
+from frisket.runtime import triton_decode
+
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
+q0, q1, k0, k1 = (ir.var(n) for n in ("q0", "q1", "k0", "k1"))
+w = ir.param("w")
+WINDOW = make_plan(causal & (q - k < w), None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+
+
+def last(case, queries):
+    """The case for its last queries alone, where it is not placed already."""
+    if case.sizes is not None:
+        return case.but(q_len=queries)
+    most = min(case.q_len, case.kv_len)
+    sizes = case.batch, case.heads, most, case.kv_len
+    return case.but(q_len=queries, origin=(0, 0, most - queries, 0), sizes=sizes, block=(16, 32))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_of_every_case(name):
+    check(case := last(CASES[name], 2), *run(case, splits=3))
+
+
+@pytest.mark.parametrize(
+    ("group", "queries", "splits"),
+    [(1, 1, 2), (1, 20, 3), (3, 1, 20), (3, 7, 2), (4, 1, 1), (4, 17, 2), (8, 1, 3), (8, 9, 1), (8, 2, 20)],
+)
+def test_parts_of_packed_heads(group, queries, splits):
+    mask = causal & (q - k < w) & (k % 7 > 0)
+    case = last(Case(mask, heads=group, kv_heads=1, slots={"w": 90}, dim=16, v_dim=16), queries)
+    check(case, *run(case, splits=splits))
+
+
+@pytest.mark.parametrize("name", ["gqa", "empty-rows", "nothing", "heads-and-batches", "scaled", "holes"])
+def test_parts_with_everything(name):
+    with_everything(last(CASES[name], 4), splits=5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("dim", "v_dim"), [(40, 72), (96, 80), (64, 64)])
+def test_parts_of_any_head_size(dim, v_dim, dtype):
+    case = last(Case(causal, heads=4, kv_heads=2, dim=dim, v_dim=v_dim, dtype=dtype), 3)
+    check(case, *run(case, splits=2, layout="bshd"))
+
+
+def test_parts_of_closed_form_bounds_at_any_position_are_one_kernel():
+    made = triton_decode._made.cache_info
+    seen = []
+    for at, keys in ((299, 300), (120, 130), (30, 300), (0, 17)):
+        case = Case(
+            causal & (q - k < w), slots={"w": 50}, q_len=1, kv_len=keys, heads=4, kv_heads=1, origin=(0, 0, at, 0),
+            sizes=(1, 4, 300, 300), block=(16, 32), dim=16, v_dim=16,
+        )  # fmt: skip
+        check(case, *run(case, WINDOW, spans=cases.Source(CASES["nothing"]), splits=3))
+        seen.append(made().misses)
+    assert len(set(seen)) == 1
+
+
+def test_parts_by_head_where_the_mask_tells_heads_apart():
+    mask = causal & (q - k < w + 20 * h)
+    bounds = Bounds(q0 - w - 20 * h + 1, q1 - w - 20 * h + 1, q0, q1)
+    case = last(Case(mask, heads=4, kv_heads=2, slots={"w": 30}), 2)
+    check(case, *run(case, make_plan(mask, None, bounds=bounds), splits=3))
+
+
+def test_parts_are_the_same_bits_at_every_call():
+    case = last(CASES["gqa"], 3).but(dtype="float16")
+    first, again = run(case, splits=4), run(case, splits=4)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+
+
+def test_parts_and_packing_are_chosen_where_they_pay(monkeypatch):
+    launched = []
+    whole = triton_decode.Parts.__call__
+    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    long = last(Case(causal, q_len=600, kv_len=600, heads=1, kv_heads=1, dim=16, v_dim=16), 1)
+    for case, splits in ((long, triton_decode.INTERPRETED), (last(CASES["gqa"], 1), 1), (CASES["causal"], None)):
+        check(case, *run(case))
+        assert [p.sizes[0] for p in launched] == ([] if splits is None else [splits])
+        launched.clear()
+
+
+@pytest.mark.parametrize("keys", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize(("dtype", "queries"), [("bfloat16", 70), ("float16", 2)])
+def test_keys_and_values_of_8_bits(keys, dtype, queries):
+    case = last(Case(causal, heads=4, kv_heads=2, dim=96, v_dim=64, dtype=dtype), queries)
+    out, lse, _ = run(case, keys=getattr(torch, keys))
+    given = [x.double().numpy() for x in tensors(case, keys=getattr(torch, keys))]
+    want, want_lse = dense.attention(
+        *given, causal, None, scale=96**-0.5, params={}, tables={}, origin=case.origin, sizes=case.sizes
+    )
+    assert np.abs(out.double().numpy() - want).max() <= cases.allowed(case)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-2, atol=2e-2)

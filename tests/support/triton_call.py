@@ -1,0 +1,75 @@
+"""Calls of the Triton forward in Triton's interpreter, on tensors in poisoned memory, and their oracle."""
+
+import numpy as np
+import torch
+
+from frisket.lowering import dense
+from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
+from frisket.runtime import triton_launch
+from support import attention_cases as cases
+from support import triton_bf16
+
+triton_bf16.install()
+DROPPED = {SEED: 11, RATE: 0.3}
+
+
+def poisoned(array, dtype, layout="bhsd"):
+    """The array as a torch tensor of odd strides, with NaN (or nonsense) all around it."""
+    axes = [("bhsd" if array.ndim == 4 else "bhsd"[: array.ndim]).index(c) for c in layout]
+    source = torch.as_tensor(np.array(array)).to(dtype).permute(axes)
+    bad = float("nan") if dtype.is_floating_point else 1 if dtype is torch.bool else min(2**30, torch.iinfo(dtype).max)
+    whole = torch.full([n + 8 for n in source.shape], bad, dtype=dtype)
+    inner = whole[tuple(slice(3, 3 + n) for n in source.shape)]
+    inner.copy_(source)
+    return inner.permute([axes.index(i) for i in range(source.dim())])
+
+
+def tensors(case, layout="bhsd", keys=None):
+    """q, k, v [batch, heads, length, dim]; `keys` is the dtype of k and v."""
+    own = getattr(torch, case.dtype)
+    dtypes = own, keys or own, keys or own
+    given = (np.asarray(x.astype("float32")).transpose(0, 2, 1, 3) for x in cases.arrays(case))
+    return [poisoned(x, dtype, layout) for x, dtype in zip(given, dtypes, strict=True)]
+
+
+def run(case, made=None, layout="bhsd", spans=None, keys=None, sinks=None, top=False, scale=None, **target):
+    made = made or cases.plan(case)
+    tables = {
+        n: poisoned(a, torch.as_tensor(np.asarray(a)).dtype, "bhsd"[: np.ndim(a)])
+        for n, a in made.table_values(case.tables).items()
+    }
+    sinks = None if sinks is None else poisoned(sinks, torch.float32, "b")
+    return triton_launch.forward(
+        made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout, keys),
+        made.slot_values({**case.slots, **DROPPED}), tables, Target("triton", *case.block, **target), sinks=sinks,
+        top=top,
+    )  # fmt: skip
+
+
+def check(case, out, lse, top=None):
+    want, want_lse = cases.oracle(case)
+    error = np.abs(out.double().numpy().transpose(0, 2, 1, 3) - want)
+    assert error.max() <= cases.allowed(case)  # and so no NaN
+    loose = 2e-6 if case.dtype == "float32" else 2e-2
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=loose, atol=loose)
+    assert out.dtype == getattr(torch, case.dtype)
+    assert lse.dtype == torch.float32
+
+
+def with_everything(case, **target):
+    """Sinks (one of them without weight), the largest scores and dropout, against the oracle in float64."""
+    sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
+    sinks[-1] = -np.inf
+    limits = dict.fromkeys((*case.slots, *case.tables), 2.0**14)
+    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    out, lse, top = run(case, made, sinks=sinks, top=True, **target)
+    q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
+    options = {
+        "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
+        "sizes": case.sizes, "sinks": sinks,
+    }  # fmt: skip
+    want, want_lse = dense.attention(q, k, v, case.mask, case.score, kept=survives(), rate=DROPPED[RATE], **options)
+    np.testing.assert_allclose(out.numpy(), want, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-6, atol=2e-6)
+    want_top = dense.top(q, k, case.mask, case.score, **options)
+    np.testing.assert_allclose(top.numpy(), want_top, rtol=2e-6, atol=2e-6)
