@@ -31,7 +31,7 @@ from functools import cached_property, lru_cache
 from typing import Literal, TypeAlias
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COMPARISONS, SCORE, TRUE, Expr, build, conj, disj, lit, walk
+from frisket.dsl.ir import COMPARISONS, COORDINATES, SCORE, TRUE, Expr, build, conj, disj, lit, uses, var, walk
 from frisket.dsl.sugar import eq, function, ne, where
 from frisket.dsl.types import FLOAT, INT
 
@@ -236,6 +236,22 @@ def over(index: tuple[Expr, ...]) -> Over:
         frozenset(): "head", frozenset("q"): "row", frozenset("k"): "column", frozenset({"q - k"}): "diagonal",
     }  # fmt: skip
     return names.get(on, "scatter")
+
+
+def alone(entry: Expr) -> str | None:
+    """The coordinate that an index's entry is, up to a term that is the same at every position and read off no table:
+    then different values of it are different places.
+
+    >>> from frisket.dsl.sugar import k, q
+    >>> alone(3 + q), alone(k // 2), alone(q - k)
+    ('q', None, None)
+    """
+    forms: dict[Expr, Polynomial] = {}
+    for e in walk(entry):
+        forms[e] = _polynomial(e, forms)
+    found = forms[entry]
+    moving = [p for p in found if any(e.op == "lookup" or uses(e) & {*COORDINATES, "score"} for e in walk(*p))]
+    return str(moving[0][0].name) if moving in [[(var(n),)] for n in COORDINATES] and found[moving[0]] == 1 else None
 
 
 def _together(nodes: tuple[Expr, ...], known: dict[Expr, frozenset[str]]) -> frozenset[str]:

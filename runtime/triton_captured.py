@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from frisket.dsl.errors import BackendError
-from frisket.lowering.derive import Gradient
+import numpy as np
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import COORDINATES, uses
+from frisket.lowering.aten_sum import amounts, units
+from frisket.lowering.derive import Gradient, alone
+from frisket.lowering.emit import triton_captured as emit
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
+from .triton_bind import SIZES, Bound, Launch, Made, Values, bound, made
+
 Tensor = Any
+ROWS = 16  # of tiles, in a part of a block diagonal
+PARTS = 8  # of a block diagonal at most
+ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Lse": "", "Delta": ""}
 
 
 def captured(
@@ -20,6 +31,145 @@ def captured(
     """One buffer for each of `gradients`, in their order, float32 and of the shape `derive.Gradient` describes.
 
     `lse` and `delta` are float32 [batch, heads, q_len], contiguous, as `attention_delta` writes them: lse in log2
-    units, and both 0 where a row sees nothing. q, k, v and dout have any strides.
+    units, and both 0 where a row sees nothing. q, k, v and dout have any strides, and one dtype.
+
+    Equal calls give equal bits, unless `deterministic` is False: then tables that are read at any places are added to
+    with atomics in float32, in one pass instead of two in fixed point (`lowering.aten_sum` says how exact that is).
     """
-    raise BackendError("gradients of tables that are read by distance or position are not there on Triton yet")
+    own = bound(plan, spans, geometry, emit.square(target), q, k)
+    run = _Run(own, spans, own.values(slots, tables), (q, k, v, dout, lse, delta), slots, tables)
+    found: dict[int, Tensor] = {}
+    if by_distance := [g for g in gradients if g.over == "diagonal"]:
+        found |= {id(g): x for g, x in zip(by_distance, run.diagonals(tuple(by_distance)), strict=True)}
+    for g in gradients:
+        if g.over == "scatter":
+            found[id(g)] = run.scattered(g, deterministic)
+    return [found[id(g)] for g in gradients]
+
+
+class _Run:
+    """The launches of one call."""
+
+    def __init__(
+        self, own: Bound, spans: SpanSource | None, values: Values, arrays: tuple[Tensor, ...],
+        slots: Mapping[str, Any], tables: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        self.own, self.spans, self.values, self.arrays, self.slots, self.tables = (
+            own, spans, values, arrays, slots, tables,
+        )  # fmt: skip
+        g, side = own.geometry, own.target.block_q
+        self.geometry, self.side = g, side
+        self.grid = -(-g.q_len // side), -(-g.kv_len // side)
+
+    def diagonals(self, gradients: tuple[Gradient, ...]) -> list[Tensor]:
+        import torch
+        from torch.nn.functional import pad
+
+        g, (rows, columns), side = self.geometry, self.grid, self.side
+        share = max(ROWS, -(-rows // PARTS))
+        parts, across, sums = -(-rows // share), rows + columns - 1, emit.weights(gradients)
+        found = self.new((g.batch, g.heads, len(sums), parts, 2, across, side), torch.float32)
+        launch = self.launch(
+            ("diagonal", gradients), "attention_diagonal", (across * parts, g.heads, g.batch), ("Sums",),
+            lambda dims: _diagonal(self.own.plan, self.own.target, dims, gradients), share=share,
+        )  # fmt: skip
+        launch(self.values, *self.arrays, found)
+        low, high = found.sum(3).unbind(3)  # diagonals c of a tile, and c - side: those of the next one up
+        whole = (pad(low, (0, 0, 1, 0)) + pad(high, (0, 0, 0, 1))).flatten(3)
+        first = columns * side - g.kv_len + 1
+        whole = whole[..., first : first + g.q_len + g.kv_len - 1]
+        return [whole[:, :, sums.index(x.weight)] for x in gradients]
+
+    def scattered(self, gradient: Gradient, deterministic: bool) -> Tensor:
+        import torch
+
+        g, (rows, columns), own = self.geometry, self.grid, self.own
+        shape = self.tables[gradient.source].shape
+        shared = self.plane(gradient)
+        if shared is not None:
+            heads, batch = (1 if n in shared else size for n, size in (("h", g.heads), ("b", g.batch)))
+            into = self.new(shape, torch.float32).zero_()
+            launch = self.launch(
+                ("plane", gradient, shared), "attention_plane", (rows * columns, heads, batch), ("Into",),
+                lambda dims: _plane(own.plan, own.target, dims, gradient, shared), batches=g.batch,
+            )  # fmt: skip
+            launch(self.values, *self.arrays, into)
+            return into
+
+        def module(dims: Any) -> Made:
+            return _scatter(own.plan, own.target, dims, gradient, deterministic)
+
+        grid, name = (rows, g.heads, g.batch), "attention_scatter"
+        if not deterministic:
+            into = self.new(shape, torch.float32).zero_()
+            self.launch(("atomic", gradient), name, grid, ("Into",), module)(self.values, *self.arrays, into)
+            return into
+        total = self.new((g.batch, g.heads, rows), torch.float32)
+        self.launch(("total", gradient), "attention_total", grid, ("Total",), module)(self.values, *self.arrays, total)
+        per = units(total.sum(dtype=torch.float64))
+        counted = self.new(shape, torch.int64).zero_()
+        launch = self.launch(("fixed", gradient), name, grid, ("Counted", "PerUnit"), module)
+        launch(self.values, *self.arrays, counted, per)
+        return amounts(counted, per).float()
+
+    def new(self, shape: Sequence[int], dtype: Any) -> Tensor:
+        import torch
+
+        return torch.empty(tuple(shape), dtype=dtype, device=self.arrays[0].device)
+
+    def launch(
+        self, key: tuple[Any, ...], kernel: str, grid: tuple[int, ...], results: Sequence[str],
+        module: Callable[[Any], Made], **more: Any,
+    ) -> Launch:  # fmt: skip
+        """A launch kept for such calls; `results` are pointers beside the arrays."""
+        live = self.values.live
+        found = self.own.launches.get((key, live))
+        if found is None:
+            found = self.own.launches[key, live] = self.own.launch(
+                module(self.own.dims(live)), kernel, grid, self.own.target, {**ARRAYS, **dict.fromkeys(results, "")},
+                records=self.spans and self.spans.rows, live=live, **more,
+            )  # fmt: skip
+        return found  # type: ignore[no-any-return]
+
+    def plane(self, gradient: Gradient) -> str | None:
+        """Which of "b" and "h" share a place of the table, where every query and key, and what of the two is left,
+        has a place of its own; None where that is not so or not known."""
+        g, shape = self.geometry, self.tables[gradient.source].shape
+        apart = {n for e, size in zip(gradient.index, shape, strict=True) if (n := self.apart(e, size))}
+        if not {"q", "k"} <= apart:
+            return None
+        moving = frozenset[str]().union(*map(uses, gradient.index))
+        if any(np.ndim(start) for start in g.origin[2:]):  # another place in every batch
+            moving |= {"b"}
+        alike = [n for n, size in (("b", g.batch), ("h", g.heads)) if n in moving and n not in apart and size > 1]
+        return None if alike else "".join(n for n in "bh" if n not in moving)
+
+    def apart(self, entry: Any, size: int) -> str | None:
+        """The coordinate that an entry of the index is, none of whose values is clamped."""
+        name = alone(entry)
+        if name is None:
+            return None
+        g = self.geometry
+        at = COORDINATES.index(name)
+        length, start = (g.batch, g.heads, g.q_len, g.kv_len)[at], g.origin[at]
+        if str(getattr(start, "device", "cpu")) != "cpu":
+            return None  # known on the device alone
+        sizes = dict(zip(SIZES, g.full, strict=True))
+        step = int(evaluate(entry, {**dict.fromkeys(COORDINATES, 0), **sizes, **self.slots}))
+        inside = step + int(np.min(start)) >= 0 and step + int(np.max(start)) + length <= size
+        return name if inside else None
+
+
+@lru_cache(maxsize=256)
+def _diagonal(plan: LoopPlan, target: Target, dims: Any, gradients: tuple[Gradient, ...]) -> Made:
+    return made(emit.diagonal(plan, target, dims, gradients), plan)
+
+
+@lru_cache(maxsize=256)
+def _plane(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, shared: str) -> Made:
+    return made(emit.plane(plan, target, dims, gradient, shared), plan)
+
+
+@lru_cache(maxsize=256)
+def _scatter(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, fixed: bool) -> Made:
+    return made(emit.scatter(plan, target, dims, gradient, fixed=fixed), plan)
