@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -25,34 +25,22 @@ FINE, GRAIN = 4096, 32  # as in `emit.planner_triton_text`
 def spans(plan: Planner, place: Place, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(bounds, count, overflow by row, order) of a planner, as `flat_run.spans`. No value is looked at, so that a
     captured graph plans anew when it is replayed."""
-    import torch
+    tables = {n: _readable(on_device("torch", values[n], place.device, n, place.held)) for n in plan.tables}
+    scalars = [x for n in plan.scalars if hasattr(x := values[n], "data_ptr")]
+    key = id(plan), place.block, place.device, *[(t.dtype, t.shape, t.stride()) for t in (*tables.values(), *scalars)]
+    step = place.held.get(key)
+    if step is None:
+        step = place.held[key] = Step(plan, place, tables, values)
+    found: tuple[Tensor, Tensor, Tensor, Tensor]
+    if place.device.type == "cuda":
+        import torch
 
-    made, module, device, block = text.emit(plan), _module(plan), place.device, place.block
-    tables = {n: _readable(on_device("torch", values[n], device, n, place.held)) for n in plan.tables}
-    rows, slices, records = -(-place.q_len // block[0]), len(place.at[0]), place.most(plan)
-    bounds = torch.empty((slices, rows, records, 4), dtype=torch.int32, device=device)
-    count, work, order = torch.empty((3, slices, rows), dtype=torch.int32, device=device)
-    left = torch.empty((slices, rows), dtype=torch.bool, device=device)
-    whole = dict(zip(SIZES, place.sizes, strict=True))
-    given: list[Any] = [bounds, count, left, work, _starts(place), slices * rows, rows, place.q_len, place.kv_len]
-    given += [*block, place.room, records]
-    given += [whole[n] for n in made.sizes] + [_number(values[n], kind) for n, kind in made.scalars]
-    for entry in made.entries:
-        given += [tables[entry.source], *tables[entry.source].shape, *tables[entry.source].stride()]
-    for ranged in made.ranges:
-        key = ranged.source, ranged.axes
-        if key not in place.ranges:
-            place.ranges[key] = _made_ready(module, ranged, tables[ranged.source])
-        given += place.ranges[key]
-    pieces = 1 << (max(made.pieces or place.room, records) - 1).bit_length()
-    at_once = _at_once(module, max(1, 32 // pieces))
-    with _on(device):
-        grid = (-(-slices * rows // at_once),)
-        module.plan_spans[grid](
-            *given, ROWS=at_once, PIECES=pieces, num_warps=1 if pieces < 256 else 4, enable_fp_fusion=False
-        )
-        module.longest_first[slices, -(-rows // 64)](work, order, rows, BLOCK=64, num_warps=4)
-    return bounds, count, left, order
+        if torch.cuda.current_device() != place.device.index:
+            with torch.cuda.device(place.device):
+                found = step(tables, scalars, place.ranges)
+            return found
+    found = step(tables, scalars, place.ranges)
+    return found
 
 
 def runs(device: Any) -> bool:
@@ -64,6 +52,81 @@ def runs(device: Any) -> bool:
     return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
 
 
+class Step:
+    """The launches that plan from tables of these shapes; what they need beside the tables' pointers is laid out
+    once."""
+
+    def __init__(
+        self, plan: Planner, place: Place, tables: Mapping[str, Tensor], values: Mapping[str, Any]
+    ) -> None:  # fmt: skip
+        made, module = text.emit(plan), _module(plan)
+        rows, slices, records = -(-place.q_len // place.block[0]), len(place.at[0]), place.most(plan)
+        self.made, self.device = made, place.device
+        self.shape = slices, rows, records
+        self.starts = on_device("torch", np.stack(place.at, 1).astype(np.int64), place.device, "starts", {})
+        self.ranges = {(r.source, r.axes): _ready(module, r, tables[r.source]) for r in made.ranges}
+        self.order: list[Any] = [(r.source, r.axes) for r in made.ranges]
+        whole = dict(zip(SIZES, place.sizes, strict=True))
+        given: list[Any] = [None] * 4  # bounds, count, overflow, work
+        given += [self.starts, slices * rows, rows, place.q_len, place.kv_len, *place.block, place.room, records]
+        given += [whole[n] for n in made.sizes] + [_number(values[n], kind) for n, kind in made.scalars]
+        for entry in made.entries:
+            given += [None, *tables[entry.source].shape, *tables[entry.source].stride()]
+        for r in made.ranges:
+            ready = self.ranges[r.source, r.axes]
+            given += [None, None, ready.rows, *ready.sizes]
+        pieces = 1 << (max(made.pieces or place.room, records) - 1).bit_length()
+        at_once = _at_once(module, max(1, 32 // pieces))
+        grid = (-(-slices * rows // at_once),)
+        warps = 1 if pieces < 256 else 4
+        self.plan = Launch(module.plan_spans, grid, given, warps, ROWS=at_once, PIECES=pieces)
+        self.longest = Launch(module.longest_first, (slices, -(-rows // 64)), [None, None, rows], 4, BLOCK=64)
+
+    def __call__(
+        self, tables: Mapping[str, Tensor], scalars: Sequence[Tensor], made: dict[Any, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`made` keeps what is made of tables, for other spans of the same."""
+        import torch
+
+        slices, rows, records = self.shape
+        bounds = torch.empty((slices, rows, records, 4), dtype=torch.int32, device=self.device)
+        count, work, order = torch.empty((3, slices, rows), dtype=torch.int32, device=self.device).unbind()
+        left = torch.empty((slices, rows), dtype=torch.bool, device=self.device)
+        pointers = [bounds, count, left, work, *scalars, *[tables[e.source] for e in self.made.entries]]
+        for key in self.order:
+            if key not in made:
+                made[key] = self.ranges[key](tables[key[0]])
+            pointers += made[key]
+        self.plan(*pointers)
+        self.longest(work, order)
+        return bounds, count, left, order
+
+
+class Launch:
+    """A kernel with its grid and arguments; where those are None, each launch brings a tensor."""
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: list[Any], warps: int, **constants: Any) -> None:
+        self.kernel, self.grid, self.arguments = kernel, (*grid, 1, 1)[:3], arguments
+        self.options = {**constants, "num_warps": warps, "enable_fp_fusion": False}
+        self.brought = [i for i, x in enumerate(arguments) if x is None]
+        self.run: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        arguments = self.arguments.copy()
+        if self.run is not None:
+            for i, x in zip(self.brought, tensors):
+                arguments[i] = x.data_ptr()
+            self.run(*arguments)
+            return
+        for i, x in zip(self.brought, tensors, strict=True):
+            arguments[i] = x
+        compiled = self.kernel[self.grid](*arguments, **self.options)
+        if compiled is not None:  # from now on without Triton's choice among compilations: there is one
+            self.run = compiled[self.grid]
+            constants = [self.options[n] for n in self.kernel.arg_names[len(arguments) :]]
+            self.arguments = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in (*self.arguments, *constants)]
+
+
 @lru_cache(maxsize=256)
 def _module(plan: Planner) -> ModuleType:
     return load(text.emit(plan).text)
@@ -72,22 +135,6 @@ def _module(plan: Planner) -> ModuleType:
 def _at_once(module: ModuleType, wish: int) -> int:
     """How many rows a program takes: in the interpreter the more, the faster."""
     return 64 * wish if type(module.plan_spans).__name__ == "InterpretedFunction" else wish
-
-
-def _on(device: Any) -> Any:
-    import torch
-
-    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
-
-
-def _starts(place: Place) -> Tensor:
-    """Where slices begin, int64 [slices, 4]."""
-    import torch
-
-    key = ("starts", *map(id, place.at), place.device)
-    if key not in place.held:
-        place.held[key] = torch.from_numpy(np.stack(place.at, 1).astype(np.int64)).to(place.device)
-    return place.held[key]
 
 
 def _readable(table: Tensor) -> Tensor:
@@ -101,76 +148,99 @@ def _readable(table: Tensor) -> Tensor:
 
 
 def _number(x: Any, kind: Type) -> Any:
-    """A scalar as `number` reads it."""
+    """A scalar as `number` reads it; None for a tensor, which every launch brings."""
     if not isinstance(x, (bool, int, float, np.generic)):
-        return x
+        return None
     return struct.unpack("q", struct.pack("d", x))[0] if kind is FLOAT else int(x)
 
 
-def _made_ready(module: ModuleType, ranged: text.Ranged, table: Tensor) -> list[Any]:
-    """[least, most, rows, sizes of the ranged axes] of a table."""
+# -- tables made ready for ranges -------------------------------------------------------------------------------------
+
+
+def _ready(module: ModuleType, ranged: text.Ranged, table: Tensor) -> Lines | Halves:
     import torch
 
-    last = tuple(range(-len(ranged.axes), 0))
-    table = torch.movedim(table, ranged.axes, last)
-    shape = tuple(table.shape[last[0] :])
-    table = table.reshape(-1, *shape)
     kind = torch.float64 if ranged.type is FLOAT else torch.int8 if ranged.type is BOOL else torch.int64
-    both = (_lines if len(shape) == 1 else _halves)(module, table, kind)
-    return [*both, table.shape[0], *shape]
+    return (Lines if len(ranged.axes) == 1 else Halves)(module, ranged.axes, table, kind)
 
 
-def _lines(module: ModuleType, table: Tensor, kind: Any) -> Tensor:
-    """What `over` reads of a table [rows, size]."""
-    import torch
-    import triton.language as tl
+class Ready:
+    """Of a table of this shape, its least and greatest entries over ranges of `axes`, as planners read them."""
 
-    rows, size = table.shape
-    grain = 1 if size <= FINE else GRAIN
-    count = -(-size // grain)
-    levels = count.bit_length()
-    both = torch.empty((2, rows * (2 * count * grain + levels * count)), dtype=kind, device=table.device)
-    blocks = 512 if grain == 1 else _at_once(module, 32)
-    with _on(table.device):
-        module.lines[rows, -(-count // blocks)](
-            table, *both, rows, size, *table.stride(), GRAIN_=grain, BLOCKS=blocks, KIND=getattr(tl, _names()[kind]),
+    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor, kind: Any) -> None:
+        import triton.language as tl
+
+        self.module, self.axes, self.kind = module, axes, kind
+        self.name = getattr(tl, str(kind).removeprefix("torch."))
+        table = self.turned(table)
+        self.rows, self.sizes = table.shape[0], tuple(table.shape[1:])
+        self.device = table.device
+
+    def turned(self, table: Tensor) -> Tensor:
+        """[rows, sizes...]: the ranged axes last."""
+        import torch
+
+        if len(self.axes) == table.dim():
+            return table[None]
+        table = torch.movedim(table, self.axes, tuple(range(-len(self.axes), 0)))
+        return table.reshape(-1, *table.shape[-len(self.axes) :])
+
+
+class Lines(Ready):
+    """What `over` reads."""
+
+    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor, kind: Any) -> None:
+        super().__init__(module, axes, table, kind)
+        (size,), rows = self.sizes, self.rows
+        grain = 1 if size <= FINE else GRAIN
+        count = -(-size // grain)
+        self.length = rows * (2 * count * grain + count.bit_length() * count)
+        blocks = 512 if grain == 1 else _at_once(module, 32)
+        self.lines = Launch(
+            module.lines, (rows, -(-count // blocks)), [None, None, None, rows, size, *self.turned(table).stride()], 4,
+            GRAIN_=grain, BLOCKS=blocks, KIND=self.name,
         )  # fmt: skip
-        module.windows[(rows,)](*both, rows, count, count * grain, MOST_BLOCKS=1024, num_warps=8)
-    return both
+        self.windows = Launch(
+            module.windows, (rows, 2), [None, None, rows, count, count * grain], 16, BLOCK=4096
+        )  # fmt: skip
+
+    def __call__(self, table: Tensor) -> Sequence[Tensor]:
+        import torch
+
+        least, most = torch.empty((2, self.length), dtype=self.kind, device=self.device).unbind()
+        self.lines(self.turned(table), least, most)
+        self.windows(least, most)
+        return least, most
 
 
-def _halves(module: ModuleType, table: Tensor, kind: Any) -> list[Tensor]:
-    """What `within` reads of a table [rows, sizes...]: along the last axis first."""
-    made = []
-    for most in (False, True):
-        held = table
-        for axis in range(table.dim() - 1, 0, -1):
-            held = _halved(module, held, axis, most, kind)
-        made.append(held)
-    return made
+class Halves(Ready):
+    """What `within` reads: along the last axis first."""
 
+    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor, kind: Any) -> None:
+        super().__init__(module, axes, table, kind)
+        shape = [self.rows, *self.sizes]
+        self.steps: list[tuple[int, int, int, int]] = []
+        for axis in range(len(shape) - 1, 0, -1):
+            outer, size, inner = int(np.prod(shape[:axis])), shape[axis], int(np.prod(shape[axis + 1 :]))
+            room = 2 << (size - 1).bit_length()
+            shape[axis] = room
+            self.steps.append((outer, size, inner, room))
 
-def _halved(module: ModuleType, table: Tensor, axis: int, most: bool, kind: Any) -> Tensor:
-    import torch
-    import triton.language as tl
+    def __call__(self, table: Tensor) -> Sequence[Tensor]:
+        return [self._joined(self.turned(table), most) for most in (False, True)]
 
-    before, size, after = table.shape[:axis], table.shape[axis], table.shape[axis + 1 :]
-    outer, inner, room = before.numel(), after.numel(), 2 << (size - 1).bit_length()
-    table = table.reshape(outer, size, inner)
-    target = torch.empty((outer, room, inner), dtype=kind, device=table.device)
-    block = _at_once(module, 32)
-    with _on(table.device):
-        for level in range(0, max(1, (size - 1).bit_length()), 5):
-            grid = -(-outer * inner // block), ((size - 1) >> level) // 32 + 1
-            module.halves[grid](
-                table, target, outer, size, inner, *table.stride(), level, room, BLOCK=block, MOST=most,
-                KIND=getattr(tl, _names()[kind]),
-            )  # fmt: skip
-    return target.reshape(*before, room, *after)
+    def _joined(self, table: Tensor, most: bool) -> Tensor:
+        import torch
 
-
-@lru_cache(maxsize=1)
-def _names() -> dict[Any, str]:
-    import torch
-
-    return {torch.int64: "int64", torch.float64: "float64", torch.int8: "int8"}
+        block = _at_once(self.module, 32)
+        for outer, size, inner, room in self.steps:
+            table = table.reshape(outer, size, inner)
+            made = torch.empty((outer, room, inner), dtype=self.kind, device=self.device)
+            for level in range(0, max(1, (size - 1).bit_length()), 5):
+                grid = -(-outer * inner // block), ((size - 1) >> level) // 32 + 1
+                self.module.halves[grid](
+                    table, made, outer, size, inner, *table.stride(), level, room, BLOCK=block, MOST=most,
+                    KIND=self.name, num_warps=4,
+                )  # fmt: skip
+            table = made
+        return table

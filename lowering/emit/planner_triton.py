@@ -291,9 +291,8 @@ class _Body:
         head.line(*(f"    {line}" for line in show(self.plan.mask).replace("\\", "\\\\").split("\n")), "")
         head.line("for tables on the device. Shapes are fixed, nothing is copied to the host.", '"""')
         ranges = self.ranges.values()
-        shared = parts.LINES if any(len(r.axes) == 1 for r in ranges) else ""
-        shared += parts.HALVES if any(len(r.axes) > 1 for r in ranges) else ""
-        shared += parts.ORDER
+        lines, halves = any(len(r.axes) == 1 for r in ranges), any(len(r.axes) > 1 for r in ranges)
+        shared = "\n\n".join([parts.LINES] * lines + [parts.HALVES] * halves + [parts.ORDER])
         functions = _functions(shared + body)
         constants = 'INFINITY = tl.constexpr(float("inf"))\n' if "INFINITY" in expr_triton.words(functions) else ""
         text = "\n\n\n".join(x.strip("\n") for x in (functions, shared, body) if x.strip())

@@ -160,7 +160,7 @@ def record(pieces, end, records, line, inside, Bounds, Count, Work):
     return total > records
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Table", "Least", "Most", "rows", "size", "stride_row", "stride"])
 def lines(
     Table, Least, Most, rows, size, stride_row, stride, GRAIN_: tl.constexpr, BLOCKS: tl.constexpr,
     KIND: tl.constexpr,
@@ -189,26 +189,33 @@ def lines(
         tl.store(Lines + 2 * rows * padded + row * count + block + i * 0, ahead, mask=inside & (i == GRAIN_ - 1))
 
 
-@triton.jit
-def windows(Least, Most, rows, count, padded, MOST_BLOCKS: tl.constexpr):
-    """The joins over 2, 4, ... blocks from each block on."""
+@triton.jit(do_not_specialize=["Least", "Most", "rows", "count", "padded"])
+def windows(Least, Most, rows, count, padded, BLOCK: tl.constexpr):
+    """The joins over 2, 4, ... blocks from each block on: least and greatest by programs of their own."""
     row = tl.program_id(0).to(tl.int64)
-    for which in tl.static_range(2):
-        Lines = Most if which else Least
-        held = Lines + 2 * rows * padded.to(tl.int64) + row * count
-        by = 1
-        while 2 * by <= count:
-            for start in range(0, count, MOST_BLOCKS):
-                i = start + tl.arange(0, MOST_BLOCKS)
-                inside = i < count
-                near, far = tl.load(held + i, mask=inside), tl.load(held + i + by, mask=i < count - by)
-                near = tl.where(i < count - by, join(near, far, which), near)
-                tl.store(held + rows.to(tl.int64) * count + i, near, mask=inside)
-            tl.debug_barrier()  # the next level reads what this one wrote
-            held += rows.to(tl.int64) * count
-            by *= 2
+    if tl.program_id(1) == 0:
+        windows_of(Least, row, rows, count, padded, False, BLOCK)
+    else:
+        windows_of(Most, row, rows, count, padded, True, BLOCK)
+
 
 @triton.jit
+def windows_of(Lines, row, rows, count, padded, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    held = Lines + 2 * rows * padded.to(tl.int64) + row * count
+    by = 1
+    while 2 * by <= count:
+        for start in range(0, count, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            inside = i < count
+            near, far = tl.load(held + i, mask=inside), tl.load(held + i + by, mask=i < count - by)
+            near = tl.where(i < count - by, join(near, far, MOST), near)
+            tl.store(held + rows.to(tl.int64) * count + i, near, mask=inside)
+        tl.debug_barrier()  # the next level reads what this one wrote
+        held += rows.to(tl.int64) * count
+        by *= 2
+
+
+@triton.jit(do_not_specialize=["Work", "Order", "rows"])
 def longest_first(Work, Order, rows, BLOCK: tl.constexpr):
     """The rows of each slice by their work, the longest first, those of equal work as they come."""
     Work += tl.program_id(0).to(tl.int64) * rows

@@ -163,7 +163,7 @@ def record(pieces, end, records, line, inside, Bounds, Count, Work):
     return total > records
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Work", "Order", "rows"])
 def longest_first(Work, Order, rows, BLOCK: tl.constexpr):
     """The rows of each slice by their work, the longest first, those of equal work as they come."""
     Work += tl.program_id(0).to(tl.int64) * rows

@@ -58,6 +58,6 @@ def test_planners_compile(name, arch):
         if len(r.axes) == 1:
             for grain in (1, 32):
                 compiled(module.lines, dict(ours), {"GRAIN_": grain, "BLOCKS": 32, **kind}, arch, 4)
-            compiled(module.windows, dict(ours), {"MOST_BLOCKS": 1024}, arch, 8)
+            compiled(module.windows, dict(ours), {"BLOCK": 4096}, arch, 16)
         else:
             compiled(module.halves, dict(ours), {"BLOCK": 32, "MOST": True, **kind}, arch, 4)
