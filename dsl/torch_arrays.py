@@ -5,8 +5,8 @@
 >>> from .show import show
 >>> from .types import FLOAT
 >>> x, q = table("x", (8, 3), FLOAT), Symbol(var("q"))
->>> show(norm(x[q], dim=-1).expr, ["x"])
-'sqrt(sum(j in 0..extent(x, 1): x[q, j] * x[q, j]))'
+>>> show(norm(x[q], p=1, dim=-1).expr, ["x"])
+'sum(j in 0..extent(x, 1): abs(x[q, j]))'
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def norm(input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, *, ord:
     x = to(input, dtype="float")
     p = ord if ord is not None else 2 if p in (None, "fro") else p
     if p == 2:
-        return SCALARS["sqrt"](reduced("sum", apply_binary("mul", x, x), dim, keepdim))  # type: ignore[no-any-return]
+        total = reduced("sum", apply_binary("mul", x, x), dim, keepdim)
+        root = SCALARS["sqrt"](total)  # its derivative is infinite at 0, where torch takes 0 for the norm's
+        return SCALARS["where"](apply_binary("eq", total, 0.0), 0.0, root)  # type: ignore[no-any-return]
     if p == 1:
         return reduced("sum", abs(x), dim, keepdim)
     if p == math.inf:

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.torch_callables import MASKS, SCORES, mask_case, score_case  # noqa: E402
+from support.torch_callables import MASKS, SCORES, in_torch, mask_case, score_case  # noqa: E402
 from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 
 import frisket as fk  # noqa: E402
@@ -22,21 +22,6 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def in_torch(case, score=None):
-    """The callable as flex_attention calls it: on 0-d tensors, mapped over every position."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    lead = () if score is None else (0,)
-    fn = case.fn
-    if not case.maps:
-        return fn(score, *(torch.from_numpy(x) for x in np.ogrid[tuple(map(slice, case.shape))]))
-    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
-        fn = torch.vmap(fn, in_dims=(*lead, *dims))
-    places = [torch.arange(n) for n in case.shape]
-    with TransformGetItemToIndex():
-        return fn(*places) if score is None else fn(score, *places)
 
 
 def values(bound, case, score=None):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
+import torch
+
 from .torch_case import Case
 from .torch_masks import masks
 from .torch_scores import scores
 
-__all__ = ["MASKS", "SCORES", "Case", "mask_case", "score_case"]
+__all__ = ["MASKS", "SCORES", "Case", "in_torch", "mask_case", "score_case"]
 
 
 @cache
@@ -30,3 +33,18 @@ def mask_case(name: str) -> Case:
 
 def score_case(name: str) -> Case:
     return _scores()[name]
+
+
+def in_torch(case, score=None):
+    """The callable as flex_attention calls it: on 0-d tensors, mapped over every position."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    lead = () if score is None else (0,)
+    fn = case.fn
+    if not case.maps:
+        return fn(score, *(torch.from_numpy(x) for x in np.ogrid[tuple(map(slice, case.shape))]))
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        fn = torch.vmap(fn, in_dims=(*lead, *dims))
+    places = [torch.arange(n) for n in case.shape]
+    with TransformGetItemToIndex():
+        return fn(*places) if score is None else fn(score, *places)
