@@ -130,7 +130,7 @@ def first(row: str, scale: Scale) -> Measure:
 
 
 def correctness_rows(scale: Scale) -> list[str]:
-    return [p.name for p in sorted((TESTS / "kernels").glob("triton*interpreted.py"))]
+    return [p.name for p in sorted((TESTS / "kernels").glob("triton*interpreted*.py"))]
 
 
 def correctness(row: str, scale: Scale) -> Measure:

@@ -104,14 +104,22 @@ def parser() -> argparse.ArgumentParser:
     add_slice(explain)
     add_plot(command("plot", plot, "a picture, or a page to zoom into and ask", subject, sizes))
     command("check", check, "what runs here against the float64 interpreter", subject, sizes)
-    emit = command("emit", commands.emit, "the source text of the kernel", subject, sizes)
+    emit = command("emit", emitted, "the source text of the kernel, or what it takes of a GPU", subject, sizes)
     emit.add_argument("--backend", required=True, help="cpp, triton or pallas-tpu")
     emit.add_argument("--head-dim", type=positive, default=64)
     emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
+    emit.add_argument("--report", action="store_true", help="compile for triton: registers, spills, shared memory")
+    emit.add_argument("--arch", nargs="+", metavar="GPU", default=["sm_90"], help="sm_80, sm_90, sm_100, gfx942")
     add_run(command("run", run, "attention over packed files, timed and checked", subject))
     command("library", library, "the entries of the library").add_argument("name", nargs="?", help="one, in full")
     command("doctor", doctor, "what is installed and what runs here")
     return top
+
+
+def emitted(args: argparse.Namespace, console: Console) -> Answer:
+    from . import cli_commands, cli_report
+
+    return (cli_report.report if args.report else cli_commands.emit)(args, console)
 
 
 def subject_options() -> argparse.ArgumentParser:

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from .triton_decode import Shares
 
 
-def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False) -> str:
-    """The kernel's text; empty where library calls run."""
+def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False) -> tuple[str, Target]:
+    """The kernel's text and the target it runs with; the text is empty where library calls run."""
     if target.backend == "cpp":
         from frisket.lowering.emit import cpp
 
-        return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype)
+        return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype), target
     if target.backend == "triton":
         from frisket.lowering.emit import triton, triton_decode
 
-        dims, few = dims_of(g, dtype), few_queries(plan, target, g)
+        dims, few = dims_of(g, dtype), few_queries(plan, target, g, dtype)
         if few is not None:
-            return triton_decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks)
-        return triton.emit(plan, target, dims, sinks=sinks)
+            return triton_decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks), few.target
+        return triton.emit(plan, target, dims, sinks=sinks), target
     if target.backend == "pallas-tpu":
         from frisket.lowering.emit import pallas_tpu
 
-        return pallas_tpu.emit(plan, target, g, dtype)
-    return ""
+        return pallas_tpu.emit(plan, target, g, dtype), target
+    return "", target
 
 
 def dims_of(g: Geometry, dtype: str) -> Dims:
@@ -45,16 +45,17 @@ def dims_of(g: Geometry, dtype: str) -> Dims:
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
 
 
-def few_queries(plan: LoopPlan, target: Target, g: Geometry) -> Shares | None:
-    """How Triton divides a call of few queries, on the GPU at hand or an H100; None where the forward kernel runs."""
-    from .triton_decode import shares
+def few_queries(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> Shares | None:
+    """How Triton divides a call of few queries, on the GPU at hand or an H100; None where there are many, though
+    such a call is divided too where its grid leaves much of the GPU idle."""
+    from .triton_decode import PACK, shares
     from .triton_tiles import processors
 
-    return shares(plan, None, g, target, g.heads // g.kv_heads, processors())
+    return None if g.q_len >= PACK else shares(plan, None, g, target, dims_of(g, dtype), processors())
 
 
 def stages_of(made: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False) -> Stages:
-    text = text_of(made.plan, target, g, dtype, sinks)
+    text, target = text_of(made.plan, target, g, dtype, sinks)
     m, s = made.subject.mask, made.subject.score
     written = Pair(None if m is None else m.expr, None if s is None else s.expr)
     return Stages(written, Pair(*made.simplified), made.layout.facts, made.layout, made.plan, target, text, made.rules)
@@ -67,7 +68,8 @@ def show(names: tuple[str, ...], plan: AnyPlan, made: Work | FlatWork, target: T
     plan.shown.add(target)
     if isinstance(made, FlatWork):
         assert isinstance(plan, FlatPlan)
-        stages = plan.stages(made, target, text_of(made.plan, target, g, dtype))
+        text, runs = text_of(made.plan, target, g, dtype)
+        stages = plan.stages(made, runs, text)
     else:
         stages = stages_of(made, target, g, dtype)
     print("\n\n".join(stages.text(n) for n in names), file=sys.stderr)

@@ -21,8 +21,8 @@ from .triton_source import load
 from .triton_tiles import SHARED, of_kernel
 
 ARCHITECTURES = {  # Triton's name of it, threads in a warp, and what its matrix instructions are called
-    "sm_80": (80, 32, r"\bHMMA\."), "sm_90": (90, 32, r"\bHGMMA\."), "sm_100": (100, 32, r"\bUTC\w*MMA\b"),
-    "gfx942": ("gfx942", 64, r"\bv_mfma_"),
+    "sm_80": (80, 32, r"\b[HIQ]MMA\."), "sm_90": (90, 32, r"\b[HIQ]G?MMA\."),
+    "sm_100": (100, 32, r"\b(?:UTC[HIQ]|[HIQ])MMA\b"), "gfx942": ("gfx942", 64, r"\bv_mfma_"),
 }  # fmt: skip
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv",
             "float8_e5m2": "*fp8e5"}  # fmt: skip

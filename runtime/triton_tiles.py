@@ -32,6 +32,7 @@ from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
 from frisket.lowering.emit.expr import POSITION, levels
 from frisket.lowering.emit.triton_backward import DELTA
+from frisket.lowering.emit.triton_captured import NAMES, square
 from frisket.lowering.emit.triton_parameters import padded
 from frisket.lowering.plan import Geometry, Target
 
@@ -54,19 +55,19 @@ SHARED = {  # bytes of shared memory that a block may have, by the vendors' docu
 }  # fmt: skip
 HALF: dict[str, dict[Window, dict[int, Tile]]] = {
     "forward": {
-        "long": {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+        "long": {64: (128, 128, 8, 2), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
         "medium": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
         "short": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 4, 2)},
     },
     "dq": {
         "long": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
         "medium": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "short": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
+        "short": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
     },
     "dkv": {
-        "long": {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
-        "medium": {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)},
-        "short": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), 256: (32, 64, 8, 2)},
+        "long": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
+        "medium": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
+        "short": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 2)},
     },
 }
 # float32 has no warp-group products, and takes twice the registers.
@@ -129,7 +130,7 @@ def of_kernel(name: str, target: Target) -> Target:
     """The part of a target that a kernel of this name is launched with."""
     own = {
         "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv,
-        "attention_combine": replace(target, num_warps=4),
+        "attention_combine": replace(target, num_warps=4), **dict.fromkeys(NAMES, square(target)),
     }  # fmt: skip
     return own.get(name) or target
 

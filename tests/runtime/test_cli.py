@@ -121,6 +121,10 @@ BAD = {
     "emit window(w) --backend triton": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
     "emit causal --backend nope": "BackendError: no backend 'nope'; there are aten, xla, cpp, triton, gluon, "
     "pallas-tpu, pallas-mosaic-gpu, dense, library, native\n",
+    "emit causal --backend cpp --report": "ParameterError: --report is about Triton kernels, not 'cpp'; write "
+    "--backend triton\n",
+    "emit causal --backend triton --report --arch sm_70": "BackendError: no figures for 'sm_70'; ahead-of-time reports "
+    "know sm_80, sm_90, sm_100, gfx942\n",
     "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
     "explain causal --q 3": "ShapeError: --q and --k go together: a query and a key, for example --q 300 --k 17\n",
     "explain softcap(50) --q 3 --k 3": "ShapeError: a score mod hides nothing; --q and --k explain a mask\n",
@@ -225,6 +229,24 @@ def test_emit_prints_the_kernel(run, backend):
     att = fk.compile("causal & window(256)")
     assert out == att.source(backend, q_len=2048, kv_len=2048, heads=1, head_dim=128)
     compile(out, backend, "exec")
+
+
+def test_emit_reports_what_kernels_take(run):
+    argv = "emit causal --backend triton --report --q-len 4 --kv-len 2048 --dtype bfloat16".split()
+    status, out, err = run(*argv, "--json")
+    assert (status, err) == (0, "")
+    decode, combine = json.loads(out)["kernels"]
+    assert (decode["kernel"], combine["kernel"]) == ("attention_decode", "attention_combine")
+    assert decode["arch"] == "sm_90"
+    assert decode["spills"] == 0
+    assert decode["mma"] > 0
+    assert decode["fits"] is True
+    status, out, err = run(*argv)
+    head, line, _ = out.splitlines()
+    assert head.split()[:2] == ["kernel", "GPU"]
+    assert line.split()[:6] == ["decode", "sm_90", str(decode["block_q"]), "x", str(decode["block_k"]), "4"]
+    assert f" {decode['registers']} " in line
+    assert f"{decode['shared']:,} of 232,448" in line
 
 
 def test_emit_for_library_calls(run):

@@ -1,0 +1,62 @@
+"""`frisket emit EXPR --backend triton --report`: what the kernels take of GPUs, by compiling them ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from frisket.dsl.errors import ParameterError
+from frisket.lowering.emit.triton_writer import Dims
+
+from .cli_answer import Answer
+from .cli_commands import LENGTH, compiled
+from .cli_input import subject
+from .cli_run import progress
+
+HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
+
+
+def report(args: argparse.Namespace, console: Console) -> Answer:
+    """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
+    from . import triton_report
+
+    if args.backend != "triton":
+        raise ParameterError(f"--report is about Triton kernels, not {args.backend!r}; write --backend triton")
+    for arch in args.arch:
+        triton_report.check_compiles(arch)
+    att, q_len = compiled(subject(args)), args.q_len or LENGTH
+    stages = {
+        arch: att.stages(
+            backend="triton", arch=arch, q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads,
+            head_dim=args.head_dim, dtype=args.dtype,
+        )
+        for arch in args.arch
+    }  # fmt: skip
+    found: list[triton_report.Report] = []
+    dims = Dims(args.head_dim, args.head_dim, args.dtype)
+    with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
+        for arch, s in stages.items():
+            for one in triton_report.compile_reports(s.source, s.plan, s.target, dims, arch):
+                found.append(one)
+                step("compiling")
+    data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in found]}
+    return Answer(data, [*table([HEAD, *map(line, found)])], 0 if all(r.fits for r in found) else 1)
+
+
+def line(r: Any) -> tuple[str, ...]:
+    tile = "" if r.kernel == "attention_combine" else f"{r.block_q} x {r.block_k}"
+    shared = f"{r.shared:,} of {r.shared_limit:,}" + ("" if r.fits else " TOO MUCH")
+    return (
+        r.kernel.removeprefix("attention_"), r.arch, tile, str(r.warps), str(r.stages), str(r.registers),
+        str(r.spills), shared, str(r.mma),
+    )  # fmt: skip
+
+
+def table(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest entry."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in lines]
