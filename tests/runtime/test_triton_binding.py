@@ -1,0 +1,17 @@
+"""Triton as a backend of torch: in its interpreter, and up to the launch as on a GPU."""
+
+from pathlib import Path
+
+import pytest
+from support.triton_process import run
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("part", ["graph", "eager"])
+def test_interpreted(part):
+    run(HERE / "triton_binding_interpreted.py", part, TRITON_INTERPRET="1")
+
+
+def test_launched_into_nothing():
+    run(HERE / "triton_binding_launched.py")

@@ -1,0 +1,187 @@
+"""Run by test_triton_binding.py without an interpreter: kernels are chosen as on a GPU and launched into nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support import triton_null
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import frisket as fk
+from frisket.runtime import backends, triton_bind
+
+triton_null.install(watch=True)
+backends.REASONS["triton"] = lambda: ""
+BIAS = "param bias: float[_, _]\nscore = score + bias[h, k]"
+KERNELS = {"attention_forward", "attention_delta", "attention_dq", "attention_dkv"}
+
+
+def arrays(s=512, b=1, h=4, hkv=2, d=64, dtype=torch.bfloat16):
+    return [torch.zeros(b, n, s, d, dtype=dtype, requires_grad=True) for n in (h, hkv, hkv)]
+
+
+def compiled(run):
+    """The kernels that a call had Triton compile."""
+    before = len(triton_null.compiled)
+    run()
+    return triton_null.compiled[before:]
+
+
+def train(att, given, **more):
+    att(*given, **more).sum().backward()
+
+
+# -- what compiles ------------------------------------------------------------------------------------------------
+
+
+def test_lengths_batches_and_heads_compile_nothing():
+    att = fk.compile("causal & window(1000)", BIAS, backend="triton")
+    bias = {"bias": torch.zeros(8, 2048)}
+    assert set(compiled(lambda: train(att, arrays(), **bias))) == KERNELS
+    for shape in ((640, 1, 4, 2), (777, 1, 4, 2), (1000, 3, 4, 2), (1024, 2, 8, 4)):
+        given = {"bias": torch.zeros(8, shape[0])}
+        assert compiled(lambda: train(att, arrays(*shape), **given)) == []  # noqa: B023
+
+
+def test_windows_inside_a_class_compile_nothing():
+    first = compiled(lambda: train(fk.compile("causal & window(300)", backend="triton"), arrays()))
+    assert set(first) == KERNELS
+    for w in (301, 500, 640):
+        assert compiled(lambda: train(fk.compile(f"causal & window({w})", backend="triton"), arrays())) == []  # noqa: B023
+    other = compiled(lambda: train(fk.compile("causal & window(w)", w=64, backend="triton"), arrays()))
+    assert "attention_forward" in other  # another class has other tiles
+
+
+def test_documents_compile_nothing():
+    att = fk.compile("causal & same(doc)", backend="triton")
+    assert set(compiled(lambda: train(att, arrays(), doc=np.arange(512) // 100))) == KERNELS
+    for s, n in ((512, 3), (512, 512), (700, 41)):
+        assert compiled(lambda: train(att, arrays(s), doc=np.arange(s) // n)) == []  # noqa: B023
+
+
+def test_steps_of_decoding_compile_nothing():
+    att = fk.compile("causal & window(200)", backend="triton")
+    _, k, v = (x.detach() for x in arrays(1024))
+
+    def step(at):
+        q = torch.zeros(1, 4, 1, 64, dtype=k.dtype)
+        att(q, k, v, origin=(0, 0, at, 0), sizes=(1, 4, 1024, 1024))
+
+    assert compiled(lambda: step(5))
+    assert compiled(lambda: [step(at) for at in (6, 100, 800, 1023)]) == []
+
+
+def test_what_compiles_anew():
+    att = fk.compile("causal & q % 7 < 5", backend="triton")
+    for more in ({}, {"d": 128}, {"dtype": torch.float16}, {"h": 6}):
+        assert set(compiled(lambda: train(att, arrays(**more)))) == KERNELS  # noqa: B023
+        assert compiled(lambda: train(att, arrays(**more))) == []  # noqa: B023
+
+
+# -- which kernel runs ----------------------------------------------------------------------------------------------
+
+
+def odd(x):
+    """The same, from an address that 16 does not divide."""
+    whole = torch.zeros(x.numel() + 1, dtype=x.dtype)
+    return whole[1:].view(x.shape)
+
+
+def padded(x):
+    """The same, with strides that 16 does not divide."""
+    return torch.zeros(*x.shape[:-1], x.shape[-1] + 1, dtype=x.dtype)[..., :-1]
+
+
+LOOKS = {
+    "contiguous": lambda x: x,
+    "odd": odd,
+    "padded": padded,
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "dim first": lambda x: x.mT.contiguous().mT,
+    "expanded": lambda x: x[:, :1].expand(x.shape),
+}
+
+
+def test_the_kernel_is_the_one_triton_would_choose(monkeypatch):
+    """For every look of q, k, v and a table: the launch laid out beforehand has the kernel and the arguments of the
+    one by Triton's own way."""
+    att = fk.compile("causal", BIAS, backend="triton")
+    q, k, v = (x.detach() for x in arrays(64))
+    bias = torch.zeros(4, 64)
+    cases = [(f(q), k, v, bias) for f in LOOKS.values()] + [(q, f(k), f(v), bias) for f in LOOKS.values()]
+    cases += [(q, k, v, f(bias[None, None])[0, 0]) for f in (odd, padded)]
+    cases += [(q, k, v, bias.to(torch.bfloat16))]
+    for case in cases:
+        att(*case[:3], bias=case[3])
+    for case in cases:
+        found = []
+        for known in (True, False):
+            if not known:
+                monkeypatch.setattr(triton_bind.Launch, "_run", _by_triton)
+            triton_null.launched.clear()
+            att(*case[:3], bias=case[3])
+            ((kernel, grid, arguments),) = triton_null.launched
+            found.append((kernel, grid, [_place(x) for x in arguments]))
+            monkeypatch.undo()
+        (kernel, grid, laid_out), (chosen, other, arguments) = found
+        assert kernel is chosen
+        assert grid == other
+        told = zip(kernel.src.fn.arg_names, laid_out, arguments, strict=True)
+        assert {n for n, a, b in told if a != b} <= {"Out", "Lse"}  # which are made anew
+
+
+def _by_triton(self, values, tensors):
+    self._first(object(), values, (*tensors, *values.tensors))
+
+
+def _place(x):
+    return x.data_ptr() if hasattr(x, "data_ptr") else x
+
+
+# -- what a warm call does ------------------------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Refuses what waits for a device to answer."""
+
+    WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        if name in self.WAIT:
+            raise AssertionError(f"a warm call runs {name}")
+        return func(*args, **(kwargs or {}))
+
+
+CALLS = {
+    "documents": ("causal & same(doc)", None, {}, {}),
+    "table": ("causal", BIAS, {"bias": torch.zeros(4, 512)}, {}),
+    "scalar": ("causal", "param c: float\nscore = c * tanh(score / c)", {"c": torch.tensor(3.0)}, {}),
+    "sinks": ("causal", None, {"sinks": torch.zeros(4)}, {}),
+    "one sink": ("causal", None, {"sinks": 0.5}, {}),
+    "dropout": ("causal", None, {}, {"dropout": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_warm_call_reads_nothing_back(name, monkeypatch):
+    mask, score, given, options = CALLS[name]
+    att = fk.compile(mask, score, backend="triton", **options)
+    given = {n: x.requires_grad_() if hasattr(x, "requires_grad_") else x for n, x in given.items()}
+    if name == "documents":
+        given = {"plan": att.plan(512, 512, 1, 4, doc=torch.arange(512) // 100, flat=True)}
+    if name == "dropout":
+        given = {"seed": 3}
+    leaves = arrays()
+    cotangent = torch.zeros_like(leaves[0])
+    torch.autograd.grad(att(*leaves, **given), leaves, cotangent)
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a warm call takes values to the host, or from it")
+
+    for owner, names in ((torch, ("from_numpy", "tensor", "as_tensor")), (torch.Tensor, ("numpy", "tolist", "cpu"))):
+        for n in names:
+            monkeypatch.setattr(owner, n, refused)
+    with Reads():
+        torch.autograd.grad(att(*leaves, **given), leaves, cotangent)
