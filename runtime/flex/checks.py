@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from frisket.dsl.errors import BackendError, ShapeError
+from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 
 from ..attention import Attention
 from ..mask import Mask, ScoreMod
-from .errors import ArrayError, ScoreModError, check_lookups
+from .errors import ArrayError, check_lookups
 from .kernel_options import KernelOptionError
 
 SHORT = 128  # queries: fewer are a step of decoding to torch
@@ -49,7 +49,7 @@ def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:
     """Refuse a mask for other arrays. torch takes indices modulo the mask's B and H instead of looking."""
     if not isinstance(block_mask, BlockMask):
         what = "a function" if callable(block_mask) else type(block_mask).__name__
-        raise ScoreModError(
+        raise ParameterError(
             f"block_mask is {what}\n  it is a BlockMask: create_block_mask(mask_mod, B, H, {query.shape[2]}, "
             f"{key.shape[2]})"
         )

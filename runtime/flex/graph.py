@@ -85,13 +85,19 @@ class Call(HigherOrderOperator):
         else:
             visible = over_graph(masks[-1], mask_values, "mask")
         if said["tiles"] is not None:
-            visible = visible.within(said["tiles"], tuple(said["tiles"].shape[:-2]), tuple(map(int, said["block"])))
-        options = options_of(said["scale"], said["gqa"], read(said["kernel"]))
+            visible = visible.within(said["tiles"], tuple(said["tiles"].shape[:-2]), tuple(map(_fixed, said["block"])))
+        kernel = {n: _fixed(x) for n, x in said["kernel"].items()}
+        options = options_of(_fixed(said["scale"]), said["gqa"], read(kernel))
         return operator(query, key, value, mod, visible, options, said["top"])
 
 
 call = Call()
 dynamo._hop_name_to_variable_class[call.__name__] = dynamo.FlexAttentionHigherOrderVariable
+
+
+def _fixed(x: Any) -> Any:
+    """A number of the graph that is open becomes what it is now: another one is another graph."""
+    return int(x) if isinstance(x, torch.SymInt) else float(x) if isinstance(x, torch.SymFloat) else x
 
 
 def over_graph(graph: Any, values: tuple[Any, ...], kind: Kind) -> LiveMask:

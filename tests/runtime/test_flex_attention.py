@@ -55,7 +55,9 @@ def test_as_torch_computes_it(kind, name):
         want, lse = theirs.flex_attention(q, k, v, mod, torchs, return_lse=True)
         out, aux = flex_attention(q, k, v, mod, ours, return_aux=AuxRequest(lse=True))
         again = flex_attention(q, k, v, mod, torchs)  # torch's BlockMask
-    assert isinstance(aux, AuxOutput) and aux.max_scores is None and aux.lse.dtype == torch.float32
+    assert isinstance(aux, AuxOutput)
+    assert aux.max_scores is None
+    assert aux.lse.dtype == torch.float32
     torch.testing.assert_close(out, want, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(again, want, rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(aux.lse, lse.float(), rtol=1e-4, atol=2e-5)  # a float64 table makes theirs float64
