@@ -5,7 +5,7 @@ per position), how much of a tile is work, and how few queries there are. A tile
 a window of W keys visits ceil((BQ + W - 1) / BK) * BK keys a query, so this share of its work is useful:
 
     W                128    192    256    512   1024   4096
-    128 x 128        50 %   60 %   67 %   80 %   89 %   97 %
+    128 x 128        50 %   50 %   67 %   80 %   89 %   97 %
     128 x  64        50 %   60 %   67 %   80 %   89 %   97 %
      64 x  64        67 %   75 %   80 %   89 %   94 %   98 %
 
@@ -16,8 +16,9 @@ a window of W keys visits ceil((BQ + W - 1) / BK) * BK keys a query, so this sha
 
 Larger tiles read less for each product: 64 x 64 has half the work of 128 x 128 for a byte of shared memory. So windows
 are `short` up to 192 keys, where small tiles win by a quarter, `medium` up to 768, where narrower ones do by a tenth,
-and `long` beyond, as is all that is no window. The class hangs on the mask alone, never on the lengths of a call or on
-what its tables hold: a change inside a class compiles nothing.
+and `long` beyond, as is all that is no window. Masks that read tables, documents most of all, are `medium` at most:
+their rows have two borders, and their kernels need registers for what they read. The class hangs on the mask alone,
+never on the lengths of a call or on what its tables hold: a change inside a class compiles nothing.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ def target(
         return tuning.applied(of_tile(tile, g, dtype))
     mask, score = (None, None) if plan is None else plan.simplified
     keys = math.inf if plan is None or mask is None else keys_seen(mask, tuple(sorted(plan.scalars.items())))
+    if mask is not None and any(n.op == "lookup" for n in walk(mask)):
+        keys = min(keys, MEDIUM)
     loads = loads_per_position(mask, score)
     return tuning.applied(default_target(g, dtype, keys=keys, per_position=loads, arch=arch or architecture(device)))
 

@@ -24,8 +24,8 @@ BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head pla
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
 at i j tile inside visible score unit top peak rescale total p kept acc out lse largest sink empty present
 range float int bool out_at
-attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at dout_at
-dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead low high counted per to batches
+attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at
+dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
 Acc Tops Totals kv_heads splits part packed QUERIES PARTS row_at begin end tiles border full tops totals weight
 query_at
 Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative

@@ -1,0 +1,139 @@
+"""Gradients of captured tensors in Triton, written by frisket for
+
+    window(w)
+    score + bias[h, min(q - k, 31)]
+    s0 = w
+    s1 = 31
+
+Head size 64, bfloat16, 4 query heads to a key head.
+attention_diagonal: grid (block diagonals * parts, heads, batch), tiles of 64 queries by 64 keys, num_warps=8, num_stages=1.
+"""
+
+import triton
+import triton.language as tl
+
+GROUP = tl.constexpr(4)
+DIM = tl.constexpr(64)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def step(i, size, stride):
+    return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64) * stride
+
+
+@triton.jit
+def clamp(i, size):
+    return tl.minimum(tl.maximum(i, 0), size - 1)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "q_len", "kv_len", "share", "h_origin", "q_origin", "k_origin", "s0", "s1", "bias_size0",
+        "bias_size1",
+    ]
+)
+def attention_diagonal(
+    Q, K, V, DOut,  # [batch, heads, length, dim], any strides
+    Lse, Delta,  # float32 [batch, heads, q_len], contiguous, of attention_delta: lse in units of log2
+    Sums,  # float32 [batch, heads, weights, parts, 2, block diagonals, BLOCK_K]: gradients of
+    # bias[h, min(q - k, s1)], by distance
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    scale, heads, q_len, kv_len, share,
+    h_origin, q_origin, k_origin,  # of this call in the whole problem
+    s0, s1,
+    bias, bias_size0, bias_size1, bias_stride0, bias_stride1,
+    ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
+):
+    head, batch = tl.program_id(1), tl.program_id(2)
+    place = batch * heads + head
+    rows = tl.arange(0, BLOCK_Q)
+    columns = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, DIM)
+    # Tiles on one block diagonal: row - tile is shift. A part is `share` rows of tiles.
+    diagonals = tl.cdiv(q_len, BLOCK_Q) + tl.cdiv(kv_len, BLOCK_K) - 1
+    part, diagonal = tl.program_id(0) // diagonals, tl.program_id(0) % diagonals
+    shift = diagonal + 1 - tl.cdiv(kv_len, BLOCK_K)
+    begin = tl.maximum(part * share, shift)
+    end = tl.minimum((part + 1) * share, tl.cdiv(q_len, BLOCK_Q))
+    end = tl.minimum(end, shift + tl.cdiv(kv_len, BLOCK_K))
+    kv_head = head // GROUP
+    q_at = Q + tl.cast(batch, tl.int64) * stride_qb + tl.cast(head, tl.int64) * stride_qh
+    k_at = K + tl.cast(batch, tl.int64) * stride_kb + tl.cast(kv_head, tl.int64) * stride_kh
+    v_at = V + tl.cast(batch, tl.int64) * stride_vb + tl.cast(kv_head, tl.int64) * stride_vh
+    dout_at = DOut + tl.cast(batch, tl.int64) * stride_gb + tl.cast(head, tl.int64) * stride_gh
+
+    if ORIGIN_PER_BATCH:
+        q_origin = tl.load(q_origin + batch)
+        k_origin = tl.load(k_origin + batch)
+    h = h_origin + head
+    sum0 = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+
+    for row in range(begin, end):
+        tile = row - shift
+        start = row * BLOCK_Q
+        q_first = q_origin + start
+        q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1
+        k_first = k_origin
+        k_last = k_origin + kv_len - 1
+        # Some query of the tile sees keys first..last.
+        first = tl.maximum(q_first - s0 + 1, k_first) - k_first
+        last = tl.minimum(q_last, k_last) - k_first
+        if (first < (tile + 1) * BLOCK_K) & (last >= tile * BLOCK_K):
+            present = start + rows < q_len
+            at = tl.cast(start, tl.int64)
+            query = tl.load(
+                q_at + at * stride_qs + (rows[:, None] * stride_qs + d[None, :] * stride_qd),
+                mask=present[:, None], other=0.0,
+            )
+            dout = tl.load(
+                dout_at + at * stride_gs + (rows[:, None] * stride_gs + d[None, :] * stride_gd),
+                mask=present[:, None], other=0.0,
+            )
+            at += tl.cast(place, tl.int64) * q_len
+            lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
+            delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
+            inside = tile * BLOCK_K + columns < kv_len
+            at = tl.cast(tile * BLOCK_K, tl.int64)
+            keys = tl.load(
+                k_at + at * stride_ks + (columns[None, :] * stride_ks + d[:, None] * stride_kd),
+                mask=inside[None, :], other=0.0,
+            )
+            score = tl.dot(query, keys) * scale
+            values = tl.load(
+                v_at + at * stride_vs + (columns[None, :] * stride_vs + d[:, None] * stride_vd),
+                mask=inside[None, :], other=0.0,
+            )
+            dp = tl.dot(dout, values)
+            q = (q_origin + start + rows)[:, None]
+            k = (k_origin + tile * BLOCK_K + columns)[None, :]
+            x0 = q - k
+            # q >= k & q - k < s0
+            visible = present[:, None] & inside[None, :]
+            visible &= q >= k
+            visible &= x0 < s0
+            # score + bias[h, min(q - k, s1)]
+            bias_h_at = tl.load(
+                bias + step(h, bias_size0, bias_stride0) + clamp(tl.minimum(x0, s1), bias_size1) * bias_stride1,
+                mask=visible,
+            ).to(tl.float32)
+            modified = score + bias_h_at
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
+            # Where p is 0 so is dm, whatever else is there.
+            dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
+            sum0 += dm
+
+    # Row i turned by i places: column c has what is c below the main diagonal, in rows from c on, and what is
+    # BLOCK_K - c above it.
+    turned = (rows[:, None] - columns[None, :]) & (BLOCK_K - 1)
+    ahead = rows[:, None] >= columns[None, :]
+    parts = tl.num_programs(0) // diagonals
+    moved = tl.gather(sum0, turned, 1)
+    to = (tl.cast(place, tl.int64) * parts + part) * 2 * diagonals + diagonal
+    to = Sums + to * BLOCK_K + columns
+    tl.store(to, tl.sum(tl.where(ahead, moved, 0.0), 0))
+    tl.store(to + diagonals * BLOCK_K, tl.sum(tl.where(ahead, 0.0, moved), 0))

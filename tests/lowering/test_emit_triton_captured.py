@@ -1,0 +1,114 @@
+"""The text of the Triton kernels of captured gradients by distance and by position. Nothing here imports triton."""
+
+import ast
+import re
+
+import pytest
+from support.attention_cases import causal
+
+from frisket.dsl.ir import lookup, param, var
+from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
+from frisket.dsl.types import FLOAT, INT
+from frisket.lowering.derive import alone, backward_of
+from frisket.lowering.emit import expr_triton
+from frisket.lowering.emit.triton_captured import diagonal, plane, scatter, square
+from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
+from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.plan import Bounds, Target, make_plan
+
+TARGET, DIMS = square(Target("triton", 128, 64, 8, 3)), Dims(64, 64, "bfloat16", group=4)
+
+
+def bias(*index):
+    return lookup("bias", index, FLOAT)
+
+
+def documents(*index):
+    return eq(lookup("doc", (b, q)), lookup("doc", (b, k)))
+
+
+WINDOW = make_plan(
+    causal & (q - k < param("w")), score + bias(h, minimum(q - k, 31)), "window(w)\nscore + bias[h, min(q - k, 31)]",
+    bounds=Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1")), rows_nonempty=True,
+)  # fmt: skip
+CAPPED = make_plan(
+    causal & documents(),
+    30 * function("tanh", score * bias(k - q) / 30),
+    "softcap of score * bias[k - q]",
+    dropout=True,
+)
+SHARED = make_plan(causal & documents(), score + bias(h, q, k + 3), "causal & same(doc)\nscore + bias[h, q, k + 3]")
+BUCKETS = make_plan(causal, score + bias(lookup("bucket", (q, k), INT), h), "causal\nscore + bias[bucket[q, k], h]")
+
+
+def text(name):
+    made, way, more = {
+        "triton_captured_distance.py": (WINDOW, diagonal, {}),
+        "triton_captured_dropout.py": (CAPPED, diagonal, {}),
+        "triton_captured_plane.py": (SHARED, plane, {"shared": "b"}),
+        "triton_captured_buckets.py": (BUCKETS, scatter, {"fixed": True}),
+        "atomics": (BUCKETS, scatter, {"fixed": False}),
+    }[name]
+    gradients = backward_of(made).gradients
+    return made, way(made, TARGET, DIMS, gradients if way is diagonal else gradients[0], **more)
+
+
+GOLDEN = ["triton_captured_distance.py", "triton_captured_dropout.py", "triton_captured_plane.py",
+          "triton_captured_buckets.py"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_text(name, golden):
+    golden(name, text(name)[1])
+
+
+@pytest.mark.parametrize("name", [*GOLDEN, "atomics"])
+def test_every_name_of_the_kernel_is_reserved(name):
+    made, source = text(name)
+    assert source == text(name)[1]
+    users = [n for a in arguments(made).values() for n in a.all]
+    tables = "|".join(a.name for a in arguments(made).values())
+    known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
+    found = {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)}
+    assert not [n for n in found - known if not re.fullmatch(rf"(fixed|row|column|x|sum)\d+|({tables})_\w+", n)]
+
+
+def test_atomics_only_where_programs_meet():
+    assert {n: text(n)[1].count("atomic") for n in [*GOLDEN, "atomics"]} == {
+        **dict.fromkeys(GOLDEN[:3], 0), "triton_captured_buckets.py": 1, "atomics": 1,
+    }  # fmt: skip
+    assert "Counted,  # int64" in text("triton_captured_buckets.py")[1]
+    assert "Into,  # float32" in text("atomics")[1]
+
+
+def test_gradients_of_one_weight_are_one_sum():
+    made = make_plan(causal, score + bias(q - k) + lookup("other", (h, q - k), FLOAT))
+    assert "weights, parts" in (source := diagonal(made, TARGET, DIMS, backward_of(made).gradients))
+    assert "sum0" in source
+    assert "sum1" not in source
+
+
+@pytest.mark.parametrize(
+    ("target", "side"),
+    [
+        ((128, 64), 64),
+        ((128, 32), 64),
+        ((64, 32), 32),
+        ((32, 32), 32),
+        ((32, 16), 16),
+        ((16, 16), 16),
+        ((128, 128), 64),
+    ],
+)
+def test_tiles_are_square(target, side):
+    for whole in (Target("triton", *target), Target("triton", 128, 128, dq=Target("triton", *target))):
+        made = square(whole)
+        assert (made.block_q, made.block_k, made.num_warps, made.num_stages) == (side, side, 8, 1)
+
+
+def test_a_coordinate_alone():
+    s, other = param("s0"), lookup("n", (q,), INT)
+    for entry, name in ((q, "q"), (q + s, "q"), (3 - s + k, "k"), (h, "h"), (b - 1, "b"), (k + q - q, "k")):
+        assert alone(entry) == name
+    for entry in (q - k, 2 * k, -k, h // 2, k + other, q * s, s, q + b):
+        assert alone(entry) is None
