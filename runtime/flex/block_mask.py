@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
@@ -20,9 +21,9 @@ from ..answers import score_lookups
 from ..export.block_mask import exact_lists
 from ..layout import Layout
 from ..mask import Mask, MaskLike
-from .errors import ListError, OrderError, check_lookups
+from .derived import crop, joined, part, there
+from .errors import ListError, check_lookups
 from .live_mask import LiveMask, live_mask, version_of
-from .slicing import moved, picks
 from .tile_string import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, kinds_of, with_columns, with_orders
 
@@ -55,6 +56,8 @@ class BlockMask(theirs.BlockMask):
     """
 
     dq_kv_order_spt: bool | None
+    _fn: Callable[..., Any] | None  # the user's own mask_mod
+    _given: Lists | None  # the user's own lists
 
     def __init__(
         self, seq_lengths: tuple[int, int], kv_num_blocks: Tensor, kv_indices: Tensor,
@@ -76,6 +79,7 @@ class BlockMask(theirs.BlockMask):
         lengths, block = pair(seq_lengths, "seq_lengths"), pair(BLOCK_SIZE, "BLOCK_SIZE")
         self._begin(live_mask(mask_mod), lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device)
         self.dq_kv_order_spt, self._orders = dq_kv_order_spt, dq_write_order is not None
+        self._apart, self._columns = full_kv_indices is not None, q_indices is not None
         self._given, self._fn = lists, mask_mod if callable(mask_mod) else None
         self._check_cover(lengths)
 
@@ -84,8 +88,7 @@ class BlockMask(theirs.BlockMask):
     ) -> None:
         self._mod = mod  # what mask_mod says; all of the mask unless there are lists of the user's
         self._text = mod.text
-        self._fn: Callable[..., Any] | None = None  # the user's own mask_mod
-        self._given: Lists | None = None  # the user's own lists
+        self._fn = self._given = None
         self._lengths, self._block, self._batch, self._device = lengths, block, batch, torch.device(device)
         self._apart = self._columns = True  # full tiles in lists of their own; lists of columns at all
         self._orders, self.dq_kv_order_spt = False, None
@@ -204,7 +207,7 @@ class BlockMask(theirs.BlockMask):
             return self._fn
         if torch.compiler.is_dynamo_compiling():
             self._prepared()
-            return self._made["mask_mod"]  # type: ignore[no-any-return]
+            return cast(Callable[..., Any], self._made["mask_mod"])
         made = self._now()
         if "mask_mod" not in made:
             reach = dict(zip("bhqk", self._sizes, strict=True))
@@ -243,7 +246,7 @@ class BlockMask(theirs.BlockMask):
             return self._given
         if torch.compiler.is_dynamo_compiling():
             self._prepared()
-            return self._made["lists"]  # type: ignore[no-any-return]
+            return cast(Lists, self._made["lists"])
         made = self._now()
         if "lists" not in made:
             found = exact_lists(self.layout, self.device, apart=self._apart)
@@ -252,9 +255,9 @@ class BlockMask(theirs.BlockMask):
             wide = {n: x.expand(*self._batch, *x.shape[2:]).contiguous() for n, x in zip(names, pairs, strict=True)}
             lists: Lists = {**dict.fromkeys(TENSORS), **wide}
             if not self._columns:
-                lists |= {n: None for n in LISTS if "q_" in n and "kv" not in n}
+                lists |= dict.fromkeys(LISTS[4:])
             made["lists"] = with_orders(lists, self.dq_kv_order_spt) if self._orders else lists
-        return made["lists"]  # type: ignore[no-any-return]
+        return cast(Lists, made["lists"])
 
     def _hold(self, lists: Lists) -> None:
         """From now on these are the lists, whatever the mask says outside of them."""
@@ -284,7 +287,7 @@ class BlockMask(theirs.BlockMask):
                 )
 
     @property
-    def BLOCK_SIZE(self) -> tuple[int, int]:  # noqa: N802 (torch's name)
+    def BLOCK_SIZE(self) -> tuple[int, int]:  # type: ignore[override]  # noqa: N802 (torch's name)
         return self._block
 
     @property
@@ -360,86 +363,22 @@ class BlockMask(theirs.BlockMask):
         there are. Rows may be picked in any order; queries that would lie beyond the end are hidden.
         Raises `PickError`, an IndexError.
         """
-        self._check_order("indexed")
-        rows = -(-self._lengths[0] // self._block[0]) if self._given is None else self._index.shape[-2]
-        found = picks(index, (*self._batch, rows))
-        mod, q_len, short = moved(self._mod.sized(self._sizes), found, self._lengths[0], self._block[0])
-        batch = tuple(p.count for p in found[:-1])
-        made = self.of(mod, (q_len, self._lengths[1]), self._block, batch, self.device, self)
-        if self._given is None:
-            return made
-        if short:
-            raise ListError(
-                "rows of tiles in an order with the cut one before the last\n  pick it last, or lay out mask"
-            )
-        lists: Lists = {**dict.fromkeys(TENSORS)}
-        for name in LISTS[:4]:
-            if (x := self._given[name]) is not None:
-                for axis, pick in enumerate(found):
-                    x = pick.select(x, axis)
-                lists[name] = x
-        if self._given["q_indices"] is not None:
-            lists = with_columns(lists)
-        made._hold(with_orders(lists, self.dq_kv_order_spt) if self._orders else lists)
-        return made
+        return part(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The first queries and keys of it; of a mask without lists, any number. Its lists are those of the new
         lengths."""
-        self._check_order("cut")
-        lengths = pair((new_q_len, new_kv_len), "lengths")
-        self._check_cover(lengths)
-        made = self.of(self.live.sized(self._sizes), lengths, self._block, self._batch, self.device, self)
-        made._fn = self._fn if self._given is None else None
-        return made
-
-    def _check_order(self, what: str) -> None:
-        if (self._given or {}).get("dq_kv_order") is not None:
-            raise OrderError(
-                f"a BlockMask with a tensor dq_kv_order is {what}\n  the order is of these lists alone: make another "
-                "BlockMask with the dq_write_order that belongs to it"
-            )
-
-    @property
-    def _index(self) -> Tensor:
-        index = self._tensors()["kv_indices"]
-        assert index is not None
-        return index
+        return crop(self, pair((new_q_len, new_kv_len), "lengths"))
 
     def to(self, device: Any) -> BlockMask:
         """The same on another device, captured tensors too."""
-        device = torch.device(device)
-        made = self.of(self._mod.to(device), self._lengths, self._block, self._batch, device, self)
-        if all(made._mod.tensors[n] is x for n, x in self._mod.tensors.items()):
-            made._fn = self._fn
-        lists = self._given or self._now().get("lists")
-        there = None if lists is None else {n: x if x is None else x.to(device) for n, x in lists.items()}
-        if self._given is not None:
-            made._given = there
-        elif there is not None:
-            made._made = {"lists": there}
-        return made
-
-    # -- algebra ----------------------------------------------------------------------------------
-
-    def _join(self, op: str, other: Any) -> BlockMask:
-        if not isinstance(other, BlockMask):
-            mod, batch = live_mask(other), self._batch
-        else:
-            if (self._lengths, self._block) != (other._lengths, other._block):
-                raise ShapeError(
-                    f"masks of {self._lengths} in tiles of {self._block} and of {other._lengths} in tiles of "
-                    f"{other._block}\n  lay both out alike"
-                )
-            mod, batch = other.live.sized(other._sizes), tuple(torch.broadcast_shapes(self._batch, other._batch))
-        live = self.live.sized(self._sizes).join(op, mod)
-        return self.of(live, self._lengths, self._block, batch, self.device, self)
+        return there(self, torch.device(device))
 
     def __and__(self, other: Any) -> BlockMask:
-        return self._join("and", other)
+        return joined("and", self, other)
 
     def __or__(self, other: Any) -> BlockMask:
-        return self._join("or", other)
+        return joined("or", self, other)
 
     def __invert__(self) -> BlockMask:
         live = self.live
@@ -484,7 +423,11 @@ for _name in TENSORS:
 
 def pair(value: Any, name: str) -> tuple[int, int]:
     """Two positive lengths, from one or two."""
-    found = tuple(value) if isinstance(value, tuple | list | torch.Size) else (value, value)
-    if len(found) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in found):
+    found = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    if len(found) != 2 or not all(map(is_count, found)):
         raise ShapeError(f"{name} is {value!r}\n  it is positive ints, (queries, keys), in tokens")
-    return found
+    return int(found[0]), int(found[1])
+
+
+def is_count(n: Any) -> bool:
+    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n > 0)

@@ -20,13 +20,13 @@ from frisket.lowering.analysis.driver import SIZE_NAMES
 from frisket.lowering.plan import Sizes
 
 from ..mask import Mask, MaskLike, ScoreLike, ScoreMod, program
-from .block_mask import Block, BlockMask, pair
+from .block_mask import Block, BlockMask, is_count, pair
 from .errors import MaskModError
 from .live_mask import LiveMask, kept, live_mask, of_bound, of_function
 
 
 def create_block_mask(
-    mask_mod: MaskLike, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
+    mask_mod: MaskLike | LiveMask, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Any = None,
     BLOCK_SIZE: Block = 128, _compile: bool = False, separate_full_blocks: bool = True,
     compute_dq_write_order: bool = False, dq_kv_order: bool = True,
 ) -> BlockMask:  # fmt: skip
@@ -71,7 +71,7 @@ def create_block_mask(
 
 
 def _outside(*arguments: Any) -> BlockMask:
-    return torch.compiler.disable(create_block_mask)(*arguments)  # type: ignore[no-any-return]
+    return torch.compiler.disable(create_block_mask)(*arguments)  # type: ignore[no-untyped-call,no-any-return]
 
 
 _outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo does not read it
@@ -91,7 +91,8 @@ def create_mask(
     found = mod.callable(dict(zip("bhqk", sizes, strict=True)), sizes, "", where)
     axes = (torch.arange(n, device=where) for n in sizes)
     places = (x.view([-1 if i == axis else 1 for i in range(4)]) for axis, x in enumerate(axes))
-    return found(*places).expand(sizes).contiguous()
+    shown: Tensor = found(*places)
+    return shown.expand(sizes).contiguous()
 
 
 def _shown(what: Any) -> LiveMask:
@@ -157,9 +158,9 @@ class Joined:
 
 def _heads(batch: Any, heads: Any) -> tuple[int, int]:
     for name, n in (("B", batch), ("H", heads)):
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+        if n is not None and not is_count(n):
             raise ShapeError(f"{name} is {n!r}\n  it is how many there are, or None where all are alike")
-    return batch or 1, heads or 1
+    return int(batch or 1), int(heads or 1)
 
 
 def _device(device: Any) -> torch.device:

@@ -111,6 +111,8 @@ def test_lists_without_columns_stay_so():
     bare = ours.BlockMask.from_kv_blocks(made.kv_num_blocks, made.kv_indices, BLOCK_SIZE=8, compute_q_blocks=False)
     assert bare[:, 0].q_indices is None
     assert bare[:, 0].kv_indices.shape == (1, 1, 3, 3)
+    assert bare._adjust(16, 8).q_indices is None
+    assert bare._adjust(16, 8).full_kv_indices is None
 
 
 def test_a_step_of_decoding_as_people_write_it():
