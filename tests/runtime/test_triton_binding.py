@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import pytest
 from support.triton_process import run
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("part", ["graph", "eager"])
-def test_interpreted(part):
-    run(HERE / "triton_binding_interpreted.py", part, TRITON_INTERPRET="1")
+def test_interpreted():
+    run(HERE / "triton_binding_interpreted.py", TRITON_INTERPRET="1")
 
 
 def test_launched_into_nothing():

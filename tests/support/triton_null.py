@@ -14,7 +14,7 @@ from triton.runtime import driver
 from frisket.runtime import triton_bind
 
 compiled: list[str] = []  # the names of kernels, one for every compilation
-launched: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []  # name, grid and arguments, while `watching`
+launched: list[tuple[Any, tuple[int, ...], tuple[Any, ...]]] = []  # kernel, grid and arguments, while `watching`
 watching = False
 
 
@@ -30,7 +30,7 @@ class _Kernel(CompiledKernel):
         pass
 
     def _launched(self, x: int, y: int, z: int, *rest: Any) -> None:
-        launched.append((self.name, (x, y, z), rest[6:]))
+        launched.append((self, (x, y, z), rest[6:]))
 
 
 def _nothing(*arguments: Any) -> None:
