@@ -24,6 +24,7 @@ never on the lengths of a call or on what its tables hold: a change inside a cla
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
@@ -111,11 +112,29 @@ def _carried(tile: Tile, kernel: str, dim: int, per_position: bool, arch: str) -
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
     if per_position:  # Triton stages such a table through shared memory too
         walked, stages = min(walked, 32), min(stages, 2)
-    least = 1 if arch.startswith("gfx") else 2
-    stages, limit = (1 if least == 1 else stages), SHARED.get(arch, SHARED["gfx942" if least == 1 else "sm_90"])
-    while 2 * dim * (own * (1 if kernel == "forward" else 2) + 2 * stages * walked) > limit and walked > 16:
-        walked, stages = (walked, stages - 1) if stages > least else (walked // 2, stages)
+    if arch.startswith("gfx"):
+        return _of_amd(own, walked, warps, kernel, dim, SHARED.get(arch, SHARED["gfx942"]))
+    limit = SHARED.get(arch, SHARED["sm_90"])
+    while shared(kernel, dim, own, walked, stages) > limit and walked > 16:
+        walked, stages = (walked, stages - 1) if stages > 2 else (walked // 2, stages)
     return (walked, own, warps, stages) if kernel == "dkv" else (own, walked, warps, stages)
+
+
+def _of_amd(own: int, walked: int, warps: int, kernel: str, dim: int, limit: int) -> Tile:
+    """No stages: loads go to registers, and through shared memory one at a time. The backward spills sooner."""
+    if kernel != "forward":
+        own, walked = min(own, 32 if dim > 128 else 128 if kernel == "dkv" else 64), min(walked, 32)
+    while shared(kernel, dim, own, walked, 1) > limit and max(own, walked) > 16:
+        own, walked = (own // 2, walked) if own >= walked else (own, walked // 2)
+    return (walked, own, warps, 1) if kernel == "dkv" else (own, walked, warps, 1)
+
+
+def shared(kernel: str, dim: int, own: int, walked: int, stages: int) -> int:
+    """Bytes of shared memory that 16-bit arrays take: those of the program's own tile, one in the forward and two in
+    the backward, and two for each stage of what it walks. Without stages they follow one another."""
+    if stages == 1:
+        return 2 * dim * max(own, walked)
+    return 2 * dim * (own * (1 if kernel == "forward" else 2) + 2 * stages * walked)
 
 
 def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
@@ -152,13 +171,24 @@ def target(
     """The target of a call with `plan` on `device`, or for `arch`; without a plan that of a long window. `tile` is the
     user's, of every kernel, `tuning` what he says beyond it."""
     if tile is not None:
-        return tuning.applied(of_tile(tile, g, dtype))
+        return tuning.applied(with_precision(of_tile(tile, g, dtype), dtype))
     mask, score = (None, None) if plan is None else plan.simplified
     keys = math.inf if plan is None or mask is None else keys_seen(mask, tuple(sorted(plan.scalars.items())))
     if mask is not None and any(n.op == "lookup" for n in walk(mask)):
         keys = min(keys, MEDIUM)
     loads = loads_per_position(mask, score)
-    return tuning.applied(default_target(g, dtype, keys=keys, per_position=loads, arch=arch or architecture(device)))
+    made = default_target(g, dtype, keys=keys, per_position=loads, arch=arch or architecture(device))
+    return tuning.applied(with_precision(made, dtype))
+
+
+def with_precision(target: Target, dtype: str) -> Target:
+    """Products of float32 as `torch.set_float32_matmul_precision` has them: exact where that is "highest", its default,
+    in TF32 where it is "high" or "medium"; what `Tuning.precision` says goes before. AMD's GPUs have no TF32."""
+    torch = sys.modules.get("torch")
+    if dtype != "float32" or torch is None or torch.version.hip or torch.get_float32_matmul_precision() == "highest":
+        return target
+    dq, dkv = (None if x is None else replace(x, precision="tf32") for x in (target.dq, target.dkv))
+    return replace(target, precision="tf32", dq=dq, dkv=dkv)
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,129 @@
+"""Which tiles Triton's kernels take: by the mask, never by lengths or tables; what fits; what the user says."""
+
+import math
+import re
+from itertools import product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import frisket as fk
+from frisket.lowering.plan import Geometry, Target
+from frisket.runtime import triton_tiles as tiles
+from frisket.runtime.tuning import Launch, Tuning
+
+
+def target(mask, score=None, *, q_len=4096, dim=128, dtype="bfloat16", arch="sm_90", **params):
+    att = fk.compile(mask, score, backend="triton", **params)
+    return att.stages(q_len=q_len, heads=8, head_dim=dim, dtype=dtype, backend="triton", arch=arch).target
+
+
+def test_the_useful_fractions_of_the_docstring():
+    aligned, anywhere = re.findall(r"( +128 x 128 .*\n +128 x  64 .*\n +64 x  64 .*)", tiles.__doc__)
+    windows = [128, 192, 256, 512, 1024, 4096]
+    for text, share in (
+        (aligned, lambda w, q, k: w / (math.ceil((q + w - 1) / k) * k)),
+        (anywhere, lambda w, q, k: w / (w + q + k - 2)),
+    ):
+        for line in text.splitlines():
+            q, k, *percent = map(int, re.findall(r"\d+", line))
+            assert percent == [int(100 * share(w, q, k) + 0.5) for w in windows], line
+
+
+SEEN = {
+    "causal": 3072.0, "causal & window(128)": 128.0, "causal & window(192)": 192.0, "causal & window(512)": 512.0,
+    "causal & (window(128) | sinks(4))": 192.0, "causal & chunked(1024)": 512.0, "k < 100": 64.0,
+    "causal & same(doc)": 3072.0, "causal & same(doc) & window(128)": 128.0, "same(doc)": math.inf,
+    "causal & q - k < 20 * (h + 1)": 3072.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mask", SEEN)
+def test_keys_that_a_query_sees(mask):
+    doc = {"doc": np.arange(4096) // 100} if "doc" in mask else {}
+    plan = fk.compile(mask, **doc).plan(4096, 4096, heads=2)
+    assert tiles.keys_seen(plan.simplified[0], tuple(sorted(plan.scalars.items()))) == SEEN[mask]
+
+
+def test_classes_and_their_borders():
+    assert [tiles.window_of(w) for w in (1, 192, 193, 768, 769, math.inf)] == [
+        "short", "short", "medium", "medium", "long", "long",
+    ]  # fmt: skip
+    short, medium, long = (target(f"causal & window({w})") for w in (128, 512, 2048))
+    assert [(t.block_q, t.block_k) for t in (short, medium, long)] == [(64, 64), (128, 64), (128, 128)]
+    assert long == target("causal") == target(None) == target("prefix(700) | causal")
+
+
+def test_what_changes_inside_a_class_changes_no_tile():
+    for same in (
+        [target("causal & window(w)", w=w) for w in (400, 512, 700)],
+        [target("causal", q_len=n) for n in (256, 4096, 100_000)],
+        [target("causal & same(doc)", doc=np.arange(4096) // n) for n in (10, 100, 4096)],
+    ):
+        assert len(set(same)) == 1
+
+
+def test_documents_on_a_device_have_the_tiles_of_the_host():
+    torch = pytest.importorskip("torch")
+    doc = torch.arange(4096) // 100
+    att = fk.compile("causal & same(doc)", backend="library")
+    g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    flat, host = att.plan(4096, 4096, heads=8, doc=doc, flat=True), att.plan(4096, 4096, heads=8, doc=doc, flat=False)
+    assert type(flat) is not type(host)
+    assert tiles.target(flat, g, "bfloat16") == tiles.target(host, g, "bfloat16")
+
+
+def test_tables_per_position_take_narrow_tiles():
+    bias = target("causal", "score + t[q, k]", t=np.zeros((4096, 4096), np.float32))
+    assert (bias.block_k, bias.dq.block_k, bias.dkv.block_q) == (32, 32, 32)
+    assert target("causal", "score + t[h]", t=np.zeros(8, np.float32)) == target("causal")
+
+
+@pytest.mark.parametrize("arch", tiles.SHARED)
+def test_every_tile_fits(arch):
+    for dim, keys in product((64, 96, 128, 192, 256), (128, 512, math.inf)):
+        check_fits(dim, keys, arch)
+
+
+def check_fits(dim, keys, arch):
+    made = tiles.default_target(Geometry(1, 8, 8, 4096, 4096, dim, dim, 0.1), "float16", keys=keys, arch=arch)
+    for kernel, t, own, walked in (
+        ("forward", made, made.block_q, made.block_k), ("dq", made.dq, made.dq.block_q, made.dq.block_k),
+        ("dkv", made.dkv, made.dkv.block_k, made.dkv.block_q),
+    ):  # fmt: skip
+        assert {own, walked} <= {16, 32, 64, 128}
+        wide = 2 ** math.ceil(math.log2(dim))
+        assert tiles.shared(kernel, wide, own, walked, t.num_stages) <= tiles.SHARED[arch]
+
+
+def test_few_queries_take_lower_tiles_and_few_keys_narrower_ones():
+    g = Geometry(1, 8, 8, 20, 4096, 64, 64, 0.1)
+    made = tiles.default_target(g, "float16")
+    assert (made.block_q, made.dq.block_q, made.dkv.block_k) == (32, 32, 128)
+    made = tiles.default_target(Geometry(1, 8, 8, 4096, 20, 64, 64, 0.1), "float16")
+    assert (made.block_q, made.dkv.block_k) == (128, 32)
+
+
+def test_what_the_user_says_goes_first():
+    g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    own = tiles.target(None, g, "float16", (64, 32))
+    assert own == Target("triton", 64, 32, 4)
+    tuned = tiles.target(None, g, "float16", tuning=Tuning(dq=Launch(block_q=32), precision="tf32"))
+    chosen = tiles.target(None, g, "float16")
+    assert (tuned.dq.block_q, tuned.dq.block_k, tuned.precision) == (32, chosen.dq.block_k, "tf32")
+    assert (tuned.block_q, tuned.dkv.block_q) == (chosen.block_q, chosen.dkv.block_q)
+
+
+@pytest.mark.parametrize(
+    ("properties", "arch"),
+    [
+        (SimpleNamespace(major=9, minor=0, multi_processor_count=132), "sm_90"),
+        (SimpleNamespace(major=12, minor=0, multi_processor_count=188, gcnArchName="NVIDIA"), "sm_120"),
+        (SimpleNamespace(major=9, minor=4, multi_processor_count=304, gcnArchName="gfx942:sramecc+:xnack-"), "gfx942"),
+    ],
+)
+def test_the_gpu_at_hand(monkeypatch, properties, arch):
+    assert (tiles.architecture(), tiles.processors()) == ("sm_90", 132)  # none
+    monkeypatch.setattr(tiles, "_gpu", lambda device: properties)
+    assert (tiles.architecture(), tiles.processors()) == (arch, properties.multi_processor_count)
