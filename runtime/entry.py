@@ -16,7 +16,7 @@ from .call import results
 from .checking import oracle
 from .frameworks import arrays, in_graph, turn
 from .mask import MaskLike, Program, ScoreLike
-from .options import Options, rate_of, seed_of, sinks_of
+from .options import Options, flag, rate_of, seed_of, sinks_of
 from .parameters import as_value, learns, traced
 
 
@@ -30,15 +30,18 @@ def compile(
     `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
     `tile` the (queries, keys) of a tile, in tokens; `dropout` the share of weights to drop, in [0, 1), at every call:
     make another attention for inference. `sinks` [heads], or one number, are logits beside every query's scores that
-    have no value; a call may bring others. `deterministic=False` allows kernels whose sums change from run to run;
-    none of the CPU's does.
+    have no value; a call may bring others. `deterministic=False` allows gradients of tables whose sums change from run
+    to run: Triton's, in one pass instead of two, where the place in a table is neither a function of the distance nor
+    known to be a query's and key's own (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
 
     A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
     the call, or captured by a function: it is read anew at every call. A mask reads it as it is now, like any table:
     no gradient flows through a mask.
     """
     check_name(backend)
-    options = Options(scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks)
+    options = Options(
+        scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks, deterministic=flag(deterministic)
+    )
     return Attention(subject(mask, score, params), options)
 
 
@@ -49,14 +52,15 @@ def attention(
     q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
     scale: float | None = None, enable_gqa: bool = True, backend: str | None = None, dropout: float = 0.0,
     seed: Any = None, sinks: Any = None, origin: Origin | None = None, sizes: Sizes | None = None,
-    layout: str | None = None, return_lse: bool = False, return_max: bool = False, **params: Any,
+    layout: str | None = None, return_lse: bool = False, return_max: bool = False,
+    deterministic: bool = True, **params: Any,
 ) -> Any:  # fmt: skip
     """`attention(q, k, v, "causal & window(w)", w=256)`: one call; equal masks are compiled once.
 
-    See `Attention.__call__` for shapes, results, sinks, seeds and gradients.
+    See `Attention.__call__` for shapes, results, sinks, seeds and gradients, `compile` for the rest.
     """
     check_name(backend)
-    options = Options(scale, enable_gqa, backend, None, rate_of(dropout))
+    options = Options(scale, enable_gqa, backend, None, rate_of(dropout), deterministic=flag(deterministic))
     if in_graph(q):
         from .torch_library import written_call
 

@@ -30,6 +30,13 @@ class Options:
     dropout: float = 0.0  # rounded to float32
     sinks: Any = field(default=None, compare=False)
     tuning: Tuning = AS_CHOSEN
+    deterministic: bool = True  # equal calls have equal gradients, bit for bit
+
+
+def flag(deterministic: Any) -> bool:
+    if not isinstance(deterministic, bool):
+        raise ParameterError(f"deterministic is {deterministic!r}; it is True or False")
+    return deterministic
 
 
 def rate_of(dropout: Any) -> float:

@@ -62,7 +62,8 @@ def written_call(
     from .torch_spec import HEAD
 
     text = mask or ""
-    spec = HEAD.format(o.scale, o.enable_gqa, o.backend, None, o.dropout, None, len(text)) + text + (score or "")
+    options = o.scale, o.enable_gqa, o.backend, None, o.dropout, None, o.deterministic
+    spec = HEAD.format(*options, len(text)) + text + (score or "")
     return written(spec, o.dropout, q, k, v, seed, sinks, top, origin, sizes, layout, params)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -233,15 +233,16 @@ def prepare(call: Call, options: Options) -> Ready:
     spans = plan if loads else on_host(made.spans)
     return Ready(
         made.plan, spans, geometry, target, slots, tables, tuple((x.name, str(x.source)) for x in uses), loads,
-        source.get(SEED), given.layout != NATURAL["torch"], real, *_executor(call.backend),
+        source.get(SEED), given.layout != NATURAL["torch"], real, *_executor(call.backend, options.deterministic),
     )  # fmt: skip
 
 
-def _executor(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _executor(backend: str, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward; on the CPU equal calls always have equal gradients."""
     if backend == "triton":
         from . import triton_launch
 
-        return triton_launch.forward, _triton_backward
+        return triton_launch.forward, _triton_backward if deterministic else _free
     if backend == "cpp":
         from . import native_torch
 
@@ -255,6 +256,9 @@ def _triton_backward(*given: Any, **more: Any) -> dict[str, Tensor]:
     from .triton_backward import backward
 
     return backward(*given, **more)
+
+
+_free = partial(_triton_backward, deterministic=False)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 >>> from .entry import compile
 >>> print(compile("causal & window(w)", "softcap(5)", w=4).spec)
-scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None score=-1
+scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None deterministic=True score=-1
 param w: int = 4
 mask = q >= k & abs(q - k) < w
 score = 5 * tanh(score / 5)
@@ -31,14 +31,15 @@ from .tuning import Tuning
 if TYPE_CHECKING:
     from .attention import Attention
 
-HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} score={}\n"
+HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} score={}\n"
 _HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
 
 
 def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
     """The text of an attention."""
     tile = None if o.tile is None else "x".join(map(str, o.tile))
-    return HEAD.format(o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, -1) + text_of(what, learned)
+    options = o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, o.deterministic
+    return HEAD.format(*options, -1) + text_of(what, learned)
 
 
 def text_of(what: Subject, learned: Collection[str]) -> str:
@@ -69,11 +70,12 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
     assert found is not None, spec
     from .attention import Attention
 
-    scale, gqa, backend, tile, dropout, tuning, score = (None if x == "None" else x for x in found.groups())
+    said = (None if x == "None" else x for x in found.groups())
+    scale, gqa, backend, tile, dropout, tuning, deterministic, score = said
     options = Options(
         None if scale is None else float(scale), gqa == "True", backend,
         None if tile is None else tuple(map(int, tile.split("x"))),  # type: ignore[arg-type]
-        float(str(dropout)), tuning=Tuning.read(str(tuning)),
+        float(str(dropout)), tuning=Tuning.read(str(tuning)), deterministic=deterministic == "True",
     )  # fmt: skip
     text, at = spec[found.end() :], int(str(score))
     if at < 0:

@@ -36,6 +36,9 @@ def captured(
     Equal calls give equal bits, unless `deterministic` is False: then tables that are read at any places are added to
     with atomics in float32, in one pass instead of two in fixed point (`lowering.aten_sum` says how exact that is).
     """
+    import torch
+
+    deterministic |= torch.are_deterministic_algorithms_enabled()
     own = bound(plan, spans, geometry, emit.square(target), q, k)
     run = _Run(own, spans, own.values(slots, tables), (q, k, v, dout, lse, delta), slots, tables)
     found: dict[int, Tensor] = {}

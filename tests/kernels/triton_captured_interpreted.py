@@ -10,6 +10,7 @@ from support.attention_cases import DOC, EMPTY_ROWS, Case, Source, causal, rng
 from support.torch_gradients import learned
 from triton.runtime.interpreter import interpreter_builder
 
+import frisket as fk
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, q, score, where
 from frisket.dsl.types import FLOAT, INT
@@ -225,3 +226,27 @@ def test_what_is_hidden_reaches_no_gradient():
         clean, dirty = (Tables(ALL[name].but(mask=causal & (k < 60), slots={})) for _ in "12")
         dirty.qkv[1][:, :, 60:] = math.nan
         torch.testing.assert_close(dirty.ours()["t0"], clean.ours()["t0"])
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "everywhere", "want"), [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_deterministic_is_handed_on(deterministic, everywhere, want, monkeypatch):
+    asked = []
+    monkeypatch.setattr(_Run, "scattered", lambda *a, go=_Run.scattered: asked.append(a[2]) or go(*a))
+    draw = np.random.default_rng(0)
+    arrays = [torch.from_numpy(draw.standard_normal((1, 1, 40, 16))).float() for _ in range(3)]
+    grads = []
+    torch.use_deterministic_algorithms(everywhere)
+    try:
+        for backend in ("triton", "aten"):
+            table = torch.from_numpy(learned(60)).requires_grad_()
+            said = {"mask": "causal", "score": "score + t[q // 2 + k]", "backend": backend}
+            att = fk.compile(**said, deterministic=deterministic, t=table)
+            att(*arrays).square().sum().backward()
+            fk.attention(*arrays, **said, deterministic=deterministic, t=table).square().sum().backward()
+            grads.append(table.grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [want, want]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)

@@ -124,6 +124,7 @@ def call(**more):
 
 
 BAD = {
+    "deterministic": (lambda: call(deterministic=0), ParameterError, "deterministic is 0; it is True or False"),
     "rate of 1": (
         lambda: call(dropout=1), ParameterError,
         "dropout is 1; it is the share of weights to drop, at least 0 and below 1",
@@ -234,3 +235,12 @@ def test_tables_of_the_mask_are_read_by_value():
     after = att(q, k, v, doc=doc)
     close(after, fk.reference(Q, K, V, "same(doc)", layout="bhsd", doc=doc.numpy()))
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_spec_says_whether_sums_are_in_order(deterministic):
+    from frisket.runtime.torch_spec import attention_of
+
+    spec = fk.compile("causal", deterministic=deterministic).spec
+    assert f" deterministic={deterministic} " in spec
+    assert attention_of(spec, ()).options.deterministic is deterministic
