@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,17 +45,17 @@ class Planner:
     mixed: Expr
     int64: bool
 
-    @property
+    @cached_property
     def roots(self) -> tuple[Expr, ...]:
         if self.seen:
             return tuple(e for pair in (*self.seen, *self.hidden) for e in pair)
         return self.always, self.never, self.mixed
 
-    @property
+    @cached_property
     def scalars(self) -> dict[str, Type]:
         return {n.name: n.type for n in walk(*self.roots) if n.op == "param"}
 
-    @property
+    @cached_property
     def tables(self) -> tuple[str, ...]:
         named = (n.name[0] if n.op == "extent" else n.name for n in walk(*self.roots) if n.op in READS)
         return tuple(dict.fromkeys(named))

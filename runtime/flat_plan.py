@@ -97,6 +97,7 @@ class Laid:
     slice_of: NDArray[Any]
     full: Sizes
     held: dict[Any, Any] = field(default_factory=dict, compare=False)
+    ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # what calls with such plans need
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,14 @@ class FlatPlan:
         self.key, self.given = key, given
         self._made: dict[tuple[tuple[int, int], bool], Any] = made  # by tile, and whether transposed
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
+        self.laid = _laid(key)
         self.shown: set[Any] = set()
         self.ready: dict[Any, Any] = {}
 
     @property
     def by_table(self) -> bool:
         """Whether tables of a device decide the spans."""
-        return _laid(self.key).planner is not None
+        return self.laid.planner is not None
 
     def again(self, given: dict[str, Any]) -> FlatPlan:
         """The same for other values, of the shapes and dtypes that this one was made from."""
@@ -145,7 +147,7 @@ class FlatPlan:
     @cached_property
     def narrow(self) -> bool:
         """As of a plan of the host, where no table of a device decides it."""
-        laid = _laid(self.key)
+        laid = self.laid
         return (
             laid.planner is None
             and distance_only(laid.host.expr)
@@ -155,7 +157,7 @@ class FlatPlan:
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         """Mask and score mod after the rules."""
-        return _laid(self.key).parts
+        return self.laid.parts
 
     @property
     def scalars(self) -> Values:
@@ -172,18 +174,23 @@ class FlatPlan:
             )
         return self.key.what.bind(self.given)
 
-    def spans(self, block: tuple[int, int]) -> Spans | DeviceSpans:
+    @property
+    def common(self) -> Laid | None:
+        """What it shares with the plans of other steps, where tables of a device decide the spans."""
+        return None if self.laid.planner is None else self.laid
+
+    def rows(self, block: tuple[int, int]) -> Spans | DeviceSpans:
         """Records per row of tiles of `block`, on the tables' device; those the plan was made with are kept."""
         return self._spans(block, False)
 
-    rows = spans  # a `SpanSource`
+    spans = rows
 
     def columns(self, block: tuple[int, int]) -> Spans | DeviceSpans:
         """The same transposed: records of query tiles per row of key tiles, by the same algebra."""
         return self._spans(block, True)
 
     def _spans(self, block: tuple[int, int], turned: bool) -> Spans | DeviceSpans:
-        laid, key = _laid(self.key), self.key
+        laid, key = self.laid, self.key
         if laid.planner is None:
             layout = _host_layout(key, block)
             return layout.transposed.spans if turned else layout.spans
@@ -194,7 +201,7 @@ class FlatPlan:
             place = Place((b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges)
             plan = laid.turned() if turned else laid.planner
             made = spans(plan, key.framework, place.transposed if turned else place, self._values)
-            if any(traced(x) for x in made):
+            if key.framework == "jax" and any(traced(x) for x in made):
                 return DeviceSpans(*made[:3], laid.slice_of)  # belongs to the trace at hand
             self._made[block, turned] = made
         bounds, count, overflow, order = self._made[block, turned]
@@ -217,20 +224,26 @@ class FlatPlan:
     @property
     def planner(self) -> str:
         """The text of the planner."""
-        laid = _laid(self.key)
+        laid = self.laid
         from .flat_run import source
 
         return "" if laid.planner is None else source(laid.planner, self.key.framework)
 
-    def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
-        laid, values = _laid(self.key), self._values
+    def tables(self) -> dict[str, Any]:
+        """An array for every table of the kernel."""
         from .flat_run import kernel_tables
 
-        tables = kernel_tables(laid.plan, self.key.framework, values, max(laid.full[2:]), self.device, laid.held)
-        return FlatWork(laid.plan, self.spans(block), laid.plan.slot_values({**values, **UNDRAWN}), tables)
+        laid = self.laid
+        return kernel_tables(
+            laid.plan, self.key.framework, self._values, max(laid.full[2:]), self.device, laid.held
+        )  # fmt: skip
+
+    def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
+        plan = self.laid.plan
+        return FlatWork(plan, self.spans(block), plan.slot_values({**self._values, **UNDRAWN}), self.tables())
 
     def stages(self, made: FlatWork, target: Any, text: str) -> Stages:
-        laid = _laid(self.key)
+        laid = self.laid
         m, s = self.key.what.mask, self.key.what.score
         written = Pair(None if m is None else m.expr, None if s is None else s.expr)
         facts, found = "planned on the device", Pair(*laid.parts)
