@@ -1,0 +1,108 @@
+"""Which calls of few queries are packed and split on Triton, and the precision of products; nothing runs here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from frisket.dsl import ir
+from frisket.dsl.sugar import h, k, q
+from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
+from frisket.runtime.triton_decode import Shares, most_tiles, parts, shares
+from frisket.runtime.triton_tiles import target
+from frisket.runtime.tuning import Tuning
+
+H200 = 132
+CAUSAL = make_plan(q >= k, None)
+BY_HEAD = make_plan(q - k < 20 * h, None)
+TILE = Target("triton", 128, 64, 8, 2)
+
+
+def chosen(plan=CAUSAL, *, batch=1, heads=8, kv_heads=8, q_len=1, kv_len=32768, dim=128, tile=TILE):
+    g = Geometry(batch, heads, kv_heads, q_len, kv_len, dim, dim, 0.1)
+    return shares(plan, None, g, tile, Dims(dim, dim, "bfloat16", heads // kv_heads), H200)
+
+
+def test_one_token_of_a_group_fills_the_machine():
+    assert chosen(heads=64) == Shares(Target("triton", 16, 64, 4, 3, splits=14), 2, 8, (128, 64))
+    assert chosen(heads=8) == Shares(Target("triton", 16, 64, 4, 3, splits=14), 16, 1, (16, 64))
+
+
+@pytest.mark.parametrize(("heads", "q_len", "rows", "queries"), [
+    (8, 1, 16, 16), (24, 1, 16, 5), (64, 1, 16, 2), (64, 5, 64, 8), (64, 63, 64, 8), (320, 1, 64, 1), (800, 1, 128, 1),
+])  # fmt: skip
+def test_rows_of_a_tile_are_the_queries_of_a_group(heads, q_len, rows, queries):
+    found = chosen(heads=heads, q_len=q_len)
+    assert (found.target.block_q, found.queries) == (rows, queries)
+    assert found.pack == heads // 8
+
+
+def test_heads_that_the_mask_tells_apart_are_not_packed():
+    found = chosen(BY_HEAD, heads=64)
+    assert (found.pack, found.queries, found.target.splits) == (1, 16, 2)
+
+
+def test_full_machines_run_the_forward():
+    assert chosen(q_len=4096, heads=32, kv_heads=8) is None
+    assert chosen(q_len=1, heads=64, kv_heads=64, batch=8) is None
+    packed = chosen(q_len=1, heads=64, kv_heads=8, batch=32)  # packing pays by itself
+    assert (packed.pack, packed.target.splits) == (8, 1)
+
+
+def test_small_grids_are_split_whatever_their_queries():
+    found = chosen(heads=8, q_len=256, kv_len=131072)
+    assert (found.pack, found.target.block_q, found.target.splits, found.block) == (1, 128, 8, (128, 64))
+    assert chosen(heads=8, q_len=256, kv_len=256) is None
+
+
+def test_splits_that_are_asked_for():
+    assert chosen(heads=64, tile=Target("triton", 128, 64, splits=1)) is None
+    assert chosen(heads=32, q_len=4096, tile=Target("triton", 128, 64, splits=3)).target.splits == 3
+
+
+def test_parts_follow_the_tiles_that_are_visible():
+    bounds = np.zeros((1, 2, 2, 4), np.int32)
+    bounds[0, 0, :, 3] = 5, 3
+    table = Spans(bounds, np.array([[2, 0]], np.int32), np.zeros((1, 8), np.int32))
+    g = Geometry(1, 8, 8, 20, 32768, 64, 64, 0.1)
+
+    class Source:
+        def __init__(self, found):
+            self.found = found
+
+        def rows(self, block):
+            assert block == (16, 64)
+            return self.found
+
+    device = DeviceSpans(torch.from_numpy(bounds), None, None, table.slice_of)
+    assert [most_tiles(CAUSAL, s, g, (16, 64)) for s in (Source(table), Source(device), None)] == [8, 512, 512]
+
+
+def test_parts_are_few_and_full():
+    assert parts(8, 132, 4) == 1  # too few tiles
+    assert parts(106, 132, 1000) == 1  # enough programs
+    assert parts(1, 132, 1000) == 112  # of 132: 85 % of the processors
+    assert all(parts(p, 132, n) <= n for p in (1, 3, 50) for n in range(1, 40))
+
+
+def test_products_of_float32_are_as_torch_has_them():
+    g = Geometry(1, 8, 8, 1024, 1024, 64, 64, 0.1)
+    before = torch.get_float32_matmul_precision()
+    try:
+        for said, want in (("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")):
+            torch.set_float32_matmul_precision(said)
+            found = target(None, g, "float32")
+            assert {found.precision, found.dq.precision, found.dkv.precision} == {want}
+            assert target(None, g, "bfloat16").precision == "ieee"
+            assert target(None, g, "float32", tuning=Tuning(precision="tf32x3")).precision == "tf32x3"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_window_that_is_a_formula_asks_no_device():
+    w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
+    plan = make_plan((q >= k) & (q - k < w), None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+    assert chosen(plan, heads=64).target.splits == 14
