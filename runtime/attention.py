@@ -12,14 +12,14 @@ from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
-from .backends import DIFFERENTIABLE, GUARDED, PRINTED, check_name, choose, target_of
+from .backends import DIFFERENTIABLE, GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
 from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Arrays, arrays, device_of, framework_of, in_graph, turn
 from .host_plan import Plan
-from .options import Options, check_complete, seed_of, sinks_of
+from .options import Options, check_complete, check_keys, seed_of, sinks_of
 from .parameters import learns, names_of, traced
 from .report import Report
 from .settings import Settings
@@ -116,6 +116,8 @@ class Attention:
         backend = choose(self.options.backend, given.framework, given.device)
         rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
         check_complete(backend, rate, sinks, top)
+        check_interpreted(backend, given.dtype)
+        check_keys(backend, given.kv_dtype)
         seed = seed_of(seed, rate, given.framework)
         sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
@@ -184,7 +186,11 @@ class Attention:
         if framework == "torch":
             given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
         given = {**{n: x for n, x in self.traced.items() if n not in params}, **given}
-        key = _known(g, host, given)
+        return self._kept_plan(g, host, given)
+
+    def _kept_plan(self, g: Geometry, host: dict[str, Any], given: dict[str, Any]) -> AnyPlan:
+        """A plan; what does not hang on the tables of this step is kept."""
+        key = None if Settings.read().check else _known(g, host, given)
         plan = None if key is None else self._plans.get(key)
         if plan is None:
             plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None)
@@ -217,14 +223,16 @@ class Attention:
         host, given = divided(params, flat, self.subject.learnable)
         given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
-        block = self._flat_block(given, g) if given else None
+        x = next(iter(given.values()), None)
+        framework = framework_of(x) or "torch"
+        backend = choose(self.options.backend, framework, device_of(x, framework)) if given else ""
+        if backend == "triton":  # planned by the call, whose tiles are known
+            return self._kept_plan(g, host, given)
+        block = self._flat_block(backend, x, g) if given else None
         return self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
 
-    def _flat_block(self, given: dict[str, Any], g: Geometry) -> tuple[int, int]:
+    def _flat_block(self, backend: str, x: Any, g: Geometry) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
-        x = next(iter(given.values()))
-        framework = framework_of(x) or "torch"
-        backend = choose(self.options.backend, framework, device_of(x, framework))
         dtype = "float32" if backend in ("aten", "xla", "cpp") else "bfloat16"
         target = target_of(backend, g, dtype, self.options, device=getattr(x, "device", None))
         return target.block_q, target.block_k

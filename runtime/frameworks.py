@@ -20,6 +20,7 @@ from .parameters import learns, traced
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+HALVES, BYTES = ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")  # beside queries of these: keys of 8 bits
 
 
 def framework_of(x: Any) -> str | None:
@@ -62,6 +63,12 @@ class Arrays:
     framework: str
     layout: str
     dtype: str
+
+    @property
+    def kv_dtype(self) -> str:
+        """That of k and v, where it is another one: of 8 bits beside queries of 16."""
+        kind = str(self.k.dtype).removeprefix("torch.")
+        return "" if kind == self.dtype else kind
 
     @property
     def device(self) -> str:
@@ -107,7 +114,8 @@ class Arrays:
 
 
 def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False) -> Arrays:
-    """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in."""
+    """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. In torch, k
+    and v may have 8 bits beside q of 16."""
     check_layout(layout)
     given = dict(zip("qkv", (q, k, v)))
     found = {name: framework_of(x) for name, x in given.items()}
@@ -131,7 +139,8 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
                 f"{LAYOUTS[layout or NATURAL[framework]]}"
             )
     dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in given.items()}
-    if len(set(dtypes.values())) > 1:
+    narrow = framework == "torch" and dtypes["q"] in HALVES and dtypes["k"] == dtypes["v"] and dtypes["k"] in BYTES
+    if len(set(dtypes.values())) > 1 and not narrow:
         raise ShapeError(f"q, k and v have dtypes {', '.join(dtypes.values())}; convert them to one")
     if dtypes["q"] not in FLOATS:
         raise ShapeError(f"q, k and v are {dtypes['q']}; attention takes {', '.join(FLOATS)}")

@@ -113,6 +113,15 @@ def _copied(x: Any) -> Any:
     return x.detach().cpu().float().numpy() if framework_of(x) == "torch" else x
 
 
+def check_keys(backend: str, dtype: str) -> None:
+    """Refuse keys and values of 8 bits; `dtype` is empty where they are of the dtype of the queries."""
+    if dtype and backend not in ("triton", "dense"):
+        raise BackendError(
+            f"backend {backend!r} takes k and v in the dtype of q, not in {dtype}; Triton alone does\n"
+            "  convert them: k.to(q.dtype), v.to(q.dtype)"
+        )
+
+
 def check_complete(backend: str, rate: float, sinks: Any, top: bool) -> None:
     """Refuse what a backend does not have."""
     asked = (("dropout", rate), ("sinks", sinks is not None), ("return_max", top))

@@ -23,10 +23,12 @@ from .triton_bind import Bound, Launch, Made, Values, made
 
 Tensor = Any
 PACK = 64  # queries of one head from which on a tile is full without those of other heads
-ROWS = 64  # of a packed tile, at most
+ROWS = 64  # of a packed tile, at most,
+MOST_HEADS = 128  # unless more heads share a key head
 FILLED = 0.8  # of the machine's processors: with so many programs nothing is split
 LEAST = 4  # tiles of keys that are not worth splitting
 MOST = 128  # parts
+DEEP = 98_304  # bytes of keys and values that three stages may hold, on any NVIDIA GPU
 INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
 NOTHING = make_plan(None, None)  # the plan of the kernel that combines
 NO_VALUES = Values(({}, {}), (), (), (), ())
@@ -43,14 +45,14 @@ class Shares:
 
 
 def shares(
-    plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, group: int, processors: int
+    plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, dims: Dims, processors: int
 ) -> Shares | None:
     """None where the forward kernel does as well: `target.splits` says 1, or there is nothing to pack and enough
     programs. Never asks a device for anything."""
     if target.splits == 1:
         return None
-    pack = packed(plan, group)
-    pack = pack if pack <= ROWS and g.q_len < PACK else 1
+    pack = packed(plan, dims.group)
+    pack = pack if pack <= (MOST_HEADS if padded(dims.head_dim) <= 128 else ROWS) and g.q_len < PACK else 1
     rows = max(min(ROWS if pack > 1 else target.block_q, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
@@ -58,8 +60,14 @@ def shares(
     splits = target.splits or parts(programs, processors, most_tiles(plan, spans, g, block))
     if splits == 1 and pack == 1:
         return None
-    warps = min(target.num_warps, 4) if rows <= 64 else target.num_warps
-    return Shares(replace(target, block_q=rows, num_warps=warps, splits=splits), queries, pack, block)
+    return Shares(replace(target, block_q=rows, splits=splits, **_launch(target, dims, rows)), queries, pack, block)
+
+
+def _launch(target: Target, dims: Dims, rows: int) -> dict[str, int]:
+    """Few queries wait for memory: one more stage of loads, where it fits, and no more warps than rows need."""
+    stage = 2 * padded(dims.head_dim) * target.block_k * (4 if dims.dtype == "float32" else 2)
+    stages = 3 if target.num_stages == 2 and 3 * stage <= DEEP else target.num_stages
+    return {"num_stages": stages, "num_warps": 4 if rows <= ROWS else 8}
 
 
 def most_tiles(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:
@@ -77,7 +85,7 @@ def parts(programs: int, processors: int, tiles: int) -> int:
     FlashAttention-3, `num_splits_heuristic`).
 
     >>> parts(8, 132, 256), parts(132, 132, 256), parts(8, 132, 3)
-    (15, 1, 1)
+    (14, 1, 1)
     """
     if programs >= FILLED * processors or tiles <= LEAST:
         return 1
@@ -105,14 +113,15 @@ class Parts:
         top: bool,
     ) -> None:  # fmt: skip
         g, target = own.geometry, chosen.target
-        kernels = _made(plan, target, own.dims(live), chosen.pack > 1, sinks, top)
+        alike = replace(target, splits=0)  # of any number of parts the kernels are the same
+        kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top)
         self.sizes = target.splits, g.batch, g.heads, g.q_len
         self.v_dim = g.v_dim
         tiles = -(-g.q_len // chosen.queries)
         self.decode = own.launch(
             kernels, "attention_decode", (tiles * target.splits, g.heads // chosen.pack, g.batch), target,
             {"Q": "q", "K": "k", "V": "v", "Acc": "", "Tops": "", "Totals": ""},
-            records=spans and (lambda _: spans.rows(chosen.block)), live=live, splits=target.splits,
+            records=spans and spans.rows, block=chosen.block, live=live, splits=target.splits,
         )  # fmt: skip
         tensors = {"Acc": "", "Tops": "", "Totals": "", "Out": "o", "Lse": ""}
         tensors |= {"Top": ""} if top else {}

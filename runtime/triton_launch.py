@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SCORE
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
@@ -54,7 +55,9 @@ def _launch(
     plan, g, target = own.plan, own.geometry, own.target
     if not g.scale > 0 and plan.score is None:
         plan = replace(plan, score=SCORE)  # the folded scale needs max(x * scale) = max(x) * scale
-    chosen = triton_decode.shares(plan, spans, g, target, g.heads // g.kv_heads, triton_decode.processors(own.device))
+    dims = own.dims(live)
+    check_keys(dims, own.device)
+    chosen = triton_decode.shares(plan, spans, g, target, dims, triton_decode.processors(own.device))
     if chosen is not None:
         return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top)
     grid = -(-g.q_len // target.block_q), g.heads, g.batch
@@ -62,9 +65,22 @@ def _launch(
     tensors |= {"Top": ""} if top else {}
     tensors |= {"Sinks": ""} if sinks else {}
     return own.launch(
-        _made(plan, target, own.dims(live), sinks, top), "attention_forward", grid, target, tensors,
+        _made(plan, target, dims, sinks, top), "attention_forward", grid, target, tensors,
         records=spans and spans.rows, live=live,
     )  # fmt: skip
+
+
+def check_keys(dims: Dims, device: Any) -> None:
+    """Raise where a GPU of NVIDIA is too old for the dtype of the keys."""
+    import torch
+
+    if dims.kv_dtype == "float8_e4m3fn" and device.type == "cuda" and not torch.version.hip:
+        have = torch.cuda.get_device_capability(device)
+        if have < (8, 9):
+            raise BackendError(
+                f"keys and values of float8_e4m3fn need compute capability 8.9, this GPU has {have[0]}.{have[1]}\n"
+                "  convert them to float8_e5m2, or to the dtype of the queries"
+            )
 
 
 @lru_cache(maxsize=256)

@@ -77,7 +77,7 @@ def test_cases_compile(name):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_few_queries_compile(arch):
-    target, dims = Target("triton", 16, 64, 4, 2), Dims(96, 96, "bfloat16", 8)
+    target, dims = Target("triton", 16, 64, 4, 3), Dims(96, 96, "bfloat16", 8)
     source = triton_decode.emit(PLANS["documents"], target, dims, sinks=True, top=True)
     found = list(compile_reports(source, PLANS["documents"], target, dims, arch))
     assert [r.kernel for r in found] == ["attention_decode", "attention_combine"]

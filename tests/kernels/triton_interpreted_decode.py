@@ -7,7 +7,9 @@ from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
 from support.triton_call import check, run, tensors, with_everything
 
+import frisket as fk
 from frisket.dsl import ir
+from frisket.dsl.errors import BackwardError
 from frisket.dsl.sugar import h, k, q
 from frisket.lowering import dense
 from frisket.lowering.plan import Bounds, make_plan
@@ -104,3 +106,16 @@ def test_keys_and_values_of_8_bits(keys, dtype, queries):
     )
     assert np.abs(out.double().numpy() - want).max() <= cases.allowed(case)
     np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-2, atol=2e-2)
+
+
+def test_keys_and_values_of_8_bits_are_for_the_forward():
+    q, k = torch.randn(1, 2, 40, 16).half(), torch.randn(1, 2, 40, 16).to(torch.float8_e5m2)
+    out = fk.attention(q, k, k, "causal", backend="triton")
+    want = fk.attention(q, k.half(), k.half(), "causal", backend="dense")
+    np.testing.assert_allclose(out.float(), want.float(), atol=4e-3)
+    with pytest.raises(BackwardError) as caught:
+        fk.attention(q.requires_grad_(), k, k, "causal", backend="triton")
+    assert str(caught.value) == (
+        "keys and values of float8_e5m2 are for the forward alone, without gradients\n"
+        "  convert them: k.to(q.dtype), v.to(q.dtype), or write `with torch.no_grad():`"
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.dsl.errors import BackwardError, LoweringError, ParameterError
+from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
 
 ONES = np.ones((1, 8, 2, 16), np.float32)
 
@@ -53,3 +53,19 @@ def test_pallas_takes_no_traced_tables():
         "the pallas-tpu kernel walks a grid as long as its runs of tiles, which traced tables do not tell; take "
         "backend='xla', or make the plan outside jax.jit from values"
     )
+
+
+@pytest.mark.parametrize("backend", ["aten", "cpp"])
+def test_keys_of_8_bits_on_the_cpu(backend):
+    torch = pytest.importorskip("torch")
+    q = torch.ones(1, 2, 8, 16, dtype=torch.bfloat16)
+    k = q.to(torch.float8_e5m2)
+    with pytest.raises(BackendError) as caught:
+        fk.attention(q, k, k, backend=backend)
+    assert str(caught.value) == (
+        f"backend {backend!r} takes k and v in the dtype of q, not in float8_e5m2; Triton alone does\n"
+        "  convert them: k.to(q.dtype), v.to(q.dtype)"
+    )
+    for queries, keys, values in ((q.float(), k, k), (q, k, q), (k, q, q)):
+        with pytest.raises(ShapeError, match=r"^q, k and v have dtypes .*; convert them to one$"):
+            fk.attention(queries, keys, values, backend=backend)

@@ -28,7 +28,7 @@ def chosen(plan=CAUSAL, *, batch=1, heads=8, kv_heads=8, q_len=1, kv_len=32768, 
 
 def test_one_token_of_a_group_fills_the_machine():
     assert chosen(heads=64) == Shares(Target("triton", 16, 64, 4, 3, splits=14), 2, 8, (128, 64))
-    assert chosen(heads=8) == Shares(Target("triton", 16, 64, 4, 3, splits=14), 16, 1, (16, 64))
+    assert chosen(heads=8) == Shares(Target("triton", 16, 64, 4, 3, splits=14), 16, 1, (128, 64))
 
 
 @pytest.mark.parametrize(("heads", "q_len", "rows", "queries"), [
