@@ -21,6 +21,7 @@ from machine import fresh, rounds_of
 import frisket as fk
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
+WORKERS = min(12, os.cpu_count() or 1)  # of a part's tests
 
 # -- layout -----------------------------------------------------------------------------------------------
 
@@ -134,16 +135,23 @@ def correctness_rows(scale: Scale) -> list[str]:
 
 
 def correctness(row: str, scale: Scale) -> Measure:
-    """The interpreter's tests; without TRITON_INTERPRET their tensors are on the GPU, and kernels are compiled."""
+    """The interpreter's tests with their tensors on the GPU, and kernels compiled; in a dry run a few of them as they
+    are."""
 
     def measure() -> dict[str, Any]:
+        env = {n: x for n, x in os.environ.items() if scale.dry or n != "TRITON_INTERPRET"}
+        env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path[1:]])}
+        how = ["-n", "0", "-k", "causal"] if scale.dry else ["-n", str(WORKERS), "-p", "support.on_gpu"]
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "report.xml")
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-            command += ["-n", "0", "-k", "causal"] if scale.dry else ["-n", str(min(12, os.cpu_count() or 1))]
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *how]
             start = time.perf_counter()
-            subprocess.run([*command, str(TESTS / "kernels" / row)], capture_output=True, cwd=TESTS.parent, check=False)
+            done = subprocess.run(
+                [*command, str(TESTS / "kernels" / row)], capture_output=True, text=True, cwd=TESTS.parent, env=env
+            )
             took = time.perf_counter() - start
+            if not report.exists():
+                raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
             cases = ElementTree.parse(report).getroot().iter("testcase")
             outcomes = {str(c.get("name")): {x.tag for x in c} for c in cases}
         bad = sorted(n for n, tags in outcomes.items() if tags & {"failure", "error"})
