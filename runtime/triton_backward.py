@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from frisket.dsl.ir import SCORE
 from frisket.lowering.aten_fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.emit.triton_backward import DELTA, bare, emit
@@ -76,19 +78,15 @@ class _Launches:
     """The kernels of calls of one kind."""
 
     def __init__(
-        self,
-        own: Bound,
-        spans: SpanSource | None,
-        q: Tensor,
-        k: Tensor,
-        live: tuple[str, ...],
-        wanted: frozenset[str],
-        dlse: bool,
-    ) -> None:
-        g, target = own.geometry, own.target
+        self, own: Bound, spans: SpanSource | None, q: Tensor, k: Tensor, live: tuple[str, ...],
+        wanted: frozenset[str], dlse: bool,
+    ) -> None:  # fmt: skip
+        plan, g, target = own.plan, own.geometry, own.target
         self.geometry = g
-        self.made, self.sums = _made(own.plan, target, own.dims(live), wanted, dlse)
-        plain = Bound(bare(own.plan), g, target, q, k)  # attention_delta reads no slots and no tables
+        if g.scale == 0 and plan.score is None:
+            plan = replace(plan, score=SCORE)  # products that begin at lse / scale need another one
+        self.made, self.sums = _made(plan, target, own.dims(live), wanted, dlse)
+        plain = Bound(bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
         grid = -(-g.q_len // DELTA.block_q), g.heads, g.batch
         self.steps = [self._step(plain, "attention_delta", grid, DELTA)]

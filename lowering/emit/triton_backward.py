@@ -158,6 +158,7 @@ class _Queries(Cotangents):
 
     def products(self, inside: str) -> None:
         line = self.page.line
+        line("at = tl.cast(tile * BLOCK_K, tl.int64)")
         line(f"keys = tl.load(K + at * stride_ks + key_at{self.tile_mask('k', inside)})")
         line(f"values = tl.load(V + at * stride_vs + value_at{self.tile_mask('v', inside)})")
         self.dot("score", "query", "keys")
@@ -198,6 +199,9 @@ class _Keys(Cotangents):
             if "b" in self.used:
                 line(f"b = {self.widened('b_origin + batch')}")
             self.factors()
+            if not self.score:
+                self.page.comment("Products begin at -lse and -delta, which so take no registers of their own.")
+                line("per_lse = -1.0 / unit")
             if self.dk:
                 line("dk = tl.zeros([BLOCK_K, DIM], tl.float32)")
             if self.dv:
@@ -235,7 +239,6 @@ class _Keys(Cotangents):
         line(f"K += {self.offset('k', 'batch', self._kv_head, 'start')}")
         if self.inner:
             line(f"V += {self.offset('v', 'batch', self._kv_head, 'start')}")
-        line(f"query_at = {self.within('q', 'rows')}", f"dout_at = {self.within('g', 'rows')}")
         line("present = start + columns < kv_len")
         for name, pointer, s in (("keys", "K", "k"), ("values", "V", "v")):
             if s == "k" or self.inner:
@@ -271,24 +274,36 @@ class _Keys(Cotangents):
         self.zeros()
 
     def products(self, inside: str) -> None:
-        line, mask = self.page.line, f", mask={inside}, other=0.0" if inside else ""
-        line(f"query = tl.load(queries + at * stride_qs + query_at{self.tile_mask('q', inside)})")
+        line = self.page.line
+        line("at = tl.cast(tile * BLOCK_Q, tl.int64)")
+        line(wrapped(f"query = tl.load({self._rows_of('queries', 'q')}{self.tile_mask('q', inside)})"))
+        if not self.score:
+            self._load("lse", inside)
+        self.dot("score", "keys", "query", "" if self.score else "lse * per_lse")
         if self.dv or self.inner:
-            line(f"dout = tl.load(douts + at * stride_gs + dout_at{self.tile_mask('g', inside)})")
-        line(f"lse = tl.load(Lse + at_q + at + rows{mask})[None, :]")
+            line(wrapped(f"dout = tl.load({self._rows_of('douts', 'g')}{self.tile_mask('g', inside)})"))
         if self.inner:
-            line(f"delta = tl.load(Delta + at_q + at + rows{mask})[None, :]")
-        self.dot("score", "keys", "query")
-        if self.inner:
-            self.dot("dp", "values", "dout")
+            if self.kept is None:
+                self._load("delta", inside)
+            self.dot("dp", "values", "dout", "" if self.kept is not None else "-delta")
+
+    def _rows_of(self, pointer: str, letter: str) -> str:
+        return f"{pointer} + (at + rows)[:, None] * stride_{letter}s + {self.along(letter)}[None, :] * stride_{letter}d"
+
+    def per_query(self, name: str, visible: str) -> None:
+        self._load(name, visible and "inside")
+
+    def _load(self, name: str, inside: str) -> None:
+        mask = f", mask={inside}, other=0.0" if inside else ""
+        self.page.line(f"{name} = tl.load({name.capitalize()} + at_q + at + rows{mask})[None, :]")
 
     def accumulate(self) -> None:
         line = self.page.line
+        if self.dk:
+            line(f"dk = tl.dot({self.ds}.to(query.dtype), query, dk{self.precision})")
         if self.dv:
             p = "p" if self.kept is None else "(p * kept)"
             line(f"dv = tl.dot({p}.to(dout.dtype), dout, dv{self.precision})")
-        if self.dk:
-            line(f"dk = tl.dot({self.ds}.to(query.dtype), query, dk{self.precision})")
 
     def _store(self) -> None:
         if not (self.dk or self.dv):

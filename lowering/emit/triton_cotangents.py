@@ -37,7 +37,7 @@ def sums(plan: LoopPlan, wanted: Collection[str]) -> list[Sum]:
     "scatter" are not among them."""
     names, known = taken(plan), arguments(plan)
     return [
-        Sum(g, names.new(f"{known[g.source].name}_sums"), names.new(f"{known[g.source].name}_sum"))
+        Sum(g, names.new(f"D{known[g.source].name}"), names.new(f"d{known[g.source].name}"))
         for g in backward_of(plan).gradients
         if g.source in wanted and g.over in ("head", "row", "column")
     ]
@@ -130,7 +130,6 @@ class Cotangents(Rows):
             self._tile("")
 
     def _tile(self, inside: str) -> None:
-        self.page.line(f"at = tl.cast(tile * {self.block}, tl.int64)")
         self.products(inside)
         written = set(self.hoisted)
         roots = [*self.mask, *self.full] if inside else self.full
@@ -148,13 +147,18 @@ class Cotangents(Rows):
         """Loads a tile of the other axis, and writes `score` and, where it is wanted, `dp`."""
         raise NotImplementedError
 
+    def per_query(self, name: str, visible: str) -> None:
+        """Loads lse or delta, where it is not there from the beginning."""
+
     def accumulate(self) -> None:
         """Adds the share of a tile."""
         raise NotImplementedError
 
-    def dot(self, name: str, one: str, two: str) -> None:
+    def dot(self, name: str, one: str, two: str, start: str = "") -> None:
+        """One times two transposed; the sum begins at `start`."""
+        start = start and f", tl.broadcast_to({start}, [BLOCK_K, BLOCK_Q])"
         scaled = " * scale" if name == "score" and self.score else ""
-        self.page.line(f"{name} = tl.dot({one}, tl.trans({two}){self.precision}){scaled}")
+        self.page.line(f"{name} = tl.dot({one}, tl.trans({two}){start}{self.precision}){scaled}")
 
     def visible(self, written: set[str]) -> None:
         self.lines(self.mask, POSITION, written)
@@ -165,12 +169,13 @@ class Cotangents(Rows):
     def weights(self, written: set[str], visible: str) -> None:
         """`p`, 0 where nothing is seen, and with dropout `kept`, what its weights are multiplied with."""
         line = self.page.line
-        exponent = "score * unit - lse"
+        exponent = "score * unit" if self.swapped else "score * unit - lse"
         if self.plan.score is not None:
             self.quote(self.plan.score)
             self.lines(self.score, POSITION, written, visible)
             line(f"modified = {self.value(self.score[0])}")
             exponent = "modified * LOG2E - lse"
+            self.per_query("lse", visible)
         p = f"tl.exp2({exponent})"
         line(f"p = tl.where({visible}, {p}, 0.0)" if visible else f"p = {p}")
         if self.kept is not None and self.plan.kept is not None:
@@ -181,7 +186,11 @@ class Cotangents(Rows):
     def cotangents(self, written: set[str], visible: str) -> None:
         line = self.page.line
         dm = "ds" if self.ds == "ds" and not self.sums and self.slope is None else "dm"
-        line(f"{dm} = p * (dp{'' if self.kept is None else ' * kept'} - delta)")
+        if self.kept is not None:
+            self.per_query("delta", visible)
+            line(f"{dm} = p * (dp * kept - delta)")
+        else:
+            line(f"{dm} = p * dp" if self.swapped else f"{dm} = p * (dp - delta)")
         for s, weight in self.sums:
             self.page.comment(f"The gradient of {self.read(s.gradient)}.")
             line(f"{s.total} += tl.sum({self._times(weight, 'weight', written, visible)}, 1)")
