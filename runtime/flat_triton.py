@@ -90,7 +90,7 @@ class Step:
 
         slices, rows, records = self.shape
         bounds = torch.empty((slices, rows, records, 4), dtype=torch.int32, device=self.device)
-        count, work, order = torch.empty((3, slices, rows), dtype=torch.int32, device=self.device).unbind()
+        count, work, order = (torch.empty((slices, rows), dtype=torch.int32, device=self.device) for _ in range(3))
         left = torch.empty((slices, rows), dtype=torch.bool, device=self.device)
         pointers = [bounds, count, left, work, *scalars, *[tables[e.source] for e in self.made.entries]]
         for key in self.order:

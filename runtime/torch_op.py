@@ -51,6 +51,21 @@ class Ready:
     real: Any  # the dtype of scores
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
+
+    def of(self, plan: FlatPlan) -> Ready:
+        """The same for the plan of another step: other tables of a device, of the same shapes and dtypes."""
+        tables = {n: t for n, t in plan.tables().items() if n in self.tables}
+        return self._with(plan, _readable(tables, plan.device, self.real), None)
+
+    def bare(self, plan: FlatPlan) -> Ready:
+        """The same without what belongs to one step."""
+        return self._with(None, dict.fromkeys(self.tables), plan.again({}))
+
+    def _with(self, spans: Any, tables: Mapping[str, Any], step: FlatPlan | None) -> Ready:
+        made = object.__new__(Ready)
+        made.__dict__.update(self.__dict__, spans=spans, tables=tables, step=step)
+        return made
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool
@@ -62,6 +77,7 @@ class Ready:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         given = q, k, v, sinks, *values
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+            refuse_narrow(q.dtype, k.dtype)
             out, lse, found = _function().apply(self, seed, top, *given)
         else:
             out, lse, found = self.run(seed, top, *given)
@@ -141,7 +157,7 @@ def attend(
     settings = Settings.read()
     key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
-    ready = kept.get(key)
+    ready = _found(att, key, plan, params, kept)
     if ready is not None:
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
@@ -162,19 +178,41 @@ def kept_ready(
 ) -> Ready:  # fmt: skip
     """What `att(q, k, v, ...)` runs."""
     key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, Settings.read())
-    if key in att.ready:
-        return att.ready[key]  # type: ignore[no-any-return]
+    if (ready := _found(att, key, plan, params, att.ready)) is not None:
+        return ready
     call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
     return _remembered(call, att, plan, key, att.ready)
 
 
+def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
+    """What was remembered for such a call; of calls whose masks read tables of a device, all but those."""
+    ready: Ready | None = kept.get(key)
+    if ready is None and key is not None and getattr(plan, "common", None) is not None:
+        ready = plan.common.ready.get(key)
+    if ready is None or ready.step is None:
+        return ready
+    if plan is None:
+        given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.step.key.given}
+        return ready.of(ready.step.again(given))
+    ready = kept[key] = ready.of(plan)  # for the layers to come
+    return ready
+
+
 def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any]) -> Ready:
     ready = prepare(call, att.options)
-    if key is not None and (plan is not None or not call.plan.by_table):
-        kept[key] = ready
-        while len(kept) > KEPT:
-            kept.pop(next(iter(kept)), None)  # another thread may have taken it
+    if key is None:
+        return ready
+    if plan is not None or not call.plan.by_table:
+        _keep(kept, key, ready)
+    if ready.loaded and isinstance(call.plan, FlatPlan) and call.plan.common is not None:
+        _keep(att.ready if plan is None else call.plan.common.ready, key, ready.bare(call.plan))
     return ready
+
+
+def _keep(kept: dict[Any, Any], key: Any, ready: Ready) -> None:
+    kept[key] = ready
+    while len(kept) > KEPT:
+        kept.pop(next(iter(kept)), None)  # another thread may have taken it
 
 
 def run(call: Call, ready: Ready) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -195,6 +233,8 @@ def key_of(
             said.append((name, type(x), x))
         elif name in att.subject.learnable and hasattr(x, "requires_grad") and x.is_floating_point():
             said.append((name, x.shape, x.dtype, x.device))
+        elif plan is None and _stays(x, qkv[0].device):
+            said.append((name, x.shape, x.dtype, "planned there"))
         else:
             return None
     if origin is not None or sizes is not None:
@@ -203,11 +243,21 @@ def key_of(
         said.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
         if any(type(x) is not int for place in said[-1] if place for x in place):
             return None
+    import torch
+
     q, k, v = qkv
     return (
+        torch.get_float32_matmul_precision(),  # Triton's products of float32 are by it
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, layout,
         settings.backend, settings.show, None if plan is None else (att.options, att.subject.exprs), *said,
     )  # fmt: skip
+
+
+def _stays(x: Any, device: Any) -> bool:
+    """Whether this is a table that is planned where it lives, beside the queries."""
+    import torch
+
+    return type(x) in (torch.Tensor, torch.nn.Parameter) and x.ndim > 0 and x.device == device and not x.is_cpu
 
 
 def prepare(call: Call, options: Options) -> Ready:
@@ -268,6 +318,15 @@ def _function() -> Any:
     return Attend
 
 
+def refuse_narrow(queries: Any, keys: Any) -> None:
+    """Raise where a gradient is asked of a call whose keys and values have 8 bits."""
+    if queries != keys:
+        raise BackwardError(
+            f"keys and values of {str(keys).removeprefix('torch.')} are for the forward alone, without gradients\n"
+            "  convert them: k.to(q.dtype), v.to(q.dtype), or write `with torch.no_grad():`"
+        )
+
+
 def refuse_ambiguous(what: Subject, tables: Mapping[str, Any]) -> None:
     """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
     import torch
@@ -305,10 +364,14 @@ def _on_device(work: Work | FlatWork, device: Any, real: Any) -> Mapping[str, Te
     import torch
 
     if isinstance(work, FlatWork):
-        given = {n: t.to(device) for n, t in work.tables.items()}
-        return {n: t.to(real) if t.is_floating_point() else t for n, t in given.items()}
+        return _readable(work.tables, device, real)
     known = _tables.setdefault(work.inputs, {})
     if (device, real) not in known:
-        given = {n: torch.from_numpy(np.array(t)).to(device) for n, t in work.tables.items()}
-        known[device, real] = {n: t.to(real) if t.is_floating_point() else t for n, t in given.items()}
+        known[device, real] = _readable(
+            {n: torch.from_numpy(np.array(t)) for n, t in work.tables.items()}, device, real
+        )
     return known[device, real]
+
+
+def _readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:
+    return {n: t.to(device, real) if t.is_floating_point() else t.to(device) for n, t in tables.items()}

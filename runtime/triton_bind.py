@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -49,22 +49,28 @@ def made(source: str, plan: LoopPlan) -> Made:
 @dataclass(frozen=True, eq=False)
 class Values:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
-    `live` slots, whose values are on the device; `key` is all of them that a compiled kernel hangs on."""
+    `live` slots, whose values are on the device; `key` is all of them that a compiled kernel hangs on. `spans` refers
+    to the source of the call's spans, where every call may have another."""
 
     given: tuple[Mapping[str, Any], Mapping[str, Tensor]]
     numbers: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
     live: tuple[str, ...]
     key: tuple[Any, ...]
+    spans: Any = None
 
 
 class Bound:
-    """A plan bound to shapes, dtypes and a device. `launches` is where executors keep what they made of it."""
+    """A plan bound to shapes, dtypes and a device. `launches` is where executors keep what they made of it; plans that
+    differ in the tables of a device alone share it, and their `spans` are asked at every launch."""
 
-    def __init__(self, plan: LoopPlan, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> None:
+    def __init__(
+        self, plan: LoopPlan, geometry: Geometry, target: Target, q: Tensor, k: Tensor, spans: Any = None,
+        launches: dict[Any, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.geometry, self.target, self.device = plan, geometry, target, q.device
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
-        self.launches: dict[Any, Any] = {}
+        self.spans, self.launches = spans, {} if launches is None else launches
         self._held: Values | None = None
 
     def dims(self, live: tuple[str, ...] = ()) -> Dims:
@@ -76,24 +82,30 @@ class Bound:
         """What kernels read; of the same mappings it is worked out once."""
         held = self._held
         if held is None or held.given[0] is not slots or held.given[1] is not tables:
-            held = self._held = _values(self.plan, slots, tables)
+            held = self._held = _values(self.plan, slots, tables, self.spans)
         return held
 
     def launch(
         self, made: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, str], *,
-        records: Callable[[tuple[int, int]], Any] | None = None, live: tuple[str, ...] = (), **more: Any,
+        records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
+        live: tuple[str, ...] = (), **more: Any,
     ) -> Launch:  # fmt: skip
         """A launch of `kernel`. `tensors` are the parameters whose tensors every call brings, in the order it brings
         them, each with the letter of its strides, or "" where it has none; `records`, `rows` or `columns` of a
-        SpanSource, is asked if the kernel reads a table of spans; `more` are values of other parameters."""
+        SpanSource, is asked if the kernel reads a table of spans, for tiles of `block` or of the target; `more` are
+        values of other parameters."""
         found = made.kernels[kernel]
         runs_here(found, self.device)
         fixed = {**shared(self.geometry, self.device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, **more}
+        asked = None
         if "Spans" in found.arg_names:
             if records is None:
                 raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
-            fixed |= span_tables(records((target.block_q, target.block_k)), self.device)
-        return Launch(found, made.arguments, self.plan, grid, target, self.device, fixed, tensors, live)
+            block = block or (target.block_q, target.block_k)
+            fixed |= span_tables(records(block), self.device)
+            if self.spans is not None:
+                asked = records.__name__, block
+        return Launch(found, made.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked)
 
 
 _bound: dict[int, dict[Any, Bound]] = {0: {}}  # 0: of plans that need no spans
@@ -110,7 +122,9 @@ def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Ten
     key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
     found = of.get(key)
     if found is None:
-        found = of[key] = Bound(plan, geometry, target, q, k)
+        common = getattr(spans, "common", None)
+        more = (ref(spans), bound(plan, common, geometry, target, q, k).launches) if common is not None else ()
+        found = of[key] = Bound(plan, geometry, target, q, k, *more)
         while len(of) > KEPT:
             of.pop(next(iter(of)), None)  # another thread may have taken it
     return found
@@ -155,13 +169,15 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
 _CONVERT: Mapping[Any, Any] = {INT: int, BOOL: bool, FLOAT: float}
 
 
-def _values(plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
+def _values(
+    plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any = None
+) -> Values:  # fmt: skip
     live = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
     numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in live)
     arrays = [_readable(use, tables[use.name]) for use in plan.tables]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in live])
-    return Values((slots, tables), numbers, (*arrays, *[slots[n] for n in live]), live, key)
+    return Values((slots, tables), numbers, (*arrays, *[slots[n] for n in live]), live, key, spans)
 
 
 def _readable(use: TableUse, table: Tensor) -> Tensor:
@@ -195,6 +211,7 @@ class Launch:
     def __init__(
         self, kernel: Any, arguments: Mapping[str, Argument], plan: LoopPlan, grid: tuple[int, ...], target: Target,
         device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, str], live: Sequence[str],
+        asked: tuple[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.fixed = kernel, (*grid, 1, 1)[:3], fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
@@ -204,6 +221,9 @@ class Launch:
         tables = [arguments[t.name] for t in plan.tables]
         self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
         named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in live]]
+        self.asked = asked  # what the spans of every call are asked for
+        named += [n for n in MOVING if n in at] if asked else []
+        self.moving = [MOVING[n] for n in MOVING if n in at]
         self.pointers = [at[n] for n in named]
         self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
         filled = {*self.pointers, *self.numbers}.union(*self.strides, *self.extents)
@@ -221,6 +241,10 @@ class Launch:
 
     def _run(self, values: Values, tensors: tuple[Tensor, ...]) -> None:
         given = (*tensors, *values.tensors)
+        if self.asked is not None:
+            side, block = self.asked
+            spans = getattr(values.spans(), side)(block)
+            given += tuple([read(spans) for read in self.moving])
         places = [x.data_ptr() for x in given]
         low = 0
         for place in places:
@@ -242,7 +266,7 @@ class Launch:
     def _first(self, key: Any, values: Values, given: tuple[Tensor, ...]) -> None:
         """By Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
         arguments = self.blank.copy()
-        own = len(given) - len(values.tensors)
+        own = len(given) - len(values.tensors) - (len(self.moving) if self.asked else 0)
         for places, x in zip(self.strides, given):
             for i, stride in zip(places, x.stride()):
                 arguments[i] = stride
@@ -261,46 +285,27 @@ class Launch:
             self.known.pop(next(iter(self.known)), None)
 
 
-def common(
-    plan: LoopPlan, g: Geometry, known: Made, slots: Mapping[str, Any], tables: Mapping[str, Tensor], device: Any,
-    tensors: Mapping[str, Tensor],
-) -> dict[str, Any]:  # fmt: skip
-    """Values of parameters that kernels share; `tensors` by the letter of their strides."""
-    own, values = _values(plan, slots, tables), shared(g, device)
-    numbers = iter(own.numbers)
-    values |= {known.arguments[s.name].name: next(numbers) for s in plan.slots if s.name not in own.live}
-    for use, table in zip(plan.tables, own.tensors):
-        names = known.arguments[use.name]
-        values |= zip(names.all, (table, *table.shape, *table.stride()), strict=True)
-    for letter, tensor in tensors.items():
-        values |= {f"stride_{letter}{axis}": s for axis, s in zip("bhsd", tensor.stride(), strict=True)}
-    return values
-
-
-def launch(kernel: Any, grid: tuple[int, ...], values: Mapping[str, Any], target: Target, device: Any) -> None:
-    """Run a kernel; of `values` it takes those its parameters name, the tile comes from `target`."""
-    import torch
-
-    values = {**values, "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k}
-    with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
-        kernel[grid](
-            *(values[n] for n in kernel.arg_names),
-            num_warps=target.num_warps, num_stages=target.num_stages, enable_fp_fusion=True,
-        )  # fmt: skip
-
-
 # -- span tables ------------------------------------------------------------------------------------------------------
 
 _uploaded: dict[tuple[int, str], Any] = {}
 
 
+def _order(spans: DeviceSpans) -> Tensor:
+    return _longest(spans.bounds) if spans.order is None else spans.order
+
+
+# parameters that spans of a device bring anew at every call
+MOVING: Mapping[str, Callable[[DeviceSpans], Tensor]] = {
+    "Spans": lambda spans: spans.bounds.contiguous(), "Count": lambda spans: spans.count.contiguous(), "Order": _order,
+}  # fmt: skip
+
+
 def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
     """The span table on the device, uploaded once and kept as long as `spans` lives."""
     if isinstance(spans, DeviceSpans):
-        order = _longest(spans.bounds) if spans.order is None else spans.order
         slice_of = _kept(spans.slice_of, device, lambda: _upload(spans.slice_of, device))  # that of all steps
-        named = {"Spans": spans.bounds.contiguous(), "Count": spans.count.contiguous(), "SliceOf": slice_of}
-        return {**named, "Order": order, "records": spans.bounds.shape[2]}
+        moving = {n: read(spans) for n, read in MOVING.items()}
+        return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
     found: dict[str, Any] = _kept(spans, device, lambda: _upload_all(spans, device))
     return found
 

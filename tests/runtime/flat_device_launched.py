@@ -1,0 +1,148 @@
+"""Run by test_flat_device.py without an interpreter: tables of a device planned by kernels that are launched into
+nothing, so no value is there to look at."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support import triton_null
+from support.device_tables import NoLook, NoWait, pose
+
+import frisket as fk
+from frisket.runtime import backends, flat_plan, flat_triton
+
+triton_null.install(watch=True)
+backends.REASONS["triton"] = lambda: ""
+S = 640
+PLANS = ["lines", "windows", "plan_spans", "longest_first"]
+
+
+@pytest.fixture(autouse=True)
+def posed(monkeypatch):
+    pose(monkeypatch)
+
+
+def arrays(s=S, h=2):
+    return [torch.zeros(1, h, s, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+def names(run):
+    """The kernels that a call launches, in their order."""
+    triton_null.launched.clear()
+    run()
+    return [kernel.name for kernel, *_ in triton_null.launched]
+
+
+def pointers():
+    """What each launch was given, as pointers."""
+    given = [arguments for *_, arguments in triton_null.launched]
+    return [
+        {x if type(x) is int else x.data_ptr() for x in g if type(x) is int or hasattr(x, "data_ptr")} for g in given
+    ]
+
+
+MASKS = {
+    "causal & same(doc)": PLANS,
+    "param doc: sorted int[Q_LEN]\nmask = causal & same(doc)": PLANS[2:],
+    "causal & q - k < doc[q]": PLANS,
+    "causal & document(doc)": PLANS[2:],
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_no_value_is_looked_at(mask):
+    """From the tables to the last launch, forward and backward, at the first call and at later ones."""
+    att, given = fk.compile(mask), arrays()
+
+    def train(doc):
+        out = att(*given, doc=doc)
+        grads = torch.autograd.grad(out, given, torch.zeros_like(out))
+        assert all(x.shape == given[0].shape for x in grads)
+
+    with NoLook(), NoWait():
+        first = names(lambda: train(torch.arange(S) // 100))
+        again = names(lambda: train(torch.arange(S) // 50))
+        with torch.no_grad():
+            plan = att.plan(S, S, 1, 2, doc=torch.arange(S) // 9)
+            planned = names(lambda: att(*given, plan=plan))
+            assert names(lambda: att(*given, plan=plan)) == planned[-1:]  # for the next layer it is there
+    own = MASKS[mask]
+    assert sorted(first) == sorted(again)
+    assert [n for n in again if n not in PLANS] == [
+        "attention_forward",
+        "attention_delta",
+        "attention_dq",
+        "attention_dkv",
+    ]
+    assert again[: len(own) + 1] == planned == [*own, "attention_forward"]
+    assert again.count("plan_spans") <= 3  # rows for the forward and perhaps dq's tile, columns for dk and dv
+    assert again.count("lines") == own.count("lines")  # what is made of a table serves them all
+
+
+def test_another_step_reads_its_own_tables_and_spans():
+    att, given = fk.compile("causal & same(doc)"), arrays()
+    with torch.no_grad():
+        seen = []
+        for n in (100, 50):
+            doc = (torch.arange(S) // n).clone()
+            assert names(lambda: att(*given, doc=doc)) == [*PLANS, "attention_forward"]  # noqa: B023
+            lines, _, planner, order, forward = pointers()
+            assert doc.data_ptr() in lines & forward
+            assert len(planner & forward) >= 2  # bounds and counts
+            assert order & forward
+            seen.append(doc)
+
+
+def test_changed_lengths_compile_nothing():
+    att = fk.compile("causal & same(doc)")
+    with torch.no_grad():
+        att(*arrays(), doc=torch.arange(S) // 100)
+        before = len(triton_null.compiled)
+        for s in (500, 1024, 777):
+            att(*arrays(s), doc=torch.arange(s) // 7)
+        assert triton_null.compiled[before:] == []
+        att(*arrays(), doc=(torch.arange(S + 1) // 100)[1:])  # a pointer that 16 does not divide
+    assert triton_null.compiled[before:] == ["attention_forward"]
+
+
+def test_a_step_leaves_nothing_behind(monkeypatch):
+    """Plans and tables of calls are gone when the calls are."""
+    att, given, alive = fk.compile("causal & same(doc)"), arrays(), []
+    real = flat_plan.FlatPlan.again
+    monkeypatch.setattr(flat_plan.FlatPlan, "again", lambda *a: alive.append(weakref.ref(x := real(*a))) or x)
+    for _ in range(3):
+        doc = torch.arange(S) // 100
+        att(*given, doc=doc).sum().backward()
+        alive.append(weakref.ref(doc))
+        del doc
+    triton_null.launched.clear()
+    gc.collect()
+    assert not [x() for x in alive[2:] if x() is not None and getattr(x(), "given", True)]
+
+
+def test_tables_of_many_axes_and_kinds():
+    """Bool maps of tiles, a table for every batch entry, offsets."""
+    given = arrays()
+    tile_map = torch.ones(40, 40, dtype=torch.bool)
+    with torch.no_grad(), NoLook(), NoWait():
+        found = names(lambda: fk.compile("causal & m[q // 16, k // 16]")(*given, m=tile_map))
+        assert set(found) == {"halves", "plan_spans", "longest_first", "attention_forward"}
+        found = names(
+            lambda: fk.compile("causal & doc[b, q] == doc[b, k]")(*given, doc=torch.zeros(1, S, dtype=torch.int16))
+        )
+        assert found == [*PLANS, "attention_forward"]
+
+
+def test_without_triton_torch_plans(monkeypatch):
+    """The text of torch's operators looks at no value, too."""
+    monkeypatch.setattr(flat_triton, "runs", lambda device: False)
+    monkeypatch.setattr("frisket.runtime.flat_run._reachable", lambda *given: False)
+    att, given = fk.compile("causal & same(doc)"), arrays()
+    with torch.no_grad(), NoLook(), NoWait():
+        assert names(lambda: att(*given, doc=torch.arange(S) // 100)) == ["attention_forward"]
+        plan = att.plan(S, S, 1, 2, doc=torch.arange(S) // 100)
+        rows, columns = plan.rows((64, 32)), plan.columns((64, 32))
+    assert (rows.count.shape, columns.count.shape) == ((1, 10), (1, 20))

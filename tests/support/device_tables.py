@@ -1,0 +1,44 @@
+"""Tensors of the host that pass for tensors of a GPU, and a guard against looking at their values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from frisket.runtime import flat_plan, flat_triton, torch_op
+
+LOOKS = "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ is_nonzero equal __contains__".split()
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+
+
+def pose(patch: Any) -> None:
+    """Tables given to calls and plans are planned where they are, by Triton; `patch` is pytest's monkeypatch."""
+    patch.setenv("FRISKET_BACKEND", "triton")
+    patch.setattr(flat_triton, "runs", lambda device: True)
+    patch.setattr(flat_plan, "_stays", lambda x, *more: isinstance(x, torch.Tensor))
+    patch.setattr(torch_op, "_stays", lambda x, device: isinstance(x, torch.Tensor))
+
+
+class NoLook(TorchFunctionMode):
+    """Refuses what reads a value in Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if name in LOOKS:
+            raise AssertionError(f"{name} looks at a value of the device")
+        return func(*args, **(kwargs or {}))
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses operators that wait for a device or copy between devices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if any(word in name for word in WAITS):
+            raise AssertionError(f"{name} waits for the device")
+        if "_to_copy" in name and (kwargs or {}).get("device") is not None:
+            raise AssertionError(f"{name} moves a tensor")
+        return func(*args, **(kwargs or {}))
