@@ -58,7 +58,7 @@ def _installed(module: str, extra: str) -> str:
 
 def _triton() -> str:
     missing = _installed("torch", "torch") or _installed("triton", "triton")
-    if missing or os.environ.get("TRITON_INTERPRET") == "1":
+    if missing or interpreted("triton"):
         return missing
     import torch
 
@@ -67,6 +67,20 @@ def _triton() -> str:
 
 def _pallas() -> str:
     return _installed("jax", "jax")  # without a TPU in Pallas' interpreter
+
+
+def interpreted(backend: str) -> bool:
+    """Whether the kernels of this backend run in Triton's interpreter."""
+    return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def check_interpreted(backend: str, *dtypes: str) -> None:
+    """Refuse numbers that Triton's interpreter takes for other ones."""
+    if "bfloat16" in dtypes and interpreted(backend):
+        raise BackendError(
+            "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
+            "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU"
+        )
 
 
 REASONS: dict[str, Callable[[], str]] = {

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from frisket.dsl.errors import MismatchError
 
-from .backends import OF_FRAMEWORK, reason
+from .backends import OF_FRAMEWORK, interpreted, reason
 from .cli_answer import Answer, row, rows
 from .cli_commands import described
 from .cli_input import require_bound, subject
@@ -21,6 +21,7 @@ from .packed import choose, installed
 
 LENGTHS = ((128, 128), (100, 100), (77, 131))  # whole tiles, ragged, and fewer queries than keys
 DTYPES = ("float32", "bfloat16")
+INTERPRETED = ("float32", "float16")  # of Triton's interpreter
 DIM = 32
 
 
@@ -72,19 +73,20 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     for framework in installed():
         for backend in OF_FRAMEWORK[framework]:
             if backend != "dense" and not reason(backend):
-                for dtype in DTYPES:
+                for dtype in DTYPES if not interpreted(backend) else INTERPRETED:
                     yield from ((framework, Case(backend, dtype, q, k, heads, kv_heads)) for q, k in lengths)
 
 
 def arrays(framework: str, case: Case, batch: int) -> tuple[Any, ...]:
-    """Normal q, k and v of a fixed seed in the framework's own order of axes."""
+    """Normal q, k and v of a fixed seed in the framework's own order of axes, where the backend runs."""
     draw = np.random.default_rng(0).standard_normal
     sizes = ((case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len))
     made = [draw((batch, *size, DIM), np.float32) for size in sizes]
     if framework == "torch":
         import torch
 
-        return tuple(torch.from_numpy(x).to(getattr(torch, case.dtype)) for x in made)
+        device = "cuda" if case.backend == "triton" and not interpreted(case.backend) else "cpu"
+        return tuple(torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in made)
     import jax.numpy as jnp
 
     return tuple(jnp.asarray(x.swapaxes(1, 2), case.dtype) for x in made)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import frisket as fk
-from frisket.dsl.errors import BackwardError, LoweringError, ShapeError
+from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ShapeError
 from frisket.runtime import torch_library, triton_bind
 
 G = torch.Generator().manual_seed(0)
@@ -285,6 +285,8 @@ def test_eager_refusals():
     q, k, v = qkv(grad=False)
     with pytest.raises(LoweringError, match="float64 runs on the CPU backends"):
         fk.attention(q.double(), k.double(), v.double(), "causal", backend="triton")
+    with pytest.raises(BackendError, match="takes the bits of bfloat16 for integers"):
+        fk.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), "causal", backend="triton")
     for empty in (q[:, :, :0], q[:0]):
         with pytest.raises(ShapeError, match="a batch, length, head count or head size is zero"):
             fk.attention(empty, empty, empty, "causal", backend="triton")
