@@ -1,0 +1,289 @@
+"""flex_attention's arguments, results, errors, and what it keeps between calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.attention.flex_attention as theirs  # noqa: E402
+
+from frisket.dsl.errors import BackendError, FrisketError  # noqa: E402
+from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: E402
+from frisket.runtime.flex import score_mod as score_mods  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def library(monkeypatch):
+    monkeypatch.setenv("FRISKET_BACKEND", "aten")
+    monkeypatch.setattr(theirs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+def arrays(s=24, heads=4, kv_heads=4, batch=2, dim=16, v_dim=16):
+    g = torch.Generator().manual_seed(4)
+    shapes = (batch, heads, s, dim), (batch, kv_heads, s, dim), (batch, kv_heads, s, v_dim)
+    return [torch.randn(x, generator=g) for x in shapes]
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def mask_of(fn=causal, batch=None, heads=None, s=24, make=create_block_mask):
+    return make(fn, batch, heads, s, s, device="cpu")
+
+
+# -- shapes and results -------------------------------------------------------------------------------------------
+
+
+def test_shared_heads_other_values_and_one_batch_entry_of_keys():
+    q, k, v = arrays(kv_heads=2, v_dim=8)
+    relative = lambda s, b, h, q, k: s + (q - k) * h  # noqa: E731
+    for batch in (2, 1):
+        given = q, k[:batch], v[:batch], relative
+        want, lse = theirs.flex_attention(
+            *given, mask_of(make=theirs.create_block_mask, batch=2), 0.3, True, return_lse=True
+        )
+        out, found = flex_attention(*given, mask_of(batch=2), 0.3, True, True)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(found, lse)
+    k, v = k[:1].requires_grad_(), v[:1].requires_grad_()
+    flex_attention(q, k, v, enable_gqa=True).sum().backward()
+    assert k.grad.shape == k.shape
+    torch.testing.assert_close(v.grad.sum(), torch.tensor(2.0 * 4 * 24 * 8))
+
+
+def test_what_a_call_returns():
+    q, k, v = arrays()
+    block_mask = mask_of(lambda b, h, q, k: q - k > 5)
+    out = flex_attention(q, k, v, None, block_mask)
+    both = flex_attention(q, k, v, None, block_mask, return_lse=True)
+    assert isinstance(out, torch.Tensor)
+    assert type(both) is tuple
+    for request in (AuxRequest(), AuxRequest(lse=True), AuxRequest(max_scores=True), AuxRequest(True, True)):
+        found, aux = flex_attention(q, k, v, None, block_mask, return_aux=request)
+        assert type(aux) is theirs.AuxOutput
+        assert [x is not None for x in aux] == list(request)
+        torch.testing.assert_close(found, out)
+    assert (aux.lse[:, :, :6] == -torch.inf).all()
+    assert (aux.max_scores[:, :, :6] == -torch.inf).all()
+    assert (out[:, :, :6] == 0).all()
+    scores = (q @ k.mT / 4).masked_fill(~(torch.arange(24)[:, None] - torch.arange(24) > 5), -torch.inf)
+    torch.testing.assert_close(aux.max_scores, scores.amax(-1))
+
+
+# -- errors -------------------------------------------------------------------------------------------------------
+
+Q, K, V = arrays()
+TABLE = torch.zeros(24)
+REFUSED = {
+    "heads": (lambda: flex_attention(*arrays(kv_heads=2)), ValueError, "query has 4 heads, key and value 2\n.*gqa"),
+    "heads that do not divide": (
+        lambda: flex_attention(*arrays(kv_heads=3), enable_gqa=True), ValueError, "key and value 3\n.*divides"),
+    "dims": (lambda: flex_attention(Q, K[..., :8], V), ValueError, "an embedding of 16, key of 8"),
+    "keys": (lambda: flex_attention(Q, K, V[:, :, :9]), ValueError, r"key is .*\(2, 4, 24\), value \(2, 4, 9\)"),
+    "batch": (lambda: flex_attention(torch.cat([Q, Q]), K, V), ValueError, "4 batch entries, key and value 2"),
+    "axes": (lambda: flex_attention(Q[0], K[0], V[0]), NotImplementedError, "query has 3 axes"),
+    "nested": (
+        lambda: flex_attention(torch.nested.nested_tensor([Q[0]]), K, V), NotImplementedError,
+        "query is a nested tensor\n.*create_nested_block_mask"),
+    "dtypes": (lambda: flex_attention(Q.half(), K, V), ValueError, "dtypes float16, float32, float32"),
+    "lse twice": (lambda: flex_attention(Q, K, V, return_lse=True, return_aux=AuxRequest()), ValueError, "both given"),
+    "longer mask": (
+        lambda: flex_attention(Q, K, V, None, mask_of(s=32)), ValueError,
+        r"created for q_len=32 and kv_len=32, query and key have 24 and 24\n.*_adjust\(24, 24\)"),
+    "shorter mask": (lambda: flex_attention(Q, K, V, None, mask_of(s=16)), ValueError, "it says nothing of the rest"),
+    "mask's batch": (
+        lambda: flex_attention(Q, K, V, None, mask_of(batch=5)), ValueError, "for 5 batch entries, query has 2"),
+    "mask's heads": (lambda: flex_attention(Q, K, V, None, mask_of(heads=3)), ValueError, "for 3 heads, query has 4"),
+    "torch's mask's heads": (
+        lambda: flex_attention(Q, K, V, None, mask_of(heads=3, make=theirs.create_block_mask)), ValueError,
+        "for 3 heads, query has 4"),
+    "a function as the mask": (lambda: flex_attention(Q, K, V, None, causal), ValueError, "create_block_mask"),
+    "a mask as score_mod": (lambda: flex_attention(Q, K, V, causal), RuntimeError, "returns a Bool; is it a mask?"),
+    "no score": (
+        lambda: flex_attention(Q, K, V, lambda b, h, q, k: (q - k).float()), RuntimeError, "score_mod takes no score"),
+    "Bool": (lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: q > k), RuntimeError, "returns a Bool"),
+    "Int": (lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: q - k), RuntimeError, "returns an Int\n.*Float"),
+    "three arguments": (lambda: flex_attention(Q, K, V, lambda a, c, d: a), AssertionError, "takes a, c, d"),
+    "negative gather": (
+        lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: s + TABLE[q - k]), IndexError,
+        r"reads `TABLE` at -1 on axis 0, which has entries 0..23, at query 0, key 1 .*torch would read from the end"),
+    "gather beyond": (
+        lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: s + TABLE[q + k], mask_of()), IndexError,
+        "at 24 on axis 0, .*at query 12, key 12"),
+    "device": (
+        lambda: flex_attention(*(x.to("meta") for x in (Q, K, V)), None, mask_of()), RuntimeError,
+        r"query is on meta, block_mask on cpu\n  block_mask.to\('meta'\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name):
+    call, kind, text = REFUSED[name]
+    with pytest.raises(FrisketError, match="(?s)" + text) as found:
+        call()
+    assert isinstance(found.value, kind)
+
+
+def test_hidden_gathers_are_no_gathers():
+    out = flex_attention(Q, K, V, lambda s, b, h, q, k: s + TABLE[q - k], mask_of())
+    torch.testing.assert_close(out, flex_attention(Q, K, V, None, mask_of()))
+
+
+# -- what is kept between calls -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """The functions traced since."""
+    seen = []
+    trace = score_mods.trace
+    monkeypatch.setattr(score_mods, "trace", lambda fn, *rest, **more: seen.append(fn) or trace(fn, *rest, **more))
+    return seen
+
+
+def alibi(slopes, factor=1.0):
+    return lambda score, b, h, q, k: score + factor * slopes[h] * (k - q)
+
+
+def dense(score):
+    """Causal attention, its scores with something added."""
+    keep = torch.ones(24, 24).tril().bool()
+    return torch.nn.functional.scaled_dot_product_attention(Q, K, V, torch.where(keep, score, -torch.inf))
+
+
+def distance():
+    return torch.arange(24) - torch.arange(24)[:, None]
+
+
+def test_one_code_over_other_tensors_is_traced_once(traces):
+    block_mask = mask_of()
+    for seed in range(3):
+        slopes = torch.nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(seed)))
+        fresh = (slopes * 2).exp()  # a tensor of the graph at hand
+        out = flex_attention(Q, K, V, alibi(fresh), block_mask)
+        torch.testing.assert_close(out, dense(fresh[:, None, None] * distance()))
+        out.sum().backward()
+        want = torch.autograd.grad(dense((slopes * 2).exp()[:, None, None] * distance()).sum(), slopes)[0]
+        torch.testing.assert_close(slopes.grad, want, rtol=1e-4, atol=1e-4)
+    assert len(traces) == 1
+
+
+def test_numbers_that_change_are_seen(traces):
+    slopes, factor, held = torch.ones(4), 0.5, {"shift": 1.0}
+
+    def mod(score, b, h, q, k):
+        return score + factor * slopes[h] * (k - q) + held["shift"] * (k - q)
+
+    for factor, shift in ((0.5, 1.0), (0.25, 1.0), (0.25, 3.0)):
+        held["shift"] = shift
+        torch.testing.assert_close(flex_attention(Q, K, V, mod, mask_of()), dense((factor + shift) * distance()))
+    assert len(traces) == 3
+
+
+class Held(torch.nn.Module):
+    """Its width is an attribute that is read through a property."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.bias = 2.0, torch.nn.Parameter(torch.zeros(4))
+
+    @property
+    def width(self):
+        return self.wide
+
+    def mod(self, score, b, h, q, k):
+        return score + self.width * (k - q) + self.bias[h]
+
+
+def test_attributes_that_change_are_seen(traces):
+    held = Held()
+    for wide in (2.0, 2.0, 5.0):
+        held.wide = wide
+        torch.testing.assert_close(flex_attention(Q, K, V, held.mod, mask_of()), dense(wide * distance()))
+    assert len(traces) == 2
+
+
+def test_what_cannot_be_watched_is_traced_anew(traces):
+    table = np.zeros(24, np.float32)
+    mod = lambda score, b, h, q, k: score + table[k]  # noqa: E731
+    flex_attention(Q, K, V, mod, mask_of())
+    table[:] = torch.arange(24)
+    torch.testing.assert_close(flex_attention(Q, K, V, mod, mask_of()), dense(torch.arange(24.0)))
+    assert len(traces) == 2
+
+
+def test_tensors_changed_in_place_are_seen(traces):
+    place, bias = torch.arange(24), torch.zeros(24)
+    mod = lambda score, b, h, q, k: score + bias[place[k]]  # noqa: E731
+    shown = torch.arange(24)
+    block_mask = mask_of(lambda b, h, q, k: (q >= k) & (shown[k] >= 0))
+    for change in (lambda: None, lambda: bias.copy_(torch.randn(24)), lambda: place.copy_(place.flip(0))):
+        change()
+        torch.testing.assert_close(flex_attention(Q, K, V, mod, block_mask), dense(bias[place]))
+    shown[0] = -1
+    changed = flex_attention(Q, K, V, mod, block_mask)
+    assert (changed[:, :, 0] == 0).all()
+    torch.testing.assert_close(changed[:, :, 1:], flex_attention(Q, K, V, mod, mask_of(lambda b, h, q, k: (q >= k) & (k > 0)))[:, :, 1:])  # fmt: skip # noqa: E501
+    assert len(traces) == 1
+
+
+def test_values_that_the_trace_read_are_watched(traces):
+    flag, bias = torch.tensor(True), torch.ones(24)
+
+    def mod(score, b, h, q, k):
+        return score + (k - q) if flag else score + bias[k]
+
+    torch.testing.assert_close(flex_attention(Q, K, V, mod, mask_of()), dense(distance().float()))
+    flag.fill_(False)
+    torch.testing.assert_close(flex_attention(Q, K, V, mod, mask_of()), dense(torch.ones(24)))
+    assert len(traces) == 2
+
+
+def test_torchs_mask_with_another_mask_mod():
+    block_mask = theirs.create_block_mask(causal, None, None, 24, 24, device="cpu")
+    flex_attention(Q, K, V, None, block_mask)
+    block_mask.mask_mod = lambda b, h, q, k: q == k
+    torch.testing.assert_close(flex_attention(Q, K, V, None, block_mask), V)
+
+
+def test_names_of_mask_and_score_mod_do_not_meet():
+    def mask(t):
+        return lambda b, h, q, k: t[q] >= k
+
+    def score(t):
+        return lambda s, b, h, q, k: s + t[q] * k
+
+    places, factors = torch.arange(24), torch.linspace(0, 1, 24)
+    out = flex_attention(Q, K, V, score(factors), mask_of(mask(places)))
+    torch.testing.assert_close(out, dense(factors[:, None] * torch.arange(24)))
+
+
+# -- transforms ---------------------------------------------------------------------------------------------------
+
+
+def test_transforms():
+    block_mask, slopes = mask_of(), torch.linspace(0, 1, 4)
+    out = flex_attention(Q, K, V, alibi(slopes), block_mask)
+    mapped = torch.vmap(lambda s: flex_attention(Q, K, V, alibi(s), block_mask))(torch.stack([slopes, 0 * slopes]))
+    torch.testing.assert_close(mapped, torch.stack([out, flex_attention(Q, K, V, None, block_mask)]))
+
+    def loss(slopes, run=flex_attention):
+        return run(Q, K, V, alibi(slopes), block_mask).square().sum()
+
+    want = torch.autograd.functional.jacobian(loss, slopes)
+    torch.testing.assert_close(torch.func.grad(loss)(slopes), want)
+    slopes.requires_grad_()
+    torch.utils.checkpoint.checkpoint(loss, slopes, use_reentrant=False).backward()
+    torch.testing.assert_close(slopes.grad, want)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex_attention(Q, K, V, alibi(slopes), block_mask).dtype == torch.bfloat16
+    with pytest.raises(NotImplementedError, match="a gradient of a gradient"):
+        torch.autograd.functional.hessian(loss, slopes.detach())
+
+
+def test_backends_that_do_not_run_here():
+    with pytest.raises(BackendError, match="backend 'triton' does not run here"):
+        flex_attention(Q, K, V, kernel_options={"BACKEND": "TRITON"})
