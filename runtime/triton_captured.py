@@ -18,8 +18,8 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from .triton_bind import SIZES, Bound, Launch, Made, Values, bound, made
 
 Tensor = Any
-ROWS = 16  # of tiles, in a part of a block diagonal
-PARTS = 8  # of a block diagonal at most
+ROWS = 16  # of tiles, in a part of a block diagonal at least: a window has few diagonals
+PARTS, ROOM = 8, 1 << 24  # at most, and numbers in all of their sums
 ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Lse": "", "Delta": ""}
 
 
@@ -69,8 +69,10 @@ class _Run:
         from torch.nn.functional import pad
 
         g, (rows, columns), side = self.geometry, self.grid, self.side
-        share = max(ROWS, -(-rows // PARTS))
-        parts, across, sums = -(-rows // share), rows + columns - 1, emit.weights(gradients)
+        across, sums = rows + columns - 1, emit.weights(gradients)
+        room = ROOM // (g.batch * g.heads * len(sums) * 2 * across * side)
+        share = -(-rows // max(1, min(PARTS, rows // ROWS, room)))
+        parts = -(-rows // share)
         found = self.new((g.batch, g.heads, len(sums), parts, 2, across, side), torch.float32)
         launch = self.launch(
             ("diagonal", gradients), "attention_diagonal", (across * parts, g.heads, g.batch), ("Sums",),
@@ -137,7 +139,14 @@ class _Run:
     def plane(self, gradient: Gradient) -> str | None:
         """Which of "b" and "h" share a place of the table, where every query and key, and what of the two is left,
         has a place of its own; None where that is not so or not known."""
-        g, shape = self.geometry, self.tables[gradient.source].shape
+        shape, known = self.tables[gradient.source].shape, self.own.launches
+        key = "plane of", gradient, shape, self.values.numbers
+        if key not in known:
+            known[key] = self._plane(gradient, shape)
+        return known[key]  # type: ignore[no-any-return]
+
+    def _plane(self, gradient: Gradient, shape: Sequence[int]) -> str | None:
+        g = self.geometry
         apart = {n for e, size in zip(gradient.index, shape, strict=True) if (n := self.apart(e, size))}
         if not {"q", "k"} <= apart:
             return None

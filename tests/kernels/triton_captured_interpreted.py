@@ -18,6 +18,7 @@ from frisket.lowering import aten
 from frisket.lowering.aten_fold import folded
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.runtime import triton_captured
 from frisket.runtime.triton_captured import _Run, captured
 
 triton_bf16.install()
@@ -174,6 +175,14 @@ def test_closed_form_bounds(name):
     both = Tables(ALL[name])
     both.plan = make_plan(both.case.mask, both.case.score, bounds=CLOSED)
     both.check()
+
+
+@pytest.mark.parametrize("room", [1 << 24, 1 << 11])  # 1 << 11: less than all the parts want
+@pytest.mark.parametrize("name", ["two weights", "crop", "holes"])
+def test_diagonals_in_parts(name, room, monkeypatch):
+    monkeypatch.setattr(triton_captured, "ROWS", 1)
+    monkeypatch.setattr(triton_captured, "ROOM", room)
+    Tables(DIAGONAL[name]).check()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
