@@ -215,7 +215,7 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.fixed = kernel, (*grid, 1, 1)[:3], fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
-        self.index = device.index if device.type == "cuda" else None
+        self.device, self.narrow = (device, _narrow()) if device.type == "cuda" else (None, None)
         at = {n: i for i, n in enumerate(kernel.arg_names)}
         self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in tensors.values()]
         tables = [arguments[t.name] for t in plan.tables]
@@ -231,13 +231,14 @@ class Launch:
         self.known: dict[Any, tuple[Any, list[Any]]] = {}
 
     def __call__(self, values: Values, *tensors: Tensor) -> None:
-        if self.index is not None:
-            import torch
+        if self.device is None:
+            return self._run(values, tensors)
+        from torch import cuda
 
-            if torch.cuda.current_device() != self.index:
-                with torch.cuda.device(self.index):
-                    return self._run(values, tensors)
-        return self._run(values, tensors)
+        if cuda.current_device() == self.device.index:
+            return self._run(values, tensors)
+        with cuda.device(self.device):
+            return self._run(values, tensors)
 
     def _run(self, values: Values, tensors: tuple[Tensor, ...]) -> None:
         given = (*tensors, *values.tensors)
@@ -251,6 +252,8 @@ class Launch:
             low |= place
         kinds = [(x.dtype, x.stride()) for x in tensors]
         key = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
+        if self.narrow is not None:
+            key += tuple(map(self.narrow, given))
         found = self.known.get(key)
         if found is None:
             self._first(key, values, given)
@@ -285,13 +288,22 @@ class Launch:
             self.known.pop(next(iter(self.known)), None)
 
 
+def _narrow() -> Callable[[Tensor], bool] | None:
+    """What ROCm's compiler asks of a pointer beyond that: whether 31 bits reach every byte behind it."""
+    from torch import version
+
+    return (lambda x: x.untyped_storage().nbytes() < 1 << 31) if version.hip else None
+
+
 # -- span tables ------------------------------------------------------------------------------------------------------
 
 _uploaded: dict[tuple[int, str], Any] = {}
 
 
 def _order(spans: DeviceSpans) -> Tensor:
-    return _longest(spans.bounds) if spans.order is None else spans.order
+    """That of the planner; where it has none it is made once."""
+    bounds = spans.bounds
+    return _kept(bounds, "order", lambda: _longest(bounds)) if spans.order is None else spans.order
 
 
 # parameters that spans of a device bring anew at every call

@@ -121,7 +121,7 @@ def test_the_kernel_is_the_one_triton_would_choose(monkeypatch):
                 monkeypatch.setattr(triton_bind.Launch, "_run", _by_triton)
             triton_null.launched.clear()
             att(*case[:3], bias=case[3])
-            ((kernel, grid, arguments),) = triton_null.launched
+            ((kernel, grid, _, arguments),) = triton_null.launched
             found.append((kernel, grid, [_place(x) for x in arguments]))
             monkeypatch.undo()
         (kernel, grid, laid_out), (chosen, other, arguments) = found
@@ -137,6 +137,43 @@ def _by_triton(self, values, tensors):
 
 def _place(x):
     return x.data_ptr() if hasattr(x, "data_ptr") else x
+
+
+def test_the_stream_is_the_current_one(monkeypatch):
+    att, given = fk.compile("causal", backend="triton"), arrays(64)
+    for stream in (3, 5, 3):
+        monkeypatch.setattr(triton_null, "stream", stream)
+        triton_null.launched.clear()
+        train(att, given)
+        assert {at for _, _, at, _ in triton_null.launched} == {stream}
+
+
+def test_the_device_is_that_of_the_arrays(monkeypatch):
+    """Kernels of another device than the current one run with theirs as the current one."""
+    current, ran = [0], []
+
+    class Device:
+        def __init__(self, device):
+            self.index = device.index
+
+        def __enter__(self):
+            current.append(self.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(triton_bind.Launch, "_run", lambda self, *given: ran.append(current[-1]))
+    att = fk.compile("causal", backend="triton")
+    q, k, v = (x.detach() for x in arrays(64))
+    att(q, k, v)
+    (ready,) = att.ready.values()
+    (launch,) = triton_bind.bound(ready.plan, ready.spans, ready.geometry, ready.target, q, k).launches.values()
+    for index in (0, 1):
+        monkeypatch.setattr(launch, "device", torch.device("cuda", index))
+        att(q, k, v)
+    assert (ran, current) == ([0, 0, 1], [0])
 
 
 # -- what a warm call does ------------------------------------------------------------------------------------------

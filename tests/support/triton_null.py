@@ -14,7 +14,8 @@ from triton.runtime import driver
 from frisket.runtime import triton_bind
 
 compiled: list[str] = []  # the names of kernels, one for every compilation
-launched: list[tuple[Any, tuple[int, ...], tuple[Any, ...]]] = []  # kernel, grid and arguments, while `watching`
+launched: list[tuple[Any, tuple[int, ...], int, tuple[Any, ...]]] = []  # kernel, grid, stream, arguments if `watching`
+stream = 0  # the current one
 watching = False
 
 
@@ -30,7 +31,7 @@ class _Kernel(CompiledKernel):
         pass
 
     def _launched(self, x: int, y: int, z: int, *rest: Any) -> None:
-        launched.append((self, (x, y, z), rest[6:]))
+        launched.append((self, (x, y, z), rest[0], rest[6:]))
 
 
 def _nothing(*arguments: Any) -> None:
@@ -48,7 +49,7 @@ def install(watch: bool = False) -> None:
     watching = watch
     driver.set_active(
         SimpleNamespace(
-            get_current_device=lambda: 0, get_current_stream=lambda device: 0,
+            get_current_device=lambda: 0, get_current_stream=lambda device: stream,
             get_current_target=lambda: GPUTarget("cuda", 90, 32),
         )
     )  # fmt: skip
