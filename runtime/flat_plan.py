@@ -227,7 +227,7 @@ class FlatPlan:
         laid = self.laid
         from .flat_run import source
 
-        return "" if laid.planner is None else source(laid.planner, self.key.framework)
+        return "" if laid.planner is None else source(laid.planner, self.key.framework, self.device)
 
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.emit import planner as text
+from frisket.lowering.emit import planner_triton
 from frisket.lowering.flat import ROOM, Planner
 from frisket.lowering.plan import LoopPlan, Sizes
 
@@ -132,8 +133,13 @@ def _native(
     return torch.from_numpy(bounds), torch.from_numpy(count), torch.tensor(overflow), None
 
 
-def source(plan: Planner, framework: str) -> str:
-    """The text that plans."""
+def source(plan: Planner, framework: str, device: Any = None) -> str:
+    """The text that plans there."""
+    if framework == "torch" and device is not None and device.type == "cuda":
+        from .flat_triton import runs
+
+        if runs(device):
+            return planner_triton.emit(plan).text
     return text.emit(plan, text.JNP if framework == "jax" else text.TORCH, plan.int64)
 
 

@@ -1,14 +1,17 @@
 """The flat planner in Triton: its text, and the kernels interpreted and compiled, each in a process of its own."""
 
+from pathlib import Path
+
 import pytest
-from kernels.test_triton_interpret import run
 from support import masks
+from support.triton_process import run
 
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, q
 from frisket.lowering import flat
 from frisket.lowering.emit import planner_triton as text
 
+HERE = Path(__file__).parent
 DOC = frozenset({"doc"})
 
 
@@ -28,8 +31,8 @@ def test_names_of_parameters_stand_apart():
 
 
 def test_interpreted():
-    run("triton_planner_interpreted.py", "test", TRITON_INTERPRET="1")
+    run(HERE / "triton_planner_interpreted.py", TRITON_INTERPRET="1")
 
 
 def test_compiled():
-    run("triton_planner_compiled.py", "test")
+    run(HERE / "triton_planner_compiled.py")

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from support import masks
+from support.device_tables import pose
 
+import frisket as fk
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
 from frisket.lowering import flat
@@ -21,8 +23,7 @@ from frisket.runtime.modules import load
 
 DOC = frozenset({"doc"})
 CPU = torch.device("cpu")
-FEW = """documents segments by-head padding batch-documents neighbourhood tile-map
-nan-bias where""".split()
+FEW = "documents segments by-head batch-documents tile-map nan-bias".split()
 
 
 def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
@@ -56,11 +57,9 @@ def test_written_masks(name):
     case = masks.case(masks.written()[name], rng)
     agree(case)
     agree(case, DOC, turned=True)
-    if "doc" in str(case.mask):
-        agree(masks.case(case.mask, rng), DOC)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, *(pytest.param(i, marks=pytest.mark.slow) for i in range(4, 200))])
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 200))])
 def test_random_masks(seed):
     rng = random.Random(f"triton {seed}")
     case = masks.case(masks.random_mask(rng), rng)
@@ -74,12 +73,12 @@ def striped(columns, block=(4, 4)):
     return masks.Case(lookup("keep", (k,), masks.BOOL), 8, n, 1, 1, block, sizes=(1, 1, 8, n), tables={"keep": keep})
 
 
-@pytest.mark.parametrize(("room", "records"), [(64, 200), (64, 4), (6, 1), (33, 2)])
+@pytest.mark.parametrize(("room", "records"), [(64, 200), (33, 2)])
 def test_room_runs_out(room, records):
     assert agree(striped(200), room=room, records=records)
 
 
-@pytest.mark.parametrize("n", [4097, 5000])
+@pytest.mark.parametrize("n", [5000, pytest.param(4097, marks=pytest.mark.slow)])
 def test_long_tables_are_searched_in_blocks(n):
     rng = np.random.default_rng(n)
     real = np.where(rng.random((n, 2)) < 0.01, np.nan, rng.standard_normal((n, 2)))
@@ -117,3 +116,28 @@ def test_what_tables_may_be():
     ]
     assert found[0].any()
     assert all((x == found[0]).all() for x in found)
+
+
+@pytest.mark.parametrize(
+    ("mask", "tables"),
+    [
+        ("causal & same(doc)", [np.arange(90) // 13, np.arange(90) // 40]),
+        ("causal & doc[b, q] == doc[b, k]", [np.array([[0] * 50 + [1] * 40, [0] * 10 + [1] * 80]), np.eye(2, 90)]),
+    ],
+)
+def test_steps_from_tables_to_gradients(mask, tables, monkeypatch):
+    """Every call plans from the table it is given, forward and transposed."""
+    pose(monkeypatch)
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (torch.from_numpy(rng.standard_normal((2, 2, 90, 16), np.float32)) for _ in range(4))
+    att, other = fk.compile(mask, tile=(32, 16)), fk.compile(mask, backend="aten")
+    for table in tables:
+        table = table.astype(np.int32)
+        found = []
+        for run, doc in ((att, torch.from_numpy(table)), (other, table)):
+            given = [x.clone().requires_grad_() for x in (q, k, v)]
+            monkeypatch.setenv("FRISKET_BACKEND", "triton" if run is att else "aten")
+            out = run(*given, doc=doc)
+            found.append([out, *torch.autograd.grad(out, given, dout)])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

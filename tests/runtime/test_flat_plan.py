@@ -10,6 +10,7 @@ import torch
 
 import frisket as fk
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
+from frisket.lowering.analysis.spans import from_records
 from frisket.runtime import checking as module
 from frisket.runtime import flat_run
 
@@ -155,6 +156,48 @@ def test_a_tile_of_another_size_is_planned_when_it_is_met():
     att = fk.compile("causal & same(doc)")
     plan = att.plan(S, S, 2, 2, flat=True, doc=jnp.asarray(DOCS[2]))
     close(fk.compile("causal & same(doc)", tile=(16, 64))(Q, K, V, plan=plan), dense("causal & same(doc)", doc=DOCS[2]))
+
+
+# -- transposed -----------------------------------------------------------------------------------------------
+
+
+def tiles(spans, columns):
+    """Kinds [slices, rows, columns] of the tiles of records."""
+    runs = from_records(np.asarray(spans.bounds), np.asarray(spans.count))
+    grid = np.zeros((*spans.count.shape, columns), np.uint8)
+    for s, row, start, stop, kind in zip(runs.slice, runs.row, runs.start, runs.stop, runs.kind, strict=True):
+        grid[s, row, start:stop] = kind
+    return grid[spans.slice_of]
+
+
+@pytest.mark.parametrize(
+    ("convert", "backend"), [(torch.from_numpy, None), (torch.from_numpy, "library"), (jnp.asarray, None)]
+)
+@pytest.mark.parametrize("doc", [DOCS[2], DOCS[5]])
+def test_columns_are_planned_with_queries_and_keys_exchanged(doc, convert, backend, monkeypatch):
+    """What no row of queries reads, no column of keys is read by; and the other way round."""
+    if backend:
+        monkeypatch.setenv("FRISKET_BACKEND", backend)
+    mask, where = "q >= k & q - k < 90 & same(doc)", {"origin": (0, 0, 20, 0), "sizes": (2, 2, S, S)}
+    plan = fk.compile(mask).plan(S - 50, S - 10, 2, 2, flat=True, doc=convert(doc), **where)
+    want = fk.mask(mask, doc=doc).layout(S - 50, S - 10, 2, 2, block=(64, 32), **where)
+    found = tiles(plan.columns((64, 32)), want.rows).swapaxes(2, 3)
+    np.testing.assert_array_equal(found, tiles(plan.rows((64, 32)), want.columns))
+    np.testing.assert_array_equal(found, want.kinds())
+
+
+@pytest.mark.parametrize("text", ["causal & window(70)", "causal & same(doc)"])
+def test_columns_of_what_the_host_knows(text):
+    """Of a plan, and of a flat plan whose tables only the score mod reads."""
+    doc = {"doc": DOCS[2]} if "doc" in text else {}
+    att = fk.compile(text, "score + bias[k]", **doc)
+    for plan in (
+        att.plan(S, S, 2, 2, bias=np.zeros(S, np.float32)), att.plan(S, S, 2, 2, flat=True, bias=torch.zeros(S))
+    ):  # fmt: skip
+        kinds = fk.mask(text, **doc).layout(S, S, 2, 2, block=(64, 32)).kinds()
+        np.testing.assert_array_equal(tiles(plan.rows((64, 32)), 10), kinds)
+        np.testing.assert_array_equal(tiles(plan.columns((64, 32)), 5).swapaxes(2, 3), kinds)
+        assert plan.columns((64, 32)) is plan.columns((64, 32))
 
 
 # -- facts and mistakes ---------------------------------------------------------------------------------------
