@@ -17,6 +17,7 @@ from . import triton_decode
 from .triton_bind import Bound, Launch, Made, bound, made
 
 Tensor = Any
+FAR = 1 << 20  # strides below this keep the offsets of any tile in 32 bits
 
 
 def forward(
@@ -33,6 +34,8 @@ def forward(
     import torch
 
     g = geometry
+    if max(*q.stride()[2:], *k.stride()[2:], *v.stride()[2:]) > FAR:
+        q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
     own = bound(plan, spans, g, target, q, k)
     values = own.values(slots, tables)
     kind = values.live, sinks is not None, top
@@ -70,16 +73,22 @@ def _launch(
     )  # fmt: skip
 
 
+def near(x: Tensor, rows: int) -> Tensor:
+    """The tensor, copied where the offsets within a tile of so many rows leave 32 bits."""
+    along, across = x.stride()[2:]
+    return x if rows * along + x.shape[3] * across < 1 << 31 else x.contiguous()
+
+
 def check_keys(dims: Dims, device: Any) -> None:
-    """Raise where a GPU of NVIDIA is too old for the dtype of the keys."""
+    """Raise where a GPU of NVIDIA is too old to convert keys of 8 bits."""
     import torch
 
-    if dims.kv_dtype == "float8_e4m3fn" and device.type == "cuda" and not torch.version.hip:
+    if dims.kv_dtype and device.type == "cuda" and not torch.version.hip:
         have = torch.cuda.get_device_capability(device)
         if have < (8, 9):
             raise BackendError(
-                f"keys and values of float8_e4m3fn need compute capability 8.9, this GPU has {have[0]}.{have[1]}\n"
-                "  convert them to float8_e5m2, or to the dtype of the queries"
+                f"keys and values of {dims.kv_dtype} need compute capability 8.9, this GPU has {have[0]}.{have[1]}\n"
+                "  convert them to the dtype of the queries"
             )
 
 

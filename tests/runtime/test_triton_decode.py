@@ -12,6 +12,7 @@ from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
 from frisket.runtime.triton_decode import Shares, most_tiles, parts, shares
+from frisket.runtime.triton_launch import near
 from frisket.runtime.triton_tiles import target
 from frisket.runtime.tuning import Tuning
 
@@ -86,6 +87,14 @@ def test_parts_are_few_and_full():
     assert parts(106, 132, 1000) == 1  # enough programs
     assert parts(1, 132, 1000) == 112  # of 132: 85 % of the processors
     assert all(parts(p, 132, n) <= n for p in (1, 3, 50) for n in range(1, 40))
+
+
+def test_tensors_whose_tiles_span_more_than_32_bits_are_copied():
+    whole = torch.empty(1, device="meta")
+    far = whole.as_strided((1, 2, 8, 64), (0, 64, 1 << 25, 1))
+    assert near(far, 32) is far
+    assert near(far, 64).is_contiguous()
+    assert near(whole.as_strided((1, 2, 8, 64), (0, 8, 1, 1 << 25)), 16).is_contiguous()
 
 
 def test_products_of_float32_are_as_torch_has_them():
