@@ -48,10 +48,11 @@ def report(args: argparse.Namespace, console: Console) -> Answer:
 
 
 def line(r: Any) -> tuple[str, ...]:
-    tile = "" if r.kernel == "attention_combine" else f"{r.block_q} x {r.block_k}"
+    name = r.kernel.removeprefix("attention_")
+    tile = {"combine": "", "delta": str(r.block_q)}.get(name, f"{r.block_q} x {r.block_k}")
     shared = f"{r.shared:,} of {r.shared_limit:,}" + ("" if r.fits else " TOO MUCH")
     return (
-        r.kernel.removeprefix("attention_"), r.arch, tile, str(r.warps), str(r.stages), str(r.registers),
+        name, r.arch, tile, str(r.warps), str(r.stages), str(r.registers),
         str(r.spills), shared, str(r.mma),
     )  # fmt: skip
 
