@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from weakref import finalize, ref
@@ -50,7 +50,7 @@ def made(source: str, plan: LoopPlan) -> Made:
 class Values:
     """Slots and tables of a call as kernels read them, in the order of the plan. `tensors` are the tables, then the
     `live` slots, whose values are on the device; `key` is all of them that a compiled kernel hangs on. `spans` refers
-    to the source of the call's spans, where every call may have another."""
+    to the source of the call's spans, where every call may have another, `moved` holds what it gave."""
 
     given: tuple[Mapping[str, Any], Mapping[str, Tensor]]
     numbers: tuple[Any, ...]
@@ -58,6 +58,7 @@ class Values:
     live: tuple[str, ...]
     key: tuple[Any, ...]
     spans: Any = None
+    moved: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 class Bound:
@@ -72,6 +73,7 @@ class Bound:
         self.dtypes = [str(x.dtype).removeprefix("torch.") for x in (q, k)]
         self.spans, self.launches = spans, {} if launches is None else launches
         self._held: Values | None = None
+        self._moved: dict[Any, tuple[Tensor, ...]] = {}
 
     def dims(self, live: tuple[str, ...] = ()) -> Dims:
         """What of such calls the kernels' texts depend on."""
@@ -82,7 +84,7 @@ class Bound:
         """What kernels read; of the same mappings it is worked out once."""
         held = self._held
         if held is None or held.given[0] is not slots or held.given[1] is not tables:
-            held = self._held = _values(self.plan, slots, tables, self.spans)
+            held = self._held = _values(self.plan, slots, tables, self.spans, self._moved)
         return held
 
     def launch(
@@ -170,14 +172,14 @@ _CONVERT: Mapping[Any, Any] = {INT: int, BOOL: bool, FLOAT: float}
 
 
 def _values(
-    plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any = None
-) -> Values:  # fmt: skip
+    plan: LoopPlan, slots: Mapping[str, Any], tables: Mapping[str, Tensor], spans: Any, moved: dict[Any, Any]
+) -> Values:
     live = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
     numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in live)
     arrays = [_readable(use, tables[use.name]) for use in plan.tables]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in live])
-    return Values((slots, tables), numbers, (*arrays, *[slots[n] for n in live]), live, key, spans)
+    return Values((slots, tables), numbers, (*arrays, *[slots[n] for n in live]), live, key, spans, moved)
 
 
 def _readable(use: TableUse, table: Tensor) -> Tensor:
@@ -221,9 +223,10 @@ class Launch:
         tables = [arguments[t.name] for t in plan.tables]
         self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
         named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in live]]
-        self.asked = asked  # what the spans of every call are asked for
-        named += [n for n in MOVING if n in at] if asked else []
-        self.moving = [MOVING[n] for n in MOVING if n in at]
+        moving = tuple(n for n in MOVING if n in at) if asked else ()
+        named += moving
+        self.asked = (*asked, moving) if asked else None  # what the spans of every call are asked for
+        self.moving = len(moving)
         self.pointers = [at[n] for n in named]
         self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
         filled = {*self.pointers, *self.numbers}.union(*self.strides, *self.extents)
@@ -243,9 +246,12 @@ class Launch:
     def _run(self, values: Values, tensors: tuple[Tensor, ...]) -> None:
         given = (*tensors, *values.tensors)
         if self.asked is not None:
-            side, block = self.asked
-            spans = getattr(values.spans(), side)(block)
-            given += tuple([read(spans) for read in self.moving])
+            moved = values.moved.get(self.asked)
+            if moved is None:
+                side, block, names = self.asked
+                spans = getattr(values.spans(), side)(block)
+                moved = values.moved[self.asked] = tuple([MOVING[n](spans) for n in names])
+            given += moved
         places = [x.data_ptr() for x in given]
         low = 0
         for place in places:
@@ -269,7 +275,7 @@ class Launch:
     def _first(self, key: Any, values: Values, given: tuple[Tensor, ...]) -> None:
         """By Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
         arguments = self.blank.copy()
-        own = len(given) - len(values.tensors) - (len(self.moving) if self.asked else 0)
+        own = len(given) - len(values.tensors) - self.moving
         for places, x in zip(self.strides, given):
             for i, stride in zip(places, x.stride()):
                 arguments[i] = stride
