@@ -151,6 +151,8 @@ def test_a_picture_tells_full_from_partial():
     assert made.to_string(grid_size=(2, 3), limit=2).splitlines()[1:3] == ["░░    ", "▒▒░░  "]
     assert made.to_string(grid_size=2).splitlines()[1:3] == ["░░  ", "▒▒░░"]
     assert made.to_string(-1) == made.to_string()
+    joined = ours.create_block_mask(causal, None, None, 32, 32, "cpu", 16, separate_full_blocks=False)
+    assert joined.to_string() == "(0, 0)\n▒▒  \n▒▒▒▒\n"
     assert repr(made) == (
         "BlockMask(shape=(1, 2, 64, 80), BLOCK_SIZE=(16, 16), sparsity=50.00%, mask='q >= k & q - k < 40 * (h + 1)')"
     )
@@ -278,6 +280,9 @@ def test_algebra():
         assert made.shape[0] == max(wanted.shape[0], 1)
         same(made, theirs.create_block_mask(lambda b, h, q, k, w=wanted: w[b, h, q, k], *made.shape, "cpu", 8))
         assert torch.equal(theirs.create_mask(made.mask_mod, *made.shape, "cpu"), wanted.expand(made.shape))
+    one, two = (ours.create_block_mask(t, n, None, 4, 4, "cpu", 2) for t, n in (("b < B", None), ("k < 2", 2)))
+    for made in (one & two, two & one):  # each keeps the sizes it was made for
+        assert torch.equal(dense(made), (torch.arange(2) < 1)[:, None, None, None] & (torch.arange(4) < 2).expand(4, 4))
     with pytest.raises(fk.ShapeError, match=r"masks of \(24, 24\) in tiles of \(8, 8\) and of \(24, 24\) in tiles of"):
         left & ours.create_block_mask(causal, None, None, S, S, "cpu", 4)
 
@@ -296,6 +301,9 @@ def test_a_pytree_of_its_lists_and_tensors():
     assert (paths[0], paths[-1]) == (".kv_num_blocks", ".DOC")
     moved = pytree.tree_map_only(torch.Tensor, lambda x: x.to("meta"), made)
     assert (moved.device.type, moved.tensors["DOC"].device.type) == ("meta", "meta")
+    number = ours.create_block_mask(fk.mask("q - k < w", w=5), None, None, S, S, "cpu", 8)
+    assert pytree.tree_map(lambda x: x, number) == number
+    assert pytree.tree_flatten(number)[1] != pytree.tree_flatten(made)[1]
     listed = ours.BlockMask.from_kv_blocks(made.kv_num_blocks, made.kv_indices, BLOCK_SIZE=8, mask_mod=causal)
     assert pytree.tree_map(lambda x: x, listed) == listed
 
@@ -336,6 +344,8 @@ def test_create_mask_of_a_score_mod():
     text = "where(causal & q - k < 5, score * 2.0 - h, -inf)"
     assert torch.equal(ours.create_mask(text, 2, 3, 12, 16, "cpu"), expected)
     assert torch.equal(ours.create_mask(fk.score(text), 2, 3, 12, 16, "cpu"), expected)
+    text = "where(score > 0.5, score, -inf)"  # of a score of 0
+    assert not ours.create_mask(text, 1, 1, 2, 2, "cpu").any()
     assert ours.create_mask("causal", None, None, 3, 3, "cpu").tolist() == [[np.tri(3, dtype=bool).tolist()] * 1]
 
 
