@@ -124,9 +124,8 @@ class _Queries(Cotangents):
                 self.tiles()
             self.page.blank()
             if self.dq:
-                line("DQ += at_q * HEAD_DIM")
-                mask = self.tile_mask("q", "present", other="")
-                line(f"tl.store(DQ + rows[:, None] * HEAD_DIM + d[None, :], (dq * scale).to(query.dtype){mask})")
+                line("DQ += at_q * HEAD_DIM", "out_at = rows[:, None] * HEAD_DIM + d[None, :]")
+                line(f"tl.store(DQ + out_at, (dq * scale).to(query.dtype){self.tile_mask('q', 'present', other='')})")
             self.store_sums("at_q + rows", "present")
         launch = (
             f"attention_dq: grid (query tiles, heads, batch), tiles of {t.block_q} queries by {t.block_k} keys, "
@@ -315,7 +314,5 @@ class _Keys(Cotangents):
             (self.dk, "DK", "(dk * scale)", "HEAD_DIM", "k"), (self.dv, "DV", "dv", self.v, "v"),
         ):  # fmt: skip
             if use:
-                mask = self.tile_mask(s, "present", other="")
-                line(f"{name} += own * {dim}")
-                at = f"columns[:, None] * {dim} + {self.along(s)}[None, :]"
-                line(f"tl.store({name} + {at}, {value}.to(keys.dtype){mask})")
+                line(f"{name} += own * {dim}", f"out_at = columns[:, None] * {dim} + {self.along(s)}[None, :]")
+                line(f"tl.store({name} + out_at, {value}.to(keys.dtype){self.tile_mask(s, 'present', other='')})")

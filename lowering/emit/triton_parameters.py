@@ -28,7 +28,7 @@ attention_diagonal attention_plane attention_total attention_scatter Sums Total 
 dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
 Acc Tops Totals kv_heads splits part packed QUERIES PARTS row_at begin end tiles border full tops totals weight
 query_at
-Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative
+Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative per_lse
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvogxyz" for axis in "bhsd"]
     + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]

@@ -33,6 +33,11 @@ def test_interpreted_few_queries(part):
     run("triton_interpreted_decode.py", part, TRITON_INTERPRET="1")
 
 
+@pytest.mark.parametrize("part", ["every_case", "captured or wanted", "not every_case and not captured and not wanted"])
+def test_interpreted_backward(part):
+    run("triton_backward_interpreted.py", part, TRITON_INTERPRET="1")
+
+
 @pytest.mark.parametrize("part", ["spill", "not spill"])
 def test_compiled(part):
     run("triton_compiled.py", part)

@@ -1,0 +1,112 @@
+"""The text of the Triton kernels of the backward. Nothing here imports triton."""
+
+import ast
+import re
+from dataclasses import replace
+
+import pytest
+from support.attention_cases import CASES, causal, plan
+from support.torch_gradients import MODS
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import lookup, param, var
+from frisket.dsl.sugar import b, eq, function, h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import expr_triton
+from frisket.lowering.emit.triton_backward import emit
+from frisket.lowering.emit.triton_cotangents import sums
+from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
+from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.plan import Bounds, Target, make_plan
+
+TARGET = Target("triton", 128, 128, 8, 2, dq=Target("triton", 128, 64, 8, 2), dkv=Target("triton", 64, 128, 8, 2))
+ARRAYS = frozenset({"q", "k", "v"})
+WINDOW = make_plan(
+    causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True,
+    bounds=Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1")),
+)  # fmt: skip
+DOCUMENTS = make_plan(
+    causal & eq(lookup("doc", (b, q)), lookup("doc", (b, k))),
+    50.0 * function("tanh", score / 50.0) + lookup("slope", (h,), FLOAT) * (k - q) + lookup("gate", (h, k), FLOAT),
+    "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q) + gate[h, k]", dropout=True,
+)  # fmt: skip
+GATED = make_plan(causal, score + lookup("by_q", (q,), FLOAT) + lookup("by_k", (k,), FLOAT))
+
+
+def everything(made):
+    return ARRAYS | {g.source for g in backward_of(made).gradients}
+
+
+def names(text):
+    return [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef) and n.name.startswith("attention")]
+
+
+def test_golden_text(golden):
+    golden("triton_backward_window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
+    golden("triton_backward_documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
+
+
+@pytest.mark.parametrize("name", [*CASES, *MODS])
+def test_every_name_of_the_kernels_is_reserved(name):
+    made = replace(plan({**CASES, **MODS}[name]), kept=None)
+    text = emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
+    assert text == emit(made, TARGET, Dims(80, 48, "float16", 2), everything(made))
+    users = [n for a in arguments(made).values() for n in a.all]
+    users += [n for s in sums(made, everything(made)) for n in (s.buffer, s.total)]
+    tables = "|".join(a.name for a in arguments(made).values()) or "-"
+    known = {*OWN, *SIZES, *expr_triton.all_names(), *users}
+    found = {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
+    assert not [n for n in found - known if not re.fullmatch(rf"(fixed|row|column|x)\d+|({tables})_\w+", n)]
+    assert not [line for line in text.split("\n") if line != line.rstrip() or len(line) > 150]
+    assert "atomic" not in text
+
+
+@pytest.mark.parametrize(("wanted", "kernels"), [
+    ("", ""), ("q", "dq"), ("k", "dkv"), ("v", "dkv"), ("q v", "dq dkv"), ("t0", "dq"), ("t1", "dkv"),
+])  # fmt: skip
+def test_only_what_is_wanted_is_there(wanted, kernels):
+    text = emit(GATED, TARGET, Dims(64, 64, "float16"), set(wanted.split()))
+    assert names(text) == ["attention_delta", *(f"attention_{n}" for n in kernels.split())]
+    written = {"q": "DQ", "k": "DK", "v": "DV", "t0": "Dby_q", "t1": "Dby_k"}
+    assert {n for n, pointer in written.items() if f"tl.store({pointer} " in text} == set(wanted.split())
+
+
+def test_values_are_read_only_where_their_products_are_used():
+    text = emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16"), {"v"})
+    assert "Delta" not in text[text.index("def attention_dkv") :]
+    assert not re.search(r"\bV\b|\bdp\b", text[text.index("def attention_dkv") :])
+
+
+def test_the_guard_is_there_where_a_row_may_be_empty_or_a_slope_infinite():
+    dims = Dims(64, 64, "float16")
+    assert "empty" in emit(make_plan(causal, None), TARGET, dims, ARRAYS)
+    assert "empty" not in emit(make_plan(causal, None, rows_nonempty=True), TARGET, dims, ARRAYS)
+    assert "p == 0.0" in emit(make_plan(causal, function("sqrt", score)), TARGET, dims, ARRAYS)
+    assert "p == 0.0" not in emit(make_plan(causal, function("tanh", score)), TARGET, dims, ARRAYS)
+
+
+def test_one_table_read_twice_has_two_sums():
+    made = make_plan(causal, score + lookup("t", (q,), FLOAT) * lookup("t", (k,), FLOAT))
+    assert [(s.buffer, s.total, s.along) for s in sums(made, {"t0"})] == [("Dt", "dt", "q"), ("Dt_", "dt_", "k")]
+
+
+def test_a_group_reads_the_records_of_each_of_its_heads():
+    alone = emit(make_plan(causal & (q - k < h), None), TARGET, Dims(64, 64, "float16"), ARRAYS)
+    group = emit(make_plan(causal & (q - k < h), None), TARGET, Dims(64, 64, "float16", 4), ARRAYS)
+    assert "for head in" not in alone
+    assert (
+        "for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):\n        place = batch * heads + head\n" in group
+    )
+
+
+def test_errors():
+    made = make_plan(causal, None)
+    with pytest.raises(LoweringError) as caught:
+        emit(made, replace(TARGET, dkv=Target("triton", 24, 64)), Dims(64, 64, "float16"), ARRAYS)
+    assert str(caught.value) == "Triton tiles are powers of two from 16 on, block_q is 24; take 64 or 128"
+    with pytest.raises(LoweringError) as caught:
+        emit(made, TARGET, Dims(64, 64, "float16", kv_dtype="float8_e5m2"), ARRAYS)
+    assert str(caught.value) == (
+        "gradients need q, k and v of one dtype, not float16 and float8_e5m2; convert k and v before"
+    )
