@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_masks import DOCUMENTS, Contest, contests, flex, ours, peers, visible_pairs
+from gpu_masks import DOCUMENTS, contests, flex, ours, peers, visible_pairs
 from gpu_scale import Call, Measure, Scale, compared, drawn, on_device, same
 from machine import rounds_of
 
@@ -28,53 +28,56 @@ def contest_rows(scale: Scale) -> list[str]:
 def contest(direction: int, row: str, scale: Scale) -> Measure:
     """`direction` 0: the forward; 1: the gradients of q, k and v alone."""
     name, _, dim = row.rpartition(", D ")
-    heads = scale.width // int(dim)
-    made = {n: contestants(name, n, heads, int(dim), scale, direction) for n in scale.lengths}
-
-    def measure() -> dict[str, Any]:
-        found = {}
-        for length, (case, calls, failed) in made.items():
-            batch = max(1, scale.tokens // length)
-            pairs = visible_pairs(case, length)
-            work = (4, 10)[direction] * batch * heads * pairs * int(dim)
-            goals = GOALS.get((name, int(dim), length), (None, None))[direction]
-            found[str(length)] = compared(calls, scale.rounds, work, goals) | ({"failed": failed} if failed else {})
-        return found
-
-    return measure
+    made = {n: Contestants(name, n, int(dim), scale, direction) for n in scale.lengths}
+    return lambda: {str(n): c.measured() for n, c in made.items()}
 
 
-def contestants(
-    name: str, length: int, heads: int, dim: int, scale: Scale, direction: int
-) -> tuple[Contest, dict[str, Call], dict[str, str]]:
-    """(the mask, those that can be timed, why others cannot); each has run, and agrees with the others."""
-    arrays = drawn(max(1, scale.tokens // length), heads, length, length, dim, scale)
-    cotangent = torch.randn_like(arrays[0])
-    if direction:
-        arrays = [x.requires_grad_() for x in arrays]
-    case = contests(length, heads, scale.device)[name]
+class Contestants:
+    """Those of one mask, length and head size. Each runs once before it is timed, and agrees with the others; why one
+    cannot is part of the result. The dense formula is the last to be built: it needs all of the memory."""
 
-    def timed(call: Call) -> Call:
-        if not direction:
+    def __init__(self, name: str, length: int, dim: int, scale: Scale, direction: int) -> None:
+        self.batch, self.heads = max(1, scale.tokens // length), scale.width // dim
+        self.length, self.dim, self.scale, self.direction = length, dim, scale, direction
+        self.goals = GOALS.get((name, dim, length), (None, None))[direction]
+        self.case = contests(length, self.heads, scale.device)[name]
+        self.arrays = drawn(self.batch, self.heads, length, length, dim, scale)
+        self.cotangent = torch.randn_like(self.arrays[0])
+        if direction:
+            self.arrays = [x.requires_grad_() for x in self.arrays]
+        self.calls: dict[str, Call] = {"frisket": self.timed(partial(ours(self.case), *self.arrays))}
+        self.want, self.failed = self.calls["frisket"](), dict[str, str]()
+        self.peers = peers(self.case, self.arrays, scale.dry)
+        for peer in self.peers:
+            if peer != "dense":
+                self.enter(peer)
+
+    def timed(self, call: Call) -> Call:
+        if not self.direction:
             return torch.no_grad()(call)
         out = call()
-        return lambda: torch.autograd.grad(out, arrays, cotangent, retain_graph=True)
+        return lambda: torch.autograd.grad(out, self.arrays, self.cotangent, retain_graph=True)
 
-    calls, failed = {"frisket": timed(partial(ours(case), *arrays))}, {}
-    want = calls["frisket"]()
-    for peer, build in peers(case, arrays, scale.dry).items():
+    def enter(self, peer: str) -> None:
         try:
-            call = timed(build())
+            call = self.timed(self.peers[peer]())
             got = call()
-        except Exception as error:  # a peer that cannot is part of the result
-            failed[peer] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-            continue
-        same(got, want)
-        calls[peer] = call
-        del got
-        if scale.device == "cuda":
+        except Exception as error:  # of any library
+            self.failed[peer] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+            return
+        same(got, self.want)
+        self.calls[peer] = call
+
+    def measured(self) -> dict[str, Any]:
+        if "dense" in self.peers:
+            self.enter("dense")
+        pairs = visible_pairs(self.case, self.length)
+        work = (4, 10)[self.direction] * self.batch * self.heads * pairs * self.dim
+        found = compared(self.calls, self.scale.rounds, work, self.goals)
+        self.calls.clear()
+        if self.scale.device == "cuda":
             torch.cuda.empty_cache()
-    return case, calls, failed
+        return found | ({"failed": self.failed} if self.failed else {})
 
 
 # -- decode -----------------------------------------------------------------------------------------------

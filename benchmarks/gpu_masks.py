@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from gpu_scale import Call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -93,6 +94,7 @@ def visible_pairs(case: Contest, length: int) -> int:
 def flex(case: Contest, arrays: Any, compiled: bool = True) -> Call:
     """With its block mask made beforehand, compiled for these shapes alone."""
     torch._dynamo.reset()  # it gives up after eight masks otherwise
+    torch._functorch.config.donated_buffer = False  # a graph is kept, and run backward again and again
     q, k, _ = arrays
     run = torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
     blocks = None
@@ -130,6 +132,6 @@ def peers(case: Contest, arrays: Any, dry: bool) -> dict[str, Callable[[], Call]
     found: dict[str, Callable[[], Call]] = {"flex": lambda: flex(case, arrays, not dry)}
     if case.is_causal is not None and not dry:
         found |= {name: partial(by_sdpa, case, arrays, backend) for name, backend in SDPA.items()}
-    if arrays[0].shape[2] <= 8192:
+    if arrays[0].shape[2] <= 2048:
         found["dense"] = lambda: dense(case, arrays)
     return found
