@@ -60,14 +60,14 @@ def shares(
     splits = target.splits or parts(programs, processors, most_tiles(plan, spans, g, block))
     if splits == 1 and pack == 1:
         return None
-    return Shares(replace(target, block_q=rows, splits=splits, **_launch(target, dims, rows)), queries, pack, block)
+    return Shares(replace(_hurried(target, dims, rows), block_q=rows, splits=splits), queries, pack, block)
 
 
-def _launch(target: Target, dims: Dims, rows: int) -> dict[str, int]:
+def _hurried(target: Target, dims: Dims, rows: int) -> Target:
     """Few queries wait for memory: one more stage of loads, where it fits, and no more warps than rows need."""
     stage = 2 * padded(dims.head_dim) * target.block_k * (4 if dims.dtype == "float32" else 2)
     stages = 3 if target.num_stages == 2 and 3 * stage <= DEEP else target.num_stages
-    return {"num_stages": stages, "num_warps": 4 if rows <= ROWS else 8}
+    return replace(target, num_stages=stages, num_warps=4 if rows <= ROWS else 8)
 
 
 def most_tiles(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:
@@ -121,7 +121,7 @@ class Parts:
         self.decode = own.launch(
             kernels, "attention_decode", (tiles * target.splits, g.heads // chosen.pack, g.batch), target,
             {"Q": "q", "K": "k", "V": "v", "Acc": "", "Tops": "", "Totals": ""},
-            records=spans and spans.rows, block=chosen.block, live=live, splits=target.splits,
+            records=None if spans is None else spans.rows, block=chosen.block, live=live, splits=target.splits,
         )  # fmt: skip
         tensors = {"Acc": "", "Tops": "", "Totals": "", "Out": "o", "Lse": ""}
         tensors |= {"Top": ""} if top else {}

@@ -69,7 +69,7 @@ def _launch(
     tensors |= {"Sinks": ""} if sinks else {}
     return own.launch(
         _made(plan, target, dims, sinks, top), "attention_forward", grid, target, tensors,
-        records=spans and spans.rows, live=live,
+        records=None if spans is None else spans.rows, live=live,
     )  # fmt: skip
 
 

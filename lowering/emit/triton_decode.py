@@ -167,7 +167,7 @@ def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = Fals
             "",
         )
         with page.block("for first in range(0, splits, PARTS):"):
-            mask = masked("part[:, None] < splits", ragged and f"{e}[None, :] < {length}")
+            mask = masked("part[:, None] < splits", f"{e}[None, :] < {length}" if ragged else "")
             line(
                 "part = first + tl.arange(0, PARTS)",
                 "at = part * rows + row_at",
@@ -182,9 +182,9 @@ def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = Fals
                 "top = peak",
             )
         page.blank()
-        rescale = finish(page, sinks=sinks and "tl.load(Sinks + head)", top=top, guard=plan.guard)
+        rescale = finish(page, sinks="tl.load(Sinks + head)" if sinks else "", top=top, guard=plan.guard)
         line("Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_os")
-        mask = masked(ragged and f"{e} < {length}", other="")
+        mask = masked(f"{e} < {length}" if ragged else "", other="")
         line(f"out = acc * ({rescale} / total)")
         line(f"tl.store(Out + {e} * stride_od, out.to(Out.dtype.element_ty){mask})")
         line("tl.store(Lse + row_at, lse)")

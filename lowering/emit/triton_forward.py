@@ -246,7 +246,9 @@ class Forward(Rows):
     def _epilogue(self) -> None:
         line = self.page.line
         self.page.blank()
-        rescale = finish(self.page, sinks=self.sinks and "tl.load(Sinks + head)", top=self.top, guard=self.plan.guard)
+        rescale = finish(
+            self.page, sinks="tl.load(Sinks + head)" if self.sinks else "", top=self.top, guard=self.plan.guard
+        )
         whole = f"(total * {self.survival()})" if self.survival() else "total"
         line(f"weight = {rescale} / {whole}")
         line("Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os")

@@ -258,7 +258,7 @@ def bounds_of(plan: LoopPlan) -> dict[str, Expr]:
     return {n: expr.machine(getattr(plan.bounds, n)) for n in names}
 
 
-def masked(*terms: str | bool, other: str = ", other=0.0") -> str:
+def masked(*terms: str, other: str = ", other=0.0") -> str:
     """The mask of a load, or with no `other` of a store; an empty term asks for nothing."""
     terms = tuple(t for t in terms if t)
     joined = " & ".join(f"({t})" if "<" in t and len(terms) > 1 else t for t in terms)
