@@ -66,7 +66,7 @@ DIAGONAL = {
 }  # fmt: skip
 PLANE = {
     "each its own": small.but(heads=2, score=score + t(b, h, q, k), batch=2, tables={"t": learned((2, 2, 70, 70))}),
-    "of a batch": small.but(heads=2, score=score + t(h, q, k + 3), batch=3, tables={"t": learned((2, 70, 80))}),
+    "of a batch": small.but(heads=2, score=score + t(h, q, k + 3), batch=2, tables={"t": learned((2, 70, 80))}),
     "of a head": small.but(
         mask=window, score=score * t(k, q, b), heads=2, batch=2, slots={"w": 37}, tables={"t": 1 + learned((70, 70, 2))}
     ),
@@ -172,13 +172,13 @@ CLOSED = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"
 
 @pytest.mark.parametrize("name", ["diagonal, by distance", "plane, of a head", "scatter, sums"])
 def test_closed_form_bounds(name):
-    both = Tables(ALL[name])
+    both = Tables(ALL[name].but(q_len=65, kv_len=65, slots={"w": 33}))  # edges of windows at those of tiles
     both.plan = make_plan(both.case.mask, both.case.score, bounds=CLOSED)
     both.check()
 
 
 @pytest.mark.parametrize("room", [1 << 24, 1 << 11])  # 1 << 11: less than all the parts want
-@pytest.mark.parametrize("name", ["two weights", "crop", "holes"])
+@pytest.mark.parametrize("name", ["two weights", "crop"])
 def test_diagonals_in_parts(name, room, monkeypatch):
     monkeypatch.setattr(triton_captured, "ROWS", 1)
     monkeypatch.setattr(triton_captured, "ROOM", room)
@@ -186,7 +186,7 @@ def test_diagonals_in_parts(name, room, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["diagonal, crop", "plane, of a batch", "scatter, chained"])
+@pytest.mark.parametrize("name", ["diagonal, crop", "plane, of one head", "scatter, crop"])
 def test_half_precision(name, dtype):
     Tables(ALL[name].but(dtype=dtype), sinks=True, dropout=0.3).check_half()
 
@@ -203,7 +203,7 @@ def test_with_atomics_in_float32(name):
     both.check()
 
 
-@pytest.mark.parametrize("name", ["diagonal, by distance", "plane, of a batch", "scatter, chained"])
+@pytest.mark.parametrize("name", ["diagonal, by distance", "scatter, chained"])
 def test_programs_may_run_in_any_order(name, monkeypatch):
     both = Tables(ALL[name])
     (first,) = both.ours().values()
@@ -231,7 +231,7 @@ def test_arrays_of_any_strides():
 
 
 def test_what_is_hidden_reaches_no_gradient():
-    for name in ("diagonal, by distance", "plane, of all", "scatter, sums"):
+    for name in ("diagonal, two weights", "plane, of one head", "scatter, crop"):
         clean, dirty = (Tables(ALL[name].but(mask=causal & (k < 60), slots={})) for _ in "12")
         dirty.qkv[1][:, :, 60:] = math.nan
         torch.testing.assert_close(dirty.ours()["t0"], clean.ours()["t0"])
