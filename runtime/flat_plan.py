@@ -214,7 +214,7 @@ class FlatPlan:
     @property
     def overflow(self) -> Any:
         """Whether some row reads more tiles than it has to, for want of room."""
-        found = next((made[2] for made in self._made.values()), False)
+        found: Any = next((made[2] for made in self._made.values()), False)
         return found.any() if getattr(found, "ndim", 0) else found
 
     @property

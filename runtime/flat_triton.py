@@ -46,7 +46,7 @@ def spans(plan: Planner, place: Place, values: Mapping[str, Any]) -> tuple[Tenso
 def runs(device: Any) -> bool:
     """Whether Triton kernels run on tensors of this device: a GPU's, or any where Triton is an interpreter."""
     try:
-        import triton
+        import triton  # type: ignore[import-untyped]
     except ImportError:
         return False
     return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
@@ -168,7 +168,7 @@ class Ready:
     """Of a table of this shape, its least and greatest entries over ranges of `axes`, as planners read them."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor, kind: Any) -> None:
-        import triton.language as tl
+        import triton.language as tl  # type: ignore[import-untyped]
 
         self.module, self.axes, self.kind = module, axes, kind
         self.name = getattr(tl, str(kind).removeprefix("torch."))

@@ -161,7 +161,7 @@ def attend(
     if ready is not None:
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
-        return ready.again(q, k, v, found, seed, att.options, sinks, top)  # type: ignore[no-any-return]
+        return ready.again(q, k, v, found, seed, att.options, sinks, top)
     call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
     if call.backend == "dense":
         refuse_gradients("dense", (q, k, v, call.sinks, *params.values(), *att.learned.values()))

@@ -60,13 +60,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ranged:
-    """What is made of a table first: joins over ranges of `axes`. `least` and `most` are pointers, "" where unused,
-    `sizes` those of the axes; the other axes, in order, number its `rows`."""
+    """What is made of a table first: its least and greatest entries over ranges of `axes`, by the names of pointers;
+    `sizes` are those of the axes, and the other axes, in order, number its `rows`."""
 
     source: str
     type: Type
     axes: tuple[int, ...]
-    rank: int
     least: str
     most: str
     rows: str
@@ -157,31 +156,26 @@ class _Body:
         if not axes:
             return self._look(e, args[:half])
         fixed = [i for i in range(half) if i not in axes]
-        made = self._ranged(e, axes, half)
+        made = self._ranged(e, axes)
         most = e.op == "range_max"
         held, row = made.most if most else made.least, "0"
         for i in fixed:  # as the rows of the table are numbered
             size = self.entry(e.name).sizes[i]
             index = f"clip({args[i].text}, {size} - 1)"
             row = index if row == "0" else f"({row}) * {size} + {index}"
-        lows, highs = args[:half], args[half:]
+        lows, highs = ([side[i].text for i in axes] for side in (args[:half], args[half:]))
         if len(axes) == 1:
-            at = f"{lows[axes[0]].text}, {highs[axes[0]].text}"
-            return _typed(f"over({held}, {made.rows}, {made.sizes[0]}, {row}, {at}, {most})", e)
-        at = [
-            t
-            for side in ((Text(n) for n in made.sizes), (lows[i] for i in axes), (highs[i] for i in axes))
-            for t in side
-        ]
-        return _typed(f"within{len(axes)}({held}, {row}, {', '.join(t.text for t in at)}, {most})", e)
+            return _typed(f"over({held}, {made.rows}, {made.sizes[0]}, {row}, {lows[0]}, {highs[0]}, {most})", e)
+        box = ", ".join([*made.sizes, *lows, *highs])
+        return _typed(f"within{len(axes)}({held}, {row}, {box}, {most})", e)
 
-    def _ranged(self, e: Expr, axes: tuple[int, ...], rank: int) -> Ranged:
+    def _ranged(self, e: Expr, axes: tuple[int, ...]) -> Ranged:
         key = e.name, axes
         if key not in self.ranges:
             name = self.known[e.name]
             sizes = tuple(self.names.new(f"{name}_length{i if len(axes) > 1 else ''}") for i in axes)
-            pointers = [self.names.new(f"{name}_{w}") for w in ("least", "most", "rows")]
-            self.ranges[key] = Ranged(e.name, e.type, axes, rank, *pointers, sizes)
+            least, most, rows = (self.names.new(f"{name}_{w}") for w in ("least", "most", "rows"))
+            self.ranges[key] = Ranged(e.name, e.type, axes, least, most, rows, sizes)
         return self.ranges[key]
 
     # -- the kernel ---------------------------------------------------------------------------------------
