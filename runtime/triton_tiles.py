@@ -1,7 +1,7 @@
 """Which tiles, warps and stages the Triton kernels take: the one place that says so.
 
-Three things decide: what fits into registers and shared memory (head size, dtype, architecture, tables that are read
-per position), how much of a tile is work, and how few queries there are. A tile of BQ queries and BK keys that follows
+Three things decide: what fits into registers and shared memory (head size, dtype, architecture, the score mod), how
+much of a tile is work, and how few queries there are. A tile of BQ queries and BK keys that follows
 a window of W keys visits ceil((BQ + W - 1) / BK) * BK keys a query, so this share of its work is useful:
 
     W                128    192    256    512   1024   4096
@@ -36,7 +36,7 @@ from frisket.lowering.emit.expr import POSITION, levels
 from frisket.lowering.emit.triton_backward import DELTA
 from frisket.lowering.emit.triton_captured import NAMES, square
 from frisket.lowering.emit.triton_parameters import padded
-from frisket.lowering.plan import Geometry, Target
+from frisket.lowering.plan import Geometry, Target, score_class
 
 from .call import AnyPlan
 from .layout import make_layout
@@ -67,7 +67,7 @@ HALF: dict[str, dict[Window, dict[int, Tile]]] = {
         "short": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
     },
     "dkv": {
-        "long": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
+        "long": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
         "medium": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
         "short": {64: (32, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 2)},
     },
@@ -86,10 +86,12 @@ def window_of(keys: float) -> Window:
 
 
 def default_target(
-    g: Geometry, dtype: str, *, keys: float = math.inf, per_position: bool = False, arch: str = "sm_90"
-) -> Target:
-    """Tiles of the forward and the backward. `keys` are those a query sees, `per_position` says that a table is read
-    for every position; `arch` as in `triton_report.ARCHITECTURES`.
+    g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, per_position: bool = False,
+    arch: str = "sm_90",
+) -> Target:  # fmt: skip
+    """Tiles of the forward and the backward. `keys` are those a query sees, `curved` says that the derivative of the
+    score mod is not 1, `per_position` that a table is read for every position; `arch` as in
+    `triton_report.ARCHITECTURES`.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
@@ -99,17 +101,19 @@ def default_target(
     dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
     window = window_of(keys)
     tiles = {
-        n: SINGLE[n][dim] if dtype == "float32" else _carried(HALF[n][window][dim], n, dim, per_position, arch)
+        n: SINGLE[n][dim] if dtype == "float32" else _carried(HALF[n][window][dim], n, dim, curved, per_position, arch)
         for n in HALF
     }
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     return Target("triton", *made["forward"], dq=Target("triton", *made["dq"]), dkv=Target("triton", *made["dkv"]))
 
 
-def _carried(tile: Tile, kernel: str, dim: int, per_position: bool, arch: str) -> Tile:
+def _carried(tile: Tile, kernel: str, dim: int, curved: bool, per_position: bool, arch: str) -> Tile:
     """As much of a tile as an architecture carries: fewer stages first, then a narrower side that is walked."""
     block_q, block_k, warps, stages = tile
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
+    if curved and kernel == "dkv":  # a derivative for every score, in registers
+        walked = min(walked, 32)
     if per_position:  # Triton stages such a table through shared memory too
         walked, stages = min(walked, 32), min(stages, 2)
     if arch.startswith("gfx"):
@@ -177,7 +181,8 @@ def target(
     if mask is not None and any(n.op == "lookup" for n in walk(mask)):
         keys = min(keys, MEDIUM)
     loads = loads_per_position(mask, score)
-    made = default_target(g, dtype, keys=keys, per_position=loads, arch=arch or architecture(device))
+    arch, curved = arch or architecture(device), score_class(score) == "general"
+    made = default_target(g, dtype, keys=keys, curved=curved, per_position=loads, arch=arch)
     return tuning.applied(with_precision(made, dtype))
 
 

@@ -90,6 +90,11 @@ def test_tables_per_position_take_narrow_tiles():
     assert target("causal", "score + t[h]", t=np.zeros(8, np.float32)) == target("causal")
 
 
+def test_a_derivative_for_every_score_takes_a_narrower_tile():
+    assert target("causal", "softcap(50)", dim=64).dkv.block_q == 32
+    assert target("causal", "alibi", dim=64) == target("causal", dim=64)
+
+
 @pytest.mark.parametrize("arch", tiles.SHARED)
 def test_every_tile_fits(arch):
     for dim, keys in product((64, 96, 128, 192, 256), (128, 512, math.inf)):
