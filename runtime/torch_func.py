@@ -1,6 +1,7 @@
-"""Attention inside torch.func: grad, vjp and their like; vmap runs entry by entry of the mapped axis.
+"""Attention inside torch.func: grad, vjp and their like, and vmap.
 
-An axis that vmap adds is no batch axis: `b` of a mask stays what it was. Imports torch.
+An axis that vmap adds is no batch axis: `b` of a mask stays what it was. Where nothing hangs on `b`, the entries of the
+mapped axis are run as one batch all the same, otherwise one by one. Imports torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 
-from .torch_library import gradient_inputs, no_second
+from frisket.dsl.ir import uses
+
+from .torch_library import call_of, gradient_inputs, names_of, no_second
 
 
 class Attend(torch.autograd.Function):
@@ -37,7 +40,15 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
-        return _each(Attend, info, dims, args)
+        said, q, k, v, sinks, *values = args
+        if _apart(said, dims[4:], values):
+            return _each(Attend, info, dims, args)
+        n = info.batch_size
+        arrays = (_joined(x, d, n) for x, d in zip((q, k, v), dims[1:4]))
+        out, lse, top = Attend.apply(said, *arrays, sinks, *values)  # type: ignore[no-untyped-call]
+        if top.ndim == 1:  # nobody asks for it
+            return (_split(out, n), _split(lse, n), top), (0, 0, None)
+        return (_split(out, n), _split(lse, n), _split(top, n)), (0, 0, 0)
 
 
 class Backward(torch.autograd.Function):
@@ -60,7 +71,34 @@ class Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
-        return _each(Backward, info, dims, args)
+        said, needed, *arrays = args
+        if any(needed[3:]) or _apart(said, dims[9:], arrays[8:]):  # every entry has a gradient of sinks and values
+            return _each(Backward, info, dims, args)
+        n = info.batch_size
+        joined = (_joined(x, d, n) for x, d in zip(arrays[:7], dims[2:9]))
+        found = Backward.apply(said, needed, *joined, *arrays[7:])  # type: ignore[no-untyped-call]
+        return tuple(_split(x, n) for x in found), (0,) * len(found)
+
+
+def _apart(said: Any, dims: Any, values: Any) -> bool:
+    """Whether entries of a mapped axis are different calls: with sinks or values of their own (by `dims`), with
+    positions or sizes of a batch, random draws, or masks and score mods that know b."""
+    numbers, spec, names = said
+    if any(isinstance(d, int) for d in dims) or any(name.startswith(" ") for _, name in names_of(names)[1]):
+        return True
+    att, _ = call_of(values, numbers, spec, names)
+    return any(uses(e) & {"b", "B"} for e in att.subject.exprs if e is not None)
+
+
+def _joined(x: Any, dim: Any, n: int) -> Any:
+    """The mapped axis and the batch as one."""
+    if x is None:
+        return None
+    return (x.movedim(dim, 0) if isinstance(dim, int) else x.expand(n, *x.shape)).flatten(0, 1)
+
+
+def _split(x: Any, n: int) -> Any:
+    return x.unflatten(0, (n, -1))
 
 
 def _each(what: Any, info: Any, dims: Any, args: Any) -> Any:

@@ -116,17 +116,17 @@ def written(
 
 
 @lru_cache(maxsize=256)
-def _names(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
+def names_of(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
     """Whether the largest scores are asked for, and (kind, name) of every value."""
     top, *rest = text.split(",")
     return top == "max", tuple((kind, name) for kind, _, name in (x.partition(" ") for x in rest))
 
 
-def _call(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
+def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
     """The attention and the keywords of a call of it."""
     from .torch_spec import attention_of
 
-    top, said = _names(names)
+    top, said = names_of(names)
     tensors, ints = iter(values), iter(numbers)
     literal = {"True": True, "False": False}
     params: dict[str, Any] = {}
@@ -158,7 +158,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from .torch_op import attend
 
-    att, call = _call(values, numbers, spec, names)
+    att, call = call_of(values, numbers, spec, names)
     with torch.no_grad():
         out, lse, top = attend(att, q, k, v, sinks=sinks, **call)
     return out.contiguous(), lse.contiguous(), lse.new_empty(0) if top is None or not call["top"] else top.contiguous()
@@ -172,7 +172,7 @@ def _attend_backward(
     from .torch_autograd import gradients
     from .torch_op import kept_ready
 
-    att, call = _call(values, numbers, spec, names)
+    att, call = call_of(values, numbers, spec, names)
     with torch.no_grad():
         ready = kept_ready(att, q, k, v, sinks=sinks, **call)
         live = [call["params"][n] for _, n in ready.live]
@@ -196,7 +196,7 @@ def _floats(values: Sequence[Tensor]) -> list[Tensor]:
 
 def _learnable(values: Sequence[Tensor], names: str) -> list[str]:
     """The names of the Float tensors among the values."""
-    tensors = [n for kind, n in _names(names)[1] if kind == "tensor"]
+    tensors = [n for kind, n in names_of(names)[1] if kind == "tensor"]
     return [n for n, x in zip(tensors, values, strict=True) if x.is_floating_point()]
 
 
@@ -209,7 +209,8 @@ def _fake(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(q.shape[:3], dtype=real)
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, torch.empty_like(lse) if _names(names)[0] else lse.new_empty(0)
+    top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top
 
 
 def _fake_backward(

@@ -217,7 +217,8 @@ class Launch:
     ) -> None:  # fmt: skip
         self.kernel, self.grid, self.fixed = kernel, (*grid, 1, 1)[:3], fixed
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
-        self.device, self.narrow = (device, _narrow()) if device.type == "cuda" else (None, None)
+        self.device: Any = device if device.type == "cuda" else None
+        self.narrow = _narrow() if self.device else None
         at = {n: i for i, n in enumerate(kernel.arg_names)}
         self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in tensors.values()]
         tables = [arguments[t.name] for t in plan.tables]
@@ -230,7 +231,7 @@ class Launch:
         self.pointers = [at[n] for n in named]
         self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
         filled = {*self.pointers, *self.numbers}.union(*self.strides, *self.extents)
-        self.blank = [None if i in filled else fixed[n] for n, i in at.items()]
+        self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
         self.known: dict[Any, tuple[Any, list[Any]]] = {}
 
     def __call__(self, values: Values, *tensors: Tensor) -> None:
@@ -257,7 +258,7 @@ class Launch:
         for place in places:
             low |= place
         kinds = [(x.dtype, x.stride()) for x in tensors]
-        key = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
+        key: tuple[Any, ...] = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
         if self.narrow is not None:
             key += tuple(map(self.narrow, given))
         found = self.known.get(key)

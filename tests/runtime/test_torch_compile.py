@@ -274,3 +274,33 @@ def test_a_bad_call_in_a_graph_is_an_error_of_frisket():
     q, k, v = (x.detach() for x in qkv(hkv=3))
     with pytest.raises(FrisketError, match="4 query heads do not divide among 3 key heads"):
         torch.compile(lambda: fk.attention(q, k, v, "causal"), fullgraph=True, backend="eager")()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "causal & (b == 0 | q - k < 5)"])
+def test_a_mapped_axis_is_one_call_where_nothing_hangs_on_b(monkeypatch, mask, learned):
+    """Forward and backward, by any axis, keys mapped or not; with a gradient of a table for every entry."""
+    from frisket.runtime import torch_op
+
+    att = fk.compile(mask, ALIBI, backend="aten")
+    q, k, v = (x.detach() for x in qkv())
+    slope = rand(4, grad=False)
+    many, keys = torch.stack([q, 2 * q, -q], 2), torch.stack([k, -k, 3 * k])
+
+    def loss(q, k, slope):
+        out, lse = att(q, k, v, slope=slope, return_lse=True)
+        return out.square().sum() + lse.sum()
+
+    calls = []
+    real = torch_op.Ready.run
+    monkeypatch.setattr(torch_op.Ready, "run", lambda self, *given: calls.append(1) or real(self, *given))
+    by = (0, 1, 2) if learned else (0, 1)
+    for over in (keys, k):
+        calls.clear()
+        dims = 2, 0 if over is keys else None, None
+        found = torch.func.vmap(torch.func.grad(loss, argnums=by), dims)(many, over, slope)
+        assert len(calls) == (1 if mask == "causal" else 3)
+        for i in range(3):
+            leaves = [x.clone().requires_grad_() for x in (many.select(2, i), keys[i] if over is keys else k, slope)]
+            want = torch.autograd.grad(loss(*leaves), leaves)
+            torch.testing.assert_close([x[i] for x in found], list(want[: len(by)]))
