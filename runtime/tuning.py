@@ -41,10 +41,10 @@ class Tuning:
         if self == AS_CHOSEN:
             return target
         alone = replace(target, dq=None, dkv=None, precision=self.precision or target.precision)  # type: ignore[arg-type]
-        dq, dkv = (replace(x or alone, precision=alone.precision) for x in (target.dq, target.dkv))
+        theirs = (replace(x or alone, precision=alone.precision) for x in (target.dq, target.dkv))
         splits = target.splits if self.splits is None else self.splits
-        back = {"dq": self.dq.applied(dq), "dkv": self.dkv.applied(dkv)}
-        return replace(self.forward.applied(alone), splits=splits, **back)
+        dq, dkv = (one.applied(t) for one, t in zip((self.dq, self.dkv), theirs, strict=True))
+        return replace(self.forward.applied(alone), splits=splits, dq=dq, dkv=dkv)
 
     @property
     def text(self) -> str:
@@ -56,7 +56,7 @@ class Tuning:
     @classmethod
     def read(cls, text: str) -> Tuning:
         """What `text` says."""
-        given: dict[str, str] = dict(x.split("=") for x in text.split(",")) if text != "None" else {}  # type: ignore[misc]
+        given: dict[str, str] = dict(x.split("=") for x in text.split(",")) if text != "None" else {}
         launches = {k: Launch(**{f.name: _number(given.get(f"{k}.{f.name}")) for f in fields(Launch)}) for k in KERNELS}
         return cls(**launches, precision=given.get("precision"), splits=_number(given.get("splits")))
 

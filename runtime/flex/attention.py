@@ -56,7 +56,9 @@ def flex_attention(
     if torch.compiler.is_dynamo_compiling():
         from .graph import compiled
 
-        found = compiled(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
+        found: tuple[Tensor, Tensor, Tensor | None] = compiled(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top
+        )
     else:
         found = attend(query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top)
     out, lse, largest = found
@@ -84,8 +86,8 @@ def attend(
     if in_graph(query):
         from .graph import operator
 
-        mod = None if score_mod is None else traced(score_mod, valueless=True)[0]
-        return operator(query, key, value, mod, visible, options, top)
+        live = None if score_mod is None else traced(score_mod, valueless=True)[0]
+        return operator(query, key, value, live, visible, options, top)
     mod, tensors = (None, {}) if score_mod is None else scored(score_mod)
     made = pair_of(mod, visible, options, tensors)
     made.check(query, key, tensors, asked, block_mask)

@@ -41,7 +41,7 @@ def compiled(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
     check_arrays(query, key, value, gqa)
-    said = {
+    said: dict[str, Any] = {
         "scale": scale, "gqa": gqa, "top": top, "kernel": dict(kernel_options or {}), "text": None, "values": {},
         "tiles": None, "block": None,
     }  # fmt: skip

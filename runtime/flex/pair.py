@@ -37,7 +37,7 @@ class Pair:
         own = {n: tensors[back.get(n, n)] for n in wanted if back.get(n, n) in tensors}
         self.floats = {n: back.get(n, n) for n, x in own.items() if wanted[n][1] is FLOAT}
         held = {n: x for n, x in own.items() if n not in self.floats}
-        self.held = [(back.get(n, n), x, version_of(x)) for n, x in held.items()]
+        self.held: list[tuple[str | None, Tensor, Any]] = [(back.get(n, n), x, version_of(x)) for n, x in held.items()]
         if visible is not None:
             self.held += [(None, x, version_of(x)) for x in visible.tensors.values()]
             held.update(visible.tensors)
@@ -73,7 +73,7 @@ class Pair:
         if self.placed and not params:
             place = query.shape[2], key.shape[2], query.shape[0], query.shape[1]
             if place not in self.plans:
-                remember(self.plans, place, self.att.plan(*place, **self.placed))
+                remember(self.plans, place, self.att.plan(*place, **self.placed))  # type: ignore[arg-type]
             plan = self.plans[place]
         elif self.placed:
             params |= self.placed

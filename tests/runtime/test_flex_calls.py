@@ -73,6 +73,13 @@ def test_what_a_call_returns():
     torch.testing.assert_close(aux.max_scores, scores.amax(-1))
 
 
+def test_a_mask_for_any_batch_entry_is_read_for_each():
+    first = lambda b, h, q, k: (q >= k) & ((b == 0) | (k < 4))  # noqa: E731
+    out = flex_attention(*arrays(), None, mask_of(first))
+    torch.testing.assert_close(out, flex_attention(*arrays(), None, mask_of(first, batch=2)))
+    assert not torch.equal(out, flex_attention(*arrays(), None, mask_of()))
+
+
 # -- errors -------------------------------------------------------------------------------------------------------
 
 Q, K, V = arrays()
