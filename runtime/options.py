@@ -12,7 +12,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 
 from .backends import COMPLETE, FORWARD_ONLY
-from .frameworks import framework_of
+from .frameworks import framework_of, uploaded
 from .parameters import traced
 from .tuning import AS_CHOSEN, Tuning
 
@@ -104,7 +104,7 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
 
     if not isinstance(sinks, torch.Tensor) and not shape:  # written on the device: nothing waits for a copy
         return torch.full((heads,), float(sinks), device=device, dtype=getattr(torch, real))
-    have = sinks if isinstance(sinks, torch.Tensor) else torch.from_numpy(np.array(sinks))
+    have = sinks if isinstance(sinks, torch.Tensor) else uploaded(sinks, device)
     return have.to(device=device, dtype=getattr(torch, real)).expand(heads)
 
 

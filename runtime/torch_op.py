@@ -12,8 +12,6 @@ from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
@@ -23,7 +21,7 @@ from .backends import GUARDED, target_of
 from .bind import Subject, Work
 from .call import Call
 from .flat_plan import FlatPlan, FlatWork
-from .frameworks import NATURAL
+from .frameworks import NATURAL, uploaded
 from .options import Options, seed_of, sinks_of
 from .parameters import names_of
 from .settings import Settings
@@ -361,15 +359,12 @@ def on_host(spans: Spans | DeviceSpans) -> Spans:
 
 def _on_device(work: Work | FlatWork, device: Any, real: Any) -> Mapping[str, Tensor]:
     """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
-    import torch
 
     if isinstance(work, FlatWork):
         return _readable(work.tables, device, real)
     known = _tables.setdefault(work.inputs, {})
     if (device, real) not in known:
-        known[device, real] = _readable(
-            {n: torch.from_numpy(np.array(t)) for n, t in work.tables.items()}, device, real
-        )
+        known[device, real] = _readable({n: uploaded(t, device) for n, t in work.tables.items()}, device, real)
     return known[device, real]
 
 

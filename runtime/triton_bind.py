@@ -21,6 +21,7 @@ from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 
+from .frameworks import uploaded
 from .triton_source import load
 
 Tensor = Any
@@ -152,12 +153,10 @@ def runs_here(kernel: Any, device: Any) -> None:
 
 def origin(g: Geometry, device: Any) -> dict[str, Any]:
     """`b_origin` ... `k_origin`; q and k are int32 [batch] together as soon as one of them is a vector."""
-    import torch
-
     b, h, *starts = g.origin
-    per_batch = any(np.ndim(s) or (torch.is_tensor(s) and s.dim()) for s in starts)
+    per_batch = any(np.ndim(s) for s in starts)
     if per_batch:
-        starts = [torch.as_tensor(s, dtype=torch.int32, device=device).expand(g.batch).contiguous() for s in starts]
+        starts = [uploaded(np.broadcast_to(s, g.batch).astype(np.int32), device) for s in starts]
     else:
         starts = [int(s) for s in starts]
     return {
@@ -322,7 +321,7 @@ MOVING: Mapping[str, Callable[[DeviceSpans], Tensor]] = {
 def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
     """The span table on the device, uploaded once and kept as long as `spans` lives."""
     if isinstance(spans, DeviceSpans):
-        slice_of = _kept(spans.slice_of, device, lambda: _upload(spans.slice_of, device))  # that of all steps
+        slice_of = _kept(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
         moving = {n: read(spans) for n, read in MOVING.items()}
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
     found: dict[str, Any] = _kept(spans, device, lambda: _upload_all(spans, device))
@@ -333,13 +332,7 @@ def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:
     work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
     order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
     named = {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
-    return {**{n: _upload(a, device) for n, a in named.items()}, "records": spans.bounds.shape[2]}
-
-
-def _upload(array: Any, device: Any) -> Tensor:
-    import torch
-
-    return torch.from_numpy(np.array(array)).to(device)
+    return {**{n: uploaded(a, device) for n, a in named.items()}, "records": spans.bounds.shape[2]}
 
 
 def _longest(bounds: Tensor) -> Tensor:
