@@ -277,7 +277,7 @@ class Attention:
         plan = Plan(what, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
         target = target_of(name, g, dtype, self.options, plan, arch=arch)
         made = plan.work((target.block_q, target.block_k), proofs=name in GUARDED)
-        return stages_of(made, target, g, dtype, self.options.sinks is not None)
+        return stages_of(made, target, g, dtype, self.options.sinks is not None, self.learned)
 
     # -- checking ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from frisket.lowering.plan import Geometry, LoopPlan, Target
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
     from .triton_decode import Shares
 
 
-def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False) -> tuple[str, Target]:
-    """The kernel's text and the target it runs with; the text is empty where library calls run."""
+def text_of(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
+) -> tuple[str, Target]:
+    """The kernel's text and the target it runs with; the text is empty where library calls run. `learned` are the
+    user's names of what gradients flow to beside the arrays."""
     if target.backend == "cpp":
         from frisket.lowering.emit import cpp
 
@@ -30,7 +34,8 @@ def text_of(plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool
         dims, few = dims_of(g, dtype), few_queries(plan, target, g, dtype)
         if few is not None:
             return triton_decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks), few.target
-        return triton.emit(plan, target, dims, sinks=sinks), target
+        wanted = triton.ARRAYS.union(x.name for x in (*plan.tables, *plan.slots) if x.source in learned)
+        return triton.emit(plan, target, dims, wanted=wanted, sinks=sinks), target
     if target.backend == "pallas-tpu":
         from frisket.lowering.emit import pallas_tpu
 
@@ -54,8 +59,10 @@ def few_queries(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> Shar
     return None if g.q_len >= PACK else shares(plan, None, g, target, dims_of(g, dtype), processors())
 
 
-def stages_of(made: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False) -> Stages:
-    text, target = text_of(made.plan, target, g, dtype, sinks)
+def stages_of(
+    made: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
+) -> Stages:
+    text, target = text_of(made.plan, target, g, dtype, sinks, learned)
     m, s = made.subject.mask, made.subject.score
     written = Pair(None if m is None else m.expr, None if s is None else s.expr)
     return Stages(written, Pair(*made.simplified), made.layout.facts, made.layout, made.plan, target, text, made.rules)

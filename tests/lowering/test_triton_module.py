@@ -1,0 +1,68 @@
+"""What `att.source("triton")` shows: the kernels that run, as one module."""
+
+import ast
+import re
+
+import numpy as np
+import pytest
+
+import frisket as fk
+from frisket.lowering.emit import triton, triton_backward, triton_forward
+from frisket.lowering.emit.triton_writer import Dims
+
+SHAPE = {"q_len": 4096, "heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
+
+
+def names(text):
+    return re.findall(r"^def (attention_\w+)", text, re.M)
+
+
+def kernel(text, name):
+    """From its decorator to the next."""
+    start = text.rindex("@triton.jit", 0, text.index(f"def {name}("))
+    end = text.find("\n\n\n@triton.jit", start)
+    return text[start : end if end > 0 else None].rstrip()
+
+
+@pytest.mark.parametrize("score", [None, "softcap(50)"])
+@pytest.mark.parametrize("mask", ["causal & window(256)", "causal & same(doc)"])
+def test_it_has_the_kernels_of_forward_and_backward(mask, score):
+    doc = {"doc": np.arange(4096) // 300} if "doc" in mask else {}
+    stages = fk.compile(mask, score, **doc).stages(backend="triton", arch="sm_90", **SHAPE)
+    dims = Dims(128, 128, "bfloat16", 4)
+    forward = triton_forward.emit(stages.plan, stages.target, dims)
+    backward = triton_backward.emit(stages.plan, stages.target, dims, triton.ARRAYS, dlse=False)
+    assert names(stages.source) == ["attention_forward", "attention_delta", "attention_dq", "attention_dkv"]
+    for name in names(stages.source):
+        assert kernel(stages.source, name) == kernel(forward if name == "attention_forward" else backward, name)
+    ast.parse(stages.source)
+    assert stages.source.count("import triton\n") == 1
+    head = stages.source[: stages.source.index('"""\n\nimport')]
+    assert [line.split(":")[0] for line in head.splitlines() if line.startswith("attention_")] == names(stages.source)
+
+
+def test_of_few_queries_it_has_their_kernels():
+    stages = fk.compile("causal & window(w)", w=1024).stages(
+        backend="triton", arch="sm_90", **SHAPE | {"q_len": 1, "kv_len": 4096}, origin=(0, 0, 4095, 0)
+    )
+    assert names(stages.source) == ["attention_decode", "attention_combine"]
+    assert stages.target.splits > 1
+    assert stages.target.block_q == 16
+    assert f"tiles of 16 packed queries by {stages.target.block_k} keys" in stages.source
+
+
+def test_what_is_learned_and_asked_for_is_in_it():
+    torch = pytest.importorskip("torch")
+    bias, sinks = torch.nn.Parameter(torch.zeros(8)), torch.zeros(8)
+    shown = [
+        fk.compile("causal", lambda score, b, h, q, k, t=t: score + t[h] * (k - q), sinks=s, dropout=rate)
+        .source("triton", arch="sm_90", **SHAPE)
+        for t, s, rate in ((bias, sinks, 0.1), (bias.detach(), None, 0.0))
+    ]  # fmt: skip
+    for word in ("summed over keys", "Sinks", "kept ="):
+        assert [word in text for text in shown] == [True, False], word
+
+
+def test_the_target_of_every_kernel_is_shown():
+    text = fk.compile("causal").stages(backend="triton", arch="sm_90", **SHAPE).text("target")
+    assert [line.split(":")[0].strip() for line in text.splitlines()] == ["triton", "dq", "dkv"]
