@@ -84,10 +84,11 @@ class BlockMask(theirs.BlockMask):
         self._check_cover(lengths)
 
     def _begin(
-        self, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any
-    ) -> None:
+        self, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any,
+        text: str | None = None,
+    ) -> None:  # fmt: skip
         self._mod = mod  # what mask_mod says; all of the mask unless there are lists of the user's
-        self._text = mod.text
+        self._text = mod.text if text is None else text
         self._fn = self._given = None
         self._lengths, self._block, self._batch, self._device = lengths, block, batch, torch.device(device)
         self._apart = self._columns = True  # full tiles in lists of their own; lists of columns at all
@@ -98,11 +99,11 @@ class BlockMask(theirs.BlockMask):
     @classmethod
     def of(
         cls, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any,
-        like: BlockMask | None = None,
+        like: BlockMask | None = None, text: str | None = None,
     ) -> BlockMask:  # fmt: skip
         """A mask by its expression alone, with the options of another."""
         made = cls.__new__(cls)
-        made._begin(mod, lengths, block, batch, device)
+        made._begin(mod, lengths, block, batch, device, text)
         if like is not None:
             made._apart, made._columns = like._apart, like._columns
             made._orders, made.dq_kv_order_spt = like._orders, like.dq_kv_order_spt

@@ -10,7 +10,7 @@ from .block_mask import BlockMask
 from .live_mask import LiveMask
 from .tile_tensors import TENSORS, Lists
 
-OPTIONS = ("_given", "_lengths", "_block", "_batch", "_device", "_apart", "_columns", "_orders", "dq_kv_order_spt")
+OPTIONS = ("_lengths", "_block", "_batch", "_device", "_apart", "_columns", "_orders", "dq_kv_order_spt")
 
 
 def flatten(mask: BlockMask) -> tuple[list[Any], tuple[Any, ...]]:
@@ -21,20 +21,20 @@ def flatten(mask: BlockMask) -> tuple[list[Any], tuple[Any, ...]]:
 def flatten_with_keys(mask: BlockMask) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
     lists = {n: x for n, x in mask._tensors().items() if x is not None}
     tensors, numbers = mask._mod.tensors, mask._mod.numbers
-    options = tuple(getattr(mask, n) for n in OPTIONS[1:])
+    options = tuple(getattr(mask, n) for n in OPTIONS)
     context = (
         mask._mod.expr, tuple((n, type(x), x) for n, x in numbers.items()), tuple(tensors), tuple(lists),
-        mask._given is not None, *options,
+        mask._given is not None, mask._text, *options,
     )  # fmt: skip
     return [(pytree.GetAttrKey(n), x) for n, x in {**lists, **tensors}.items()], context
 
 
 def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
-    expr, numbers, tensors, names, given, *options = context
+    expr, numbers, tensors, names, given, text, *options = context
     leaves = list(leaves)
     values = {**{n: x for n, _, x in numbers}, **dict(zip(tensors, leaves[len(names) :], strict=True))}
-    made = BlockMask.of(LiveMask(expr, values), *options[:4])
-    for name, value in zip(OPTIONS[1:], options, strict=True):
+    made = BlockMask.of(LiveMask(expr, values), *options[:4], text=text)  # Dynamo reads this: nothing is made of values
+    for name, value in zip(OPTIONS, options, strict=True):
         setattr(made, name, value)
     lists: Lists = {**dict.fromkeys(TENSORS), **dict(zip(names, leaves[: len(names)], strict=True))}
     if given:

@@ -440,3 +440,18 @@ def test_the_page_prints_what_it_shows():
         runner.run(parser.get_doctest(block, names, "flex.md", str(page), 0), clear_globs=False)
     assert runner.summarize(verbose=False) == (0, runner.tries)
     assert runner.tries > 5
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_takes_one(strict):
+    class Net(torch.nn.Module):
+        def forward(self, q, mask):
+            return ours.flex_attention(q, q, q, block_mask=mask)
+
+    def mask(doc):
+        return ours.create_block_mask(lambda b, h, q, k: (q >= k) & (doc[q] == doc[k]), None, None, S, S, "cpu", 8)
+
+    q, doc = torch.randn(1, 2, S, 16), DOC.flip(0).contiguous()
+    program = torch.export.export(Net(), (q, mask(DOC)), strict=strict).module()
+    for one in (mask(DOC), mask(doc)):  # captured tensors are inputs of the program
+        torch.testing.assert_close(program(q, one), Net()(q, one))
