@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.ir import SIZES
-from frisket.dsl.types import BOOL, FLOAT, Type
+from frisket.dsl.types import FLOAT, Type
 from frisket.lowering.emit import planner_triton as text
 from frisket.lowering.flat import Planner
 
@@ -158,23 +158,16 @@ def _number(x: Any, kind: Type) -> Any:
 
 
 def _ready(module: ModuleType, ranged: text.Ranged, table: Tensor) -> Lines | Halves:
-    import torch
-
-    kind = torch.float64 if ranged.type is FLOAT else torch.int8 if ranged.type is BOOL else torch.int64
-    return (Lines if len(ranged.axes) == 1 else Halves)(module, ranged.axes, table, kind)
+    return (Lines if len(ranged.axes) == 1 else Halves)(module, ranged.axes, table)
 
 
 class Ready:
     """Of a table of this shape, its least and greatest entries over ranges of `axes`, as planners read them."""
 
-    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor, kind: Any) -> None:
-        import triton.language as tl  # type: ignore[import-untyped]
-
-        self.module, self.axes, self.kind = module, axes, kind
-        self.name = getattr(tl, str(kind).removeprefix("torch."))
+    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
+        self.module, self.axes = module, axes
         table = self.turned(table)
-        self.rows, self.sizes = table.shape[0], tuple(table.shape[1:])
-        self.device = table.device
+        self.rows, self.sizes, self.strides = table.shape[0], tuple(table.shape[1:]), table.stride()
 
     def turned(self, table: Tensor) -> Tensor:
         """[rows, sizes...]: the ranged axes last."""
@@ -189,16 +182,16 @@ class Ready:
 class Lines(Ready):
     """What `over` reads."""
 
-    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor, kind: Any) -> None:
-        super().__init__(module, axes, table, kind)
+    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
+        super().__init__(module, axes, table)
         (size,), rows = self.sizes, self.rows
         grain = 1 if size <= FINE else GRAIN
         count = -(-size // grain)
         self.length = rows * (2 * count * grain + count.bit_length() * count)
         blocks = 512 if grain == 1 else _at_once(module, 32)
         self.lines = Launch(
-            module.lines, (rows, -(-count // blocks)), [None, None, None, rows, size, *self.turned(table).stride()], 4,
-            GRAIN_=grain, BLOCKS=blocks, KIND=self.name,
+            module.lines, (rows, -(-count // blocks)), [None, None, None, rows, size, *self.strides], 4,
+            GRAIN_=grain, BLOCKS=blocks,
         )  # fmt: skip
         self.windows = Launch(
             module.windows, (rows, 2), [None, None, rows, count, count * grain], 16, BLOCK=4096
@@ -207,7 +200,7 @@ class Lines(Ready):
     def __call__(self, table: Tensor) -> Sequence[Tensor]:
         import torch
 
-        least, most = torch.empty((2, self.length), dtype=self.kind, device=self.device).unbind()
+        least, most = torch.empty((2, self.length), dtype=table.dtype, device=table.device).unbind()
         self.lines(self.turned(table), least, most)
         self.windows(least, most)
         return least, most
@@ -216,8 +209,8 @@ class Lines(Ready):
 class Halves(Ready):
     """What `within` reads: along the last axis first."""
 
-    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor, kind: Any) -> None:
-        super().__init__(module, axes, table, kind)
+    def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
+        super().__init__(module, axes, table)
         shape = [self.rows, *self.sizes]
         self.steps: list[tuple[int, int, int, int]] = []
         for axis in range(len(shape) - 1, 0, -1):
@@ -235,12 +228,12 @@ class Halves(Ready):
         block = _at_once(self.module, 32)
         for outer, size, inner, room in self.steps:
             table = table.reshape(outer, size, inner)
-            made = torch.empty((outer, room, inner), dtype=self.kind, device=self.device)
+            made = torch.empty((outer, room, inner), dtype=table.dtype, device=table.device)
             for level in range(0, max(1, (size - 1).bit_length()), 5):
                 grid = -(-outer * inner // block), ((size - 1) >> level) // 32 + 1
                 self.module.halves[grid](
                     table, made, outer, size, inner, *table.stride(), level, room, BLOCK=block, MOST=most,
-                    KIND=self.name, num_warps=4,
+                    num_warps=4,
                 )  # fmt: skip
             table = made
         return table

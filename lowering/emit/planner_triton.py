@@ -147,8 +147,7 @@ class _Body:
     def _look(self, e: Expr, args: list[Text]) -> Text:
         t = self.entry(e.name)
         steps = [f"step({i.text}, {n}, {by})" for i, n, by in zip(args, t.sizes, t.strides, strict=True)]
-        load = f"tl.load({' + '.join([t.name, *steps])})"
-        return _typed(load if e.type is BOOL else f"{load}.to({TYPES[e.type]})", e)
+        return _typed(f"tl.load({' + '.join([t.name, *steps])})", e)
 
     def _range(self, e: Expr, args: list[Text]) -> Text:
         half = len(args) // 2
@@ -294,8 +293,8 @@ class _Body:
 
 
 def _typed(text: str, e: Expr) -> Text:
-    """Bool tables are bytes."""
-    return Text(f"{text} != 0", COMPARISON) if e.type is BOOL else Text(text)
+    """An entry of a table of any dtype; Bool ones are bytes."""
+    return Text(f"{text} != 0", COMPARISON) if e.type is BOOL else Text(f"{text}.to({TYPES[e.type]})")
 
 
 def _listed(names: list[str]) -> list[str]:

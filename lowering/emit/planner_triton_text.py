@@ -251,7 +251,6 @@ LINES = '''
 @triton.jit(do_not_specialize=["Table", "Least", "Most", "rows", "size", "stride_row", "stride"])
 def lines(
     Table, Least, Most, rows, size, stride_row, stride, GRAIN_: tl.constexpr, BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
 ):
     """Of each block of a row of a table, its least and greatest entries up to each place and from each place on, and
     of the whole block: the first of `windows`."""
@@ -261,7 +260,7 @@ def lines(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     i = tl.arange(0, GRAIN_)[None, :]
     place = block * GRAIN_ + i
-    entry = tl.load(Table + row * stride_row + tl.minimum(place, size - 1).to(tl.int64) * stride).to(KIND)
+    entry = tl.load(Table + row * stride_row + tl.minimum(place, size - 1).to(tl.int64) * stride)
     for which in tl.static_range(2):
         Lines = Most if which else Least
         ahead, behind = entry, entry
@@ -309,7 +308,7 @@ HALVES = '''
 ])
 def halves(
     Source, Target, outer, size, inner, stride_outer, stride, stride_inner, level, room, BLOCK: tl.constexpr,
-    MOST: tl.constexpr, KIND: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """Along the middle axis of [outer, size, inner], the joins of 1, 2, 4, ... entries: [outer, room, inner]. Five
     levels at a time: from the table (`level` 0), or from the last level that is there."""
@@ -321,7 +320,7 @@ def halves(
     held = tl.minimum(i, (size - 1) >> level).to(tl.int64)
     if level == 0:
         at = Source + before * stride_outer + held * stride + after * stride_inner
-        entry = tl.load(at, mask=inside).to(KIND)
+        entry = tl.load(at, mask=inside)
         tl.store(Target + i * inner.to(tl.int64), entry, mask=inside & (i < (room >> 1)))
     else:
         entry = tl.load(Target + (room - (room >> level) + held) * inner, mask=inside)

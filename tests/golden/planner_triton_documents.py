@@ -163,7 +163,6 @@ def record(pieces, end, records, line, inside, Bounds, Count, Work):
 @triton.jit(do_not_specialize=["Table", "Least", "Most", "rows", "size", "stride_row", "stride"])
 def lines(
     Table, Least, Most, rows, size, stride_row, stride, GRAIN_: tl.constexpr, BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
 ):
     """Of each block of a row of a table, its least and greatest entries up to each place and from each place on, and
     of the whole block: the first of `windows`."""
@@ -173,7 +172,7 @@ def lines(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     i = tl.arange(0, GRAIN_)[None, :]
     place = block * GRAIN_ + i
-    entry = tl.load(Table + row * stride_row + tl.minimum(place, size - 1).to(tl.int64) * stride).to(KIND)
+    entry = tl.load(Table + row * stride_row + tl.minimum(place, size - 1).to(tl.int64) * stride)
     for which in tl.static_range(2):
         Lines = Most if which else Least
         ahead, behind = entry, entry
@@ -248,8 +247,8 @@ def plan_spans(
     end = 4 * columns
     slot = tl.arange(0, PIECES)[None, :]
     q0, q1 = q + row * bq, q + tl.minimum(row * bq + bq, q_len) - 1
-    x1 = over(doc_least, doc_rows, doc_length, 0, q0, q1, False)
-    x4 = over(doc_most, doc_rows, doc_length, 0, q0, q1, True)
+    x1 = over(doc_least, doc_rows, doc_length, 0, q0, q1, False).to(tl.int64)
+    x4 = over(doc_most, doc_rows, doc_length, 0, q0, q1, True).to(tl.int64)
     room = tl.minimum(room, columns)
     pieces = tl.where(slot == 0, OPEN, end + line * 0)
     half = tl.maximum(room // 2, 1)
@@ -261,9 +260,9 @@ def plan_spans(
         k0, k1 = k + start * bk, k + tl.minimum(stop * bk, kv_len) - 1
         single, whole = stop - start == 1, (stop * bk <= kv_len) & (row * bq + bq <= q_len)
         x0 = q0 >= k1
-        x2 = over(doc_most, doc_rows, doc_length, 0, k0, k1, True)
+        x2 = over(doc_most, doc_rows, doc_length, 0, k0, k1, True).to(tl.int64)
         x3 = x1 >= x2
-        x5 = over(doc_least, doc_rows, doc_length, 0, k0, k1, False)
+        x5 = over(doc_least, doc_rows, doc_length, 0, k0, k1, False).to(tl.int64)
         x6 = x4 <= x5
         x7 = (q1 < k0) | (x1 > x2) | (x4 < x5)
         kind = tl.where(single | (x0 & x3 & x6 & x7), PARTIAL, OPEN)

@@ -22,11 +22,11 @@ PLANNERS = {
     "by batch": (WRITTEN["batch-documents"], frozenset()),
     "segments": (WRITTEN["segments"], frozenset()),
     "tiles": (WRITTEN["tile-map"], frozenset()),
+    "tokens": (WRITTEN["global-tokens"], frozenset()),
     "reals": (WRITTEN["bias"], frozenset()),
     "scalars": (eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < masks.w), DOC),
 }
 POINTERS = {INT: "*i64", FLOAT: "*fp32", BOOL: "*i8"}
-KINDS = {INT: triton.language.int64, FLOAT: triton.language.float64, BOOL: triton.language.int8}
 MACHINES = {
     "sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
@@ -52,18 +52,17 @@ def test_planners_compile(name, arch):
     module = load(made.text)
     types = dict.fromkeys(("Bounds", "Count", "Work", "Order"), "*i32") | {"Left": "*i1", "Place": "*i64"}
     types |= {t.name: POINTERS[t.type] for t in made.entries}
-    types |= {p: POINTERS[r.type].replace("32", "64") for r in made.ranges for p in (r.least, r.most)}
+    types |= {p: POINTERS[r.type] for r in made.ranges for p in (r.least, r.most)}
     pieces = made.pieces or 64
     compiled(module.plan_spans, types, {"ROWS": max(1, 32 // pieces), "PIECES": pieces}, arch)
     if name == "documents":
         compiled(module.longest_first, types, {"BLOCK": 64}, arch, 4)
     for r in made.ranges[: arch == "sm_90"]:
         ours = {"Table": POINTERS[r.type], "Source": POINTERS[r.type]}
-        ours |= dict.fromkeys(("Least", "Most", "Target"), POINTERS[r.type].replace("32", "64"))
-        kind = {"KIND": KINDS[r.type]}
+        ours |= dict.fromkeys(("Least", "Most", "Target"), POINTERS[r.type])
         if len(r.axes) == 1:
             for grain in (1, 32):
-                compiled(module.lines, dict(ours), {"GRAIN_": grain, "BLOCKS": 32, **kind}, arch, 4)
+                compiled(module.lines, dict(ours), {"GRAIN_": grain, "BLOCKS": 32}, arch, 4)
             compiled(module.windows, dict(ours), {"BLOCK": 4096}, arch, 16)
         else:
-            compiled(module.halves, dict(ours), {"BLOCK": 32, "MOST": True, **kind}, arch, 4)
+            compiled(module.halves, dict(ours), {"BLOCK": 32, "MOST": True}, arch, 4)
