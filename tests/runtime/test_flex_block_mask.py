@@ -437,7 +437,9 @@ def test_the_page_prints_what_it_shows():
     page = Path(__file__).resolve().parents[2] / "docs" / "flex.md"
     parser, runner, names = doctest.DocTestParser(), doctest.DocTestRunner(), {}
     for block in re.findall(r"```python\n(>>> .*?)```", page.read_text(encoding="utf-8"), re.S):
-        runner.run(parser.get_doctest(block, names, "flex.md", str(page), 0), clear_globs=False)
+        session = parser.get_doctest(block, names, "flex.md", str(page), 0)
+        runner.run(session, clear_globs=False)
+        names = session.globs  # the next block goes on
     assert runner.summarize(verbose=False) == (0, runner.tries)
     assert runner.tries > 5
 
