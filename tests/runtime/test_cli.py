@@ -249,6 +249,13 @@ def test_emit_reports_what_kernels_take(run):
     assert f"{decode['shared']:,} of 232,448" in line
 
 
+def test_emit_reports_need_triton(run, monkeypatch):
+    monkeypatch.setattr("frisket.runtime.triton_report.find_spec", lambda name: None)
+    status, out, err = run("emit", "causal", "--backend", "triton", "--report")
+    assert (status, out) == (2, "")
+    assert err == "BackendError: triton is not installed: pip install 'frisket[triton]'\n"
+
+
 def test_emit_for_library_calls(run):
     status, out, err = run("emit", "causal", "--backend", "aten")
     assert (status, out) == (2, "")
