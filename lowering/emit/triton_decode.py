@@ -65,7 +65,7 @@ class Decode(Forward):
                     line("tiles = hi - lo")
                     self._share()
                 line("border, full = full_lo - lo + hi - full_hi, full_hi - full_lo")
-                self._border_tiles("lo + bounded(begin, border), lo + bounded(end, border)")
+                self._border_tiles(shared=True)
                 line("begin, end = begin - border, end - border")
                 self._full_tiles("full_lo + bounded(begin, full), full_lo + bounded(end, full)")
                 if self.tabled:

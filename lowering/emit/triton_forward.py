@@ -93,7 +93,7 @@ class Forward(Rows):
             self._place()
             self._prologue()
             with self.records():
-                self._border_tiles("lo, hi - full_hi + full_lo")
+                self._border_tiles()
                 self._full_tiles("full_lo, full_hi")
             self._epilogue()
         launch = (
@@ -166,11 +166,9 @@ class Forward(Rows):
 
     # -- the loops ----------------------------------------------------------------------------------
 
-    def _border_tiles(self, tiles: str) -> None:
+    def _border_tiles(self, shared: bool = False) -> None:
         line = self.page.line
-        self.page.comment("Border tiles, before and behind the full ones: the mask is a predicate.")
-        with self.page.block(f"for j in range({tiles}):"):
-            line("tile = tl.where(j < full_lo, j, j - full_lo + full_hi)")
+        with self.border_tiles(shared):
             line("inside = tile * BLOCK_K + columns < kv_len")
             self._scores("inside")
             written = set(self.hoisted)

@@ -86,6 +86,24 @@ class Rows(Writer):
         )
 
     @contextmanager
+    def border_tiles(self, shared: bool = False) -> Iterator[None]:
+        """The loop over the tiles of a record that are not full: all of them, or the `shared` part of a program.
+        Without a mask only the last may be one, which a loop of its own says in fewer registers."""
+        first, whole = (
+            ("lo", "lo, hi - full_hi + full_lo") if self.plan.mask is not None else ("full_hi", "full_hi, hi")
+        )
+        tiles = f"{first} + bounded(begin, border), {first} + bounded(end, border)" if shared else whole
+        if self.plan.mask is None:
+            self.page.comment("The ragged edge: a last tile that is not full.")
+            with self.page.block(f"for tile in range({tiles}):"):
+                yield
+            return
+        self.page.comment("Border tiles, before and behind the full ones: the mask is a predicate.")
+        with self.page.block(f"for j in range({tiles}):"):
+            self.page.line("tile = tl.where(j < full_lo, j, j - full_lo + full_hi)")
+            yield
+
+    @contextmanager
     def records(self) -> Iterator[None]:
         """The loop over the program's records, or its only one: `lo <= full_lo <= full_hi <= hi`."""
         line = self.page.line

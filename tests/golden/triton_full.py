@@ -51,9 +51,8 @@ def attention_forward(
 
     lo, full_lo = 0, 0
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)
-    # Border tiles, before and behind the full ones: the mask is a predicate.
-    for j in range(lo, hi - full_hi + full_lo):
-        tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+    # The ragged edge: a last tile that is not full.
+    for tile in range(full_hi, hi):
         inside = tile * BLOCK_K + columns < kv_len
         at = tl.cast(tile * BLOCK_K, tl.int64)
         keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
