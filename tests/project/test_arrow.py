@@ -12,6 +12,7 @@ LAYERS = ["grammar", "dsl", "lowering", "runtime"]
 FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 OF_TORCH = {"torch_autograd", "torch_func", "torch_library"}  # of runtime: classes and operators of torch
+FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").glob("*.py")}  # torch's own API
 
 
 def imports(tree, path):
@@ -56,11 +57,14 @@ def test_module_level_imports(path):
     """numpy and lark below runtime; no framework at module level, but in modules that only functions import."""
     names = set(imports(at_module_level(ast.parse(path.read_text())), path))
     roots = {name.split(".")[0] for name in names}
-    if path.parent.name == "runtime" and path.stem in OF_TORCH:
+    if path in FLEX:
+        assert roots & FRAMEWORKS <= {"torch"}
+    elif path.parent.name == "runtime" and path.stem in OF_TORCH:
         assert roots & FRAMEWORKS == {"torch"}
     else:
         assert not roots & FRAMEWORKS
         assert not names & {f"frisket.runtime.{name}" for name in OF_TORCH}
+        assert not [name for name in names if f"{name}.".startswith(("frisket.flex.", "frisket.runtime.flex."))]
     if path.relative_to(ROOT).parts[0] != "runtime":
         assert roots - set(sys.stdlib_module_names) <= {"numpy", "lark", "frisket"}
 
