@@ -61,7 +61,7 @@ def create_block_mask(
     mod = live_mask(mask_mod)
     lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)")
     made = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device))
-    made._fn = mask_mod if callable(mask_mod) else None
+    made._fn = mask_mod if callable(mask_mod) and not isinstance(mask_mod, Joined) else None
     made._apart = separate_full_blocks
     if compute_dq_write_order:
         made._orders, made.dq_kv_order_spt = True, dq_kv_order

@@ -98,6 +98,19 @@ class LiveMask:
         expr = ir.disj(full, ir.conj(partial, self.expr))
         return replace(self, expr=expr, values={**self.values, name: kinds})
 
+    def plainly_inside(self, sizes: Sizes) -> bool:
+        """Whether every lookup is at bare coordinates that its table reaches: no value is needed to say so."""
+        reach = dict(zip("bhqk", sizes, strict=True))
+        for node in ir.walk(self.expr):
+            if node.op != "lookup":
+                continue
+            table = self.values[node.name]
+            assert isinstance(table, torch.Tensor)
+            for index, size in zip(node.args, table.shape, strict=True):
+                if index.op != "var" or reach.get(index.name, size + 1) > size:
+                    return False
+        return True
+
     def join(self, op: str, other: LiveMask) -> LiveMask:
         """Both in one; a name that stands for two things is numbered on the right."""
         names: dict[str, str] = {}

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 import frisket as fk
 import frisket.flex as ours
+from frisket.runtime.flex.live_mask import LiveMask
 from frisket.runtime.flex.tile_tensors import LISTS, TENSORS
 
 S = 24
@@ -109,6 +110,15 @@ def test_lists_are_made_when_they_are_read(monkeypatch):
 
 
 # -- what it says -----------------------------------------------------------------------------------
+
+
+def test_nothing_is_copied_to_make_one(monkeypatch):
+    table = torch.rand(S, S) < 0.5
+    monkeypatch.setattr(LiveMask, "mask", None)
+    made = ours.create_block_mask(lambda b, h, q, k: table[q, k] & (DOC[k] > 0), None, None, S, S, "cpu", 8)
+    assert made[:, :, 1:].tensors["table"] is table
+    with pytest.raises(TypeError):
+        _ = made.kv_indices
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
