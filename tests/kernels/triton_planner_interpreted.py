@@ -22,7 +22,7 @@ from frisket.runtime.flat_run import Place
 from frisket.runtime.modules import load
 
 DOC = frozenset({"doc"})
-CPU = torch.device("cpu")
+DEVICE = torch.get_default_device()
 FEW = "documents segments by-head batch-documents tile-map nan-bias".split()
 
 
@@ -31,7 +31,7 @@ def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
     mask = simplify(bind(case.mask, case.tables))
     grid, _ = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
     at = (grid.b, grid.h, grid.q, grid.k)
-    place = Place(at, case.q_len, case.kv_len, case.block, case.sizes, CPU, room=room, records=records)
+    place = Place(at, case.q_len, case.kv_len, case.block, case.sizes, DEVICE, room=room, records=records)
     if turned:
         mask, place = simplify(swap(mask)), place.transposed
     limits = {m: float(np.abs(t).max()) for m, t in case.tables.items() if t.dtype.kind == "i"}
@@ -109,7 +109,7 @@ def test_what_tables_may_be():
     doc = torch.arange(96) // 10
     found = [
         flat_triton.spans(
-            plan, Place((zero, zero, zero, zero), 96, 96, (16, 16), (1, 1, 96, 96), CPU), {"doc": d, "w": w}
+            plan, Place((zero, zero, zero, zero), 96, 96, (16, 16), (1, 1, 96, 96), DEVICE), {"doc": d, "w": w}
         )[0]
         for d in (doc, doc.byte(), torch.stack([doc.short(), doc.short()], 1)[:, 0])
         for w in (13, torch.tensor(13, dtype=torch.int32))
@@ -130,14 +130,13 @@ def test_steps_from_tables_to_gradients(mask, tables, monkeypatch):
     pose(monkeypatch)
     rng = np.random.default_rng(0)
     q, k, v, dout = (torch.from_numpy(rng.standard_normal((2, 1, 70, 16), np.float32)) for _ in range(4))
-    att, other = fk.compile(mask, tile=(32, 32)), fk.compile(mask, backend="aten")
+    att = fk.compile(mask, tile=(32, 32))
     for table in tables:
         table = table.astype(np.int32)
         found = []
-        for run, doc in ((att, torch.from_numpy(table)), (other, table)):
+        for doc in (torch.from_numpy(table), table):  # planned there, and on the host
             given = [x.clone().requires_grad_() for x in (q, k, v)]
-            monkeypatch.setenv("FRISKET_BACKEND", "triton" if run is att else "aten")
-            out = run(*given, doc=doc)
+            out = att(*given, doc=doc)
             found.append([out, *torch.autograd.grad(out, given, dout)])
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
