@@ -13,15 +13,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from frisket.dsl.ir import Expr, lit, renamed, uses
-from frisket.dsl.show import show
-from frisket.lowering.derive import Gradient, backward_of
+from frisket.dsl.ir import Expr, uses
+from frisket.lowering.derive import Gradient
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr
 from .expr import COLUMN, POSITION, ROW, SCALAR
-from .triton_rows import Rows
-from .triton_writer import Dims, Kernel, check_tile, masked, module, wrapped
+from .triton_cotangents import Cotangents
+from .triton_writer import Dims, Kernel, module, wrapped
 
 TITLE = "Gradients of captured tensors"
 NAMES = ("attention_diagonal", "attention_plane", "attention_total", "attention_scatter")
@@ -58,24 +57,23 @@ def weights(gradients: Sequence[Gradient]) -> list[Expr]:
     return list(dict.fromkeys(g.weight for g in gradients))
 
 
-class _Tiles(Rows):
+class _Tiles(Cotangents):
     """What these kernels share: `dm`, the cotangent of the modified score, of one tile wherever it is. The mask is a
     predicate on every tile, full ones too."""
 
     name: str
+    shown = "present[:, None] & inside[None, :]"
     numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient], index: Sequence[Expr] = ()
     ) -> None:
-        check_tile(target)
-        self.target, self.gradients = target, gradients
-        self.guard = backward_of(plan).guard
-        self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
-        self.weights = [expr.machine(w) for w in weights(gradients)]
-        self.index = [expr.machine(e) for e in index]
-        super().__init__(plan, dims, replace(target, order="forward"), [*self.kept, *self.weights, *self.index])
-        self.tile_roots = [*self.mask, *self.score, *self.kept, *self.weights]
+        self.gradients = gradients
+        self.factors_of = [expr.machine(w) for w in weights(gradients)]
+        self.index_of = [expr.machine(e) for e in index]
+        asked = [*self.factors_of, *self.index_of]
+        super().__init__(plan, replace(target, order="forward"), dims, (), slope=False, asked=asked)
+        self.tile_roots = [*self.mask, *self.score, *([] if self.kept is None else [self.kept]), *self.factors_of]
 
     def kernel(self) -> Kernel:
         tensors = [
@@ -101,12 +99,6 @@ class _Tiles(Rows):
         raise NotImplementedError
 
     # -- where things are -----------------------------------------------------------------------------
-
-    def axes(self) -> None:
-        line = self.page.line
-        line("rows = tl.arange(0, BLOCK_Q)", "columns = tl.arange(0, BLOCK_K)", "d = tl.arange(0, DIM)")
-        if self.e == "e":
-            line("e = tl.arange(0, DIM_V)")
 
     def place(self) -> None:
         """The program's head among those of all batches, and its records."""
@@ -152,10 +144,8 @@ class _Tiles(Rows):
         """The arrays of the tile's queries, `start` on."""
         line = self.page.line
         line("present = start + rows < q_len", "at = tl.cast(start, tl.int64)")
-        for name, s, e, pad in (("q", "q", "d", self.head_pad), ("dout", "g", self.e, self.value_pad)):
-            mask = masked("present[:, None]", pad(f"{e}[None, :]"))
-            at = f"{name}_at + at * stride_{s}s + (rows[:, None] * stride_{s}s + {e}[None, :] * stride_{s}d)"
-            line(wrapped(f"{'query' if name == 'q' else name} = tl.load({at}{mask})"))
+        for name, pointer, letter in (("query", "q_at", "q"), ("dout", "dout_at", "g")):
+            self._load(name, pointer, letter, "rows", "present")
         line("at += tl.cast(place, tl.int64) * q_len")
         for name in ("lse", "delta"):
             line(f"{name} = tl.load({name.title()} + at + rows, mask=present, other=0.0)[:, None]")
@@ -164,57 +154,26 @@ class _Tiles(Rows):
         """The arrays of the tile's keys, and the products."""
         line = self.page.line
         line("inside = tile * BLOCK_K + columns < kv_len", "at = tl.cast(tile * BLOCK_K, tl.int64)")
-        for name, s, e, pad, product in (
-            ("keys", "k", "d", self.head_pad, f"score = tl.dot(query, keys{self.precision}) * scale"),
-            ("values", "v", self.e, self.value_pad, f"dp = tl.dot(dout, values{self.precision})"),
-        ):
-            mask = masked("inside[None, :]", pad(f"{e}[:, None]"))
-            at = f"{s}_at + at * stride_{s}s + (columns[None, :] * stride_{s}s + {e}[:, None] * stride_{s}d)"
-            line(wrapped(f"{name} = tl.load({at}{mask})"), product)
+        self._load("keys", "k_at", "k", "columns", "inside")
+        self.dot("score", "query", "keys")
+        self._load("values", "v_at", "v", "columns", "inside")
+        self.dot("dp", "dout", "values")
+
+    def _load(self, name: str, pointer: str, letter: str, index: str, inside: str) -> None:
+        at = f"{pointer} + at * stride_{letter}s + ({self.within(letter, index)})"
+        self.page.line(wrapped(f"{name} = tl.load({at}{self.tile_mask(letter, inside)})"))
 
     def cotangent(self, written: set[str]) -> None:
         """`dm`, from the products."""
-        line = self.page.line
-        self.lines(self.mask, POSITION, written)
-        if self.plan.mask is not None:
-            self.quote(self.plan.mask)
-        line("visible = present[:, None] & inside[None, :]")
-        for term in self.mask:
-            line(f"visible &= {self.value(term)}")
-        modified = "score"
-        if self.plan.score is not None:
-            self.quote(self.plan.score)
-            self.lines(self.score, POSITION, written, "visible")
-            line(f"modified = {self.value(self.score[0])}")
-            modified = "modified"
-        line(f"p = tl.where(visible, tl.exp2({modified} * LOG2E - lse), 0.0)")
-        if self.plan.kept is not None:
-            self.quote(self.plan.kept)
-            self.lines(self.kept, POSITION, written, "visible")
-            line(f"dp = tl.where({self.value(self.kept[0])}, dp * survivor, 0.0)")
+        self.visible(written)
+        self.weights(written, "visible")
         self.page.comment("Where p is 0 so is dm, whatever else is there.")
-        line("dm = tl.where(p == 0.0, 0.0, p * (dp - delta))")
+        dp = "dp" if self.kept is None else "dp * kept"
+        self.page.line(f"dm = tl.where(p == 0.0, 0.0, p * ({dp} - delta))")
 
     def share(self, weight: Expr, written: set[str]) -> str:
         """`dm` times a weight."""
-        if weight is lit(1.0):
-            return "dm"
-        self.lines([weight], POSITION, written, "visible")
-        value = self.value(weight)
-        if not value.isidentifier():
-            self.page.line(f"weight = {value}")
-            value = "weight"
-        return f"tl.where(p == 0.0, 0.0, dm * {value})" if self.guard else f"dm * {value}"
-
-    def factors(self) -> None:
-        if self.kept:
-            self.page.line(f"survivor = 1.0 / (1.0 - {self.arguments[str(self.plan.rate)].name})")
-
-    def read(self, gradient: Gradient) -> str:
-        """`bias[q, k]`."""
-        named = {n: a.name for n, a in self.arguments.items()}
-        index = ", ".join(show(renamed(i, named), known=set(named.values())) for i in gradient.index)
-        return f"{named[gradient.source]}[{index}]"
+        return self.times(weight, "weight", written, "visible")
 
 
 class _Diagonal(_Tiles):
@@ -223,7 +182,7 @@ class _Diagonal(_Tiles):
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient]) -> None:
         super().__init__(plan, target, dims, gradients)
-        self.totals = [self.names.numbered("sum") for _ in self.weights]
+        self.totals = [self.names.numbered("sum") for _ in self.factors_of]
 
     def results(self) -> list[str]:
         what = " and ".join(dict.fromkeys(self.read(g) for g in self.gradients))
@@ -278,7 +237,7 @@ class _Diagonal(_Tiles):
         for level in (ROW, COLUMN):
             self.lines(self.tile_roots, level, written)
         self.cotangent(written)
-        for total, weight in zip(self.totals, self.weights, strict=True):
+        for total, weight in zip(self.totals, self.factors_of, strict=True):
             line(f"{total} += {self.share(weight, written)}")
 
     def _store(self) -> None:
@@ -313,8 +272,8 @@ class _Placed(_Tiles):
 
     def into(self, written: set[str], load_mask: str = "") -> None:
         """`to`, the entry of every position."""
-        self.lines(self.index, POSITION, written, load_mask)
-        entries = [f"clamp({self.value(e)}, {n})" for e, n in zip(self.index, self.table.sizes, strict=True)]
+        self.lines(self.index_of, POSITION, written, load_mask)
+        entries = [f"clamp({self.value(e)}, {n})" for e, n in zip(self.index_of, self.table.sizes, strict=True)]
         self.page.line(f"to = tl.cast({entries[0]}, tl.int64)")
         for entry, size in zip(entries[1:], self.table.sizes[1:], strict=True):
             self.page.line(f"to = to * {size} + {entry}")
@@ -354,7 +313,7 @@ class _Plane(_Placed):
         for name, local in (("q", "start + rows"), ("k", "tile * BLOCK_K + columns")):
             self.coordinate(name, local)
         for level in (SCALAR, ROW, COLUMN):
-            self.lines(self.index, level, self.hoisted)
+            self.lines(self.index_of, level, self.hoisted)
         self.into(self.hoisted)
         line("total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)")
         self.page.blank()
@@ -389,7 +348,7 @@ class _Plane(_Placed):
         for level in (SCALAR, ROW, COLUMN):
             self.lines(self.tile_roots, level, written)
         self.cotangent(written)
-        self.page.line(f"total += {self.share(self.weights[0], written)}")
+        self.page.line(f"total += {self.share(self.factors_of[0], written)}")
 
 
 class _Walk(_Placed):
@@ -413,7 +372,7 @@ class _Walk(_Placed):
         if self.bounds:
             self.closed_form()
             self.page.blank()
-        roots = [*self.tile_roots, *self.index]
+        roots = [*self.tile_roots, *self.index_of]
         for level in (SCALAR, ROW):
             self.lines(roots, level, self.hoisted)
         self.before()
@@ -424,7 +383,7 @@ class _Walk(_Placed):
                 self.coordinate("k", "tile * BLOCK_K + columns")
             self.lines(roots, COLUMN, written)
             self.cotangent(written)
-            share = self.share(self.weights[0], written)
+            share = self.share(self.factors_of[0], written)
             if share != "dm":
                 line(f"share = {share}")
                 share = "share"

@@ -47,11 +47,15 @@ class Cotangents(Rows):
     """A kernel that owns a tile of queries, or swapped one of keys, and walks tiles of the other axis. `p` are the
     weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` that of the plain ones.
 
-    `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices."""
+    `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices.
+    `asked` are other expressions that it uses per position."""
+
+    shown = "inside[None, :]"  # of a border tile: what may be visible at all
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, summed: Iterable[Sum], *, slope: bool, swapped: bool = False
-    ) -> None:
+        self, plan: LoopPlan, target: Target, dims: Dims, summed: Iterable[Sum], *, slope: bool, swapped: bool = False,
+        asked: Iterable[Expr] = (),
+    ) -> None:  # fmt: skip
         check_tile(target)
         self.target = target
         derived = backward_of(plan)
@@ -61,7 +65,7 @@ class Cotangents(Rows):
         self.sums = [(s, expr.machine(s.gradient.weight)) for s in summed]
         self.inner = slope or bool(self.sums)
         self.ds = "ds" if self.slope is not None or not self.sums else "dm"
-        more = [e for e in (self.slope, self.kept, *(w for _, w in self.sums)) if e is not None]
+        more = [e for e in (self.slope, self.kept, *(w for _, w in self.sums), *asked) if e is not None]
         super().__init__(plan, dims, target, more, swapped=swapped)
         self.full = [*self.score, *more]  # what full tiles ask for
         self.own, self.other = ("k", "q") if swapped else ("q", "k")
@@ -120,9 +124,7 @@ class Cotangents(Rows):
 
     def tiles(self) -> None:
         line = self.page.line
-        self.page.comment("Border tiles, before and behind the full ones: the mask is a predicate.")
-        with self.page.block("for j in range(lo, hi - full_hi + full_lo):"):
-            line("tile = tl.where(j < full_lo, j, j - full_lo + full_hi)")
+        with self.border_tiles():
             line(f"inside = tile * {self.block} + {self.index} < {self.length}")
             self._tile("inside")
         self.page.comment("Full tiles: every position is visible.")
@@ -164,7 +166,7 @@ class Cotangents(Rows):
         self.lines(self.mask, POSITION, written)
         if self.plan.mask is not None:
             self.quote(self.plan.mask)
-        self.page.line("visible = inside[None, :]", *(f"visible &= {self.value(term)}" for term in self.mask))
+        self.page.line(f"visible = {self.shown}", *(f"visible &= {self.value(term)}" for term in self.mask))
 
     def weights(self, written: set[str], visible: str) -> None:
         """`p`, 0 where nothing is seen, and with dropout `kept`, what its weights are multiplied with."""
@@ -193,12 +195,12 @@ class Cotangents(Rows):
             line(f"{dm} = p * dp" if self.swapped else f"{dm} = p * (dp - delta)")
         for s, weight in self.sums:
             self.page.comment(f"The gradient of {self.read(s.gradient)}.")
-            line(f"{s.total} += tl.sum({self._times(weight, 'weight', written, visible)}, 1)")
+            line(f"{s.total} += tl.sum({self.times(weight, 'weight', written, visible)}, 1)")
         if self.slope is not None:
             self.page.comment("The derivative of the score mod.")
-            line(f"ds = {self._times(self.slope, 'derivative', written, visible)}")
+            line(f"ds = {self.times(self.slope, 'derivative', written, visible)}")
 
-    def _times(self, factor: Expr, name: str, written: set[str], visible: str) -> str:
+    def times(self, factor: Expr, name: str, written: set[str], visible: str) -> str:
         """`dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there."""
         if factor is lit(1.0):
             return "dm"

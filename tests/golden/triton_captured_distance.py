@@ -100,15 +100,15 @@ def attention_diagonal(
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(
-                k_at + at * stride_ks + (columns[None, :] * stride_ks + d[:, None] * stride_kd),
-                mask=inside[None, :], other=0.0,
+                k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
+                mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, keys) * scale
+            score = tl.dot(query, tl.trans(keys)) * scale
             values = tl.load(
-                v_at + at * stride_vs + (columns[None, :] * stride_vs + d[:, None] * stride_vd),
-                mask=inside[None, :], other=0.0,
+                v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
+                mask=inside[:, None], other=0.0,
             )
-            dp = tl.dot(dout, values)
+            dp = tl.dot(dout, tl.trans(values))
             q = (q_origin + start + rows)[:, None]
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             x0 = q - k

@@ -135,15 +135,15 @@ def attention_diagonal(
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(
-                k_at + at * stride_ks + (columns[None, :] * stride_ks + d[:, None] * stride_kd),
-                mask=inside[None, :], other=0.0,
+                k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
+                mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, keys) * scale
+            score = tl.dot(query, tl.trans(keys)) * scale
             values = tl.load(
-                v_at + at * stride_vs + (columns[None, :] * stride_vs + d[:, None] * stride_vd),
-                mask=inside[None, :], other=0.0,
+                v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
+                mask=inside[:, None], other=0.0,
             )
-            dp = tl.dot(dout, values)
+            dp = tl.dot(dout, tl.trans(values))
             q = (q_origin + start + rows)[:, None]
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
@@ -158,9 +158,9 @@ def attention_diagonal(
             modified = 30.0 * x0
             p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
             # random(seed, b, h, q, k) >= rate
-            dp = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, dp * survivor, 0.0)
+            kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             # Where p is 0 so is dm, whatever else is there.
-            dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
+            dm = tl.where(p == 0.0, 0.0, p * (dp * kept - delta))
             weight = score * (30.0 * (1.0 - x0 * x0) / 30.0)
             sum0 += tl.where(p == 0.0, 0.0, dm * weight)
 

@@ -98,15 +98,15 @@ def attention_plane(
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(
-                k_at + at * stride_ks + (columns[None, :] * stride_ks + d[:, None] * stride_kd),
-                mask=inside[None, :], other=0.0,
+                k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
+                mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, keys) * scale
+            score = tl.dot(query, tl.trans(keys)) * scale
             values = tl.load(
-                v_at + at * stride_vs + (columns[None, :] * stride_vs + d[:, None] * stride_vd),
-                mask=inside[None, :], other=0.0,
+                v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
+                mask=inside[:, None], other=0.0,
             )
-            dp = tl.dot(dout, values)
+            dp = tl.dot(dout, tl.trans(values))
             doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
             doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
             # q >= k & doc[b, q] == doc[b, k]

@@ -42,7 +42,9 @@ DIAGONAL = {
     "two weights": small.but(
         score=score * t(k - q + 9) + lookup("u", (q - k,), FLOAT), tables={"t": learned(20), "u": learned(50)}
     ),
-    "two sites": small.but(score=score + t(q - k) + t(k - q + 10), tables={"t": learned(30)}),
+    "two sites": small.but(
+        mask=causal & (q - k < 3 + 40 * h), score=score + t(q - k) + t(k - q + 10), heads=2, tables={"t": learned(30)}
+    ),
     "chained": small.but(
         score=score + t(lookup("n", (q - k,), INT), b), batch=2, tables={"t": learned((5, 2)), "n": np.arange(70) // 15}
     ),
