@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as theirs
 
 from frisket.dsl import ir
-from frisket.dsl.errors import ShapeError
 from frisket.dsl.show import show
 from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
@@ -21,8 +19,9 @@ from ..answers import score_lookups
 from ..export.block_mask import exact_lists
 from ..layout import Layout
 from ..mask import Mask, MaskLike
-from .derived import crop, joined, part, there
+from .derived import crop, joined, part, restored, there
 from .errors import ListError, check_lookups
+from .lengths import pair
 from .live_mask import LiveMask, live_mask, version_of
 from .tile_string import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, kinds_of, with_columns, with_orders
@@ -399,13 +398,7 @@ class BlockMask(theirs.BlockMask):
     def __reduce__(self) -> tuple[Any, ...]:
         values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
         bare = {n: x for n, x in self.__dict__.items() if n not in ("_mod", "_fn", "_made", "_versions")}
-        return _restored, (type(self), Mask(self._mod.expr), values, bare)
-
-
-def _restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: dict[str, Any]) -> BlockMask:
-    made = kind.of(LiveMask(mod.expr, values), state["_lengths"], state["_block"], state["_batch"], state["_device"])
-    made.__dict__.update(state)
-    return made
+        return restored, (type(self), Mask(self._mod.expr), values, bare)
 
 
 def _attribute(name: str) -> property:
@@ -420,15 +413,3 @@ def _attribute(name: str) -> property:
 
 for _name in TENSORS:
     setattr(BlockMask, _name, _attribute(_name))
-
-
-def pair(value: Any, name: str) -> tuple[int, int]:
-    """Two positive lengths, from one or two."""
-    found = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(found) != 2 or not all(map(is_count, found)):
-        raise ShapeError(f"{name} is {value!r}\n  it is positive ints, (queries, keys), in tokens")
-    return int(found[0]), int(found[1])
-
-
-def is_count(n: Any) -> bool:
-    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n > 0)

@@ -20,8 +20,9 @@ from frisket.lowering.analysis.driver import SIZE_NAMES
 from frisket.lowering.plan import Sizes
 
 from ..mask import Mask, MaskLike, ScoreLike, ScoreMod, program
-from .block_mask import Block, BlockMask, is_count, pair
+from .block_mask import Block, BlockMask
 from .errors import MaskModError
+from .lengths import is_count, pair
 from .live_mask import LiveMask, kept, live_mask, of_bound, of_function
 
 

@@ -8,8 +8,9 @@ import torch
 
 from frisket.dsl.errors import ShapeError
 
+from ..mask import Mask
 from .errors import ListError, OrderError
-from .live_mask import live_mask
+from .live_mask import LiveMask, live_mask
 from .slicing import moved, picks
 from .tile_tensors import LISTS, TENSORS, Lists, with_columns, with_orders
 
@@ -78,6 +79,14 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
         mod, batch = mod.sized(other._sizes), tuple(torch.broadcast_shapes(batch, other._batch))  # type: ignore[no-untyped-call]
     both = mask.live.sized(mask._sizes).join(op, mod)
     return mask.of(both, mask._lengths, mask._block, batch, mask.device, mask)
+
+
+def restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: dict[str, Any]) -> BlockMask:
+    """From a pickle."""
+    live = LiveMask(mod.expr, values)
+    made = kind.of(live, state["_lengths"], state["_block"], state["_batch"], state["_device"])
+    made.__dict__.update(state)
+    return made
 
 
 def _check_order(mask: BlockMask, what: str) -> None:
