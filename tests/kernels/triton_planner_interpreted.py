@@ -140,3 +140,30 @@ def test_steps_from_tables_to_gradients(mask, tables, monkeypatch):
             found.append([out, *torch.autograd.grad(out, given, dout)])
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="records what the interpreter runs")
+def test_the_same_launches_plan_anew(monkeypatch):
+    """As in a graph that was captured: kernels with the arguments they had, and no Python between them."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    pose(monkeypatch)
+    rng = np.random.default_rng(1)
+    q, k, v = (torch.from_numpy(rng.standard_normal((1, 1, 64, 16), np.float32)) for _ in range(3))
+    doc, other = (torch.arange(64, dtype=torch.int32) // n for n in (9, 30))
+    att, launches, real = fk.compile("causal & same(doc)", tile=(32, 32)), [], InterpretedFunction.run
+    att(q, k, v, doc=doc)
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda *args, **more: launches.append((args, more)) or real(*args, **more)
+    )
+    plan = att.plan(64, 64, doc=doc)
+    out = att(q, k, v, plan=plan)
+    captured = launches.copy()
+    want = att(q + 1, k, v, doc=other)
+    q += 1
+    doc.copy_(other)
+    for args, more in captured:
+        real(*args, **more)
+    assert len(captured) == 5
+    assert torch.equal(out, want)
+    assert not plan.overflow
