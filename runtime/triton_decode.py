@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.lowering.emit.triton_decode import emit, packed
+from frisket.lowering.emit.triton_decode import emit, packed, rows_of_a_tile
 from frisket.lowering.emit.triton_parameters import padded
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
@@ -23,8 +23,6 @@ from .triton_bind import Bound, Launch, Made, Values, made
 
 Tensor = Any
 PACK = 64  # queries of one head from which on a tile is full without those of other heads
-ROWS = 64  # of a packed tile, at most,
-MOST_HEADS = 128  # unless more heads share a key head
 FILLED = 0.8  # of the machine's processors: with so many programs nothing is split
 LEAST = 4  # tiles of keys that are not worth splitting
 MOST = 128  # parts
@@ -51,9 +49,9 @@ def shares(
     programs. Never asks a device for anything."""
     if target.splits == 1:
         return None
-    pack = packed(plan, dims.group)
-    pack = pack if pack <= (MOST_HEADS if padded(dims.head_dim) <= 128 else ROWS) and g.q_len < PACK else 1
-    rows = max(min(ROWS if pack > 1 else target.block_q, padded(g.q_len * pack)), padded(pack))
+    pack = packed(plan, dims) if g.q_len < PACK else 1
+    most = rows_of_a_tile(padded(max(dims.head_dim, dims.v_dim))) if pack > 1 else target.block_q
+    rows = max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
     block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), target.block_k
@@ -67,7 +65,7 @@ def _hurried(target: Target, dims: Dims, rows: int) -> Target:
     """Few queries wait for memory: one more stage of loads, where it fits, and no more warps than rows need."""
     stage = 2 * padded(dims.head_dim) * target.block_k * (4 if dims.dtype == "float32" else 2)
     stages = 3 if target.num_stages == 2 and 3 * stage <= DEEP else target.num_stages
-    return replace(target, num_stages=stages, num_warps=4 if rows <= ROWS else 8)
+    return replace(target, num_stages=stages, num_warps=4 if rows <= 64 else 8)
 
 
 def most_tiles(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:

@@ -34,16 +34,26 @@ def kernels(
     return [Decode(plan, target, dims, packs).kernel(), combine(plan, dims, sinks=sinks, top=top)]
 
 
-def packed(plan: LoopPlan, group: int) -> int:
-    """How many query heads are packed into a tile: those of a key head, where the mask is the same for all."""
-    return 1 if plan.uses_head else group
+def packed(plan: LoopPlan, dims: Dims) -> int:
+    """How many query heads are packed into a tile, where the mask is the same for all: those of a key head, or as many
+    of them as divide them and leave a tile that registers carry."""
+    dim = padded(max(dims.head_dim, dims.v_dim))
+    if plan.uses_head or dims.group <= (128 if dim <= 128 else rows_of_a_tile(dim)):
+        return 1 if plan.uses_head else dims.group
+    return max(n for n in range(1, rows_of_a_tile(dim) + 1) if dims.group % n == 0)
+
+
+def rows_of_a_tile(dim: int) -> int:
+    """Queries of all heads in a packed tile, at most, unless more heads share a key head."""
+    return 64 if dim <= 256 else 16
 
 
 class Decode(Forward):
     name = "attention_decode"
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, packs: bool) -> None:
-        self.packs = packs and packed(plan, dims.group) > 1
+        self.pack = packed(plan, dims) if packs else 1
+        self.packs, self.heads = self.pack > 1, "GROUP" if self.pack == dims.group else "PACK"
         levels = {**LEVELS, "h": ROW} if self.packs else LEVELS
         super().__init__(plan, replace(target, order="forward"), dims, sinks=False, top=False, levels=levels)
         self.queries = "QUERIES" if self.packs else "BLOCK_Q"
@@ -93,19 +103,25 @@ class Decode(Forward):
     def _place(self) -> None:
         line = self.page.line
         line("row, part = tl.program_id(0) // splits, tl.program_id(0) % splits")
-        own = "kv_head" if self.packs else "head"
-        line(f"{own}, batch = tl.program_id(1), tl.program_id(2)")
+        whole = self.heads == "GROUP"
+        first = "head" if not self.packs else "kv_head * GROUP" if whole else "first_head"
+        own = ("kv_head" if whole else "first_head") if self.packs else "head"
+        if not whole and self.packs:
+            line(f"PACK: tl.constexpr = {self.pack}")
+        line(f"{own}, batch = tl.program_id(1){' * PACK' * (own == 'first_head')}, tl.program_id(2)")
         if self.tabled:
-            first = "kv_head * GROUP" if self.packs else "head"
             line(f"entry = tl.load(SliceOf + batch * heads + {first}) * (tl.num_programs(0) // splits) + row")
         if self.packs:
-            self.page.comment("A tile holds QUERIES queries of each of the GROUP heads that share a key head.")
+            the = "the " * whole
+            self.page.comment(f"A tile holds QUERIES queries of each of {the}{self.heads} heads that share a key head.")
             line(
-                "QUERIES: tl.constexpr = BLOCK_Q // GROUP",
+                f"QUERIES: tl.constexpr = BLOCK_Q // {self.heads}",
                 "start = row * QUERIES",
                 "packed = tl.arange(0, BLOCK_Q)",
-                "rows, head = packed // GROUP, kv_head * GROUP + packed % GROUP",
+                f"rows, head = packed // {self.heads}, {first} + packed % {self.heads}",
             )
+            if not whole:
+                line("kv_head = first_head // GROUP")
         else:
             line("start = row * BLOCK_Q", "rows = tl.arange(0, BLOCK_Q)")
             if self.dims.group > 1:
@@ -115,7 +131,7 @@ class Decode(Forward):
         line("query_at = head.to(tl.int64) * stride_qh + (start + rows).to(tl.int64) * stride_qs")
         self._pointers("kv_head" if self.dims.group > 1 else "head")
         within = "start + rows < q_len"
-        self._queries(f"(packed < QUERIES * GROUP) & ({within})" if self.packs else within, "query_at[:, None]")
+        self._queries(f"(packed < QUERIES * {self.heads}) & ({within})" if self.packs else within, "query_at[:, None]")
 
     def head_coordinate(self) -> None:
         if self.packs:

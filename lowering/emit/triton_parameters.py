@@ -26,8 +26,8 @@ at i j tile inside visible score unit top peak rescale total p kept acc out lse 
 range float int bool out_at
 attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at
 dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
-Acc Tops Totals kv_heads splits part packed QUERIES PARTS row_at begin end tiles border full tops totals weight
-query_at
+Acc Tops Totals kv_heads splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
+weight query_at
 Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative per_lse
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvogxyz" for axis in "bhsd"]

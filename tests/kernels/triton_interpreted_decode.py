@@ -12,6 +12,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.sugar import h, k, q
 from frisket.lowering import dense
+from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, make_plan
 from frisket.runtime import triton_decode
 
@@ -75,6 +76,12 @@ def test_parts_by_head_where_the_mask_tells_heads_apart():
     bounds = Bounds(q0 - w - 20 * h + 1, q1 - w - 20 * h + 1, q0, q1)
     case = last(Case(mask, heads=4, kv_heads=2, slots={"w": 30}), 2)
     check(case, *run(case, make_plan(mask, None, bounds=bounds), splits=3))
+
+
+def test_parts_of_some_heads_of_a_large_group():
+    case = last(Case(causal, heads=130, kv_heads=1, dim=16, v_dim=16, q_len=60, kv_len=60), 1)
+    assert triton_decode.packed(cases.plan(case), Dims(16, 16, "float32", 130)) == 26
+    check(case, *run(case, splits=2))
 
 
 def test_parts_are_the_same_bits_at_every_call():

@@ -41,6 +41,12 @@ def test_rows_of_a_tile_are_the_queries_of_a_group(heads, q_len, rows, queries):
     assert found.pack == heads // 8
 
 
+def test_a_tile_takes_as_many_heads_of_a_large_group_as_divide_it():
+    assert [chosen(heads=n, kv_heads=1).pack for n in (128, 136, 192)] == [128, 34, 64]
+    assert chosen(heads=139, kv_heads=1) is None
+    assert [chosen(heads=128, kv_heads=1, dim=n).pack for n in (192, 576)] == [64, 16]
+
+
 def test_heads_that_the_mask_tells_apart_are_not_packed():
     found = chosen(BY_HEAD, heads=64)
     assert (found.pack, found.queries, found.target.splits) == (1, 16, 2)
