@@ -132,9 +132,9 @@ class _Run:
         if found is None:
             found = self.own.launches[key, live] = self.own.launch(
                 module(self.own.dims(live)), kernel, grid, self.own.target, {**ARRAYS, **dict.fromkeys(results, "")},
-                records=self.spans and self.spans.rows, live=live, **more,
+                records=None if self.spans is None else self.spans.rows, live=live, **more,
             )  # fmt: skip
-        return found  # type: ignore[no-any-return]
+        return found
 
     def plane(self, gradient: Gradient) -> str | None:
         """Which of "b" and "h" share a place of the table, where every query and key, and what of the two is left,

@@ -219,13 +219,13 @@ class _Diagonal(_Tiles):
         with self.page.block("for row in range(begin, end):"):
             line("tile = row - shift", "start = row * BLOCK_Q")
             if self.plan.mask is None:
-                self._tile()
+                self.one_tile()
             else:
                 with self.page.block(f"if {self.seen()}:"):
-                    self._tile()
+                    self.one_tile()
         self._store()
 
-    def _tile(self) -> None:
+    def one_tile(self) -> None:
         line = self.page.line
         self.queries()
         self.keys()
@@ -335,12 +335,12 @@ class _Plane(_Placed):
             if n in self.shared and n in self.used:
                 self.page.line(f"{n} = {self.widened(f'{n}_origin + {name}')}")
         if self.plan.mask is None:
-            self._tile()
+            self.one_tile()
         else:
             with self.page.block(f"if {self.seen()}:"):
-                self._tile()
+                self.one_tile()
 
-    def _tile(self) -> None:
+    def one_tile(self) -> None:
         self.head()
         self.queries()
         self.keys()

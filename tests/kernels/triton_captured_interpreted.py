@@ -18,7 +18,7 @@ from frisket.lowering import aten
 from frisket.lowering.aten_fold import folded
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, Target, make_plan
-from frisket.runtime import triton_captured
+from frisket.runtime import triton_backward, triton_captured, triton_launch
 from frisket.runtime.triton_captured import _Run, captured
 
 triton_bf16.install()
@@ -237,6 +237,16 @@ def test_what_is_hidden_reaches_no_gradient():
         clean, dirty = (Tables(ALL[name].but(mask=causal & (k < 60), slots={})) for _ in "12")
         dirty.qkv[1][:, :, 60:] = math.nan
         torch.testing.assert_close(dirty.ours()["t0"], clean.ours()["t0"])
+
+
+def test_beside_all_other_gradients():
+    class Both(torch_gradients.Both):
+        forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
+        target, spans = Target("triton", 32, 32), property(lambda self: Source(self.case))
+
+    mod = score + t(q - k) + t(q + k) + lookup("u", (q, k), FLOAT) + lookup("u", (h, k), FLOAT)
+    case = near.but(score=mod, heads=2, kv_heads=1, tables={"t": learned(99), "u": learned((70, 70))})
+    Both(case, sinks=True, dropout=0.2).check()
 
 
 @pytest.mark.parametrize(
