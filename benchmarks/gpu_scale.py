@@ -59,7 +59,7 @@ def on_device(call: Call) -> float:
         return seconds(call)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)  # cycles, about a millisecond
+    torch.cuda._sleep(5_000_000)  # cycles, some milliseconds
     start.record()
     for _ in range(CALLS):
         call()

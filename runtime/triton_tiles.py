@@ -48,6 +48,8 @@ Window = Literal["short", "medium", "long"]
 SHORT, MEDIUM = 192, 768  # keys: the last of their class
 ROW, LENGTH = 128, 4096  # rows of tiles so long, in so many tokens, say how many keys a query sees
 
+OF_WARPS = ("sm_80", "sm_86", "sm_89", "sm_120")  # their matrix instructions read both operands from registers
+
 # kernel -> window -> padded head size -> block_q, block_k, warps, stages. 16-bit numbers on Hopper and Blackwell: as
 # large as registers carry without a spill (tests/golden/triton_report_*.txt).
 Tile = tuple[int, int, int, int]
@@ -118,6 +120,8 @@ def _carried(tile: Tile, kernel: str, dim: int, curved: bool, per_position: bool
         walked, stages = min(walked, 32), min(stages, 2)
     if arch.startswith("gfx"):
         return _of_amd(own, walked, warps, kernel, dim, SHARED.get(arch, SHARED["gfx942"]))
+    if arch in OF_WARPS and dim > 64:
+        own, walked = (own, min(walked, 64)) if kernel == "forward" else (min(own, 64), walked)
     limit = SHARED.get(arch, SHARED["sm_90"])
     while shared(kernel, dim, own, walked, stages) > limit and walked > 16:
         walked, stages = (walked, stages - 1) if stages > 2 else (walked // 2, stages)
@@ -126,7 +130,9 @@ def _carried(tile: Tile, kernel: str, dim: int, curved: bool, per_position: bool
 
 def _of_amd(own: int, walked: int, warps: int, kernel: str, dim: int, limit: int) -> Tile:
     """No stages: loads go to registers, and through shared memory one at a time. The backward spills sooner."""
-    if kernel != "forward":
+    if kernel == "forward":
+        walked = min(walked, 64)
+    else:
         own, walked = min(own, 32 if dim > 128 else 128 if kernel == "dkv" else 64), min(walked, 32)
     while shared(kernel, dim, own, walked, 1) > limit and max(own, walked) > 16:
         own, walked = (own // 2, walked) if own >= walked else (own, walked // 2)
