@@ -83,7 +83,7 @@ class Decode(Forward):
             self._epilogue()
         t, heads, queries = (
             self.target,
-            "key heads" if self.packs else "heads",
+            f"heads / {self.pack}" if self.packs else "heads",
             "packed queries" if self.packs else "queries",
         )
         launch = (

@@ -6,7 +6,7 @@
     rate = rate of dropout
 
 Head size 96 (values 80), bfloat16, 3 query heads to a key head.
-attention_decode: grid (q tiles * splits, key heads, batch), tiles of 16 packed queries by 64 keys,
+attention_decode: grid (q tiles * splits, heads / 3, batch), tiles of 16 packed queries by 64 keys,
     num_warps=4, num_stages=3.
 attention_combine: grid (q_len, heads, batch).
 """

@@ -4,7 +4,7 @@
     s0 = w
 
 Head size 128, bfloat16, 8 query heads to a key head.
-attention_decode: grid (q tiles * splits, key heads, batch), tiles of 16 packed queries by 64 keys,
+attention_decode: grid (q tiles * splits, heads / 8, batch), tiles of 16 packed queries by 64 keys,
     num_warps=4, num_stages=3.
 attention_combine: grid (q_len, heads, batch).
 """

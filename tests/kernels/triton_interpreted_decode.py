@@ -10,7 +10,7 @@ from support.triton_call import check, run, tensors, with_everything
 import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackwardError
-from frisket.dsl.sugar import h, k, q
+from frisket.dsl.sugar import h, k, q, score
 from frisket.lowering import dense
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, make_plan
@@ -49,6 +49,10 @@ def test_parts_of_packed_heads(group, queries, splits):
 @pytest.mark.parametrize("name", ["gqa", "empty-rows", "nothing", "heads-and-batches", "scaled", "holes"])
 def test_parts_with_everything(name):
     with_everything(last(CASES[name], 4), splits=5)
+
+
+def test_parts_of_scores_far_below_zero():
+    with_everything(last(Case(causal, score - 300.0), 2), splits=3)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
