@@ -230,11 +230,16 @@ class Program:
 
     def _lookup(self, torch: Any, node: Expr, indices: list[Value], table: Tensor) -> Tensor:
         clamped = [
-            self._tensor(torch, i, n).to(table.device).clamp(0, size - 1)
-            for i, n, size in zip(indices, node.args, table.shape, strict=True)
+            self._place(torch, i, table).clamp(0, size - 1) for i, size in zip(indices, table.shape, strict=True)
         ]
         found = table[tuple(clamped)]
         return found.to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
+
+    def _place(self, torch: Any, index: Value, table: Tensor) -> Tensor:
+        """An index where the table is; a number is written there, so that nothing waits for a copy."""
+        if isinstance(index, torch.Tensor):
+            return index.to(table.device)
+        return torch.full((), index, dtype=torch.int64, device=table.device)
 
 
 @dataclass(frozen=True)
