@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +14,7 @@ from frisket.dsl.types import FLOAT
 
 from .. import torch_op
 from ..attention import Attention
+from ..bind import joined
 from ..entry import attention_for
 from ..mask import Mask, ScoreMod
 from ..options import Options
@@ -21,7 +22,13 @@ from ..parameters import as_value, names_of
 from .checks import check_gathers, check_promises
 from .kernel_options import Asked
 from .live_mask import LiveMask
-from .score_mod import Scored, apart, only, remember, version_of
+from .score_mod import Scored, Watched, apart, only, remember
+
+LARGE = 1 << 20  # bytes of tables: an attention over more lives as long as its mask, not for who may come again
+
+
+def on_device(x: Tensor) -> bool:
+    return x.device.type != "cpu"
 
 
 class Pair:
@@ -37,33 +44,33 @@ class Pair:
         own = {n: tensors[back.get(n, n)] for n in wanted if back.get(n, n) in tensors}
         self.floats = {n: back.get(n, n) for n, x in own.items() if wanted[n][1] is FLOAT}
         held = {n: x for n, x in own.items() if n not in self.floats}
-        self.held: list[tuple[str | None, Tensor, Any]] = [(back.get(n, n), x, version_of(x)) for n, x in held.items()]
+        self.held: list[tuple[str | None, Watched]] = [(back.get(n, n), Watched(x)) for n, x in held.items()]
         if visible is not None:
-            self.held += [(None, x, version_of(x)) for x in visible.tensors.values()]
+            self.held += [(None, Watched(x)) for x in visible.tensors.values()]
             held.update(visible.tensors)
-        self.placed = {n: x for n, x in held.items() if x.ndim and x.device.type != "cpu"}  # planned where they are
+        self.placed = {n: x for n, x in held.items() if x.ndim and on_device(x)}  # planned where they are
         values = {n: as_value(n, x) for n, x in held.items() if n not in self.placed}
         m = None if visible is None else Mask(visible.expr, visible.numbers | only(values, visible.expr))
         s = None if score is None else ScoreMod(score.expr, score.numbers | only(values, score.expr))
-        self.att: Attention = attention_for(m, s, options, {})
-        self.plans: OrderedDict[Any, Any] = OrderedDict()
+        large = sum(x.nbytes for x in values.values() if isinstance(x, np.ndarray)) > LARGE
+        self.att: Attention = Attention(joined(m, s), options) if large else attention_for(m, s, options, {})
+        self.plans: dict[Any, Any] = {}
         self.checked: set[Any] = set()
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        return all((n is None or tensors[n] is x) and version_of(x) == version for n, x, version in self.held)
+        return all(x.is_still(x.ref() if n is None else tensors[n]) for n, x in self.held)
 
     def check(self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any) -> None:
         """Once for these lengths, where nothing is on a device."""
         place = query.shape[:3], key.shape[2], asked.promises
         if place in self.checked:
             return
+        if not self.placed:
+            if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
+                shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
+                check_gathers(self.att.score.bind(**shapes), self.att.mask, query, key)
+            check_promises(asked.promises, self.att, block_mask, query, key)
         self.checked.add(place)
-        if self.placed:
-            return
-        if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
-            shapes = {n: _shape(n, tensors[own], self.att.score.expr) for n, own in self.floats.items()}
-            check_gathers(self.att.score.bind(**shapes), self.att.mask, query, key)
-        check_promises(asked.promises, self.att, block_mask, query, key)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, tensors: Mapping[str, Tensor], top: bool
@@ -73,7 +80,7 @@ class Pair:
         if self.placed and not params:
             place = query.shape[2], key.shape[2], query.shape[0], query.shape[1]
             if place not in self.plans:
-                remember(self.plans, place, self.att.plan(*place, **self.placed))  # type: ignore[arg-type]
+                remember(self.plans, place, self.att.plan(*place, flat=True, **self.placed))  # type: ignore[arg-type]
             plan = self.plans[place]
         elif self.placed:
             params |= self.placed
@@ -83,15 +90,19 @@ class Pair:
         return found
 
 
-_pairs: OrderedDict[Any, Pair] = OrderedDict()
+_pairs: WeakKeyDictionary[LiveMask | Scored, dict[Any, Pair]] = WeakKeyDictionary()
+_PLAIN = Scored(LiveMask(ir.SCORE, {}), {}, (), None)  # neither
 
 
 def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]) -> Pair:
-    key = mod, visible, options
-    found = _pairs.get(key)
+    """The attention of both, kept as long as the mask is, or the score mod where there is none."""
+    if visible is not None and visible.read:
+        _ = visible.versions  # says so where a value that the trace looked at has changed
+    kept, key = _pairs.setdefault(visible or mod or _PLAIN, {}), (mod, options)
+    found = kept.get(key)
     if found is None or not found.holds(tensors):
         found = Pair(mod, visible, options, tensors)
-        remember(_pairs, key, found)
+        remember(kept, key, found)
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -21,35 +21,47 @@ from .errors import ScoreModError
 from .function_state import state_of
 from .live_mask import LiveMask, fresh, of_bound
 
-KEPT = 128  # score mods, and pairs of score mod and mask
+KEPT = 128  # score mods, and what there is of one
+
+
+class Watched:
+    """A tensor as it was: whether another is the same one, unwritten. It is not kept alive."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.ref, self.version = ref(x), version_of(x)
+
+    def is_still(self, x: Tensor | None) -> bool:
+        return x is not None and self.ref() is x and version_of(x) == self.version
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A score mod, traced. `places` say which of the function's tensors a name is, `read` are those whose values the
-    trace looked at, or whose place is not known: (place, tensor, version)."""
+    """A score mod, traced. `places` say which of the function's tensors a name is; `live` has the values of the other
+    names. `read` are tensors whose values the trace looked at, or whose place is not known."""
 
     live: LiveMask
     places: Mapping[str, int]
-    read: tuple[tuple[int | None, Tensor, Any], ...]
+    read: tuple[tuple[int | None, Watched], ...]
+    source: Any  # of the user's, which a key may name by its id
 
     def holds(self, tensors: list[Tensor]) -> bool:
-        return all((at is None or tensors[at] is x) and version_of(x) == version for at, x, version in self.read)
+        return all(x.is_still(x.ref() if at is None else tensors[at]) for at, x in self.read)
 
 
-_scored: OrderedDict[Any, Scored] = OrderedDict()
+_scored: dict[Any, Scored] = {}
 
 
 def scored(score_mod: Any) -> tuple[Scored, Mapping[str, Tensor]]:
     """The score mod as it was traced before, if that still holds, and its tensors as they are now."""
-    state, tensors = (score_mod, []) if isinstance(score_mod, str | ScoreMod) else state_of(score_mod) or (None, [])
+    if isinstance(score_mod, str | ScoreMod | ir.Expr):
+        state, tensors = (score_mod if isinstance(score_mod, str) else id(score_mod)), []
+    else:
+        state, tensors = state_of(score_mod) or (None, [])
     found = None if state is None else _scored.get(state)
     if found is None or not found.holds(tensors):
         found = _traced_over(score_mod, tensors)
         if state is not None:
             remember(_scored, state, found)
-    if not found.places:
-        return found, found.live.tensors
     return found, {**found.live.tensors, **{n: tensors[i] for n, i in found.places.items()}}
 
 
@@ -57,8 +69,10 @@ def _traced_over(score_mod: Any, tensors: list[Tensor]) -> Scored:
     live, read = traced(score_mod)
     place = {id(x): i for i, x in enumerate(tensors)}
     places = {n: place[id(x)] for n, x in live.tensors.items() if id(x) in place}
-    looked = {id(x): x for x in (*read, *(x for n, x in live.tensors.items() if n not in places))}
-    return Scored(live, places, tuple((place.get(i), x, version_of(x)) for i, x in looked.items()))
+    others = LiveMask(live.expr, {n: x for n, x in live.values.items() if n not in places})
+    looked = {id(x): x for x in (*read, *others.tensors.values())}
+    watched = tuple((place.get(i), Watched(x)) for i, x in looked.items())
+    return Scored(others, places, watched, score_mod if isinstance(score_mod, ScoreMod | ir.Expr) else None)
 
 
 def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Tensor, ...]]:
@@ -86,18 +100,18 @@ def version_of(x: Tensor) -> Any:
     return object() if x.is_inference() else x._version
 
 
-def remember(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+def remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
     kept[key] = value
-    kept.move_to_end(key)
     while len(kept) > KEPT:
-        kept.popitem(last=False)
+        kept.pop(next(iter(kept)), None)  # another thread may have taken it
 
 
 def apart(mod: LiveMask, visible: LiveMask | None) -> tuple[LiveMask, dict[str, str]]:
     """The score mod with names that the mask does not have, and which were changed to what."""
     names: dict[str, str] = {}
-    taken = {*mod.values, *(() if visible is None else visible.values)}
-    for name in sorted(mod.values.keys() & (set() if visible is None else visible.values.keys())):
+    mine, theirs = set(names_of(mod.expr)), set() if visible is None else set(visible.values)
+    taken = mine | theirs
+    for name in sorted(mine & theirs):
         names[name] = fresh(name, taken)
         taken.add(names[name])
     if not names:

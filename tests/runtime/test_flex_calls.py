@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -9,8 +12,10 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.attention.flex_attention as theirs  # noqa: E402
 
+import frisket as fk  # noqa: E402
 from frisket.dsl.errors import BackendError, FrisketError  # noqa: E402
 from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: E402
+from frisket.runtime.flex import pair  # noqa: E402
 from frisket.runtime.flex import score_mod as score_mods  # noqa: E402
 
 
@@ -129,9 +134,10 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name):
     call, kind, text = REFUSED[name]
-    with pytest.raises(FrisketError, match="(?s)" + text) as found:
-        call()
-    assert isinstance(found.value, kind)
+    for _ in range(2):  # what is kept between calls forgets no error
+        with pytest.raises(FrisketError, match="(?s)" + text) as found:
+            call()
+        assert isinstance(found.value, kind)
 
 
 def test_hidden_gathers_are_no_gathers():
@@ -266,6 +272,42 @@ def test_names_of_mask_and_score_mod_do_not_meet():
     places, factors = torch.arange(24), torch.linspace(0, 1, 24)
     out = flex_attention(Q, K, V, score(factors), mask_of(mask(places)))
     torch.testing.assert_close(out, dense(factors[:, None] * torch.arange(24)))
+
+
+def test_score_mods_of_ours_keep_their_own_tensors():
+    for _ in range(2):
+        slopes = torch.nn.Parameter(torch.ones(4))
+        mod = fk.score(alibi(slopes))
+        flex_attention(Q, K, V, mod, mask_of()).sum().backward()
+        assert slopes.grad.abs().sum() > 0
+    torch.testing.assert_close(flex_attention(Q, K, V, "score + (k - q)", mask_of()), dense(distance().float()))
+
+
+def test_nothing_of_a_call_is_kept_alive():
+    def call():
+        bias, shown = torch.randn(4, 24, 24), torch.ones(24, 24, dtype=torch.bool)
+        block_mask = mask_of(lambda b, h, q, k: (q >= k) & shown[q, k])
+        flex_attention(Q, K, V, lambda s, b, h, q, k: s + bias[h, q, k], block_mask)
+        return [weakref.ref(x) for x in (bias, shown, block_mask.live)]
+
+    alive = call()
+    gc.collect()
+    assert [x() for x in alive] == [None] * 3
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_tables_of_a_device_are_planned_there(monkeypatch, learned):
+    """As on a GPU: tables of Ints stay, and reach the planner as they are."""
+    monkeypatch.setattr(pair, "on_device", lambda x: True)
+    document, factor = torch.arange(24) // 5, torch.linspace(0, 1, 24)
+    block_mask = mask_of(lambda b, h, q, k: (q >= k) & (document[q] == document[k]))
+    mod = (lambda s, b, h, q, k: s + factor[k]) if learned else (lambda s, b, h, q, k: s + document[k])
+    for _ in range(2):
+        for _ in range(2):
+            out = flex_attention(Q, K, V, mod, block_mask)
+            added = torch.where(document[:, None] == document, factor if learned else document, -torch.inf)
+            torch.testing.assert_close(out, dense(added))
+        document.copy_(torch.arange(24) // 9)
 
 
 # -- transforms ---------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_a_target_is_tuned():
 def test_options_travel_to_the_attention_and_its_text():
     q = torch.randn(1, 1, 32, 16)
     flex_attention(q, q, q, kernel_options={"BLOCK_M": 64, "SPLIT_KV": 2})
-    att = next(reversed(pair._pairs.values())).att
+    att = next(reversed(pair._pairs[pair._PLAIN].values())).att
     assert att.options.tuning == Tuning(Launch(block_q=64), splits=2)
     assert "tuning=forward.block_q=64,splits=2" in att.spec
     again = attention_of(spec_of(att.subject, att.options, ()), ())
