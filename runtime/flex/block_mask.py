@@ -24,7 +24,7 @@ from .errors import ListError, check_lookups
 from .lengths import pair
 from .live_mask import LiveMask, live_mask, version_of
 from .tile_string import LEGEND, to_string
-from .tile_tensors import LISTS, TENSORS, Lists, check_lists, kinds_of, with_columns, with_orders
+from .tile_tensors import LISTS, TENSORS, Lists, check_lists, columns_of, kinds_of, with_columns, with_orders
 
 Block = int | tuple[int, int]
 
@@ -72,10 +72,10 @@ class BlockMask(theirs.BlockMask):
             kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
             full_q_num_blocks, full_q_indices, dq_write_order, dq_write_order_full, dq_kv_order,
         ), strict=True))  # fmt: skip
-        check_lists(lists)
+        lengths, block = pair(seq_lengths, "seq_lengths"), pair(BLOCK_SIZE, "BLOCK_SIZE")
+        check_lists(lists, lengths[1], block[1])
         if dq_write_order_full is not None and dq_write_order is None:
             raise ListError("dq_write_order_full requires dq_write_order")
-        lengths, block = pair(seq_lengths, "seq_lengths"), pair(BLOCK_SIZE, "BLOCK_SIZE")
         self._begin(live_mask(mask_mod), lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device)
         self.dq_kv_order_spt, self._orders = dq_kv_order_spt, dq_write_order is not None
         self._apart, self._columns = full_kv_indices is not None, q_indices is not None
@@ -120,7 +120,8 @@ class BlockMask(theirs.BlockMask):
         tiles reads, `kv_indices` int32 [B, H, rows, columns] which, in its first entries; `full_*` the same for those
         in which every position is visible. B or H is 1, or left out, where all are alike.
 
-        `seq_lengths` are rows and columns of whole tiles unless given, in tokens. Raises `ListError` (a RuntimeError
+        `seq_lengths` are rows and columns of whole tiles unless given, in tokens; where they are given, lists may be as
+        short as the longest row needs. Raises `ListError` (a RuntimeError
         and an AssertionError, as torch raises) for lists that do not fit together, a tile listed twice, and a column
         that is not there; the last two are looked for where the lists are on the host.
         """
@@ -128,16 +129,18 @@ class BlockMask(theirs.BlockMask):
         lists |= {"kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices}
         lists |= {"full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices}
         lists |= {"dq_write_order": dq_write_order, "dq_write_order_full": dq_write_order_full}
-        check_lists(lists)
+        block = pair(BLOCK_SIZE, "BLOCK_SIZE")
+        kv_len = None if seq_lengths is None else seq_lengths[1]
+        check_lists(lists, kv_len, block[1])
         if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
             raise ListError(f"dq_kv_order must be a bool, Tensor, or None, not {type(dq_kv_order).__name__}")
         order = dq_kv_order if isinstance(dq_kv_order, Tensor) else None
         lists |= {"dq_kv_order": order}
-        block = pair(BLOCK_SIZE, "BLOCK_SIZE")
+        columns = columns_of(lists, kv_len, block[1])
         if seq_lengths is None:
-            seq_lengths = kv_indices.shape[-2] * block[0], kv_indices.shape[-1] * block[1]
+            seq_lengths = kv_indices.shape[-2] * block[0], columns * block[1]
         return cls(
-            seq_lengths, **(with_columns(lists) if compute_q_blocks else lists), BLOCK_SIZE=block,  # type: ignore[arg-type]
+            seq_lengths, **(with_columns(lists, columns) if compute_q_blocks else lists), BLOCK_SIZE=block,  # type: ignore[arg-type]
             mask_mod=theirs.noop_mask if mask_mod is None else mask_mod,
             dq_kv_order_spt=dq_kv_order if isinstance(dq_kv_order, bool) else None,
         )  # fmt: skip
@@ -151,7 +154,7 @@ class BlockMask(theirs.BlockMask):
             return self._mod
         made = self._now()
         if "live" not in made:
-            made["live"] = self._mod.within(kinds_of(self._given), self._batch, self._block)
+            made["live"] = self._mod.within(self._kinds(), self._batch, self._block)
         return made["live"]  # type: ignore[no-any-return]
 
     @property
@@ -276,9 +279,10 @@ class BlockMask(theirs.BlockMask):
     def _check_cover(self, lengths: tuple[int, int]) -> None:
         if self._given is None:
             return
-        index = self._given["kv_indices"]
+        index, columns = self._given["kv_indices"], self._given["q_indices"]
         assert index is not None
-        for name, n, tiles, size in zip(("queries", "keys"), lengths, index.shape[-2:], self._block, strict=True):
+        listed = (index.shape[-2], 1 << 62 if columns is None else columns.shape[-2])
+        for name, n, tiles, size in zip(("queries", "keys"), lengths, listed, self._block, strict=True):
             if n > tiles * size:
                 raise ListError(
                     f"seq_lengths has {n} {name}, the lists have {tiles} tiles of {size}\n"
@@ -326,7 +330,7 @@ class BlockMask(theirs.BlockMask):
     def _kinds(self) -> Tensor:
         """uint8 [B, H, rows, columns] of tiles: 0 empty, 1 partial, 2 full."""
         if self._given is not None:
-            return kinds_of(self._given)
+            return kinds_of(self._given, columns_of(self._given, self._lengths[1], self._block[1]))
         kinds = torch.from_numpy(self.layout.kinds())
         return (kinds if self._apart else kinds.clamp(max=PARTIAL)).to(self.device)
 

@@ -12,7 +12,7 @@ from ..mask import Mask
 from .errors import ListError, OrderError
 from .live_mask import LiveMask, live_mask
 from .slicing import moved, picks
-from .tile_tensors import LISTS, TENSORS, Lists, with_columns, with_orders
+from .tile_tensors import LISTS, TENSORS, Lists, columns_of, with_columns, with_orders
 
 if TYPE_CHECKING:
     from .block_mask import BlockMask
@@ -38,7 +38,7 @@ def part(mask: BlockMask, index: Any) -> BlockMask:
                 x = pick.select(x, axis)
             lists[name] = x
     if given["q_indices"] is not None:
-        lists = with_columns(lists)
+        lists = with_columns(lists, columns_of(lists, kv_len, mask._block[1]))
     made._hold(with_orders(lists, mask.dq_kv_order_spt) if mask._orders else lists)
     return made
 

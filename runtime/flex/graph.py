@@ -32,7 +32,7 @@ from .checks import check_arrays, check_block_mask
 from .kernel_options import options_of, read
 from .live_mask import LiveMask
 from .score_mod import apart, only, traced
-from .tile_tensors import kinds_of
+from .tile_tensors import columns_of, kinds_of
 
 
 def compiled(
@@ -55,7 +55,8 @@ def compiled(
             mask_mod = block_mask.mask_mod
         if not ours or block_mask._given is not None:
             names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-            kinds = kinds_of({n: getattr(block_mask, n) for n in names})
+            lists = {n: getattr(block_mask, n) for n in names}
+            kinds = kinds_of(lists, columns_of(lists, block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1]))
             said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
     if key.shape[0] != query.shape[0]:
         key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)

@@ -33,7 +33,9 @@ def unflatten(leaves: Any, context: tuple[Any, ...]) -> BlockMask:
     expr, numbers, tensors, names, given, text, *options = context
     leaves = list(leaves)
     values = {**{n: x for n, _, x in numbers}, **dict(zip(tensors, leaves[len(names) :], strict=True))}
-    made = BlockMask.of(LiveMask(expr, values), *options[:4], text=text)  # Dynamo reads this: nothing is made of values
+    lengths, block, batch, device, *_ = options
+    # Dynamo reads this, so nothing is made of the values here
+    made = BlockMask.of(LiveMask(expr, values), lengths, block, batch, device, text=text)
     for name, value in zip(OPTIONS, options, strict=True):
         setattr(made, name, value)
     lists: Lists = {**dict.fromkeys(TENSORS), **dict(zip(names, leaves[: len(names)], strict=True))}

@@ -22,18 +22,24 @@ def side(lists: Lists, name: str) -> tuple[Tensor, Tensor] | None:
     return None if count is None or index is None else (count, index)
 
 
-def kinds_of(lists: Lists) -> Tensor:
+def kinds_of(lists: Lists, columns: int) -> Tensor:
     """uint8 [..., rows, columns]: 0 not listed, 1 listed, 2 listed as full. On the device, without waiting for it."""
     partial, full = side(lists, "kv"), side(lists, "full_kv")
     assert partial is not None
-    kinds = PARTIAL * listed(*partial)
-    return kinds if full is None else torch.maximum(kinds, FULL * listed(*full))
+    kinds = PARTIAL * listed(*partial, columns)
+    return kinds if full is None else torch.maximum(kinds, FULL * listed(*full, columns))
 
 
-def listed(count: Tensor, index: Tensor) -> Tensor:
+def columns_of(lists: Lists, kv_len: int | None, block: int) -> int:
+    """How many columns of tiles there are. Lists are as long as there are columns, or, where `kv_len` says how many
+    keys there are, as the longest row needs."""
+    widths = [x.shape[-1] for x in (lists["kv_indices"], lists["full_kv_indices"]) if x is not None]
+    return max(*widths, -(-(kv_len or 0) // block))
+
+
+def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
     """uint8 [..., rows, columns]: 1 where a row lists the column. What stands past the count is not read."""
-    columns = index.shape[-1]
-    valid = torch.arange(columns, device=index.device) < count[..., None]
+    valid = torch.arange(index.shape[-1], device=index.device) < count[..., None]
     at = torch.where(valid, index, columns).long()  # the rest goes one past the end
     grid = torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.uint8, device=index.device)
     return grid.scatter_(-1, at, 1)[..., :columns].contiguous()
@@ -46,26 +52,23 @@ def ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
     return marks.sum(dim=-1).to(torch.int32), index.to(torch.int32, memory_format=torch.contiguous_format)
 
 
-def transposed(count: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """The lists of columns from those of rows."""
-    return ordered(listed(count, index).transpose(-2, -1))
-
-
-def with_columns(lists: Lists) -> Lists:
+def with_columns(lists: Lists, columns: int) -> Lists:
     """The same lists, and those of columns."""
     made = dict(lists)
     for mine, other in (("kv", "q"), ("full_kv", "full_q")):
         if (rows := side(lists, mine)) is not None:
-            made[f"{other}_num_blocks"], made[f"{other}_indices"] = transposed(*rows)
+            grid = listed(*rows, columns).transpose(-2, -1)
+            made[f"{other}_num_blocks"], made[f"{other}_indices"] = ordered(grid)
     return made
 
 
 def with_orders(lists: Lists, descending: bool | None) -> Lists:
     """The same lists, and the order in which columns of keys add to dQ."""
-    read, made = (kinds_of(lists) > 0).to(torch.int32), dict(lists)
+    made = dict(lists)
     for name, of in (("dq_write_order", "q_indices"), ("dq_write_order_full", "full_q_indices")):
-        index = lists[of]
-        made[name] = None if index is None else dq_write_order(read, index, bool(descending))
+        if (index := lists[of]) is not None:
+            read = (kinds_of(lists, index.shape[-2]) > 0).to(torch.int32)
+            made[name] = dq_write_order(read, index, bool(descending))
     return made
 
 
@@ -81,7 +84,7 @@ def dq_write_order(read: Tensor, q_index: Tensor, descending: bool) -> Tensor:
     return rank.gather(-1, q_index.long()).to(torch.int32)
 
 
-def check_lists(lists: dict[str, Tensor | None]) -> None:
+def check_lists(lists: Lists, kv_len: int | None, block: int) -> None:
     """Refuse lists that do not fit together, and, where they are on the host, what they cannot mean."""
     count, index = lists["kv_num_blocks"], lists["kv_indices"]
     if index is None or count is None:
@@ -98,22 +101,22 @@ def check_lists(lists: dict[str, Tensor | None]) -> None:
                 f"full_{axis}_num_blocks and full_{axis}_indices must be both provided or omitted\n"
                 f"  full_{axis}_{'num_blocks' if n is None else 'indices'} is missing"
             )
+    columns = columns_of(lists, kv_len, block)
     for name in ("kv", "full_kv"):
         pair = side(lists, name)
         if pair is None:
             continue
         n, i = pair
-        if i.shape != index.shape or n.shape != index.shape[:-1]:
+        if i.shape[:-1] != index.shape[:-1] or n.shape != index.shape[:-1]:
             raise ListError(
                 f"{name}_num_blocks has shape {tuple(n.shape)}, {name}_indices {tuple(i.shape)}\n"
-                f"  for rows and columns of tiles as in kv_indices, they are {tuple(index.shape[:-1])} and "
-                f"{tuple(index.shape)}"
+                f"  for the rows of kv_indices, the first has {tuple(index.shape[:-1])}, the second one axis more"
             )
         if i.is_cpu and n.is_cpu:
-            _check_entries(name, n, i)
+            _check_entries(name, n, i, columns)
     full = side(lists, "full_kv")
     if full is not None and all(x.is_cpu for x in (count, index, *full)):
-        both = (listed(count, index) & listed(*full)).nonzero()
+        both = (listed(count, index, columns) & listed(*full, columns)).nonzero()
         if len(both):
             *_, row, column = both[0].tolist()
             raise ListError(
@@ -121,15 +124,15 @@ def check_lists(lists: dict[str, Tensor | None]) -> None:
             )
 
 
-def _check_entries(name: str, count: Tensor, index: Tensor) -> None:
-    columns = index.shape[-1]
-    if bool(((count < 0) | (count > columns)).any()):
-        raise ListError(f"{name}_num_blocks has entries outside 0..{columns}, the number of columns")
-    valid = torch.arange(columns) < count[..., None]
+def _check_entries(name: str, count: Tensor, index: Tensor, columns: int) -> None:
+    width = index.shape[-1]
+    if bool(((count < 0) | (count > width)).any()):
+        raise ListError(f"{name}_num_blocks has entries outside 0..{width}, the length of a list")
+    valid = torch.arange(width) < count[..., None]
     bad = valid & ((index < 0) | (index >= columns))
     if bool(bad.any()):
         raise ListError(
             f"{name}_indices lists column {int(index[bad][0])}\n  there are columns 0..{columns - 1}, of tiles"
         )
-    if bool((listed(count, index).sum(dim=-1) != count).any()):
+    if bool((listed(count, index, columns).sum(dim=-1) != count).any()):
         raise ListError(f"{name}_indices lists a column twice in one row\n  its keys would count twice")

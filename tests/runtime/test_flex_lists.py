@@ -71,6 +71,21 @@ def test_lists_by_batch_and_head():
     assert torch.equal(torch.from_numpy(joined.mask.dense(6, 6, 2, 2)), wanted & (torch.arange(6) % 2 == 0))
 
 
+def test_lists_may_be_as_short_as_the_longest_row_needs():
+    short = (COUNT, INDEX[..., :2], FULL_COUNT, FULL_INDEX[..., :2])
+    options = {"BLOCK_SIZE": (4, 5), "mask_mod": even, "seq_lengths": (12, 18)}
+    mine = ours.BlockMask.from_kv_blocks(*short, **options)
+    wide = ours.BlockMask.from_kv_blocks(COUNT, INDEX, FULL_COUNT, FULL_INDEX, **options)
+    assert mine.kv_indices.shape == (1, 1, 3, 2)
+    assert mine == wide
+    for name in ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):
+        assert torch.equal(getattr(mine, name), getattr(wide, name))
+    assert torch.equal(mine.to_dense(), wide.to_dense())
+    assert torch.equal(mine[:, :, 1:].to_dense(), wide[:, :, 1:].to_dense())
+    with pytest.raises(ValueError, match=r"kv_indices lists column 3\n  there are columns 0..2, of tiles"):
+        ours.BlockMask.from_kv_blocks(*short, **{**options, "seq_lengths": (12, 11)})
+
+
 def test_the_lists_of_one_part_may_be_replaced():
     made = ours.create_block_mask("causal", None, None, 24, 24, "cpu", 8)
     other = theirs.create_block_mask(lambda b, h, q, k: q >= k, None, None, 24, 24, "cpu", 8)
@@ -125,7 +140,7 @@ def test_the_constructor_takes_eight_lists():
         ((COUNT, INDEX, FULL_COUNT), AssertionError, "full_kv_num_blocks and full_kv_indices must be both provided"),
         ((COUNT, INDEX, None, FULL_INDEX), AssertionError, "  full_kv_num_blocks is missing"),
         ((COUNT[..., :2], INDEX), ValueError, r"kv_num_blocks has shape \(1, 1, 2\), kv_indices \(1, 1, 3, 4\)"),
-        ((COUNT + 4, INDEX), ValueError, r"kv_num_blocks has entries outside 0..4, the number of columns"),
+        ((COUNT + 4, INDEX), ValueError, r"kv_num_blocks has entries outside 0..4, the length of a list"),
         ((COUNT + 1, INDEX), ValueError, r"kv_indices lists column 7\n  there are columns 0..3, of tiles"),
         ((torch.full_like(COUNT, 2), FULL_INDEX * 0), ValueError, "kv_indices lists a column twice in one row"),
         (
