@@ -6,6 +6,7 @@ import triton
 from support import attention_cases as cases
 from support import triton_operators
 from support.attention_cases import CASES
+from support.torch_gradients import MODS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -13,7 +14,8 @@ from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import triton_decode
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import triton_backward, triton_decode
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
@@ -73,6 +75,21 @@ def test_cases_compile(name):
     made, target = cases.plan(case), Target("triton", 64, 32, 4, 2)
     dims = Dims(case.dim, case.v_dim, "float16", case.heads // case.kv_heads)
     assert all(r.fits for r in compile_reports(emit(made, target, dims), made, target, dims))
+
+
+@pytest.mark.parametrize(("name", "dtype", "live"), [
+    ("by column, gqa", "float16", ()), ("learned softcap", "bfloat16", ("s0",)), ("by row, clamped", "float32", ()),
+])  # fmt: skip
+def test_backward_compiles(name, dtype, live):
+    """Of one group, with dropout and in 64 bits; of a scalar on the device, alone; in float32, of few queries."""
+    case, target = MODS[name], Target("triton", 16, 16, 4, 1)
+    many = {"limits": dict.fromkeys("qk", 2.0**33), "dropout": True} if name == "by column, gqa" else {}
+    made = make_plan(case.mask, case.score, **many)
+    wanted = {g.source for g in backward_of(made).gradients} | (set() if live else {"q", "k", "v"})
+    dims = Dims(32, 48, dtype, case.heads // case.kv_heads, live=live)
+    found = list(compile_reports(triton_backward.emit(made, target, dims, wanted), made, target, dims))
+    assert [r.kernel for r in found] == [f"attention_{n}" for n in ("delta", "dq", "dkv")][: 2 if live else 3]
+    assert all(r.fits for r in found)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
