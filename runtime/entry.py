@@ -60,12 +60,14 @@ def attention(
     See `Attention.__call__` for shapes, results, sinks, seeds and gradients, `compile` for the rest.
     """
     check_name(backend)
-    options = Options(scale, enable_gqa, backend, None, rate_of(dropout), deterministic=flag(deterministic))
+    rate, deterministic = rate_of(dropout), flag(deterministic)
     if in_graph(q):
         from .torch_library import written_call
 
-        found = written_call(mask, score, options, q, k, v, seed, sinks, return_max, origin, sizes, layout, params)
+        said = scale, enable_gqa, backend, None, rate, None, deterministic
+        found = written_call(mask, score, said, q, k, v, seed, sinks, return_max, origin, sizes, layout, params)
         return results(found, return_lse, return_max)
+    options = Options(scale, enable_gqa, backend, None, rate, deterministic=deterministic)
     params = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
     att = attention_for(mask, score, options, params)
     return att(

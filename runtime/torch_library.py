@@ -45,16 +45,16 @@ def traced_call(
 
 
 def written_call(
-    mask: Any, score: Any, o: Any, q: Tensor, k: Tensor, v: Tensor, seed: Any, sinks: Any, top: bool, origin: Any,
-    sizes: Any, layout: str | None, params: dict[str, Any],
+    mask: Any, score: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, seed: Any, sinks: Any, top: bool,
+    origin: Any, sizes: Any, layout: str | None, params: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph."""
+    """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph; `options` as a spec begins."""
     if not isinstance(mask, (str, type(None))) or not isinstance(score, (str, type(None))):
         raise ParameterError(
             "in a graph of torch frisket.attention takes a mask and a score mod as texts\n"
             "  or make att = frisket.compile(mask, score) outside, and call that"
         )
-    if type(o.scale) not in (int, float, type(None)):
+    if type(options[0]) not in (int, float, type(None)):
         raise ParameterError(
             "scale is a tensor, and a graph of torch holds it as a number\n"
             "  multiply q by a factor that is learned or changes, and give scale=1"
@@ -62,9 +62,8 @@ def written_call(
     from .torch_spec import HEAD
 
     text = mask or ""
-    options = o.scale, o.enable_gqa, o.backend, None, o.dropout, None, o.deterministic
     spec = HEAD.format(*options, len(text)) + text + (score or "")
-    return written(spec, o.dropout, q, k, v, seed, sinks, top, origin, sizes, layout, params)
+    return written(spec, options[4], q, k, v, seed, sinks, top, origin, sizes, layout, params)
 
 
 def written(
