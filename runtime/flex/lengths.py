@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from frisket.dsl.errors import ShapeError
 
@@ -18,4 +19,5 @@ def pair(value: Any, name: str) -> tuple[int, int]:
 
 
 def is_count(n: Any) -> bool:
-    return isinstance(n, int | np.integer) and not isinstance(n, bool) and bool(n > 0)
+    """Whether n can count something. A size of an exported program is one: it becomes that number there."""
+    return isinstance(n, int | np.integer | torch.SymInt) and not isinstance(n, bool) and bool(n > 0)

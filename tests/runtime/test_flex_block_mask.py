@@ -123,7 +123,8 @@ def test_nothing_is_copied_to_make_one(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_it_is_torchs():
-    made, other = both(causal, 2, 1, 64, 64, "cpu", 16)
+    assert fk.flex is ours
+    made, other = both(causal, 2, 1, np.int64(64), 64, "cpu", 16)
     assert isinstance(made, theirs.BlockMask)
     assert (made.seq_lengths, made.BLOCK_SIZE, made.numel()) == (other.seq_lengths, other.BLOCK_SIZE, other.numel())
     assert made.mask_mod is causal
