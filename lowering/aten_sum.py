@@ -4,9 +4,9 @@ On the CPU one thread adds in order. On a device threads add with atomics in any
 fixed point: integers give one sum in any order. The unit is a power of two, chosen on the device from the sum of all
 magnitudes, so that no sum leaves 64 bits:
 
-    unit <= 2**-60 * sum(|values|);  the error of a place is at most unit / 2 for every value added to it
+    unit <= 2**-60 * sum(|values|);  the error of a place is at most a unit for every value added to it
 
-A sum of float32 is wrong by up to 2**-25 of its partial sums for every value added. (Units stay in
+A sum of float32 is wrong by up to 2**-24 of its partial sums for every value added. (Units stay in
 2**-126..2**126, as float32 has them. A value that is not finite makes all places NaN.)
 """
 

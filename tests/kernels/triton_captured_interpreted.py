@@ -223,6 +223,15 @@ def test_programs_may_run_in_any_order(name, monkeypatch):
         assert not torch.equal(*both.again().values(), backwards)
 
 
+def test_fixed_point_keeps_what_is_added_to_a_unit(monkeypatch):
+    both = Tables(ALL["plane, of one head"])  # one value for every place, so that nothing else is rounded
+    (exact,) = both.ours().values()
+    monkeypatch.setattr(_Run, "plane", lambda *_: None)
+    (fixed,) = both.again().values()
+    assert (fixed - exact).abs().max() <= 2.0**-60 * exact.double().abs().sum()
+    assert not torch.equal(fixed, torch.zeros_like(fixed))
+
+
 def test_arrays_of_any_strides():
     def twisted(x, y, z):
         return x.transpose(1, 2).contiguous().transpose(1, 2), y[:, :, :1].expand_as(y), z.mT.contiguous().mT
