@@ -23,6 +23,7 @@ from .triton_bind import Bound, Launch, Made, Values, made
 
 Tensor = Any
 PACK = 64  # queries of one head from which on a tile is full without those of other heads
+SHARED = 16  # queries up to which heads share a tile even where nothing is split: keys and values are read once
 FILLED = 0.8  # of the machine's processors: with so many programs nothing is split
 LEAST = 4  # tiles of keys that are not worth splitting
 MOST = 128  # parts
@@ -55,9 +56,14 @@ def shares(
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
     block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), target.block_k
-    splits = target.splits or parts(programs, processors, most_tiles(plan, spans, g, block))
-    if splits == 1 and pack == 1:
-        return None
+    splits, few = target.splits, pack > 1 and g.q_len <= SHARED
+    if not splits:
+        if programs >= FILLED * processors and not few:
+            return None
+        tiles = most_tiles(plan, spans, g, block)
+        splits = parts(programs, processors, tiles)
+        if splits == 1 and (tiles <= LEAST or not few):
+            return None
     return Shares(replace(_hurried(target, dims, rows), block_q=rows, splits=splits), queries, pack, block)
 
 

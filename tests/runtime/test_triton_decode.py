@@ -57,6 +57,13 @@ def test_full_machines_run_the_forward():
     assert chosen(q_len=1, heads=64, kv_heads=64, batch=8) is None
     packed = chosen(q_len=1, heads=64, kv_heads=8, batch=32)  # packing pays by itself
     assert (packed.pack, packed.target.splits) == (8, 1)
+    assert chosen(q_len=17, heads=64, kv_heads=8, batch=32) is None
+    assert chosen(q_len=1, heads=64, kv_heads=8, batch=32, kv_len=256) is None
+
+
+def test_full_grids_do_not_ask_how_many_tiles_are_visible():
+    g = Geometry(4, 32, 8, 4096, 4096, 128, 128, 0.1)
+    assert shares(CAUSAL, object(), g, TILE, Dims(128, 128, "bfloat16", 4), H200) is None
 
 
 def test_small_grids_are_split_whatever_their_queries():
