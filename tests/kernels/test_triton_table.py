@@ -1,7 +1,20 @@
 """Registers, spills and shared memory of Triton's default tiles, by a compiler that is not an interpreter."""
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 from kernels.test_triton_interpret import run
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def test_the_table_is_whole():
+    lines = (GOLDEN / "triton_report_3.9.txt").read_text().splitlines()
+    architectures, dims = ("sm_80", "sm_90", "sm_100", "gfx942"), ("64", "128", "256")
+    masks, kernels = ("causal", "window", "documents", "softcap"), ("forward", "delta", "dq", "dkv")
+    wanted = [(a, "D", d, m, k) for a, d, m, k in product(architectures, dims, masks, kernels)]
+    assert [tuple(line.split()[:5]) for line in lines] == wanted
 
 
 @pytest.mark.parametrize("part", ["test_some and sm_90", "test_some and not sm_90"])
