@@ -13,6 +13,7 @@ from frisket.dsl.ir import COORDINATES, uses
 from frisket.lowering.aten_sum import amounts, units
 from frisket.lowering.derive import Gradient, alone
 from frisket.lowering.emit import triton_captured as emit
+from frisket.lowering.emit.triton_dm import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from .triton_bind import SIZES, Bound, Launch, Made, Values, bound, made
@@ -69,7 +70,7 @@ class _Run:
         from torch.nn.functional import pad
 
         g, (rows, columns), side = self.geometry, self.grid, self.side
-        across, sums = rows + columns - 1, emit.weights(gradients)
+        across, sums = rows + columns - 1, weights(gradients)
         room = ROOM // (g.batch * g.heads * len(sums) * 2 * across * side)
         share = -(-rows // max(1, min(PARTS, rows // ROWS, room)))
         parts = -(-rows // share)

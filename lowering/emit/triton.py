@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import triton_backward, triton_forward
+from . import triton_backward, triton_captured, triton_forward
 from .triton_writer import Dims, module
 
 ARRAYS = frozenset("qkv")
@@ -21,4 +21,5 @@ def emit(
     kernels = [triton_forward.kernel(plan, target, dims, sinks=sinks)]
     if not dims.kv_dtype:
         kernels += triton_backward.kernels(plan, target, dims, wanted, dlse=False)
+        kernels += triton_captured.kernels(plan, triton_captured.square(target), dims, wanted)
     return module("Attention", plan, dims, kernels)

@@ -10,7 +10,7 @@ from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import alone, backward_of
-from frisket.lowering.emit import expr_triton
+from frisket.lowering.emit import expr_triton, triton
 from frisket.lowering.emit.triton_captured import diagonal, plane, scatter, square
 from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
 from frisket.lowering.emit.triton_writer import Dims
@@ -112,3 +112,19 @@ def test_a_coordinate_alone():
         assert alone(entry) == name
     for entry in (q - k, 2 * k, -k, h // 2, k + other, q * s, s, q + b):
         assert alone(entry) is None
+
+
+def test_kernels_to_read():
+    def names(*mods):
+        made = make_plan(causal, sum(mods, score))
+        wanted = {t.name for t in made.tables}
+        source = triton.emit(made, Target("triton", 128, 64), DIMS, wanted=wanted | {"q", "k", "v"})
+        found = [n.name for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+        assert source == triton.emit(made, Target("triton", 128, 64), DIMS, wanted=wanted | {"q", "k", "v"})
+        assert "attention_diagonal" not in triton.emit(made, Target("triton", 128, 64), DIMS)
+        return [n.removeprefix("attention_") for n in found if n.startswith("attention_")]
+
+    first = ["forward", "delta", "dq", "dkv"]
+    assert names(bias(q)) == first
+    assert names(bias(q - k), lookup("other", (q, k), FLOAT)) == [*first, "diagonal", "plane"]
+    assert names(bias(q + k), lookup("u", (h // 2, q, k), FLOAT)) == [*first, "total", "scatter"]
