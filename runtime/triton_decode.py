@@ -18,6 +18,7 @@ from frisket.lowering.emit.triton_parameters import padded
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
 
+from . import triton_tiles
 from .flat_plan import FlatPlan
 from .triton_bind import Bound, Launch, Made, Values, made
 
@@ -99,14 +100,7 @@ def parts(programs: int, processors: int, tiles: int) -> int:
 
 
 def processors(device: Any) -> int:
-    return _processors(device.index) if device.type == "cuda" else INTERPRETED
-
-
-@lru_cache(maxsize=64)
-def _processors(index: int | None) -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+    return triton_tiles.processors(device) if device.type == "cuda" else INTERPRETED
 
 
 class Parts:
