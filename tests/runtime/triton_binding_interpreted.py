@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ShapeError
-from frisket.runtime import torch_library, triton_bind
+from frisket.runtime import triton_bind
 
 G = torch.Generator().manual_seed(0)
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"
@@ -125,7 +125,6 @@ def test_graph_operators_are_sound(top):
     dout, dlse = torch.randn(out.shape[::-1], generator=G).permute(3, 2, 1, 0), torch.ones(()).expand(lse.shape)
     rest = (numbers, spec, names, [True, False, True, True, True])
     torch.library.opcheck(torch.ops.frisket.attend_backward.default, (dout, dlse, *given, *rest))
-    assert torch_library.LIBRARY
 
 
 def test_graph_of_a_checkpoint():

@@ -21,10 +21,10 @@ def arrays(s=512, b=1, h=4, hkv=2, d=64, dtype=torch.bfloat16):
     return [torch.zeros(b, n, s, d, dtype=dtype, requires_grad=True) for n in (h, hkv, hkv)]
 
 
-def compiled(run):
+def compiled(run, *given, **more):
     """The kernels that a call had Triton compile."""
     before = len(triton_null.compiled)
-    run()
+    run(*given, **more)
     return triton_null.compiled[before:]
 
 
@@ -38,26 +38,26 @@ def train(att, given, **more):
 def test_lengths_batches_and_heads_compile_nothing():
     att = fk.compile("causal & window(1000)", BIAS, backend="triton")
     bias = {"bias": torch.zeros(8, 2048)}
-    assert set(compiled(lambda: train(att, arrays(), **bias))) == KERNELS
+    assert set(compiled(train, att, arrays(), **bias)) == KERNELS
     for shape in ((640, 1, 4, 2), (777, 1, 4, 2), (1000, 3, 4, 2), (1024, 2, 8, 4)):
         given = {"bias": torch.zeros(8, shape[0])}
-        assert compiled(lambda: train(att, arrays(*shape), **given)) == []  # noqa: B023
+        assert compiled(train, att, arrays(*shape), **given) == []
 
 
 def test_windows_inside_a_class_compile_nothing():
-    first = compiled(lambda: train(fk.compile("causal & window(300)", backend="triton"), arrays()))
+    first = compiled(train, fk.compile("causal & window(300)", backend="triton"), arrays())
     assert set(first) == KERNELS
     for w in (301, 500, 640):
-        assert compiled(lambda: train(fk.compile(f"causal & window({w})", backend="triton"), arrays())) == []  # noqa: B023
-    other = compiled(lambda: train(fk.compile("causal & window(w)", w=64, backend="triton"), arrays()))
+        assert compiled(train, fk.compile(f"causal & window({w})", backend="triton"), arrays()) == []
+    other = compiled(train, fk.compile("causal & window(w)", w=64, backend="triton"), arrays())
     assert "attention_forward" in other  # another class has other tiles
 
 
 def test_documents_compile_nothing():
     att = fk.compile("causal & same(doc)", backend="triton")
-    assert set(compiled(lambda: train(att, arrays(), doc=np.arange(512) // 100))) == KERNELS
+    assert set(compiled(train, att, arrays(), doc=np.arange(512) // 100)) == KERNELS
     for s, n in ((512, 3), (512, 512), (700, 41)):
-        assert compiled(lambda: train(att, arrays(s), doc=np.arange(s) // n)) == []  # noqa: B023
+        assert compiled(train, att, arrays(s), doc=np.arange(s) // n) == []
 
 
 def test_steps_of_decoding_compile_nothing():
@@ -68,15 +68,15 @@ def test_steps_of_decoding_compile_nothing():
         q = torch.zeros(1, 4, 1, 64, dtype=k.dtype)
         att(q, k, v, origin=(0, 0, at, 0), sizes=(1, 4, 1024, 1024))
 
-    assert compiled(lambda: step(5))
+    assert compiled(step, 5)
     assert compiled(lambda: [step(at) for at in (6, 100, 800, 1023)]) == []
 
 
 def test_what_compiles_anew():
     att = fk.compile("causal & q % 7 < 5", backend="triton")
     for more in ({}, {"d": 128}, {"dtype": torch.float16}, {"h": 6}):
-        assert set(compiled(lambda: train(att, arrays(**more)))) == KERNELS  # noqa: B023
-        assert compiled(lambda: train(att, arrays(**more))) == []  # noqa: B023
+        assert set(compiled(train, att, arrays(**more))) == KERNELS
+        assert compiled(train, att, arrays(**more)) == []
 
 
 # -- which kernel runs ----------------------------------------------------------------------------------------------
