@@ -60,6 +60,13 @@ class Ready:
         """The same without what belongs to one step."""
         return self._with(None, dict.fromkeys(self.tables), plan.again({}))
 
+    def alone(self) -> Ready:
+        """The same without the plan, which keeps it: in a ring, tables of a step would outlive the step."""
+        return self._with(None, self.tables, None)
+
+    def beside(self, plan: Any) -> Ready:
+        return self._with(plan, self.tables, None)
+
     def _with(self, spans: Any, tables: Mapping[str, Any], step: FlatPlan | None) -> Ready:
         made = object.__new__(Ready)
         made.__dict__.update(self.__dict__, spans=spans, tables=tables, step=step)
@@ -185,15 +192,16 @@ def kept_ready(
 def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
     """What was remembered for such a call; of calls whose masks read tables of a device, all but those."""
     ready: Ready | None = kept.get(key)
-    if ready is None and key is not None and getattr(plan, "common", None) is not None:
-        ready = plan.common.ready.get(key)
-    if ready is None or ready.step is None:
-        return ready
     if plan is None:
+        if ready is None or ready.step is None:
+            return ready
         given = {n: params[n] if n in params else att.learned[n] for n, *_ in ready.step.key.given}
         return ready.of(ready.step.again(given))
-    ready = kept[key] = ready.of(plan)  # for the layers to come
-    return ready
+    if ready is None and key is not None and getattr(plan, "common", None) is not None:
+        first = plan.common.ready.get(key)
+        if first is not None:
+            ready = kept[key] = first.of(plan).alone()  # for the layers to come
+    return ready.beside(plan) if ready is not None and ready.loaded else ready
 
 
 def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any]) -> Ready:
@@ -201,7 +209,7 @@ def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any])
     if key is None:
         return ready
     if plan is not None or not call.plan.by_table:
-        _keep(kept, key, ready)
+        _keep(kept, key, ready if plan is None or not ready.loaded else ready.alone())
     if ready.loaded and isinstance(call.plan, FlatPlan) and call.plan.common is not None:
         _keep(att.ready if plan is None else call.plan.common.ready, key, ready.bare(call.plan))
     return ready

@@ -12,7 +12,7 @@ from support import triton_null
 from support.device_tables import NoLook, NoWait, pose
 
 import frisket as fk
-from frisket.runtime import backends, flat_plan, flat_triton
+from frisket.runtime import backends, flat_triton
 
 triton_null.install(watch=True)
 backends.REASONS["triton"] = lambda: ""
@@ -108,19 +108,28 @@ def test_changed_lengths_compile_nothing():
     assert triton_null.compiled[before:] == ["attention_forward"]
 
 
-def test_a_step_leaves_nothing_behind(monkeypatch):
-    """Plans and tables of calls are gone when the calls are."""
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_step_leaves_nothing_behind(planned):
+    """Plans and tables of steps are gone when the steps are, before any collection of garbage."""
     att, given, alive = fk.compile("causal & same(doc)"), arrays(), []
-    real = flat_plan.FlatPlan.again
-    monkeypatch.setattr(flat_plan.FlatPlan, "again", lambda *a: alive.append(weakref.ref(x := real(*a))) or x)
-    for _ in range(3):
-        doc = torch.arange(S) // 100
-        att(*given, doc=doc).sum().backward()
-        alive.append(weakref.ref(doc))
-        del doc
-    triton_null.launched.clear()
-    gc.collect()
-    assert not [x() for x in alive[2:] if x() is not None and getattr(x(), "given", True)]
+    gc.disable()
+    try:
+        for _ in range(4):
+            triton_null.launched.clear()
+            doc = torch.arange(S) // 100
+            if planned:
+                plan = att.plan(S, S, 1, 2, doc=doc)
+                out = att(*given, plan=plan) + att(*given, plan=plan)
+                alive.append(weakref.ref(plan))
+                del plan
+            else:
+                out = att(*given, doc=doc)
+            out.sum().backward()
+            alive.append(weakref.ref(doc))
+            del doc, out
+    finally:
+        gc.enable()
+    assert [x() for x in alive[2 + 2 * planned :]] == [None] * len(alive[2 + 2 * planned :])
 
 
 def test_tables_of_many_axes_and_kinds():
