@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import subprocess
@@ -19,6 +20,8 @@ from gpu_scale import Measure, Part, Scale, drawn, on_device, same
 from machine import fresh, rounds_of
 
 import frisket as fk
+from frisket.lowering.plan import Geometry
+from frisket.runtime.triton_tiles import target
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 WORKERS = min(12, os.cpu_count() or 1)  # of a part's tests
@@ -31,22 +34,27 @@ def layout_rows(scale: Scale) -> list[str]:
 
 
 def layout(row: str, scale: Scale) -> Measure:
-    """Documents of a tensor on the device, other ones at every call. A call with the new plan runs too."""
+    """Documents of a tensor on the device, other ones at every call: the records of the forward and of dk and dv. A
+    call with a new plan runs too."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     n, dim = scale.documents_at, scale.dims[-1]
-    doc = torch.arange(n, device=scale.device, dtype=torch.int32) // (n // 12)
+    steps = [torch.arange(n, device=scale.device, dtype=torch.int32) // (n // some) for some in range(8, 16)]
+    docs = itertools.cycle(steps)
     att = fk.compile("causal & same(doc)", backend="triton")
     arrays = drawn(1, 1, n, n, dim, scale)
+    g, dtype = Geometry(1, 1, 1, n, n, dim, dim, 1.0), str(scale.dtype).removeprefix("torch.")
     strict = torch.cuda.set_sync_debug_mode if scale.device == "cuda" else (lambda mode: None)
 
     def plan() -> Any:
-        return att.plan(n, n, doc=doc)
-
-    def spans() -> Any:  # a plan alone launches nothing: what it is asked for decides the tiles
-        return plan().rows((128, 64))
+        made = att.plan(n, n, doc=next(docs))
+        t = target(made, g, dtype)
+        back = t.dkv or t
+        made.rows((t.block_q, t.block_k)), made.columns((back.block_q, back.block_k))
+        return made
 
     def block_mask() -> Any:
+        doc = next(docs)
         return create_block_mask(
             lambda b, h, q, k: (q >= k) & (doc[q] == doc[k]), None, None, n, n, device=scale.device,
             _compile=not scale.dry,
@@ -57,15 +65,14 @@ def layout(row: str, scale: Scale) -> Measure:
         block_mask()
         strict("error")  # nothing of a step waits for the device
         try:
-            out = att(*arrays, plan=plan())
+            out = att(*arrays, doc=steps[4])
         finally:
             strict("default")
-        kept = fk.compile("causal & same(doc)", backend="triton", doc=doc.cpu().numpy())
-        same(out, kept(*arrays))
-    calls = {"frisket": spans, "create_block_mask": block_mask}
+        same(out, fk.compile("causal & same(doc)", backend="triton", doc=steps[4].cpu().numpy())(*arrays))
+    calls = {"frisket": plan, "create_block_mask": block_mask}
 
     def measure() -> dict[str, Any]:
-        times, wall = rounds_of(calls, scale.rounds, clock=on_device), rounds_of({"frisket": spans}, scale.rounds)
+        times, wall = rounds_of(calls, scale.rounds, clock=on_device), rounds_of({"frisket": plan}, scale.rounds)
         ms = {n: 1e3 * statistics.median(t) for n, t in times.items()}
         host = 1e3 * statistics.median(wall["frisket"])
         return {"ms": ms, "host_ms": host, "synchronizes": False, "goal_ms": 0.3}

@@ -16,9 +16,9 @@ a window of W keys visits ceil((BQ + W - 1) / BK) * BK keys a query, so this sha
 
 Larger tiles read less for each product: 64 x 64 has half the work of 128 x 128 for a byte of shared memory. So windows
 are `short` up to 192 keys, where small tiles win by a quarter, `medium` up to 768, where narrower ones do by a tenth,
-and `long` beyond, as is all that is no window. Masks that read tables, documents most of all, are `medium` at most:
-their rows have two borders, and their kernels need registers for what they read. The class hangs on the mask alone,
-never on the lengths of a call or on what its tables hold: a change inside a class compiles nothing.
+and `long` beyond, as is all that is no window. Masks whose rows are no formula are `medium` at most: documents have two
+borders, and kernels that read which tiles a row sees have fewer registers for the rest. The class hangs on the mask
+alone, never on the lengths of a call or on what its tables hold: a change inside a class compiles nothing.
 """
 
 from __future__ import annotations
@@ -183,9 +183,10 @@ def target(
     if tile is not None:
         return tuning.applied(with_precision(of_tile(tile, g, dtype), dtype))
     mask, score = (None, None) if plan is None else plan.simplified
-    keys = math.inf if plan is None or mask is None else keys_seen(mask, tuple(sorted(plan.scalars.items())))
-    if mask is not None and any(n.op == "lookup" for n in walk(mask)):
-        keys = min(keys, MEDIUM)
+    keys, closed = math.inf, True
+    if plan is not None and mask is not None:
+        keys, closed = keys_seen(mask, tuple(sorted(plan.scalars.items())))
+    keys = keys if closed else min(keys, MEDIUM)
     loads = loads_per_position(mask, score)
     arch, curved = arch or architecture(device), score_class(score) == "general"
     made = default_target(g, dtype, keys=keys, curved=curved, per_position=loads, arch=arch)
@@ -203,25 +204,28 @@ def with_precision(target: Target, dtype: str) -> Target:
 
 
 @lru_cache(maxsize=256)
-def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> float:
+def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> tuple[float, bool]:
     """How many keys a query sees in the middle of a long sequence, to the half of a tile, by those conjuncts of a
-    mask that are about positions alone: a bound where others hide more."""
-    terms = [e for e in (mask.args if mask.op == "and" else (mask,)) if _of_positions(e)]
-    if not terms:
-        return math.inf
-    seen = Mask(build("and", *terms) if len(terms) > 1 else terms[0])
+    mask that are about positions alone: a bound where others hide more. And whether formulas say which tiles a row
+    reads; otherwise that comes from a table."""
+    terms = mask.args if mask.op == "and" else (mask,)
+    own = [e for e in terms if _of_positions(e)]
+    if not own:
+        return math.inf, False
+    seen = Mask(build("and", *own) if len(own) > 1 else own[0])
     known = {n: x for n, x in scalars if n in names_of(seen.expr)}
     half = LENGTH // 2
     try:
-        spans = make_layout(
+        layout = make_layout(
             seen.bind(**known), half, LENGTH, block=(ROW, ROW), origin=(0, 0, half, 0), sizes=(1, 1, LENGTH, LENGTH),
             exact=False,
-        ).spans  # fmt: skip
+        )  # fmt: skip
     except FrisketError:  # a mask that is not defined there, or has no bound values
-        return math.inf
-    lo, full_lo, full_hi, hi = (spans.bounds[..., i].sum() for i in range(4))
-    rows = spans.bounds.shape[0] * spans.bounds.shape[1]
-    return float((hi - lo + full_hi - full_lo) / 2 * ROW / rows)
+        return math.inf, False
+    bounds = layout.spans.bounds
+    lo, full_lo, full_hi, hi = (bounds[..., i].sum() for i in range(4))
+    keys = float((hi - lo + full_hi - full_lo) / 2 * ROW / (bounds.shape[0] * bounds.shape[1]))
+    return keys, len(own) == len(terms) and layout.analysis.bounds is not None
 
 
 def _of_positions(e: Expr) -> bool:

@@ -33,10 +33,12 @@ def test_the_useful_fractions_of_the_docstring():
 
 
 SEEN = {
-    "causal": 3072.0, "causal & window(128)": 128.0, "causal & window(192)": 192.0, "causal & window(512)": 512.0,
-    "causal & (window(128) | sinks(4))": 192.0, "causal & chunked(1024)": 512.0, "k < 100": 64.0,
-    "causal & same(doc)": 3072.0, "causal & same(doc) & window(128)": 128.0, "same(doc)": math.inf,
-    "causal & q - k < 20 * (h + 1)": 3072.0,
+    "causal": (3072.0, True), "causal & window(128)": (128.0, True), "causal & window(192)": (192.0, True),
+    "causal & window(512)": (512.0, True), "causal & (window(128) | sinks(4))": (192.0, False),
+    "prefix(700) | causal": (3072.0, False), "causal & chunked(1024)": (512.0, True), "k < 100": (64.0, True),
+    "causal & same(doc)": (3072.0, False), "causal & same(doc) & window(128)": (128.0, False),
+    "same(doc)": (math.inf, False), "causal & q - k < 20 * (h + 1)": (3072.0, False),
+    "causal & (q - k) % 4 == 0": (1568.0, False),
 }  # fmt: skip
 
 
@@ -62,7 +64,8 @@ def test_classes_and_their_borders():
     ]  # fmt: skip
     short, medium, long = (target(f"causal & window({w})") for w in (128, 512, 2048))
     assert [(t.block_q, t.block_k) for t in (short, medium, long)] == [(64, 64), (128, 64), (128, 128)]
-    assert long == target("causal") == target(None) == target("prefix(700) | causal")
+    assert long == target("causal") == target(None)
+    assert medium == target("causal & (window(2048) | sinks(4))") == target("prefix(700) | causal")  # no formulas
 
 
 def test_what_changes_inside_a_class_changes_no_tile():
