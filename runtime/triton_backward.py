@@ -51,7 +51,7 @@ def backward(
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
     given = {
-        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse, "Lse2": lse2, "Delta": delta,
+        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Lse2": lse2, "Delta": delta,
         "DLse": None if dlse is None else dlse.to(torch.float32).contiguous(),
         **{f"D{n.upper()}": x for n, x in found.items()},
     }  # fmt: skip
@@ -61,7 +61,7 @@ def backward(
     more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
     if more:
         common = plan, spans, g, q, k, v, lse2, dout, delta, slots, tables, target
-        buffers |= zip(more, captured(*common, more, deterministic=deterministic), strict=True)
+        buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
     folds = folded(list(buffers), list(buffers.values()), g, slots, tables)
     return found | folds | _zeros(values - folds.keys(), tables, lse)
 
@@ -88,22 +88,24 @@ class _Launches:
         self.made, self.sums = _made(plan, target, own.dims(live), wanted, dlse)
         plain = Bound(bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
-        grid = -(-g.q_len // DELTA.block_q), g.heads, g.batch
-        self.steps = [self._step(plain, "attention_delta", grid, DELTA)]
+        self.steps = [self._step(plain, "attention_delta", DELTA, -(-g.q_len // DELTA.block_q), g.heads)]
         if "attention_dq" in self.made.kernels:
-            tile = target.dq or target
-            grid = -(-g.q_len // tile.block_q), g.heads, g.batch
-            self.steps.append(self._step(own, "attention_dq", grid, tile, records=spans and spans.rows, live=live))
+            tile, records = target.dq or target, spans and spans.rows
+            tiles = -(-g.q_len // tile.block_q)
+            self.steps.append(self._step(own, "attention_dq", tile, tiles, g.heads, records=records, live=live))
         if "attention_dkv" in self.made.kernels:
-            tile = target.dkv or target
-            grid = -(-g.kv_len // tile.block_k), g.kv_heads, g.batch
-            self.steps.append(self._step(own, "attention_dkv", grid, tile, records=spans and spans.columns, live=live))
+            tile, records = target.dkv or target, spans and spans.columns
+            tiles = -(-g.kv_len // tile.block_k)
+            self.steps.append(self._step(own, "attention_dkv", tile, tiles, g.kv_heads, records=records, live=live))
 
-    def _step(self, own: Bound, name: str, *how: Any, **more: Any) -> tuple[Launch, list[str]]:
+    def _step(
+        self, own: Bound, name: str, tile: Target, tiles: int, heads: int, **more: Any
+    ) -> tuple[Launch, list[str]]:
         """A launch, and which tensors it takes. What attention_delta calls Lse2 the others call Lse."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
         names = [n for n in self.made.kernels[name].arg_names if n in letters]
-        run = own.launch(self.made, name, *how, {n: letters[n] for n in names}, **more)
+        grid = tiles, heads, own.geometry.batch
+        run = own.launch(self.made, name, grid, tile, {n: letters[n] for n in names}, **more)
         first = name == "attention_delta"
         return run, [n if first or n != "Lse" else "Lse2" for n in names]
 
