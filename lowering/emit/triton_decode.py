@@ -37,10 +37,13 @@ def kernels(
 def packed(plan: LoopPlan, dims: Dims) -> int:
     """How many query heads are packed into a tile, where the mask is the same for all: those of a key head, or as many
     of them as divide them and leave a tile that registers carry."""
+    if plan.uses_head:
+        return 1
     dim = padded(max(dims.head_dim, dims.v_dim))
-    if plan.uses_head or dims.group <= (128 if dim <= 128 else rows_of_a_tile(dim)):
-        return 1 if plan.uses_head else dims.group
-    return max(n for n in range(1, rows_of_a_tile(dim) + 1) if dims.group % n == 0)
+    most = rows_of_a_tile(dim)
+    if dims.group <= (128 if dim <= 128 else most):
+        return dims.group
+    return max(n for n in range(1, most + 1) if dims.group % n == 0)
 
 
 def rows_of_a_tile(dim: int) -> int:
@@ -81,11 +84,8 @@ class Decode(Forward):
                 if self.tabled:
                     line("begin, end = begin - full, end - full")
             self._epilogue()
-        t, heads, queries = (
-            self.target,
-            f"heads / {self.pack}" if self.packs else "heads",
-            "packed queries" if self.packs else "queries",
-        )
+        t = self.target
+        heads, queries = (f"heads / {self.pack}", "packed queries") if self.packs else ("heads", "queries")
         launch = (
             f"attention_decode: grid (q tiles * splits, {heads}, batch), tiles of {t.block_q} {queries} by {t.block_k} "
             f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."
@@ -103,25 +103,27 @@ class Decode(Forward):
     def _place(self) -> None:
         line = self.page.line
         line("row, part = tl.program_id(0) // splits, tl.program_id(0) % splits")
-        whole = self.heads == "GROUP"
-        first = "head" if not self.packs else "kv_head * GROUP" if whole else "first_head"
-        own = ("kv_head" if whole else "first_head") if self.packs else "head"
-        if not whole and self.packs:
+        if not self.packs:
+            line("head, batch = tl.program_id(1), tl.program_id(2)")
+            first = "head"
+        elif self.pack == self.dims.group:
+            line("kv_head, batch = tl.program_id(1), tl.program_id(2)")
+            first = "kv_head * GROUP"
+        else:
             line(f"PACK: tl.constexpr = {self.pack}")
-        line(f"{own}, batch = tl.program_id(1){' * PACK' * (own == 'first_head')}, tl.program_id(2)")
+            line("first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)", "kv_head = first_head // GROUP")
+            first = "first_head"
         if self.tabled:
             line(f"entry = tl.load(SliceOf + batch * heads + {first}) * (tl.num_programs(0) // splits) + row")
         if self.packs:
-            the = "the " * whole
-            self.page.comment(f"A tile holds QUERIES queries of each of {the}{self.heads} heads that share a key head.")
+            heads = "the GROUP" if self.heads == "GROUP" else "PACK"
+            self.page.comment(f"A tile holds QUERIES queries of each of {heads} heads that share a key head.")
             line(
                 f"QUERIES: tl.constexpr = BLOCK_Q // {self.heads}",
                 "start = row * QUERIES",
                 "packed = tl.arange(0, BLOCK_Q)",
                 f"rows, head = packed // {self.heads}, {first} + packed % {self.heads}",
             )
-            if not whole:
-                line("kv_head = first_head // GROUP")
         else:
             line("start = row * BLOCK_Q", "rows = tl.arange(0, BLOCK_Q)")
             if self.dims.group > 1:
