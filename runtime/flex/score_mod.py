@@ -53,6 +53,8 @@ _scored: dict[Any, Scored] = {}
 
 def scored(score_mod: Any) -> tuple[Scored, Mapping[str, Tensor]]:
     """The score mod as it was traced before, if that still holds, and its tensors as they are now."""
+    state: Any
+    tensors: list[Tensor]
     if isinstance(score_mod, str | ScoreMod | ir.Expr):
         state, tensors = (score_mod if isinstance(score_mod, str) else id(score_mod)), []
     else:

@@ -50,7 +50,10 @@ def test_as_torch_computes_it(kind, name):
     torch.testing.assert_close(aux.lse, lse.float(), rtol=1e-4, atol=2e-5)  # a float64 table makes theirs float64
 
 
-@pytest.mark.parametrize(("kind", "name"), [x for x in ALL if x[1] != UNMAPPED[0]], ids=lambda x: x)
+MASKED = [pytest.param("mask", n, marks=[pytest.mark.slow] * bool(i % 4)) for i, n in enumerate(MASKS)]
+
+
+@pytest.mark.parametrize(("kind", "name"), [*(x for x in ALL[: len(SCORES)] if x[1] != UNMAPPED[0]), *MASKED])
 def test_gradients_are_those_of_the_formula(kind, name):
     score, mask = (score_case(name), None) if kind == "score" else (None, mask_case(name))
     check_gradients(score, mask, torch.float64, 1e-5)

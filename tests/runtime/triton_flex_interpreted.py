@@ -9,7 +9,7 @@ from support.torch_callables import mask_case, score_case
 
 PAIRS = [
     ("same table twice", "document by batch and head"), ("cpb gather", "window complement"),
-    ("learned slopes", "vsa top-k"), ("relative table", "sliding window"), ("learned scalar", "holes"),
+    ("learned slopes", "vsa top-k"),
 ]  # fmt: skip
 
 
