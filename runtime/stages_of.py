@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.lowering.stages import Pair, Stages
@@ -31,10 +31,12 @@ def text_of(
     if target.backend == "triton":
         from frisket.lowering.emit import triton, triton_decode
 
-        dims, few = dims_of(g, dtype), few_queries(plan, target, g, dtype)
+        read: list[Any] = [x for x in (*plan.tables, *plan.slots) if x.source in learned]
+        live = tuple(s.name for s in plan.slots if s in read)
+        dims, few = dims_of(g, dtype, live), few_queries(plan, target, g, dtype)
         if few is not None:
             return triton_decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks), few.target
-        wanted = triton.ARRAYS.union(x.name for x in (*plan.tables, *plan.slots) if x.source in learned)
+        wanted = triton.ARRAYS.union(x.name for x in read)
         return triton.emit(plan, target, dims, wanted=wanted, sinks=sinks), target
     if target.backend == "pallas-tpu":
         from frisket.lowering.emit import pallas_tpu
@@ -43,11 +45,11 @@ def text_of(
     return "", target
 
 
-def dims_of(g: Geometry, dtype: str) -> Dims:
-    """What of the shapes Triton's kernels depend on."""
+def dims_of(g: Geometry, dtype: str, live: tuple[str, ...] = ()) -> Dims:
+    """What of the shapes Triton's kernels depend on, and the slots whose values they load."""
     from frisket.lowering.emit.triton_writer import Dims
 
-    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, live=live)
 
 
 def few_queries(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> Shares | None:
@@ -75,7 +77,9 @@ def show(names: tuple[str, ...], plan: AnyPlan, made: Work | FlatWork, target: T
     plan.shown.add(target)
     if isinstance(made, FlatWork):
         assert isinstance(plan, FlatPlan)
-        text, runs = text_of(made.plan, target, g, dtype)
+        given = plan.given if plan.key.framework == "torch" else {}
+        learned = [n for n, x in given.items() if x.is_floating_point()]
+        text, runs = text_of(made.plan, target, g, dtype, learned=learned)
         stages = plan.stages(made, runs, text)
     else:
         stages = stages_of(made, target, g, dtype)

@@ -304,3 +304,7 @@ def test_eager_stages(monkeypatch, capsys):
     assert stages.source == att.source("triton", q, k, v)
     assert stages.source in shown
     assert "def attention_dkv(" in stages.source
+    score = "param c: float\nscore = c * tanh(score / c)"
+    fk.compile("causal", score, **NARROW)(q, k, v, c=torch.tensor(2.0, requires_grad=True))
+    shown = capsys.readouterr().err
+    assert shown.count("s0 = tl.load(s0).to(tl.float32)") == 3  # the scalar, loaded by the forward, dq, and dk and dv
