@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 
 import frisket as fk  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
+from frisket.dsl.trace import trace  # noqa: E402
 from frisket.lowering.dense import coordinates  # noqa: E402
 from frisket.lowering.simplify import canonical  # noqa: E402
 
@@ -61,3 +62,25 @@ def test_masks_are_the_texts_expr(name):
 def test_scores_are_the_texts_expr(name):
     case = score_case(name)
     assert canonical(fk.score(case.fn).expr).expr is canonical(fk.score(case.text, **case.bind).expr).expr
+
+
+def test_a_trace_says_which_values_it_looked_at():
+    table, scale, flag = torch.ones(24), torch.tensor(0.5), torch.tensor(True)
+
+    def mod(score, b, h, q, k):
+        return score + table[k] * table.shape[0] * scale.item() if flag else score
+
+    found = trace(mod)
+    assert {id(x) for x in found.read} == {id(scale), id(flag)}
+    assert list(found.tables) == ["table"]
+    assert trace(lambda score, q: score + table[q] * scale).read == ()
+
+
+def test_a_trace_of_tensors_without_values():
+    table, factor = torch.ones(24, device="meta"), torch.ones((), device="meta")
+    found = trace(lambda score, q: score + table[q] * factor.item(), valueless=True)
+    assert str(found.expr) == str(fk.score("score + table[q] * factor", table=np.ones(24), factor=0.5).expr)
+    with pytest.raises(fk.TraceError, match="computes with the values of a captured tensor"):
+        trace(lambda score, q: score + table.cumsum(0)[q], valueless=True)
+    with pytest.raises(fk.TraceError, match="no values to read"):
+        trace(lambda score, q: score + table[q])
