@@ -31,7 +31,8 @@ def text_of(
     if target.backend == "triton":
         from frisket.lowering.emit import triton, triton_decode
 
-        read: list[Any] = [x for x in (*plan.tables, *plan.slots) if x.source in learned]
+        values: list[Any] = [*plan.tables, *plan.slots]
+        read = [x for x in values if x.source in learned]
         live = tuple(s.name for s in plan.slots if s in read)
         dims, few = dims_of(g, dtype, live), few_queries(plan, target, g, dtype)
         if few is not None:
