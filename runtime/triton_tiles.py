@@ -120,6 +120,8 @@ def _carried(tile: Tile, kernel: str, dim: int, curved: bool, per_position: bool
         walked, stages = min(walked, 32), min(stages, 2)
     if arch.startswith("gfx"):
         return _of_amd(own, walked, warps, kernel, dim, SHARED.get(arch, SHARED["gfx942"]))
+    if arch in OF_WARPS and kernel == "dkv":
+        warps = 8  # two accumulators
     if arch in OF_WARPS and dim > 64:
         own, walked = (own, min(walked, 64)) if kernel == "forward" else (min(own, 64), walked)
     limit = SHARED.get(arch, SHARED["sm_90"])
