@@ -37,13 +37,20 @@ class Torch:
         return getattr(torch, name)
 
 
-def from_text(case):
-    used = {n: v for n, v in NUMPY.items() if re.search(rf"\b{n}\b", case.text)}
-    found = read(case.text, kind=case.kind, params=used)
+SQUARES = "sum(j in 0..extent(mol, 1): (mol[q, j] - mol[k, j]) ** 2)"
+IN_TORCH = {  # torch's norm has the derivative 0 at 0, that of JAX is NaN
+    "molecule by norm": f"exp(-(0.0 if {SQUARES} == 0.0 else sqrt({SQUARES})) / widths[h]) * score"
+}
+
+
+def from_text(case, text=None):
+    text = text or case.text
+    used = {n: v for n, v in NUMPY.items() if re.search(rf"\b{n}\b", text)}
+    found = read(text, kind=case.kind, params=used)
     return found.mask if case.kind == "mask" else found.score
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_the_same_expr_over_torch(case):
     over_torch = trace(case.over(Torch(), TENSORS), case.kind)
-    assert canonical(over_torch.expr).expr is canonical(from_text(case)).expr
+    assert canonical(over_torch.expr).expr is canonical(from_text(case, IN_TORCH.get(case.name))).expr

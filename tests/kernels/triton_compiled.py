@@ -14,13 +14,13 @@ from triton.compiler import ASTSource
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
-from frisket.dsl.sugar import b, function, h, k, q, score
+from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.emit import triton_backward, triton_decode
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
-from frisket.lowering.plan import Geometry, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.triton_launch import forward
 from frisket.runtime.triton_report import ARCHITECTURES, compile_reports
 from frisket.runtime.triton_source import load
@@ -28,6 +28,9 @@ from frisket.runtime.triton_tiles import MEDIUM, default_target, loads_per_posit
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)
+w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
+WINDOW = make_plan(causal & (q - k < w), None, rows_nonempty=True, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+DOCUMENTS = make_plan(causal & eq(ir.lookup("doc", (q,)), ir.lookup("doc", (k,))), None)
 PLANS = {
     "full": make_plan(None, None, rows_nonempty=True, score_finite=True),
     "softcap, alibi": make_plan(causal, softcap + ir.lookup("slope", (h,), FLOAT) * (k - q)),
@@ -87,8 +90,8 @@ def test_backward_compiles(name, dtype, live):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_few_queries_compile(arch):
     target, dims = Target("triton", 16, 64, 4, 3), Dims(96, 96, "bfloat16", 8)
-    source = triton_decode.emit(PLANS["documents"], target, dims, sinks=True, top=True)
-    found = list(compile_reports(source, PLANS["documents"], target, dims, arch))
+    source = triton_decode.emit(DOCUMENTS, target, dims, sinks=True, top=True)
+    found = list(compile_reports(source, DOCUMENTS, target, dims, arch))
     assert [r.kernel for r in found] == ["attention_decode", "attention_combine"]
     assert all(r.fits and not r.spills for r in found)
 
@@ -96,8 +99,8 @@ def test_few_queries_compile(arch):
 @pytest.mark.parametrize("keys", ["float8_e4m3fn", "float8_e5m2"])
 def test_keys_and_values_of_8_bits_compile(keys):
     target, dims = Target("triton", 64, 64, 4, 2), Dims(64, 64, "bfloat16", 8, keys)
-    source = emit(PLANS["window"], target, dims)
-    assert all(r.fits for r in compile_reports(source, PLANS["window"], target, dims))
+    source = emit(WINDOW, target, dims)
+    assert all(r.fits for r in compile_reports(source, WINDOW, target, dims))
 
 
 @pytest.mark.parametrize("int64", [False, True])
