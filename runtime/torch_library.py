@@ -18,13 +18,18 @@ from torch import Tensor
 from frisket.dsl.errors import BackwardError, ParameterError
 
 LIBRARY: Any = torch.library.Library("frisket", "DEF")  # type: ignore[no-untyped-call]
+# Operators read a seed, and keep what they upload and plan for calls to come: torch.compile records no CUDA graph of
+# them, in any mode.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
-    " -> (Tensor out, Tensor lse, Tensor top)"
+    " -> (Tensor out, Tensor lse, Tensor top)",
+    tags=_TAGS,
 )
 LIBRARY.define(
     "attend_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values,"
-    " Tensor out, Tensor lse, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]"
+    " Tensor out, Tensor lse, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]",
+    tags=_TAGS,
 )
 
 

@@ -233,6 +233,12 @@ def test_autocast_is_that_of_torchs_attention(compiled):
         assert ours(*exact).dtype == torch.float64
 
 
+def test_no_cuda_graph_is_recorded_of_the_operators():
+    """They read a seed and keep what they upload: a replay would have the first call's."""
+    for name in ("attend", "attend_backward"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.frisket, name).default.tags
+
+
 def test_fake_and_meta_tensors():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
