@@ -75,6 +75,7 @@ class Bound:
         self.spans, self.launches = spans, {} if launches is None else launches
         self._held: Values | None = None
         self._moved: dict[Any, tuple[Tensor, ...]] = {}
+        self.planes: dict[Any, str | None] = {}  # of `triton_captured`: which of "b" and "h" share a table's places
 
     def dims(self, live: tuple[str, ...] = ()) -> Dims:
         """What of such calls the kernels' texts depend on."""

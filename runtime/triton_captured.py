@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import COORDINATES, uses
+from frisket.dsl.ir import COORDINATES, uses, walk
 from frisket.lowering.aten_sum import amounts, units
 from frisket.lowering.derive import Gradient, alone
 from frisket.lowering.emit import triton_captured as emit
 from frisket.lowering.emit.triton_dm import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from .triton_bind import SIZES, Bound, Launch, Made, Values, bound, made
+from .triton_bind import KEPT, SIZES, Bound, Launch, Made, Values, bound, made
 
 Tensor = Any
 ROWS = 16  # of tiles, in a part of a block diagonal at least: a window has few diagonals
@@ -140,11 +140,15 @@ class _Run:
     def plane(self, gradient: Gradient) -> str | None:
         """Which of "b" and "h" share a place of the table, where every query and key, and what of the two is left,
         has a place of its own; None where that is not so or not known."""
-        shape, known = self.tables[gradient.source].shape, self.own.launches
-        key = "plane of", gradient, shape, self.values.numbers
+        shape = self.tables[gradient.source].shape
+        read = {e.name for e in walk(*gradient.index) if e.op == "param"}  # not a seed, which is another in every step
+        key = gradient, shape, *[(n, x) for n, x in self.slots.items() if n in read and not hasattr(x, "data_ptr")]
+        known = self.own.planes
         if key not in known:
             known[key] = self._plane(gradient, shape)
-        return known[key]  # type: ignore[no-any-return]
+            while len(known) > KEPT:
+                known.pop(next(iter(known)), None)
+        return known[key]
 
     def _plane(self, gradient: Gradient, shape: Sequence[int]) -> str | None:
         g = self.geometry
@@ -165,10 +169,10 @@ class _Run:
         g = self.geometry
         at = COORDINATES.index(name)
         length, start = (g.batch, g.heads, g.q_len, g.kv_len)[at], g.origin[at]
-        if str(getattr(start, "device", "cpu")) != "cpu":
+        env = {**dict.fromkeys(COORDINATES, 0), **dict(zip(SIZES, g.full, strict=True)), **self.slots}
+        if any(hasattr(env[e.name], "data_ptr") for e in walk(entry) if e.op in ("var", "param")):
             return None  # known on the device alone
-        sizes = dict(zip(SIZES, g.full, strict=True))
-        step = int(evaluate(entry, {**dict.fromkeys(COORDINATES, 0), **sizes, **self.slots}))
+        step = int(evaluate(entry, env))
         inside = step + int(np.min(start)) >= 0 and step + int(np.max(start)) + length <= size
         return name if inside else None
 

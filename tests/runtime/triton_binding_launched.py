@@ -222,3 +222,19 @@ def test_a_warm_call_reads_nothing_back(name, monkeypatch):
             monkeypatch.setattr(owner, n, refused)
     with Reads():
         torch.autograd.grad(att(*leaves, **given), leaves, cotangent)
+
+
+# -- what stays ------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_leave_nothing_behind():
+    """What is kept of a gradient by position is kept once, not for every seed."""
+    att = fk.compile("causal", "score + bias[(q * k) % 8, h]", backend="triton", dropout=0.1)
+    bias, given = torch.zeros(8, 4, requires_grad=True), arrays(64)
+    sizes = []
+    for seed in range(3):
+        train(att, given, bias=bias, seed=seed)
+        kinds = [b for of in triton_bind._bound.values() for b in of.values()]
+        sizes.append((sum(len(b.launches) for b in kinds), sum(len(b.planes) for b in kinds)))
+    assert sizes[0] == sizes[1] == sizes[2]
+    assert sizes[0][1] > 0
