@@ -11,11 +11,12 @@ from frisket.dsl.ir import SCORE
 from frisket.lowering.aten_fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.emit.triton_backward import DELTA, bare, emit
+from frisket.lowering.emit.triton_captured import square
 from frisket.lowering.emit.triton_cotangents import Sum, sums
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from .triton_bind import Bound, Launch, Made, Values, bound, made
+from .triton_bind import Bound, Launch, Made, Values, bound, far, made, near
 from .triton_captured import captured
 
 Tensor = Any
@@ -42,13 +43,17 @@ def backward(
     values = wanted - arrays.keys()
     if 0 in (g.batch, g.q_len, g.kv_len):
         return {n: x.zero_() for n, x in found.items()} | _zeros(values, tables, lse)
+    dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+    if far(q, k, v, out, dout):
+        tiles = (DELTA, target.dq or target, target.dkv or target, square(target))
+        rows = max(side for t in tiles for side in (t.block_q, t.block_k))
+        q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
     own = bound(plan, spans, g, target, q, k)
     read = own.values(slots, tables)
     kind = "backward", read.live, wanted, dlse is not None
     run = own.launches.get(kind)
     if run is None:
         run = own.launches[kind] = _Launches(own, spans, q, k, read.live, wanted, dlse is not None)
-    dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
     given = {
         "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Lse2": lse2, "Delta": delta,

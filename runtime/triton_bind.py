@@ -26,6 +26,7 @@ from .triton_source import load
 
 Tensor = Any
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
+FAR = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
 _loaded = lru_cache(maxsize=256)(load)  # equal texts are one kernel: what Triton compiled for one serves all
 
@@ -164,6 +165,17 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
         "b_origin": int(b), "h_origin": int(h), "q_origin": starts[0], "k_origin": starts[1],
         "ORIGIN_PER_BATCH": per_batch,
     }  # fmt: skip
+
+
+def far(*tensors: Tensor) -> bool:
+    """Whether the offsets within some tile of these could leave 32 bits: then `near` looks closer."""
+    return max([stride for x in tensors for stride in x.stride()[2:]]) > FAR
+
+
+def near(x: Tensor, rows: int) -> Tensor:
+    """The tensor, copied where the offsets within a tile of so many rows leave 32 bits."""
+    along, across = x.stride()[2:]
+    return x if rows * along + x.shape[3] * across < 1 << 31 else x.contiguous()
 
 
 # -- slots and tables -------------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import triton_decode
-from .triton_bind import Bound, Launch, Made, bound, made
+from .triton_bind import Bound, Launch, Made, bound, far, made, near
 
 Tensor = Any
-FAR = 1 << 20  # strides below this keep the offsets of any tile in 32 bits
 
 
 def forward(
@@ -34,7 +33,7 @@ def forward(
     import torch
 
     g = geometry
-    if max(*q.stride()[2:], *k.stride()[2:], *v.stride()[2:]) > FAR:
+    if far(q, k, v):
         q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
     own = bound(plan, spans, g, target, q, k)
     values = own.values(slots, tables)
@@ -71,12 +70,6 @@ def _launch(
         _made(plan, target, dims, sinks, top), "attention_forward", grid, target, tensors,
         records=None if spans is None else spans.rows, live=live,
     )  # fmt: skip
-
-
-def near(x: Tensor, rows: int) -> Tensor:
-    """The tensor, copied where the offsets within a tile of so many rows leave 32 bits."""
-    along, across = x.stride()[2:]
-    return x if rows * along + x.shape[3] * across < 1 << 31 else x.contiguous()
 
 
 def check_keys(dims: Dims, device: Any) -> None:

@@ -98,6 +98,17 @@ def test_shapes_of_any_strides():
     both.check()
 
 
+def test_shapes_of_strides_whose_tiles_span_more_than_32_bits(tmp_path):
+    def far(x):  # in a file without contents: 5 GiB of addresses, a few pages
+        n, stride = x.shape[2], 1 << 26
+        whole = torch.from_file(str(tmp_path / "far"), shared=True, size=n * stride, dtype=x.dtype)
+        return whole.as_strided(x.shape, (n * stride, n * stride, stride, 1)).copy_(x)
+
+    case = Case(causal, batch=1, heads=1, kv_heads=1, q_len=40, kv_len=40, block=(16, 16), dtype="float16")
+    tiles = ((16, 16), (16, 64))  # those of dkv alone reach that far
+    Both(case, tiles=tiles, change=lambda x, y, z: (x, far(y), z)).check_half()
+
+
 def test_shapes_in_64_bits():
     q = ir.var("q")
     case = small.but(mask=(q << 40) - k * 2**33 >= ir.param("w"), slots={"w": 5 * 2**35}, q_len=70, kv_len=70)

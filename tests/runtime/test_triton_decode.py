@@ -11,8 +11,8 @@ from frisket.dsl.sugar import h, k, q
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
+from frisket.runtime.triton_bind import near
 from frisket.runtime.triton_decode import Shares, most_tiles, parts, shares
-from frisket.runtime.triton_launch import near
 from frisket.runtime.triton_tiles import target
 from frisket.runtime.tuning import Tuning
 
