@@ -227,7 +227,7 @@ class Launch:
         device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, str], live: Sequence[str],
         asked: tuple[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
-        self.kernel, self.grid, self.fixed = kernel, (*grid, 1, 1)[:3], fixed
+        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
         self.device: Any = device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -238,3 +241,17 @@ def test_seeds_leave_nothing_behind():
         sizes.append((sum(len(b.launches) for b in kinds), sum(len(b.planes) for b in kinds)))
     assert sizes[0] == sizes[1] == sizes[2]
     assert sizes[0][1] > 0
+
+
+def test_layouts_of_steps_leave_nothing_behind():
+    """Launches serve the plans of all steps, and hold the spans of none."""
+    att = fk.compile("causal & same(doc)", backend="triton")
+    q, k, v = (x.detach() for x in arrays(64))
+    plan = att.plan(64, 64, 1, 4, doc=torch.arange(64) // 20, flat=True)
+    att(q, k, v, plan=plan)
+    bounds = [weakref.ref(made[0]) for made in plan._made.values()]
+    assert bounds
+    del plan
+    triton_null.launched.clear()
+    gc.collect()
+    assert [x() for x in bounds] == [None] * len(bounds)
