@@ -228,6 +228,7 @@ class Launch:
         asked: tuple[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        self.tile = target.block_q, target.block_k
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
         self.device: Any = device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None
@@ -299,12 +300,26 @@ class Launch:
             arguments[i] = number
         for i, x in zip(self.pointers, given, strict=True):
             arguments[i] = x
-        compiled = self.kernel[self.grid](*arguments, **self.options)
+        from triton import OutOfResources  # type: ignore[import-untyped]
+
+        try:
+            compiled = self.kernel[self.grid](*arguments, **self.options)
+        except OutOfResources as error:
+            raise BackendError(self._too_large(error)) from error
         if compiled is None:
             return
         self.known[key] = compiled[self.grid], [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
         while len(self.known) > KEPT:
             self.known.pop(next(iter(self.known)), None)
+
+    def _too_large(self, error: Any) -> str:
+        (queries, keys), unit = self.tile, "bytes of " if error.name == "shared memory" else ""
+        warps, stages = self.options["num_warps"], self.options["num_stages"]
+        return (
+            f"{self.kernel.__name__} takes {error.required} {unit}{error.name} in tiles of {queries} queries x {keys} "
+            f"keys, {warps} warps and {stages} stages; this GPU has {error.limit}\n"
+            "  leave out `tile` and `kernel_options`, or give smaller ones: tile=(64, 32)"
+        )
 
 
 def _narrow() -> Callable[[Tensor], bool] | None:

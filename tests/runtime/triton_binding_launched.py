@@ -8,10 +8,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import triton
 from support import triton_null
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import frisket as fk
+from frisket.dsl.errors import BackendError
 from frisket.runtime import backends, triton_bind
 
 triton_null.install(watch=True)
@@ -255,3 +257,15 @@ def test_layouts_of_steps_leave_nothing_behind():
     triton_null.launched.clear()
     gc.collect()
     assert [x() for x in bounds] == [None] * len(bounds)
+
+
+def test_tiles_too_large_for_the_machine(monkeypatch):
+    def refused(self):
+        raise triton.OutOfResources(393216, 232448, "shared memory")
+
+    monkeypatch.setattr(triton_null._Kernel, "run", property(refused))
+    att = fk.compile("causal & window(77)", tile=(128, 128), backend="triton")
+    said = "attention_forward takes 393216 bytes of shared memory in tiles of 128 queries x 128 keys"
+    for _ in range(2):
+        with pytest.raises(BackendError, match=f"{said}.*; this GPU has 232448\n  leave out `tile`"):
+            att(*(x.detach() for x in arrays(d=256)))
