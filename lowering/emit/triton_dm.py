@@ -83,12 +83,7 @@ class Tiles(Cotangents):
         """Whether the mask shows any of the tile `tile` of row `row` that begins at `start`: a condition."""
         line = self.page.line
         if self.bounds:
-            line(
-                "q_first = q_origin + start",
-                "q_last = q_origin + tl.minimum(start + BLOCK_Q, q_len) - 1",
-                "k_first = k_origin",
-                "k_last = k_origin + kv_len - 1",
-            )
+            self.corners()
             first, last = self.bounds["first"], self.bounds["last"]
             self.lines([first, last], SCALAR, set(self.hoisted))
             self.page.comment("Some query of the tile sees keys first..last.")

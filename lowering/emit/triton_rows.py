@@ -60,16 +60,21 @@ class Rows(Writer):
     def head_coordinate(self) -> None:
         self.page.line(f"h = {self.widened('h_origin + head')}")
 
+    def corners(self, block: str = "BLOCK_Q") -> None:
+        """The first and last query of a row of `block` and key of the call, as wide as formulas of them need."""
+        last = f"q_origin + tl.minimum(start + {block}, q_len) - 1"
+        self.page.line(
+            f"q_first = {self.widened('q_origin + start')}",
+            f"q_last = {self.widened(last)}",
+            f"k_first = k_origin{self.wide}",
+            f"k_last = {self.widened('k_origin + kv_len - 1')}",
+        )
+
     def closed_form(self, block: str = "BLOCK_Q") -> None:
         """The record of a row of `block` queries, from formulas."""
         line = self.page.line
         self.page.blank()
-        line(
-            "q_first = q_origin + start",
-            f"q_last = q_origin + tl.minimum(start + {block}, q_len) - 1",
-            "k_first = k_origin",
-            "k_last = k_origin + kv_len - 1",
-        )
+        self.corners(block)
         roots = list(self.bounds.values())
         self.lines(roots, SCALAR, self.hoisted)
         self.page.comment("Some query of the tile sees keys first..last, every one sees full_first..full_last.")
@@ -84,6 +89,8 @@ class Rows(Writer):
             "full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)",
             "full_hi = tl.maximum(full_hi, full_lo)",
         )
+        if self.wide:  # tiles are counted in 32 bits, wherever they came from
+            line(*(f"{n} = {n}.to(tl.int32)" for n in ("lo", "full_lo", "full_hi", "hi")))
 
     @contextmanager
     def border_tiles(self, shared: bool = False) -> Iterator[None]:

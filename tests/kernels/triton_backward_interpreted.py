@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import torch_gradients, triton_bf16
-from support.attention_cases import CASES, Case, Source, causal
+from support.attention_cases import CASES, STEEP, STEEP_BOUNDS, Case, Source, causal
 from support.torch_gradients import MODS, learned, window
 
 from frisket.dsl import ir
@@ -114,6 +114,10 @@ def test_shapes_in_64_bits():
     case = small.but(mask=(q << 40) - k * 2**33 >= ir.param("w"), slots={"w": 5 * 2**35}, q_len=70, kv_len=70)
     both = Both(case)
     both.plan = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40})
+    assert both.plan.int64
+    both.check()
+    both = Both(small.but(mask=STEEP, q_len=70, kv_len=70, block=(16, 16)))
+    both.plan = make_plan(STEEP, None, bounds=STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
     assert both.plan.int64
     both.check()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support import torch_gradients, triton_bf16
-from support.attention_cases import DOC, EMPTY_ROWS, Case, Source, causal, rng
+from support.attention_cases import DOC, EMPTY_ROWS, STEEP, STEEP_BOUNDS, Case, Source, causal, rng
 from support.torch_gradients import learned
 from triton.runtime.interpreter import interpreter_builder
 
@@ -176,6 +176,14 @@ CLOSED = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"
 def test_closed_form_bounds(name):
     both = Tables(ALL[name].but(q_len=65, kv_len=65, slots={"w": 33}))  # edges of windows at those of tiles
     both.plan = make_plan(both.case.mask, both.case.score, bounds=CLOSED)
+    both.check()
+
+
+@pytest.mark.parametrize("name", ["diagonal, by distance", "plane, of all"])
+def test_closed_form_bounds_in_64_bits(name):
+    both = Tables(ALL[name].but(mask=STEEP, batch=1, slots={}, block=(16, 16)))
+    both.plan = make_plan(STEEP, both.case.score, bounds=STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
+    assert both.plan.int64
     both.check()
 
 

@@ -133,6 +133,13 @@ def test_launch_in_64_bits():
     check(case, *run(case, made))
 
 
+def test_launch_with_closed_form_bounds_in_64_bits():
+    case = Case(cases.STEEP, block=(16, 16), q_len=70, kv_len=70)
+    made = make_plan(case.mask, None, bounds=cases.STEEP_BOUNDS, limits={"q": 2**12, "k": 2**12})
+    assert made.int64
+    check(case, *run(case, made, spans=cases.Source(CASES["nothing"])))
+
+
 def test_launch_huge_shift_of_a_small_integer():
     case = Case(eq(q >> 40, 0) & (k >> 63 >= 0), block=(32, 32))
     made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12})

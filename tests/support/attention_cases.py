@@ -13,12 +13,15 @@ from frisket.dsl.ir import Expr, lookup
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
-from frisket.lowering.plan import Geometry, Spans, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Spans, make_plan
 from support import brute
 
 rng = np.random.default_rng(7)
 causal = q >= k
 DOC = np.repeat(np.arange(40), rng.integers(3, 30, 40))[:400]
+# A closed form that leaves 32 bits from query 32 on.
+STEEP = k <= q << 26
+STEEP_BOUNDS = Bounds(*[ir.var("k0")] * 2, *[ir.var(n) << 26 for n in ("q0", "q1")])
 EMPTY_ROWS = (k < 60) & (q % 64 >= 40) & (q < 128)
 
 
