@@ -128,8 +128,9 @@ class FlatPlan:
 
     @property
     def by_table(self) -> bool:
-        """Whether tables of a device decide the spans."""
-        return self.laid.planner is not None
+        """Whether another step, of other tables, is another plan: they decide the spans, or are no learned Floats,
+        which calls bring anew."""
+        return self.laid.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
 
     def again(self, given: dict[str, Any]) -> FlatPlan:
         """The same for other values, of the shapes and dtypes that this one was made from."""
@@ -176,8 +177,8 @@ class FlatPlan:
 
     @property
     def common(self) -> Laid | None:
-        """What it shares with the plans of other steps, where tables of a device decide the spans."""
-        return None if self.laid.planner is None else self.laid
+        """What it shares with the plans of other steps, where those are others."""
+        return self.laid if self.by_table else None
 
     def rows(self, block: tuple[int, int]) -> Spans | DeviceSpans:
         """Records per row of tiles of `block`, on the tables' device; those the plan was made with are kept."""

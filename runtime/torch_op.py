@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,7 +41,7 @@ class Ready:
     spans: Any
     geometry: Geometry
     target: Target
-    slots: Mapping[str, Any]
+    slots: Mapping[str, Any]  # both read-only: executors may keep what they make of them
     tables: Mapping[str, Tensor]
     live: tuple[tuple[str, str], ...]
     loaded: bool  # whether kernels load live values themselves, in any dtype: nothing waits for the device
@@ -54,7 +55,7 @@ class Ready:
     def of(self, plan: FlatPlan) -> Ready:
         """The same for the plan of another step: other tables of a device, of the same shapes and dtypes."""
         tables = {n: t for n, t in plan.tables().items() if n in self.tables}
-        return self._with(plan, _readable(tables, plan.device, self.real), None)
+        return self._with(plan, MappingProxyType(_readable(tables, plan.device, self.real)), None)
 
     def bare(self, plan: FlatPlan) -> Ready:
         """The same without what belongs to one step."""
@@ -208,6 +209,8 @@ def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any])
     ready = prepare(call, att.options)
     if key is None:
         return ready
+    if plan is None and ready.loaded and isinstance(call.plan, FlatPlan) and not call.plan.by_table:
+        ready = ready.beside(call.plan.again({}))  # calls to come bring values of their own, and this one's are let go
     if plan is not None or not call.plan.by_table:
         _keep(kept, key, ready if plan is None or not ready.loaded else ready.alone())
     if ready.loaded and isinstance(call.plan, FlatPlan) and call.plan.common is not None:
@@ -288,7 +291,7 @@ def prepare(call: Call, options: Options) -> Ready:
     loads = call.backend == "triton"
     spans = plan if loads else on_host(made.spans)
     return Ready(
-        made.plan, spans, geometry, target, slots, tables, tuple((x.name, str(x.source)) for x in uses), loads,
+        made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables), tuple((x.name, str(x.source)) for x in uses), loads,
         source.get(SEED), given.layout != NATURAL["torch"], real, *_executor(call.backend, options.deterministic),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 from weakref import finalize, ref
 
@@ -84,11 +85,15 @@ class Bound:
         return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, live)
 
     def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
-        """What kernels read; of the same mappings it is worked out once."""
+        """What kernels read. Of read-only mappings, which are those of many calls, it is worked out once; what is
+        one call's own is not held, for its tensors may hold the graph of a step."""
         held = self._held
-        if held is None or held.given[0] is not slots or held.given[1] is not tables:
-            held = self._held = _values(self.plan, slots, tables, self.spans, self._moved)
-        return held
+        if held is not None and held.given[0] is slots and held.given[1] is tables:
+            return held
+        found = _values(self.plan, slots, tables, self.spans, self._moved)
+        if type(slots) is type(tables) is MappingProxyType:
+            self._held = found
+        return found
 
     def launch(
         self, made: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, str], *,
@@ -107,8 +112,9 @@ class Bound:
             if records is None:
                 raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
             block = block or (target.block_q, target.block_k)
-            fixed |= span_tables(records(block), self.device)
-            if self.spans is not None:
+            laid_out = records(block)
+            fixed |= span_tables(laid_out, self.device)
+            if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 asked = records.__name__, block
         return Launch(found, made.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked)
 

@@ -96,6 +96,18 @@ def test_another_step_reads_its_own_tables_and_spans():
             seen.append(doc)
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_another_step_reads_its_own_table_of_the_score(planned):
+    """Also where no table decides the spans: those of the mask are laid out once."""
+    att, given = fk.compile("causal", "param n: int[_]\nscore = score + n[k]"), arrays()
+    with torch.no_grad():
+        for step in range(3):
+            n = torch.full((S,), step)
+            more = {"plan": att.plan(S, S, 1, 2, n=n)} if planned else {"n": n}
+            assert names(lambda: att(*given, **more)) == ["attention_forward"]  # noqa: B023
+            assert n.data_ptr() in pointers()[0]
+
+
 def test_changed_lengths_compile_nothing():
     att = fk.compile("causal & same(doc)")
     with torch.no_grad():

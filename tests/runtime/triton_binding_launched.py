@@ -269,3 +269,27 @@ def test_tiles_too_large_for_the_machine(monkeypatch):
     for _ in range(2):
         with pytest.raises(BackendError, match=f"{said}.*; this GPU has 232448\n  leave out `tile`"):
             att(*(x.detach() for x in arrays(d=256)))
+
+
+def test_learned_tables_leave_nothing_behind():
+    """A table that is computed in a step is gone with the step, and so is its graph; what calls share is kept."""
+    att, parameter = fk.compile("causal", BIAS, backend="triton"), torch.zeros(4, 64, requires_grad=True)
+
+    def step(out):
+        bias = parameter * 2
+        out(att(*arrays(64), bias=bias))
+        triton_null.launched.clear()
+        return weakref.ref(bias)
+
+    gc.disable()
+    try:
+        assert step(lambda out: out.sum().backward())() is None
+        with torch.no_grad():
+            assert step(id)() is None
+    finally:
+        gc.enable()
+    att = fk.compile("causal & same(doc)", doc=np.arange(64) // 9, backend="triton")
+    att(*arrays(64))
+    (ready,) = att.ready.values()
+    own = triton_bind.bound(ready.plan, ready.spans, ready.geometry, ready.target, *arrays(64)[:2])
+    assert own.values(ready.slots, ready.tables) is own.values(ready.slots, ready.tables)
