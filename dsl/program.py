@@ -111,8 +111,9 @@ def _unused(unused: list[str], checker: Checker) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant."""
-    return next(iter(get_close_matches(name, list(names), 1, 0.6)), None)
+    """The name that was probably meant; one that differs in case alone is nearest."""
+    folded = {n.casefold(): n for n in names}
+    return next((folded[n] for n in get_close_matches(name.casefold(), folded, 1, 0.6)), None)
 
 
 # -- values ---------------------------------------------------------------------------------------
