@@ -52,6 +52,10 @@ def flex_attention(
     """
     if return_lse and return_aux is not None:
         raise ParameterError("return_lse and return_aux are both given\n  return_aux=AuxRequest(lse=True) has both")
+    if not isinstance(return_aux, AuxRequest | None):
+        raise ParameterError(
+            f"return_aux is {return_aux!r}\n  it is what to return beside the output: AuxRequest(lse=True, max_scores=True)"
+        )
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
         from .graph import compiled
@@ -81,7 +85,7 @@ def attend(
     if key.shape[0] != query.shape[0]:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     asked = read(kernel_options)
-    options = options_of(scale, gqa, asked)
+    options = options_of(scale, gqa, asked, query.device.type)
     visible = None if block_mask is None else block_mask.live
     if in_graph(query):
         from .graph import operator

@@ -88,7 +88,7 @@ class Call(HigherOrderOperator):
         if said["tiles"] is not None:
             visible = visible.within(said["tiles"], tuple(said["tiles"].shape[:-2]), tuple(map(_fixed, said["block"])))
         kernel = {n: _fixed(x) for n, x in said["kernel"].items()}
-        options = options_of(_fixed(said["scale"]), said["gqa"], read(kernel))
+        options = options_of(_fixed(said["scale"]), said["gqa"], read(kernel), query.device.type)
         return operator(query, key, value, mod, visible, options, said["top"])
 
 

@@ -59,20 +59,21 @@ class Asked:
 NOTHING = Asked()
 
 
-def options_of(scale: float | None, enable_gqa: bool, asked: Asked) -> Options:
-    """What an attention is compiled with."""
-    return Options(scale, enable_gqa, asked.backend, tuning=asked.tuning)
+def options_of(scale: float | None, enable_gqa: bool, asked: Asked, device: str) -> Options:
+    """What an attention is compiled with on this type of device. On a CPU BACKEND chooses nothing: it names kernels of
+    a GPU, and a script that says so runs there as it is."""
+    return Options(scale, enable_gqa, None if device == "cpu" else asked.backend, tuning=asked.tuning)
 
 
 def read(options: Mapping[str, Any] | None) -> Asked:
     """What the options ask for; every key is used, checked, known to have no effect, or refused."""
-    if not options:
+    if options is None:
         return NOTHING
     try:
         return _read(tuple(options.items()))
-    except TypeError:
+    except (AttributeError, TypeError):
         raise KernelOptionError(
-            f"kernel_options is {options!r}\n  its keys are names, its values numbers, bools and names"
+            f"kernel_options is {options!r}\n  it is a dict: its keys are names, its values numbers, bools and names"
         ) from None
 
 

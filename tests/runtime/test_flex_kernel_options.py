@@ -14,7 +14,7 @@ from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
 from frisket.lowering.plan import Target  # noqa: E402
 from frisket.runtime.flex import pair  # noqa: E402
-from frisket.runtime.flex.kernel_options import KNOWN, REFUSED, read  # noqa: E402
+from frisket.runtime.flex.kernel_options import KNOWN, REFUSED, options_of, read  # noqa: E402
 from frisket.runtime.torch_spec import attention_of, spec_of  # noqa: E402
 from frisket.runtime.tuning import Launch, Tuning  # noqa: E402
 
@@ -66,6 +66,25 @@ def test_a_target_is_tuned():
     assert (alone.block_q, alone.dq.block_q, alone.dkv.block_q) == (64, 128, 128)
 
 
+@pytest.mark.parametrize("backend", ["AUTO", "TRITON", "TRITON_DECODE"])
+def test_a_backend_has_no_effect_on_a_cpu(backend):
+    q = torch.randn(1, 1, 32, 16)
+    options = {"BACKEND": backend}
+    torch.testing.assert_close(flex_attention(q, q, q, kernel_options=options), flex_attention(q, q, q))
+    exported = torch.export.export(Call(options), (q,)).module()
+    torch.testing.assert_close(exported(q), flex_attention(q, q, q))
+    assert options_of(None, False, read(options), "cuda").backend == (None if backend == "AUTO" else "triton")
+
+
+class Call(torch.nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, q):
+        return flex_attention(q, q, q, kernel_options=self.options)
+
+
 def test_options_travel_to_the_attention_and_its_text():
     q = torch.randn(1, 1, 32, 16)
     flex_attention(q, q, q, kernel_options={"BLOCK_M": 64, "SPLIT_KV": 2})
@@ -81,6 +100,9 @@ def test_options_travel_to_the_attention_and_its_text():
     [
         ({"BLOCKM": 64}, "no kernel option 'BLOCKM'; did you mean 'BLOCK_M'.\n  there are BLOCK_M, BLOCK_N, .*fwd_ or"),
         ({"bwd_num_wraps": 4}, "did you mean 'bwd_num_warps'"),
+        ({"BLOCK_m": 64}, "did you mean 'BLOCK_M'"),
+        ({"block_n1": 64}, "did you mean 'BLOCK_N1'"),
+        ([1], r"kernel_options is \[1\]\n  it is a dict"),
         ({7: 4}, "no kernel option 7"),
         ({"BLOCK_M": 48}, "kernel option 'BLOCK_M' is 48; it is a power of 2, 16 at least"),
         ({"BLOCK_M": 8}, "power of 2, 16 at least"),
