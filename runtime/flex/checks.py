@@ -19,8 +19,10 @@ SHORT = 128  # queries: fewer are a step of decoding to torch
 
 
 def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    """Refuse shapes that do not fit together."""
+    """Refuse what are no arrays, and shapes and devices that do not fit together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ArrayError(f"{name} is a {type(x).__name__}\n  it is a torch.Tensor (batch, heads, length, dim)")
         if x.is_nested:
             raise ArrayError(
                 f"{name} is a nested tensor\n  give the packed tokens as one row, (1, heads, tokens, dim), and the "
@@ -28,6 +30,15 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
             )
         if x.dim() != 4:
             raise ArrayError(f"{name} has {x.dim()} axes\n  it is (batch, heads, length, dim)")
+        if 0 in x.shape:
+            raise ShapeError(
+                f"{name} is empty: (batch, heads, length, dim) = {tuple(x.shape)}\n  every one of them is positive; "
+                "leave the call out where there is nothing to attend to"
+            )
+    if query.device != key.device or query.device != value.device:
+        raise ShapeError(
+            f"query is on {query.device}, key on {key.device}, value on {value.device}\n  move them to one device"
+        )
     (b, h, _, e), (kb, hkv, n, ke), (vb, vh, vn, _) = query.shape, key.shape, value.shape
     if e != ke:
         raise ShapeError(f"query has an embedding of {e}, key of {ke}\n  they are multiplied: give them one length")
@@ -39,9 +50,9 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         raise ShapeError(
             f"query has {h} heads, key and value {hkv}\n  enable_gqa=True shares a head of theirs among several"
         )
-    if hkv == 0 or h % hkv:
+    if h % hkv:
         raise ShapeError(f"query has {h} heads, key and value {hkv}\n  their number divides that of query's")
-    if kb not in (1, b) or b == 0:
+    if kb not in (1, b):
         raise ShapeError(f"query has {b} batch entries, key and value {kb}\n  theirs are as many, or one for all")
 
 

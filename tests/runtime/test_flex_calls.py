@@ -96,6 +96,15 @@ REFUSED = {
     "dims": (lambda: flex_attention(Q, K[..., :8], V), ValueError, "an embedding of 16, key of 8"),
     "keys": (lambda: flex_attention(Q, K, V[:, :, :9]), ValueError, r"key is .*\(2, 4, 24\), value \(2, 4, 9\)"),
     "batch": (lambda: flex_attention(torch.cat([Q, Q]), K, V), ValueError, "4 batch entries, key and value 2"),
+    "numpy": (lambda: flex_attention(Q.numpy(), K, V), NotImplementedError, "query is a ndarray\n.*torch.Tensor"),
+    "no queries": (
+        lambda: flex_attention(Q[:, :, :0], K, V), ValueError,
+        r"query is empty: \(batch, heads, length, dim\) = \(2, 4, 0, 16\)\n  every one of them is positive"),
+    "no keys": (lambda: flex_attention(Q, K[:, :, :0], V[:, :, :0]), ValueError, "key is empty"),
+    "devices": (
+        lambda: flex_attention(Q.to("meta"), K, V), ValueError,
+        "query is on meta, key on cpu, value on cpu\n  move them to one"),
+    "aux": (lambda: flex_attention(Q, K, V, return_aux=True), ValueError, r"return_aux is True\n.*AuxRequest\(lse"),
     "axes": (lambda: flex_attention(Q[0], K[0], V[0]), NotImplementedError, "query has 3 axes"),
     "nested": (
         lambda: flex_attention(torch.nested.nested_tensor([Q[0]]), K, V), NotImplementedError,
@@ -333,6 +342,7 @@ def test_transforms():
         torch.autograd.functional.hessian(loss, slopes.detach())
 
 
-def test_backends_that_do_not_run_here():
+def test_backends_that_do_not_run_here(monkeypatch):
+    monkeypatch.setenv("FRISKET_BACKEND", "triton")
     with pytest.raises(BackendError, match="backend 'triton' does not run here"):
-        flex_attention(Q, K, V, kernel_options={"BACKEND": "TRITON"})
+        flex_attention(Q, K, V)
