@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
 
 from .expr import PREFIX, Text
@@ -169,6 +169,13 @@ def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
             state = f"stirred({state}, {counter.text})"
         return Text(f"uniform({state})")
     return None
+
+
+def decisive(roots: Iterable[Expr]) -> set[Expr]:
+    """The Float divisions that an Int or a Bool hangs on. A GPU's own is off by some units in the last place, so the
+    floor of 41 / 41 may be 0, in tiles that were planned with 1; `tl.div_rn` rounds correctly."""
+    crossed = [n for n in walk(*roots) if n.type is not FLOAT and any(a.type is FLOAT for a in n.args)]
+    return {n for n in walk(*crossed) if n.op == "div"}
 
 
 def literal(value: bool | int | float) -> Text:

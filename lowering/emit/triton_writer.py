@@ -139,6 +139,7 @@ class Writer:
         self.names = taken(plan)
         roots = tuple(roots)
         self.used = frozenset[str]().union(*map(uses, roots))
+        self.decisive = expr_triton.decisive(roots)
         self.printed = expr.printed(roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=inner, when=when)
         self.page = Page()
 
@@ -151,6 +152,8 @@ class Writer:
             return Text(self._argument(node).name)
         if node.op == "lookup":
             return self._lookup(node, args)
+        if node in self.decisive:
+            return Text(f"tl.div_rn({args[0].text}, {args[1].text})")
         return expr_triton.operator(node, args, self.plan.int64)
 
     def _argument(self, node: Expr) -> Argument:

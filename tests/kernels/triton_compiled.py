@@ -1,6 +1,7 @@
 """Run by test_triton_interpret.py without TRITON_INTERPRET: Triton compiles what is emitted, for machines not here."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.triton_launch import forward
-from frisket.runtime.triton_report import ARCHITECTURES, compile_reports
+from frisket.runtime.triton_report import ARCHITECTURES, compile_reports, compiled_for
 from frisket.runtime.triton_source import load
 from frisket.runtime.triton_tiles import MEDIUM, default_target, loads_per_position
 
@@ -87,6 +88,20 @@ def test_backward_compiles(name, dtype, live):
     found = list(compile_reports(triton_backward.emit(made, target, dims, wanted), made, target, dims))
     assert [r.kernel for r in found] == [f"attention_{n}" for n in ("delta", "dq", "dkv")][: 2 if live else 3]
     assert all(r.fits for r in found)
+
+
+def test_divisions_that_decide_what_is_seen_are_rounded_correctly():
+    def divisions(mask, score=None):
+        made, target, dims = make_plan(mask, score), Target("triton", 32, 32, 4, 1), Dims(32, 32, "float16")
+        source = triton_backward.emit(made, target, dims, {"k"})
+        text = compiled_for("sm_90", load(source).attention_dkv, made, target, dims).asm["ptx"]
+        return text.count("div.rn.f32"), len(re.findall(r"div\.(full|approx)", text)), source
+
+    none, own, _ = divisions(causal)  # `own`: one that turns lse into a score
+    exact, rough, _ = divisions(eq(*(ir.build("floor", ir.to_float(x) / 41.0) for x in (q, k))))
+    assert (none, rough) == (0, own)
+    assert exact > 0
+    assert "div_rn" not in divisions(causal, score + ir.to_float(q - k) / 41.0)[2]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
