@@ -291,8 +291,9 @@ def prepare(call: Call, options: Options) -> Ready:
     loads = call.backend == "triton"
     spans = plan if loads else on_host(made.spans)
     return Ready(
-        made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables), tuple((x.name, str(x.source)) for x in uses), loads,
-        source.get(SEED), given.layout != NATURAL["torch"], real, *_executor(call.backend, options.deterministic),
+        made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
+        tuple((x.name, str(x.source)) for x in uses), loads, source.get(SEED),
+        given.layout != NATURAL["torch"], real, *_executor(call.backend, options.deterministic),
     )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def backward(
     if more:
         common = plan, spans, g, q, k, v, lse2, dout, delta, slots, tables, target
         buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
-    folds = folded(list(buffers), list(buffers.values()), g, slots, tables)
+    folds = folded(list(buffers), list(buffers.values()), own.placed, slots, tables)
     return found | folds | _zeros(values - folds.keys(), tables, lse)
 
 

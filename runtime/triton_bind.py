@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import Any
 from weakref import finalize, ref
@@ -78,6 +78,12 @@ class Bound:
         self._held: Values | None = None
         self._moved: dict[Any, tuple[Tensor, ...]] = {}
         self.planes: dict[Any, str | None] = {}  # of `triton_captured`: which of "b" and "h" share a table's places
+
+    @cached_property
+    def placed(self) -> Geometry:
+        """The geometry with vectors of the origin on the device: copied once, no call waits for them."""
+        g, at = self.geometry, origin(self.geometry, self.device)
+        return replace(g, origin=tuple([at[f"{n}_origin"] for n in "bhqk"]), sizes=g.full)
 
     def dims(self, live: tuple[str, ...] = ()) -> Dims:
         """What of such calls the kernels' texts depend on."""

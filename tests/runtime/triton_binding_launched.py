@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import frisket as fk
 from frisket.dsl.errors import BackendError
-from frisket.runtime import backends, triton_bind
+from frisket.runtime import backends, torch_op, triton_bind
 
 triton_null.install(watch=True)
 backends.REASONS["triton"] = lambda: ""
@@ -293,3 +293,24 @@ def test_learned_tables_leave_nothing_behind():
     (ready,) = att.ready.values()
     own = triton_bind.bound(ready.plan, ready.spans, ready.geometry, ready.target, *arrays(64)[:2])
     assert own.values(ready.slots, ready.tables) is own.values(ready.slots, ready.tables)
+
+
+def test_a_warm_backward_copies_no_origins(monkeypatch):
+    """Origins of every batch entry are on the device after the first call."""
+    score = "param bias: float[_]\nscore = score + bias[q]"
+    att, bias = fk.compile("causal", score, backend="triton"), torch.zeros(256, requires_grad=True)
+    place = {"origin": (0, 0, np.array([3, 40]), 0), "sizes": (2, 4, 256, 256)}
+    given = arrays(64, b=2)
+    call = att.call(*given, None, None, None, False, place["origin"], place["sizes"], None, {"bias": bias})
+    ready = torch_op.prepare(call, att.options)
+    torch_op.run(call, ready)[0].sum().backward()
+    want = bias.grad
+    bias.grad = None
+
+    def watched(x, real=torch.as_tensor):
+        assert isinstance(x, torch.Tensor), "a warm backward copies from the host"
+        return real(x)
+
+    monkeypatch.setattr(torch, "as_tensor", watched)
+    torch_op.run(call, ready)[0].sum().backward()
+    assert bias.grad.shape == want.shape
