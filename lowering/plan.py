@@ -127,7 +127,8 @@ class LoopPlan:
 @dataclass(frozen=True)
 class Target:
     """Per backend and machine: the numbers that do not change what is computed. `dq` and `dkv` are those of the
-    backward's kernels, None: as the forward's; `splits` of a short query's keys, 0: as many as fill the machine."""
+    backward's kernels and `decode` those of few queries, None: as the forward's; `splits` of a short query's keys, 0:
+    as many as fill the machine."""
 
     backend: str
     block_q: int
@@ -139,6 +140,7 @@ class Target:
     splits: int = 0
     dq: Target | None = None
     dkv: Target | None = None
+    decode: Target | None = None
 
 
 @dataclass(frozen=True)

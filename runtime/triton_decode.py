@@ -56,7 +56,8 @@ def shares(
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
-    block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), target.block_k
+    own = target.decode or target
+    block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), own.block_k
     splits, few = target.splits, pack > 1 and g.q_len <= SHARED
     if not splits:
         if programs >= FILLED * processors and not few:
@@ -65,7 +66,7 @@ def shares(
         splits = parts(programs, processors, tiles)
         if splits == 1 and (tiles <= LEAST or not few):
             return None
-    return Shares(replace(_hurried(target, dims, rows), block_q=rows, splits=splits), queries, pack, block)
+    return Shares(replace(_hurried(own, dims, rows), block_q=rows, splits=splits), queries, pack, block)
 
 
 def _hurried(target: Target, dims: Dims, rows: int) -> Target:

@@ -74,6 +74,8 @@ HALF: dict[str, dict[Window, dict[int, Tile]]] = {
         "short": {64: (64, 64, 4, 3), 128: (32, 64, 4, 2), 256: (32, 64, 8, 2)},
     },
 }
+# Few queries wait for keys, not for products: narrow tiles leave room for three stages, and spill nothing.
+KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
 # float32 has no warp-group products, and takes twice the registers.
 SINGLE: dict[str, dict[int, Tile]] = {
     "forward": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 4, 2)},
@@ -107,7 +109,9 @@ def default_target(
         for n in HALF
     }
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
-    return Target("triton", *made["forward"], dq=Target("triton", *made["dq"]), dkv=Target("triton", *made["dkv"]))
+    forward, dq, dkv = (Target("triton", *made[n]) for n in HALF)
+    few = replace(forward, block_k=min(forward.block_k, KEYS_OF_FEW[dim]))
+    return replace(forward, dq=dq, dkv=dkv, decode=few)
 
 
 def _carried(tile: Tile, kernel: str, dim: int, curved: bool, per_position: bool, arch: str) -> Tile:
@@ -201,8 +205,9 @@ def with_precision(target: Target, dtype: str) -> Target:
     torch = sys.modules.get("torch")
     if dtype != "float32" or torch is None or torch.version.hip or torch.get_float32_matmul_precision() == "highest":
         return target
-    dq, dkv = (None if x is None else replace(x, precision="tf32") for x in (target.dq, target.dkv))
-    return replace(target, precision="tf32", dq=dq, dkv=dkv)
+    parts = (target.dq, target.dkv, target.decode)
+    dq, dkv, few = (None if x is None else replace(x, precision="tf32") for x in parts)
+    return replace(target, precision="tf32", dq=dq, dkv=dkv, decode=few)
 
 
 @lru_cache(maxsize=256)

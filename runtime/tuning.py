@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from frisket.lowering.plan import Target
 
@@ -40,11 +41,13 @@ class Tuning:
         """The target of a call, with what is given here; the backward's kernels keep what frisket chose for them."""
         if self == AS_CHOSEN:
             return target
-        alone = replace(target, dq=None, dkv=None, precision=self.precision or target.precision)  # type: ignore[arg-type]
-        theirs = (replace(x or alone, precision=alone.precision) for x in (target.dq, target.dkv))
+        precision: Any = self.precision or target.precision
+        alone = replace(target, dq=None, dkv=None, decode=None, precision=precision)
+        theirs = (replace(x or alone, precision=precision) for x in (target.dq, target.dkv))
+        few = target.decode and self.forward.applied(replace(target.decode, precision=precision))
         splits = target.splits if self.splits is None else self.splits
         dq, dkv = (one.applied(t) for one, t in zip((self.dq, self.dkv), theirs, strict=True))
-        return replace(self.forward.applied(alone), splits=splits, dq=dq, dkv=dkv)
+        return replace(self.forward.applied(alone), splits=splits, dq=dq, dkv=dkv, decode=few)
 
     @property
     def text(self) -> str:

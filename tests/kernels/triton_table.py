@@ -15,29 +15,35 @@ from frisket.runtime.triton_report import ARCHITECTURES, compile_reports
 
 GOLDEN = Path(__file__).parent.parent / "golden" / f"triton_report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
 LENGTH, HEADS = 8192, 8
+KINDS = {"whole": (LENGTH, HEADS), "decode": (1, 1)}  # queries, key heads: forward and backward, and a step of decoding
 MASKS = {  # the three classes of windows, spans from a table, and a score mod
     "causal": ("causal", None),
     "window": ("causal & window(128)", None),
     "documents": ("causal & same(doc)", None),
     "softcap": ("causal", "softcap(50)"),
 }
-ALL = list(product(ARCHITECTURES, (64, 128, 256), MASKS))
+ALL = list(product(ARCHITECTURES, (64, 128, 256), MASKS, KINDS))
 FEW = [
-    ("sm_90", 64, "documents"), ("sm_90", 128, "softcap"), ("sm_90", 128, "window"),
-    ("sm_80", 64, "causal"), ("sm_100", 64, "causal"), ("gfx942", 64, "causal"),
+    ("sm_90", 64, "documents", "whole"), ("sm_90", 128, "softcap", "whole"), ("sm_90", 128, "window", "whole"),
+    ("sm_90", 128, "causal", "decode"), ("sm_80", 64, "causal", "whole"), ("sm_100", 64, "causal", "whole"),
+    ("gfx942", 64, "causal", "whole"),
 ]  # fmt: skip
 
 
-def lines(arch, dim, name):
+def lines(arch, dim, name, kind):
     """(what begins its line, the line of the table, the report) of every kernel."""
     mask, score = MASKS[name]
     doc = {"doc": np.arange(LENGTH) // 700} if name == "documents" else {}
+    q_len, kv_heads = KINDS[kind]
     stages = fk.compile(mask, score, **doc).stages(
-        backend="triton", arch=arch, q_len=LENGTH, heads=HEADS, head_dim=dim, dtype="bfloat16"
-    )
-    dims = Dims(dim, dim, "bfloat16")
+        backend="triton", arch=arch, q_len=q_len, kv_len=LENGTH, heads=HEADS, kv_heads=kv_heads, head_dim=dim,
+        dtype="bfloat16",
+    )  # fmt: skip
+    dims = Dims(dim, dim, "bfloat16", HEADS // kv_heads)
     for r in compile_reports(stages.source, stages.plan, stages.target, dims, arch):
         kernel = r.kernel.removeprefix("attention_")
+        if kernel == "combine":  # no tile, and the same for all masks
+            continue
         place = f"{arch:<6} D {dim:<3} {name:<9} {kernel:<7}"
         tile = f"{r.block_q:>3} x {r.block_k:<3} {r.warps} warps {r.stages} stages"
         used = f"{r.registers:>3} registers {r.spills:>4} spilled {r.shared:>6} shared {r.mma:>3} mma"
@@ -49,9 +55,9 @@ def known():
     return {line[:30]: line for line in text.splitlines()}
 
 
-def check(arch, dim, name, update):
+def check(arch, dim, name, kind, update):
     golden, made = known(), {}
-    for place, line, found in lines(arch, dim, name):
+    for place, line, found in lines(arch, dim, name, kind):
         made[place] = line
         assert found.fits, line
         if arch == "sm_90" and dim <= 128:
@@ -62,17 +68,20 @@ def check(arch, dim, name, update):
     if update:
         order = {place: i for i, place in enumerate(ALL)}
         ranked = sorted(
-            (known() | made).items(), key=lambda x: order[x[0][:6].strip(), int(x[0][9:12]), x[0][13:22].strip()]
+            (known() | made).items(),
+            key=lambda x: order[
+                x[0][:6].strip(), int(x[0][9:12]), x[0][13:22].strip(), "decode" if "decode" in x[0] else "whole"
+            ],
         )
         GOLDEN.write_text("\n".join(line for _, line in ranked) + "\n")
 
 
-@pytest.mark.parametrize(("arch", "dim", "name"), FEW)
-def test_some(arch, dim, name, request):
-    check(arch, dim, name, request.config.getoption("--update-golden"))
+@pytest.mark.parametrize(("arch", "dim", "name", "kind"), FEW)
+def test_some(arch, dim, name, kind, request):
+    check(arch, dim, name, kind, request.config.getoption("--update-golden"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "dim", "name"), [x for x in ALL if x not in FEW])
-def test_rest(arch, dim, name, request):
-    check(arch, dim, name, request.config.getoption("--update-golden"))
+@pytest.mark.parametrize(("arch", "dim", "name", "kind"), [x for x in ALL if x not in FEW])
+def test_rest(arch, dim, name, kind, request):
+    check(arch, dim, name, kind, request.config.getoption("--update-golden"))

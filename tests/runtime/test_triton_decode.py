@@ -14,7 +14,7 @@ from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
 from frisket.runtime.triton_bind import near
 from frisket.runtime.triton_decode import Shares, most_tiles, parts, shares
 from frisket.runtime.triton_tiles import target
-from frisket.runtime.tuning import Tuning
+from frisket.runtime.tuning import Launch, Tuning
 
 H200 = 132
 CAUSAL = make_plan(q >= k, None)
@@ -128,3 +128,14 @@ def test_a_window_that_is_a_formula_asks_no_device():
     w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
     plan = make_plan((q >= k) & (q - k < w), None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
     assert chosen(plan, heads=64).target.splits == 14
+
+
+@pytest.mark.parametrize(("dim", "keys"), [(64, 64), (128, 64), (256, 32)])
+def test_tiles_of_few_queries_leave_room_for_three_stages(dim, keys):
+    """The forward's 128 keys at head size 128 would spill, and have two."""
+    g = Geometry(1, 64, 8, 1, 32768, dim, dim, 0.1)
+    tile = chosen(heads=64, dim=dim, tile=target(None, g, "bfloat16")).target
+    assert (tile.block_k, tile.num_warps, tile.num_stages) == (keys, 4, 3)
+    own = target(None, g, "bfloat16", tuning=Tuning(forward=Launch(block_k=128)))
+    assert chosen(heads=64, dim=dim, tile=own).target.block_k == 128
+    assert chosen(heads=64, dim=dim, tile=target(None, g, "bfloat16", (64, 128))).block[1] == 128
