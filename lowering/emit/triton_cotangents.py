@@ -50,8 +50,6 @@ class Cotangents(Rows):
     `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices.
     `asked` are other expressions that it uses per position."""
 
-    shown = "inside[None, :]"  # of a border tile: what may be visible at all
-
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, summed: Iterable[Sum], *, slope: bool, swapped: bool = False,
         asked: Iterable[Expr] = (),
@@ -161,12 +159,6 @@ class Cotangents(Rows):
         start = start and f", tl.broadcast_to({start}, [BLOCK_K, BLOCK_Q])"
         scaled = " * scale" if name == "score" and self.score else ""
         self.page.line(f"{name} = tl.dot({one}, tl.trans({two}){start}{self.precision}){scaled}")
-
-    def visible(self, written: set[str]) -> None:
-        self.lines(self.mask, POSITION, written)
-        if self.plan.mask is not None:
-            self.quote(self.plan.mask)
-        self.page.line(f"visible = {self.shown}", *(f"visible &= {self.value(term)}" for term in self.mask))
 
     def weights(self, written: set[str], visible: str) -> None:
         """`p`, 0 where nothing is seen, and with dropout `kept`, what its weights are multiplied with."""

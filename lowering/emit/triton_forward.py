@@ -173,12 +173,7 @@ class Forward(Rows):
             self._scores("inside")
             written = set(self.hoisted)
             self._column(written, [*self.mask, *self.score, *self.kept])
-            self.lines(self.mask, POSITION, written)
-            if self.plan.mask is not None:
-                self.quote(self.plan.mask)
-            line("visible = inside[None, :]")
-            for term in self.mask:
-                line(f"visible &= {self.value(term)}")
+            self.visible(written)
             self._modify(written, "visible")
             line("score = tl.where(visible, score, -INFINITY)")
             self._accumulate(written, "inside")

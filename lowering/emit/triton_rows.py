@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from frisket.dsl.ir import Expr
+from frisket.dsl.types import BOOL
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr
-from .expr import LEVELS, SCALAR
+from .expr import LEVELS, POSITION, SCALAR, levels
 from .triton_parameters import Parameters
 from .triton_writer import Dims, Writer, bounds_of, conjuncts
 
@@ -18,6 +19,8 @@ from .triton_writer import Dims, Writer, bounds_of, conjuncts
 class Rows(Writer):
     """`mask` and `score` are what the loops need; `more` are other expressions used per position. Swapped kernels
     always read their records from a table, where there is a mask."""
+
+    shown = "inside[None, :]"  # of a border tile: what may be visible at all
 
     def __init__(
         self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False,
@@ -29,6 +32,8 @@ class Rows(Writer):
         self.tabled = plan.mask is not None and not self.bounds
         self.ordered = target.order == "longest-first"
         self.hoisted: set[str] = set()
+        known = levels(*self.mask, when=when)
+        self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
         positions = [*self.mask, *self.score, *more]
         roots = [*self.bounds.values(), *positions]
         super().__init__(plan, dims, roots, positions, precision=target.precision, swapped=swapped, when=when)
@@ -109,6 +114,15 @@ class Rows(Writer):
         with self.page.block(f"for j in range({tiles}):"):
             self.page.line("tile = tl.where(j < full_lo, j, j - full_lo + full_hi)")
             yield
+
+    def visible(self, written: set[str]) -> None:
+        """Which positions of a border tile are visible."""
+        self.lines(self.mask, POSITION, written)
+        if self.plan.mask is not None:
+            self.quote(self.plan.mask)
+        self.page.line(f"visible = {self.shown}", *(f"visible &= {self.value(term)}" for term in self.mask))
+        if self.spread:
+            self.page.line("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
 
     @contextmanager
     def records(self) -> Iterator[None]:

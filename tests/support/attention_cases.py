@@ -92,6 +92,10 @@ CASES = {
     "masked-nan": Case(causal, where(k > q, function("log", -1.0 * function("exp", score)), score)),
     "visible-minus-inf": Case(causal, where((q % 5 < 2), ir.NEG_INF, score)),
     "bool-table": Case(causal & lookup("keep", (k,), BOOL), tables={"keep": rng.random(150) < 0.7}),
+    "bool-by-head": Case(
+        causal & (lookup("wide", (h,), BOOL) | (k < 30)), score + lookup("bias", (h, q, k), FLOAT), q_len=70, kv_len=70,
+        tables={"wide": np.array([True, False]), "bias": rng.standard_normal((2, 70, 70)).astype(np.float32)},
+    ),
     "random": Case(causal & (ir.random(ir.param("seed"), h, q, k) < 0.5), slots={"seed": 3}),
 }  # fmt: skip
 
