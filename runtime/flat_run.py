@@ -16,6 +16,7 @@ from frisket.lowering.emit import planner_triton
 from frisket.lowering.flat import ROOM, Planner
 from frisket.lowering.plan import LoopPlan, Sizes
 
+from .frameworks import uploaded
 from .modules import load
 from .parameters import traced, unsorted
 from .settings import Settings
@@ -171,7 +172,7 @@ def on_device(framework: str, x: Any, device: Any, name: Any, held: dict[Any, An
         return torch.from_numpy(np.array(x))
     key = name, x.dtype, device
     if key not in held:
-        held[key] = torch.from_numpy(np.array(x)).to(device)
+        held[key] = uploaded(x, device)
     return held[key]
 
 

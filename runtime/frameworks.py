@@ -7,12 +7,13 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 
 from .parameters import learns, traced
@@ -176,9 +177,27 @@ def from_numpy(x: NDArray[Any], like: Any, dtype: str | None = None) -> Any:
 
 
 def uploaded(x: Any, device: Any) -> Any:
-    """A numpy array on a device of torch. No one waits for the copy: it is taken from memory that stays in place."""
-    held = sys.modules["torch"].from_numpy(np.array(x))
-    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held.to(device)
+    """A numpy array on a device of torch, for calls on any stream: on a GPU it is there when this returns. The copy has
+    a stream of its own, so that no one waits for the work that others hold."""
+    torch = sys.modules["torch"]
+    held = torch.from_numpy(np.array(x))
+    if device.type != "cuda":
+        return held.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            "a captured graph cannot copy from the host, and this call does\n"
+            "  run it once before the capture, with the same shapes: what is copied is kept"
+        )
+    copies = _copies(device)
+    with torch.cuda.stream(copies):
+        found = held.to(device)  # waits for this stream alone
+    found.record_stream(torch.cuda.current_stream(device))
+    return found
+
+
+@cache
+def _copies(device: Any) -> Any:
+    return sys.modules["torch"].cuda.Stream(device)
 
 
 def rounding(like: Any) -> Callable[[NDArray[Any]], NDArray[Any]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import frisket as fk
 from frisket.dsl.errors import BackendError
-from frisket.runtime import backends, torch_op, triton_bind
+from frisket.runtime import backends, frameworks, torch_op, triton_bind
 
 triton_null.install(watch=True)
 backends.REASONS["triton"] = lambda: ""
@@ -314,3 +316,40 @@ def test_a_warm_backward_copies_no_origins(monkeypatch):
     monkeypatch.setattr(torch, "as_tensor", watched)
     torch_op.run(call, ready)[0].sum().backward()
     assert bias.grad.shape == want.shape
+
+
+def test_copies_serve_every_stream(monkeypatch):
+    """The host waits for its copies, on a stream of their own; a captured graph has none."""
+    said, capturing = [], [False]
+    device = SimpleNamespace(type="cuda", index=0)
+
+    class Stream:
+        def __init__(self, of):
+            self.of = of
+
+    real = torch.Tensor.to
+
+    def to(self, place, *args, non_blocking=False, **kwargs):
+        if place is not device:
+            return real(self, place, *args, **kwargs)
+        said.append(("copied", non_blocking))
+        return self
+
+    @contextmanager
+    def inside(stream):
+        said.append("own stream")
+        yield
+        said.append("left")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: "current")
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: said.append(stream))
+    monkeypatch.setattr(frameworks, "_copies", Stream)
+    assert frameworks.uploaded(np.arange(3), device).tolist() == [0, 1, 2]
+    assert said == ["own stream", ("copied", False), "left", "current"]
+    capturing[0] = True
+    with pytest.raises(BackendError, match="a captured graph cannot copy from the host"):
+        frameworks.uploaded(np.arange(3), device)
