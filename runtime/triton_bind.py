@@ -15,7 +15,7 @@ from weakref import finalize, ref
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError, ParameterError
+from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit.triton_parameters import Argument, arguments
 from frisket.lowering.emit.triton_writer import Dims
@@ -28,6 +28,7 @@ from .triton_source import load
 Tensor = Any
 SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 FAR = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
+GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
 _loaded = lru_cache(maxsize=256)(load)  # equal texts are one kernel: what Triton compiled for one serves all
 
@@ -240,6 +241,7 @@ class Launch:
         asked: tuple[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        _check_grid(self.grid)
         self.tile = target.block_q, target.block_k
         self.options = {"num_warps": target.num_warps, "num_stages": target.num_stages, "enable_fp_fusion": True}
         self.device: Any = device if device.type == "cuda" else None
@@ -332,6 +334,17 @@ class Launch:
             f"keys, {warps} warps and {stages} stages; this GPU has {error.limit}\n"
             "  leave out `tile` and `kernel_options`, or give smaller ones: tile=(64, 32)"
         )
+
+
+def _check_grid(grid: tuple[int, ...]) -> None:
+    """Raise where a call has more heads or batch entries than these axes of a GPU's grid have programs."""
+    for what, count in (("heads", grid[1]), ("batch entries", grid[2])):
+        if count > GRID:
+            raise ShapeError(
+                f"a call of Triton's kernels has at most {GRID} {what}, this one {count}\n"
+                f"  give it in parts: q.split(32768), k.split(32768) and v.split(32768) along the {what}, with origin= "
+                "and sizes= where the mask or score mod reads b or h"
+            )
 
 
 def _narrow() -> Callable[[Tensor], bool] | None:

@@ -15,7 +15,7 @@ from support import triton_null
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import frisket as fk
-from frisket.dsl.errors import BackendError
+from frisket.dsl.errors import BackendError, ShapeError
 from frisket.runtime import backends, frameworks, torch_op, triton_bind
 
 triton_null.install(watch=True)
@@ -353,3 +353,13 @@ def test_copies_serve_every_stream(monkeypatch):
     capturing[0] = True
     with pytest.raises(BackendError, match="a captured graph cannot copy from the host"):
         frameworks.uploaded(np.arange(3), device)
+
+
+def test_more_than_a_grid_has():
+    q = torch.zeros(65536, 1, 1, 16, dtype=torch.float16)
+    for mask in ("causal", "window(5)"):
+        att = fk.compile(mask, backend="triton")
+        for x, what in ((q, "batch entries"), (q.transpose(0, 1), "heads")):
+            with pytest.raises(ShapeError, match=f"at most 65535 {what}, this one 65536\n  give it in parts"):
+                att(x, x, x)
+        att(*[q[:65535]] * 3)
