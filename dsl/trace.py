@@ -53,33 +53,36 @@ class Traced:
     scored: bool = False
 
 
-def trace(fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False) -> Traced:
+def trace(
+    fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False, by_place: bool = False
+) -> Traced:
     """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place.
-    `valueless`: the tensors of torch that it captures have a shape and a dtype, and no values to look at."""
+    `valueless`: the tensors of torch that it captures have a shape and a dtype, and no values to look at. `by_place`:
+    it takes four or five whatever their names, as torch calls it."""
     if not callable(fn):
         what = "score mod" if kind == "score" else "mask"
         raise TraceError(f"a {what} is a text or a function, not {type(fn).__name__}")
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # what torch.compile was given
-    names = _arguments(fn)
+    names = _places(fn, kind) if by_place else _arguments(fn)
     found: Kind = "score" if "score" in names.values() else "mask"
     if kind is not None and kind != found and kind == "mask":
         raise TraceError("this function takes `score`, so it is a score mod; use frisket.score")
     kind = kind or found
     had_torch = "torch" in sys.modules
     try:
-        return _called(fn, names, kind, valueless)
+        return _called(fn, names, kind, valueless, by_place)
     except TraceError:
         if had_torch or "torch" not in sys.modules:
             raise
-    return _called(fn, names, kind, valueless)  # the function imported torch itself: now its calls are seen
+    return _called(fn, names, kind, valueless, by_place)  # the function imported torch itself: now its calls are seen
 
 
-def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless: bool) -> Traced:
+def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless: bool, by_place: bool) -> Traced:
     symbols = {p: Symbol(ir.SCORE if n == "score" else ir.var(n)) for p, n in names.items()}
-    by_place = _signature(fn)
-    args = [s for p, s in symbols.items() if by_place[p].kind is not inspect.Parameter.KEYWORD_ONLY]
-    keywords = {p: s for p, s in symbols.items() if by_place[p].kind is inspect.Parameter.KEYWORD_ONLY}
-    if isinstance(fn, functools.partial) and fn.keywords:
+    named = {n for n, p in _signature(fn).items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    args = [s for p, s in symbols.items() if p not in named]
+    keywords = {p: s for p, s in symbols.items() if p in named}
+    if isinstance(fn, functools.partial) and fn.keywords and not by_place:
         args, keywords = [], symbols
     tracer = _Tracer(read=None if valueless else {})
     through_jaxpr = functools.partial(from_jax.call, fn, args, keywords, tracer.name_table)
@@ -143,6 +146,29 @@ def _arguments(fn: Callable[..., Any]) -> dict[str, str]:
         f"{_named(fn)} takes {taken}; name its arguments among b, h, q, k (and score), "
         "or take four (b, h, q, k) or five (score, b, h, q, k) by place"
     )
+
+
+def _places(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
+    """Parameter -> coordinate, where four or five are given by place."""
+    try:
+        parameters = _signature(fn).values()
+    except (TypeError, ValueError):  # a builtin
+        raise TraceError(f"{fn!r} has no signature; wrap it: `lambda b, h, q, k: ...`") from None
+    placed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    any_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    needed = [p.name for p in placed if p.default is p.empty]
+    wanted = 5 if len(needed) > 4 or (kind == "score" and (any_more or len(placed) > 4)) else 4
+    names = [p.name for p in placed][:wanted]
+    if any_more:
+        names += [f"*{i}" for i in range(len(names), wanted)]
+    unset = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(needed) > wanted or len(names) < wanted or unset:
+        taken = ", ".join(needed + unset) or "no arguments"
+        raise TraceError(
+            f"{_named(fn)} takes {taken}; a mask_mod takes four by place, (b, h, q_idx, kv_idx), a score_mod five, "
+            "(score, b, h, q_idx, kv_idx); fix others with functools.partial, or give them defaults"
+        )
+    return dict(zip(names, ORDER[5 - wanted :], strict=True))
 
 
 def _named(fn: Any) -> str:

@@ -54,7 +54,7 @@ def flex_attention(
         raise ParameterError("return_lse and return_aux are both given\n  return_aux=AuxRequest(lse=True) has both")
     if not isinstance(return_aux, AuxRequest | None):
         raise ParameterError(
-            f"return_aux is {return_aux!r}\n  it is what to return beside the output: AuxRequest(lse=True, max_scores=True)"
+            f"return_aux is {return_aux!r}\n  it says what else to return: AuxRequest(lse=True, max_scores=True)"
         )
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():

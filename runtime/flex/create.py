@@ -77,7 +77,7 @@ def _outside(*arguments: Any) -> BlockMask:
 
 _outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo does not read it
 _outside._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # what it says where it may not leave the graph
-    "create_block_mask runs between two graphs: make masks outside of the compiled function, or leave out fullgraph=True"
+    "it runs between two graphs: make masks outside of the compiled function, or leave out fullgraph=True"
 )
 
 

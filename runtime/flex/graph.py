@@ -127,7 +127,7 @@ def _read(graph: Any, values: tuple[Any, ...], kind: Kind, size: Callable[[Any],
         if kind == "score":
             found = traced(score_mod, valueless=True)[0]
         else:
-            shown = trace(mask_mod, "mask", valueless=True)
+            shown = trace(mask_mod, "mask", valueless=True, by_place=True)
             found = LiveMask(shown.expr, shown.tables)
     own = {id(x): given[n] for n, x in inputs.items()}
     tables = {n: own[id(x)] for n, x in found.values.items()}

@@ -82,7 +82,7 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Ten
     if isinstance(score_mod, str | ScoreMod | ir.Expr):
         return of_bound(written(score_mod)), ()
     try:
-        found = trace(score_mod, "score", valueless=valueless)
+        found = trace(score_mod, "score", valueless=valueless, by_place=True)
     except TraceError as error:
         raise ScoreModError(str(error)) from error
     if found.result is not FLOAT:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import math
 import pickle
 import re
@@ -390,7 +391,9 @@ def test_and_masks_and_or_masks():
 
 LIMIT = torch.arange(S)
 MISTAKES = [
-    (lambda b, h, q_idx: q_idx > 0, AssertionError, "this lambda takes b, h, q_idx; name its arguments among b, h, q"),
+    (lambda b, h, q_idx: q_idx > 0, AssertionError, "this lambda takes b, h, q_idx; a mask_mod takes four by place"),
+    (lambda h, q, k: q >= k, AssertionError, "this lambda takes h, q, k; a mask_mod takes four by place"),
+    (lambda b, h, q, k, *, w: q >= k, AssertionError, "takes b, h, q, k, w; a mask_mod takes four by place"),
     (lambda s, b, h, q, k: s, AssertionError, "takes `score`, so it is a score mod"),
     (lambda b, h, q, k: q - k, AssertionError, "a mask returns a Bool, this lambda returns an Int"),
     (lambda b, h, q, k: q >= k and k > 3, RuntimeError, "a position has no truth value"),
@@ -403,6 +406,31 @@ MISTAKES = [
     ),
     (lambda b, h, q, k: LIMIT[q + k] >= k, IndexError, r"reads `LIMIT` at 24 on axis 0, .* at query 1, key 23"),
 ]
+
+
+class Shifted(torch.nn.Module):
+    def forward(self, b, h, q, k, by=2):
+        return q + by >= k
+
+    def of_others(self, score, q, k, by):  # names are theirs to choose
+        return k + self.two >= by
+
+    two = 2
+
+
+FOUR = [
+    Shifted(), Shifted().forward, Shifted().of_others, lambda *places: places[2] + 2 >= places[3],
+    lambda b, h, k, q: k + 2 >= q, lambda b, h, q, *k: q + 2 >= k[0], lambda b, h, q, kv, k=2: q + k >= kv,
+    functools.partial(lambda by, b, h, q, k: q + by >= k, 2),
+    functools.partial(lambda b, h, q, k, by: q + by >= k, by=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mask_mod", FOUR)
+def test_four_arguments_by_place(mask_mod):
+    shown = torch.arange(S)[:, None] + 2 >= torch.arange(S)
+    assert torch.equal(ours.create_mask(mask_mod, None, None, S, S, "cpu")[0, 0], shown)
+    assert ours.create_block_mask(mask_mod, None, None, S, S, "cpu").mask == fk.mask("q + 2 >= k")
 
 
 @pytest.mark.parametrize(("mask_mod", "kind", "text"), MISTAKES)

@@ -59,6 +59,16 @@ def test_shared_heads_other_values_and_one_batch_entry_of_keys():
     torch.testing.assert_close(v.grad.sum(), torch.tensor(2.0 * 4 * 24 * 8))
 
 
+def test_five_arguments_by_place():
+    q, k, v = arrays()
+    want = flex_attention(q, k, v, lambda score, b, h, q, k: score + 2 * q - k)
+    for mod in (lambda s, b, h, k, q: s + 2 * k - q, lambda s, *at: s + 2 * at[2] - at[3],
+                lambda s, b, h, q_idx, kv_idx, k=2: s + k * q_idx - kv_idx):  # fmt: skip
+        torch.testing.assert_close(flex_attention(q, k, v, mod), want)
+    with pytest.raises(FrisketError, match="takes score, b; "):
+        flex_attention(q, k, v, lambda score, b: score)
+
+
 def test_what_a_call_returns():
     q, k, v = arrays()
     block_mask = mask_of(lambda b, h, q, k: q - k > 5)
@@ -127,7 +137,8 @@ REFUSED = {
         lambda: flex_attention(Q, K, V, lambda b, h, q, k: (q - k).float()), RuntimeError, "score_mod takes no score"),
     "Bool": (lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: q > k), RuntimeError, "returns a Bool"),
     "Int": (lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: q - k), RuntimeError, "returns an Int\n.*Float"),
-    "three arguments": (lambda: flex_attention(Q, K, V, lambda a, c, d: a), AssertionError, "takes a, c, d"),
+    "three arguments": (
+        lambda: flex_attention(Q, K, V, lambda a, c, d: a), AssertionError, "takes a, c, d; .* a score_mod five"),
     "negative gather": (
         lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: s + TABLE[q - k]), IndexError,
         r"reads `TABLE` at -1 on axis 0, which has entries 0..23, at query 0, key 1 .*torch would read from the end"),
