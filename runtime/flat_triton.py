@@ -193,16 +193,22 @@ class Lines(Ready):
             module.lines, (rows, -(-count // blocks)), [None, None, None, rows, size, *self.strides], 4,
             GRAIN_=grain, BLOCKS=blocks,
         )  # fmt: skip
-        self.windows = Launch(
-            module.windows, (rows, 2), [None, None, rows, count, count * grain], 16, BLOCK=4096
-        )  # fmt: skip
+        block = _at_once(module, 64)
+        self.windows = [
+            Launch(
+                module.windows, (rows, 2, -(-count // block)), [None, None, rows, count, count * grain, level], 4,
+                BLOCK=block,
+            )
+            for level in range(0, count.bit_length() - 1, 5)  # no launch reads what it writes
+        ]  # fmt: skip
 
     def __call__(self, table: Tensor) -> Sequence[Tensor]:
         import torch
 
         least, most = torch.empty((2, self.length), dtype=table.dtype, device=table.device).unbind()
         self.lines(self.turned(table), least, most)
-        self.windows(least, most)
+        for windows in self.windows:
+            windows(least, most)
         return least, most
 
 

@@ -276,30 +276,29 @@ def lines(
         tl.store(Lines + 2 * rows * padded + row * count + block + i * 0, ahead, mask=inside & (i == GRAIN_ - 1))
 
 
-@triton.jit(do_not_specialize=["Least", "Most", "rows", "count", "padded"])
-def windows(Least, Most, rows, count, padded, BLOCK: tl.constexpr):
-    """The joins over 2, 4, ... blocks from each block on: least and greatest by programs of their own."""
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["Least", "Most", "rows", "count", "padded", "level"])
+def windows(Least, Most, rows, count, padded, level, BLOCK: tl.constexpr):
+    """The joins over 2, 4, ... blocks from each block on: least and greatest by programs of their own, five levels at a
+    time, from the last level that is there."""
     if tl.program_id(1) == 0:
-        windows_of(Least, row, rows, count, padded, False, BLOCK)
+        windows_of(Least, rows, count, padded, level, False, BLOCK)
     else:
-        windows_of(Most, row, rows, count, padded, True, BLOCK)
+        windows_of(Most, rows, count, padded, level, True, BLOCK)
 
 
 @triton.jit
-def windows_of(Lines, row, rows, count, padded, MOST: tl.constexpr, BLOCK: tl.constexpr):
-    held = Lines + 2 * rows * padded.to(tl.int64) + row * count
-    by = 1
-    while 2 * by <= count:
-        for start in range(0, count, BLOCK):
-            i = start + tl.arange(0, BLOCK)
-            inside = i < count
-            near, far = tl.load(held + i, mask=inside), tl.load(held + i + by, mask=i < count - by)
-            near = tl.where(i < count - by, join(near, far, MOST), near)
-            tl.store(held + rows.to(tl.int64) * count + i, near, mask=inside)
-        tl.debug_barrier()  # the next level reads what this one wrote
-        held += rows.to(tl.int64) * count
-        by *= 2
+def windows_of(Lines, rows, count, padded, level, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    Lines += 2 * rows * padded.to(tl.int64) + tl.program_id(0).to(tl.int64) * count
+    size = rows.to(tl.int64) * count
+    i = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    ahead = i + (tl.arange(0, 32)[None, :] << level)
+    entry = tl.load(Lines + level * size + tl.minimum(ahead, count - 1))
+    for n in tl.static_range(1, 6):
+        first, second = tl.split(tl.reshape(entry, (BLOCK, entry.shape[1] // 2, 2)))
+        entry = join(first, second, MOST)
+        j = tl.arange(0, 32 >> n)[None, :]
+        inside = (j == 0) & (i < tl.where(count >> (level + n) > 0, count, 0))
+        tl.store(Lines + (level + n) * size + i + j, entry, mask=inside)
 '''
 
 HALVES = '''

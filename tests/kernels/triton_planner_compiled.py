@@ -49,6 +49,7 @@ def compiled(kernel, types, constants, arch, warps=1):
 )
 def test_planners_compile(name, arch):
     made = text.emit(flat.planner(*PLANNERS[name]))
+    assert "barrier" not in made.text  # on AMD it waits for no store: what others read is left to another launch
     module = load(made.text)
     types = dict.fromkeys(("Bounds", "Count", "Work", "Order"), "*i32") | {"Left": "*i1", "Place": "*i64"}
     types |= {t.name: POINTERS[t.type] for t in made.entries}
@@ -63,6 +64,6 @@ def test_planners_compile(name, arch):
         if len(r.axes) == 1:
             for grain in (1, 32):
                 compiled(module.lines, dict(ours), {"GRAIN_": grain, "BLOCKS": 32}, arch, 4)
-            compiled(module.windows, dict(ours), {"BLOCK": 4096}, arch, 16)
+            compiled(module.windows, dict(ours), {"BLOCK": 64}, arch, 4)
         else:
             compiled(module.halves, dict(ours), {"BLOCK": 32, "MOST": True}, arch, 4)
