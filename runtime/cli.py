@@ -104,12 +104,15 @@ def parser() -> argparse.ArgumentParser:
     add_slice(explain)
     add_plot(command("plot", plot, "a picture, or a page to zoom into and ask", subject, sizes))
     command("check", check, "what runs here against the float64 interpreter", subject, sizes)
-    emit = command("emit", emitted, "the source text of the kernel, or what it takes of a GPU", subject, sizes)
+    chosen = subject_options(block=None)
+    emit = command("emit", emitted, "the source text of the kernel, or what it takes of a GPU", chosen, sizes)
     emit.add_argument("--backend", required=True, help="cpp, triton or pallas-tpu")
+    emit.add_argument("--kv-heads", type=positive, help="default: --heads")
     emit.add_argument("--head-dim", type=positive, default=64)
+    emit.add_argument("--v-dim", type=positive, help="default: --head-dim")
     emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
     emit.add_argument("--report", action="store_true", help="compile for triton: registers, spills, shared memory")
-    emit.add_argument("--arch", nargs="+", metavar="GPU", default=["sm_90"], help="sm_80, sm_90, sm_100, gfx942")
+    emit.add_argument("--arch", nargs="+", metavar="GPU", help="sm_80, sm_90, sm_100, gfx942; several with --report")
     add_run(command("run", run, "attention over packed files, timed and checked", subject))
     command("library", library, "the entries of the library").add_argument("name", nargs="?", help="one, in full")
     command("doctor", doctor, "what is installed and what runs here")
@@ -122,13 +125,14 @@ def emitted(args: argparse.Namespace, console: Console) -> Answer:
     return (cli_report.report if args.report else cli_commands.emit)(args, console)
 
 
-def subject_options() -> argparse.ArgumentParser:
+def subject_options(block: tuple[int, int] | None = (128, 128)) -> argparse.ArgumentParser:
+    """`block` is the tile where none is given; None: the backend's choice."""
     p = argparse.ArgumentParser(add_help=False)
     p.add_argument("expr", metavar="EXPR", help="a mask, a score mod, or a .frisket file")
     p.add_argument("--score", metavar="EXPR", help="a score mod beside the mask")
     p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar")
     p.add_argument("--table", action="append", default=[], metavar="NAME=FILE.npy", help="bind a table")
-    p.add_argument("--block", type=block, default=(128, 128), metavar="N or QxK", help="tile in tokens")
+    p.add_argument("--block", type=tile_size, default=block, metavar="N or QxK", help="tile in tokens")
     return p
 
 
@@ -189,7 +193,7 @@ def tile(text: str) -> tuple[int, int]:
     return natural(i), natural(j)
 
 
-def block(text: str) -> tuple[int, int]:
+def tile_size(text: str) -> tuple[int, int]:
     q, _, k = text.replace(",", "x").partition("x")
     return positive(q), positive(k or q)
 

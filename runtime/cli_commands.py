@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from frisket.dsl.errors import ShapeError
+from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.dsl.show import show as show_text
 from frisket.lowering.simplify import prepare
@@ -69,11 +69,22 @@ def text(e: Expr | None) -> str | None:
     return None if e is None else show_text(e)
 
 
-def compiled(what: Program) -> Any:
+def compiled(what: Program, tile: tuple[int, int] | None = None) -> Any:
     from .entry import compile  # the frameworks behind it are none of `show`'s business
 
     require_bound(what)
-    return compile(mask=what.mask, score=what.score)
+    return compile(mask=what.mask, score=what.score, tile=tile)
+
+
+def shapes(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes of `frisket emit`, as `source` and `stages` take them."""
+    q_len, kv_heads = args.q_len or LENGTH, args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise ShapeError(f"--heads {args.heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
+    return {
+        "q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads, "kv_heads": kv_heads,
+        "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype,
+    }  # fmt: skip
 
 
 def laid_out(args: argparse.Namespace, what: Program) -> Layout:
@@ -174,9 +185,10 @@ def explain_tile(args: argparse.Namespace, what: Program) -> Answer:
 
 def emit(args: argparse.Namespace, console: Console) -> Answer:
     """`frisket emit EXPR --backend triton`: the source text of the kernel."""
-    q_len = args.q_len or LENGTH
-    source = compiled(subject(args)).source(
-        args.backend, q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads,
-        head_dim=args.head_dim, dtype=args.dtype,
-    )  # fmt: skip
+    if args.arch and args.backend != "triton":
+        raise ParameterError(f"--arch is about Triton kernels, not {args.backend!r}; write --backend triton")
+    if args.arch and len(args.arch) > 1:
+        raise ParameterError(f"one text is for one GPU: --arch {args.arch[0]}; several go with --report")
+    arch = args.arch[0] if args.arch else None
+    source = compiled(subject(args), args.block).source(args.backend, arch=arch, **shapes(args))
     return Answer({"backend": args.backend, "source": source}, [source.rstrip("\n")])

@@ -13,7 +13,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.lowering.emit.triton_writer import Dims
 
 from .cli_answer import Answer
-from .cli_commands import LENGTH, compiled
+from .cli_commands import compiled, shapes
 from .cli_input import subject
 from .cli_run import progress
 
@@ -26,18 +26,13 @@ def report(args: argparse.Namespace, console: Console) -> Answer:
 
     if args.backend != "triton":
         raise ParameterError(f"--report is about Triton kernels, not {args.backend!r}; write --backend triton")
-    for arch in args.arch:
+    architectures = args.arch or ["sm_90"]
+    for arch in architectures:
         triton_report.check_compiles(arch)
-    att, q_len = compiled(subject(args)), args.q_len or LENGTH
-    stages = {
-        arch: att.stages(
-            backend="triton", arch=arch, q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads,
-            head_dim=args.head_dim, dtype=args.dtype,
-        )
-        for arch in args.arch
-    }  # fmt: skip
+    att, sizes = compiled(subject(args), args.block), shapes(args)
+    stages = {arch: att.stages(backend="triton", arch=arch, **sizes) for arch in architectures}
     found: list[triton_report.Report] = []
-    dims = Dims(args.head_dim, args.head_dim, args.dtype)
+    dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
         for arch, s in stages.items():
             for one in triton_report.compile_reports(s.source, s.plan, s.target, dims, arch):

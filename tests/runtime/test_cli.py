@@ -123,6 +123,12 @@ BAD = {
     "pallas-tpu, pallas-mosaic-gpu, dense, library, native\n",
     "emit causal --backend cpp --report": "ParameterError: --report is about Triton kernels, not 'cpp'; write "
     "--backend triton\n",
+    "emit causal --backend cpp --arch sm_90": "ParameterError: --arch is about Triton kernels, not 'cpp'; write "
+    "--backend triton\n",
+    "emit causal --backend triton --arch sm_90 sm_80": "ParameterError: one text is for one GPU: --arch sm_90; several "
+    "go with --report\n",
+    "emit causal --backend triton --heads 8 --kv-heads 3": "ShapeError: --heads 8 is no multiple of --kv-heads 3; "
+    "key heads are shared evenly\n",
     "emit causal --backend triton --report --arch sm_70": "BackendError: no figures for 'sm_70'; ahead-of-time reports "
     "know sm_80, sm_90, sm_100, gfx942\n",
     "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
@@ -229,6 +235,23 @@ def test_emit_prints_the_kernel(run, backend):
     att = fk.compile("causal & window(256)")
     assert out == att.source(backend, q_len=2048, kv_len=2048, heads=1, head_dim=128)
     compile(out, backend, "exec")
+
+
+def test_emit_takes_the_tile_the_heads_and_the_gpu_that_are_given(run):
+    import frisket as fk
+
+    sizes = "--heads 4 --kv-heads 2 --head-dim 64 --v-dim 32 --dtype bfloat16 --block 32x16 --arch gfx942"
+    status, out, err = run("emit", "causal", "--backend", "triton", *sizes.split())
+    assert (status, err) == (0, "")
+    assert "tiles of 32 queries by 16 keys" in out
+    shape = {"q_len": 2048, "kv_len": 2048, "heads": 4, "kv_heads": 2, "head_dim": 64, "v_dim": 32, "dtype": "bfloat16"}
+    assert out == fk.compile("causal", tile=(32, 16)).source("triton", arch="gfx942", **shape)
+    amd, nvidia = (
+        run("emit", "causal", "--backend", "triton", "--dtype", "bfloat16", "--arch", arch)[1]
+        for arch in ("gfx942", "sm_90")
+    )
+    assert "num_stages=1" in amd
+    assert amd != nvidia
 
 
 def test_emit_reports_what_kernels_take(run):
