@@ -17,7 +17,7 @@ DROPOUT = {SEED: "seed", RATE: "rate"}
 # What the kernel calls things of its own: a slot or table of such a name gets another.
 OWN = (
     """
-attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine attention_captured
+attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine
 Q K V Out Lse Top Sinks DOut DQ DK DV Delta Spans Count SliceOf Order records scale heads q_len kv_len
 b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
 BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record
@@ -26,11 +26,11 @@ at i j tile inside visible score unit top peak rescale total p kept acc out lse 
 range float int bool out_at
 attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at
 dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
-Acc Tops Totals kv_heads splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
+Acc Tops Totals splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
 weight query_at
 Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative per_lse
 """.split()
-    + [f"stride_{tensor}{axis}" for tensor in "qkvogxyz" for axis in "bhsd"]
+    + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
     + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]
 )
 
