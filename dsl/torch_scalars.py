@@ -89,6 +89,16 @@ def _bounded(x: Expr, low: float, high: float) -> Expr:
     return minimum(maximum(x, low), high)
 
 
+def _sinc(x: Expr) -> Expr:
+    turned = where(eq(x, 0.0), 1.0, math.pi * x)  # nothing is divided by 0, in derivatives either
+    return where(eq(x, 0.0), 1.0, build("sin", turned) / turned)
+
+
+def _signbit(x: Expr) -> Expr:
+    """Whether it is below 0, or -0.0."""
+    return build("or", x < 0.0, 1.0 / x < 0.0) if x.type is FLOAT else x < 0
+
+
 ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
     **{n: partial(build, n) for n in FLOAT_FUNCTIONS},
     **MADE_OF,
@@ -107,6 +117,7 @@ ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
     "relu6": lambda x: _bounded(x, 0.0, 6.0),
     "hardsigmoid": lambda x: _bounded(x + 3.0, 0.0, 6.0) / 6.0,
     "hardswish": lambda x: x * _bounded(x + 3.0, 0.0, 6.0) / 6.0,
+    "sinc": _sinc,
     "selu": lambda x: 1.0507009873554805 * where(x > 0.0, x, 1.6732632423543772 * expm1(x)),
     "isfinite": partial(build, "isfinite"),
     "isnan": lambda x: ne(x, x),
@@ -115,6 +126,7 @@ ON_FLOAT: dict[str, Callable[[Expr], Expr]] = {
     "isposinf": lambda x: eq(x, INF),
 }
 ON_NUMBER: dict[str, Callable[[Expr], Expr]] = {
+    "signbit": _signbit,
     "abs": abs,
     "absolute": abs,
     "fabs": abs,
@@ -192,6 +204,45 @@ def fmod(input: Any, other: Any) -> Symbol:
     return elementwise(make, input, other, what="`fmod`")
 
 
+def _logaddexp(x: Expr, y: Expr) -> Expr:
+    """log(exp(x) + exp(y)), of which both have half the derivative where they are equal, infinities too."""
+    same = eq(x, y)
+    gap = where(same, 1.0, x - y)
+    apart = where(x > y, x, y) + build("log1p", build("exp", -abs(gap)))
+    return where(same, 0.5 * x + 0.5 * y + math.log(2.0), apart)
+
+
+def _on_floats(name: str, make: Callable[[Expr, Expr], Expr]) -> Function:
+    return lambda input, other: elementwise(lambda x, y: make(real(x), real(y)), input, other, what=f"`{name}`")
+
+
+def _heaviside(x: Expr, y: Expr) -> Expr:
+    if {x.type, y.type} == {BOOL}:
+        return build("or", x, y)
+    x, y = alike(number(x), number(y))
+    zero, one = (lit(0.0), lit(1.0)) if x.type is FLOAT else (lit(0), lit(1))
+    return where(eq(x, zero), y, where(x > zero, one, zero))
+
+
+def lerp(input: Any, end: Any, weight: Any) -> Symbol:
+    def make(x: Expr, y: Expr, w: Expr) -> Expr:
+        x, y, w = real(x), real(y), real(w)
+        return where(abs(w) < 0.5, x + w * (y - x), y - (y - x) * (1.0 - w))  # as torch has it: exact at both ends
+
+    return elementwise(make, input, end, weight, what="`lerp`")
+
+
+def _added(op: str) -> Function:
+    """`addcmul`, `addcdiv`: input + value * (tensor1 op tensor2)."""
+
+    def call(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Symbol:
+        found = apply_binary(op, tensor1, tensor2)
+        found = found if isinstance(value, int) and value == 1 else apply_binary("mul", found, value)
+        return apply_binary("add", input, found)
+
+    return call
+
+
 def clamp(input: Any, min: Any = None, max: Any = None) -> Symbol:
     found = operand(input, "`clamp`")
     if min is not None:
@@ -265,6 +316,11 @@ SCALARS: dict[str, Function] = {
     **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor")},
     **PIECES,
     **{n: partial(_cast, n) for n in ("float", "double", "half", "bfloat16", "bool", "int", "long", "short")},
+    "logaddexp": _on_floats("logaddexp", _logaddexp),
+    "hypot": _on_floats("hypot", lambda x, y: build("sqrt", x * x + y * y)),
+    "copysign": _on_floats("copysign", lambda x, y: where(_signbit(y), -abs(x), abs(x))),
+    "heaviside": lambda input, values: elementwise(_heaviside, input, values, what="`heaviside`"),
+    "lerp": lerp, "addcmul": _added("mul"), "addcdiv": _added("div"),
     "logical_not": lambda input: elementwise(lambda x: build("not", truth(x)), input, what="`logical_not`"),
     "invert": lambda input: ~operand(input, "`~`"),
     "bitwise_not": lambda input: ~operand(input, "`~`"),

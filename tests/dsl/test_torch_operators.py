@@ -51,6 +51,7 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
+TWO = ("logaddexp", "hypot", "copysign", "heaviside")
 UNARY = sorted({*ON_FLOAT, *ON_NUMBER, *PIECES, "sign", "sgn", "softplus", "gelu", "nan_to_num", "logical_not", "bitwise_not", "invert"} - {"fabs"})  # fmt: skip
 
 
@@ -70,7 +71,15 @@ def test_of_values_that_are_no_numbers(name):
     check(find(name), WILD)
 
 
-@pytest.mark.parametrize("name", sorted({*BINARY, "div", "divide", "fmod", "logical_and", "logical_or", "logical_xor"}))
+@pytest.mark.parametrize("name", ["signbit", "logaddexp", "copysign", "hypot", "heaviside"])
+def test_signs_of_zeros_and_infinities(name):
+    ends = torch.tensor([-0.0, 0.0, math.inf, -math.inf, -1e-310, 2.0])
+    check(find(name), *((ends,) if name == "signbit" else (ends.repeat_interleave(6), ends.repeat(6))))
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*BINARY, "div", "divide", "fmod", "logical_and", "logical_or", "logical_xor", *TWO})
+)
 @pytest.mark.parametrize("left", TABLES)
 @pytest.mark.parametrize("right", TABLES)
 def test_of_two(name, left, right):
@@ -94,6 +103,9 @@ ONCE = {
     "literal divisor": lambda x, y: torch.div(x, 3, rounding_mode="trunc") + torch.fmod(x, -3) + x % -3 + x // 4,
     "clamp": lambda x, y: torch.clamp(x, -2, 3) + x.clamp(min=y) + x.clip(max=2) + torch.clamp_min(x, 1),
     "where": lambda x, y: torch.where(x > y, x, 0) + torch.where(x == y, 1.5, 2),
+    "lerp": lambda x, y: torch.lerp(x + 0.0, y + 0.0, 0.3) + (x + 0.0).lerp(y + 0.0, x * 0.1),
+    "addcmul": lambda x, y: torch.addcmul(x, y, x, value=2) + x.addcmul(x, y),
+    "addcdiv": lambda x, y: torch.addcdiv(x + 0.0, x + 0.0, y + 0.0, value=0.5),
     "masked_fill": lambda x, y: x.masked_fill(x > y, 3),
     "casts": lambda x, y: x.float().int() + x.to(torch.bool) + y.to(torch.int32).double() + x.type(torch.int64) + x.bool().long(),
     "cast like another": lambda x, y: x.to(y) + x.type_as(y),
@@ -132,7 +144,7 @@ def test_the_table_is_covered():
     others = {"where", "masked_fill", "clamp", "clip", "clamp_min", "clamp_max", "to", "type", "type_as", "astype",
               "float_power", "float", "double", "half", "bfloat16", "bool", "int", "long", "short", "fabs"}  # fmt: skip
     swapped = {n for n in SCALARS if n[0] == "r" and n[1:] in (*BINARY, "div", "and", "or", "xor")}
-    assert set(SCALARS) == {*UNARY, *BINARY, *others, *swapped, "div", "divide", "fmod", "logical_and", "logical_or", "logical_xor"}  # fmt: skip
+    assert set(SCALARS) == {*UNARY, *BINARY, *others, *swapped, "div", "divide", "fmod", "logical_and", "logical_or", "logical_xor", *TWO, "lerp", "addcmul", "addcdiv"}  # fmt: skip
 
 
 SHAPED = {

@@ -67,6 +67,37 @@ def test_a_function_of_its_own_has_the_gradient_of_its_forward():
     torch.testing.assert_close(found[0].grad, want[0].grad)
 
 
+MADE = {
+    "lerp": lambda s, b, h, q, k: torch.lerp(s, s * k.double(), 0.7),
+    "lerp by a score": lambda s, b, h, q, k: torch.lerp(0.5 * s, s * k.double(), s),
+    "addcmul": lambda s, b, h, q, k: torch.addcmul(s, s, 0.1 * k, value=0.5),
+    "addcdiv": lambda s, b, h, q, k: torch.addcdiv(0.1 * k, s, 1.0 + q, value=0.5),
+    "logaddexp": lambda s, b, h, q, k: torch.logaddexp(s, 0.1 * (k - q)),
+    "logaddexp of equals": lambda s, b, h, q, k: torch.logaddexp(s, 1.0 * s) * s,
+    "hypot": lambda s, b, h, q, k: torch.hypot(s, 1.0 + k),
+    "copysign": lambda s, b, h, q, k: torch.copysign(s, 0.0 + k - q),
+    "sinc": lambda s, b, h, q, k: torch.sinc(torch.where(k == q, 0.0 * s, s)),
+    "heaviside": lambda s, b, h, q, k: s * torch.heaviside((k - q).double(), torch.tensor(0.5).double()),
+    "signbit": lambda s, b, h, q, k: s + torch.where(torch.signbit(s), 1.0, 0.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_functions_made_of_others_and_their_derivatives(name):
+    g = torch.Generator().manual_seed(6)
+    found, want = ([torch.randn(1, 2, 9, 8, generator=g.manual_seed(6), dtype=torch.float64, requires_grad=True)
+                    for _ in "qkv"] for _ in range(2))  # fmt: skip
+    out = flex_attention(*found, MADE[name])
+    places = torch.meshgrid(*map(torch.arange, (1, 2, 9, 9)), indexing="ij")
+    q, k, v = want
+    dense = (MADE[name](q @ k.mT / 8**0.5, *places)).softmax(-1) @ v
+    out.square().sum().backward()
+    dense.square().sum().backward()
+    torch.testing.assert_close(out, dense)
+    for x, y in zip(found, want):
+        torch.testing.assert_close(x.grad, y.grad)
+
+
 def test_on_native_kernels(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "cpp")
     check_gradients(score_case("same table twice"), mask_case("document by batch and head"), torch.float32, 2e-5)
