@@ -139,6 +139,9 @@ REFUSED = {
     "Int": (lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: q - k), RuntimeError, "returns an Int\n.*Float"),
     "three arguments": (
         lambda: flex_attention(Q, K, V, lambda a, c, d: a), AssertionError, "takes a, c, d; .* a score_mod five"),
+    "atan": (lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: torch.atan(s)), RuntimeError, "atan"),
+    "in place": (
+        lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: s.mul_(2)), RuntimeError, "`mul_` changes .* in place"),
     "negative gather": (
         lambda: flex_attention(Q, K, V, lambda s, b, h, q, k: s + TABLE[q - k]), IndexError,
         r"reads `TABLE` at -1 on axis 0, which has entries 0..23, at query 0, key 1 .*torch would read from the end"),
