@@ -151,8 +151,9 @@ Row = Callable[..., tuple[Part, ...]]
 
 
 def _quotient(c: Expr, y: Expr) -> Expr:
-    """c / y; the two literals of `50 * tanh(score / 50)` cancel."""
-    if c.op == "mul" and y.op == "lit" and y in c.args and y.name and math.isfinite(y.name):
+    """c / y; the two literals of `50 * tanh(score / 50)` cancel, Int ones too."""
+    number = y.args[0] if y.op == "float" else y
+    if c.op == "mul" and number.op == "lit" and y in c.args and number.name and math.isfinite(number.name):
         return c.args[0] if c.args[1] is y else c.args[1]
     return c / y
 

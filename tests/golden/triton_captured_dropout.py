@@ -161,7 +161,7 @@ def attention_diagonal(
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp * kept - delta))
-            weight = score * (30.0 * (1.0 - x0 * x0) / 30.0)
+            weight = score * (1.0 - x0 * x0)
             sum0 += tl.where(p == 0.0, 0.0, dm * weight)
 
     # Row i turned by i places: column c has what is c below the main diagonal, in rows from c on, and what is
