@@ -1,10 +1,16 @@
 """Registers, spills and shared memory of Triton's default tiles, by a compiler that is not an interpreter."""
 
+import os
+import shlex
+import subprocess
+import sys
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
 import pytest
 from kernels.test_triton_interpret import run
+from readme import blocks
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -25,3 +31,15 @@ def test_some(part):
 @pytest.mark.slow
 def test_rest():
     run("triton_table.py", "test_rest", PYTEST_ADDOPTS="-m slow")
+
+
+@pytest.mark.slow
+def test_the_page_shows_what_the_command_prints():
+    if not version("triton").startswith("3.9"):
+        pytest.skip("the page has the figures of Triton 3.9")
+    (block,) = blocks("console", GOLDEN.parents[1] / "docs" / "triton.md")
+    command, shown = block.removeprefix("$ frisket ").split("\n", 1)
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    argv = [sys.executable, "-m", "frisket.runtime.cli", *shlex.split(command)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True)
+    assert done.stdout == shown, done.stderr

@@ -9,6 +9,7 @@ from support import torch_gradients, triton_bf16
 from support.attention_cases import CASES, STEEP, STEEP_BOUNDS, Case, Source, causal
 from support.torch_gradients import MODS, learned, window
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup
@@ -203,3 +204,16 @@ def test_keys_of_another_dtype_are_refused():
     assert str(caught.value) == (
         "gradients need q, k and v of one dtype, not float16 and float8_e5m2; convert k and v before"
     )
+
+
+def test_hidden_keys_that_are_not_finite_reach_gradients_of_the_tiles_that_visit_them():
+    """As docs/triton.md says: the forward does not see them."""
+    query, keys, values = torch.randn(3, 1, 1, 64, 16).unbind()
+    keys[:, :, 40] = math.nan
+    query.requires_grad_()
+    seen = fk.compile("causal & k < 40", backend="triton", tile=(32, 16))
+    out = seen(query, keys, values)
+    out.sum().backward()
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(query.grad[:, :, :32]).all()
+    assert torch.isnan(query.grad[:, :, 32:]).all()
