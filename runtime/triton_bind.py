@@ -182,7 +182,7 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
 
 def far(*tensors: Tensor) -> bool:
     """Whether the offsets within some tile of these could leave 32 bits: then `near` looks closer."""
-    return max([stride for x in tensors for stride in x.stride()[2:]]) > FAR
+    return bool(max([stride for x in tensors for stride in x.stride()[2:]]) > FAR)
 
 
 def near(x: Tensor, rows: int) -> Tensor:
