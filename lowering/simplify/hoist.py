@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from frisket.dsl.ir import FALSE, NEG_INF, SCORE, TRUE, Expr, conj, disj, lit, make
+from frisket.dsl.ir import FALSE, NEG_INF, SCORE, TRUE, Expr, conj, disj, lit, make, uses
 from frisket.dsl.sugar import where
 from frisket.dsl.types import FLOAT, INT
 
@@ -71,7 +71,7 @@ def _hoist(e: Expr, tables: Mapping[str, bool]) -> tuple[Expr, Expr]:
         return FALSE, e
     if e.depth > _DEEPEST:
         return TRUE, e
-    if e.op == "where" and e.type is FLOAT:
+    if e.op == "where" and e.type is FLOAT and "score" not in uses(e.args[0]):  # no mask knows a score
         cond, yes, no = e.args
         (seen_yes, yes2), (seen_no, no2) = _hoist(yes, tables), _hoist(no, tables)
         seen = disj(conj(cond, seen_yes), conj(negate(cond), seen_no))

@@ -195,6 +195,7 @@ KEPT = {
     "unknown factor": where(q >= k, score, NEG_INF) * (score + 1.0),
     "unknown summand": where(q >= k, score, NEG_INF) + BIAS,
     "negative factor": where(q >= k, score, NEG_INF) * -2.0,
+    "what a score decides": where(score > 0.0, score, NEG_INF),
 }
 
 
