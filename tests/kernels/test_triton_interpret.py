@@ -28,7 +28,10 @@ def test_interpreted(part):
     run("triton_interpreted.py", part, TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("part", ["parts and not of_every_case", "of_every_case or keys_and_values"])
+EVERY = pytest.param("of_every_case", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("part", ["parts and not of_every_case", "keys_and_values", EVERY])
 def test_interpreted_few_queries(part):
     run("triton_interpreted_decode.py", part, TRITON_INTERPRET="1")
 

@@ -164,6 +164,6 @@ def test_the_same_launches_plan_anew(monkeypatch):
     doc.copy_(other)
     for args, more in captured:
         real(*args, **more)
-    assert len(captured) == 5
+    assert len(captured) == 6  # two launches for windows of more than five levels
     assert torch.equal(out, want)
     assert not plan.overflow
