@@ -57,7 +57,7 @@ def test_tensors_of_any_strides(layout):
 
 
 @pytest.mark.parametrize("block", [(16, 16), (32, 64), (128, 32), (64, 128)])
-@pytest.mark.parametrize("name", ["crop", "gqa"])
+@pytest.mark.parametrize("name", ["crop", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_tensors_in_any_tile(name, block):
     case = CASES[name].but(block=block)
     check(case, *run(case, order="forward"))
