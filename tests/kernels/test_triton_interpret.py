@@ -28,6 +28,11 @@ def test_interpreted(part):
     run("triton_interpreted.py", part, TRITON_INTERPRET="1")
 
 
+@pytest.mark.slow
+def test_interpreted_in_other_tiles():
+    run("triton_interpreted.py", "tensors", TRITON_INTERPRET="1", PYTEST_ADDOPTS="-m slow")
+
+
 EVERY = pytest.param("of_every_case", marks=pytest.mark.slow)
 
 
