@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import re
-import time
 from pathlib import Path
 
 import pytest
+from support.effort import at_most
 
 from frisket.dsl.errors import FrisketError, MaskSyntaxError, ParameterError
 from frisket.dsl.program import read
@@ -81,10 +81,8 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_ends_soon_and_in_our_errors(name):
-    start = time.process_time()
-    with contextlib.suppress(FrisketError):
+    with at_most(30_000_000), contextlib.suppress(FrisketError):
         read(HOSTILE[name], kind="mask")
-    assert time.process_time() - start < 1.0
 
 
 def test_all_errors_of_a_text_are_reported_at_once():

@@ -1,4 +1,4 @@
-"""Text from strangers: it is read, or refused in our words, within a second and a bounded memory. And what is read
+"""Text from strangers: it is read, or refused in our words, with bounded work and memory. And what is read
 is simplified, named canonically and printed, or refused, as soon."""
 
 from __future__ import annotations
@@ -6,12 +6,12 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-import time
 import tracemalloc
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import at_most
 
 import frisket as fk
 from frisket.dsl.errors import FrisketError
@@ -19,7 +19,7 @@ from frisket.dsl.program import read
 from frisket.lowering.simplify import canonical, prepare
 from frisket.runtime.cli import main
 
-SECOND = 1.0
+FEW = 10_000_000  # calls of functions, a second or two
 
 
 def chained(n: int, start: str, step: str, end: str = "") -> str:
@@ -102,12 +102,10 @@ def everything(text: str) -> None:
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_long_and_deep_text(name):
-    start = time.process_time()
-    found = read(ACCEPTED[name])
-    read_at = time.process_time()
-    assert read_at - start < SECOND
-    everything(ACCEPTED[name])
-    assert time.process_time() - read_at < 2 * SECOND
+    with at_most(FEW):
+        found = read(ACCEPTED[name])
+    with at_most(2 * FEW):
+        everything(ACCEPTED[name])
     if found.expr is not None and len(ACCEPTED[name]) < 6_000:
         canonical(found.expr)
 
@@ -115,12 +113,10 @@ def test_long_and_deep_text(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_in_our_words(name):
     tracemalloc.start()
-    start = time.process_time()
-    with pytest.raises(FrisketError) as caught:
+    with at_most(FEW), pytest.raises(FrisketError) as caught:
         read(REFUSED[name])
-    spent, (_, peak) = time.process_time() - start, tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert spent < 3 * SECOND  # tracing memory makes Python some three times slower
     assert peak < 100e6
     shown = str(caught.value)
     assert len(shown) < 2_000
@@ -156,9 +152,8 @@ def test_soup(part):
     rng = random.Random(f"soup {part}")
     for _ in range(700):
         text = soup(rng)
-        start = time.process_time()
-        everything(text)
-        assert time.process_time() - start < SECOND, text
+        with at_most(FEW):
+            everything(text)
 
 
 @pytest.mark.slow
