@@ -10,10 +10,10 @@ import pickle
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
+from support.effort import at_most
 
 torch = pytest.importorskip("torch")
 
@@ -290,9 +290,11 @@ def test_threads_do_not_see_each_other():
 
 
 def test_tracing_is_fast():
-    bias, times = torch.randn(2, 2, 8, 8), []
-    for _ in range(5):
-        start = time.perf_counter()
+    bias = torch.randn(2, 2, 8, 8)
+
+    def traced():
         trace(lambda s, b, h, q, k: torch.where((q >= k) & (doc[q] == doc[k]), s + bias[b, h, q, k], -math.inf))
-        times.append(time.perf_counter() - start)
-    assert min(times) < 5e-3
+
+    traced()
+    with at_most(5000):  # 1 ms; half of these calls
+        traced()

@@ -7,13 +7,13 @@ import itertools
 import json
 import os
 import re
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import browser, brute
+from support.effort import at_most
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
@@ -131,9 +131,8 @@ def test_notebooks_are_quick():
     doc = np.sort(np.random.default_rng(0).integers(0, 2000, 1 << 20)).astype(np.int32)
     layout = fk.mask("causal & same(doc)", doc=doc).layout(1 << 20, 1 << 20)
     html.notebook(fk.mask("causal").layout(64, 64))
-    start = time.perf_counter()
-    text = layout._repr_html_()
-    assert time.perf_counter() - start < 0.5  # 4 ms where nothing else runs
+    with at_most(4000):  # 4 ms; half of these calls, and as many at 65,536 tokens
+        text = layout._repr_html_()
     assert "one dot shows 64 × 64 tiles" in text
 
 
