@@ -13,13 +13,13 @@ import numpy as np
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import FLOAT, Type
 from frisket.lowering.emit import planner_triton as text
+from frisket.lowering.emit.planner_triton_text import FINE, GRAIN
 from frisket.lowering.flat import Planner
 
 from .flat_run import Place, on_device
 from .triton_source import load
 
 Tensor = Any
-FINE, GRAIN = 4096, 32  # as in `emit.planner_triton_text`
 
 
 def spans(plan: Planner, place: Place, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

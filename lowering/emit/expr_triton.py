@@ -36,6 +36,23 @@ TRITON: dict[str, str] = {
     "isfinite": "finite({})", "random": "uniform({})",
 }  # fmt: skip
 
+
+def power(name: str, kind: str) -> str:
+    """x to the power of y, in Floats of one kind: C's `pow`, without a library."""
+    return f"""
+def {name}(x, y):
+    x, y = tl.broadcast(x, tl.cast(y, {kind}))
+    whole = tl.floor(y) == y
+    odd = whole & (2.0 * tl.floor(0.5 * y) != y)
+    negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
+    size = tl.exp2(y * tl.log2(tl.abs(x)))
+    size = tl.where((tl.abs(x) == 1.0) & (y == y), 1.0, size)
+    signed = tl.where(negative & odd, -size, size)
+    signed = tl.where((x < 0) & (x > -INFINITY) & ~whole, float("nan"), signed)
+    return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
+"""
+
+
 PRELUDE: dict[str, str] = {
     "step": '''
 def step(i, size, stride):
@@ -53,18 +70,7 @@ def bounded(i, n):
 def sign(x):
     return tl.where(x > 0, 1, tl.where(x < 0, -1, x))
 ''',
-    "power": '''
-def power(x, y):
-    x, y = tl.broadcast(x, tl.cast(y, tl.float32))
-    whole = tl.floor(y) == y
-    odd = whole & (2.0 * tl.floor(0.5 * y) != y)
-    negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
-    size = tl.exp2(y * tl.log2(tl.abs(x)))
-    size = tl.where((tl.abs(x) == 1.0) & (y == y), 1.0, size)
-    signed = tl.where(negative & odd, -size, size)
-    signed = tl.where((x < 0) & (x > -INFINITY) & ~whole, float("nan"), signed)
-    return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
-''',
+    "power": power("power", "tl.float32"),
     "floordiv": '''
 def floordiv(x, y):
     """Rounds to minus infinity; 0 where y is 0."""

@@ -8,14 +8,29 @@ the planner's other texts, so all of them find the same records.
 
 from __future__ import annotations
 
-HEADER = """
+from . import expr_triton
+
+FINE, GRAIN = 4096, 32
+HEADER = f"""
 import triton
 import triton.language as tl
 
 EMPTY, PARTIAL, FULL, OPEN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FAR = tl.constexpr(1 << 30)  # beyond every position
-FINE, GRAIN = tl.constexpr(4096), tl.constexpr(32)  # tables up to FINE entries are searched entry by entry
+FINE, GRAIN = tl.constexpr({FINE}), tl.constexpr({GRAIN})  # tables up to FINE entries are searched entry by entry
 """
+
+
+def searched(name: str, asked: str, *, before: bool, last: bool) -> str:
+    """The search for an entry that is `asked` x; `before` it, or on it, are those that equal x."""
+    return f'''
+@triton.jit
+def {name}(Table, size, stride, x):
+    """The {"last" if last else "first"} position of a sorted table whose entry is {asked} x."""
+    found = below(Table, size, stride, x, {before})
+    return tl.where(found < size, found{" - 1" * last}, FAR)
+'''
+
 
 FUNCTIONS = {
     "least": """
@@ -28,19 +43,7 @@ def least(x, y):
 def most(x, y):
     return tl.where((x >= y) | (x != x), x, y)
 """,
-    "real_power": """
-@triton.jit
-def real_power(x, y):
-    x, y = tl.broadcast(x, tl.cast(y, tl.float64))
-    whole = tl.floor(y) == y
-    odd = whole & (2.0 * tl.floor(0.5 * y) != y)
-    negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
-    size = tl.exp2(y * tl.log2(tl.abs(x)))
-    size = tl.where((tl.abs(x) == 1.0) & (y == y), 1.0, size)
-    signed = tl.where(negative & odd, -size, size)
-    signed = tl.where((x < 0) & (x > -INFINITY) & ~whole, float("nan"), signed)
-    return tl.where((y == 0.0) | (x == 1.0), 1.0, signed)
-""",
+    "real_power": f"\n@triton.jit{expr_triton.power('real_power', 'tl.float64')}",
     "real_tanh": """
 @triton.jit
 def real_tanh(x):
@@ -77,34 +80,10 @@ def below(Table, size, stride, x, reach: tl.constexpr):
 def segment(Offsets, size, stride, x):
     return tl.minimum(tl.maximum(below(Offsets, size, stride, x, True) - 1, 0), tl.maximum(size - 2, 0))
 """,
-    "at_least": '''
-@triton.jit
-def at_least(Table, size, stride, x):
-    """The first position of a sorted table whose entry is at least x."""
-    found = below(Table, size, stride, x, False)
-    return tl.where(found < size, found, FAR)
-''',
-    "at_most": '''
-@triton.jit
-def at_most(Table, size, stride, x):
-    """The last position of a sorted table whose entry is at most x."""
-    found = below(Table, size, stride, x, True)
-    return tl.where(found < size, found - 1, FAR)
-''',
-    "above": '''
-@triton.jit
-def above(Table, size, stride, x):
-    """The first position of a sorted table whose entry is above x."""
-    found = below(Table, size, stride, x, True)
-    return tl.where(found < size, found, FAR)
-''',
-    "under": '''
-@triton.jit
-def under(Table, size, stride, x):
-    """The last position of a sorted table whose entry is below x."""
-    found = below(Table, size, stride, x, False)
-    return tl.where(found < size, found - 1, FAR)
-''',
+    "at_least": searched("at_least", "at least", before=False, last=False),
+    "at_most": searched("at_most", "at most", before=True, last=True),
+    "above": searched("above", "above", before=True, last=False),
+    "under": searched("under", "below", before=False, last=True),
     "over": '''
 @triton.jit
 def over(Lines, rows, size, row, lo, hi, MOST: tl.constexpr):
