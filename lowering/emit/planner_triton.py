@@ -21,7 +21,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from ..flat import SEARCHES, Planner
 from . import expr_triton
 from . import planner_triton_text as parts
-from .expr import COMPARISON, PREFIX, ROW, Line, Text, machine, printed
+from .expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine, printed
 from .planner import WHEN
 from .text import Names, Page
 
@@ -195,7 +195,9 @@ class _Body:
         body.line("def plan_spans(", *_listed([*names, "ROWS: tl.constexpr", "PIECES: tl.constexpr"]))
         with body.block("):"):
             self._begin(body, sizes)
-            (self._intervals if self.plan.seen else self._asked)(body, ends)
+            left = self._intervals(body) if self.plan.seen else self._asked(body)
+            body.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
+            body.line(f"tl.store(Left + line, {left}, mask=inside)")
         return Printed(
             self._module(str(body)), sizes, tuple(self.plan.scalars.items()), tuple(self.entries.values()), ranges,
             pieces,
@@ -217,22 +219,21 @@ class _Body:
         page.line("slot = tl.arange(0, PIECES)[None, :]")
         page.line("q0, q1 = q + row * bq, q + tl.minimum(row * bq + bq, q_len) - 1")
 
-    def _lines(self, page: Page, lines: Iterable[Line], deep: bool) -> None:
-        for line in lines:
-            if (line.level >= 2) == deep:
+    def _lines(self, page: Page, *levels: int) -> None:
+        for line in self.lines.lines:
+            if line.level in levels:
                 page.line(f"{line.name} = {line.text}")
 
-    def _intervals(self, page: Page, ends: int) -> None:
+    def _intervals(self, page: Page) -> str:
         page.line("k0, k1 = k, k + kv_len - 1")
-        for line in self.lines.lines:
-            page.line(f"{line.name} = {line.text}")
+        self._lines(page, SCALAR, ROW)
         page.comment("Ends of intervals of tiles; the first is where the row begins.")
         page.line("starts = tl.where(slot == 0, row * 0, columns)")
         at = 1
         for name, pairs in (("seen", self.plan.seen), ("hidden", self.plan.hidden)):
             for i, pair in enumerate(pairs):
-                first, last = (self.lines.values[machine(e)] for e in pair)
-                page.line(f"first, last = {first}, {last}")
+                for end, e in zip(("first", "last"), pair, strict=True):
+                    page.line(f"{end} = {self.lines.values[machine(e)]}")
                 page.line(f"{name}{i}, {name}{i}_end = tiles(first, last, k0, bk, columns)")
         page.comment("Cut tiles hold positions outside.")
         n = len(self.plan.hidden)
@@ -250,12 +251,10 @@ class _Body:
         page.line("kind = tl.where(seen, tl.where(hidden, PARTIAL, FULL), EMPTY)")
         page.line("pieces = 4 * starts + kind")
         page.line("pieces = joined(kept(pieces, (at(pieces, slot + 1, end) >> 2) > starts, end), end)")
-        page.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
-        page.line("tl.store(Left + line, left, mask=inside)")
+        return "left"
 
-    def _asked(self, page: Page, ends: int) -> None:
-        lines = self.lines.lines
-        self._lines(page, lines, False)
+    def _asked(self, page: Page) -> str:
+        self._lines(page, SCALAR, ROW)
         page.line("room = tl.minimum(room, columns)", "pieces = tl.where(slot == 0, OPEN, end + line * 0)")
         page.line("half = tl.maximum(room // 2, 1)")
         page.line("width = tl.where(columns <= room, 1, (columns + half - 1) // half)", "coarse = columns > 0")
@@ -266,7 +265,7 @@ class _Body:
             page.line("single, whole = stop - start == 1, (stop * bk <= kv_len) & (row * bq + bq <= q_len)")
             if any(n.op == "var" and n.name == "tk" for n in walk(*self.roots)):
                 page.line("tk = tl.where(stop == columns, kv_len - (columns - 1) * bk, bk)  # its narrowest tile")
-            self._lines(page, lines, True)
+            self._lines(page, COLUMN, POSITION)
             always, never, mixed = (self.lines.values[e] for e in self.roots)
             page.line(f"kind = tl.where(single | ({mixed}), PARTIAL, OPEN)")
             page.line(f"kind = tl.where(whole & ({always}), FULL, kind)")
@@ -275,8 +274,7 @@ class _Body:
             page.line("coarse = width > 1", "width = (width + 3) // 4")
         page.line("open = (pieces & 3) == OPEN", "lacking = tl.max(open.to(tl.int32), 1)[:, None] > 0")
         page.line("pieces = joined(tl.where(open, (pieces & -4) | PARTIAL, pieces), end)")
-        page.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
-        page.line("tl.store(Left + line, left | lacking, mask=inside)")
+        return "left | lacking"
 
     def _module(self, body: str) -> str:
         head = Page()

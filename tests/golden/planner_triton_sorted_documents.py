@@ -201,13 +201,17 @@ def plan_spans(
     x1 = tl.load(doc + step(q1, doc_size, doc_stride)).to(tl.int64)
     # Ends of intervals of tiles; the first is where the row begins.
     starts = tl.where(slot == 0, row * 0, columns)
-    first, last = tl.maximum(k0, at_least(doc, doc_size, doc_stride, x0)), tl.minimum(tl.minimum(q1, k1), at_most(doc, doc_size, doc_stride, x1))
+    first = tl.maximum(k0, at_least(doc, doc_size, doc_stride, x0))
+    last = tl.minimum(tl.minimum(q1, k1), at_most(doc, doc_size, doc_stride, x1))
     seen0, seen0_end = tiles(first, last, k0, bk, columns)
-    first, last = tl.maximum(k0, q0 + 1), k1
+    first = tl.maximum(k0, q0 + 1)
+    last = k1
     hidden0, hidden0_end = tiles(first, last, k0, bk, columns)
-    first, last = tl.maximum(k0, above(doc, doc_size, doc_stride, x0)), k1
+    first = tl.maximum(k0, above(doc, doc_size, doc_stride, x0))
+    last = k1
     hidden1, hidden1_end = tiles(first, last, k0, bk, columns)
-    first, last = k0, tl.minimum(k1, under(doc, doc_size, doc_stride, x1))
+    first = k0
+    last = tl.minimum(k1, under(doc, doc_size, doc_stride, x1))
     hidden2, hidden2_end = tiles(first, last, k0, bk, columns)
     # Cut tiles hold positions outside.
     hidden3, hidden3_end = tl.where(kv_len % bk != 0, columns - 1, columns), columns

@@ -151,11 +151,14 @@ def plan_spans(
     x2 = k0 - 1
     # Ends of intervals of tiles; the first is where the row begins.
     starts = tl.where(slot == 0, row * 0, columns)
-    first, last = tl.maximum(k0, q0 - x0 + 1), tl.where(x1, x2, tl.minimum(q1, k1))
+    first = tl.maximum(k0, q0 - x0 + 1)
+    last = tl.where(x1, x2, tl.minimum(q1, k1))
     seen0, seen0_end = tiles(first, last, k0, bk, columns)
-    first, last = tl.maximum(k0, q0 + 1), k1
+    first = tl.maximum(k0, q0 + 1)
+    last = k1
     hidden0, hidden0_end = tiles(first, last, k0, bk, columns)
-    first, last = k0, tl.minimum(k1, q1 - x0)
+    first = k0
+    last = tl.minimum(k1, q1 - x0)
     hidden1, hidden1_end = tiles(first, last, k0, bk, columns)
     # Cut tiles hold positions outside.
     hidden2, hidden2_end = tl.where(kv_len % bk != 0, columns - 1, columns), columns
