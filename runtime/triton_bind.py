@@ -16,6 +16,7 @@ from weakref import finalize, ref
 import numpy as np
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit.triton_parameters import Argument, arguments
 from frisket.lowering.emit.triton_writer import Dims
@@ -26,7 +27,6 @@ from .frameworks import uploaded
 from .triton_source import load
 
 Tensor = Any
-SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 FAR = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel

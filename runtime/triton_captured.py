@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import COORDINATES, uses, walk
+from frisket.dsl.ir import COORDINATES, SIZES, uses, walk
 from frisket.lowering.aten_sum import amounts, units
 from frisket.lowering.derive import Gradient, alone
 from frisket.lowering.emit import triton_captured as emit
 from frisket.lowering.emit.triton_dm import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from .triton_bind import KEPT, SIZES, Bound, Launch, Made, Values, bound, made
+from .triton_bind import KEPT, Bound, Launch, Made, Values, bound, made
 
 Tensor = Any
 ROWS = 16  # of tiles, in a part of a block diagonal at least: a window has few diagonals

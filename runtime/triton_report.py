@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from frisket.dsl.errors import BackendError
+from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit.triton_parameters import arguments
 from frisket.lowering.emit.triton_writer import Dims
@@ -28,7 +29,6 @@ POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8
             "float8_e5m2": "*fp8e5"}  # fmt: skip
 INTEGERS = ("Spans", "Count", "Order", "SliceOf")  # int32; of what else begins with a capital and is no array: float32
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
-SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from frisket.lowering.plan import LoopPlan, Target
 
 from .triton_cotangents import Cotangents, sums
 from .triton_parameters import Parameters
-from .triton_writer import Dims, Kernel, Writer, masked, module, wrapped
+from .triton_writer import Dims, Kernel, Writer, launched, masked, module, wrapped
 
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 
@@ -100,7 +100,7 @@ class _Queries(Cotangents):
         super().__init__(plan, target, dims, summed, slope=self.dq)
 
     def kernel(self) -> Kernel:
-        line, t = self.page.line, self.target
+        line = self.page.line
         signature = self.parameters.signature(
             "attention_dq",
             [
@@ -127,11 +127,7 @@ class _Queries(Cotangents):
                 line("DQ += at_q * HEAD_DIM", "out_at = rows[:, None] * HEAD_DIM + d[None, :]")
                 line(f"tl.store(DQ + out_at, (dq * scale).to(query.dtype){self.tile_mask('q', 'present', other='')})")
             self.store_sums("at_q + rows", "present")
-        launch = (
-            f"attention_dq: grid (query tiles, heads, batch), tiles of {t.block_q} queries by {t.block_k} keys, "
-            f"num_warps={t.num_warps}, num_stages={t.num_stages}."
-        )
-        return Kernel("attention_dq", str(self.page), launch)
+        return launched("attention_dq", self.page, "(query tiles, heads, batch)", self.target)
 
     def _place(self) -> None:
         line = self.page.line
@@ -178,7 +174,7 @@ class _Keys(Cotangents):
         super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True)
 
     def kernel(self) -> Kernel:
-        line, t = self.page.line, self.target
+        line = self.page.line
         arrays = ["Q, K, V, DOut" if self.inner else "Q, K, DOut"]
         results = ", ".join(n for n, use in (("DK", self.dk), ("DV", self.dv)) if use)
         signature = self.parameters.signature(
@@ -213,11 +209,7 @@ class _Keys(Cotangents):
                     line("at_k = tl.cast(place, tl.int64) * kv_len + start")
                     self.store_sums("at_k + columns", "present")
             self._store()
-        launch = (
-            f"attention_dkv: grid (key tiles, key heads, batch), tiles of {t.block_k} keys by {t.block_q} queries, "
-            f"num_warps={t.num_warps}, num_stages={t.num_stages}."
-        )
-        return Kernel("attention_dkv", str(self.page), launch)
+        return launched("attention_dkv", self.page, "(key tiles, key heads, batch)", self.target, swapped=True)
 
     def _place(self) -> None:
         line = self.page.line

@@ -12,7 +12,7 @@ from frisket.lowering.plan import LoopPlan, Target
 from . import expr
 from .expr import SCALAR
 from .triton_cotangents import Cotangents
-from .triton_writer import Dims, Kernel, wrapped
+from .triton_writer import Dims, Kernel, launched, wrapped
 
 
 def weights(gradients: Sequence[Gradient]) -> list[Expr]:
@@ -46,11 +46,7 @@ class Tiles(Cotangents):
         ]
         with self.page.block(self.parameters.signature(self.name, tensors, "qkvg", self.numbers)):
             self.body()
-        t = self.target
-        launch = f"{self.name}: grid {self.grid()}, tiles of {t.block_q} queries by {t.block_k} keys, " + (
-            f"num_warps={t.num_warps}, num_stages={t.num_stages}."
-        )
-        return Kernel(self.name, str(self.page), launch)
+        return launched(self.name, self.page, self.grid(), self.target)
 
     def results(self) -> list[str]:
         raise NotImplementedError

@@ -18,7 +18,7 @@ from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR
 from .text import Page
 from .triton_parameters import parts
 from .triton_rows import Rows
-from .triton_writer import Dims, Kernel, check_tile, masked, module, wrapped
+from .triton_writer import Dims, Kernel, check_tile, launched, masked, module, wrapped
 
 ALONG = "[batch, heads, length, dim], any strides"
 
@@ -88,7 +88,6 @@ class Forward(Rows):
         self.cast = ".to(Q.dtype.element_ty)" if dims.kv_dtype else ""
 
     def kernel(self) -> Kernel:
-        t = self.target
         with self.page.block(self._signature()):
             self._place()
             self._prologue()
@@ -96,11 +95,7 @@ class Forward(Rows):
                 self._border_tiles()
                 self._full_tiles("full_lo, full_hi")
             self._epilogue()
-        launch = (
-            f"attention_forward: grid (q tiles, heads, batch), tiles of {t.block_q} queries by {t.block_k} keys, "
-            f"num_warps={t.num_warps}, num_stages={t.num_stages}."
-        )
-        return Kernel(self.name, str(self.page), launch)
+        return launched(self.name, self.page, "(q tiles, heads, batch)", self.target)
 
     def _signature(self) -> str:
         tensors = [f"Q, K, V, Out,  # {ALONG}", "Lse,  # float32 [batch, heads, q_len], contiguous"]

@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from frisket.dsl.ir import SIZES
 from frisket.lowering.plan import RATE, SEED, LoopPlan
 
 from . import expr_triton
 from .expr import POSITION, levels
 from .text import Names, Page
 
-SIZES = ("B", "H", "Q_LEN", "KV_LEN")
 DROPOUT = {SEED: "seed", RATE: "rate"}
 # What the kernel calls things of its own: a slot or table of such a name gets another.
 OWN = (

@@ -69,6 +69,14 @@ class Kernel:
     launch: str
 
 
+def launched(name: str, page: Page, grid: str, target: Target, *, swapped: bool = False) -> Kernel:
+    """The kernel on a page; the tile that a program owns is named first, which `swapped` is one of keys."""
+    own, walked = f"{target.block_q} queries", f"{target.block_k} keys"
+    tiles = f"{walked} by {own}" if swapped else f"{own} by {walked}"
+    launch = f"{name}: grid {grid}, tiles of {tiles}, num_warps={target.num_warps}, num_stages={target.num_stages}."
+    return Kernel(name, str(page), launch)
+
+
 def check_tile(target: Target) -> None:
     for name, block in (("block_q", target.block_q), ("block_k", target.block_k)):
         if block < 16 or block & (block - 1):
