@@ -8,15 +8,17 @@ from support.triton_process import run
 HERE = Path(__file__).parent
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("part", ["every_table", "not every_table"])
 def test_interpreted(part):
-    run(HERE / "triton_captured_interpreted.py", part, TRITON_INTERPRET="1")
+    run(HERE / "triton_captured_interpreted.py", only=part, TRITON_INTERPRET="1")
 
 
+@pytest.mark.matrix
 def test_compiled():
-    run(HERE / "triton_captured_compiled.py", "not slow")
+    run(HERE / "triton_captured_compiled.py", only="not slow")
 
 
 @pytest.mark.slow
 def test_compiled_for_every_machine():
-    run(HERE / "triton_captured_compiled.py", "slow")
+    run(HERE / "triton_captured_compiled.py", only="slow")

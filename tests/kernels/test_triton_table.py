@@ -9,10 +9,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from kernels.test_triton_interpret import run
 from readme import blocks
+from support.triton_process import run
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+HERE = Path(__file__).parent
+GOLDEN = HERE.parent / "golden"
 
 
 def test_the_table_is_whole():
@@ -23,14 +24,14 @@ def test_the_table_is_whole():
     assert [tuple(line.split()[:5]) for line in lines] == wanted
 
 
-@pytest.mark.parametrize("part", ["test_some and sm_90", "test_some and not sm_90"])
-def test_some(part):
-    run("triton_table.py", part)
+@pytest.mark.matrix
+def test_some():
+    run(HERE / "triton_table.py")
 
 
 @pytest.mark.slow
 def test_rest():
-    run("triton_table.py", "test_rest", PYTEST_ADDOPTS="-m slow")
+    run(HERE / "triton_table.py", only="test_rest", PYTEST_ADDOPTS="-m slow")
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ def measured(*rows: tuple[str, str]) -> list[dict]:
     return [json.loads(line) for line in python("-c", ROWS, json.dumps(rows)).splitlines()]
 
 
+@pytest.mark.matrix
 def test_every_part_that_runs_in_its_own_process():
     forward, backward, decode, layout, tune = measured(
         ("forward", "sinks, window 1024, D 16"), ("backward", "ALiBi, causal, D 16"), ("decode", "causal, batch 1"),

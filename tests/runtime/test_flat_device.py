@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from support.triton_process import run
 
 
+@pytest.mark.matrix
 def test_launched_into_nothing():
     run(Path(__file__).parent / "flat_device_launched.py")

@@ -103,5 +103,6 @@ def test_on_native_kernels(monkeypatch):
     check_gradients(score_case("same table twice"), mask_case("document by batch and head"), torch.float32, 2e-5)
 
 
+@pytest.mark.matrix
 def test_on_interpreted_triton():
     triton_process.run(Path(__file__).with_name("triton_flex_interpreted.py"), TRITON_INTERPRET="1")

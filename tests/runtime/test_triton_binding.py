@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 from support.triton_process import run
 
 HERE = Path(__file__).parent
 
 
+@pytest.mark.matrix
 def test_interpreted():
     run(HERE / "triton_binding_interpreted.py", TRITON_INTERPRET="1")
 
 
+@pytest.mark.matrix
 def test_launched_into_nothing():
     run(HERE / "triton_binding_launched.py")

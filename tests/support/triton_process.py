@@ -10,12 +10,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run(file: Path, only: str = "", **env: str) -> None:
-    """`pytest file -k only`, with these variables alone deciding on the interpreter."""
+def run(*tests: Path | str, only: str = "", **env: str) -> None:
+    """`pytest tests -k only`, with these variables alone deciding on the interpreter."""
     kept = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     pytest_here = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-n", "0"]
     done = subprocess.run(
-        [*pytest_here, str(file), "-k", only],
+        [*pytest_here, *map(str, tests), "-k", only],
         env={**kept, "OMP_NUM_THREADS": "1", **env}, capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,0 +1,67 @@
+"""Some of every test of Triton's kernels, in as few processes as there are ways to run them: the rest, named by the
+files test_triton_*.py beside this one, is `pytest -m matrix`."""
+
+from pathlib import Path
+
+from support.triton_process import run
+
+TESTS = Path(__file__).parents[1]
+INTERPRETED = {
+    "kernels/triton_interpreted.py": (
+        "every_case[gqa]", "every_case[empty-rows]", "every_case[scaled]", "every_case_with_everything[softcap]",
+        "every_case_in_half_precision[documents-by-batch-bfloat16]", "every_case_with_closed_form_bounds[window-crop]",
+        "tensors_of_any_head_size[40-float16]", "operators",
+    ),
+    "kernels/triton_interpreted_decode.py": (
+        "parts_of_packed_heads[4-17-2]", "parts_with_everything[gqa]",
+        "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
+    ),
+    "kernels/triton_backward_interpreted.py": (
+        "every_case[softcap]", "captured[by row]", "captured_in_half_precision[by column, gqa bfloat16]",
+        "sums_with_sinks_and_dropout[gqa-True-0.6]", "sums_with_sinks_and_dropout[empty-False-0.3]",
+        "shapes_with_closed_form_bounds[place1]",
+    ),
+    "kernels/triton_captured_interpreted.py": (
+        "every_table[diagonal, by distance]", "every_table[plane, of a head]", "every_table[scatter, sums]",
+        "half_precision[scatter, crop-bfloat16]",
+    ),
+    "kernels/triton_planner_interpreted.py": (
+        "written_masks[documents]", "written_masks[tile-map]", "random_masks[1]",
+        "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
+    ),
+    "runtime/triton_binding_interpreted.py": ("graph_of_a_checkpoint", "eager_beside_the_interpreter"),
+}  # fmt: skip
+COMPILED = {
+    "kernels/triton_compiled.py": (
+        "default_tiles_do_not_spill[softcap, alibi-64]", "backward_compiles[learned softcap-bfloat16-live1]",
+        "every_operator_compiles[False]",
+    ),
+    "kernels/triton_captured_compiled.py": ("nothing_spills_on_hopper[plane]",),
+    "kernels/triton_planner_compiled.py": ("planners_compile[documents-sm_90]", "planners_compile[documents-gfx942]"),
+    "kernels/triton_table.py": (
+        "some[sm_90-64-documents-whole]", "some[sm_90-128-causal-decode]", "some[gfx942-64-causal-whole]",
+    ),
+}  # fmt: skip
+LAUNCHED = {
+    "runtime/flat_device_launched.py": ("no_value_is_looked_at[causal & same(doc)]", "changed_lengths_compile_nothing"),
+    "runtime/triton_binding_launched.py": (
+        "lengths_batches_and_heads_compile_nothing", "windows_inside_a_class_compile_nothing",
+        "the_kernel_is_the_one_triton_would_choose", "a_warm_call_reads_nothing_back[documents]",
+    ),
+}  # fmt: skip
+
+
+def named(part):
+    return [f"{TESTS / file}::test_{name}" for file, names in part.items() for name in names]
+
+
+def test_interpreted():
+    run(*named(INTERPRETED), TRITON_INTERPRET="1")
+
+
+def test_compiled():
+    run(*named(COMPILED))
+
+
+def test_launched_into_nothing():
+    run(*named(LAUNCHED))
