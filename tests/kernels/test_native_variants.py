@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 from support.attention_cases import CASES, Case, causal
+from support.matrix import some
 from support.native_image import Problem, flags_of, here, program
 
 from frisket.runtime import native_build, native_cpu
@@ -75,6 +76,7 @@ def test_neon(name, tmp_path):
 
 
 @missing("clang++")
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", both(("relative-bias",)))
 def test_clang(name, tmp_path):
     check(name, program(tmp_path, ("clang++",), ("-O3", "-march=native")))
@@ -88,7 +90,7 @@ SANITIZERS = {
 
 
 @pytest.mark.parametrize("name", both(("plain",)))
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("sanitizer", some(SANITIZERS, "address"))
 def test_sanitizers(sanitizer, name, tmp_path):
     flags = ("-O1", "-g1", "-march=native", *SANITIZERS[sanitizer])
     check(name, program(tmp_path, native_build.compiler(), flags, threads=4))
