@@ -80,11 +80,9 @@ class Tiles(Cotangents):
         line = self.page.line
         if self.bounds:
             self.corners()
-            first, last = self.bounds["first"], self.bounds["last"]
-            self.lines([first, last], SCALAR, set(self.hoisted))
+            self.lines([self.bounds["first"], self.bounds["last"]], SCALAR, set(self.hoisted))
             self.page.comment("Some query of the tile sees keys first..last.")
-            line(f"first = tl.maximum({self.value(first)}, k_first) - k_first")
-            line(f"last = tl.minimum({self.value(last)}, k_last) - k_first")
+            line(*(f"{name} = {self.bound(name)}" for name in ("first", "last")))
             return "(first < (tile + 1) * BLOCK_K) & (last >= tile * BLOCK_K)"
         line("seen = 0", "entry = tl.cast(distinct + row, tl.int64)")
         with self.page.block("for i in range(tl.load(Count + entry)):"):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL
+from frisket.lowering.analysis.abstract import K0, K1
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr
@@ -83,10 +84,8 @@ class Rows(Writer):
         roots = list(self.bounds.values())
         self.lines(roots, SCALAR, self.hoisted)
         self.page.comment("Some query of the tile sees keys first..last, every one sees full_first..full_last.")
-        for name, root in self.bounds.items():
-            clamp = "tl.maximum({}, k_first)" if "first" in name else "tl.minimum({}, k_last)"
-            line(f"{name} = {clamp.format(self.value(root))} - k_first")
         line(
+            *(f"{name} = {self.bound(name)}" for name in self.bounds),
             "hi = (tl.maximum(last, -1) + BLOCK_K) // BLOCK_K",
             "lo = tl.minimum(first // BLOCK_K, hi)",
             "full_lo = tl.minimum((tl.minimum(full_first, kv_len) + BLOCK_K - 1) // BLOCK_K, hi)",
@@ -96,6 +95,15 @@ class Rows(Writer):
         )
         if self.wide:  # tiles are counted in 32 bits, wherever they came from
             line(*(f"{n} = {n}.to(tl.int32)" for n in ("lo", "full_lo", "full_hi", "hi")))
+
+    def bound(self, name: str) -> str:
+        """A bound of the closed form, counted from the call's first key and clamped to its keys, unless it says so."""
+        root = self.bounds[name]
+        op, end, clamp = ("max", K0, "tl.maximum({}, k_first)")
+        if "last" in name:
+            op, end, clamp = ("min", K1, "tl.minimum({}, k_last)")
+        value = self.value(root) if end in operands(root, op) else clamp.format(self.value(root))
+        return "0" if value == "k_first" else f"{value} - k_first"
 
     @contextmanager
     def border_tiles(self, shared: bool = False) -> Iterator[None]:
@@ -141,3 +149,8 @@ class Rows(Writer):
             line("lo, full_lo = tl.load(record), tl.load(record + 1)")
             line("full_hi, hi = tl.load(record + 2), tl.load(record + 3)")
             yield
+
+
+def operands(e: Expr, op: str) -> list[Expr]:
+    """What a tree of one operator, a minimum of minima, is made of."""
+    return [x for a in e.args for x in operands(a, op)] if e.op == op else [e]

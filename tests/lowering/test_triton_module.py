@@ -66,3 +66,10 @@ def test_what_is_learned_and_asked_for_is_in_it():
 def test_the_target_of_every_kernel_is_shown():
     text = fk.compile("causal").stages(backend="triton", arch="sm_90", **SHAPE).text("target")
     assert [line.split(":")[0].strip() for line in text.splitlines()] == ["triton", "dq", "dkv"]
+
+
+def test_bounds_are_clamped_once():
+    """The closed form holds the ends of the call's keys already: no kernel takes the larger of a number and itself."""
+    source = fk.compile("causal").source("triton", arch="sm_90", **SHAPE)
+    assert source.count("first = 0\n    full_first = 0\n") == 2
+    assert source.count("last = tl.minimum(q_last, k_last) - k_first") == 2
