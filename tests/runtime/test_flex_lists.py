@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
+from support.flex_masks import same
 
 import frisket as fk
 import frisket.flex as ours
-from frisket.runtime.flex.tile_tensors import TENSORS
 
 COUNT = torch.tensor([[[1, 2, 0]]], dtype=torch.int32)
 INDEX = torch.tensor([[[[1, 7, 7, 7], [0, 3, 9, 9], [5, 5, 5, 5]]]], dtype=torch.int32)  # undefined past the count
@@ -25,13 +25,6 @@ def visible(kinds, fn, block, lengths, heads=(1, 1)):
     rows, columns = (torch.arange(n) // size for n, size in zip(lengths, block, strict=True))
     tile = kinds[..., rows[:, None], columns]
     return (tile == 2) | ((tile == 1) & theirs.create_mask(fn, *heads, *lengths, "cpu"))
-
-
-def same(mine, other):
-    for name in TENSORS:
-        x, y = getattr(mine, name), getattr(other, name)
-        assert (x is None) == (y is None), name
-        assert x is None or (x.dtype == y.dtype and torch.equal(x, y)), name
 
 
 @pytest.mark.parametrize("lengths", [None, (10, 13)])
