@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from frisket.dsl.ir import SCORE
 from frisket.lowering.aten_fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.emit.triton_backward import DELTA, bare, emit
@@ -18,6 +16,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from .triton_bind import Bound, Launch, Made, Values, bound, far, made, near
 from .triton_captured import captured
+from .triton_grids import Step, backward_plan, of_backward
 
 Tensor = Any
 LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
@@ -86,33 +85,25 @@ class _Launches:
         self, own: Bound, spans: SpanSource | None, q: Tensor, k: Tensor, live: tuple[str, ...],
         wanted: frozenset[str], dlse: bool,
     ) -> None:  # fmt: skip
-        plan, g, target = own.plan, own.geometry, own.target
+        g, target = own.geometry, own.target
+        plan = backward_plan(own.plan, g)
         self.geometry = g
-        if g.scale == 0 and plan.score is None:
-            plan = replace(plan, score=SCORE)  # products that begin at lse / scale need another one
         self.made, self.sums = _made(plan, target, own.dims(live), wanted, dlse)
         plain = Bound(bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
-        self.steps = [self._step(plain, "attention_delta", DELTA, -(-g.q_len // DELTA.block_q), g.heads)]
-        if "attention_dq" in self.made.kernels:
-            tile, records = target.dq or target, spans and spans.rows
-            tiles = -(-g.q_len // tile.block_q)
-            self.steps.append(self._step(own, "attention_dq", tile, tiles, g.heads, records=records, live=live))
-        if "attention_dkv" in self.made.kernels:
-            tile, records = target.dkv or target, spans and spans.columns
-            tiles = -(-g.kv_len // tile.block_k)
-            self.steps.append(self._step(own, "attention_dkv", tile, tiles, g.kv_heads, records=records, live=live))
+        self.steps = []
+        for step in of_backward(g, target, self.made.kernels):
+            if step.side:
+                self.steps.append(self._step(own, step, records=spans and getattr(spans, step.side), live=live))
+            else:
+                self.steps.append(self._step(plain, step))
 
-    def _step(
-        self, own: Bound, name: str, tile: Target, tiles: int, heads: int, **more: Any
-    ) -> tuple[Launch, list[str]]:
+    def _step(self, own: Bound, step: Step, **more: Any) -> tuple[Launch, list[str]]:
         """A launch, and which tensors it takes. What attention_delta calls Lse2 the others call Lse."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
-        names = [n for n in self.made.kernels[name].arg_names if n in letters]
-        grid = tiles, heads, own.geometry.batch
-        run = own.launch(self.made, name, grid, tile, {n: letters[n] for n in names}, **more)
-        first = name == "attention_delta"
-        return run, [n if first or n != "Lse" else "Lse2" for n in names]
+        names = [n for n in self.made.kernels[step.name].arg_names if n in letters]
+        run = own.launch(self.made, step.name, step.grid, step.tile, {n: letters[n] for n in names}, **more)
+        return run, [n if not step.side or n != "Lse" else "Lse2" for n in names]
 
     def __call__(self, read: Values, given: dict[str, Tensor]) -> dict[Gradient, Tensor]:
         """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""

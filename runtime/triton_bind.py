@@ -24,6 +24,7 @@ from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 
 from .frameworks import uploaded
+from .triton_grids import span_arrays
 from .triton_source import load
 
 Tensor = Any
@@ -382,9 +383,7 @@ def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
 
 
 def _upload_all(spans: Spans, device: Any) -> dict[str, Any]:
-    work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
-    order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
-    named = {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
+    named = span_arrays(spans)
     return {**{n: uploaded(a, device) for n, a in named.items()}, "records": spans.bounds.shape[2]}
 
 

@@ -6,21 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import COORDINATES, SIZES, uses, walk
+from frisket.dsl.ir import walk
 from frisket.lowering.aten_sum import amounts, units
-from frisket.lowering.derive import Gradient, alone
+from frisket.lowering.derive import Gradient
 from frisket.lowering.emit import triton_captured as emit
 from frisket.lowering.emit.triton_dm import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
+from . import triton_grids
 from .triton_bind import KEPT, Bound, Launch, Made, Values, bound, made
 
 Tensor = Any
-ROWS = 16  # of tiles, in a part of a block diagonal at least: a window has few diagonals
-PARTS, ROOM = 8, 1 << 24  # at most, and numbers in all of their sums
 ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Lse": "", "Delta": ""}
 
 
@@ -63,40 +59,37 @@ class _Run:
         )  # fmt: skip
         g, side = own.geometry, own.target.block_q
         self.geometry, self.side = g, side
-        self.grid = -(-g.q_len // side), -(-g.kv_len // side)
+        self.rows, self.columns = triton_grids.tiles(g, side)
 
     def diagonals(self, gradients: tuple[Gradient, ...]) -> list[Tensor]:
         import torch
         from torch.nn.functional import pad
 
-        g, (rows, columns), side = self.geometry, self.grid, self.side
-        across, sums = rows + columns - 1, weights(gradients)
-        room = ROOM // (g.batch * g.heads * len(sums) * 2 * across * side)
-        share = -(-rows // max(1, min(PARTS, rows // ROWS, room)))
-        parts = -(-rows // share)
-        found = self.new((g.batch, g.heads, len(sums), parts, 2, across, side), torch.float32)
+        g, side = self.geometry, self.side
+        sums = weights(gradients)
+        own = triton_grids.of_diagonals(g, side, len(sums))
+        found = self.new((g.batch, g.heads, len(sums), own.parts, 2, own.across, side), torch.float32)
         launch = self.launch(
-            ("diagonal", gradients), "attention_diagonal", (across * parts, g.heads, g.batch), ("Sums",),
-            lambda dims: _diagonal(self.own.plan, self.own.target, dims, gradients), share=share,
+            ("diagonal", gradients), "attention_diagonal", (own.across * own.parts, g.heads, g.batch), ("Sums",),
+            lambda dims: _diagonal(self.own.plan, self.own.target, dims, gradients), share=own.share,
         )  # fmt: skip
         launch(self.values, *self.arrays, found)
         low, high = found.sum(3).unbind(3)  # diagonals c of a tile, and c - side: those of the next one up
         whole = (pad(low, (0, 0, 1, 0)) + pad(high, (0, 0, 0, 1))).flatten(3)
-        first = columns * side - g.kv_len + 1
+        first = self.columns * side - g.kv_len + 1
         whole = whole[..., first : first + g.q_len + g.kv_len - 1]
         return [whole[:, :, sums.index(x.weight)] for x in gradients]
 
     def scattered(self, gradient: Gradient, deterministic: bool) -> Tensor:
         import torch
 
-        g, (rows, columns), own = self.geometry, self.grid, self.own
+        g, own = self.geometry, self.own
         shape = self.tables[gradient.source].shape
         shared = self.plane(gradient)
         if shared is not None:
-            heads, batch = (1 if n in shared else size for n, size in (("h", g.heads), ("b", g.batch)))
             into = self.new(shape, torch.float32).zero_()
             launch = self.launch(
-                ("plane", gradient, shared), "attention_plane", (rows * columns, heads, batch), ("Into",),
+                ("plane", gradient, shared), "attention_plane", triton_grids.of_plane(g, self.side, shared), ("Into",),
                 lambda dims: _plane(own.plan, own.target, dims, gradient, shared), batches=g.batch,
             )  # fmt: skip
             launch(self.values, *self.arrays, into)
@@ -105,12 +98,12 @@ class _Run:
         def module(dims: Any) -> Made:
             return _scatter(own.plan, own.target, dims, gradient, deterministic)
 
-        grid, name = (rows, g.heads, g.batch), "attention_scatter"
+        grid, name = (self.rows, g.heads, g.batch), "attention_scatter"
         if not deterministic:
             into = self.new(shape, torch.float32).zero_()
             self.launch(("atomic", gradient), name, grid, ("Into",), module)(self.values, *self.arrays, into)
             return into
-        total = self.new((g.batch, g.heads, rows), torch.float32)
+        total = self.new((g.batch, g.heads, self.rows), torch.float32)
         self.launch(("total", gradient), "attention_total", grid, ("Total",), module)(self.values, *self.arrays, total)
         per = units(total.sum(dtype=torch.float64))
         counted = self.new(shape, torch.int64).zero_()
@@ -145,36 +138,10 @@ class _Run:
         key = gradient, shape, *[(n, x) for n, x in self.slots.items() if n in read and not hasattr(x, "data_ptr")]
         known = self.own.planes
         if key not in known:
-            known[key] = self._plane(gradient, shape)
+            known[key] = triton_grids.plane(gradient, shape, self.geometry, self.slots)
             while len(known) > KEPT:
                 known.pop(next(iter(known)), None)
         return known[key]
-
-    def _plane(self, gradient: Gradient, shape: Sequence[int]) -> str | None:
-        g = self.geometry
-        apart = {n for e, size in zip(gradient.index, shape, strict=True) if (n := self.apart(e, size))}
-        if not {"q", "k"} <= apart:
-            return None
-        moving = frozenset[str]().union(*map(uses, gradient.index))
-        if any(np.ndim(start) for start in g.origin[2:]):  # another place in every batch
-            moving |= {"b"}
-        alike = [n for n, size in (("b", g.batch), ("h", g.heads)) if n in moving and n not in apart and size > 1]
-        return None if alike else "".join(n for n in "bh" if n not in moving)
-
-    def apart(self, entry: Any, size: int) -> str | None:
-        """The coordinate that an entry of the index is, none of whose values is clamped."""
-        name = alone(entry)
-        if name is None:
-            return None
-        g = self.geometry
-        at = COORDINATES.index(name)
-        length, start = (g.batch, g.heads, g.q_len, g.kv_len)[at], g.origin[at]
-        env = {**dict.fromkeys(COORDINATES, 0), **dict(zip(SIZES, g.full, strict=True)), **self.slots}
-        if any(hasattr(env[e.name], "data_ptr") for e in walk(entry) if e.op in ("var", "param")):
-            return None  # known on the device alone
-        step = int(evaluate(entry, env))
-        inside = step + int(np.min(start)) >= 0 and step + int(np.max(start)) + length <= size
-        return name if inside else None
 
 
 @lru_cache(maxsize=256)

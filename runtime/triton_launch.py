@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import BackendError
-from frisket.dsl.ir import SCORE
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import triton_decode
 from .triton_bind import Bound, Launch, Made, bound, far, made, near
+from .triton_grids import forward_plan, of_forward
 
 Tensor = Any
 
@@ -54,20 +53,18 @@ def forward(
 def _launch(
     own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool
 ) -> Launch | triton_decode.Parts:
-    plan, g, target = own.plan, own.geometry, own.target
-    if not g.scale > 0 and plan.score is None:
-        plan = replace(plan, score=SCORE)  # the folded scale needs max(x * scale) = max(x) * scale
+    g, target = own.geometry, own.target
+    plan = forward_plan(own.plan, g)
     dims = own.dims(live)
     check_keys(dims, own.device)
     chosen = triton_decode.shares(plan, spans, g, target, dims, triton_decode.processors(own.device))
     if chosen is not None:
         return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top)
-    grid = -(-g.q_len // target.block_q), g.heads, g.batch
     tensors = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
     tensors |= {"Top": ""} if top else {}
     tensors |= {"Sinks": ""} if sinks else {}
     return own.launch(
-        _made(plan, target, dims, sinks, top), "attention_forward", grid, target, tensors,
+        _made(plan, target, dims, sinks, top), "attention_forward", of_forward(g, target), target, tensors,
         records=None if spans is None else spans.rows, live=live,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from frisket.lowering import aten
 from frisket.lowering.aten_fold import folded
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, Target, make_plan
-from frisket.runtime import triton_backward, triton_captured, triton_launch
+from frisket.runtime import triton_backward, triton_grids, triton_launch
 from frisket.runtime.triton_captured import _Run, captured
 
 triton_bf16.install()
@@ -190,8 +190,8 @@ def test_closed_form_bounds_in_64_bits(name):
 @pytest.mark.parametrize("room", [1 << 24, 1 << 11])  # 1 << 11: less than all the parts want
 @pytest.mark.parametrize("name", ["two weights", "crop"])
 def test_diagonals_in_parts(name, room, monkeypatch):
-    monkeypatch.setattr(triton_captured, "ROWS", 1)
-    monkeypatch.setattr(triton_captured, "ROOM", room)
+    monkeypatch.setattr(triton_grids, "ROWS", 1)
+    monkeypatch.setattr(triton_grids, "ROOM", room)
     Tables(DIAGONAL[name]).check()
 
 

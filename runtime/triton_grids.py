@@ -1,0 +1,131 @@
+"""What launches of the Triton kernels have in common, whoever brings the arrays: which kernels, tiles and grids."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
+from frisket.lowering.derive import Gradient, alone
+from frisket.lowering.emit.triton_backward import DELTA
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+
+ROWS = 16  # of tiles, in a part of a block diagonal at least: a window has few diagonals
+PARTS, ROOM = 8, 1 << 24  # at most, and numbers in all of their sums
+
+Grid = tuple[int, int, int]
+
+
+def forward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
+    """The plan a forward kernel is printed for: the folded scale needs max(x * scale) = max(x) * scale."""
+    return replace(plan, score=SCORE) if not g.scale > 0 and plan.score is None else plan
+
+
+def backward_plan(plan: LoopPlan, g: Geometry) -> LoopPlan:
+    """The plan backward kernels are printed for: products that begin at lse / scale need another one than 0."""
+    return replace(plan, score=SCORE) if g.scale == 0 and plan.score is None else plan
+
+
+def of_forward(g: Geometry, target: Target) -> Grid:
+    return -(-g.q_len // target.block_q), g.heads, g.batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel of a backward; `side` is the method of a SpanSource that its records come from, if any."""
+
+    name: str
+    tile: Target
+    grid: Grid
+    side: Literal["", "rows", "columns"]
+
+
+def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[Step]:
+    """Those that a module has, in the order of their launches."""
+    dq, dkv = target.dq or target, target.dkv or target
+    steps = (
+        Step("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
+        Step("attention_dq", dq, (-(-g.q_len // dq.block_q), g.heads, g.batch), "rows"),
+        Step("attention_dkv", dkv, (-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch), "columns"),
+    )
+    return [s for s in steps if s.name in kernels]
+
+
+# -- captured gradients -------------------------------------------------------------------------------
+
+
+def tiles(g: Geometry, side: int) -> tuple[int, int]:
+    """Rows and columns of square tiles."""
+    return -(-g.q_len // side), -(-g.kv_len // side)
+
+
+@dataclass(frozen=True)
+class Diagonals:
+    """How the tiles along block diagonals are divided: a part of one is `share` rows of tiles."""
+
+    across: int  # block diagonals
+    share: int
+    parts: int
+
+
+def of_diagonals(g: Geometry, side: int, sums: int) -> Diagonals:
+    rows, columns = tiles(g, side)
+    across = rows + columns - 1
+    room = ROOM // (g.batch * g.heads * sums * 2 * across * side)
+    share = -(-rows // max(1, min(PARTS, rows // ROWS, room)))
+    return Diagonals(across, share, -(-rows // share))
+
+
+def of_plane(g: Geometry, side: int, shared: str) -> Grid:
+    rows, columns = tiles(g, side)
+    return rows * columns, 1 if "h" in shared else g.heads, 1 if "b" in shared else g.batch
+
+
+def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Mapping[str, Any]) -> str | None:
+    """Which of "b" and "h" share a place of the table, where every query and key, and what of the two is left, has a
+    place of its own; None where that is not so or not known."""
+    entries = zip(gradient.index, shape, strict=True)
+    apart = {n for e, size in entries if (n := _apart(e, size, g, slots))}
+    if not {"q", "k"} <= apart:
+        return None
+    moving = frozenset[str]().union(*map(uses, gradient.index))
+    if any(np.ndim(start) for start in g.origin[2:]):  # another place in every batch
+        moving |= {"b"}
+    alike = [n for n, size in (("b", g.batch), ("h", g.heads)) if n in moving and n not in apart and size > 1]
+    return None if alike else "".join(n for n in "bh" if n not in moving)
+
+
+def _apart(entry: Expr, size: int, g: Geometry, slots: Mapping[str, Any]) -> str | None:
+    """The coordinate that an entry of the index is, none of whose values is clamped."""
+    name = alone(entry)
+    if name is None:
+        return None
+    at = COORDINATES.index(name)
+    length, start = (g.batch, g.heads, g.q_len, g.kv_len)[at], g.origin[at]
+    env = {**dict.fromkeys(COORDINATES, 0), **dict(zip(SIZES, g.full, strict=True)), **slots}
+    read = [env[e.name] for e in walk(entry) if e.op in ("var", "param")]
+    if not all(map(of_host, (start, *read))):
+        return None  # known on the device alone
+    step = int(evaluate(entry, env))
+    inside = step + int(np.min(start)) >= 0 and step + int(np.max(start)) + length <= size
+    return name if inside else None
+
+
+def of_host(x: Any) -> bool:
+    """Whether a number, or a vector of them, is known without asking a device."""
+    return isinstance(x, bool | int | float | np.generic | np.ndarray)
+
+
+# -- span tables --------------------------------------------------------------------------------------
+
+
+def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
+    """What kernels read of spans, by the names of their parameters; rows of each slice with the most tiles first."""
+    work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
+    order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
+    return {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}
