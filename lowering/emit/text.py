@@ -14,6 +14,8 @@ from __future__ import annotations
 import keyword
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from string import Template
+from typing import Any
 
 
 class Page:
@@ -71,3 +73,23 @@ class Names:
         while f"{stem}{n}" in self._taken:
             n += 1
         return self.new(f"{stem}{n}")
+
+
+def filled(skeleton: str, **holes: Any) -> str:
+    """The skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which
+    take its indentation (no lines: the line goes).
+
+    >>> print(filled("def f():\\n    $body\\n    return $value", body=["x = 1"], value="x"), end="")
+    def f():
+        x = 1
+        return x
+    """
+    out: list[str] = []
+    for line in skeleton.splitlines():
+        hole = line.strip().removeprefix("$")
+        if line.strip().startswith("$") and isinstance(holes.get(hole), list):
+            pad = line[: len(line) - len(line.lstrip())]
+            out += [f"{pad}{x}".rstrip() for x in holes[hole]]
+        else:
+            out.append(Template(line).substitute({n: x for n, x in holes.items() if not isinstance(x, list)}))
+    return "\n".join(out).strip("\n") + "\n"

@@ -1,0 +1,362 @@
+"""What the expressions of a Pallas TPU kernel read besides their coordinates, and how it reaches the kernel.
+
+- An expression with a lookup that depends on `b h q` or on `b h k` alone (`doc[q]`, `table[doc[k]]`) is worked out
+  before the kernel, one value per query or key, and comes in as a block.
+- One that depends on `b h` alone (`slope[h]`) comes in as a scalar per batch and head.
+- One that depends on `b h` and `q - k` (`bias[h, bucket(k - q)]`, of a table of any size) is worked out before, one
+  value per distance, and comes in as windows of BLOCK_Q + BLOCK_K distances, which the kernel skews into tiles.
+- A lookup whose indices are `q` and `k` up to a shift (`bias[h, q, k]`) comes in as blocks of tile size.
+- Any other lookup of `q` and `k` together (`sees[kind[q], kind[k]]`) picks from a table of at most `SMALL` entries in
+  scalar memory, entry by entry: TPUs have no gather inside a kernel. Larger ones are a LoweringError.
+
+A kernel's tiles have queries down and keys along (`down="q"`), or are transposed (`down="k"`). What belongs to the
+positions down is turned upright where a row of tiles starts and kept; what belongs to those along is read as it lies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, transform, uses, var, walk
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
+from ..derive import over
+from ..plan import LoopPlan
+from . import pallas_inputs_text as text
+from .expr import ATOM, COMPARISON, PREFIX, Text, machine, printed
+from .expr_jnp import JNP, prelude
+from .text import filled
+
+SMALL = 1024  # entries a kernel may try one by one
+
+Down = Literal["q", "k"]
+
+
+def mosaic(root: Expr) -> Expr:
+    """As the machine likes it; and Mosaic cannot choose between two vectors of Bool."""
+
+    def change(e: Expr) -> Expr:
+        if e.op == "where" and e.type is BOOL:
+            when, yes, no = e.args
+            return (when & yes) | (~when & no)
+        return e
+
+    return transform(machine(root), change)
+
+
+@dataclass
+class Inputs:
+    """Where each expression that reads a table comes from; names are those of the generated module.
+
+    >>> from frisket.dsl.ir import lookup
+    >>> from frisket.dsl.sugar import eq, h, k, q
+    >>> found = place([eq(lookup("doc", (q,)), lookup("doc", (k,))), lookup("bias", (h, q - k), FLOAT)])
+    >>> found.queries, found.keys, found.distances
+    ({doc[q]: 'of_query0'}, {doc[k]: 'of_key0'}, {bias[h, q - k]: 'of_distance0'})
+    """
+
+    roots: tuple[Expr, ...]
+    down: Down
+    heads: dict[Expr, str] = field(default_factory=dict)
+    queries: dict[Expr, str] = field(default_factory=dict)
+    keys: dict[Expr, str] = field(default_factory=dict)
+    distances: dict[Expr, str] = field(default_factory=dict)
+    pairs: dict[Expr, str] = field(default_factory=dict)
+    picked: dict[str, str] = field(default_factory=dict)  # table -> its entries, flat
+
+    def outside(self) -> dict[Expr, str]:
+        """What is worked out before the kernel."""
+        return self.heads | self.queries | self.keys | self.distances | self.pairs
+
+    def left(self) -> list[Expr]:
+        """The nodes that the kernel computes."""
+        at_hand = self.outside()
+        found: dict[Expr, None] = {}
+        stack = list(reversed(self.roots))
+        while stack:
+            e = stack.pop()
+            if e not in found and e not in at_hand:
+                found[e] = None
+                stack.extend(e.args)
+        return list(found)
+
+    @property
+    def kept(self) -> dict[Expr, str]:
+        """What belongs to the positions down, turned once per row of tiles and kept in scratch."""
+        return self.queries if self.down == "q" else self.keys
+
+    @property
+    def needs_math(self) -> bool:
+        """Whether the definitions use Python's `math`."""
+        return bool(self.picked or self.distances)
+
+    @property
+    def scalars(self) -> list[str]:
+        """Operands in scalar memory."""
+        return [*self.heads.values(), *self.picked]
+
+    @property
+    def blocks(self) -> list[str]:
+        """Operands that come in blocks, in the order of `specs`."""
+        return [*self.queries.values(), *self.keys.values(), *self.distances.values(), *self.pairs.values()]
+
+
+def place(roots: Iterable[Expr], down: Down = "q") -> Inputs:
+    """Decide for every lookup of these expressions how it reaches the kernel."""
+    inputs = Inputs(tuple(mosaic(e) for e in roots), down)
+    for root in inputs.roots:
+        _place(root, inputs)
+    for node in inputs.left():
+        if node.op == "lookup":
+            inputs.picked.setdefault(node.name, f"{node.name}.reshape(-1){_whole(node.type)}")
+    return inputs
+
+
+def _place(root: Expr, inputs: Inputs) -> None:
+    stack = [root]
+    while stack:
+        e = stack.pop()
+        reads = [n for n in walk(e) if n.op == "lookup"]
+        if not reads or e in inputs.outside():
+            continue
+        used = uses(e) & {"q", "k", "score"}
+        if not used:
+            inputs.heads[e] = f"of_head{len(inputs.heads)}"
+        elif used == {"q"}:
+            inputs.queries[e] = f"of_query{len(inputs.queries)}"
+        elif used == {"k"}:
+            inputs.keys[e] = f"of_key{len(inputs.keys)}"
+        elif used == {"q", "k"} and any(uses(n) & used for n in reads) and over((e,)) == "diagonal":
+            inputs.distances[e] = f"of_distance{len(inputs.distances)}"
+        elif e.op == "lookup" and _is_plane(e):
+            inputs.pairs[e] = f"of_pair{len(inputs.pairs)}"
+        else:
+            stack.extend(reversed(e.args))
+
+
+def _is_plane(e: Expr) -> bool:
+    """`T[.., q + c, k + c']`: a table as large as the problem itself."""
+    moving = [i for i in e.args if uses(i) & {"q", "k"}]
+    return len(moving) == 2 and {v for i in moving for v in "qk" if _shifted(i, v)} == {"q", "k"}
+
+
+def _shifted(e: Expr, name: str) -> bool:
+    if e.op == "var":
+        return bool(e.name == name)
+    if e.op not in ("add", "sub"):
+        return False
+    x, y = e.args
+    constant = not uses(y) & set(COORDINATES)
+    return (_shifted(x, name) and constant) or (e.op == "add" and _shifted(y, name) and not uses(x) & set(COORDINATES))
+
+
+def check_tables(plan: LoopPlan, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise where a table is too large for the way this kernel reads it."""
+    for node in inputs.left():
+        if node.op != "lookup":
+            continue
+        ends = zip(node.args, shapes[node.name], strict=True)
+        tried = math.prod(n for index, n in ends if uses(index) & {"q", "k", "score"})
+        if tried > SMALL:
+            source = next(t.source for t in plan.tables if t.name == node.name)
+            raise LoweringError(
+                f"`{source}` is indexed by q and k together and a TPU kernel would have to try {tried} "
+                f'entries, at most {SMALL}; index it by q, by k or by q - k alone, shrink it, or use backend="xla"'
+            )
+
+
+# -- expressions ------------------------------------------------------------------------------------
+
+
+def written(
+    root: Expr, names: Mapping[Expr, Text], look: Callable[[Expr, str], Text], temporary: str
+) -> tuple[list[str], str]:
+    """(assignments to `temporary` 0, 1, ..., text of the value) of `root`, with `names` for what is at hand."""
+    at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}
+    shown = {at_hand[e]: shown for e, shown in names.items()}
+
+    def leaf(e: Expr, args: list[Text]) -> Text | None:
+        if e.op == "lit":
+            return _literal(e.name)
+        if e.op == "var":
+            return Text("s" if e.name == "score" else str(e.name))
+        if e.op == "param":
+            return shown.get(e) or Text(str(e.name))
+        listed = ", ".join(a.text for a in args)
+        if e.op == "random":
+            return Text(f"random({listed})")
+        return look(e, listed) if e.op == "lookup" else None
+
+    count = itertools.count()
+    root = substitute(root, at_hand)
+    page = printed([root], JNP, leaf, lambda e, level: f"{temporary}{next(count)}", "pallas-tpu")
+    return [f"{line.name} = {line.text}" for line in page.lines], page.values[root]
+
+
+def _literal(value: bool | int | float) -> Text:
+    if isinstance(value, float) and not math.isfinite(value):
+        return Text("jnp.nan") if math.isnan(value) else Text("jnp.inf") if value > 0 else Text("-jnp.inf", PREFIX)
+    return Text(repr(value), ATOM if value >= 0 else PREFIX)
+
+
+def in_kernel(root: Expr, inputs: Inputs, temporary: str) -> tuple[list[str], str]:
+    """`root`, one of those the inputs were made for, in the kernel: (assignments, text of the value), which broadcasts
+    to a tile. The kernel has `batch`, `head`, what `here` writes, and the scores as `s`."""
+    forms = {"heads": "{}_ref[batch, head]", "pairs": "{}_ref[0, 0]", "distances": "skewed({}_ref[0, 0, 0])"}
+    forms |= {
+        "queries": "{}_ref[0, 0]",
+        "keys": "{}_ref[0, 0]",
+        ("queries" if inputs.down == "q" else "keys"): "{}[...]",
+    }
+    if inputs.down == "k":
+        forms["pairs"] += ".T"
+    names = {
+        e: _stored(form.format(name), e.type)
+        for kind, form in forms.items()
+        for e, name in getattr(inputs, kind).items()
+    }
+
+    def pick(e: Expr, indices: str) -> Text:
+        return _stored(f"pick({e.name}_ref, {e.name}_shape, {indices})", e.type)
+
+    return written(mosaic(root), names, pick, temporary)
+
+
+def _stored(what: str, type: Type) -> Text:
+    """Bool lives in memory as an integer."""
+    return Text(f"{what} != 0", COMPARISON) if type is BOOL else Text(what)
+
+
+def _whole(type: Type) -> str:
+    return ".astype(Int)" if type is BOOL else ""
+
+
+def memory(type: Type) -> str:
+    """The dtype a value of this type has in memory."""
+    return "Float" if type is FLOAT else "Int"
+
+
+# -- lines of the module ----------------------------------------------------------------------------
+
+
+def definitions(inputs: Inputs) -> list[str]:
+    """Constants and functions that the kernel and what is before it need, above the kernel."""
+    constants, made = prelude(*inputs.roots)
+    own = (
+        (text.LOOK, inputs.outside()), (text.TURN, inputs.kept), (text.PICK, inputs.picked),
+        (text.SHARE, inputs.blocks), (text.PER_QUERY, inputs.queries), (text.PER_KEY, inputs.keys),
+        (text.PER_PAIR, inputs.pairs), (_distances(inputs.down), inputs.distances),
+    )  # fmt: skip
+    made += [what for what, needed in own if needed]
+    return constants + [line for what in made for line in f"\n\n{what.strip()}".splitlines()]
+
+
+def _distances(down: Down) -> str:
+    names = {"down": "BLOCK_Q", "along": "BLOCK_K"} if down == "q" else {"down": "BLOCK_K", "along": "BLOCK_Q"}
+    rows, columns = ("q", "k") if down == "q" else ("k", "q")
+    return filled(text.DISTANCES, **names, rows=rows, columns=columns)
+
+
+def here(plan: LoopPlan, inputs: Inputs) -> list[str]:
+    """The coordinates, sizes and slots that the kernel computes with. It has `batch`, `head`, `q_tile`, `k_tile`."""
+    used = {n.name for n in inputs.left() if n.op in ("var", "param")}
+    shape = {"q": "(BLOCK_Q, 1), 0", "k": "(1, BLOCK_K), 1"}
+    if inputs.down == "k":
+        shape = {"q": "(1, BLOCK_Q), 1", "k": "(BLOCK_K, 1), 0"}
+    lines = {
+        "b": "b = ints[0] + batch",
+        "h": "h = ints[1] + head",
+        "q": f"q = q_origin[batch] + q_tile * BLOCK_Q + lax.broadcasted_iota(Int, {shape['q']})",
+        "k": f"k = k_origin[batch] + k_tile * BLOCK_K + lax.broadcasted_iota(Int, {shape['k']})",
+    } | {name: f"{name} = ints[{2 + i}]" for i, name in enumerate(SIZES)}
+    wholes = floats = 0
+    for s in plan.slots:
+        source = f"floats[{floats}]" if s.type is FLOAT else f"ints[{6 + wholes}]"
+        lines[s.name] = f"{s.name} = {_stored(source, s.type).text}"
+        wholes, floats = wholes + (s.type is not FLOAT), floats + (s.type is FLOAT)
+    return [line for name, line in lines.items() if name in used]
+
+
+def turned(inputs: Inputs) -> list[str]:
+    """What a row of tiles keeps, where it starts."""
+    return [f"{n}[...] = turned({n}_ref[0, 0])" for n in inputs.kept.values()]
+
+
+def scratch(inputs: Inputs) -> list[str]:
+    """The scratch it is kept in."""
+    size = "BLOCK_Q" if inputs.down == "q" else "BLOCK_K"
+    return [f"pltpu.VMEM(({size}, 1), {memory(e.type)})," for e in inputs.kept]
+
+
+def specs(inputs: Inputs) -> list[str]:
+    """The BlockSpecs of `inputs.blocks`, by `place`: a step of the grid to (batch, query head, q tile, k tile)."""
+    makers = {"per_query": inputs.queries, "per_key": inputs.keys, "per_distance": inputs.distances}
+    lines = [(name, maker) for maker, of in (makers | {"per_pair": inputs.pairs}).items() for name in of.values()]
+    extra = {"per_distance": ", q_len" if inputs.down == "q" else ", kv_len"}
+    return [f"{maker}({name}, place{extra.get(maker, '')})," for name, maker in lines]
+
+
+_DTYPES = {BOOL: "jnp.bool_", INT: "Int", FLOAT: "Float"}
+
+
+def before(plan: LoopPlan, inputs: Inputs) -> list[str]:
+    """What is worked out in plain JAX before the kernel, from `origin`, `sizes`, `slots`, `tables`, `batch`, `heads`
+    (of queries), `q_len` and `kv_len`: `ints`, `q_origin`, `k_origin`, `floats` if there are any, and the inputs."""
+    lines = ["q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])"]
+    whole, floating = ([s.name for s in plan.slots if (s.type is FLOAT) is kind] for kind in (False, True))
+    lines += [f"{s.name} = jnp.asarray(slots[{i}], {_DTYPES[s.type]})" for i, s in enumerate(plan.slots)]
+    lines += [f"{t.name} = jnp.asarray(tables[{i}], {_DTYPES[t.type]})" for i, t in enumerate(plan.tables)]
+    listed = "".join(f", {n}" for n in whole)
+    lines.append(f"ints = jnp.stack([jnp.asarray(x, Int) for x in (*origin[:2], *sizes{listed})])")
+    if floating:
+        lines.append(f"floats = jnp.stack([{', '.join(floating)}])")
+    return lines + _outside(inputs)
+
+
+def floats(plan: LoopPlan) -> list[str]:
+    """The operand that holds the Float slots, if there are any."""
+    return ["floats"] if any(s.type is FLOAT for s in plan.slots) else []
+
+
+def _outside(inputs: Inputs) -> list[str]:
+    outside = inputs.outside()
+    used = {name for e in outside if e not in inputs.distances for name in uses(e)}
+    everywhere = {name for e in outside for name in uses(e)}
+    lines = {
+        "b": "b = jnp.asarray(origin[0], Int) + jnp.arange(batch, dtype=Int).reshape(-1, 1, 1, 1)",
+        "h": "h = jnp.asarray(origin[1], Int) + jnp.arange(heads, dtype=Int).reshape(1, -1, 1, 1)",
+    } | {name: f"{name} = jnp.asarray(sizes[{i}], Int)" for i, name in enumerate(SIZES)}
+    out = [line for name, line in lines.items() if name in everywhere]
+    start = "jnp.asarray(origin[{}], Int).reshape(-1, 1, 1, 1)"
+    axes = {"q": (start.format(2), "q_len"), "k": (start.format(3), "kv_len")}
+    out += [f"{n} = {at} + jnp.arange({length}, dtype=Int)" for n, (at, length) in axes.items() if n in used]
+    if inputs.distances:  # any q and k that are so far apart
+        along = "k" if inputs.down == "q" else "q"
+        out += [
+            "apart = distances(q_len, kv_len)",
+            f"{along}_of = {axes[along][0]} + jnp.maximum(apart, 0)",
+            f"{inputs.down}_of = {axes[inputs.down][0]} - jnp.minimum(apart, 0)",
+        ]
+    for e, name in outside.items():
+        out += _worked_out(e, name, inputs)
+    return out
+
+
+def _worked_out(e: Expr, name: str, inputs: Inputs) -> list[str]:
+    at_hand = {}
+    if e in inputs.pairs:
+        at_hand = {var("q"): Text("q.swapaxes(2, 3)")}
+    elif e in inputs.distances:
+        at_hand = {var("q"): Text("q_of"), var("k"): Text("k_of")}
+    temporaries, value = written(e, at_hand, lambda e, indices: Text(f"look({e.name}, {indices})"), f"{name}_")
+    if e in inputs.heads:
+        value = f"jnp.broadcast_to({value}, (batch, heads, 1, 1))[:, :, 0, 0]"
+    elif e in inputs.distances:
+        value = f"windows({value})"
+    whole = _whole(e.type)
+    return [*temporaries, f"{name} = ({value}){whole}" if whole else f"{name} = {value}"]

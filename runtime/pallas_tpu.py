@@ -1,0 +1,103 @@
+"""Runs the Pallas TPU forward kernel on JAX arrays, traced or not: on a TPU, elsewhere in Pallas' interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from frisket.dsl.errors import LoweringError
+from frisket.lowering.emit import pallas_inputs, pallas_tpu, pallas_walk
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+
+from .modules import load
+
+if TYPE_CHECKING:
+    import jax
+
+TILES = (512, 512)
+NARROW = (256, 256)  # of masks whose rows see one short run of keys: less is computed beside it
+
+
+def target(
+    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
+) -> Target:
+    """The tiles a TPU starts from, no larger than the problem needs; docs/pallas.md says why these."""
+    lanes = pallas_tpu.LANES
+    lengths = (geometry.q_len, geometry.kv_len)
+    block_q, block_k = tile or (
+        min(block, -(-length // lanes) * lanes)
+        for block, length in zip(NARROW if narrow else TILES, lengths, strict=True)
+    )
+    return Target("pallas-tpu", block_q, block_k)
+
+
+def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why the forward kernel cannot run this call, or nothing. `shapes` are those of the plan's tables."""
+    if why := pallas_tpu.refused(plan, dtype):
+        return why
+    try:
+        pallas_inputs.check_tables(plan, pallas_inputs.place(pallas_tpu.roots(plan)), shapes)
+    except LoweringError as found:
+        return str(found)
+    return ""
+
+
+def forward(
+    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
+    platform: str = "cpu",
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
+    [batch, kv_len, kv_heads, dim] and sinks [heads]. Raises LoweringError with the words of `reason`, and where the
+    spans take more scalar memory than there is."""
+    dtype = str(q.dtype)
+    if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
+        raise LoweringError(why)
+    run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, sinks is not None)
+    return run(  # type: ignore[no-any-return]
+        q, k, v, walked(spans.rows((target.block_q, target.block_k)), -(-geometry.kv_len // target.block_k)),
+        geometry.origin, geometry.full, [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables],
+        sinks, interpret=platform != "tpu",
+    )  # fmt: skip
+
+
+def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.Walk:
+    """`pallas_walk.walk`, compiled where the spans are JAX's."""
+    import numpy as np
+
+    if isinstance(spans.bounds, np.ndarray):
+        return pallas_walk.walk(spans, columns, group)
+    return _walk(spans.slice_of.tobytes(), spans.slice_of.shape, columns, group)(spans.bounds, spans.count)
+
+
+@lru_cache(maxsize=64)
+def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int) -> Callable[..., pallas_walk.Walk]:
+    import jax
+    import numpy as np
+
+    from frisket.lowering.flat import DeviceSpans
+
+    places = np.frombuffer(slice_of, np.int32).reshape(shape)
+    return jax.jit(lambda bounds, count: pallas_walk.walk(DeviceSpans(bounds, count, None, places), columns, group))
+
+
+def kernel(
+    emit: Callable[..., str], plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, *flags: Any
+) -> Callable[..., Any]:
+    """The entry of the module that `emit` writes, `attention_forward` or whatever the last function is, jitted with
+    `interpret` static. Lengths are no part of the text: one module serves all."""
+    group = geometry.heads // geometry.kv_heads
+    alike = Geometry(1, group, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
+    return _kernel(emit, plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, flags)
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    emit: Callable[..., str], plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, flags: tuple[Any, ...]
+) -> Callable[..., Any]:
+    import jax
+
+    module = load(emit(plan, target, geometry, dtype, *flags))
+    return jax.jit(module["attention_forward"], static_argnames=("interpret",))
