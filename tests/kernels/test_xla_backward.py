@@ -5,58 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import attention_cases as cases
+from support import jax_gradients
 from support.attention_cases import CASES, Case, causal
+from support.jax_gradients import LEARNED, compare, normal
 
 import frisket as fk
 from frisket.dsl import ir
-from frisket.dsl.ir import lookup
-from frisket.dsl.sugar import b, function, h, k, q, score, where
-from frisket.dsl.types import FLOAT, INT
-from frisket.lowering import dense, xla_backward, xla_schedule
+from frisket.dsl.sugar import k, q
+from frisket.lowering import xla_backward, xla_schedule
 from frisket.lowering.derive import backward_of
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import RATE, SEED, Spans, Target, make_plan
+from frisket.lowering.plan import Spans, Target, make_plan
 from frisket.lowering.xla_captured import plane_of
 
-draw = np.random.default_rng(11)
-
-
-def normal(*shape):
-    return draw.standard_normal(shape).astype(np.float32)
-
-
-plane = lookup("x", (h, q, k), FLOAT)
-LEARNED = {
-    "one-scalar": Case(causal, score * ir.param("c", FLOAT), slots={"c": 0.7}),
-    "scalar-twice": Case(causal, ir.param("c", FLOAT) * function("tanh", score / ir.param("c", FLOAT)),
-                         slots={"c": 2.5}, heads=4, kv_heads=2),
-    "by-row": Case(causal, score * lookup("x", (b, q), FLOAT), tables={"x": normal(2, 150)}, batch=2),
-    "by-column": Case(causal, score + lookup("x", (h, k), FLOAT) * score, tables={"x": normal(4, 150)}, heads=4,
-                      kv_heads=2),
-    "by-diagonal": Case(causal & (q - k < 70), score + lookup("x", (h, q - k), FLOAT), q_len=130, kv_len=160,
-                        origin=(0, 0, 30, 0), tables={"x": normal(2, 75)}),
-    "diagonal-of-buckets": Case(causal, score + lookup("x", ((q - k) // 16, h), FLOAT), heads=6, kv_heads=2, batch=2,
-                                tables={"x": normal(9, 6)}),
-    "plane": Case(causal, score + plane, q_len=140, tables={"x": normal(2, 140, 150)}),
-    "plane-by-head": Case(causal & (q - k < 20 * (h + 1)), score + plane, heads=4, kv_heads=2, q_len=140,
-                          tables={"x": normal(4, 140, 150)}),
-    "plane-shifted-and-turned": Case(
-        causal, score + lookup("x", (k + 3, b, q), FLOAT), heads=4, kv_heads=2, batch=3, q_len=100,
-        tables={"x": normal(160, 3, 100)},
-    ),
-    "nested": Case(causal, score + lookup("x", (lookup("doc", (q,), INT) % 3, lookup("doc", (k,), INT) % 3), FLOAT),
-                   tables={"x": normal(3, 3), "doc": cases.DOC}),
-    "clamped": Case(causal, score + lookup("x", (q - k,), FLOAT) + lookup("x", (k,), FLOAT), tables={"x": normal(20)}),
-    "weight-infinite-behind-the-mask": Case(
-        causal, score + function("log", lookup("x", (k,), FLOAT) + where(k > q, -9.0, 3.0)),
-        tables={"x": draw.random(150).astype(np.float32)},
-    ),
-    "origin-by-batch": Case(
-        causal, score + lookup("x", (k - q + 200,), FLOAT) + lookup("y", (q,), FLOAT), batch=2, kv_len=200,
-        sizes=(2, 2, 200, 205), origin=(0, 0, np.array([50, 13]), np.array([0, 5])),
-        tables={"x": normal(260), "y": normal(210)},
-    ),
-}  # fmt: skip
 ALL = {**CASES, **LEARNED}
 QUICK = (
     "documents-by-batch", "empty-rows", "crop", "visible-minus-inf", "scalar-twice", "by-row", "by-column",
@@ -64,53 +25,10 @@ QUICK = (
 )  # fmt: skip
 
 
-def run(case, made=None, sinks=None, with_lse=True, wanted=None, rate=None, spans=None):
+def run(case, made=None, spans=None, **options):
     """{name: gradient} of the executor, and of the interpreter."""
-    made = made or cases.plan(case)
-    drop = {} if rate is None else {SEED: 5, RATE: rate}
-    slots, tables = made.slot_values({**case.slots, **drop}), cases.tables(case, made)
-    args = made, spans or cases.spans(case), cases.geometry(case), *cases.arrays(case)
-    given = options(case, made, sinks, drop)
-    out, lse = dense.attention(*map(turned, args[3:]), case.mask, case.score, **given)
-    random, real = np.random.default_rng(2), jnp.float64 if case.dtype == "float64" else jnp.float32
-    dout = jnp.asarray(random.standard_normal(out.shape).transpose(0, 2, 1, 3), case.dtype)
-    dlse = jnp.asarray(random.standard_normal(lse.shape), real) if with_lse else None
-    wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)} if wanted is None else wanted
-    got = xla_backward.backward(
-        *args, jnp.asarray(out.transpose(0, 2, 1, 3), case.dtype), jnp.asarray(lse, real), dout, dlse, slots, tables,
-        Target("xla", *case.block), wanted=frozenset(wanted), sinks=None if sinks is None else jnp.asarray(sinks),
-    )  # fmt: skip
-    assert got.keys() == set(wanted)
-    return got, oracle(case, made, dout, dlse, given)
-
-
-def turned(x):
-    return np.asarray(x, np.float64).transpose(0, 2, 1, 3)
-
-
-def options(case, made, sinks, drop):
-    kept = made.kept
-    if kept is not None:  # in the user's names
-        kept = ir.renamed(kept, {s.name: s.source for s in made.slots if s.source in (SEED, RATE)})
-    return {
-        "scale": case.dim**-0.5, "params": {**case.slots, **drop}, "tables": case.tables, "origin": case.origin,
-        "sizes": case.sizes, "sinks": sinks, "kept": kept, "rate": drop.get(RATE, 0.0),
-    }  # fmt: skip
-
-
-def oracle(case, made, dout, dlse, given):
-    found = dense.gradients(*map(turned, cases.arrays(case)), case.mask, case.score, turned(dout), dlse, **given)
-    wanted = {n: found["d" + n].transpose(0, 2, 1, 3) for n in "qkv"}
-    wanted |= {t.name: found["dtables"][t.source] for t in made.tables if t.source in found["dtables"]}
-    return wanted | {s.name: found["dscalars"][s.source] for s in made.slots if s.source in found["dscalars"]}
-
-
-def compare(got, want, tolerance=2e-5):
-    for name, x in got.items():
-        y = want[name]
-        assert x.shape == y.shape, name
-        size = max(1.0, float(np.abs(y).max()))
-        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=0, atol=tolerance * size, err_msg=name)
+    target = Target("xla", *case.block)
+    return jax_gradients.run(xla_backward.backward, case, target, made, spans or cases.spans(case), **options)
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALL])
