@@ -1,0 +1,124 @@
+"""The walk of Pallas TPU kernels: every visible tile once, in arrays of numpy and of JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from frisket.dsl.errors import LoweringError
+from frisket.lowering.emit import pallas_walk
+from frisket.lowering.emit.pallas_walk import folded, locate, walk
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import Spans
+
+
+def random_spans(rng, slices, rows, columns, most, batch, heads, group, alike):
+    """Records in order and apart, as many as `most` a row, none for some."""
+    bounds = np.zeros((slices, rows, most, 4), np.int32)
+    count = rng.integers(0, most + 1, (slices, rows), np.int32)
+    for s, row in np.ndindex(slices, rows):
+        cuts = np.sort(rng.choice(columns + 1, 2 * count[s, row], replace=False))
+        for i, (lo, hi) in enumerate(cuts.reshape(-1, 2)):
+            bounds[s, row, i] = lo, *np.sort(rng.integers(lo, hi + 1, 2)), hi
+    slice_of = rng.integers(0, slices, (batch, heads), np.int32)
+    return Spans(bounds, count, np.repeat(slice_of[:, ::group], group, 1) if alike else slice_of)
+
+
+def expected(spans, b, group_heads):
+    """(row, head of the group, tile, visits, full, starts, ends) of every step of a key head."""
+    steps = []
+    for row in range(spans.bounds.shape[1]):
+        found = [
+            (row, i, tile, True, full_lo <= tile < full_hi)
+            for i, s in enumerate(spans.slice_of[b, group_heads])
+            for lo, full_lo, full_hi, hi in spans.bounds[s, row][: spans.count[s, row]]
+            for tile in range(lo, hi)
+        ]
+        found = found or [(row, 0, 0, False, False)]
+        steps += [(*x, i == 0, i == len(found) - 1) for i, x in enumerate(found)]
+    return steps
+
+
+def steps_of(made, spans, group, grouped):
+    """The same as the text finds them, for every key head of every batch entry."""
+    names = {"jnp": jnp, "lax": lax, "Int": jnp.int32}
+    exec(locate(grouped), names)
+    heads, rows = spans.slice_of.shape[1] // group, spans.bounds.shape[1]
+    static = {"heads": heads, "rows": rows}
+    if grouped:
+        fold = folded(spans.slice_of, group)
+        static |= {"fold": fold, "parts": group // fold}
+    tables = [jnp.asarray(x) for x in made[1:]]
+    places = np.indices((len(spans.slice_of), heads, int(made.steps) + 3)).reshape(3, -1)
+    found = jax.jit(jax.vmap(lambda b, h, step: names["locate"](b, h, step, *tables, **static)))(*places)
+    (row, *head, tile), flags = jax.tree.map(np.asarray, found)
+    visits, full, starts, ends = flags
+    head = (head[0] if grouped else np.zeros_like(row)) * visits
+    steps = list(zip(row, head, tile * visits, visits, full & visits, starts, ends, strict=True))
+    each = int(made.steps) + 3
+    return {(b, h): steps[(b * heads + h) * each :][:each] for b, h in np.ndindex(len(spans.slice_of), heads)}
+
+
+@pytest.mark.parametrize("anchors", [pallas_walk.ANCHORS, 8])
+@pytest.mark.parametrize(
+    ("group", "alike"), [(1, False), (2, True), (2, False)], ids=["heads", "folded groups", "groups of different heads"]
+)
+def test_every_visible_tile_once_and_in_order(group, alike, anchors, monkeypatch):
+    monkeypatch.setattr(pallas_walk, "ANCHORS", anchors)
+    spans = random_spans(np.random.default_rng(5), 3, 9, 11, 3, 2, 4, group, alike)
+    made = walk(spans, 11, group)
+    longest = 0
+    for (b, h), got in steps_of(made, spans, group, group > 1).items():
+        want = expected(spans, b, slice(h * group, (h + 1) * group))
+        longest = max(longest, len(want))
+        assert got[: len(want)] == want
+        assert not any(any(step[3:]) for step in got[len(want) :])
+    assert made.steps == longest
+
+
+@pytest.mark.parametrize(("group", "alike"), [(1, False), (2, True), (2, False)])
+def test_traced_spans_make_the_same_tables(group, alike):
+    spans = random_spans(np.random.default_rng(6), 3, 9, 11, 3, 2, 4, group, alike)
+    traced = jax.jit(lambda bounds, count: walk(DeviceSpans(bounds, count, None, spans.slice_of), 11, group))
+    for name, one, two in zip(pallas_walk.Walk._fields, walk(spans, 11, group), traced(spans.bounds, spans.count)):
+        np.testing.assert_array_equal(one, two, name)
+        assert one.dtype == two.dtype == np.int32, name
+
+
+def test_other_values_have_the_same_shapes():
+    rng = np.random.default_rng(7)
+    shapes = {
+        tuple(np.shape(x) for x in walk(random_spans(rng, 1, 20, 20, records, 1, 2, 1, True), 20))
+        for records in (3, 4)
+        for _ in range(5)
+    }
+    assert len(shapes) == 1
+
+
+@pytest.mark.parametrize("rows", [2048, 8192])
+def test_long_rows_find_their_place_at_once(rows):
+    """A million tokens: as many steps as would fill scalar memory are reached through a few anchors."""
+    tiles = np.arange(rows)
+    bounds = np.stack([0 * tiles, 0 * tiles, tiles, tiles + 1], 1)[None, :, None].astype(np.int32)
+    spans = Spans(bounds, np.ones((1, rows), np.int32), np.zeros((1, 1), np.int32))
+    made = walk(spans, rows)
+    assert made.steps == rows * (rows + 1) // 2
+    assert len(made.anchor) == pallas_walk.ANCHORS
+    per_anchor = 1 << int(made.shift[0])
+    assert made.steps <= per_anchor * len(made.anchor) < 2 * made.steps
+    rows_apart = np.diff(made.anchor[: int(made.steps) // per_anchor])
+    assert np.mean(rows_apart) < 1  # `first` is seldom looked at twice
+
+
+def test_spans_too_long_for_scalar_memory():
+    def raised(rows, records):
+        spans = Spans(np.zeros((1, rows, records, 4), np.int32), np.zeros((1, rows), np.int32), np.zeros((1, 1), int))
+        with pytest.raises(LoweringError) as caught:
+            walk(spans, rows)
+        return str(caught.value)
+
+    assert raised(4096, 8) == (
+        'the spans of this mask take 593 KiB of a TPU\'s scalar memory, at most 512; use larger tiles, or backend="xla"'
+    )
+    assert raised(4096, 5) == raised(4096, 8)  # as many as a power of two
