@@ -182,7 +182,7 @@ def written(
 
     def leaf(e: Expr, args: list[Text]) -> Text | None:
         if e.op == "lit":
-            return _literal(e.name)
+            return literal(e.name)
         if e.op == "var":
             return Text("s" if e.name == "score" else str(e.name))
         if e.op == "param":
@@ -198,7 +198,8 @@ def written(
     return [f"{line.name} = {line.text}" for line in page.lines], page.values[root]
 
 
-def _literal(value: bool | int | float) -> Text:
+def literal(value: bool | int | float) -> Text:
+    """`5`, `-0.5`, `jnp.inf`."""
     if isinstance(value, float) and not math.isfinite(value):
         return Text("jnp.nan") if math.isnan(value) else Text("jnp.inf") if value > 0 else Text("-jnp.inf", PREFIX)
     return Text(repr(value), ATOM if value >= 0 else PREFIX)

@@ -1,0 +1,281 @@
+"""Masks and score mods in a Pallas kernel for Hopper (Mosaic GPU): which values reach it how, and their text.
+
+What belongs to the positions down a tile, or to those along it, is a vector in the layout that a row or a column of a
+`wgmma` accumulator has; `down(x)` and `across(x)` spread it over a tile, which costs no instruction. Mosaic GPU spreads
+nothing but numbers by itself, so the text says it everywhere. Kernels for Hopper have no gather: lookups come in as in
+`pallas_inputs`, one value per head, per query, per key or per pair, read from global memory where they are needed.
+
+Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are functions of `PRELUDE`. Its own tanh is
+good to eleven bits when exp2 is the machine's, so that too is written out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from frisket.dsl.ir import SIZES, Expr, make, substitute, walk
+from frisket.dsl.types import BOOL, FLOAT, Type
+
+from ..plan import LoopPlan
+from . import expr_jnp, expr_triton, pallas_inputs, pallas_inputs_text
+from .expr import COLUMN, LEVELS, POSITION, ROW, Text, levels, printed
+
+MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | {
+    "not": "opposite({})", "where": "choose({}, {}, {})", "floor": "whole(to_int, {})", "pow": "power({}, {})",
+    "log1p": "log1p({})", "tanh": "tanh({})", "tan": "jnp.sin({0}) / jnp.cos({0})", "sqrt": "root({})",
+    "erf": "erf({})", "isfinite": "finite({})", "sign": "sign({})",
+}  # fmt: skip
+
+PRELUDE: dict[str, str] = {
+    "look": pallas_inputs_text.LOOK,
+    "random": expr_jnp.PRELUDE["random"],  # before the kernel
+    "choose": """
+def choose(condition, yes, no):
+    return jnp.where(*jnp.broadcast_arrays(condition, yes, no))
+""",
+    "opposite": """
+def opposite(x):
+    return x ^ True
+""",
+    "sign": """
+def sign(x):
+    one, zero = jnp.ones_like(x), jnp.zeros_like(x)
+    return choose(x > 0, one, choose(x < 0, -one, choose(x == 0, zero, x)))
+""",
+    "floordiv": '''
+def floordiv(x, y):
+    """Rounds to minus infinity; 0 where y is 0."""
+    x, y = jnp.broadcast_arrays(x, Int(y) if isinstance(y, int) else y)
+    divisor = jnp.where(y == 0, jnp.ones_like(y), y)
+    quotient = lax.div(x, divisor)
+    down = (quotient * divisor != x) & ((x < 0) ^ (divisor < 0))
+    return jnp.where(y == 0, jnp.zeros_like(x), quotient - down.astype(Int))
+''',
+    "mod": '''
+def mod(x, y):
+    """Has the sign of y; 0 where y is 0."""
+    x, y = jnp.broadcast_arrays(x, Int(y) if isinstance(y, int) else y)
+    divisor = jnp.where(y == 0, jnp.ones_like(y), y)
+    rest = lax.rem(x, divisor)
+    off = (rest != 0) & ((rest < 0) ^ (divisor < 0))
+    return jnp.where(y == 0, jnp.zeros_like(x), jnp.where(off, rest + divisor, rest))
+''',
+    "shl": """
+def shl(x, y):
+    x, y = jnp.broadcast_arrays(x, y)
+    inside = (y >= 0) & (y < WIDTH)
+    return jnp.where(inside, x << jnp.where(inside, y, jnp.zeros_like(y)), jnp.zeros_like(x))
+""",
+    "shr": """
+def shr(x, y):
+    x, y = jnp.broadcast_arrays(x, y)
+    return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), jnp.zeros_like(x))
+""",
+    "to_int": '''
+def to_int(x):
+    """Towards zero; NaN is 0, and what does not fit becomes the largest that does."""
+    if x.dtype == jnp.bool_:
+        return x.astype(Int)
+    return choose(x == x, jnp.clip(x, -LARGEST, LARGEST), 0.0).astype(Int)
+''',
+    "whole": """
+def whole(cut, x):
+    found = cut(x)
+    return found - (found.astype(Float) > jnp.maximum(x, -LARGEST)).astype(Int)
+""",
+    "power": """
+def power(x, y):
+    x, y = jnp.broadcast_arrays(x, jnp.asarray(y, Float))
+    near = jnp.clip(y, -(2.0**24), 2.0**24)  # beyond that all are even
+    integral = near.astype(Int).astype(Float) == near
+    odd = integral & ((near.astype(Int) & 1) == 1) & (jnp.abs(y) < 2.0**24)
+    negative = (x < 0) | ((x == 0) & (1.0 / x < 0))
+    size = jnp.exp2(y * jnp.log2(jnp.abs(x)))
+    size = choose((jnp.abs(x) == 1.0) & (y == y), 1.0, size)
+    signed = choose(negative & odd, -size, size)
+    signed = choose((x < 0) & (x > -jnp.inf) & opposite(integral), jnp.nan, signed)
+    return choose((y == 0.0) | (x == 1.0), 1.0, signed)
+""",
+    "log1p": """
+def log1p(x):
+    # W. Kahan: the rounding error of 1 + x cancels in the quotient.
+    y = 1.0 + x
+    near = jnp.log(y) * (x / choose(y == 1.0, 1.0, y - 1.0))
+    return choose(jnp.abs(x) < 0.5, choose(y == 1.0, x, near), jnp.log(y))
+""",
+    "tanh": """
+def tanh(x):
+    return 1.0 - 2.0 / (1.0 + jnp.exp(2.0 * x))  # off by 1e-7, far below the rounding of 16 bits
+""",
+    "root": """
+def root(x):
+    return choose((x == 0.0) | (x == jnp.inf), x, x * lax.rsqrt(x))
+""",
+    "erf": """
+def erf(x):
+    # M. Abramowitz, I. Stegun, 7.1.26: off by 1.5e-7.
+    t = 1.0 / (1.0 + 0.3275911 * jnp.abs(x))
+    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    size = 1.0 - series * jnp.exp(-x * x)
+    return choose(x < 0, -size, size)
+""",
+    "finite": """
+def finite(x):
+    return jnp.abs(x) < jnp.inf
+""",
+    "mixed": """
+def mixed(x):
+    # A. Appleby, MurmurHash3 finaliser.
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+""",
+    "seeded": """
+def seeded(x):
+    return mixed(jnp.asarray(x).astype(jnp.uint32) + jnp.uint32(0x9E3779B9))
+""",
+    "stirred": """
+def stirred(x, counter):
+    return mixed(x ^ jnp.asarray(counter).astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+""",
+    "uniform": '''
+def uniform(x):
+    """24 bits as a number in [0, 1); the same on every backend."""
+    return (x >> 8).astype(jnp.int32).astype(Float) * 2.0**-24
+''',
+}
+
+
+def prelude(source: str) -> list[str]:
+    """Lines that define what `source` calls."""
+    needed: set[str] = set()
+    words = expr_triton.words(source)
+    while found := {n for n in PRELUDE if n in words} - needed:
+        needed |= found
+        words = expr_triton.words("".join(PRELUDE[n] for n in found))
+    constants = ["WIDTH = 32"] if needed & {"shl", "shr"} else []
+    if needed & {"to_int", "whole"}:
+        constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
+    definitions = [line for n, text in PRELUDE.items() if n in needed for line in f"\n\n{text.strip()}".splitlines()]
+    return [*constants, *definitions]
+
+
+class Expressions:
+    """The expressions of one kernel, whose tiles have queries down and keys across (`down="q"`), or are transposed.
+
+    The kernel has `batch`, `head`, `start` (the first position of the warpgroup's own axis), `line` (its positions),
+    `tile` (the tile of the other axis), the scores as `s`, and the functions `down`, `across`, `tiled`, `of_line`,
+    `of_tile` and `steps_along` of `pallas_gpu_text`."""
+
+    def __init__(self, roots: Iterable[Expr], down: pallas_inputs.Down = "q") -> None:
+        self.inputs = pallas_inputs.place(roots, down)
+        self.down = down
+        own, other = (ROW, COLUMN) if down == "q" else (COLUMN, ROW)
+        self.spread = {own: "down", other: "across"}
+        self.names: dict[Expr, Expr] = {}
+        self.when = dict(LEVELS)
+        at = {"heads": 0, "queries": ROW, "keys": COLUMN, "distances": POSITION, "pairs": POSITION}
+        for kind, level in at.items():
+            for e, name in getattr(self.inputs, kind).items():
+                self.names[e] = make("var", (), f"{name}_at", e.type)
+                self.when[f"{name}_at"] = level
+
+    # -- what the kernel is given -----------------------------------------------------------------------
+
+    def operands(self, plan: LoopPlan) -> list[str]:
+        """Arrays of the kernel, in the names that `pallas_inputs.before` gives them."""
+        i = self.inputs
+        listed = [*i.scalars, *i.queries.values(), *i.keys.values(), *i.distances.values(), *i.pairs.values()]
+        return ["ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *listed]
+
+    def lined(self) -> list[str]:
+        """Lines that make of what `before` gave arrays of whole tiles."""
+        i = self.inputs
+        lines = [f"{n} = lined({n}, BLOCK_Q)" for n in i.queries.values()]
+        lines += [f"{n} = lined({n}, BLOCK_K)" for n in i.keys.values()]
+        return lines + [f"{n} = paved({n})" for n in i.pairs.values()]
+
+    def definitions(self, plan: LoopPlan) -> list[str]:
+        """Lines that define what the text of these expressions calls, in the kernel and before it."""
+        lines = pallas_inputs.before(plan, self.inputs)
+        for root in self.inputs.roots:
+            found, value = self.written(root, "x")
+            lines += [*found, value]
+        return prelude("\n".join(lines))
+
+    # -- what it starts from ----------------------------------------------------------------------------
+
+    def _used(self, plan: LoopPlan) -> set[str]:
+        return {n.name for n in self.inputs.left() if n.op in ("var", "param")} | {str(plan.rate)}
+
+    def once(self, plan: LoopPlan) -> list[str]:
+        """Lines before the loops: coordinates, slots, and what belongs to the warpgroup's own positions."""
+        lines = {"b": "b = ints[0] + batch", "h": "h = ints[1] + head"}
+        lines |= {n: f"{n} = ints[{2 + i}]" for i, n in enumerate(SIZES)}
+        wholes = floats = 0
+        for s in plan.slots:
+            at = f"floats[{floats}]" if s.type is FLOAT else f"ints[{6 + wholes}]"
+            lines[s.name] = f"{s.name} = {_stored(at, s.type)}"
+            wholes, floats = wholes + (s.type is not FLOAT), floats + (s.type is FLOAT)
+        lines[self.down] = f"{self.down} = {self.down}_origin[batch] + start + steps_along(0)"
+        used = self._used(plan)
+        made = [text for n, text in lines.items() if n in used]
+        made += [f"{n}_at = {_stored(f'{n}[batch, head]', e.type)}" for e, n in self.inputs.heads.items()]
+        return made + self._line_of(self.inputs.kept, "line", 0)
+
+    def each(self, plan: LoopPlan) -> list[str]:
+        """Lines of one tile: what belongs to its positions along the other axis, and to pairs."""
+        i = self.inputs
+        other, block, kept = ("k", "BLOCK_K", i.keys) if self.down == "q" else ("q", "BLOCK_Q", i.queries)
+        used = other in self._used(plan)
+        lines = [f"{other} = {other}_origin[batch] + tile * {block} + steps_along(1)"] if used else []
+        lines += self._line_of(kept, f"pl.ds(tile * {block}, {block})", 1)
+        for of, form in ((i.distances, "of_distance"), (i.pairs, "of_pair")):
+            lines += [f"{n}_at = {_stored(f'{form}({n}, batch, head, start, tile)', e.type)}" for e, n in of.items()]
+        return lines
+
+    def _line_of(self, of: dict[Expr, str], line: str, axis: int) -> list[str]:
+        return [f"{n}_at = {_stored(f'of_line({n}, batch, head, {line}, {axis})', e.type)}" for e, n in of.items()]
+
+    # -- text -------------------------------------------------------------------------------------------
+
+    def written(self, root: Expr, temporary: str) -> tuple[list[str], str]:
+        """(assignments to `temporary` 0, 1, ..., text of a whole tile) of one of the expressions."""
+        root = substitute(pallas_inputs.mosaic(root), self.names)
+        known = levels(root, when=self.when)
+        done: dict[Expr, Expr] = {}
+        for e in walk(root):
+            args = tuple(self._over(done[a], known[a], known[e]) for a in e.args)
+            done[e] = make(e.op, args, e.name, e.type) if e.args else e
+        whole = self._over(done[root], known[root], POSITION)
+        if known[root] == 0:
+            whole = make("tiled", (whole,), None, root.type)
+        count = itertools.count()
+        rows = MOSAIC_GPU | {n: f"{n}({{}})" for n in ("down", "across", "tiled")}
+        page = printed([whole], rows, _leaf, lambda e, level: f"{temporary}{next(count)}", "pallas-gpu", when=self.when)
+        return [f"{line.name} = {line.text}" for line in page.lines], page.values[whole]
+
+    def _over(self, e: Expr, at: int, user: int) -> Expr:
+        """A vector over a tile, where what reads it is a tile."""
+        return make(self.spread[at], (e,), None, e.type) if user == POSITION and at in self.spread else e
+
+
+def _leaf(e: Expr, args: list[Text]) -> Text | None:
+    if e.op == "lit":
+        return pallas_inputs.literal(e.name)
+    if e.op == "var":
+        return Text("s" if e.name == "score" else str(e.name))
+    if e.op == "param":
+        return Text(str(e.name))
+    if e.op == "random":
+        state = f"seeded({args[0].text})"
+        for counter in args[1:]:
+            state = f"stirred({state}, {counter.text})"
+        return Text(f"uniform({state})")
+    return None
+
+
+def _stored(text: str, type: Type) -> str:
+    """Bool lives in memory as an integer."""
+    return f"{text} != 0" if type is BOOL else text
