@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .derive import Gradient
@@ -10,31 +10,32 @@ from .emit.expr_jnp import evaluate
 from .plan import Geometry
 
 Array = Any  # a jax.Array, traced or not
+Add = Callable[[tuple[Array, ...], Array, tuple[int, ...]], Array]  # of places, values and a shape
 
 
 def folded(
     gradients: Sequence[Gradient], buffers: Sequence[Array], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Array], *, int64: bool = False,
+    tables: Mapping[str, Array], *, int64: bool = False, add: Add | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """The gradient of every table and slot that `gradients` name: {"t0": of the table's shape, "s1": 0-d}.
 
     A value read at several places has one entry in `gradients` for each; their buffers (shapes: `derive.Gradient`)
     are added in the order given. `slots` and `tables` are those of the forward, by plan name; `int64` is the plan's.
+    `add` is another sum by place, for devices where XLA's own adds in any order.
     """
     found: dict[str, Array] = {}
     for gradient, buffer in zip(gradients, buffers, strict=True):
         shape = tables[gradient.source].shape if gradient.index else ()
-        part = fold(gradient, buffer, shape, geometry, slots, tables, int64)
+        part = fold(gradient, buffer, shape, geometry, slots, tables, int64, add or in_order)
         found[gradient.source] = found[gradient.source] + part if gradient.source in found else part
     return found
 
 
 def fold(
     gradient: Gradient, buffer: Array, shape: Sequence[int], geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Array], int64: bool,
+    tables: Mapping[str, Array], int64: bool, add: Add,
 ) -> Array:  # fmt: skip
-    """`buffer` summed into an array of `shape`, the table's; 0-d for a slot. XLA's scatter on a CPU adds in order, so
-    that equal calls give equal bits."""
+    """`buffer` summed into an array of `shape`, the table's; 0-d for a slot."""
     import jax.numpy as jnp
 
     if not gradient.index:
@@ -46,8 +47,14 @@ def fold(
     places = [jnp.clip(i, 0, n - 1) for i, n in zip(places, shape, strict=True)]
     if all(i.size == 1 for i in places):  # one entry: a scalar of an array
         return jnp.zeros(shape, buffer.dtype).at[tuple(i.reshape(()) for i in places)].add(buffer.sum())
-    whole = [jnp.broadcast_to(i, buffer.shape) for i in places]
-    return jnp.zeros(shape, buffer.dtype).at[tuple(whole)].add(buffer)
+    return add(tuple(jnp.broadcast_to(i, buffer.shape) for i in places), buffer, tuple(shape))
+
+
+def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:
+    """`values` added up by place. XLA's scatter on a CPU adds in order, so that equal calls give equal bits."""
+    import jax.numpy as jnp
+
+    return jnp.zeros(shape, values.dtype).at[places].add(values)
 
 
 def coordinates(gradient: Gradient, geometry: Geometry) -> dict[str, Any]:

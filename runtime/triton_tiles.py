@@ -205,6 +205,10 @@ def with_precision(target: Target, dtype: str) -> Target:
     torch = sys.modules.get("torch")
     if dtype != "float32" or torch is None or torch.version.hip or torch.get_float32_matmul_precision() == "highest":
         return target
+    return in_tf32(target)
+
+
+def in_tf32(target: Target) -> Target:
     parts = (target.dq, target.dkv, target.decode)
     dq, dkv, few = (None if x is None else replace(x, precision="tf32") for x in parts)
     return replace(target, precision="tf32", dq=dq, dkv=dkv, decode=few)

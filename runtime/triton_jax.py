@@ -1,0 +1,211 @@
+"""Runs the Triton kernels on JAX arrays: those of torch, from the same plans and spans.
+
+A call is a few custom calls of XLA, which jax-triton compiles for the GPU at hand, or for an H100 where there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from frisket.dsl.errors import LoweringError
+from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.emit import triton_backward, triton_decode, triton_forward
+from frisket.lowering.emit.triton_cotangents import Sum, sums
+from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+
+from . import triton_tiles
+from .triton_decode import INTERPRETED, NOTHING, shares
+from .triton_grids import backward_plan, forward_plan, of_backward, of_forward
+from .triton_jax_call import Call, kernels_of
+from .triton_jax_captured import captured, folded
+from .triton_jax_device import architecture, interpreted, processors
+
+if TYPE_CHECKING:
+    import jax
+
+Array = Any  # a jax.Array, traced or not
+GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
+TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
+
+
+def forward(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None, platform: str = "cpu",
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
+    and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them.
+
+    Anything that holds values may be traced; shapes are the host's. `spans` may be None where the plan has closed-form
+    bounds. On the CPU the kernels run in Triton's interpreter; BackendError where that was not asked for.
+    """
+    import jax.numpy as jnp
+
+    g = geometry
+    dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
+    row = (g.batch, g.heads, g.q_len), np.float32
+    results = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
+    if 0 in (g.batch, g.q_len):
+        return tuple(jnp.zeros(*x) for x in results.values())  # type: ignore[return-value]
+    plan = forward_plan(plan, g)
+    call = Call(plan, g, slots, tables, dims, platform)
+    given = {"Q": q, "K": k, "V": v}
+    last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
+    few = shares(plan, None, g, target, dims, INTERPRETED if interpreted() else processors())
+    if few is None:
+        source = _forward(plan, target, dims, sinks is not None)
+        found = call.run(
+            source, "attention_forward", of_forward(g, target), target, given | last, results,
+            spans and partial(spans.rows, (target.block_q, target.block_k)),
+        )  # fmt: skip
+        return found["Out"], found["Lse"], found["Top"]
+    parts, own = few.target.splits, few.target
+    source = _decode(plan, replace(own, splits=0), dims, few.pack > 1, sinks is not None)
+    rows = (parts, *row[0])
+    partial_sums = {"Acc": ((*rows, g.v_dim), np.float32), **dict.fromkeys(("Tops", "Totals"), (rows, np.float32))}
+    grid = -(-g.q_len // few.queries) * parts, g.heads // few.pack, g.batch
+    found = call.run(
+        source, "attention_decode", grid, own, given, partial_sums, spans and partial(spans.rows, few.block),
+        splits=parts,
+    )  # fmt: skip
+    grid, four = (g.q_len, g.heads, g.batch), replace(own, num_warps=4)
+    found = call.run(source, "attention_combine", grid, four, found | last, results, plan=NOTHING, splits=parts)
+    return found["Out"], found["Lse"], found["Top"]
+
+
+def backward(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
+    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, platform: str = "cpu",
+) -> dict[str, jax.Array]:  # fmt: skip
+    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `lse` knows of the sinks. Equal calls
+    give equal bits."""
+    import jax.numpy as jnp
+
+    g, arrays = geometry, {"q": q, "k": k, "v": v}
+    dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
+    values = wanted - arrays.keys()
+    if 0 in (g.batch, g.q_len, g.kv_len):
+        return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in wanted} | _zeros(values, tables)
+    own = backward_plan(plan, g)
+    call = Call(own, g, slots, tables, dims, platform)
+    given = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
+    if dlse is not None:
+        given["DLse"] = dlse.astype(np.float32)
+    source, totals = _backward(own, target, dims, wanted, dlse is not None)
+    results = _results(g, {n: x.dtype for n, x in arrays.items() if n in wanted}, totals)
+    for step in of_backward(g, target, kernels_of(source)):
+        tile, plain = step.tile, None if step.side else triton_backward.bare(own)
+        records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
+        given |= call.run(source, step.name, step.grid, tile, given, results[step.name], records, plan=plain)
+        if not step.side:  # what attention_delta calls Lse2 the others call Lse
+            given["Lse"] = given["Lse2"]
+    found = {n: given[f"D{n.upper()}"].transpose(0, 2, 1, 3) for n in arrays if n in wanted}
+    if not values:
+        return found
+    buffers: dict[Gradient, Array] = {s.gradient: _summed(s, given[s.buffer]) for s in totals}
+    more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
+    buffers |= captured(call, spans, given, target, more)
+    folds = folded(buffers, g, slots, tables, plan.int64)
+    return found | folds | _zeros(values - folds.keys(), tables)
+
+
+def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why the kernels cannot run a call, or ""."""
+    g = geometry
+    try:
+        Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
+    except LoweringError as error:
+        return str(error)
+    for what, count, axis in (("heads", g.heads, 2), ("batch entries", g.batch, 0)):
+        if count > GRID:
+            return (
+                f"a call of Triton's kernels has at most {GRID} {what}, this one {count}\n"
+                f"  give it in parts of q, k and v along axis {axis}, with origin= and sizes= where the mask or score "
+                "mod reads b or h"
+            )
+    for t in plan.tables:
+        if len(shape := shapes.get(t.name, (1,) * t.rank)) != t.rank or 0 in shape:
+            return f"table `{t.source}` has {t.rank} axes of at least one entry, not shape {list(shape)}"
+    return ""
+
+
+def target(
+    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
+) -> Target:
+    """The tiles of a call, for the GPU at hand; `narrow` says that rows see a few hundred keys at most."""
+    if tile is not None:
+        return _precise(triton_tiles.of_tile(tile, geometry, dtype), dtype)
+    keys, closed = math.inf, True
+    if plan.mask is not None:
+        literals = tuple((s.name, s.value) for s in plan.slots if s.value is not None)
+        keys, closed = triton_tiles.keys_seen(plan.mask, literals)
+    if narrow or not (closed or plan.bounds is not None):
+        keys = min(keys, triton_tiles.MEDIUM)
+    made = triton_tiles.default_target(
+        geometry, dtype, keys=keys, curved=plan.score_class == "general",
+        per_position=triton_tiles.loads_per_position(plan.mask, plan.score), arch=architecture(),
+    )  # fmt: skip
+    return _precise(made, dtype)
+
+
+def _precise(target: Target, dtype: str) -> Target:
+    """Products of float32 exact, or in TF32 where `jax_default_matmul_precision` asks for no more than that."""
+    import jax
+
+    asked = str(jax.config.jax_default_matmul_precision)
+    return triton_tiles.in_tf32(target) if dtype == "float32" and asked in TF32 else target
+
+
+# -- what kernels take and give -----------------------------------------------------------------------
+
+
+def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str, Any]) -> Dims:
+    """What the kernels' text takes from arrays; LoweringError where there are no such kernels."""
+    if why := reason(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
+        raise LoweringError(why)
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys)
+
+
+_forward = lru_cache(maxsize=256)(
+    lambda plan, target, dims, sinks: triton_forward.emit(plan, target, dims, sinks=sinks, top=True)
+)
+_decode = lru_cache(maxsize=256)(
+    lambda plan, target, dims, packs, sinks: triton_decode.emit(plan, target, dims, packs=packs, sinks=sinks, top=True)
+)
+
+
+@lru_cache(maxsize=256)
+def _backward(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool) -> tuple[str, list[Sum]]:
+    return triton_backward.emit(plan, target, dims, wanted, dlse=dlse), sums(plan, wanted)
+
+
+def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum]) -> dict[str, dict[str, Any]]:
+    """(shape, dtype) of what each kernel of a backward writes; gradients of arrays by heads."""
+    rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
+    keys = g.batch, g.kv_heads, g.kv_len
+    shapes = {"q": (*rows, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
+    arrays = {n: {f"D{n.upper()}": (shapes[n], dtype)} for n, dtype in dtypes.items()}
+    along = {n: {s.buffer: (rows if n == "q" else columns, np.float32) for s in totals if s.along == n} for n in "qk"}
+    return {
+        "attention_delta": dict.fromkeys(("Lse2", "Delta"), (rows, np.float32)),
+        "attention_dq": arrays.get("q", {}) | along["q"],
+        "attention_dkv": arrays.get("k", {}) | arrays.get("v", {}) | along["k"],
+    }
+
+
+def _summed(s: Sum, buffer: Array) -> Array:
+    return buffer.sum(-1) if s.gradient.over == "head" else buffer
+
+
+def _zeros(names: frozenset[str], tables: Mapping[str, Any]) -> dict[str, Array]:
+    """Gradients of values without influence."""
+    import jax.numpy as jnp
+
+    return {n: jnp.zeros(np.shape(tables[n]) if n in tables else (), np.float32) for n in names}
