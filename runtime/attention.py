@@ -12,14 +12,14 @@ from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
-from .backends import DIFFERENTIABLE, GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
+from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
 from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Arrays, arrays, device_of, framework_of, in_graph, turn
 from .host_plan import Plan
-from .options import Options, check_complete, check_keys, seed_of, sinks_of
+from .options import Options, check_keys, seed_of, sinks_of
 from .parameters import learns, names_of, traced
 from .report import Report
 from .settings import Settings
@@ -115,7 +115,6 @@ class Attention:
             self._check_plan(plan, params)
         backend = choose(self.options.backend, given.framework, given.device)
         rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
-        check_complete(backend, rate, sinks, top)
         check_interpreted(backend, given.dtype)
         check_keys(backend, given.kv_dtype)
         seed = seed_of(seed, rate, given.framework)
@@ -133,17 +132,14 @@ class Attention:
         if given.framework == "torch":
             result: tuple[Any, Any, Any] = torch_op().run(call, torch_op().prepare(call, self.options))
             return result
-        target = target_of(call.backend, geometry, given.dtype, self.options, plan)
-        made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
         if names := Settings.read().show:
+            target = target_of(call.backend, geometry, given.dtype, self.options, plan)
+            made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
             show(names, plan, made, target, geometry, given.dtype)
         from . import jax_op
 
-        q, k, v = given.turned("bshd")
-        slots = {**made.slots, **call.drawn(made.plan)}
-        out, lse, top = jax_op.forward(
-            made.plan, made.spans, geometry, q, k, v, slots, made.tables, target, call.backend, sinks=call.sinks
-        )
+        named = call.backend if self.options.backend or Settings.read().backend else ""
+        out, lse, top = jax_op.attend(call, self.options, named)
         return turn(out, "bshd", given.layout), lse, top
 
     def _geometry(self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
@@ -291,7 +287,7 @@ class Attention:
         `MismatchError` when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
         params |= learned_values(self.subject, q, params) if gradients and plan is None else {}
         call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, params)
-        if gradients and call.backend in DIFFERENTIABLE:
+        if gradients and call.backend != "dense":
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
             found = report_gradients(partial(self, return_lse=True, **how), call, params)
         else:

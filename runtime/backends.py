@@ -16,15 +16,10 @@ if TYPE_CHECKING:
     from .call import AnyPlan
     from .options import Options
 
-LATER = {
-    "gluon": "the Gluon kernels come in a later version",
-    "pallas-mosaic-gpu": "the Mosaic GPU kernels come in a later version",
-}
-PRINTED = ("cpp", "triton", "pallas-tpu")  # backends with a kernel text
-GUARDED = ("triton", "pallas-tpu")  # whose kernels check for empty rows, where they may be there
-FORWARD_ONLY = ("pallas-tpu",)  # without gradients, dropout, attention sinks and max scores
-DIFFERENTIABLE = ("aten", "xla", "cpp", "triton")  # with all of these
-COMPLETE = (*DIFFERENTIABLE, "dense")  # with all but gradients
+LATER = {"gluon": "the Gluon kernels come in a later version"}
+PALLAS = ("pallas-tpu", "pallas-mosaic-gpu")
+PRINTED = ("cpp", "triton", *PALLAS)  # backends with a kernel text
+GUARDED = ("triton", *PALLAS)  # whose kernels check for empty rows, where they may be there
 HOW = {"pallas-tpu": ", in Pallas' interpreter where there is no TPU"}
 
 
@@ -47,9 +42,13 @@ def backends() -> Availability:
     return Availability((name, reason(name)) for name in BACKENDS)
 
 
-def reason(name: str) -> str:
-    """Why a backend does not run here; empty when it does."""
-    return LATER[name] if name in LATER else REASONS[name]()
+def reason(name: str, framework: str | None = None) -> str:
+    """Why a backend does not run here, on arrays of `framework` where one is named; empty when it does."""
+    if name in LATER:
+        return LATER[name]
+    if name == "triton":
+        return _triton_torch() if framework == "torch" else _triton_jax() if framework == "jax" else _triton()
+    return REASONS[name]()
 
 
 def _installed(module: str, extra: str) -> str:
@@ -57,6 +56,11 @@ def _installed(module: str, extra: str) -> str:
 
 
 def _triton() -> str:
+    why = _triton_torch()
+    return why and (why if _triton_jax() else "")
+
+
+def _triton_torch() -> str:
     missing = _installed("torch", "torch") or _installed("triton", "triton")
     if missing or interpreted("triton"):
         return missing
@@ -65,8 +69,22 @@ def _triton() -> str:
     return "" if torch.cuda.is_available() else "no GPU is visible to torch; its source can be printed all the same"
 
 
-def _pallas() -> str:
-    return _installed("jax", "jax")  # without a TPU in Pallas' interpreter
+def _triton_jax() -> str:
+    from .jax_platforms import missing
+
+    return _installed("jax", "jax") or missing("triton") or _no_gpu()
+
+
+def _mosaic_gpu() -> str:
+    return _installed("jax", "jax") or _no_gpu()
+
+
+def _no_gpu() -> str:
+    import jax
+
+    if jax.default_backend() == "gpu":
+        return ""
+    return "no GPU is visible to JAX; its source can be printed, and calls exported, all the same"
 
 
 def interpreted(backend: str) -> bool:
@@ -88,12 +106,13 @@ REASONS: dict[str, Callable[[], str]] = {
     "xla": lambda: _installed("jax", "jax"),
     "cpp": native_build.reason,
     "triton": _triton,
-    "pallas-tpu": _pallas,
+    "pallas-tpu": lambda: _installed("jax", "jax"),  # without a TPU in Pallas' interpreter
+    "pallas-mosaic-gpu": _mosaic_gpu,
     "dense": lambda: "",
 }
 OF_FRAMEWORK = {
     "torch": ("aten", "cpp", "triton", "dense"),
-    "jax": ("xla", "cpp", "pallas-tpu", "dense"),
+    "jax": ("xla", "cpp", "triton", *PALLAS, "dense"),
 }
 
 
@@ -122,20 +141,30 @@ def choose(name: str | None, framework: str, device: str) -> str:
         raise BackendError(
             f"backend {name!r} does not take {framework} arrays; they run on {', '.join(OF_FRAMEWORK[framework])}"
         )
-    if why := reason(name):
+    if why := _lowerable(name) if framework == "jax" else reason(name, framework):
         raise BackendError(f"backend {name!r} does not run here: {why}")
-    if name in ("aten", "cpp") and device != "cpu":
-        other = "triton" if framework == "torch" else "xla"
-        raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take {other!r}, or move q, k and v")
+    if framework == "torch" and name in ("aten", "cpp") and device != "cpu":
+        raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take 'triton', or move q, k and v")
     return name
 
 
+def _lowerable(name: str) -> str:
+    """Why JAX cannot lower for a backend, whatever devices are there."""
+    from .jax_platforms import missing
+
+    return missing(name) if name == "triton" or name in PALLAS else reason(name)
+
+
 def _automatic(framework: str, device: str) -> str:
+    if framework == "jax" and device != "cpu":
+        from .jax_platforms import likely
+
+        return likely()
     if device == "cpu" and not native_build.reason():
         return "cpp"
     if framework == "torch":
         return "triton" if device == "cuda" else "aten"
-    return "pallas-tpu" if device == "tpu" else "xla"
+    return "xla"
 
 
 def target_of(
@@ -147,11 +176,11 @@ def target_of(
     from frisket.lowering.plan import Target
 
     tile, narrow = options.tile, plan is not None and plan.narrow  # rows see few keys: smaller tiles waste less
-    if backend in ("xla", "pallas-tpu"):
-        from .jax_op import default_target
+    if backend in ("xla", *PALLAS):
+        from .jax_platforms import target_on
 
-        made = default_target(backend, geometry)
-        return Target(backend, *tile) if tile else made
+        kernel = None if plan is None else plan.work((128, 128)).plan
+        return target_on(backend, kernel, geometry, dtype, tile, narrow)
     if backend == "triton":
         from .triton_tiles import target
 

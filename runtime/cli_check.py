@@ -72,7 +72,7 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
     kv_heads = heads // 2 if heads % 2 == 0 else heads
     for framework in installed():
         for backend in OF_FRAMEWORK[framework]:
-            if backend != "dense" and not reason(backend):
+            if backend != "dense" and not reason(backend, framework):
                 for dtype in DTYPES if not interpreted(backend) else INTERPRETED:
                     yield from ((framework, Case(backend, dtype, q, k, heads, kv_heads)) for q, k in lengths)
 

@@ -239,9 +239,17 @@ class FlatPlan:
             laid.plan, self.key.framework, self._values, max(laid.full[2:]), self.device, laid.held
         )  # fmt: skip
 
+    def slots(self) -> dict[str, Any]:
+        """A value for every slot of the kernel, but for those of dropout."""
+        return self.laid.plan.slot_values({**self._values, **UNDRAWN})
+
     def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
-        plan = self.laid.plan
-        return FlatWork(plan, self.spans(block), plan.slot_values({**self._values, **UNDRAWN}), self.tables())
+        return FlatWork(self.laid.plan, self.spans(block), self.slots(), self.tables())
+
+    @property
+    def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
+        """The spans it holds, by tile and whether they are transposed."""
+        return self._made
 
     def stages(self, made: FlatWork, target: Any, text: str) -> Stages:
         laid = self.laid

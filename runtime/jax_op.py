@@ -1,51 +1,40 @@
 """Runs a plan on JAX arrays: the one door from `attention.py` to the JAX backends, with a gradient of its own.
 
-The executors are called from `jax.custom_vjp`; what they make is neither differentiated nor mapped by JAX, which would
-go through their loops: `runtime/jax_transforms.py`.
+What runs is chosen when a call is lowered, by the platform (`jax_platforms`); until then it is a primitive
+(`jax_primitives`), which is neither differentiated nor mapped through the loops of executors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError
+from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import pallas_tpu
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.xla_tiles import varying_axes
 
-from .jax_transforms import refuse, sealed
-from .modules import load
+from .call import AnyPlan, Call
+from .host_plan import Plan
+from .jax_call import JaxCall, Traced, narrowed
+from .jax_platforms import BACKENDS, platform_of, target_on
 
 if TYPE_CHECKING:
     import jax
 
-BACKENDS = ("xla", "cpp", "pallas-tpu")
-TILES = {"xla": (256, 128), "pallas-tpu": (512, 512)}  # those of "cpp": lowering/cpu_tiles.py
+    from .options import Options
 
-
-def default_target(backend: str, geometry: Geometry) -> Target:
-    """The tiles a backend starts from, no larger than the problem needs."""
-    block_q, block_k = TILES[backend]
-    if backend == "pallas-tpu":
-        lanes = pallas_tpu.LANES
-        block_q, block_k = (
-            min(block, -(-length // lanes) * lanes)
-            for block, length in ((block_q, geometry.q_len), (block_k, geometry.kv_len))
-        )
-    return Target(backend, block_q, block_k)
+Arrays = dict[str, Any]  # by name; see jax_call
+ANY = (128, 128)  # a tile, where only what all have in common is asked for
+OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
 
 
 def forward(
     plan: LoopPlan,
-    spans: Spans | DeviceSpans,
+    spans: Spans | DeviceSpans | SpanSource,
     geometry: Geometry,
     q: jax.Array,
     k: jax.Array,
@@ -56,114 +45,72 @@ def forward(
     backend: str,
     *,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] and sinks [heads]. `top` is None of a backend that has no max scores. `target` is
-    the one the spans were made for. Without a TPU `pallas-tpu` runs in Pallas' interpreter: slow, and for checking
-    only. Gradients flow to q, k, v, sinks, and to the Float slots and tables of the score mod."""
-    import jax
-
+    [batch, kv_len, kv_heads, dim] and sinks [heads], on a backend with spans for `target`, or of any tile. Without a
+    TPU `pallas-tpu` runs in Pallas' interpreter: slow, and for checking only. Gradients flow to q, k, v, sinks, and
+    to the Float slots and tables of the score mod."""
     if backend not in BACKENDS:
         raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(BACKENDS)}")
-    tables = {t.name: _narrow(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
-    if backend == "pallas-tpu":
-        run = refuse(partial(_run_pallas, plan, spans, geometry, slots=slots, tables=tables, target=target), _NO_VJP)
-        return *run(q, k, v), None
-    call, learned, fixed = _divided(plan, spans, geometry, slots, tables, replace(target, backend=backend))
-    learned |= {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
-    if not any(isinstance(x, jax.core.Tracer) for x in (*learned.values(), *fixed.values())):
-        return call.forward(learned, fixed)
-    learned, fixed = _alike(learned, fixed)
-    result: tuple[jax.Array, jax.Array, jax.Array] = _differentiable(call)(learned, fixed)
-    return result
+    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
+    device = isinstance(spans, DeviceSpans)
+    numbers = {"slots": dict(slots), "tables": tables, "spans": (spans.bounds, spans.count) if device else ()}
+    source = Traced(spans.slice_of) if isinstance(spans, DeviceSpans) else spans
+    shapes = {n: tuple(x.shape) for n, x in tables.items()}
+    target = replace(target, backend=backend)
+    call, learned, fixed = _divided(plan, source, geometry, numbers, shapes, backend, None, target)
+    return _run(call, _arrays(q, k, v, sinks) | learned, fixed, None if device else spans)
 
 
-_NO_VJP = BackwardError(
-    "backend 'pallas-tpu' has no gradients; take backend='xla', or 'cpp' on a CPU\n"
-    "  for the forward alone wrap q, k and v in jax.lax.stop_gradient"
-)
-_NO_HESSIAN = BackwardError(
-    "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
-    "  where no second ones are needed wrap the gradient in jax.lax.stop_gradient"
-)
-
-Arrays = dict[str, Any]  # by name; "q", "k", "v", "sinks", names of the plan, and numbers of leaves
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """A call without its JAX arrays: `leaves` are the numbers it takes beside q, k and v, None where an array of JAX
-    stands, which comes by its place."""
-
-    plan: LoopPlan
-    spans: Spans | None  # of the host
-    slice_of: Any
-    geometry: Geometry
-    target: Target
-    leaves: tuple[Any, ...]
-    tree: Any
-    places: Mapping[str, int]  # of what gradients flow to, by its name in the plan
-
-    def _given(self, learned: Arrays, fixed: Arrays) -> tuple[Any, ...]:
-        leaves = list(self.leaves)
-        for name, x in (*learned.items(), *fixed.items()):
-            if (place := self.places.get(name, -1)) >= 0 or name.isdecimal():
-                leaves[place if place >= 0 else int(name)] = x
-        numbers = self.tree.unflatten(leaves)
-        spans = self.spans or DeviceSpans(numbers["spans"][0], numbers["spans"][1], None, self.slice_of)
-        geometry = replace(self.geometry, origin=numbers["origin"], sizes=numbers["sizes"])
-        return spans, geometry, numbers["slots"], numbers["tables"]
-
-    def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
-        spans, geometry, *numbers = self._given(learned, fixed)
-        qkv, sinks = (learned[n] for n in "qkv"), learned.get("sinks")
-        run = _executors(self.target.backend)[0]
-        return run(self.plan, spans, geometry, *qkv, *numbers, self.target, sinks=sinks)  # type: ignore[no-any-return]
-
-    def backward(self, wanted: frozenset[str], learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
-        spans, geometry, *numbers = self._given(learned, fixed)
-        qkv, sinks = (learned[n] for n in "qkv"), learned.get("sinks")
-        run = _executors(self.target.backend)[1]
-        given = (rows[n] for n in ("out", "lse", "dout", "dlse"))
-        found: Arrays = {}
-        if inner := wanted - {"sinks"}:
-            found = run(
-                self.plan, spans, geometry, *qkv, *given, *numbers, self.target, wanted=inner, sinks=sinks
-            )  # fmt: skip
-        if "sinks" in wanted:
-            found["sinks"] = _of_sinks(sinks, **rows)
-        return {n: x.astype(learned[n].dtype) for n, x in found.items()}
-
-    def of_batch(self, n: int) -> _Call:
-        """The same for `n` batches beside one another, of a mask and score mod that do not know their batch entry."""
-        wider = np.tile(self.slice_of, (n, 1))
-        spans = None if self.spans is None else replace(self.spans, slice_of=wider)
-        geometry = replace(self.geometry, batch=n * self.geometry.batch)
-        return replace(self, spans=spans, slice_of=wider, geometry=geometry)
+def attend(call: Call, options: Options, named: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same of a call, in the axes of `forward`; `named` is the backend that is asked for, empty where the platform
+    chooses."""
+    plan, (q, k, v) = call.plan, call.given.turned("bshd")
+    kind = call.geometry.kv_heads, call.geometry.head_dim, call.geometry.v_dim, call.geometry.scale, named
+    known = plan.ready.get(kind) if isinstance(plan, Plan) and not call.rate else None
+    if known is None:
+        known = _divided_plan(call, options, named)
+        if isinstance(plan, Plan) and not call.rate:
+            plan.ready[kind] = known
+    inner, learned, fixed = known
+    return _run(inner, _arrays(q, k, v, call.sinks) | learned, fixed, plan)
 
 
-def _executors(backend: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    if backend == "cpp":
-        from . import native_jax
+def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Arrays, Arrays]:
+    plan: AnyPlan = call.plan
+    numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
+    if isinstance(plan, Plan):
+        made = plan.work(ANY)
+        shapes = {n: tuple(x.shape) for n, x in made.tables.items()}
+        return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile)
+    kernel, planner, spans = plan.laid.plan, plan.laid.planner, dict(plan.made)
+    if planner is not None:
+        read = (*planner.tables, *planner.scalars)
+        numbers["given"] = {n: plan.given[n] for n in read if n in plan.given}
+        target = target_on(call.backend, kernel, call.geometry, call.given.dtype, options.tile, plan.narrow)
+        block = target.block_q, target.block_k  # of the platform at hand: planned once for forward and backward
+        rows: Any = plan.rows(block)
+        spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
+    tables = {t.name: x for t, x in zip(kernel.tables, plan.tables().values(), strict=True)}
+    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in kernel.tables}
+    numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
+    shapes = {n: tuple(x.shape) for n, x in tables.items()}
+    return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile)
 
-        return native_jax.forward, native_jax.backward
-    from frisket.lowering import xla, xla_backward
 
-    return xla.forward, xla_backward.backward
+def _arrays(q: Any, k: Any, v: Any, sinks: Any) -> Arrays:
+    return {"q": q, "k": k, "v": v} | ({} if sinks is None else {"sinks": sinks})
 
 
 def _divided(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target,
-) -> tuple[_Call, Arrays, Arrays]:  # fmt: skip
-    """A call of the host, the arrays that gradients flow to, and those they do not."""
+    plan: LoopPlan, source: Any, geometry: Geometry, numbers: dict[str, Any], shapes: Mapping[str, tuple[int, ...]],
+    backend: str, tile: tuple[int, int] | None, target: Target | None = None,
+) -> tuple[JaxCall, Arrays, Arrays]:  # fmt: skip
+    """A call without arrays, the arrays that gradients flow to, and those they do not."""
     import jax
 
-    device = isinstance(spans, DeviceSpans)
-    numbers = {
-        "slots": dict(slots), "tables": dict(tables), "origin": geometry.origin, "sizes": geometry.full,
-        "spans": (spans.bounds, spans.count) if device else (),
-    }  # fmt: skip
+    numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
+    numbers |= {"origin": geometry.origin, "sizes": geometry.full}
     tree: Any
     leaves, tree = jax.tree.flatten(numbers)
     numbered = tree.unflatten(range(len(leaves)))
@@ -174,9 +121,23 @@ def _divided(
     taken = {places[n] for n in learned}
     fixed = {str(i): x for i, x in enumerate(leaves) if inside[i] and i not in taken}
     kept = tuple(None if inside[i] else x for i, x in enumerate(leaves))
-    own = None if isinstance(spans, DeviceSpans) else spans
-    call = _Call(plan, own, spans.slice_of, replace(geometry, origin=(0, 0, 0, 0)), target, kept, tree, places)
-    return call, learned, fixed
+    bare = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
+    return JaxCall(plan, source, bare, backend, tile, target, kept, tree, places, tuple(shapes.items())), learned, fixed
+
+
+def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:
+    """Outside of JAX's transforms at once, on the platform where q is; a primitive otherwise."""
+    import jax
+
+    q = learned["q"]
+    traced = any(isinstance(x, jax.core.Tracer) for x in (*learned.values(), *fixed.values()))
+    if not traced and len(q.sharding.device_set) == 1:
+        platform = platform_of(q)
+        backend = call.backend_on(platform, str(q.dtype))
+        result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
+        return result
+    learned, fixed = _alike(learned, fixed)
+    return _differentiable(call)(learned, fixed)  # type: ignore[no-any-return]
 
 
 def _alike(*groups: Arrays) -> tuple[Arrays, ...]:
@@ -193,92 +154,56 @@ def _alike(*groups: Arrays) -> tuple[Arrays, ...]:
     return tuple({n: alike(x) for n, x in arrays.items()} for arrays in groups)
 
 
-def _differentiable(call: _Call) -> Callable[[Arrays, Arrays], Any]:
+def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     import jax
+    from jax.ad_checkpoint import checkpoint_name
     from jax.custom_derivatives import SymbolicZero
 
-    attend = sealed(call, "forward", _NO_HESSIAN)
+    from .jax_primitives import Task, bound
+
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
     told = not jax.sharding.get_abstract_mesh().manual_axes
 
+    def task(given: Arrays, wanted: tuple[str, ...] = ()) -> tuple[Any, ...]:
+        given = {n: given[n] for n in "qkv"} | given
+        return bound(Task(call, tuple(given), wanted), *given.values())
+
+    def attended(learned: Arrays, fixed: Arrays) -> Any:
+        return task(learned | fixed)
+
     @jax.custom_vjp
     def run(learned: Arrays, fixed: Arrays) -> Any:
-        return attend(learned, fixed)
+        return attended(learned, fixed)
 
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
         wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
         if told:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
-        out, lse, top = attend(learned, fixed)
+        out, lse, top = attended(learned, fixed)
+        out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
         return (out, lse, top), (learned, fixed, out, lse, wanted)
 
     def backwards(kept: Any, given: Any) -> Any:
         learned, fixed, out, lse, wanted = kept
         dout, dlse, _ = given  # the largest score is not differentiable
-        rows = {
-            "out": out, "lse": lse,
-            "dout": jax.numpy.zeros_like(out) if isinstance(dout, SymbolicZero) else dout,
-            "dlse": None if isinstance(dlse, SymbolicZero) else dlse,
-        }  # fmt: skip
-        found = sealed(call, "backward", _NO_HESSIAN, frozenset(wanted))(learned, fixed, rows) if wanted else {}
+        dout = jax.numpy.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
+        rows = {"out": out, "lse": lse, "dout": dout} | ({} if isinstance(dlse, SymbolicZero) else {"dlse": dlse})
+        found: Arrays = {}
+        if inner := tuple(sorted(wanted.keys() - {"sinks"})):
+            found = dict(zip(inner, task(learned | fixed | rows, inner), strict=True))
+        if "sinks" in wanted:
+            found["sinks"] = _of_sinks(learned["sinks"], **rows)
         return {n: found.get(n) for n in learned}, None
 
     run.defvjp(forwards, backwards, symbolic_zeros=told)
     return run
 
 
-def _of_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> Any:
+def _of_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Any:
     """-sum of exp(sink - lse) * delta over batch entries and queries."""
     import jax.numpy as jnp
 
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
     share = jnp.exp(sinks.astype(real)[:, None] - jnp.where(lse == -jnp.inf, 0, lse))
-    return -jnp.where(share == 0, 0, share * delta).sum((0, 2))
-
-
-# -- Pallas -----------------------------------------------------------------------------------------
-
-
-def _run_pallas(
-    plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
-    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target,
-) -> Any:  # fmt: skip
-    import jax
-
-    if isinstance(spans, DeviceSpans):
-        raise LoweringError(
-            "the pallas-tpu kernel walks a grid as long as its runs of tiles, which traced tables do not tell; take "
-            "backend='xla', or make the plan outside jax.jit from values"
-        )
-
-    pallas_tpu.check_tables(plan, {name: tuple(table.shape) for name, table in tables.items()})
-    steps, *walk = pallas_tpu.walk_of(spans)
-    run = _pallas(plan, target, replace(geometry, origin=(0, 0, 0, 0), sizes=None), str(q.dtype))
-    return run(
-        q, k, v, steps, *walk, geometry.origin, geometry.full,
-        [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables],
-        interpret=jax.default_backend() != "tpu",
-    )  # fmt: skip
-
-
-def _narrow(source: str, floating: bool, table: Any, int64: bool) -> Any:
-    """A table in the integers JAX has; numbers that do not fit are an error, not other numbers."""
-    import jax.numpy as jnp
-
-    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
-    wide = np.iinfo(np.int32)
-    if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
-        raise ParameterError(
-            f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-        )
-    return table if isinstance(table, np.ndarray) else jnp.asarray(table)
-
-
-@lru_cache(maxsize=64)
-def _pallas(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str) -> Callable[..., Any]:
-    import jax
-
-    source = pallas_tpu.emit(plan, target, geometry, dtype)
-    module = load(source)
-    return jax.jit(module["attention_forward"], static_argnames=("steps", "interpret"))
+    return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)

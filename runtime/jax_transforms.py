@@ -1,93 +1,68 @@
-"""JAX's transforms of an executor: mapped by hand, differentiated once.
+"""`jax.vmap` of attention: instances beside one another in one call where the mask cannot tell, otherwise in turn.
 
-`jax.vmap` of a loop whose trip counts are mapped would run every row as often as the longest and gather every slice;
-second derivatives would go through the loops of the backward.
+`jax.vmap` of the executors themselves would run every row as often as the longest and gather every slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from frisket.dsl.ir import uses
+import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from frisket.lowering.plan import LoopPlan
+    from .jax_primitives import Task
 
-    from .jax_op import Arrays, _Call
-
-IN_BATCH = frozenset({"q", "k", "v", "out", "lse", "dout", "dlse"})  # arrays with a batch axis, the first one
-
-
-def refuse(run: Callable[..., Any], error: Exception) -> Callable[..., Any]:
-    """`run` of arrays, whose derivative raises `error`."""
-    import jax
-
-    def refused(*_: Any) -> Any:
-        raise error
-
-    guarded = jax.custom_jvp(run)
-    guarded.defjvp(refused)
-    return guarded
+# where instances beside one another go: in the batch, or among the heads
+FOLDS = (
+    {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0, "top": 0, "dout": 0, "dlse": 0},
+    {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "top": 1, "dout": 2, "dlse": 1},
+)
 
 
-def sealed(call: _Call, what: str, error: Exception, wanted: frozenset[str] = frozenset()) -> Callable[..., Any]:
-    """`call.forward(learned, fixed)` or `call.backward(wanted, learned, fixed, rows)` that maps by hand and whose
-    derivative raises `error`."""
-    import jax
-    from jax.custom_batching import custom_vmap
-
-    def executor(call: _Call) -> Callable[..., Any]:
-        return call.forward if what == "forward" else partial(call.backward, wanted)
-
-    def mapped(call: _Call) -> Any:
-        run = custom_vmap(executor(call))
-
-        @run.def_vmap
-        def rule(n: int, moves: Any, *groups: Arrays) -> Any:
-            names = {name for move in moves for name, m in move.items() if m}
-            axes = tuple({name: 0 if m else None for name, m in move.items()} for move in moves)
-            if {"q", "k", "v"} <= names <= IN_BATCH and wanted <= {"q", "k", "v"} and _any_batch(call):
-                found = _beside(mapped(call.of_batch(n)), n, moves, groups)
-            elif call.target.backend == "cpp":  # runtime/native_bridge.cpp maps its calls
-                found = jax.vmap(executor(call), in_axes=axes)(*groups)
-            else:
-                found = _in_turn(run, moves, groups)
-            return found, jax.tree.map(lambda _: True, found)
-
-        return run
-
-    return refuse(mapped(call), error)
+def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, task: Task) -> Any:
+    """The batching rule of a primitive."""
+    where = {n: d for n, d in zip(task.names, dims, strict=True) if isinstance(d, int)}
+    n = axis.size
+    if (fold := _fold(task, where)) is not None:
+        return _beside(primitive, fold, n, operands, where, task)
+    front = [jnp.moveaxis(x, where[name], 0) if name in where else x for name, x in zip(task.names, operands)]
+    level = n, tuple(name in where for name in task.names)
+    found = primitive.bind(*front, task=replace(task, levels=(level, *task.levels)))
+    return found, [0] * len(found)
 
 
-def _any_batch(call: _Call) -> bool:
-    """Whether one batch entry is like another: no mask, score mod or origin knows which it is."""
-    plan: LoopPlan = call.plan
-    parts = [e for e in (plan.mask, plan.score, plan.kept) if e is not None]
-    own = (call.slice_of == call.slice_of[:1]).all()
-    origin = call.tree.unflatten(call.leaves)["origin"][2:]
-    return bool(own) and all("b" not in uses(e) for e in parts) and all(isinstance(x, int) for x in origin)
+def _fold(task: Task, where: dict[str, int]) -> int | None:
+    """0 in the batch, 1 among the heads, None in turn."""
+    call, names = task.call, set(task.names)
+    if task.levels or not where.keys() <= FOLDS[0].keys() or not set(task.wanted) <= {"q", "k", "v"}:
+        return None
+    whole = {"q", "k", "v"} <= where.keys()
+    near = all(where[n] in (2, 3) for n in ("q", "k", "v") if n in where)  # no array is turned round
+    shared = not task.wanted and call.geometry.kv_heads == 1 and where.keys() == {"q"}  # heads of one group more
+    if (whole or shared) and near and call.alike(1) and "sinks" not in names:
+        return 1
+    return 0 if whole and call.alike(0) else None
 
 
-def _beside(run: Callable[..., Any], n: int, moves: Any, groups: Any) -> Any:
-    """One call with the mapped axis in the batch axis; arrays that are not mapped are repeated."""
-    import jax
-    import jax.numpy as jnp
+def _beside(
+    primitive: Any, axis: int, n: int, operands: Sequence[Any], where: dict[str, int], task: Task
+) -> tuple[list[Any], list[int]]:
+    """One call with the mapped axis in another one; arrays that are not mapped are repeated, but for shared keys."""
+    places, shared = FOLDS[axis], not {"k", "v"} & where.keys()
 
-    def joined(name: str, x: Any, moved: bool) -> Any:
-        if name not in IN_BATCH or x is None:
+    def joined(name: str, x: Any) -> Any:
+        if name not in places or (shared and name in "kv"):
             return x
-        x = x if moved else jnp.broadcast_to(x, (n, *x.shape))
-        return x.reshape(n * x.shape[1], *x.shape[2:])
+        at = places[name]
+        if name in where:
+            x = jnp.moveaxis(x, where[name], at)
+        else:
+            x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], n, *x.shape[at:]))
+        return x.reshape(*x.shape[:at], n * x.shape[at + 1], *x.shape[at + 2 :])
 
-    found = run(*({k: joined(k, x, move[k]) for k, x in g.items()} for g, move in zip(groups, moves, strict=True)))
-    return jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), found)
-
-
-def _in_turn(run: Callable[..., Any], moves: Any, groups: Any) -> Any:
-    """One call after another."""
-    from jax import lax
-
-    mapped = [{k: x for k, x in g.items() if move[k]} for g, move in zip(groups, moves, strict=True)]
-    return lax.map(lambda some: run(*({**g, **part} for g, part in zip(groups, some, strict=True))), mapped)
+    call = task.call.beside(n, axis, shared)
+    found = primitive.bind(*map(joined, task.names, operands), task=replace(task, call=call))
+    back = [places[name] for name in task.results]
+    return [x.reshape(*x.shape[:at], n, -1, *x.shape[at + 1 :]) for x, at in zip(found, back, strict=True)], back

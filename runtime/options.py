@@ -11,7 +11,6 @@ import numpy as np
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 
-from .backends import COMPLETE, FORWARD_ONLY
 from .frameworks import framework_of, uploaded
 from .parameters import traced
 from .tuning import AS_CHOSEN, Tuning
@@ -120,10 +119,3 @@ def check_keys(backend: str, dtype: str) -> None:
             f"backend {backend!r} takes k and v in the dtype of q, not in {dtype}; Triton alone does\n"
             "  convert them: k.to(q.dtype), v.to(q.dtype)"
         )
-
-
-def check_complete(backend: str, rate: float, sinks: Any, top: bool) -> None:
-    """Refuse what a backend does not have."""
-    asked = (("dropout", rate), ("sinks", sinks is not None), ("return_max", top))
-    if backend in FORWARD_ONLY and (what := next((name for name, given in asked if given), None)):
-        raise BackendError(f"backend {backend!r} has no {what}; {' and '.join(COMPLETE)} have")

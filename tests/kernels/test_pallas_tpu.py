@@ -19,7 +19,8 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit import pallas_tpu
 from frisket.lowering.emit.expr_jnp import JNP
 from frisket.lowering.plan import Geometry, Spans, Target, make_plan
-from frisket.runtime import jax_op
+from frisket.runtime import jax_op, jax_platforms
+from frisket.runtime.modules import load
 
 TARGET = Target("pallas-tpu", 128, 128)
 
@@ -55,7 +56,7 @@ def test_unequal_tiles():
 def test_no_races_and_no_read_outside():
     case = CASES["documents"].but(block=(128, 128), q_len=300, kv_len=300, dim=16, v_dim=16)
     made = cases.plan(case)
-    module = jax_op.load(pallas_tpu.emit(made, TARGET, cases.geometry(case), "float32"))
+    module = load(pallas_tpu.emit(made, TARGET, cases.geometry(case), "float32"))
     steps, *walk = pallas_tpu.walk_of(cases.spans(case))
     careful = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode="on_wait"
@@ -113,7 +114,7 @@ def lowered(case, length, dim, dtype, block=(512, 512), tables=None):
     geometry = Geometry(1, 8, 4, length, length, dim, dim, dim**-0.5)
     limits = dict.fromkeys([*ir.COORDINATES, *ir.SIZES, "doc"], 2.0**14)
     made = make_plan(case.mask, case.score, "the text", limits=limits)
-    module = jax_op.load(pallas_tpu.emit(made, Target("pallas-tpu", *block), geometry, dtype))
+    module = load(pallas_tpu.emit(made, Target("pallas-tpu", *block), geometry, dtype))
     tiles = np.arange(-(-length // block[0]))
     bounds = np.stack([0 * tiles, 0 * tiles, tiles, tiles + 1], 1)[None, :, None].astype(np.int32)
     spans = Spans(bounds, np.ones((1, len(tiles)), np.int32), np.zeros((1, 8), np.int32))
@@ -233,8 +234,8 @@ def test_the_door_names_its_backends():
     case, made = CASES["causal"], cases.plan(CASES["causal"])
     args = made, cases.spans(case), cases.geometry(case), *cases.arrays(case), {}, {}, TARGET
     with pytest.raises(BackendError) as caught:
-        jax_op.forward(*args, "triton")
-    assert str(caught.value) == "no JAX backend 'triton'; there are xla, cpp, pallas-tpu"
+        jax_op.forward(*args, "gluon")
+    assert str(caught.value) == "no JAX backend 'gluon'; there are xla, cpp, pallas-tpu, pallas-mosaic-gpu, triton"
 
 
 def test_numbers_beyond_32_bits_are_refused():
@@ -252,7 +253,8 @@ def test_numbers_beyond_32_bits_are_refused():
 
 def test_default_tiles():
     def tiles(backend, q_len, kv_len):
-        target = jax_op.default_target(backend, Geometry(1, 1, 1, q_len, kv_len, 64, 64, 1.0))
+        geometry = Geometry(1, 1, 1, q_len, kv_len, 64, 64, 1.0)
+        target = jax_platforms.target_on(backend, make_plan(None, None), geometry, "float32", None, False)
         return target.block_q, target.block_k
 
     assert tiles("xla", 4096, 4096) == (256, 128)

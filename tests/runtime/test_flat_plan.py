@@ -90,7 +90,7 @@ def layers(att, n):
 def test_a_plan_is_made_once_and_shared():
     att = fk.compile("causal & same(doc)")
     text = str(jax.make_jaxpr(layers(att, 3))(Q, K, V, DOCS[2]))
-    assert (text.count("name=plan_spans"), text.count("name=attention")) == (1, 3)
+    assert (text.count("name=plan_spans"), text.count("frisket_forward[")) == (1, 3)
     want = Q
     for _ in range(2):
         want = dense("causal & same(doc)", want, doc=DOCS[2]).astype(np.float32)

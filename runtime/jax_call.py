@@ -1,0 +1,230 @@
+"""A call of JAX without its arrays: what a primitive carries until a platform is known, and what runs there.
+
+Operands go by name: "q", "k", "v", "sinks", the plan's names of what gradients flow to, numbers of leaves for all
+others, and, in a shard, where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.errors import LoweringError, ParameterError
+from frisket.dsl.ir import uses
+from frisket.dsl.types import FLOAT
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
+
+from .backends import GUARDED
+from .flat_plan import FlatPlan, Key
+from .host_plan import Plan
+from .jax_platforms import backend_on, executor, library, target_on
+
+Arrays = dict[str, Any]
+SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Spans whose bounds and counts are operands."""
+
+    slice_of: Any
+
+
+@dataclass(frozen=True, eq=False)
+class JaxCall:
+    """`source` is a plan of the host, the key of a flat one, or spans for `target`, perhaps traced. `leaves` are the
+    numbers beside the arrays, None where an operand stands, in a tree of "slots", "tables", "drawn", "origin", "sizes",
+    "spans" and "given". `backend` is empty where the platform chooses. The call is `times` (batches, heads) its source,
+    and one of `shards` (of batches, of heads)."""
+
+    plan: LoopPlan
+    source: Plan | Key | Spans | Traced | SpanSource
+    geometry: Geometry  # without its origin
+    backend: str
+    tile: tuple[int, int] | None
+    target: Target | None
+    leaves: tuple[Any, ...]
+    tree: Any
+    places: Mapping[str, int]  # of what gradients flow to
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of the plan's tables
+    times: tuple[int, int] = (1, 1)
+    shards: tuple[int, int] = (1, 1)
+
+    @cached_property
+    def _key(self) -> tuple[Any, ...]:
+        """Equal calls are lowered once. Arrays of the host are equal where they are the same."""
+        kept = tuple((type(x), id(x) if isinstance(x, np.ndarray) else x) for x in self.leaves)
+        source = self.source if isinstance(self.source, Key) else id(self.source)
+        chosen = self.backend, self.tile, self.target
+        return self.plan, source, self.geometry, *chosen, kept, self.tree, self.times, self.shards
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, JaxCall) and self._hash == other._hash and self._key == other._key)
+
+    def __str__(self) -> str:
+        return "; ".join((self.plan.text or "everything visible").splitlines())
+
+    __repr__ = __str__
+
+    # -- others like it --
+
+    def alike(self, axis: int) -> bool:
+        """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
+        parts = [e for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
+        origin = self.tree.unflatten(self.leaves)["origin"]
+        if any("bh"[axis] in uses(e) for e in parts) or (axis == 0 and not all(isinstance(x, int) for x in origin[2:])):
+            return False
+        known = getattr(self.source, "slice_of", None)
+        return known is None or bool((known == known.take([0], axis)).all())
+
+    def beside(self, n: int, axis: int, shared: bool = False) -> JaxCall:
+        """`n` of it beside one another in one call, in the batch or as more heads, which have to be alike. With
+        `shared` the heads of keys stay what they are."""
+        g, (b, h) = self.geometry, self.times
+        if axis == 0:
+            return replace(self, geometry=replace(g, batch=n * g.batch), times=(n * b, h))
+        wider = replace(g, heads=n * g.heads, kv_heads=g.kv_heads * (1 if shared else n))
+        return replace(self, geometry=wider, times=(b, n * h))
+
+    def shard(self, batches: int, heads: int) -> JaxCall:
+        """One of so many equal parts; operands say which."""
+        g = self.geometry
+        part = replace(g, batch=g.batch // batches, heads=g.heads // heads, kv_heads=g.kv_heads // heads)
+        return replace(self, geometry=part, shards=(batches, heads))
+
+    # -- running --
+
+    def backend_on(self, platform: str, dtype: str, exported: bool = False) -> str:
+        """The backend that runs it there, or an error that says why none does."""
+        return backend_on(self.backend, platform, self.plan, self.geometry, dtype, dict(self.shapes), exported)
+
+    def forward(self, backend: str, platform: str, arrays: Arrays, plan: Any = None) -> tuple[Any, ...]:
+        """`plan` is the source where it is at hand, and keeps what is made of it."""
+        run, how = _Run(self, backend, arrays, plan), _how(backend, platform)
+        qkv = (arrays[n] for n in "qkv")
+        result: tuple[Any, ...] = executor(backend, "forward")(
+            run.plan, run.spans, run.geometry, *qkv, run.slots, run.tables, run.target,
+            sinks=arrays.get("sinks"), **how,
+        )  # fmt: skip
+        return result
+
+    def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
+        """The gradients of `wanted`, in the dtypes of what they are of."""
+        run, how = _Run(self, backend, arrays), _how(backend, platform)
+        given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
+        found: Arrays = executor(backend, "backward")(
+            run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,
+            wanted=wanted, sinks=arrays.get("sinks"), **how,
+        )  # fmt: skip
+        return {n: found[n].astype(arrays[n].dtype) for n in wanted}
+
+
+def _how(backend: str, platform: str) -> dict[str, str]:
+    return {} if library(backend) else {"platform": platform}
+
+
+class _Run:
+    """A call with its arrays, on one backend: what executors take."""
+
+    def __init__(self, call: JaxCall, backend: str, arrays: Arrays, plan: Any = None) -> None:
+        leaves = list(call.leaves)
+        for name, x in arrays.items():
+            if (place := call.places.get(name, -1)) >= 0 or name.isdecimal():
+                leaves[place if place >= 0 else int(name)] = x
+        numbers = call.tree.unflatten(leaves)
+        at = tuple(arrays.get(name, 0) for name in SHARD)
+        self.geometry = replace(call.geometry, origin=_origin(call, numbers["origin"], at), sizes=numbers["sizes"])
+        self.plan, slots, tables = call.plan, numbers["slots"], numbers["tables"]
+        source: Any = plan or call.source
+        if isinstance(source, Key):
+            source = FlatPlan(source, numbers["given"], numbers["spans"])
+        elif isinstance(source, Traced):
+            source = DeviceSpans(*numbers["spans"], None, source.slice_of)
+        dtype = str(arrays["q"].dtype)
+        narrow = bool(getattr(source, "narrow", False))
+        self.target = call.target or target_on(backend, call.plan, self.geometry, dtype, call.tile, narrow)
+        if isinstance(source, Plan):
+            made = source.work((self.target.block_q, self.target.block_k), proofs=backend in GUARDED)
+            self.plan, slots, tables = made.plan, made.slots, made.tables
+        drawn = numbers["drawn"]
+        self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
+        wide = self.plan.int64
+        self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.tables}
+        placed = Placed(source, call, at)
+        self.spans: Any = placed.rows((self.target.block_q, self.target.block_k)) if library(backend) else placed
+
+
+def _origin(call: JaxCall, origin: Any, at: tuple[Any, ...]) -> Any:
+    """Where a shard begins: coordinates are those of the whole."""
+    if call.shards == (1, 1):
+        return origin
+    from jax import lax
+
+    (b, h, *positions), g = origin, call.geometry
+    b = b if call.shards[0] == 1 or call.alike(0) else b + at[0] * g.batch
+    h = h if call.shards[1] == 1 or call.alike(1) else h + at[1] * g.heads
+
+    def mine(x: Any) -> Any:
+        if isinstance(x, int) or call.shards[0] == 1:
+            return x
+        return lax.dynamic_slice_in_dim(x, at[0] * g.batch, g.batch)
+
+    return b, h, *map(mine, positions)
+
+
+class Placed:
+    """The spans of a call whose source is repeated beside itself, or of which it is a shard."""
+
+    def __init__(self, source: Any, call: JaxCall, at: tuple[Any, ...]) -> None:
+        self.source, self.call, self.at = source, call, at
+
+    def rows(self, block: tuple[int, int]) -> Any:
+        whole = self.source if isinstance(self.source, Spans | DeviceSpans) else self.source.rows(block)
+        return self._placed(whole)
+
+    def columns(self, block: tuple[int, int]) -> Any:
+        if isinstance(self.source, Spans | DeviceSpans):
+            raise LoweringError("spans of rows alone are given, and this backward walks columns too; give a SpanSource")
+        return self._placed(self.source.columns(block))
+
+    def _placed(self, spans: Any) -> Any:
+        times, shards = self.call.times, self.call.shards
+        if times == shards == (1, 1):
+            return spans
+        slice_of = np.tile(spans.slice_of, times)
+        batch, heads = (n // parts for n, parts in zip(slice_of.shape, shards, strict=True))
+        first = slice_of[:batch, :heads]
+        if (np.tile(first, shards) == slice_of).all():
+            return replace(spans, slice_of=first)
+        import jax.numpy as jnp
+        from jax import lax
+
+        where = self.at[0] * batch, self.at[1] * heads
+        mine = lax.dynamic_slice(jnp.asarray(slice_of), where, (batch, heads)).reshape(-1)
+        own = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
+        return DeviceSpans(jnp.asarray(spans.bounds)[mine], jnp.asarray(spans.count)[mine], None, own)
+
+
+def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
+    """A table in the integers JAX has; numbers that do not fit are an error, not other numbers."""
+    import jax.numpy as jnp
+
+    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
+    wide = np.iinfo(np.int32)
+    if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
+        raise ParameterError(
+            f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
+        )
+    return table if isinstance(table, np.ndarray) else jnp.asarray(table)

@@ -1,0 +1,129 @@
+"""Which backend runs a call of JAX on the platform that it is lowered for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from frisket.dsl.errors import BackendError
+from frisket.lowering.cpu_tiles import tiles
+from frisket.lowering.plan import Geometry, LoopPlan, Target
+
+from . import native_build
+
+Shapes = Mapping[str, tuple[int, ...]]
+EXECUTORS = {  # backend -> modules with its forward and its backward
+    "xla": ("frisket.lowering.xla", "frisket.lowering.xla_backward"),
+    "cpp": ("frisket.runtime.native_jax", "frisket.runtime.native_jax"),
+    "pallas-tpu": ("frisket.runtime.pallas_tpu", "frisket.runtime.pallas_tpu_backward"),
+    "pallas-mosaic-gpu": ("frisket.runtime.pallas_gpu", "frisket.runtime.pallas_gpu_backward"),
+    "triton": ("frisket.runtime.triton_jax", "frisket.runtime.triton_jax"),
+}
+BACKENDS = tuple(EXECUTORS)
+PLATFORMS = {  # where each can be lowered; on a CPU Pallas interprets
+    "cpp": ("cpu",), "pallas-tpu": ("tpu", "cpu"), "pallas-mosaic-gpu": ("cuda", "cpu"),
+    "triton": ("cuda", "rocm", "cpu"),
+}  # fmt: skip
+FIRST = {"tpu": ("pallas-tpu",), "cuda": ("pallas-mosaic-gpu", "triton"), "rocm": ("triton",)}
+XLA_TILE = (256, 128)
+
+
+def library(backend: str) -> bool:
+    """Whether it takes spans as they are, and knows its platform."""
+    return backend in ("xla", "cpp")
+
+
+@cache
+def _module(backend: str, place: int) -> Any:
+    return importlib.import_module(EXECUTORS[backend][place])
+
+
+def executor(backend: str, what: str) -> Callable[..., Any]:
+    """`forward` or `backward` of a backend."""
+    run: Callable[..., Any] = getattr(_module(backend, int(what == "backward")), what)
+    return run
+
+
+def target_on(
+    backend: str, plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None, narrow: bool
+) -> Target:
+    """The tiles of a call, those of the caller where he names them."""
+    if backend == "xla":
+        return Target(backend, *(tile or XLA_TILE))
+    if backend == "cpp":
+        return Target(backend, *(tile or tiles(geometry, dtype, narrow)))
+    found: Target = _module(backend, 0).target(plan, geometry, dtype, tile, narrow)
+    return found
+
+
+def backend_on(
+    named: str, platform: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, exported: bool
+) -> str:
+    """The backend that runs a call on a platform: the one that is named, or the first that has all it takes."""
+    if named:
+        allowed = PLATFORMS.get(named, (platform,))
+        if platform not in allowed:
+            raise BackendError(
+                f"backend {named!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
+                "  without a backend each platform has its own"
+            )
+        return named
+    if platform == "cpu":
+        return "xla" if exported or native_build.reason() else "cpp"
+    why = []
+    for backend in FIRST.get(platform, ()):
+        reason = missing(backend) or _unfit(backend) or _module(backend, 0).reason(plan, geometry, dtype, shapes)
+        if not reason:
+            return backend
+        why.append(f"{backend}: {reason}")
+    if why:
+        _say(platform, "xla", "\n  ".join(why))
+    return "xla"
+
+
+@cache  # once for each
+def _say(platform: str, backend: str, why: str) -> None:
+    warnings.warn(f"on {platform} this runs as backend {backend!r}, slower than it could be:\n  {why}", stacklevel=2)
+
+
+def missing(backend: str) -> str:
+    """What a backend of JAX needs and is not installed."""
+    needs = {"triton": ("jax_triton", "triton")}.get(backend, ())
+    absent = [n for n in needs if not importlib.util.find_spec(n)]
+    return f"{absent[0]} is not installed: pip install {absent[0].replace('_', '-')}" if absent else ""
+
+
+def _unfit(backend: str) -> str:
+    """Why the GPU at hand has not what a backend is written for; without one it is taken to have."""
+    kinds = list(_capabilities()) if backend == "pallas-mosaic-gpu" else []
+    strange = next((c for c in kinds if c.split(".")[0] != "9"), "")
+    return f"it is written for GPUs of compute capability 9, this one has {strange}" if strange else ""
+
+
+def _capabilities() -> Iterator[str]:
+    import jax
+
+    if jax.default_backend() == "gpu":
+        yield from (str(d.compute_capability) for d in jax.local_devices(backend="gpu"))
+
+
+def platform_of(x: Any) -> str:
+    """ "cpu", "tpu", "cuda" or "rocm": where an array is that has values."""
+    device = next(iter(x.devices()))
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+
+
+def likely() -> str:
+    """The backend of most calls on the platform that JAX puts arrays on by itself."""
+    import jax
+
+    platform = jax.default_backend()
+    if platform == "gpu":
+        platform = platform_of(jax.numpy.zeros(()))
+    return next((b for b in FIRST.get(platform, ()) if not (missing(b) or _unfit(b))), "xla")

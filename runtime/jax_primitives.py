@@ -1,0 +1,218 @@
+"""Attention as JAX sees it: one primitive for the forward, one for the backward, lowered by each platform's backend.
+
+Only the platform that is lowered is traced. Between `..._p` and `..._shard_p` there is automatic sharding: the first
+is what calls bind, the second what a device has of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src.mesh import get_concrete_mesh as concrete_mesh
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from frisket.dsl.errors import BackwardError, FrisketError
+
+from .jax_call import JaxCall
+from .jax_platforms import platform_of
+
+Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
+# the axes of arrays: batch, query, key, head, kv head, sizes of heads
+AXES = {
+    "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "top": "bhs",
+    "dlse": "bhs",
+}  # fmt: skip
+NO_HESSIAN = BackwardError(
+    "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
+    "  where no second ones are needed wrap the gradient in jax.lax.stop_gradient"
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a primitive does with operands of these names: the forward, or the backward where something is `wanted`.
+    `levels` of jax.vmap are axes in front, the outermost first."""
+
+    call: JaxCall
+    names: tuple[str, ...]
+    wanted: tuple[str, ...] = ()
+    levels: tuple[Level, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"({self.call})" + (f" -> {', '.join(self.wanted)}" if self.wanted else "")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.wanted or ("out", "lse", "top")
+
+    def depth(self, name: str) -> int:
+        """How many axes in front an operand has."""
+        at = self.names.index(name)
+        return sum(moved[at] for _, moved in self.levels)
+
+    def shaped(self, operands: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
+        """(shape, dtype) of every result."""
+        given = {n: (x.shape[self.depth(n) :], x.dtype) for n, x in zip(self.names, operands, strict=True)}
+        (batch, q_len, heads, _), dtype = given["q"]
+        rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        if not self.wanted:
+            given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows}
+        front = tuple(n for n, _ in self.levels)
+        return [((*front, *given[n][0]), given[n][1]) for n in self.results]
+
+    def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
+        """On a platform, in instances one after another where they are mapped; native kernels map themselves."""
+        dtype = str(operands[0].dtype)
+        backend = self.call.backend_on(platform, dtype, exported)
+
+        def one(*operands: Any) -> tuple[Any, ...]:
+            arrays = dict(zip(self.names, operands, strict=True))
+            if not self.wanted:
+                return self.call.forward(backend, platform, arrays)
+            found = self.call.backward(backend, platform, arrays, frozenset(self.wanted))
+            return tuple(found[n] for n in self.wanted)
+
+        run: Callable[..., tuple[Any, ...]] = one
+        for _, moved in reversed(self.levels):
+            if backend == "cpp":
+                run = jax.vmap(run, tuple(0 if m else None for m in moved))
+            else:
+                run = partial(_in_turn, run, moved)
+        return run(*operands)
+
+    def said(self, operands: Sequence[Any], platform: str) -> str:
+        """What was asked for, beside an error."""
+        where = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip(self.names[:3], operands))
+        return f"in attention under {self.call}\n  of {where}, lowered for {platform}"
+
+
+def _in_turn(run: Callable[..., Any], moved: tuple[bool, ...], *operands: Any) -> Any:
+    some = [x for x, m in zip(operands, moved, strict=True) if m]
+
+    def step(some: list[Any]) -> Any:
+        rest = iter(some)
+        return run(*(next(rest) if m else x for x, m in zip(operands, moved, strict=True)))
+
+    return jax.lax.map(step, some)
+
+
+def bound(task: Task, *operands: Any) -> tuple[Any, ...]:
+    """The results of a task under a trace."""
+    backward = int(bool(task.wanted))
+    found: tuple[Any, ...] = tuple((LOCAL if _no_devices() else WHOLE)[backward].bind(*operands, task=task))
+    return found
+
+
+def _no_devices() -> bool:
+    """Whether there is a mesh without devices, or all of it is manual already: then nothing is split automatically."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return False
+    return len(mesh.manual_axes) == len(mesh.axis_names) or concrete_mesh().empty
+
+
+# -- rules ------------------------------------------------------------------------------------------
+
+
+def _abstract(*operands: Any, task: Task) -> list[Any]:
+    like = operands[0]
+    shaped = task.shaped(operands)
+    if like.sharding.mesh.empty:
+        return [like.update(shape=shape, dtype=dtype, weak_type=False) for shape, dtype in shaped]
+    return [
+        like.update(shape=shape, dtype=dtype, weak_type=False, sharding=_sharding(task, name, like, len(shape)))
+        for name, (shape, dtype) in zip(task.results, shaped, strict=True)
+    ]
+
+
+def _sharding(task: Task, name: str, q: Any, rank: int) -> NamedSharding:
+    """Under a mesh of explicit axes: results are split as the queries are, by batch and heads."""
+    depth, spec = task.depth("q"), q.sharding.spec
+    own = dict(zip("bshd", spec[depth:], strict=True))
+    front = (None,) * (rank - len(AXES.get(name, ())))
+    axes = [own.get("h" if a == "n" else a) if a in "bhn" else None for a in AXES.get(name, "")]
+    return NamedSharding(q.sharding.mesh, PartitionSpec(*front, *axes))
+
+
+def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
+    if len(operands[0].sharding.device_set) > 1:
+        found: tuple[Any, ...] = jax.jit(partial(bound, task))(*operands)
+        return found
+    return task.run(platform_of(operands[0]), False, *operands)
+
+
+def _refused(*_: Any, **__: Any) -> Any:
+    raise NO_HESSIAN
+
+
+def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> Any:
+    module = ctx.module_context
+    exported = module.lowering_parameters.for_export
+    devices = getattr(module.axis_context, "device_assignment", None) or ()
+    run: Callable[..., Any] = partial(task.run, platform, exported)
+    if split and not exported and len(devices) > 1:
+        from .jax_sharding import partitioned
+
+        run = partitioned(task, LOCAL[bool(task.wanted)])
+    else:
+        ctx, run = _without_mesh(ctx, run)
+    try:
+        return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+    except FrisketError as error:
+        error.add_note(task.said(ctx.avals_in, platform))
+        raise
+
+
+def _without_mesh(ctx: Any, run: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
+    """Executors know nothing of axes that are explicit; those of shard_map stay."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return ctx, run
+    nowhere = AbstractMesh((), ())
+
+    def plain(*operands: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(nowhere):
+            return run(*operands)
+
+    return ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), plain
+
+
+def _primitive(name: str, split: bool) -> Primitive:
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_abstract_eval(_abstract)
+    made.def_impl(_impl)
+    ad.primitive_jvps[made] = _refused
+    for platform in ("cpu", "tpu", "cuda", "rocm"):
+        mlir.register_lowering(made, partial(_lowered, split, platform), platform=platform)
+    mlir.register_lowering(made, partial(_lowered, split, "another platform"))
+    return made
+
+
+WHOLE = _primitive("frisket_forward", True), _primitive("frisket_backward", True)
+LOCAL = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
+
+
+def _register_batchers() -> None:
+    from .jax_transforms import mapped
+
+    for made in (*WHOLE, *LOCAL):
+        batching.fancy_primitive_batchers[made] = partial(mapped, made)
+
+
+def _needs_devices() -> None:
+    """JAX tells rules of what needs them which devices there are."""
+    from jax._src.dispatch import prim_requires_devices_during_lowering as told
+
+    told.update(WHOLE)
+
+
+_register_batchers()
+_needs_devices()
