@@ -17,8 +17,9 @@ from ..frameworks import in_graph
 from .block_mask import BlockMask
 from .checks import check_arrays, check_block_mask, check_device
 from .kernel_options import options_of, read
+from .live_mask import version_of
 from .pair import pair_of
-from .score_mod import scored, traced, version_of
+from .score_mod import scored, traced
 
 
 def flex_attention(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class LiveMask:
 
     expr: Expr
     values: Mapping[str, Value]
-    read: tuple[tuple[torch.Tensor, int], ...] = ()
+    read: tuple[tuple[torch.Tensor, Any], ...] = ()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -51,10 +52,10 @@ class LiveMask:
         return {n: x for n, x in self.values.items() if not isinstance(x, torch.Tensor)}
 
     @property
-    def versions(self) -> tuple[int, ...]:
-        """Counts of changes in place: equal as long as nothing has changed."""
+    def versions(self) -> tuple[Any, ...]:
+        """What changes with the tensors: equal as long as nothing was written to them."""
         for x, version in self.read:
-            if version_of(x) != version:
+            if version_of(x, wait=True) != version:
                 raise ParameterError(
                     f"a tensor of {x.dtype} {list(x.shape)} has changed since the mask was traced, and its values are "
                     "part of the traced expression\n  make the mask anew; lookups, `x[q_idx]`, are read at every use"
@@ -143,15 +144,20 @@ def _text(e: Expr, numbers: tuple[tuple[str, type, Any], ...]) -> str:
     return text_of(Subject(Mask(e, {n: x for n, _, x in numbers}), None), ())
 
 
-def kept(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, int], ...] = ()) -> LiveMask:
+def kept(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, Any], ...] = ()) -> LiveMask:
     """A mask with those of the values that it reads."""
     used = names_of(expr)
     return LiveMask(expr, {n: x for n, x in values.items() if n in used}, read)
 
 
-def version_of(x: torch.Tensor) -> int:
-    """How often a tensor was changed in place; not known of those made in inference mode."""
-    return 0 if x.is_inference() else x._version
+def version_of(x: torch.Tensor, *, wait: bool = False) -> Any:
+    """What is another whenever the tensor was written to. Those made in inference mode do not count that: of them it is
+    a hash of the values, if they are on the host or may be waited for, and else something equal to nothing."""
+    if not x.is_inference():
+        return x._version
+    if not (wait or x.is_cpu):
+        return object()
+    return sha256(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
 
 
 def fresh(name: str, taken: set[str]) -> str:
@@ -199,7 +205,7 @@ def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
     except TraceError as error:
         raise MaskModError(str(error)) from error
     values = {n: _tensor(x) for n, x in found.tables.items()}
-    return kept(found.expr, values, tuple((x, version_of(x)) for x in found.read))
+    return kept(found.expr, values, tuple((x, version_of(x, wait=True)) for x in found.read))
 
 
 def _tensor(x: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ..mask import score as written
 from ..parameters import names_of
 from .errors import ScoreModError
 from .function_state import state_of
-from .live_mask import LiveMask, fresh, of_bound
+from .live_mask import LiveMask, fresh, of_bound, version_of
 
 KEPT = 128  # score mods, and what there is of one
 
@@ -95,11 +95,6 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Ten
             "positions is a mask_mod, for create_block_mask"
         )
     return LiveMask(found.expr, found.tables), found.read
-
-
-def version_of(x: Tensor) -> Any:
-    """How often a tensor was written to; of one that does not count that, something equal to nothing."""
-    return object() if x.is_inference() else x._version
 
 
 def remember(kept: dict[Any, Any], key: Any, value: Any) -> None:

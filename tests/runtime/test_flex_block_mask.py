@@ -12,6 +12,7 @@ from support.flex_masks import DOC, S, both, causal, dense, same
 import frisket as fk
 import frisket.flex as ours
 from frisket.runtime.flex.live_mask import LiveMask
+from frisket.runtime.flex.pair import Pair
 from frisket.runtime.flex.tile_tensors import LISTS
 
 
@@ -195,6 +196,28 @@ def test_values_that_went_into_the_expression_may_not():
     offsets[1] = 9
     with pytest.raises(fk.ParameterError, match=r"a tensor of torch.int64 \[4\] has changed since the mask was traced"):
         _ = made.kv_num_blocks
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_tensors_of_inference_mode_are_followed_by_their_values(monkeypatch):
+    """They do not count what is written to them."""
+    made, start = [], Pair.__init__
+    monkeypatch.setattr(Pair, "__init__", lambda self, *given: made.append(self) or start(self, *given))
+    with torch.inference_mode():
+        table, offsets, q = torch.arange(S) < 9, torch.tensor([0, 7, S]), torch.randn(1, 1, S, 16)
+        mask = ours.create_block_mask(lambda b, h, q, k: table[k], None, None, S, S, "cpu", 8)
+        for changes in (1, 2):
+            now = theirs.create_block_mask(lambda b, h, q, k: table[k], None, None, S, S, "cpu", 8)
+            same(mask, now)
+            for _ in range(2):
+                out = ours.flex_attention(q, q, q, block_mask=mask)
+                torch.testing.assert_close(out, theirs.flex_attention(q, q, q, block_mask=now))
+            assert len(made) == changes
+            table.fill_(True)
+        read = ours.create_block_mask(lambda b, h, q, k: torch.searchsorted(offsets, k) < 2, None, None, S, S, "cpu", 8)
+        offsets[1] = 9
+        with pytest.raises(fk.ParameterError, match="has changed since the mask was traced"):
+            ours.flex_attention(q, q, q, block_mask=read)
 
 
 def test_to_moves_the_mask_too():
