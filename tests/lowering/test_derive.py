@@ -145,11 +145,9 @@ def test_a_reduction_is_written_out_first():
 
 def test_text_of_slopes():
     cap = lit(50.0)
-    assert show(derivatives(cap * function("tanh", score / cap)).slope) == (
-        "1.0 - tanh(score / 50.0) * tanh(score / 50.0)"
-    )
-    whole = ir.to_float(lit(50))
-    assert show(derivatives(whole * function("tanh", score / whole)).slope).startswith("1.0 - ")
+    for c in (cap, ir.to_float(lit(50))):
+        slope = derivatives(c * function("tanh", score / c)).slope
+        assert show(slope) == "1.0 - tanh(score / 50.0) * tanh(score / 50.0)"
     relu = derivatives(function("log", maximum(score, 0.0) + 1.0))
     assert show(relu.slope) == "where(score > 0.0, 1.0 / (max(score, 0.0) + 1.0), 0.0)"
     assert relu.guard
