@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import jax
 
 TILES = (512, 512)
+LONG = 8192  # keys from where on a step takes twice as many: fewer steps, and what is computed beside a row is little
 NARROW = (256, 256)  # of masks whose rows see one short run of keys: less is computed beside it
 
 
@@ -24,13 +25,14 @@ def target(
     plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
 ) -> Target:
     """The tiles a TPU starts from, no larger than the problem needs; docs/pallas.md says why these."""
+    if tile:
+        return Target("pallas-tpu", *tile)
+    block_q, block_k = NARROW if narrow else TILES
+    if not narrow and geometry.kv_len >= LONG:
+        block_k *= 2
     lanes = pallas_tpu.LANES
-    lengths = (geometry.q_len, geometry.kv_len)
-    block_q, block_k = tile or (
-        min(block, -(-length // lanes) * lanes)
-        for block, length in zip(NARROW if narrow else TILES, lengths, strict=True)
-    )
-    return Target("pallas-tpu", block_q, block_k)
+    lengths = (block_q, geometry.q_len), (block_k, geometry.kv_len)
+    return Target("pallas-tpu", *(min(block, -(-length // lanes) * lanes) for block, length in lengths))
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -15,42 +15,54 @@ BLOCK_Q, BLOCK_K = 128, 128
 GROUP = 1  # query heads to a key head
 SCALE = 0.1767766952966369
 EXACT = lax.Precision.DEFAULT
-LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN
 Int, Float = jnp.int32, jnp.float32
+LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN
 
 
-def locate(b, h, tile, step, first_row, count, records):
-    """(key tile, inside, full) of a step. A record is (first step, key tile - step, full from, full to)."""
-    row = first_row[b, h] + tile
-    number = records.shape[0] // count.shape[0] // 4
-    step_inside = jnp.minimum(step, jnp.maximum(count[row] - 1, 0))  # later steps repeat the last tile
+def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows):
+    """(row, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
+    at = slice_of[b * heads + h]
+    start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
+    here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
 
-    def later(i, at):
-        here = (row * number + i) * 4
-        return jnp.where(records[here] <= step_inside, here, at)
+    def next_row(found):
+        row, _, end = found
+        return row + 1, end, first[start + row + 2]
 
-    at = lax.fori_loop(Int(1), Int(number), later, row * number * 4)
-    full = (records[at + 2] <= step_inside) & (step_inside < records[at + 3])
-    return step_inside + records[at + 1], step < count[row], full
+    row = anchor[at * (anchor.shape[0] // slices) + (here >> shift[0])]
+    begin, end = first[start + row], first[start + row + 1]
+    row, begin, end = lax.while_loop(lambda found: found[2] <= here, next_row, (row, begin, end))
+    position = here - begin
+    number = records.shape[0] // (4 * slices * rows)
+    base = 4 * number * (at * rows + row)
+
+    def later(i, found):
+        return jnp.where(records[base + 4 * i] <= position, i, found)
+
+    found = lax.fori_loop(Int(1), Int(number), later, Int(0)) if number > 1 else Int(0)
+    record = base + 4 * found
+    sees = records[record] <= position
+    full = (records[record + 2] <= position) & (position < records[record + 3])
+    tile = jnp.where(sees, position + records[record + 1], 0)
+    return (row, tile), (sees & (step < end), full, step == begin, step + 1 == end)
 
 
 def kernel(
-    first_row, count, records, ints, q_origin, k_origin, q_ref, k_ref, v_ref,
-    out_ref, lse_ref, top, total, acc, *, kv_len
+    slice_of, shift, anchor, first, records, ints, q_origin, k_origin, q_ref, k_ref, v_ref,
+    out_ref, lse_ref, top_ref, top, total, acc, *, at, kv_len
 ):
-    batch, head, tile, step = (pl.program_id(axis) for axis in range(4))
-    steps = pl.num_programs(3)
-    key_tile, inside, full = locate(batch, head, tile, step, first_row, count, records)
+    batch, head, step = (pl.program_id(axis) for axis in range(3))
+    (q_tile, k_tile), (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
 
-    @pl.when(step == 0)
+    @pl.when(starts)
     def start():
         top[...] = jnp.full(top.shape, LEAST, Float)
         total[...] = jnp.zeros(total.shape, Float)
         acc[...] = jnp.zeros(acc.shape, Float)
 
     def visit(partial):
-        q = q_origin[batch] + tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0)
-        k = k_origin[batch] + key_tile * BLOCK_K + lax.broadcasted_iota(Int, (1, BLOCK_K), 1)
+        q = q_origin[batch] + q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0)
+        k = k_origin[batch] + k_tile * BLOCK_K + lax.broadcasted_iota(Int, (1, BLOCK_K), 1)
         s0 = ints[6]
         v = v_ref[0, 0]
         s = lax.dot_general(
@@ -60,7 +72,7 @@ def kernel(
         if partial:  # the mask
             s = jnp.where((q >= k) & (q - k < s0), s, -jnp.inf)
             if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
-                behind = kv_len - key_tile * BLOCK_K
+                behind = kv_len - k_tile * BLOCK_K
                 s = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, s, -jnp.inf)
                 v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
         new = jnp.maximum(top[...], s.max(axis=1, keepdims=True))
@@ -72,50 +84,61 @@ def kernel(
         )
         top[...] = new
 
-    @pl.when(inside & full)
+    @pl.when(visits & full)
     def visit_full():
         visit(partial=False)
 
-    @pl.when(inside & jnp.logical_not(full))
+    @pl.when(visits & jnp.logical_not(full))
     def visit_partial():
         visit(partial=True)
 
-    @pl.when(step == steps - 1)
+    @pl.when(ends)
     def finish():
-        whole = total[...]
-        out_ref[0, 0] = (acc[...] / jnp.where(whole == 0, 1, whole)).astype(out_ref.dtype)
-        lse = jnp.where(whole == 0, -jnp.inf, top[...] + jnp.log(whole))
-        lse_ref[0, 0] = jnp.broadcast_to(lse, (BLOCK_Q, 128)).T[:1]
+        most, whole = top[...], total[...]
+        top_ref[0, 0] = laid(jnp.where(whole == 0, -jnp.inf, most))
+        nothing = whole == 0
+        out_ref[0, 0] = (acc[...] / jnp.where(nothing, 1, whole)).astype(out_ref.dtype)
+        lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, most + jnp.log(whole)))
 
 
-def attention_forward(
-    query, key, value, steps, slice_of, count, records, origin, sizes, slots=(), tables=(), interpret=False
-):
-    """(out [batch, q_len, heads, v_dim], lse [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
+def laid(column):
+    """[BLOCK_Q, 1] as [1, BLOCK_Q]."""
+    return jnp.broadcast_to(column, (BLOCK_Q, 128)).T[:1]
+
+
+def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
+    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
     batch, q_len, heads, dim = query.shape
     kv_len, v_dim = value.shape[1], value.shape[3]
     dtype = query.dtype
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    tiles = pl.cdiv(q_len, BLOCK_Q)
-    first_row = jnp.asarray(slice_of, Int).reshape(batch, heads) * tiles
-    count, records = jnp.asarray(count, Int), jnp.asarray(records, Int)
+    steps, slice_of, shift, anchor, first, records = walk
     q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
     s0 = jnp.asarray(slots[0], Int)
-    ints = [*origin[:2], *sizes, s0]
-    ints = jnp.stack([jnp.asarray(x, Int) for x in ints])
-    scalars = (first_row, count, records, ints, q_origin, k_origin)
+    ints = jnp.stack([jnp.asarray(x, Int) for x in (*origin[:2], *sizes, s0)])
+    scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin)
+    at = functools.partial(locate, heads=heads, rows=pl.cdiv(q_len, BLOCK_Q))
 
-    def at_query(b, h, tile, step, *_):
-        return b, h, tile, 0
+    def place(b, h, step, *scalars):
+        return b, h, *at(b, h, step, *scalars[:5])[0]
 
-    def at_key(b, h, tile, step, first_row, count, records, *_):
-        return b, lax.div(h, Int(GROUP)), locate(b, h, tile, step, first_row, count, records)[0], 0
+    def at_query(*step):
+        b, h, q_tile, _ = place(*step)
+        return b, h, q_tile, 0
 
-    out, lse = pl.pallas_call(
-        functools.partial(kernel, kv_len=kv_len),
+    def at_key(*step):
+        b, h, _, k_tile = place(*step)
+        return b, lax.div(h, Int(GROUP)), k_tile, 0
+
+    def at_row(*step):
+        b, h, q_tile, _ = place(*step)
+        return b, h, 0, q_tile
+
+    out, lse, top = pl.pallas_call(
+        functools.partial(kernel, at=at, kv_len=kv_len),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=6,
-            grid=(batch, heads, tiles, steps),
+            num_scalar_prefetch=8,
+            grid=(batch, heads, steps),
             in_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
                 pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
@@ -123,7 +146,8 @@ def attention_forward(
             ],
             out_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 1, BLOCK_Q), lambda b, h, tile, step, *_: (b, h, 0, tile)),
+                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
+                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
             ],
             scratch_shapes=[
                 pltpu.VMEM((BLOCK_Q, 1), Float),
@@ -134,10 +158,9 @@ def attention_forward(
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
+            jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
         ],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
     )(*scalars, query, key, value)
-    return out.swapaxes(1, 2), lse[:, :, 0]
+    return out.swapaxes(1, 2), lse[:, :, 0], top[:, :, 0]
