@@ -72,7 +72,7 @@ def _triton_torch() -> str:
 def _triton_jax() -> str:
     from .jax_platforms import missing
 
-    return _installed("jax", "jax") or missing("triton") or _no_gpu()
+    return _installed("jax", "jax") or missing("triton") or ("" if interpreted("triton") else _no_gpu())
 
 
 def _mosaic_gpu() -> str:

@@ -106,9 +106,11 @@ class JaxCall:
 
     # -- running --
 
-    def backend_on(self, platform: str, dtype: str, exported: bool = False) -> str:
-        """The backend that runs it there, or an error that says why none does."""
-        return backend_on(self.backend, platform, self.plan, self.geometry, dtype, dict(self.shapes), exported)
+    def backend_on(
+        self, platform: str, dtype: str, exported: bool = False, wanted: frozenset[str] = frozenset()
+    ) -> str:
+        """The backend that runs it there, or makes the gradients that are wanted, or an error that says why none."""
+        return backend_on(self.backend, platform, self.plan, self.geometry, dtype, dict(self.shapes), exported, wanted)
 
     def forward(self, backend: str, platform: str, arrays: Arrays, plan: Any = None) -> tuple[Any, ...]:
         """`plan` is the source where it is at hand, and keeps what is made of it."""

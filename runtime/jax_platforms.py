@@ -14,6 +14,7 @@ from frisket.lowering.cpu_tiles import tiles
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import native_build
+from .backends import interpreted
 
 Shapes = Mapping[str, tuple[int, ...]]
 EXECUTORS = {  # backend -> modules with its forward and its backward
@@ -61,9 +62,11 @@ def target_on(
 
 
 def backend_on(
-    named: str, platform: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, exported: bool
-) -> str:
-    """The backend that runs a call on a platform: the one that is named, or the first that has all it takes."""
+    named: str, platform: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, exported: bool,
+    wanted: frozenset[str],
+) -> str:  # fmt: skip
+    """The backend that runs a call on a platform, or makes its gradients where some are `wanted`: the one that is
+    named, or the first that has all it takes. One that has not says so once."""
     if named:
         allowed = PLATFORMS.get(named, (platform,))
         if platform not in allowed:
@@ -72,27 +75,40 @@ def backend_on(
                 "  without a backend each platform has its own"
             )
         return named
-    if platform == "cpu":
+    if platform == "cpu":  # kernels of this machine do not travel
         return "xla" if exported or native_build.reason() else "cpp"
-    why = []
-    for backend in FIRST.get(platform, ()):
-        reason = missing(backend) or _unfit(backend) or _module(backend, 0).reason(plan, geometry, dtype, shapes)
-        if not reason:
-            return backend
-        why.append(f"{backend}: {reason}")
-    if why:
-        _say(platform, "xla", "\n  ".join(why))
-    return "xla"
+    lacks = []
+    for backend in (b for b in FIRST.get(platform, ()) if not _unfit(b)):
+        why = missing(backend) or _reason(backend, plan, geometry, dtype, shapes, wanted)
+        if not why:
+            break
+        lacks.append(f"{backend}: {why}")
+    else:
+        backend = "xla"
+    if lacks:
+        _say(f"on {platform} this runs as backend {backend!r}, for want of:\n  " + "\n  ".join(lacks))
+    return backend
+
+
+def _reason(
+    backend: str, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, wanted: frozenset[str]
+) -> str:
+    """What its kernels cannot do of this."""
+    forward, backward = (_module(backend, i) for i in (0, 1))
+    why: str = forward.reason(plan, geometry, dtype, shapes)
+    if wanted and not why and forward is not backward:
+        why = backward.reason(plan, geometry, dtype, shapes, wanted)
+    return why
 
 
 @cache  # once for each
-def _say(platform: str, backend: str, why: str) -> None:
-    warnings.warn(f"on {platform} this runs as backend {backend!r}, slower than it could be:\n  {why}", stacklevel=2)
+def _say(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def missing(backend: str) -> str:
     """What a backend of JAX needs and is not installed."""
-    needs = {"triton": ("jax_triton", "triton")}.get(backend, ())
+    needs = {"triton": ("triton",) if interpreted(backend) else ("triton", "jax_triton")}.get(backend, ())
     absent = [n for n in needs if not importlib.util.find_spec(n)]
     return f"{absent[0]} is not installed: pip install {absent[0].replace('_', '-')}" if absent else ""
 

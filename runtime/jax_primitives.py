@@ -70,7 +70,7 @@ class Task:
     def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
         """On a platform, in instances one after another where they are mapped; native kernels map themselves."""
         dtype = str(operands[0].dtype)
-        backend = self.call.backend_on(platform, dtype, exported)
+        backend = self.call.backend_on(platform, dtype, exported, frozenset(self.wanted))
 
         def one(*operands: Any) -> tuple[Any, ...]:
             arrays = dict(zip(self.names, operands, strict=True))
