@@ -1,0 +1,411 @@
+"""Writes the Pallas kernels of the backward for TPU (Mosaic) of a LoopPlan, by the formulas of `lowering.derive`.
+
+`attention_dq` owns rows of query tiles and walks tiles of keys; `attention_dkv` owns rows of key tiles of a key head
+and walks tiles of queries, head after head of the group. Both work the scores out anew: seven products where five would
+do, but no entry is added to by two rows, and results repeat bit for bit.
+
+Sums of captured gradients (`derive.Gradient`) come along: "head" and "row" as sums over keys, "diagonal" as sums along
+k - q, both from `attention_dq`; "column" as sums over queries from `attention_dkv`. A gradient by position, "scatter",
+has a kernel of its own: `attention_terms` writes what each position adds.
+
+A module holds one kernel, as each has tiles of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from textwrap import wrap
+from types import MappingProxyType
+
+from frisket.dsl.ir import Expr, build, lit, param
+from frisket.dsl.show import show
+from frisket.dsl.types import FLOAT
+from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.plan import Geometry, LoopPlan, Target
+
+from . import pallas_inputs
+from .pallas_inputs import Down, Inputs, place
+from .pallas_inputs_text import TURN
+from .pallas_tpu import check, head
+from .pallas_tpu_backward_text import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
+from .pallas_walk import NAMES, locate
+from .text import filled
+
+ONE = lit(1.0)
+ATOMS = r"[\w.]+(\[[\w., ]+\])?"
+KEY_ROWS = "heads=kv_heads, rows=k_tiles, fold=fold, parts=GROUP // fold"
+NONE: Mapping[int, Gradient] = MappingProxyType({})
+CAST = "query, key, value, dout = (x.astype(Float) for x in (query, key, value, dout))  # TPUs compute no float16"
+TOKENS = {"q": "query", "k": "key"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module, and the names of what its entry gives: "q", "k", "v", or the number of a gradient."""
+
+    text: str
+    entry: str
+    results: tuple[str | int, ...]
+
+
+def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> str:
+    """All of them, to read: for the gradients of "q", "k", "v" and of the plan's names in `wanted`."""
+    found = [dq(plan, target, geometry, dtype, wanted), dkv(plan, target, geometry, dtype, wanted)]
+    numbers = [i for i, g in captured(plan, wanted) if g.over == "scatter"]
+    found += [terms(plan, target, geometry, dtype, i) for i in numbers]
+    return "\n\n".join(s.text for s in found if s is not None)
+
+
+def dq(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> Source | None:
+    """The kernel that owns rows of query tiles; None where nothing is wanted of it."""
+    mine = {i: g for i, g in captured(plan, wanted) if g.over in ("head", "row", "diagonal")}
+    arrays = {"q"} & set(wanted)
+    return _Queries(plan, target.dq or target, geometry, dtype, mine, arrays).source() if mine or arrays else None
+
+
+def dkv(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> Source | None:
+    """The kernel that owns rows of key tiles; None where nothing is wanted of it."""
+    mine = {i: g for i, g in captured(plan, wanted) if g.over == "column"}
+    arrays = {"k", "v"} & set(wanted)
+    return _Keys(plan, target.dkv or target, geometry, dtype, mine, arrays).source() if mine or arrays else None
+
+
+def terms(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int) -> Source:
+    """The kernel of what each position adds to the gradient of this number."""
+    return _Terms(plan, target.dq or target, geometry, dtype, {number: backward_of(plan).gradients[number]}).source()
+
+
+def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradient]]:
+    """Those of the tables and slots in `wanted`, with their numbers."""
+    return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in wanted]
+
+
+class _Kernel:
+    """One kernel. Its kinds say in `build` what it keeps and gives, and what a visit of two tiles does."""
+
+    title = entry = ""
+    down: Down = "q"
+    zeros: tuple[str, ...] = ()  # operands that the first result begins as
+
+    def __init__(
+        self, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, gradients: Mapping[int, Gradient] = NONE,
+        arrays: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        check(plan, target, dtype)
+        derived = backward_of(plan)
+        self.plan, self.target, self.geometry, self.dtype = plan, target, geometry, dtype
+        self.gradients, self.arrays = gradients, arrays
+        self.slope = derived.slope if {"q", "k"} & set(arrays) else None
+        self.inner = bool({"q", "k"} & set(arrays) or gradients)  # whether dm is wanted; for dv alone p suffices
+        self.careful = plan.guard or derived.guard
+        self.group = geometry.heads // geometry.kv_heads
+        self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
+        roots = [plan.mask, plan.score, self.slope, plan.kept, self.survivor, *(g.weight for g in gradients.values())]
+        self.inputs: Inputs = place([e for e in roots if e is not None], self.down)
+        self.functions: list[str] = []
+        self.scratch: list[str] = []
+        self.scratch_shapes: list[str] = []
+        self.clear: list[str] = []  # at the first step
+        self.start: list[str] = []  # of a row of tiles
+        self.finish: list[str] = []
+        self.results: list[str | int] = []
+        self.outputs: list[str] = []
+        self.out_specs: list[str] = []
+        self.out_shapes: list[str] = []
+        self.shown: list[str] = []
+        self.said: list[str] = []
+
+    # -- what its kinds are made of --
+
+    def keeps(self, name: str, shape: str, value: str = "") -> None:
+        """A scratch array of a row of tiles, which starts as `value` or 0."""
+        self.scratch.append(name)
+        self.scratch_shapes.append(f"pltpu.VMEM({shape}, Float),")
+        self.start.append(f"{name}[...] = {value or f'jnp.zeros({name}.shape, Float)'}")
+
+    def gives(self, result: str | int, name: str, spec: str, shape: str, shown: str, said: str) -> None:
+        """A result: an array `name` by `spec`, of `shape` and dtype, which a caller gets as `shown` with it for {}."""
+        self.outputs.append(f"{name}_ref")
+        self.out_specs.append(f"{spec},")
+        self.out_shapes.append(f"jax.ShapeDtypeStruct({shape}),")
+        self.shown.append(shown.format(f"found[{len(self.results)}]"))
+        self.said.append(said)
+        self.results.append(result)
+
+    def needs(self, *functions: str) -> None:
+        self.functions += [f for f in functions if f not in self.functions]
+
+    def read(self, gradient: Gradient) -> str:
+        """`bias[h, q - k]`, or the name of a slot, as the user writes it."""
+        sources = {x.name: str(x.source) for x in (*self.plan.tables, *self.plan.slots)}
+        index = ", ".join(show(i, known=set(sources)) for i in gradient.index)
+        return f"{sources[gradient.source]}[{index}]" if index else sources[gradient.source]
+
+    # -- a visit --
+
+    def tile(self) -> list[str]:
+        """From two tiles to their p, and where they are wanted dm and ds."""
+        down = self.down == "q"
+        one, two = ("q", "k") if down else ("k", "q")
+        lse, delta = ("lse[...]", "delta[...]") if down else ("of_rows_ref[0, 0, :1]", "of_rows_ref[0, 0, 1:]")
+        lines = [
+            *pallas_inputs.here(self.plan, self.inputs),
+            f"s = rows_by_rows({one}_ref[0, 0], {two}_ref[0, 0]) * SCALE",
+        ]
+        lines += self._named("m", "s" if self.plan.score is None else self.plan.score, "y")
+        lines += ["if partial:  # the mask", *_indented(self._hide())]
+        lines.append(f"p = jnp.exp(m - {lse})")
+        select = "p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN"
+        lines += [select] if self.careful else ["if partial:", f"    {select}"]
+        if self.plan.kept is not None and self.survivor is not None:
+            (made, kept), (_, survivor) = self._value(self.plan.kept, "w"), self._value(self.survivor, "u")
+            lines += [*made, f"kept = jnp.where({kept}, {survivor}, 0.0)"]
+        if self.inner:
+            one, two = ("dout", "v") if down else ("v", "dout")
+            lines.append(f"dp = rows_by_rows({one}_ref[0, 0], {two}_ref[0, 0])")
+            lines += self._product("dm", "p", f"{'dp' if self.survivor is None else 'dp * kept'} - {delta}")
+        return lines
+
+    def times(self, name: str, factor: Expr | None, temporary: str = "z") -> tuple[list[str], str]:
+        """(lines, text) of dm times a factor."""
+        if factor is None or factor is ONE:
+            return [], "dm"
+        lines, value = self._value(factor, temporary)
+        return [*lines, *self._product(name, "dm", value)], name
+
+    def _product(self, name: str, one: str, two: str) -> list[str]:
+        """0 where nothing is seen: 0 times NaN or infinity is NaN."""
+        select = f"{name} = jnp.where(p == 0, 0, {name})"
+        made = f"{name} = {one} * {two if re.fullmatch(ATOMS, two) else f'({two})'}"
+        return [made, select] if self.careful else [made, "if partial:", f"    {select}"]
+
+    def _hide(self) -> list[str]:
+        """m as -inf where nothing is seen; what lies behind the last key or query is nothing."""
+        lines = []
+        if self.plan.mask is not None:
+            made, mask = self._value(self.plan.mask, "x")
+            lines += [*made, f"m = jnp.where({mask}, m, -jnp.inf)"]
+        length, block, along = ("kv_len", "BLOCK_K", "k") if self.down == "q" else ("q_len", "BLOCK_Q", "q")
+        return [
+            *lines,
+            f"if {length} % {block}:  # what lies behind the last {TOKENS[along]} is nothing, not zero",
+            f"    inside = lax.broadcasted_iota(Int, (1, {block}), 1) < {length} - {along}_tile * {block}",
+            "    m = jnp.where(inside, m, -jnp.inf)",
+        ]
+
+    def _value(self, root: Expr, temporary: str) -> tuple[list[str], str]:
+        return pallas_inputs.in_kernel(root, self.inputs, temporary)
+
+    def _named(self, name: str, value: Expr | str, temporary: str) -> list[str]:
+        lines, text = ([], value) if isinstance(value, str) else self._value(value, temporary)
+        return [*lines, f"{name} = {text}" if text == "s" else f"{name} = jnp.broadcast_to({text}, s.shape)"]
+
+    # -- the module --
+
+    def build(self) -> list[str]:
+        """Declares what the kernel keeps and gives, and says what a visit does."""
+        raise NotImplementedError
+
+    def source(self) -> Source:
+        visit = self.build()
+        plan, inputs, down = self.plan, self.inputs, self.down == "q"
+        numbers = [*NAMES, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan)]
+        arrays = {"q": "query", "k": "key"} | ({"v": "value"} if self.inner else {})
+        arrays |= {"dout": "dout", "of_rows": "of_rows"}
+        blocks = [*inputs.blocks, *self.zeros]
+        refs = [*numbers, *(f"{n}_ref" for n in (*inputs.scalars, *arrays, *blocks))]
+        prefetched = len(numbers) + len(inputs.scalars)
+        static = {"at": "at", "q_len": "q_len", "kv_len": "kv_len"} | ({"q_tiles": "q_tiles"} if self.clear else {})
+        static |= {f"{t}_shape": f"{t}.shape" for t in inputs.picked}
+        text = head(self.title, plan, self.target, self.geometry, self.dtype, inputs.needs_math) + filled(
+            SKELETON,
+            definitions=[*pallas_inputs.definitions(inputs), *_functions(self.functions)],
+            locate=locate(grouped=not down).splitlines(),
+            refs=wrap(f"{', '.join(refs)},", 112),
+            outputs=", ".join(self.outputs),
+            scratch=", ".join([*inputs.kept.values(), *self.scratch]),
+            static=", ".join(static),
+            given=", ".join(f"{n}={x}" for n, x in static.items()),
+            axis="head" if down else "kv_head",
+            axes="heads" if down else "kv_heads",
+            located="q_tile, k_tile" if down else "k_tile, part, q_tile",
+            sizes="heads=heads, rows=q_tiles" if down else KEY_ROWS,
+            head=[] if down else ["head = kv_head * GROUP + part"],
+            clear=["", "@pl.when(step == 0)", "def clear():", *_indented(self.clear)] if self.clear else [],
+            start=self.start,
+            visit=visit,
+            finish=["", "@pl.when(ends)", "def finish():", *_indented(self.finish)] if self.finish else [],
+            entry=self.entry,
+            arguments=", ".join([*(f"*, {n}" for n in self.zeros), *["fold=1"] * (not down), "interpret=False"]),
+            said=self.said,
+            cast=[CAST] if self.dtype == "float16" else [],
+            before=pallas_inputs.before(plan, inputs),
+            passed=", ".join([*numbers, *(inputs.picked.get(n, n) for n in inputs.scalars)]),
+            placed="b, h, q_tile, k_tile" if down else "b, h * GROUP + part, q_tile, k_tile",
+            number=prefetched,
+            of_values=["pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),"] if self.inner else [],
+            specs=[*pallas_inputs.specs(inputs), *["pl.BlockSpec(memory_space=pl.ANY),"] * len(self.zeros)],
+            out_specs=self.out_specs,
+            scratch_shapes=[*pallas_inputs.scratch(inputs), *self.scratch_shapes],
+            out_shapes=self.out_shapes,
+            aliases=[f"input_output_aliases={{{len(refs) - 1}: 0}},"] * len(self.zeros),
+            operands=", ".join(["*scalars", *arrays.values(), *blocks]),
+            result=f"[{', '.join(self.shown)}]",
+        )  # fmt: skip
+        return Source(text, self.entry, tuple(self.results))
+
+
+class _Rows(_Kernel):
+    """Kernels that own rows of query tiles."""
+
+    def numbers(self) -> None:
+        """lse and delta, upright; and what belongs to the queries of a row of tiles."""
+        if not self.inputs.kept:
+            self.needs(TURN)
+        self.start += pallas_inputs.turned(self.inputs)
+        self.keeps("lse", "(BLOCK_Q, 1)", "turned(of_rows_ref[0, 0, :1])")
+        self.keeps("delta", "(BLOCK_Q, 1)", "turned(of_rows_ref[0, 0, 1:])")
+
+    def present(self, added: str) -> list[str]:
+        """What is behind the last query is 0."""
+        return [
+            f"present = {added}",
+            "if q_len % BLOCK_Q:  # nothing is behind the last query",
+            "    inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q",
+            "    present = jnp.where(inside, present, 0)",
+        ]
+
+
+class _Queries(_Rows):
+    """dq, sums over keys, and sums by distance."""
+
+    title = "Gradients by query of attention"
+    entry = "attention_dq"
+
+    def build(self) -> list[str]:
+        self.numbers()
+        lines = self.tile()
+        if "q" in self.arrays:
+            self.keeps("dq", "(BLOCK_Q, dim)")
+            spec, shape = "pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query)", "(batch, heads, q_len, dim), dtype"
+            self.gives("q", "dq", spec, shape, "{}.swapaxes(1, 2)", "dq [batch, q_len, heads, dim]")
+            self.finish.append("dq_ref[0, 0] = (dq[...] * SCALE).astype(dq_ref.dtype)")
+            self.needs(FINITE)
+            made, ds = self.times("ds", self.slope)
+            keys = "keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]"
+            lines += [*made, keys, f"dq[...] += rows_by_columns({ds}, keys)"]
+        for i, g in self.gradients.items():
+            made, added = self.times(f"d{i}", g.weight, f"g{i}_")
+            lines += [*made, *(self._distance(i, added) if g.over == "diagonal" else self._sum(i, added))]
+        return lines
+
+    def _sum(self, i: int, added: str) -> list[str]:
+        what, by_head = self.read(self.gradients[i]), self.gradients[i].over == "head"
+        self.keeps(f"sum{i}", "(BLOCK_Q, 1)")
+        spec, shape = "pl.BlockSpec((1, 1, 1, BLOCK_Q), along(at_query))", "(batch, heads, 1, q_len), Float"
+        over = "queries and keys [batch, heads]" if by_head else "keys [batch, heads, q_len]"
+        said = f"that of {what} summed over {over}"
+        self.gives(i, f"sum{i}", spec, shape, "{}[:, :, 0].sum(-1)" if by_head else "{}[:, :, 0]", said)
+        self.finish.append(f"sum{i}_ref[0, 0] = laid(sum{i}[...])")
+        self.needs(LAID)
+        return [f"sum{i}[...] += {added}.sum(axis=1, keepdims=True)"]
+
+    def _distance(self, i: int, added: str) -> list[str]:
+        what = self.read(self.gradients[i])
+        lines = "(q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128"
+        spec = f"pl.BlockSpec((1, 1, {lines}, 128), lambda b, h, *_: (b, h, 0, 0))"
+        shown = "by_difference({}, q_len, kv_len)"
+        said = f"that of {what} summed by distance [batch, heads, q_len + kv_len - 1]"
+        self.gives(i, f"sum{i}", spec, f"(batch, heads, {lines}, 128), Float", shown, said)
+        self.clear.append(f"sum{i}_ref[0, 0] = jnp.zeros(sum{i}_ref.shape[2:], Float)")
+        self.needs(BY_DISTANCE, BY_DIFFERENCE)
+        return [
+            *self.present(added),
+            "summed = by_distance(present)",
+            "line = k_tile * (BLOCK_K // 128) + (q_tiles - 1 - q_tile) * (BLOCK_Q // 128)",
+            "for i in range((BLOCK_Q + BLOCK_K) // 128):",
+            f"    sum{i}_ref[0, 0, pl.ds(line + i, 1)] += summed[:, 128 * i : 128 * (i + 1)]",
+        ]
+
+
+class _Terms(_Rows):
+    """What each position adds to a gradient."""
+
+    title = "A captured gradient by position"
+    entry = "attention_terms"
+    zeros = ("zeros",)
+
+    def build(self) -> list[str]:
+        self.numbers()
+        ((i, g),) = self.gradients.items()
+        self.gives(
+            i, "terms", "pl.BlockSpec((1, 1, BLOCK_Q, BLOCK_K), lambda *at: place(*at))", "zeros.shape, Float", "{}",
+            f"what positions add to that of {self.read(g)}, in whole tiles [batch, heads, .., ..]",
+        )  # fmt: skip
+        self.start.append("terms_ref[0, 0] = jnp.zeros((BLOCK_Q, BLOCK_K), Float)")  # where the row visits nothing
+        made, added = self.times("ds", g.weight)
+        return [*self.tile(), *made, *self.present(added), "terms_ref[0, 0] = present"]
+
+
+class _Keys(_Kernel):
+    """dk, dv, and sums over queries."""
+
+    title = "Gradients by key of attention"
+    entry = "attention_dkv"
+    down = "k"
+
+    def build(self) -> list[str]:
+        turned = pallas_inputs.turned(self.inputs)
+        lines = turned if self.group > 1 else []  # the head may be another one
+        self.start += [] if self.group > 1 else turned
+        lines = [*lines, *self.tile()]
+        for name, width in (("k", "dim"), ("v", "v_dim")):
+            if name in self.arrays:
+                self.keeps(f"d{name}", f"(BLOCK_K, {width})")
+                spec = f"pl.BlockSpec((1, 1, BLOCK_K, {width}), at_key)"
+                shape = f"(batch, kv_heads, kv_len, {width}), dtype"
+                self.gives(
+                    name, f"d{name}", spec, shape, "{}.swapaxes(1, 2)", f"d{name} [batch, kv_len, kv_heads, {width}]"
+                )
+        if "v" in self.arrays:
+            lines += self._dv()
+        if "k" in self.arrays:
+            self.needs(FINITE)
+            made, ds = self.times("ds", self.slope)
+            queries = "queries = finite(q_ref[0, 0]) if partial else q_ref[0, 0]"
+            lines += [*made, queries, f"dk[...] += rows_by_columns({ds}, queries)"]
+            self.finish.append("dk_ref[0, 0] = (dk[...] * SCALE).astype(dk_ref.dtype)")
+        for i, g in self.gradients.items():
+            lines += self._sum(i, g)
+        return lines
+
+    def _dv(self) -> list[str]:
+        self.finish.append("dv_ref[0, 0] = dv[...].astype(dv_ref.dtype)")
+        return [
+            "douts = dout_ref[0, 0]",
+            "if partial and q_len % BLOCK_Q:",
+            "    inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q",
+            "    douts = jnp.where(inside, douts, jnp.zeros_like(douts))",
+            f"dv[...] += rows_by_columns({'p' if self.survivor is None else 'p * kept'}, douts)",
+        ]
+
+    def _sum(self, i: int, gradient: Gradient) -> list[str]:
+        self.keeps(f"sum{i}", "(GROUP, BLOCK_K, 1)")
+        spec = "pl.BlockSpec((1, 1, GROUP, BLOCK_K), along(at_key))"
+        said = f"that of {self.read(gradient)} summed over queries [batch, heads, kv_len]"
+        shown = "{}.reshape(batch, heads, kv_len)"
+        self.gives(i, f"sum{i}", spec, "(batch, kv_heads, GROUP, kv_len), Float", shown, said)
+        self.finish += ["for i in range(GROUP):", f"    sum{i}_ref[0, 0, i : i + 1] = laid(sum{i}[i])"]
+        self.needs(LAID)
+        made, added = self.times(f"d{i}", gradient.weight, f"g{i}_")
+        return [*made, f"sum{i}[part] += {added}.sum(axis=1, keepdims=True)"]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _functions(texts: list[str]) -> list[str]:
+    return [line for text in texts for line in f"\n\n{text.strip()}".splitlines()]

@@ -1,0 +1,225 @@
+"""Runs the Pallas TPU kernels of the backward on JAX arrays: on a TPU, elsewhere in Pallas' interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import SIZES, uses
+from frisket.lowering.derive import Gradient, alone, backward_of
+from frisket.lowering.emit import pallas_inputs, pallas_walk
+from frisket.lowering.emit import pallas_tpu_backward as emitted
+from frisket.lowering.emit.expr_jnp import evaluate
+from frisket.lowering.emit.pallas_tpu import refused
+from frisket.lowering.emit.pallas_tpu import roots as roots_of
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.xla_fold import folded
+
+from .modules import load
+from .pallas_tpu import walked
+
+if TYPE_CHECKING:
+    import jax
+
+DISTANCES = 1 << 20  # sums of one head that stay in a kernel's memory, 4 MiB
+Array = Any  # a jax.Array, traced or not
+
+
+def backward(
+    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
+    lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any], tables: Mapping[str, Any],
+    target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
+) -> dict[str, Any]:  # fmt: skip
+    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them: "q", "k" and "v" in the shapes and
+    dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again.
+
+    A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
+    Raises LoweringError with the words of `reason`, and where the spans take more scalar memory than there is."""
+    import jax.numpy as jnp
+
+    if why := reason(plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, wanted):
+        raise LoweringError(why)
+    arrays = _prepared(plan.guard)(q, k, v, out, lse, dout, dlse)
+    values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
+    numbers = geometry.origin, geometry.full, *values
+    interpret = platform != "tpu"
+    own, others = (t or replace(target, dq=None, dkv=None) for t in (target.dq, target.dkv))
+    walk = walked(spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k))
+    found: dict[Any, Array] = {}
+    if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted):
+        kernel, names = made
+        found |= zip(names, kernel(*arrays, walk, *numbers, interpret=interpret), strict=True)
+    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), wanted):
+        kernel, names = made
+        group, columns = geometry.heads // geometry.kv_heads, spans.columns((others.block_q, others.block_k))
+        turned = walked(columns, -(-geometry.q_len // others.block_q), group)
+        fold = pallas_walk.folded(columns.slice_of, group)
+        found |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
+    captured = emitted.captured(plan, wanted)
+    for i, gradient in captured:
+        if gradient.over == "scatter":
+            found[i] = _by_position(plan, own, geometry, str(q.dtype), i)(*arrays, walk, *numbers, interpret=interpret)
+    sums = [found.pop(i) for i, _ in captured]
+    known = {name: jnp.asarray(x) for name, x in tables.items()}
+    return found | folded([g for _, g in captured], sums, geometry, slots, known)
+
+
+def reason(
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: frozenset[str]
+) -> str:
+    """Why these kernels cannot run this call, or nothing. `shapes` are those of the plan's tables."""
+    if why := refused(plan, dtype):
+        return why
+    derived, captured = backward_of(plan), emitted.captured(plan, wanted)
+    roots = [*roots_of(plan), *([] if derived.slope is None else [derived.slope]), *(g.weight for _, g in captured)]
+    try:
+        pallas_inputs.check_tables(plan, pallas_inputs.place(roots), shapes)
+    except LoweringError as found:
+        return str(found)
+    distances = geometry.q_len + geometry.kv_len
+    for _, g in captured:
+        if g.over == "diagonal" and distances > DISTANCES:
+            source = next(t.source for t in plan.tables if t.name == g.source)
+            return (
+                f"the gradient of `{source}` by q - k takes {distances} sums of a TPU kernel's memory, at most "
+                f'{DISTANCES}; take shorter parts of the sequence, or backend="xla"'
+            )
+    return ""
+
+
+@lru_cache(maxsize=8)
+def _prepared(guard: bool) -> Callable[..., Any]:
+    """(q, k, v, dout, lse, delta) as the kernels want them: where a row sees nothing lse is so large that exp(score -
+    lse) is 0, and its cotangents are 0, whatever comes."""
+    import jax
+    import jax.numpy as jnp
+
+    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dlse: Array | None) -> Any:
+        Float = jnp.float32
+        delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
+        delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
+        if guard:
+            empty = lse == -jnp.inf
+            delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, float(np.finfo(np.float32).max), lse)
+            dout = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, dout)
+        return q, k, v, dout.astype(q.dtype), lse, delta
+
+    return jax.jit(prepared)
+
+
+Kernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # the entry of a module, and what it gives
+
+
+def _kernel(
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str]
+) -> Kernel | None:
+    """None where nothing is wanted of it. Lengths are no part of its text: one module serves all."""
+    alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
+    return _loaded(which, plan, target, alike, dtype, wanted)
+
+
+@lru_cache(maxsize=256)
+def _loaded(
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str]
+) -> Kernel | None:
+    import jax
+
+    emit = emitted.dq if which == "dq" else emitted.dkv
+    source = emit(plan, target, geometry, dtype, wanted)
+    if source is None:
+        return None
+    static = ("interpret",) if which == "dq" else ("fold", "interpret")
+    return jax.jit(load(source.text)[source.entry], static_argnames=static), source.results
+
+
+# -- gradients by position --------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _by_position(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int) -> Callable[..., Array]:
+    """The gradient of a table, head after head: what its positions add, [q_len, kv_len], then added to where they read,
+    in that order, so that results repeat bit for bit."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    alone = replace(geometry, batch=1, heads=1, kv_heads=1)
+    source = emitted.terms(plan, target, alone, dtype, number)
+    entry, gradient = load(source.text)[source.entry], backward_of(plan).gradients[number]
+    group = geometry.heads // geometry.kv_heads
+    padded = tuple(
+        -(-n // block) * block for n, block in ((geometry.q_len, target.block_q), (geometry.kv_len, target.block_k))
+    )
+
+    def run(
+        q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, walk: Any, origin: Any, sizes: Any,
+        slots: Any, tables: Any, *, interpret: bool,
+    ) -> Array:  # fmt: skip
+        vectors = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (geometry.batch,)) for x in origin[2:]]
+        known = {t.name: jnp.asarray(x) for t, x in zip(plan.tables, tables, strict=True)}
+        scalars = {s.name: x for s, x in zip(plan.slots, slots, strict=True)}
+        scalars |= dict(zip(SIZES, sizes, strict=True))
+
+        def head(n: Array, into: Array) -> Array:
+            b, h = n // geometry.heads, n % geometry.heads
+
+            def of(x: Array, head: Array, axis: int = 2) -> Array:
+                return lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(x, b, 1, 0), head, 1, axis)
+
+            at = (origin[0] + b, origin[1] + h, *(x[b] for x in vectors))
+            arrays = of(q, h), of(k, h // group), of(v, h // group), of(dout, h), of(lse, h, 1), of(delta, h, 1)
+            place = walk._replace(slice_of=lax.dynamic_slice_in_dim(walk.slice_of, n, 1, 0))
+            zeros = jnp.zeros((1, 1, *padded), jnp.float32)
+            (terms,) = entry(*arrays, place, at, sizes, slots, tables, zeros=zeros, interpret=interpret)
+            env = scalars | dict(zip("bhqk", at, strict=True))
+            return _added(into, terms[0, 0], gradient, env, known, geometry, target.block_q)
+
+        shape = known[gradient.source].shape
+        return lax.fori_loop(0, geometry.batch * geometry.heads, head, jnp.zeros(shape, jnp.float32))
+
+    return jax.jit(run, static_argnames=("interpret",))
+
+
+def _added(
+    into: Array, terms: Array, gradient: Gradient, env: Mapping[str, Any], tables: Mapping[str, Array],
+    geometry: Geometry, rows: int,
+) -> Array:  # fmt: skip
+    """`into` with the terms of one head, whose first query and key are at `env`. Where they lie in the table as they
+    are (`bias[h, q, k]`) and none is clamped they are added as a block, elsewhere one by one."""
+    import jax.numpy as jnp
+    from jax import lax
+
+    def places(q: Array, k: Array) -> list[Array]:
+        at = {**env, "q": q, "k": k}
+        return [evaluate(i, at, tables, int64=False, float64=False) for i in gradient.index]
+
+    def one_by_one(into: Array) -> Array:
+        def chunk(i: Array, into: Array) -> Array:
+            part = lax.dynamic_slice_in_dim(terms, i * rows, rows)
+            q = env["q"] + i * rows + jnp.arange(rows)[:, None]
+            found = places(q, env["k"] + jnp.arange(terms.shape[1])[None])
+            found = [jnp.clip(x, 0, n - 1) for x, n in zip(found, into.shape, strict=True)]
+            return into.at[tuple(jnp.broadcast_to(x, part.shape) for x in found)].add(part)
+
+        return lax.fori_loop(0, terms.shape[0] // rows, chunk, into)
+
+    moving = [(alone(i) or "?") if uses(i) & {"q", "k"} else "" for i in gradient.index]
+    block = {"q": geometry.q_len, "k": geometry.kv_len}
+    shape = tuple(block.get(n, 1) for n in moving)
+    fits = all(size >= n for size, n in zip(into.shape, shape, strict=True))
+    if sorted(filter(None, moving)) != ["k", "q"] or not fits:
+        return one_by_one(into)
+    starts = places(env["q"], env["k"])
+    inside = [(x >= 0) & (x <= size - n) for x, size, n in zip(starts, into.shape, shape, strict=True) if n > 1]
+
+    def whole(into: Array) -> Array:
+        part = terms[: geometry.q_len, : geometry.kv_len]
+        part = (part if moving.index("q") < moving.index("k") else part.T).reshape(shape)
+        return lax.dynamic_update_slice(into, lax.dynamic_slice(into, starts, shape) + part, starts)
+
+    return lax.cond(jnp.stack([jnp.ravel(x)[0] for x in inside]).all(), whole, one_by_one, into)
