@@ -44,7 +44,7 @@ def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
     """Which axes are one: batch, kv heads, and mapped ones, by names."""
     g = task.call.geometry
     group = g.heads // g.kv_heads
-    heads: Any = ("n", "g") if group > 1 else "n"
+    heads: Any = "n" if group == 1 else "g" if g.kv_heads == 1 else ("n", "g")
     alone: list[str] = []
 
     def axes(name: str, front: list[str], rank: int) -> tuple[Any, ...]:
@@ -60,7 +60,7 @@ def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
     given = tuple(axes(n, mapped, len(x.shape)) for n, x in zip(task.results, results, strict=True))
     met = [f for array in (*taken, *given) for a in array for f in ([a] if isinstance(a, str) else a)]
     fixed = tuple(f for f in dict.fromkeys(met) if f in WHOLE or f in alone)  # in the order they are met in
-    sizes = {"g": group} if group > 1 else {}
+    sizes = {"g": group} if heads == ("n", "g") else {}
     return SdyShardingRule(taken, given, need_replication_factors=fixed, **sizes)
 
 
