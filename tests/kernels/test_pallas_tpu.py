@@ -11,18 +11,19 @@ from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
 from support.matrix import some
+from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_cases, shapes_of
 
 import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError
-from frisket.dsl.ir import build, lit, lookup, to_float
-from frisket.dsl.sugar import b, eq, function, h, k, q, score
-from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import b, h, k, q, score
+from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.emit import pallas_inputs, pallas_tpu, pallas_walk
 from frisket.lowering.emit.expr_jnp import JNP
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import RATE, SEED, Geometry, Spans, Target, make_plan
+from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.runtime import jax_op
 from frisket.runtime import pallas_tpu as runtime
 from frisket.runtime.modules import load
@@ -213,37 +214,23 @@ def test_traced_tables():
 
 # -- lowering for a TPU -----------------------------------------------------------------------------
 
-LONG = {
-    "causal": Case(causal),
-    "window": Case(causal & (q - k < 1024)),
-    "documents": Case(causal & eq(lookup("doc", (q,)), lookup("doc", (k,)))),
-    "softcap": Case(causal, 30.0 * function("tanh", score / 30.0)),
-    "alibi": Case(causal, score + lookup("slope", (h,), FLOAT) * (k - q)),
-    "relative bias": Case(causal, score + lookup("bias", (h, q - k), FLOAT)),
-}
 
-
-def lowered(case, length, dim, dtype, block=(512, 512), tables=None):
+def lowered(case, length, dim, dtype, block=(512, 512)):
     """(jaxpr, exported module) of a causal-shaped walk over `length` tokens."""
-    geometry = Geometry(1, 8, 4, length, length, dim, dim, dim**-0.5)
-    limits = dict.fromkeys([*ir.COORDINATES, *ir.SIZES, "doc"], 2.0**14)
-    made = make_plan(case.mask, case.score, "the text", limits=limits)
+    geometry, made = Geometry(1, 8, 4, length, length, dim, dim, dim**-0.5), long_plan(case)
     module = load(pallas_tpu.emit(made, Target("pallas-tpu", *block), geometry, dtype))
-    tiles = np.arange(-(-length // block[0]))
-    bounds = np.stack([0 * tiles, 0 * tiles, tiles, tiles + 1], 1)[None, :, None].astype(np.int32)
-    spans = Spans(bounds, np.ones((1, len(tiles)), np.int32), np.zeros((1, 8), np.int32))
 
     def call(walk, *qkv):
         return module["attention_forward"](
             *qkv, walk, geometry.origin, geometry.full, list(made.slot_values({}).values()),
-            list(made.table_values(tables or {}).values()),
+            list(made.table_values(case.tables).values()),
         )  # fmt: skip
 
-    walk = pallas_walk.walk(spans, len(tiles))
+    walk = causal_walk(geometry, block)
     shapes = [jax.ShapeDtypeStruct((1, length, heads, dim), dtype) for heads in (8, 4, 4)]
-    jaxpr = jax.make_jaxpr(call)(walk, *shapes)
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), walk)
-    return jaxpr, export.export(jax.jit(call), platforms=["tpu"])(given, *shapes)
+    return jax.make_jaxpr(call)(walk, *shapes), export.export(jax.jit(call), platforms=["tpu"])(
+        shapes_of(walk), *shapes
+    )
 
 
 def pallas_call(jaxpr):
@@ -254,9 +241,8 @@ def pallas_call(jaxpr):
     [f"{name} {dim}" for name in LONG for dim in (64, 128, 256)], "documents 128", "relative bias 64"
 ))  # fmt: skip
 def test_long_sequences_lower_with_blocks_of_one_tile(which):
-    name, dim, length = which[: which.rindex(" ")], int(which.split()[-1]), 32768
-    tables = {"doc": np.arange(length) // 1000, "slope": np.ones(8, np.float32), "bias": np.ones((8, length), "f4")}
-    jaxpr, exported = lowered(LONG[name], length, dim, "bfloat16", tables=tables)
+    name, dim, length = which[: which.rindex(" ")], int(which.split()[-1]), LENGTH
+    jaxpr, exported = lowered(LONG[name], length, dim, "bfloat16")
     assert "tpu_custom_call" in exported.mlir_module()
     grid = pallas_call(jaxpr.jaxpr).params["grid_mapping"]
     assert grid.num_dynamic_grid_bounds == 1
@@ -265,46 +251,11 @@ def test_long_sequences_lower_with_blocks_of_one_tile(which):
     assert max(n for block in blocks for n in block) == (1024 if name == "relative bias" else 512)
 
 
-def operand(type, i):
-    return {
-        INT: [q, lit(2), k][i], FLOAT: [score, to_float(k - q), to_float(q)][i], BOOL: [q >= k, eq(q % 3, 0), k < 7][i]
-    }[type]  # fmt: skip
-
-
-ARITIES = {
-    "where": [(BOOL, BOOL, BOOL), (BOOL, FLOAT, FLOAT)], "random": [(INT, INT)], "and": [(BOOL, BOOL)],
-    "or": [(BOOL, BOOL)], "xor": [(BOOL, BOOL)], "not": [(BOOL,)], "int": [(BOOL,), (FLOAT,)],
-}  # fmt: skip
-
-
-def forms(op):
-    """Argument types of one operator."""
-    if op in ARITIES:
-        return ARITIES[op]
-    found = []
-    for types in [(INT,), (FLOAT,), (INT, INT), (FLOAT, FLOAT)]:
-        try:
-            if ir.result_type(op, types) is not None and JNP[op].count("{}") == len(types):
-                found.append(types)
-        except ValueError:
-            continue
-    return found
-
-
-def operator_cases(op):
-    """One Expr of each form, in a mask or a score mod."""
-    for types in forms(op):
-        args = [operand(t, i) for i, t in enumerate(types)]
-        e = ir.random(*args) if op == "random" else build(op, *args)
-        if e.type is BOOL and "score" in ir.uses(e):
-            e = ir.substitute(e, {score: to_float(q)})
-        yield Case(e) if e.type is BOOL else Case(causal, score + e)
-
-
 @pytest.mark.parametrize("op", some(JNP, "floordiv", "erf", "where", "random"))
 def test_every_operator_lowers(op):
-    assert forms(op)
-    for case in operator_cases(op):
+    found = list(operator_cases(op))
+    assert found
+    for case in found:
         _, exported = lowered(case, 256, 32, "float32", (128, 128))
         assert "tpu_custom_call" in exported.mlir_module()
 
