@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
+from frisket.dsl.errors import FrisketError, LoweringError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
@@ -91,10 +91,19 @@ class Attention:
         if framework_of(q) == "torch":
             found = torch_op().attend(self, q, k, v, *what)
         else:
-            call = self.call(q, k, v, *what)
+            try:
+                call = self.call(q, k, v, *what)
+            except FrisketError as error:
+                error.add_note(self._said(q, k, v))
+                raise
             found = self.run(call)
             self.check_if_asked(call, found)
         return results(found, return_lse, return_max)
+
+    def _said(self, q: Any, k: Any, v: Any) -> str:
+        """What is asked for, beside an error far from where it was written, as under `jax.jit`."""
+        shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)) if hasattr(x, "dtype"))
+        return f"in attention under {'; '.join(str(self.subject).splitlines()) or 'everything visible'}\n  of {shapes}"
 
     def check_if_asked(self, call: Call, found: tuple[Any, Any, Any]) -> None:
         if not Settings.read().check:

@@ -42,7 +42,11 @@ def text_of(
     if target.backend == "pallas-tpu":
         from frisket.lowering.emit import pallas_tpu
 
-        return pallas_tpu.emit(plan, target, g, dtype), target
+        return pallas_tpu.emit(plan, target, g, dtype, sinks), target
+    if target.backend == "pallas-mosaic-gpu":
+        from frisket.lowering.emit import pallas_gpu
+
+        return pallas_gpu.emit(plan, target, g, dtype, sinks), target
     return "", target
 
 

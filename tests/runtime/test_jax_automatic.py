@@ -1,0 +1,143 @@
+"""Automatic sharding, in a process with eight CPU devices: batches and heads stay where they are."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import re, sys
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import frisket as fk
+
+kind, backend, names = sys.argv[1], sys.argv[2] or None, sys.argv[3].split(";")
+BATCH, LENGTH, DIM = 4, 64, 8
+mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType[kind],) * 2)
+COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+at = jnp.arange(LENGTH)
+DOC = jnp.stack([at // n for n in (7, 10, 20, 33)])
+BIAS = jnp.linspace(0.1, 0.4, 4)
+ways = {"batch": P("x"), "heads": P(None, None, "y"), "both": P("x", None, "y")}
+calls = {  # mask, score mod, values, options, what collectives the gradient needs
+    "plain": ("causal", None, {}, {}, set()),
+    "head": ("causal & (q - k < 9 + 7 * h)", None, {}, {}, set()),
+    "batch entry": ("causal & (q - k < 9 + 7 * b)", None, {}, {}, set()),
+    "documents": ("causal & doc[b, q] == doc[b, k]", None, {"doc": DOC}, {}, set()),
+    "host documents": ("causal & doc[b, q] == doc[b, k]", None, {"doc": np.asarray(DOC)}, {}, set()),
+    "dropout": ("causal", None, {}, {"dropout": 0.3, "seed": 3}, set()),
+    "sinks": ("causal", None, {}, {"sinks": BIAS}, set()),  # one number for each head, summed and put together
+    "bias": ("causal", "score + bias[h] * (k - q)", {"bias": BIAS}, {}, {"all-reduce"}),
+    "origin": ("causal & (q - k < 9 + 7 * b)", None, {}, {
+        "origin": (1, 2, np.arange(4), 0), "sizes": (9, 9, 99, 99)}, set()),
+}
+
+
+def arrays(heads=4, kv_heads=2, batch=BATCH):
+    draw = np.random.default_rng(0).standard_normal
+    return [jnp.asarray(draw((batch, LENGTH, n, DIM)), jnp.float32) for n in (heads, kv_heads, kv_heads)]
+
+
+def collectives(function, *args):
+    return set(re.findall(COLLECTIVES, function.lower(*args).compile().as_text()))
+
+
+def close(found, want):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, want)
+
+
+for name in names:
+    name, way = name.split(":")
+    mask, score, values, options, needed = calls[name]
+    learned = {n: x for n, x in values.items() if n == "bias"} | {n: x for n, x in options.items() if n == "sinks"}
+    fixed = {n: x for n, x in {**values, **options}.items() if n not in learned}
+
+    def attend(q, k, v, learned):
+        return fk.attention(q, k, v, mask, score, backend=backend, return_lse=True, **learned, **fixed)
+
+    def loss(*args):
+        out, lse = attend(*args)
+        return (out * jnp.sin(jnp.arange(DIM))).sum() + jnp.sin(lse).sum()
+
+    gradient = jax.grad(loss, (0, 1, 2, 3))
+    q, k, v = arrays()
+    want = attend(q, k, v, learned), gradient(q, k, v, learned)
+    split = [jax.device_put(x, NamedSharding(mesh, ways[way])) for x in (q, k, v)]
+    with jax.set_mesh(mesh):
+        forward, backward = jax.jit(attend), jax.jit(gradient)
+        close((forward(*split, learned), backward(*split, learned)), want)
+        assert collectives(forward, *split, learned) == set(), name
+        found = collectives(backward, *split, learned)
+        assert found == needed or (name == "sinks" and found <= {"all-reduce", "all-gather"}), (name, way, found)
+        out = forward(*split, learned)[0]
+        assert tuple(out.sharding.spec)[: len(ways[way])] == tuple(ways[way]), out.sharding
+    print(name, way)
+"""
+
+MORE = """
+# groups that share keys stay whole: four ways for four groups, the rest is gathered
+every = jax.make_mesh((8,), ("z",), axis_types=(AxisType[kind],))
+for heads, kv_heads, free in [(8, 8, True), (16, 8, True), (8, 4, False), (8, 1, False)]:
+    whole = arrays(heads, kv_heads, 2)
+    spec = lambda x: P(None, None, "z") if x.shape[2] % 8 == 0 else P()
+    split = [jax.device_put(x, NamedSharding(every, spec(x))) for x in whole]
+    attend = jax.jit(lambda q, k, v: fk.attention(q, k, v, "causal & (q - k < 5 + h)", backend=backend))
+    close(attend(*split), attend(*whole))
+    assert (collectives(attend, *split) == set()) == free, (heads, kv_heads)
+print("groups")
+
+# mapped calls are split along the mapped axis too
+docs = jnp.stack([at // 5, at // 9])
+attend = jax.jit(jax.vmap(lambda q, k, v, doc: fk.attention(q, k, v, "causal & same(doc)", backend=backend, doc=doc)))
+whole = [jnp.stack([x, 2 * x]) for x in arrays()]
+split = [jax.device_put(x, NamedSharding(mesh, P("y", "x"))) for x in whole]
+close(attend(*split, docs), attend(*whole, docs))
+assert collectives(attend, *split, docs) == set()
+print("vmap")
+
+# of a mesh that has no devices nothing is known, and nothing is asked
+nowhere = jax.sharding.AbstractMesh((4, 2), ("x", "y"))
+shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(nowhere, P("x"))) for x in arrays()]
+with jax.sharding.use_abstract_mesh(nowhere):
+    module = jax.export.export(jax.jit(lambda *a: fk.attention(*a, "causal")), platforms=["cpu"])(*shapes)
+assert module.nr_devices == 8
+print("abstract")
+
+# and an export of what is split goes to as many devices
+split = [jax.device_put(x, NamedSharding(mesh, P("x", None, "y"))) for x in arrays()]
+module = jax.export.export(jax.jit(lambda *a: fk.attention(*a, "causal")))(*split)
+close(jax.export.deserialize(module.serialize()).call(*split), fk.attention(*arrays(), "causal"))
+print("export")
+"""
+
+
+def run(script, *arguments, devices=8):
+    env = {k: x for k, x in os.environ.items() if k != "FRISKET_BACKEND"}
+    env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "NPROC": "16", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=env, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+CALLS = (
+    "plain", "head", "batch entry", "documents", "host documents", "dropout", "sinks", "bias", "origin",
+)  # fmt: skip
+FEW = ["head:both", "bias:both"]
+ALL = [f"{name}:{way}" for name in CALLS for way in ("batch", "heads", "both")]
+
+
+def test_batches_and_heads_are_not_gathered():
+    assert run(SCRIPT, "Auto", "xla", ";".join(FEW)) == [name.replace(":", " ") for name in FEW]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("backend", ["", "xla"])
+def test_every_way(kind, backend):
+    names = ALL if kind == "Auto" else [n for n in ALL if n.endswith("both")]
+    more = MORE if kind == "Auto" else ""
+    told = ["groups", "vmap", "abstract", "export"] if more else []
+    assert run(SCRIPT + more, kind, backend, ";".join(names)) == [n.replace(":", " ") for n in names] + told

@@ -1,0 +1,136 @@
+"""The backend of a call of JAX: that of the platform that is lowered, and nothing else is traced."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import frisket as fk
+from frisket.runtime import jax_platforms, native_build
+
+draw = np.random.default_rng(0)
+Q, K, V = (jnp.asarray(draw.standard_normal((1, 200, heads, 64)), "bfloat16") for heads in (4, 2, 2))
+DOC = jnp.arange(200) // 70
+CALLS = ("tpu_custom_call", "mosaic_gpu_v2", "triton_kernel_call")
+ALLOWED = [jax.export.DisabledSafetyCheck.custom_call(name) for name in CALLS]
+NATIVE = "xla" if native_build.reason() else "cpp"
+
+
+@pytest.fixture(autouse=True)
+def called(monkeypatch):
+    """The executors that are called, in turn. Every platform has its own backend."""
+    monkeypatch.delenv("FRISKET_BACKEND", raising=False)
+    names, found = [], jax_platforms.executor
+
+    def executor(backend, what):
+        names.append(backend)
+        return found(backend, what)
+
+    monkeypatch.setattr("frisket.runtime.jax_call.executor", executor)
+    return names
+
+
+def attend(*args, **options):
+    return fk.attention(*args[:3], "causal & same(doc)", doc=args[3], **options)
+
+
+def loss(*args):
+    return (attend(*args).astype("float32") ** 2).sum()
+
+
+def lowered(platform, function=attend, args=(Q, K, V, DOC)):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+def exported(function, *args, platforms):
+    return jax.export.export(jax.jit(function), platforms=platforms, disabled_checks=ALLOWED)(*args)
+
+
+@pytest.mark.parametrize(("platform", "backend", "call"), [
+    ("cpu", NATIVE, ""), ("tpu", "pallas-tpu", "tpu_custom_call"), ("cuda", "pallas-mosaic-gpu", "mosaic_gpu_v2"),
+])  # fmt: skip
+def test_the_platform_that_is_lowered_is_the_one_that_is_traced(platform, backend, call, called):
+    text = lowered(platform)
+    assert called == [backend]
+    assert {name for name in CALLS if f"@{name}" in text} == {call} - {""}
+
+
+@pytest.mark.parametrize("function", [
+    attend, pytest.param(jax.value_and_grad(loss, (0, 1, 2)), id="gradients", marks=pytest.mark.matrix),
+])  # fmt: skip
+def test_one_function_goes_to_every_platform(function, called):
+    """Without kernels that only this machine has."""
+    module = exported(function, Q, K, V, DOC, platforms=["cpu", "tpu", "cuda"])
+    assert called == (1 if function is attend else 2) * ["xla", "pallas-tpu", "pallas-mosaic-gpu"]
+    text = module.mlir_module()
+    assert {name for name in CALLS if f"@{name}" in text} == {"tpu_custom_call", "mosaic_gpu_v2"}
+    assert not re.search("@frisket_(forward|backward)_[0-9a-f]{24}", text)
+    again = jax.export.deserialize(module.serialize())
+    want = function(Q, K, V, DOC)
+    for x, y in zip(jax.tree.leaves(again.call(Q, K, V, DOC)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x.astype("float32"), y.astype("float32"), rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.matrix
+def test_the_gradient_of_an_export_for_every_platform():
+    module = exported(loss, Q, K, V, DOC, platforms=["cpu", "tpu"])
+    again = jax.export.deserialize(module.serialize(vjp_order=1))
+    found, want = (jax.grad(lambda q, f=f: f(q, K, V, DOC))(Q) for f in (again.call, loss))
+    np.testing.assert_allclose(found.astype("float32"), want.astype("float32"), rtol=3e-2, atol=3e-2)
+
+
+def test_a_backend_that_is_named_is_that_backend_everywhere():
+    with pytest.raises(fk.BackendError) as caught:
+        lowered("tpu", lambda *args: attend(*args, backend="cpp"))
+    assert str(caught.value) == (
+        "backend 'cpp' runs on cpu, and this is lowered for tpu\n  without a backend each platform has its own"
+    )
+    assert caught.value.__notes__[0] == (
+        "in attention under mask = q >= k & doc[q] == doc[k]\n"
+        "  of q bfloat16[1, 200, 4, 64], k bfloat16[1, 200, 2, 64], v bfloat16[1, 200, 2, 64], lowered for tpu"
+    )
+    assert "tpu_custom_call" not in lowered("tpu", lambda *args: attend(*args, backend="xla"))
+
+
+def test_what_a_backend_lacks_is_said_once(called, monkeypatch):
+    jax_platforms._say.cache_clear()
+    monkeypatch.setattr(jax_platforms, "missing", lambda backend: "not here" if backend == "triton" else "")
+    args = *(x.astype("float32") for x in (Q, K, V)), DOC
+    with pytest.warns(UserWarning, match="for want of") as said:
+        lowered("cuda", args=args)
+    assert str(said[0].message).startswith(
+        "on cuda this runs as backend 'xla', for want of:\n  pallas-mosaic-gpu: kernels for Hopper"
+    )
+    assert str(said[0].message).endswith("\n  triton: not here")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowered("cuda", lambda *args: 2 * attend(*args), args)
+    assert called == ["xla", "xla"]
+
+
+def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
+    plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
+    geometry = fk.compile("causal").call(Q, K, V, None, None, None, False, None, None, None, {}).geometry
+    monkeypatch.setattr(jax_platforms, "missing", lambda backend: "")
+    for kind, backend in (("9.0", "pallas-mosaic-gpu"), ("8.0", "triton"), ("10.3", "triton")):
+        monkeypatch.setattr(jax_platforms, "_capabilities", lambda kind=kind: iter([kind]))
+        found = jax_platforms.backend_on("", "cuda", plan, geometry, "bfloat16", {}, False, frozenset())
+        assert found == backend
+
+
+def test_another_platform_has_xla(called):
+    plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
+    geometry = fk.compile("causal").call(Q, K, V, None, None, None, False, None, None, None, {}).geometry
+    assert jax_platforms.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
+
+
+def test_errors_under_jit_say_under_which_mask():
+    with pytest.raises(fk.ParameterError, match="table `doc` has 10 entries") as caught:
+        lowered("cpu", args=(Q, K, V, DOC[:10]))
+    assert caught.value.__notes__[0] == (
+        "in attention under mask = q >= k & doc[q] == doc[k]\n"
+        "  of q bfloat16[1, 200, 4, 64], k bfloat16[1, 200, 2, 64], v bfloat16[1, 200, 2, 64]"
+    )
