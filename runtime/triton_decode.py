@@ -62,7 +62,7 @@ def shares(
     if not splits:
         if programs >= FILLED * processors and not few:
             return None
-        tiles = most_tiles(plan, spans, g, block)
+        tiles = most_tiles(spans, g, block)
         splits = parts(programs, processors, tiles)
         if splits == 1 and (tiles <= LEAST or not few):
             return None
@@ -76,7 +76,7 @@ def _hurried(target: Target, dims: Dims, rows: int) -> Target:
     return replace(target, num_stages=stages, num_warps=4 if rows <= 64 else 8)
 
 
-def most_tiles(plan: LoopPlan, spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:
+def most_tiles(spans: SpanSource | None, g: Geometry, block: tuple[int, int]) -> int:
     """Tiles of keys that a row reads at most, as far as the host knows."""
     if spans is not None and not isinstance(spans, FlatPlan):
         found = spans.rows(block)

@@ -121,9 +121,9 @@ class BlockMask(theirs.BlockMask):
         in which every position is visible. B or H is 1, or left out, where all are alike.
 
         `seq_lengths` are rows and columns of whole tiles unless given, in tokens; where they are given, lists may be as
-        short as the longest row needs. Raises `ListError` (a RuntimeError
-        and an AssertionError, as torch raises) for lists that do not fit together, a tile listed twice, and a column
-        that is not there; the last two are looked for where the lists are on the host.
+        short as the longest row needs. Raises `ListError` (a RuntimeError and an AssertionError, as torch raises) for
+        lists that do not fit together, a tile listed twice, and a column that is not there; the last two are looked
+        for where the lists are on the host.
         """
         lists: Lists = dict.fromkeys(TENSORS)
         lists |= {"kv_num_blocks": kv_num_blocks, "kv_indices": kv_indices}

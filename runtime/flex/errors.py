@@ -45,9 +45,9 @@ def check_lookups(found: Iterable[Lookup]) -> None:
         negative = one.value < 0
         wraps = ", and torch would read from the end" if negative else ""
         bound = f"{one.index} >= 0" if negative else f"{one.index} < {one.size}"
-        low, high = ("0", f"{one.size - 1}")
         raise GatherError(
             f"`{one.text}` reads `{one.table}` at {one.value} on axis {one.axis}, which has entries 0..{one.size - 1}, "
             f"at query {q:,}, key {k:,} (b {b}, h {h}){wraps}\n"
-            f"  hide such positions first, `({bound}) & ...`, or clamp the index: `({one.index}).clamp({low}, {high})`"
+            f"  hide such positions first, `({bound}) & ...`, or clamp the index: "
+            f"`({one.index}).clamp(0, {one.size - 1})`"
         )

@@ -92,7 +92,7 @@ def test_parts_follow_the_tiles_that_are_visible():
             return self.found
 
     device = DeviceSpans(torch.from_numpy(bounds), None, None, table.slice_of)
-    assert [most_tiles(CAUSAL, s, g, (16, 64)) for s in (Source(table), Source(device), None)] == [8, 512, 512]
+    assert [most_tiles(s, g, (16, 64)) for s in (Source(table), Source(device), None)] == [8, 512, 512]
 
 
 def test_parts_are_few_and_full():
