@@ -29,6 +29,7 @@ AXES = {
     "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "top": "bhs",
     "dlse": "bhs",
 }  # fmt: skip
+NOWHERE = AbstractMesh((), ())
 NO_HESSIAN = BackwardError(
     "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
     "  where no second ones are needed wrap the gradient in jax.lax.stop_gradient"
@@ -175,10 +176,9 @@ def _without_mesh(ctx: Any, run: Callable[..., Any]) -> tuple[Any, Callable[...,
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
         return ctx, run
-    nowhere = AbstractMesh((), ())
 
     def plain(*operands: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(nowhere):
+        with jax.sharding.use_abstract_mesh(NOWHERE):
             return run(*operands)
 
     return ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), plain

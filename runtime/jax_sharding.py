@@ -15,7 +15,7 @@ from jax.experimental.custom_partitioning import SdyShardingRule, custom_partiti
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .jax_call import SHARD
-from .jax_primitives import AXES, Task
+from .jax_primitives import AXES, NOWHERE, Task
 
 WHOLE = ("s", "t", "d", "e", "g")  # factors that are not split: lengths, sizes of heads, the heads of one group
 
@@ -94,7 +94,11 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
             jax.lax.psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, found, strict=True)
         )
 
-    return mesh, run, given, taken
+    def alone(*operands: Any) -> tuple[Any, ...]:
+        with jax.sharding.use_abstract_mesh(NOWHERE):  # a device knows nothing of explicit axes
+            return run(*operands)
+
+    return mesh, alone, given, taken
 
 
 def _names(axes: Any) -> tuple[str, ...]:
