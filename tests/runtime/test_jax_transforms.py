@@ -145,6 +145,53 @@ def test_vmap_in_vmap_and_its_gradient():
     close(*(results(both(attend), *args, VALUES, wrt=(0, 2)) for attend in (ours(), dense)))
 
 
+def test_vmap_over_heads_makes_one_call_of_more_heads():
+    """In place: an axis beside the heads needs no turning."""
+    q, k, v = qkv(heads=6, kv_heads=3)
+    apart = q.reshape(1, S, 3, 2, D), k[:, :, :, None], v[:, :, :, None]  # three groups of two, each with its key head
+    attend = ours(causal, None)
+    one = jax.vmap(lambda q, k, v: attend(q, k, v)[0], 2, 2)
+
+    def whole(q, k, v):
+        return attend(q.reshape(1, S, 6, D), k[:, :, :, 0], v[:, :, :, 0])[0].reshape(1, S, 3, 2, D)
+
+    assert "transpose" not in str(jax.make_jaxpr(one)(*apart))
+    close(*(jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)))(*apart) for f in (one, whole)))
+
+
+def test_vmap_over_query_heads_shares_the_keys():
+    q, k, v = qkv(heads=4, kv_heads=1)
+    found = jax.vmap(lambda q: ours(causal, None)(q, k, v)[0], 2, 2)
+    close(found(q[:, :, :, None])[:, :, :, 0], ours(causal, None)(q, k, v)[0])
+    assert "broadcast" not in str(jax.make_jaxpr(found)(q[:, :, :, None]))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mask", [causal & (q - k < 9 + 5 * h), causal])
+def test_vmap_over_heads_of_what_a_mask_tells_apart(mask):
+    """Each instance is head 0: they go in turn, or, where nothing is told apart, in the batch."""
+    args = qkv(heads=3, kv_heads=3)
+    attend = ours(mask, None)
+    found = jax.vmap(lambda *x: attend(*(y[:, :, None] for y in x))[0][:, :, 0], 2, 2)
+    want = jnp.stack([attend(*(x[:, :, i : i + 1] for x in args))[0][:, :, 0] for i in range(3)], 2)
+    close(found(*args), want)
+    close(
+        jax.grad(lambda *x: (found(*x) ** 2).sum(), (0, 1, 2))(*args),
+        jax.grad(lambda *x: sum((attend(*(y[:, :, i : i + 1] for y in x))[0] ** 2).sum() for i in range(3)), (0, 1, 2))(
+            *args
+        ),
+    )
+
+
+def test_checkpoint_keeps_what_it_is_told_to():
+    """With out and lse kept, the forward runs once."""
+    args, keep = (*qkv(), VALUES, SINKS), jax.checkpoint_policies.save_only_these_names(jax_op.OUT, jax_op.LSE)
+    for policy, times in ((None, 2), (keep, 1)):
+        gradient = jax.grad(jax.checkpoint(loss_of(ours()), policy=policy), (0, 3))
+        assert str(jax.make_jaxpr(gradient)(*args)).count("frisket_forward[") == times
+    close(jax.jit(gradient)(*args), results(dense, *args, wrt=(0, 3))[1])
+
+
 @pytest.mark.slow
 def test_vmap_of_a_mask_that_knows_its_batch_entry():
     mask = causal & (q - k < 9 + 5 * b)
