@@ -26,6 +26,7 @@ from .pallas_tpu import walked
 if TYPE_CHECKING:
     import jax
 
+LARGEST = 512  # a side of a tile
 DISTANCES = 1 << 20  # sums of one head that stay in a kernel's memory, 4 MiB
 Array = Any  # a jax.Array, traced or not
 
@@ -47,8 +48,8 @@ def backward(
     arrays = _prepared(plan.guard)(q, k, v, out, lse, dout, dlse)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     numbers = geometry.origin, geometry.full, *values
-    interpret = platform != "tpu"
-    own, others = (t or replace(target, dq=None, dkv=None) for t in (target.dq, target.dkv))
+    interpret = interpreter(platform)
+    own, others = target.dq or _smaller(target), target.dkv or _smaller(target)
     walk = walked(spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k))
     found: dict[Any, Array] = {}
     if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted):
@@ -67,6 +68,17 @@ def backward(
     sums = [found.pop(i) for i, _ in captured]
     known = {name: jnp.asarray(x) for name, x in tables.items()}
     return found | folded([g for _, g in captured], sums, geometry, slots, known)
+
+
+def interpreter(platform: str) -> Any:
+    """What `pallas_call` takes as `interpret`."""
+    return platform != "tpu"
+
+
+def _smaller(target: Target) -> Target:
+    """The forward's tiles as far as a backward's fit beside one another: it holds three times as many."""
+    block_q, block_k = min(target.block_q, LARGEST), min(target.block_k, LARGEST)
+    return Target(target.backend, block_q, block_k)
 
 
 def reason(
@@ -158,7 +170,7 @@ def _by_position(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str,
 
     def run(
         q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, walk: Any, origin: Any, sizes: Any,
-        slots: Any, tables: Any, *, interpret: bool,
+        slots: Any, tables: Any, *, interpret: Any,
     ) -> Array:  # fmt: skip
         vectors = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (geometry.batch,)) for x in origin[2:]]
         known = {t.name: jnp.asarray(x) for t, x in zip(plan.tables, tables, strict=True)}

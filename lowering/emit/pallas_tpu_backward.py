@@ -37,7 +37,10 @@ ONE = lit(1.0)
 ATOMS = r"[\w.]+(\[[\w., ]+\])?"
 KEY_ROWS = "heads=kv_heads, rows=k_tiles, fold=fold, parts=GROUP // fold"
 NONE: Mapping[int, Gradient] = MappingProxyType({})
-CAST = "query, key, value, dout = (x.astype(Float) for x in (query, key, value, dout))  # TPUs compute no float16"
+CAST = [
+    "dtype = query.dtype  # TPUs compute no float16",
+    "query, key, value, dout = (x.astype(Float) for x in (query, key, value, dout))",
+]
 TOKENS = {"q": "query", "k": "key"}
 
 
@@ -104,6 +107,7 @@ class _Kernel:
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
         roots = [plan.mask, plan.score, self.slope, plan.kept, self.survivor, *(g.weight for g in gradients.values())]
         self.inputs: Inputs = place([e for e in roots if e is not None], self.down)
+        self.turned = "{}.swapaxes(1, 2)" + (".astype(dtype)" if dtype == "float16" else "")
         self.functions: list[str] = []
         self.scratch: list[str] = []
         self.scratch_shapes: list[str] = []
@@ -240,7 +244,7 @@ class _Kernel:
             entry=self.entry,
             arguments=", ".join([*(f"*, {n}" for n in self.zeros), *["fold=1"] * (not down), "interpret=False"]),
             said=self.said,
-            cast=[CAST] if self.dtype == "float16" else [],
+            cast=CAST if self.dtype == "float16" else [],
             before=pallas_inputs.before(plan, inputs),
             passed=", ".join([*numbers, *(inputs.picked.get(n, n) for n in inputs.scalars)]),
             placed="b, h, q_tile, k_tile" if down else "b, h * GROUP + part, q_tile, k_tile",
@@ -289,8 +293,8 @@ class _Queries(_Rows):
         lines = self.tile()
         if "q" in self.arrays:
             self.keeps("dq", "(BLOCK_Q, dim)")
-            spec, shape = "pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query)", "(batch, heads, q_len, dim), dtype"
-            self.gives("q", "dq", spec, shape, "{}.swapaxes(1, 2)", "dq [batch, q_len, heads, dim]")
+            spec, shape = "pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query)", "(batch, heads, q_len, dim), query.dtype"
+            self.gives("q", "dq", spec, shape, self.turned, "dq [batch, q_len, heads, dim]")
             self.finish.append("dq_ref[0, 0] = (dq[...] * SCALE).astype(dq_ref.dtype)")
             self.needs(FINITE)
             made, ds = self.times("ds", self.slope)
@@ -365,10 +369,8 @@ class _Keys(_Kernel):
             if name in self.arrays:
                 self.keeps(f"d{name}", f"(BLOCK_K, {width})")
                 spec = f"pl.BlockSpec((1, 1, BLOCK_K, {width}), at_key)"
-                shape = f"(batch, kv_heads, kv_len, {width}), dtype"
-                self.gives(
-                    name, f"d{name}", spec, shape, "{}.swapaxes(1, 2)", f"d{name} [batch, kv_len, kv_heads, {width}]"
-                )
+                shape = f"(batch, kv_heads, kv_len, {width}), query.dtype"
+                self.gives(name, f"d{name}", spec, shape, self.turned, f"d{name} [batch, kv_len, kv_heads, {width}]")
         if "v" in self.arrays:
             lines += self._dv()
         if "k" in self.arrays:

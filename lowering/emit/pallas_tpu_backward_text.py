@@ -56,7 +56,6 @@ def $entry(
     """
     batch, q_len, heads, dim = query.shape
     kv_len, kv_heads, v_dim = value.shape[1:]
-    dtype = query.dtype
     $cast
     query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
     of_rows = jnp.stack([lse, delta], 2)

@@ -1,22 +1,329 @@
-"""The Pallas TPU kernels of the backward: gradients in the interpreter against float64, their walks, their text."""
+"""The Pallas TPU kernels of the backward: gradients in interpreters against float64, visits, text, lowering."""
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import export
+from jax.experimental.pallas import tpu as pltpu
+from support import attention_cases as cases
 from support import jax_gradients
-from support.attention_cases import CASES, Source
-from support.jax_gradients import LEARNED, compare
+from support.attention_cases import CASES, Case, Source, causal
+from support.jax_gradients import LEARNED, compare, normal
+from support.matrix import some
 
-from frisket.lowering.plan import Target
-from frisket.runtime import pallas_tpu_backward
+import frisket as fk
+from frisket.dsl import ir
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import b, function, h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import pallas_tpu_backward as emitted
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import Geometry, Target, make_plan
+from frisket.runtime import modules
+from frisket.runtime import pallas_tpu_backward as runtime
 
-ALL = {**CASES, **LEARNED}
+MORE = {
+    "other-heads": Case(
+        causal & (q - k < 90 * (h + 1)), score + lookup("x", (h, k), FLOAT) * score, heads=4, kv_heads=2, q_len=290,
+        kv_len=290, tables={"x": normal(4, 290)},
+    ),  # a group whose heads see different tiles
+    "distances-of-both": Case(
+        causal, score * lookup("x", (b, q - k), FLOAT) + lookup("y", (h, q - k), FLOAT), heads=4, kv_heads=2, batch=2,
+        q_len=260, kv_len=400, sizes=(2, 4, 500, 900), origin=(0, 0, np.array([140, 9]), np.array([0, 5])),
+        tables={"x": normal(2, 500), "y": normal(4, 300)},
+    ),
+}  # fmt: skip
+ALL = CASES | LEARNED | MORE
+
+
+@pytest.fixture(autouse=True)
+def compiled_quickly():
+    """What Pallas' interpreter hands to XLA is compiled once and run once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def run(case, made=None, block=(128, 128), **options):
     """{name: gradient} of the kernels, and of the interpreter."""
-    target = Target("pallas-tpu", *block)
-    return jax_gradients.run(pallas_tpu_backward.backward, case, target, made, Source(case), **options)
+    return jax_gradients.run(runtime.backward, case, Target("pallas-tpu", *block), made, Source(case), **options)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some(ALL, "nested"))
 def test_every_case(name):
     compare(*run(ALL[name]))
+
+
+UNEQUAL = {"window": (128, 256), "distances-of-both": (384, 128), "plane-by-head": (256, 128), "by-column": (128, 384)}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "block"), UNEQUAL.items())
+def test_unequal_tiles(name, block):
+    compare(*run(ALL[name], block=block))
+
+
+@pytest.mark.matrix
+def test_each_kernel_has_tiles_of_its_own():
+    case = ALL["by-column"]
+    target = Target(
+        "pallas-tpu", 256, 256, dq=Target("pallas-tpu", 128, 256), dkv=Target("pallas-tpu", 256, 128)
+    )  # fmt: skip
+    compare(*jax_gradients.run(runtime.backward, case, target, None, Source(case)))
+
+
+@pytest.mark.parametrize("name", some(["scalar-twice", "empty-rows", "plane-by-head"], "scalar-twice"))
+def test_sinks_and_dropout(name):
+    case = ALL[name]
+    limits = dict.fromkeys((*ir.COORDINATES, *case.tables, *case.slots), 2.0**14)
+    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    sinks = np.array([0.5, -np.inf, 3.0, 0.0], np.float32)[: case.heads]
+    compare(*run(case, made, sinks=sinks, rate=0.3, with_lse=name != "by-diagonal"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("by-column", "bfloat16"), ("by-diagonal", "float16"), ("gqa", "float16"), ("empty-rows", "bfloat16"),
+])  # fmt: skip
+def test_half_precision(name, dtype):
+    got, want = run(ALL[name].but(dtype=dtype))
+    assert {got[n].dtype for n in "qkv"} == {jnp.dtype(dtype)}
+    assert all(x.dtype == jnp.float32 for n, x in got.items() if n not in "qkv")
+    compare(got, want, 2e-2 if dtype == "bfloat16" else 4e-3)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("wanted", ["q", "v", "t0"])
+def test_nothing_is_made_but_what_is_wanted(wanted):
+    compare(*run(ALL["by-column"], wanted={wanted}))
+
+
+def test_kernels_of_nothing_are_not_there():
+    case = ALL["by-column"]
+    made, g, target = cases.plan(case), cases.geometry(case), Target("pallas-tpu", 128, 128)
+    assert emitted.dkv(made, target, g, "float32", {"q"}) is None
+    assert emitted.dq(made, target, g, "float32", {"k", "v", "t0"}) is None
+    values_alone = emitted.dkv(made, target, g, "float32", {"v"})
+    assert values_alone.results == ("v",)
+    assert "v_ref" not in values_alone.text.replace("dv_ref", "")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_what_is_not_finite_and_hidden_reaches_no_gradient(place):
+    """Query 5 sees nothing and nobody sees key 5: 0 times what they hold is not 0."""
+    mask = fk.mask("causal & q != 5 & k != 5")
+    case = Case(mask.expr, q_len=20, kv_len=20, dim=8, v_dim=8)
+    made, arrays = cases.plan(case), [normal(1, 20, 2, 8) for _ in range(4)]
+    out, lse = normal(1, 20, 2, 8), np.zeros((1, 2, 20), np.float32)
+    lse[:, :, 5], out[:, 5] = -np.inf, 0
+
+    def gradients(held):
+        given = [np.copy(x) for x in arrays]
+        given[place][:, 5] = held
+        return runtime.backward(
+            made, Source(case), cases.geometry(case), *map(jnp.asarray, (*given[:3], out, lse, given[3])), None,
+            cases.slots(case, made), {}, Target("pallas-tpu", 128, 128), wanted=frozenset("qkv"),
+        )  # fmt: skip
+
+    found, right = gradients(np.nan), gradients(0.0)
+    for name in "qkv":
+        np.testing.assert_allclose(found[name], right[name], rtol=1e-5, atol=1e-6)
+
+
+def test_new_values_compile_nothing_and_repeat_bit_for_bit():
+    """A window of another length has another number of steps."""
+    case = CASES["window"].but(
+        score=score + lookup("x", (h,), FLOAT) * score, tables={"x": normal(2)}, dim=24, v_dim=24
+    )
+    first, _ = run(case)
+    made = cases.plan(case)
+    kernels = [
+        runtime._kernel(n, made, Target("pallas-tpu", 128, 128), cases.geometry(case), "float32", frozenset(first))[0]
+        for n in ("dq", "dkv")
+    ]
+    before = [f._cache_size() for f in kernels]
+    assert min(before) > 0
+    compare(*run(case.but(slots={"w": 290})))
+    assert [f._cache_size() for f in kernels] == before
+    again, _ = run(case)
+    assert all((np.asarray(first[n]) == np.asarray(again[n])).all() for n in first)
+
+
+# -- in the interpreter that knows of memory --------------------------------------------------------
+
+CAREFUL = ("documents-by-batch", "empty-rows", "other-heads", "by-diagonal", "by-row", "plane-by-head", "short-keys")
+
+
+@pytest.mark.parametrize("name", some(CAREFUL, "other-heads"))
+def test_no_races_and_no_read_outside(name, monkeypatch):
+    """Scratch and what lies behind the edges of blocks are NaN there, and copies happen when they are waited for."""
+    careful = pltpu.InterpretParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode="on_wait"
+    )
+    monkeypatch.setattr(runtime, "interpreter", lambda platform: careful)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    case = ALL[name].but(dim=16, v_dim=24)
+    case = case.but(q_len=min(case.q_len, 290), kv_len=min(case.kv_len, 290))
+    try:
+        compare(*run(case))
+        assert not interpret_pallas_call.races.races_found
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+MASKS = {
+    "causal": {}, "causal & window(200)": {}, "causal & same(doc)": {"doc": np.repeat(np.arange(9), 80)[:700]},
+    "prefix_lm(300)": {}, "q // 150 == k // 150 & causal": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", some(MASKS, "causal & same(doc)"))
+def test_visits_are_the_visible_tiles(text, monkeypatch):
+    """By dq once each, by dk and dv once for each head of a group; full ones without the mask."""
+    layout = fk.mask(text, **MASKS[text]).layout(700, 700, batch=1, heads=4, block=(128, 128))
+    visits = {"attention_dq": np.zeros((1, 4, 6, 6), int), "attention_dkv": np.zeros((1, 4, 6, 6), int)}
+    line = "    def visit(partial):\n"
+    note = "        jax.debug.callback(seen, batch, head, q_tile, k_tile, partial)\n"
+
+    def load(source):
+        assert source.count(line) == 1
+        entry = "attention_dq" if "def attention_dq(" in source else "attention_dkv"
+
+        def seen(batch, head, q_tile, k_tile, partial):
+            visits[entry][batch, head, q_tile, k_tile] += 1 if partial else 2
+
+        return modules.load(source.replace(line, line + note), seen=seen)
+
+    monkeypatch.setattr(runtime, "load", load)
+    runtime._loaded.cache_clear()
+    made = make_plan(layout.mask, None, limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
+    x, y, rows = (jnp.zeros(s, jnp.float32) for s in ((1, 700, 4, 16), (1, 700, 2, 16), (1, 4, 700)))
+
+    class Spans:
+        def rows(self, block):
+            return layout.spans
+
+        def columns(self, block):
+            return layout.transposed.spans
+
+    found = runtime.backward(
+        made, Spans(), Geometry(1, 4, 2, 700, 700, 16, 16, 0.25), x, y, y, x, rows, x, None, made.slot_values({}),
+        made.table_values(MASKS[text]), Target("pallas-tpu", 128, 128), wanted=frozenset("qkv"),
+    )  # fmt: skip
+    jax.block_until_ready(found)
+    jax.effects_barrier()
+    runtime._loaded.cache_clear()
+    for seen in visits.values():
+        np.testing.assert_array_equal(seen, layout.kinds())
+    assert seen.sum() > 0
+
+
+@pytest.mark.matrix
+def test_traced_spans_and_origins():
+    case = ALL["distances-of-both"]
+    made, g = cases.plan(case), cases.geometry(case)
+    spans = Source(case)
+
+    class Traced:
+        def __init__(self, arrays):
+            self.arrays = arrays
+
+        def rows(self, block):
+            return DeviceSpans(*self.arrays[:2], None, spans.rows(block).slice_of)
+
+        def columns(self, block):
+            return DeviceSpans(*self.arrays[2:], None, spans.columns(block).slice_of)
+
+    def backward(plan, _, geometry, q, k, v, out, lse, dout, dlse, slots, tables, target, *, wanted, sinks):
+        def call(walks, origin, slots, tables):
+            return runtime.backward(
+                plan, Traced(walks), replace(geometry, origin=(0, 0, *origin)), q, k, v, out, lse, dout, dlse, slots,
+                tables, target, wanted=wanted,
+            )  # fmt: skip
+
+        block = (target.block_q, target.block_k)
+        walks = [x for s in (spans.rows(block), spans.columns(block)) for x in (s.bounds, s.count)]
+        return jax.jit(call)(walks, geometry.origin[2:], slots, tables)
+
+    compare(*jax_gradients.run(backward, case, Target("pallas-tpu", 128, 128), made, spans))
+    assert g.origin[2].shape == (2,)
+
+
+# -- lowering for a TPU, text, errors ---------------------------------------------------------------
+
+LONG = {
+    "causal": Case(causal),
+    "window": Case(causal & (q - k < 1024)),
+    "softcap": Case(causal, 30.0 * function("tanh", score / 30.0)),
+    "relative": Case(causal, score + lookup("x", (h, q - k), FLOAT), tables={"x": np.zeros((8, 4096), np.float32)}),
+    "columns": Case(causal, score + lookup("x", (h, k), FLOAT), tables={"x": np.zeros((8, 4096), np.float32)}),
+    "plane": Case(causal, score + lookup("x", (q, k), FLOAT), tables={"x": np.zeros((4096, 4096), np.float32)}),
+}
+
+
+def lowered(case, length, dim, dtype):
+    """A backward of everything over `length` tokens, exported for a TPU."""
+    g = Geometry(1, 8, 4, length, length, dim, dim, dim**-0.5)
+    made = make_plan(case.mask, case.score, limits=dict.fromkeys([*ir.COORDINATES, *case.tables], 2.0**14))
+    layout = fk.mask("causal").layout(length, length, batch=1, heads=8, block=(512, 512))
+
+    class Spans:
+        def rows(self, block):
+            return layout.spans
+
+        def columns(self, block):
+            return layout.transposed.spans
+
+    wanted = frozenset("qkv") | {g.source for g in backward_of(made).gradients}
+
+    def call(q, k, v, out, lse, dout):
+        return runtime.backward(
+            made, Spans(), g, q, k, v, out, lse, dout, None, made.slot_values({}), made.table_values(case.tables),
+            Target("pallas-tpu", 512, 512), wanted=wanted, platform="tpu",
+        )  # fmt: skip
+
+    x, y = (jax.ShapeDtypeStruct((1, length, heads, dim), dtype) for heads in (8, 4))
+    return export.export(jax.jit(call), platforms=["tpu"])(
+        x, y, y, x, jax.ShapeDtypeStruct((1, 8, length), jnp.float32), x
+    )
+
+
+@pytest.mark.parametrize(
+    "which", some([f"{n} {d}" for n in LONG for d in (64, 128, 256)], "relative 64", "columns 128")
+)  # fmt: skip
+def test_lowers_for_a_tpu(which):
+    name, dim = which.split()
+    text = lowered(LONG[name], 4096, int(dim), "bfloat16").mlir_module()
+    assert text.count("stablehlo.custom_call @tpu_custom_call") == (3 if name == "plane" else 2)
+
+
+@pytest.mark.parametrize("name", ["window", "by-column", "diagonal-of-buckets"])
+def test_golden(name, golden):
+    case = ALL[name]
+    made = replace(cases.plan(case), text=f"mask: {case.mask}\nscore: {case.score}")
+    wanted = {"q", "k", "v", *(g.source for g in backward_of(made).gradients)}
+    args = made, Target("pallas-tpu", 128, 128), cases.geometry(case), "bfloat16", wanted
+    source = emitted.emit(*args)
+    assert source == emitted.emit(*args)
+    golden(f"pallas_backward_{name.replace('-', '_')}.py", source)
+
+
+def test_what_it_cannot_do_is_said():
+    case = ALL["by-diagonal"]
+    made = cases.plan(case)
+    long = replace(cases.geometry(case), q_len=1 << 20, kv_len=1 << 20)
+    shapes = {"t0": (2, 75)}
+    assert runtime.reason(made, long, "float32", shapes, frozenset("qkv")) == ""
+    assert runtime.reason(made, long, "float32", shapes, frozenset({"t0"})) == (
+        "the gradient of `x` by q - k takes 2097152 sums of a TPU kernel's memory, at most 1048576; take shorter parts "
+        'of the sequence, or backend="xla"'
+    )
+    with pytest.raises(LoweringError, match="TPUs have no float64"), jax.enable_x64(True):
+        run(CASES["causal"].but(dtype="float64"))

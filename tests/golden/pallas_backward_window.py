@@ -1,0 +1,376 @@
+"""Gradients by query of attention on TPU (Pallas, Mosaic), written by frisket."""
+# What it computes:
+#
+#     mask: q >= k & q - k < w
+#     score: None
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+BLOCK_Q, BLOCK_K = 128, 128
+GROUP = 1  # query heads to a key head
+SCALE = 0.1767766952966369
+EXACT = lax.Precision.DEFAULT
+Int, Float = jnp.int32, jnp.float32
+def turned(row):
+    """[1, n] as [n, 1]; n is a multiple of the 128 lanes."""
+    return jnp.broadcast_to(row, (128, row.shape[1])).T[:, :1]
+
+
+def finite(x):
+    """What a hidden position's 0 may be multiplied with: 0 times NaN or infinity is NaN."""
+    wide = x.astype(Float)
+    return jnp.where(jnp.isfinite(wide), wide, 0).astype(x.dtype)
+
+
+def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows):
+    """(row, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
+    at = slice_of[b * heads + h]
+    start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
+    here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
+
+    def next_row(found):
+        row, _, end = found
+        return row + 1, end, first[start + row + 2]
+
+    row = anchor[at * (anchor.shape[0] // slices) + (here >> shift[0])]
+    begin, end = first[start + row], first[start + row + 1]
+    row, begin, end = lax.while_loop(lambda found: found[2] <= here, next_row, (row, begin, end))
+    position = here - begin
+    number = records.shape[0] // (4 * slices * rows)
+    base = 4 * number * (at * rows + row)
+
+    def later(i, found):
+        return jnp.where(records[base + 4 * i] <= position, i, found)
+
+    found = lax.fori_loop(Int(1), Int(number), later, Int(0)) if number > 1 else Int(0)
+    record = base + 4 * found
+    sees = records[record] <= position
+    full = (records[record + 2] <= position) & (position < records[record + 3])
+    tile = jnp.where(sees, position + records[record + 1], 0)
+    return (row, tile), (sees & (step < end), full, step == begin, step + 1 == end)
+
+
+def rows_by_rows(x, y):
+    """[n, d] times [m, d]: [n, m]."""
+    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float)
+
+
+def rows_by_columns(x, y):
+    """[n, m] times [m, d]: [n, d]."""
+    x = x.astype(y.dtype)
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float)
+
+
+def kernel(
+    slice_of, shift, anchor, first, records, ints, q_origin, k_origin, q_ref, k_ref, v_ref, dout_ref, of_rows_ref,
+    dq_ref, lse, delta, dq, *, at, q_len, kv_len
+):
+    batch, head, step = (pl.program_id(axis) for axis in range(3))
+    tiles, (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
+    q_tile, k_tile = tiles
+
+    @pl.when(starts)
+    def start():
+        lse[...] = turned(of_rows_ref[0, 0, :1])
+        delta[...] = turned(of_rows_ref[0, 0, 1:])
+        dq[...] = jnp.zeros(dq.shape, Float)
+
+    def visit(partial):
+        q = q_origin[batch] + q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0)
+        k = k_origin[batch] + k_tile * BLOCK_K + lax.broadcasted_iota(Int, (1, BLOCK_K), 1)
+        s0 = ints[6]
+        s = rows_by_rows(q_ref[0, 0], k_ref[0, 0]) * SCALE
+        m = s
+        if partial:  # the mask
+            m = jnp.where((q >= k) & (q - k < s0), m, -jnp.inf)
+            if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
+                inside = lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < kv_len - k_tile * BLOCK_K
+                m = jnp.where(inside, m, -jnp.inf)
+        p = jnp.exp(m - lse[...])
+        p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
+        dp = rows_by_rows(dout_ref[0, 0], v_ref[0, 0])
+        dm = p * (dp - delta[...])
+        dm = jnp.where(p == 0, 0, dm)
+        keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]
+        dq[...] += rows_by_columns(dm, keys)
+
+    @pl.when(visits & full)
+    def visit_full():
+        visit(partial=False)
+
+    @pl.when(visits & jnp.logical_not(full))
+    def visit_partial():
+        visit(partial=True)
+
+    @pl.when(ends)
+    def finish():
+        dq_ref[0, 0] = (dq[...] * SCALE).astype(dq_ref.dtype)
+
+
+def attention_dq(
+    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), interpret=False
+):
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf:
+
+    dq [batch, q_len, heads, dim]
+    """
+    batch, q_len, heads, dim = query.shape
+    kv_len, kv_heads, v_dim = value.shape[1:]
+    query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
+    of_rows = jnp.stack([lse, delta], 2)
+    steps, slice_of, shift, anchor, first, records = walk
+    q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
+    q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
+    s0 = jnp.asarray(slots[0], Int)
+    ints = jnp.stack([jnp.asarray(x, Int) for x in (*origin[:2], *sizes, s0)])
+    scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin)
+    at = functools.partial(locate, heads=heads, rows=q_tiles)
+
+    def place(b, h, step, *scalars):
+        """(batch, query head, tile of queries, tile of keys) of a step."""
+        (q_tile, k_tile), _ = at(b, h, step, *scalars[:5])
+        return b, h, q_tile, k_tile
+
+    def at_query(*step):
+        b, h, q_tile, _ = place(*step)
+        return b, h, q_tile, 0
+
+    def at_key(*step):
+        b, h, _, k_tile = place(*step)
+        return b, lax.div(h, Int(GROUP)), k_tile, 0
+
+    def along(of):
+        """The same tile of an array with the positions along."""
+
+        def at(*step):
+            b, h, tile, _ = of(*step)
+            return b, h, 0, tile
+
+        return at
+
+    found = pl.pallas_call(
+        functools.partial(kernel, at=at, q_len=q_len, kv_len=kv_len),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=8,
+            grid=(batch, heads, steps),
+            in_specs=[
+                pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
+                pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
+                pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
+                pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
+                pl.BlockSpec((1, 1, 2, BLOCK_Q), along(at_query)),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((BLOCK_Q, 1), Float),
+                pltpu.VMEM((BLOCK_Q, 1), Float),
+                pltpu.VMEM((BLOCK_Q, dim), Float),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, q_len, dim), query.dtype),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+    )(*scalars, query, key, value, dout, of_rows)
+    return [found[0].swapaxes(1, 2)]
+
+
+"""Gradients by key of attention on TPU (Pallas, Mosaic), written by frisket."""
+# What it computes:
+#
+#     mask: q >= k & q - k < w
+#     score: None
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+BLOCK_Q, BLOCK_K = 128, 128
+GROUP = 1  # query heads to a key head
+SCALE = 0.1767766952966369
+EXACT = lax.Precision.DEFAULT
+Int, Float = jnp.int32, jnp.float32
+def finite(x):
+    """What a hidden position's 0 may be multiplied with: 0 times NaN or infinity is NaN."""
+    wide = x.astype(Float)
+    return jnp.where(jnp.isfinite(wide), wide, 0).astype(x.dtype)
+
+
+def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows, fold, parts):
+    """(row, head of the group, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
+    at = slice_of[b * heads + h]
+    start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
+    here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
+
+    def next_row(found):
+        row, _, end = found
+        return row + 1, end, first[start + row + 2]
+
+    row = anchor[at * (anchor.shape[0] // slices) + (here >> shift[0])]
+    begin, end = first[start + row], first[start + row + 1]
+    row, begin, end = lax.while_loop(lambda found: found[2] <= here, next_row, (row, begin, end))
+    position = here - begin
+    each = jnp.maximum(lax.div(end - begin, Int(fold)), 1)
+    turn = lax.div(position, each)
+    position = position - turn * each
+    number = records.shape[0] // (4 * slices * rows)
+    base = 4 * number * (at * rows + row)
+
+    def later(i, found):
+        return jnp.where(records[base + 4 * i] <= position, i, found)
+
+    found = lax.fori_loop(Int(1), Int(number), later, Int(0)) if number > 1 else Int(0)
+    record = base + 4 * found
+    sees = records[record] <= position
+    full = (records[record + 2] <= position) & (position < records[record + 3])
+    tile = jnp.where(sees, position + records[record + 1], 0)
+    return (row, turn + lax.div(found, Int(number // parts)), tile), (sees & (step < end), full, step == begin, step + 1 == end)
+
+
+def rows_by_rows(x, y):
+    """[n, d] times [m, d]: [n, m]."""
+    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float)
+
+
+def rows_by_columns(x, y):
+    """[n, m] times [m, d]: [n, d]."""
+    x = x.astype(y.dtype)
+    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float)
+
+
+def kernel(
+    slice_of, shift, anchor, first, records, ints, q_origin, k_origin, q_ref, k_ref, v_ref, dout_ref, of_rows_ref,
+    dk_ref, dv_ref, dk, dv, *, at, q_len, kv_len
+):
+    batch, kv_head, step = (pl.program_id(axis) for axis in range(3))
+    tiles, (visits, full, starts, ends) = at(batch, kv_head, step, slice_of, shift, anchor, first, records)
+    k_tile, part, q_tile = tiles
+    head = kv_head * GROUP + part
+
+    @pl.when(starts)
+    def start():
+        dk[...] = jnp.zeros(dk.shape, Float)
+        dv[...] = jnp.zeros(dv.shape, Float)
+
+    def visit(partial):
+        q = q_origin[batch] + q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (1, BLOCK_Q), 1)
+        k = k_origin[batch] + k_tile * BLOCK_K + lax.broadcasted_iota(Int, (BLOCK_K, 1), 0)
+        s0 = ints[6]
+        s = rows_by_rows(k_ref[0, 0], q_ref[0, 0]) * SCALE
+        m = s
+        if partial:  # the mask
+            m = jnp.where((q >= k) & (q - k < s0), m, -jnp.inf)
+            if q_len % BLOCK_Q:  # what lies behind the last query is nothing, not zero
+                inside = lax.broadcasted_iota(Int, (1, BLOCK_Q), 1) < q_len - q_tile * BLOCK_Q
+                m = jnp.where(inside, m, -jnp.inf)
+        p = jnp.exp(m - of_rows_ref[0, 0, :1])
+        p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
+        dp = rows_by_rows(v_ref[0, 0], dout_ref[0, 0])
+        dm = p * (dp - of_rows_ref[0, 0, 1:])
+        dm = jnp.where(p == 0, 0, dm)
+        douts = dout_ref[0, 0]
+        if partial and q_len % BLOCK_Q:
+            inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q
+            douts = jnp.where(inside, douts, jnp.zeros_like(douts))
+        dv[...] += rows_by_columns(p, douts)
+        queries = finite(q_ref[0, 0]) if partial else q_ref[0, 0]
+        dk[...] += rows_by_columns(dm, queries)
+
+    @pl.when(visits & full)
+    def visit_full():
+        visit(partial=False)
+
+    @pl.when(visits & jnp.logical_not(full))
+    def visit_partial():
+        visit(partial=True)
+
+    @pl.when(ends)
+    def finish():
+        dv_ref[0, 0] = dv[...].astype(dv_ref.dtype)
+        dk_ref[0, 0] = (dk[...] * SCALE).astype(dk_ref.dtype)
+
+
+def attention_dkv(
+    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), fold=1, interpret=False
+):
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf:
+
+    dk [batch, kv_len, kv_heads, dim]
+    dv [batch, kv_len, kv_heads, v_dim]
+    """
+    batch, q_len, heads, dim = query.shape
+    kv_len, kv_heads, v_dim = value.shape[1:]
+    query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
+    of_rows = jnp.stack([lse, delta], 2)
+    steps, slice_of, shift, anchor, first, records = walk
+    q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
+    q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
+    s0 = jnp.asarray(slots[0], Int)
+    ints = jnp.stack([jnp.asarray(x, Int) for x in (*origin[:2], *sizes, s0)])
+    scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin)
+    at = functools.partial(locate, heads=kv_heads, rows=k_tiles, fold=fold, parts=GROUP // fold)
+
+    def place(b, h, step, *scalars):
+        """(batch, query head, tile of queries, tile of keys) of a step."""
+        (k_tile, part, q_tile), _ = at(b, h, step, *scalars[:5])
+        return b, h * GROUP + part, q_tile, k_tile
+
+    def at_query(*step):
+        b, h, q_tile, _ = place(*step)
+        return b, h, q_tile, 0
+
+    def at_key(*step):
+        b, h, _, k_tile = place(*step)
+        return b, lax.div(h, Int(GROUP)), k_tile, 0
+
+    def along(of):
+        """The same tile of an array with the positions along."""
+
+        def at(*step):
+            b, h, tile, _ = of(*step)
+            return b, h, 0, tile
+
+        return at
+
+    found = pl.pallas_call(
+        functools.partial(kernel, at=at, q_len=q_len, kv_len=kv_len),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=8,
+            grid=(batch, kv_heads, steps),
+            in_specs=[
+                pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
+                pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
+                pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
+                pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
+                pl.BlockSpec((1, 1, 2, BLOCK_Q), along(at_query)),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
+                pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((BLOCK_K, dim), Float),
+                pltpu.VMEM((BLOCK_K, v_dim), Float),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_len, dim), query.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, kv_len, v_dim), query.dtype),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+    )(*scalars, query, key, value, dout, of_rows)
+    return [found[0].swapaxes(1, 2), found[1].swapaxes(1, 2)]
