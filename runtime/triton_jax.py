@@ -142,12 +142,12 @@ def target(
     """The tiles of a call, for the GPU at hand; `narrow` says that rows see a few hundred keys at most."""
     if tile is not None:
         return _precise(triton_tiles.of_tile(tile, geometry, dtype), dtype)
-    keys, closed = math.inf, True
+    keys = math.inf
     if plan.mask is not None:
         literals = tuple((s.name, s.value) for s in plan.slots if s.value is not None)
-        keys, closed = triton_tiles.keys_seen(plan.mask, literals)
-    if narrow or not (closed or plan.bounds is not None):
-        keys = min(keys, triton_tiles.MEDIUM)
+        keys, _ = triton_tiles.keys_seen(plan.mask, literals)
+        if narrow or plan.bounds is None:
+            keys = min(keys, triton_tiles.MEDIUM)
     made = triton_tiles.default_target(
         geometry, dtype, keys=keys, curved=plan.score_class == "general",
         per_position=triton_tiles.loads_per_position(plan.mask, plan.score), arch=architecture(),

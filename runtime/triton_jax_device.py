@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from frisket.dsl.errors import BackendError
@@ -70,8 +72,20 @@ def check(platform: str, dtype: str) -> None:
         )
     if platform not in ("cpu", "cuda", "rocm"):
         raise BackendError(f"no Triton kernel runs on {platform}; they run on cuda and rocm")
+    if platform == "rocm" and _release("jax-triton") <= (0, 3, 1) and _release("triton") >= (3, 9):
+        raise BackendError(
+            "jax-triton 0.3.1 compiles nothing for AMD's GPUs with Triton 3.9\n"
+            "  install triton==3.6.0, or take backend='xla'"
+        )
     if platform != "cpu" and interpreted():
         raise BackendError("TRITON_INTERPRET=1 is set, so that no Triton kernel is compiled; unset it on a GPU")
+
+
+def _release(package: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in re.findall(r"\d+", version(package))[:3])
+    except PackageNotFoundError:
+        return (0,)
 
 
 @lru_cache(maxsize=1)

@@ -25,6 +25,11 @@ INTERPRETED = {
         "every_table[diagonal, by distance]", "every_table[plane, of a head]", "every_table[scatter, sums]",
         "half_precision[scatter, crop-bfloat16]",
     ),
+    "kernels/triton_jax_interpreted.py": (
+        "every_case[documents-by-batch]", "every_gradient[learned by-diagonal]", "everything_at_once[empty-rows]",
+        "few_queries_of_all_heads_in_parts_of_the_keys[3]", "equal_calls_give_equal_bits[nested]",
+        "traced_values_make_no_other_kernel",
+    ),
     "kernels/triton_planner_interpreted.py": (
         "written_masks[documents]", "written_masks[tile-map]", "random_masks[1]",
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",

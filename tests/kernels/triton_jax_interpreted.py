@@ -1,5 +1,7 @@
 """Run by test_triton_jax.py with TRITON_INTERPRET=1: the Triton kernels as JAX calls them, against the oracle."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,13 @@ from support.attention_cases import CASES, Case, causal
 from support.jax_gradients import LEARNED, compare
 
 from frisket.dsl import ir
-from frisket.dsl.sugar import k, q
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import eq, k, q, score
+from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
-from frisket.runtime import triton_jax
+from frisket.lowering.plan import RATE, SEED, Bounds, Target, make_plan, survives
+from frisket.runtime import triton_jax, triton_jax_call
 
 triton_bf16.install()
 DROPPED = {SEED: 11, RATE: 0.3}
@@ -53,6 +57,149 @@ def test_every_case(name):
     cases.check(case, out, lse)
 
 
-@pytest.mark.parametrize("name", [*CASES, *LEARNED])
+ALL = {**CASES, **{f"learned {n}": case for n, case in LEARNED.items()}}
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_every_gradient(name):
-    compare(*gradients(smaller({**CASES, **LEARNED}[name])))
+    case = smaller(ALL[name])
+    compare(*gradients(case.but(batch=min(case.batch, 2), heads=min(case.heads, 4))))
+
+
+@pytest.mark.parametrize("name", ["gqa", "empty-rows", "softcap"])
+def test_everything_at_once(name):
+    """Sinks, one of them without weight, the largest scores and dropout; and their gradients."""
+    case = smaller(CASES[name]).but(heads=4, kv_heads=2, batch=1)
+    sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
+    sinks[-1] = -np.inf
+    made = with_dropout(case)
+    out, lse, top = forward(case, made, jnp.asarray(sinks), splits=1)
+    arrays = [jax_gradients.turned(x) for x in cases.arrays(case)]
+    options = {
+        "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
+        "sizes": case.sizes, "sinks": sinks,
+    }  # fmt: skip
+    want, want_lse = dense.attention(*arrays, case.mask, case.score, kept=survives(), rate=DROPPED[RATE], **options)
+    np.testing.assert_allclose(out.transpose(0, 2, 1, 3), want, rtol=0, atol=5e-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(top, dense.top(*arrays[:2], case.mask, case.score, **options), rtol=2e-6, atol=2e-6)
+    compare(*gradients(case, made, sinks=sinks, rate=0.3))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype):
+    case = smaller(LEARNED["by-column"]).but(dtype=dtype, batch=1)
+    out, lse, _ = forward(case, splits=1)
+    cases.check(case, out, lse)
+    got, want = gradients(case)
+    assert {got[n].dtype for n in "qkv"} == {jnp.dtype(dtype)}
+    assert got["t0"].dtype == jnp.float32
+    compare(got, want, 2e-2 if dtype == "bfloat16" else 4e-3)
+
+
+@pytest.mark.parametrize("splits", [0, 3])
+def test_few_queries_of_all_heads_in_parts_of_the_keys(splits):
+    case = Case(
+        causal & (q - k < ir.param("w")), score + lookup("x", (k,), FLOAT), q_len=5, kv_len=300, heads=4, kv_heads=2,
+        slots={"w": 200}, tables={"x": jax_gradients.normal(300)}, origin=(0, 0, 295, 0), sizes=(1, 4, 300, 300),
+        block=(16, 32),
+    )  # fmt: skip
+    out, lse, _ = forward(case, splits=splits)
+    cases.check(case, out, lse)
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 1, 30, 13)])
+def test_closed_form_bounds_read_no_table(place):
+    w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
+    case = Case(causal & (q - k < w), slots={"w": 40}, q_len=90, kv_len=90, block=(32, 32), origin=place,
+                sizes=(1, 4, 200, 210))  # fmt: skip
+    made = make_plan(case.mask, None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
+    out, lse, _ = triton_jax.forward(
+        made, None, cases.geometry(case), *cases.arrays(case), made.slot_values(case.slots), {},
+        Target("triton", 32, 32, splits=1),
+    )  # fmt: skip
+    cases.check(case, out, lse)
+
+
+def test_64_bits_where_jax_has_32():
+    """A slot and a table beyond 32 bits."""
+    far = np.arange(80, dtype=np.int64) << 33
+    mask = ((q << 40) - k * 2**33 >= ir.param("w")) & (lookup("far", (q,)) >= lookup("far", (k,)))
+    case = Case(mask, slots={"w": 5 * 2**35}, tables={"far": far}, q_len=70, kv_len=70, block=(32, 32))
+    made = make_plan(case.mask, None, limits={"q": 2**12, "k": 2**12, "w": 2**40, "far": 2**42})
+    assert made.int64
+    with pytest.MonkeyPatch.context() as patch:  # the case's own tables are JAX's, which has cut them
+        patch.setattr(cases, "tables", lambda case, made: made.table_values(case.tables))
+        out, lse, _ = forward(case, made, splits=1)
+        cases.check(case, out, lse)
+        compare(*gradients(case, made))
+
+
+def test_traced_values_make_no_other_kernel():
+    """Slots, tables, the origin of every batch entry and spans are arguments of one jitted function."""
+    case = Case(
+        causal & (q - k < ir.param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,))), batch=2, q_len=60, kv_len=70,
+        slots={"w": 30}, tables={"doc": cases.DOC[:200]}, origin=(0, 0, np.array([20, 7]), np.array([5, 0])),
+        sizes=(2, 2, 100, 100), block=(32, 32),
+    )  # fmt: skip
+    made, g = cases.plan(case), cases.geometry(case)
+
+    @jax.jit
+    def run(qkv, slots, tables, origin, rows, columns):
+        spans = Given(rows, columns)
+        place = replace(g, origin=(0, 0, *origin))
+        target = Target("triton", 32, 32, splits=1)
+        out, lse, _ = triton_jax.forward(made, spans, place, *qkv, slots, tables, target)
+        more = *qkv, out, lse, out, None, slots, tables, target
+        return out, lse, triton_jax.backward(made, spans, place, *more, wanted=frozenset("qkv"))
+
+    def call(case):
+        source = cases.Source(case)
+        arrays = (source.rows((32, 32)), source.columns((32, 32)))
+        spans = [(jnp.asarray(x.bounds), jnp.asarray(x.count), jnp.asarray(x.slice_of)) for x in arrays]
+        origin = tuple(map(jnp.asarray, case.origin[2:]))
+        slots = {n: jnp.asarray(x) for n, x in cases.slots(case, made).items()}
+        out, lse, found = run(cases.arrays(case), slots, cases.tables(case, made), origin, *spans)
+        cases.check(case, out, lse)
+        given = jax_gradients.options(case, made, None, {})
+        want = dense.gradients(
+            *map(jax_gradients.turned, cases.arrays(case)), case.mask, None, jax_gradients.turned(out), None, **given
+        )
+        compare(found, {n: want["d" + n].transpose(0, 2, 1, 3) for n in "qkv"})
+
+    call(case)
+    kernels = triton_jax_call._entry.cache_info().misses
+    call(case.but(slots={"w": 12}, tables={"doc": np.roll(case.tables["doc"], 3)},
+                  origin=(0, 0, np.array([3, 30]), np.array([1, 2]))))  # fmt: skip
+    assert triton_jax_call._entry.cache_info().misses == kernels
+    assert run._cache_size() == 1
+
+
+class Given:
+    """A SpanSource of traced arrays."""
+
+    def __init__(self, *sides):
+        self.spans = [DeviceSpans(bounds, count, None, slice_of) for bounds, count, slice_of in sides]
+
+    def rows(self, block):
+        return self.spans[0]
+
+    def columns(self, block):
+        return self.spans[1]
+
+
+@pytest.mark.parametrize("name", ["nested", "by-column"])
+def test_equal_calls_give_equal_bits(name):
+    case = smaller(LEARNED[name]).but(q_len=60, kv_len=60)
+    first, again = gradients(case)[0], gradients(case)[0]
+    assert all((np.asarray(first[n]) == np.asarray(again[n])).all() for n in first)
+
+
+def test_a_number_beyond_32_bits_is_refused_where_the_kernel_has_none():
+    case = Case(causal & (q - k < ir.param("w")), slots={"w": 2**40})
+    with pytest.raises(triton_jax_call.ParameterError) as caught:
+        forward(case)
+    assert str(caught.value) == (
+        "1099511627776 needs more than 32 bits, and the kernel was made for numbers of 32\n"
+        "  make the plan with this value: att.plan(...), so that its kernel has 64-bit integers"
+    )
