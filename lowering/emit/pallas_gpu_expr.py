@@ -222,21 +222,30 @@ class Expressions:
         used = self._used(plan)
         made = [text for n, text in lines.items() if n in used]
         made += [f"{n}_at = {_stored(f'{n}[batch, head]', e.type)}" for e, n in self.inputs.heads.items()]
-        return made + self._line_of(self.inputs.kept, "line", 0)
+        reads = {n: f"of_line({n}, batch, head, line, 0)" for n in self.inputs.kept.values()}
+        return made + [f"{n}_at = {_stored(reads[n], e.type)}" for e, n in self.inputs.kept.items()]
 
-    def each(self, plan: LoopPlan) -> list[str]:
-        """Lines of one tile: what belongs to its positions along the other axis, and to pairs."""
+    def each(self, plan: LoopPlan, *roots: Expr | None) -> list[str]:
+        """Lines of one tile, before these expressions or all: what belongs to its positions along the other axis, and
+        to pairs. A vector that nothing reads has no layout, and Mosaic GPU looks for one without an end."""
         i = self.inputs
         other, block, kept = ("k", "BLOCK_K", i.keys) if self.down == "q" else ("q", "BLOCK_Q", i.queries)
-        used = other in self._used(plan)
-        lines = [f"{other} = {other}_origin[batch] + tile * {block} + steps_along(1)"] if used else []
-        lines += self._line_of(kept, f"pl.ds(tile * {block}, {block})", 1)
-        for of, form in ((i.distances, "of_distance"), (i.pairs, "of_pair")):
-            lines += [f"{n}_at = {_stored(f'{form}({n}, batch, head, start, tile)', e.type)}" for e, n in of.items()]
-        return lines
-
-    def _line_of(self, of: dict[Expr, str], line: str, axis: int) -> list[str]:
-        return [f"{n}_at = {_stored(f'of_line({n}, batch, head, {line}, {axis})', e.type)}" for e, n in of.items()]
+        own = "BLOCK_Q" if self.down == "q" else "BLOCK_K"
+        line = f"pl.ds(tile * {block}, {block})"
+        forms = (
+            (kept, f"of_line({{}}, batch, head, {line}, 1)"),
+            (i.distances, f"of_distance({{}}, batch, head, tile * {block} - start + order.shape[1] * {own} - HALF)"),
+            (i.pairs, "of_pair({}, batch, head, start, tile)"),
+        )
+        meant = [pallas_inputs.mosaic(e) for e in roots if e is not None] if roots else i.roots
+        used = {n.name for e in meant for n in walk(substitute(e, self.names)) if n.op == "var"}
+        lines = [f"{other} = {other}_origin[batch] + tile * {block} + steps_along(1)"] if other in used else []
+        return lines + [
+            f"{n}_at = {_stored(form.format(n), e.type)}"
+            for of, form in forms
+            for e, n in of.items()
+            if f"{n}_at" in used
+        ]
 
     # -- text -------------------------------------------------------------------------------------------
 

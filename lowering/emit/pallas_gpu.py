@@ -1,0 +1,220 @@
+"""Writes the forward kernel for Hopper (Pallas, Mosaic GPU) of a LoopPlan, as the text of a module.
+
+A program owns a row of tiles: BLOCK_Q queries, half of them for each of the two warpgroups that compute; a third one
+reads tiles of keys and values ahead into a ring in shared memory. All three walk the records of the row, of each first
+the tiles at its borders, with the mask as a predicate, then the full ones without; one counter of steps through all
+records says which place of the ring is meant. The two that compute take turns: while one's products are in the tensor
+cores the other works out its softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import Expr, uses, walk
+
+from ..flat import DeviceSpans
+from ..plan import Geometry, LoopPlan, Spans, Target
+from . import pallas_gpu_text as parts
+from . import pallas_inputs
+from .pallas_gpu_expr import Expressions
+from .text import filled
+
+SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
+SHARED = 227 * 1024  # bytes of shared memory of a program
+BARRIERS = 2048  # of it, for barriers and what the compiler keeps there
+MOST = 4  # tiles read ahead, at most
+SKEWED = 512 * 2**20  # bytes that tables of distances may take, once they are skewed
+INEXACT = {"sin", "cos", "tan", "log", "log2", "log1p", "pow", "rsqrt", "sqrt"}  # the machine's own are too rough
+
+
+class Walk(NamedTuple):
+    """What a kernel reads of spans, int32: `slice_of` [batch, heads]; `order` [slices, rows], the rows of a slice with
+    the longest first; `count` [slices, rows, 2], runs and tiles of a row; `records` [slices, rows, runs, 4]."""
+
+    slice_of: Any
+    order: Any
+    count: Any
+    records: Any
+
+
+def walked(spans: Spans | DeviceSpans) -> Walk:
+    """The walk of `spans`, in the arrays they are of: numpy's or JAX's, traced or not."""
+    xp: Any = np
+    if not isinstance(spans.bounds, np.ndarray):
+        import jax.numpy as xp
+
+    tiles = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
+    count = xp.stack([spans.count, tiles], -1).astype(xp.int32)
+    order = xp.argsort(-tiles, axis=-1, stable=True).astype(xp.int32)
+    return Walk(spans.slice_of, order, count, spans.bounds)
+
+
+def dims(dim: int) -> int:
+    """The dims a kernel computes with, zeros behind a head's own."""
+    return -(-dim // SWIZZLE) * SWIZZLE
+
+
+def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
+    """How many tiles of keys and values fit beside the queries."""
+    taken = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 8 * block_q + BARRIERS
+    return min(MOST, (SHARED - taken) // (2 * block_k * (dim + v_dim)))
+
+
+def roots(plan: LoopPlan) -> list[Expr]:
+    return [e for e in (plan.mask, plan.score, plan.kept) if e is not None]
+
+
+def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why no kernel for Hopper computes this, or nothing. `shapes` are those of the plan's tables."""
+    if dtype not in ("bfloat16", "float16"):
+        return (
+            f'kernels for Hopper multiply bfloat16 and float16, not {dtype}; cast q, k and v, or use backend="triton"'
+        )
+    for name, dim in (("head", geometry.head_dim), ("value", geometry.v_dim)):
+        if dim > 256:
+            return f'{name} dims of kernels for Hopper are at most 256, not {dim}; use backend="triton"'
+    if plan.int64:
+        return (
+            "an index of this mask may leave 32 bits, which kernels for Hopper count in; shrink the numbers in the "
+            'mask, or use backend="triton"'
+        )
+    return _refused_lookup(plan, geometry)
+
+
+def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
+    inputs = pallas_inputs.place(roots(plan))
+    found = next((n for n in inputs.left() if n.op == "lookup"), None)
+    if found is not None:
+        source = next(t.source for t in plan.tables if t.name == found.name)
+        return (
+            f"`{source}` is indexed by q and k together, and kernels for Hopper have no gather; index it by q, by k "
+            'or by q - k alone, or use backend="triton"'
+        )
+    for e in inputs.distances:
+        used = {v for n in walk(e) for v in uses(n)}
+        copies = (g.batch if "b" in used else 1) * (g.heads if "h" in used else 1)
+        taken = copies * SWIZZLE * 4 * (g.q_len + g.kv_len)
+        if taken > SKEWED:
+            return (
+                f"values by q - k take {taken >> 20} MiB in kernels for Hopper, for {g.q_len} queries by {g.kv_len} "
+                f'keys, at most {SKEWED >> 20}; use backend="triton"'
+            )
+    return ""
+
+
+def check_tile(target: Target, geometry: Geometry) -> None:
+    """Raise where a kernel for Hopper has no such tile."""
+    block_q, block_k = target.block_q, target.block_k
+    if block_q not in (128, 256) or block_k not in (64, 128, 192, 256):
+        raise LoweringError(
+            f"tiles of kernels for Hopper have 128 or 256 queries and 64, 128, 192 or 256 keys, not {block_q} x "
+            f"{block_k}; pass tile=(128, 128)"
+        )
+    dim, v_dim = dims(geometry.head_dim), dims(geometry.v_dim)
+    if stages(block_q, block_k, dim, v_dim) < 2:
+        raise LoweringError(
+            f"a tile of {block_q} x {block_k} with head dims of {dim} leaves no shared memory of a Hopper to read "
+            "ahead; pass a smaller tile"
+        )
+
+
+def emit(
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, interpreted: bool = False
+) -> str:
+    """The module's source, whose `attention_forward` gives (out, lse, largest score); the same input gives the same
+    text, which holds no length. `interpreted` text runs in Mosaic GPU's interpreter, which has less."""
+    check_tile(target, geometry)
+    if why := refused(plan, geometry, dtype, {}):
+        raise LoweringError(why)
+    e = Expressions(roots(plan))
+    dim, v_dim = dims(geometry.head_dim), dims(geometry.v_dim)
+    folded = plan.score is None and geometry.scale > 0
+    operands = [*e.operands(plan), *["sinks"] * sinks]
+    listed = ", ".join(["slice_of", "order", "count", "records", *operands])
+    rough = not {n.op for root in roots(plan) for n in walk(root)} & INEXACT
+    return filled(
+        parts.FORWARD,
+        text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
+        block_q=target.block_q, block_k=target.block_k, dim=dim,
+        dim_v=v_dim,
+        group=geometry.heads // geometry.kv_heads,
+        stages=min(target.num_stages, stages(target.block_q, target.block_k, dim, v_dim)),
+        scale=repr(float(geometry.scale)),
+        unit="SCALE * 1.4426950408889634" if folded else "1.4426950408889634",
+        shared=_lines(parts.SHARED, parts.INTERPRETED if interpreted else parts.ON_DEVICE, *_readers(e)),
+        products=["", "", *_lines(parts.PRODUCTS_INTERPRETED if interpreted else parts.PRODUCTS)],
+        prelude=e.definitions(plan),
+        refs=listed,
+        operands=listed,
+        arguments=f"slots=(), tables=(),{' sinks=None,' * sinks} interpret=None",
+        once=e.once(plan),
+        score=_score(plan, e, folded),
+        seen=_seen(plan, e),
+        kept=_kept(plan, e),
+        finish=_finish(plan, sinks),
+        before=[*pallas_inputs.before(plan, e.inputs), *e.lined(), *["sinks = jnp.asarray(sinks, Float)"] * sinks],
+        result="query" if dim == v_dim else "result",
+        room="" if dim == v_dim else " result,",
+        rooms=[] if dim == v_dim else ["plgpu.SMEM((2, HALF, DIM_V), dtype, transforms=TILED),"],
+        fast=str(rough),
+    )  # fmt: skip
+
+
+def _lines(*texts: str) -> list[str]:
+    return "".join(texts).strip("\n").splitlines()
+
+
+def _readers(e: Expressions) -> list[str]:
+    made = [parts.PAIRS] if e.inputs.pairs else []
+    down, across = ("q", "k") if e.down == "q" else ("k", "q")
+    return [*made, "\n" + filled(parts.DISTANCES, down=down, across=across)] if e.inputs.distances else made
+
+
+def _score(plan: LoopPlan, e: Expressions, folded: bool) -> list[str]:
+    lines = [] if folded else ["s *= SCALE"]
+    if plan.score is not None:
+        found, value = e.written(plan.score, "y")
+        lines += [*e.each(plan, plan.score), *found, f"s = {value}"]
+    return lines
+
+
+def _seen(plan: LoopPlan, e: Expressions) -> list[str]:
+    if plan.mask is None:
+        return []
+    found, value = e.written(plan.mask, "x")
+    return [*e.each(plan, plan.mask), *found, f"s = jnp.where({value}, s, -jnp.inf)"]
+
+
+def _kept(plan: LoopPlan, e: Expressions) -> list[str]:
+    if plan.kept is None:
+        return []
+    found, value = e.written(plan.kept, "z")
+    return [*e.each(plan, plan.kept), *found, f"weights = jnp.where({value}, p, 0.0)"]
+
+
+def _finish(plan: LoopPlan, sinks: bool) -> list[str]:
+    """`lse`, `largest` and `weight`, what the accumulator is multiplied by."""
+    lines = ["largest = top * LN2", "weight = 1.0"]
+    if plan.guard:
+        lines[0] = "largest = jnp.where(total == 0.0, -jnp.inf, top * LN2)"
+    if sinks:
+        lines[1:] = [
+            "sink = sinks[head] * LOG2E  # one more logit, without a value",
+            "peak = jnp.maximum(top, sink)",
+            "weight = jnp.exp2(top - peak)",
+            "total = total * weight + jnp.exp2(sink - peak)",
+            "top = peak",
+        ]
+    if plan.guard:
+        lines += ["empty = total == 0.0  # a row without a visible key gives 0, and lse -inf"]
+        lines += ["total = jnp.where(empty, 1.0, total)"]
+    found = "(top + jnp.log2(total)) * LN2"
+    lines.append(f"lse = jnp.where(empty, -jnp.inf, {found})" if plan.guard else f"lse = {found}")
+    rate = "" if plan.rate is None else f" * (1.0 - {plan.rate})"
+    lines.append(f"weight = weight / {f'(total{rate})' if rate else 'total'}")
+    return lines

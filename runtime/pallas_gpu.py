@@ -1,0 +1,83 @@
+"""Runs the Pallas forward kernel for Hopper on JAX arrays, traced or not: on a GPU, elsewhere in Mosaic GPU's
+interpreter, slow and for checking only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from frisket.dsl.errors import LoweringError
+from frisket.lowering.emit import pallas_gpu
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+
+from .modules import load
+
+if TYPE_CHECKING:
+    import jax
+
+BACKEND = "pallas-mosaic-gpu"
+KEYS = {64: 256, 128: 128, 192: 64, 256: 64}  # of a tile, by dims
+NARROW = 64  # where rows see one short run of keys: less is computed beside it
+
+
+def target(
+    plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
+) -> Target:
+    """The tiles a Hopper starts from: 64 queries for each warpgroup, and keys as far as registers go."""
+    dim, v_dim = pallas_gpu.dims(geometry.head_dim), pallas_gpu.dims(geometry.v_dim)
+    block_q, block_k = tile or (128, NARROW if narrow else KEYS.get(max(dim, v_dim), NARROW))
+    return Target(BACKEND, block_q, block_k, 4, max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim)))
+
+
+def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why the forward kernel cannot run this call, or nothing. `shapes` are those of the plan's tables."""
+    return pallas_gpu.refused(plan, geometry, dtype, shapes)
+
+
+def forward(
+    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
+    slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
+    platform: str = "cpu",
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
+    [batch, kv_len, kv_heads, dim] and sinks [heads]. Raises LoweringError with the words of `reason`."""
+    dtype = str(q.dtype)
+    if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
+        raise LoweringError(why)
+    on_device = platform == "cuda"
+    run = _kernel(
+        plan, replace(target, dq=None, dkv=None, decode=None), _alike(geometry), dtype, sinks is not None, on_device
+    )
+    numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
+    given = {} if sinks is None else {"sinks": sinks}
+    if not on_device:
+        given["interpret"] = simulator()
+    walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k)))
+    return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **given)  # type: ignore[no-any-return]
+
+
+def simulator(**more: Any) -> Any:
+    """Parameters of Mosaic GPU's interpreter."""
+    try:
+        from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+    except ImportError:  # JAX 0.10
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams(**more)
+
+
+def _alike(g: Geometry) -> Geometry:
+    """What the text depends on."""
+    return Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool
+) -> Callable[..., Any]:
+    import jax
+
+    module = load(pallas_gpu.emit(plan, target, geometry, dtype, sinks, interpreted=not on_device))
+    return jax.jit(module["attention_forward"], static_argnames=("interpret",))
