@@ -57,12 +57,20 @@ def forward(
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
-    run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, sinks is not None)
+    run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, sinks is not None, strided(platform))
     return run(  # type: ignore[no-any-return]
         q, k, v, walked(spans.rows((target.block_q, target.block_k)), -(-geometry.kv_len // target.block_k)),
         geometry.origin, geometry.full, [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables],
         sinks, interpret=platform != "tpu",
     )  # fmt: skip
+
+
+def strided(platform: str) -> bool:
+    """Whether kernels may roll each row by another number, as TPUs do from v5 on."""
+    import jax
+
+    kinds = {d.device_kind for d in jax.local_devices()} if platform == jax.default_backend() == "tpu" else set()
+    return not any(kind.startswith(("TPU v2", "TPU v3", "TPU v4")) and "lite" not in kind for kind in kinds)
 
 
 def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.Walk:

@@ -62,6 +62,7 @@ class Inputs:
 
     roots: tuple[Expr, ...]
     down: Down
+    strided: bool = True  # TPUs from v5 on roll each row by another number
     heads: dict[Expr, str] = field(default_factory=dict)
     queries: dict[Expr, str] = field(default_factory=dict)
     keys: dict[Expr, str] = field(default_factory=dict)
@@ -106,9 +107,9 @@ class Inputs:
         return [*self.queries.values(), *self.keys.values(), *self.distances.values(), *self.pairs.values()]
 
 
-def place(roots: Iterable[Expr], down: Down = "q") -> Inputs:
+def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True) -> Inputs:
     """Decide for every lookup of these expressions how it reaches the kernel."""
-    inputs = Inputs(tuple(mosaic(e) for e in roots), down)
+    inputs = Inputs(tuple(mosaic(e) for e in roots), down, strided)
     for root in inputs.roots:
         _place(root, inputs)
     for node in inputs.left():
@@ -251,16 +252,16 @@ def definitions(inputs: Inputs) -> list[str]:
     own = (
         (text.LOOK, inputs.outside()), (text.TURN, inputs.kept), (text.PICK, inputs.picked),
         (text.SHARE, inputs.blocks), (text.PER_QUERY, inputs.queries), (text.PER_KEY, inputs.keys),
-        (text.PER_PAIR, inputs.pairs), (_distances(inputs.down), inputs.distances),
+        (text.PER_PAIR, inputs.pairs), (_distances(inputs), inputs.distances),
     )  # fmt: skip
     made += [what for what, needed in own if needed]
     return constants + [line for what in made for line in f"\n\n{what.strip()}".splitlines()]
 
 
-def _distances(down: Down) -> str:
-    names = {"down": "BLOCK_Q", "along": "BLOCK_K"} if down == "q" else {"down": "BLOCK_K", "along": "BLOCK_Q"}
-    rows, columns = ("q", "k") if down == "q" else ("k", "q")
-    return filled(text.DISTANCES, **names, rows=rows, columns=columns)
+def _distances(inputs: Inputs) -> str:
+    rows, columns = ("q", "k") if inputs.down == "q" else ("k", "q")
+    names = {"down": f"BLOCK_{rows.upper()}", "along": f"BLOCK_{columns.upper()}", "rows": rows, "columns": columns}
+    return filled(text.DISTANCES + (text.SKEWED if inputs.strided else text.SKEWED_BY_BITS), **names)
 
 
 def here(plan: LoopPlan, inputs: Inputs) -> list[str]:

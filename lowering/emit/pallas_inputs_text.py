@@ -100,10 +100,23 @@ def per_distance(x, place, length):
         return share(b, x, 0), share(h, x, 1), start, 0, 0
 
     return pl.BlockSpec((1, 1, 1, 1, BLOCK_Q + BLOCK_K), at)
+'''
 
+SKEWED = '''
 
 def skewed(window):
     """[$down, $along] of a window [1, BLOCK_Q + BLOCK_K]: row i is window[$down - 1 - i :]."""
     wide = jnp.broadcast_to(window, ($down, BLOCK_Q + BLOCK_K))
     return pltpu.roll(wide, $along + 1, 1, stride=1, stride_axis=0)[:, :$along]
+'''
+
+SKEWED_BY_BITS = '''
+
+def skewed(window):
+    """[$down, $along] of a window [1, BLOCK_Q + BLOCK_K]: row i is window[$down - 1 - i :]."""
+    wide = pltpu.roll(jnp.broadcast_to(window, ($down, BLOCK_Q + BLOCK_K)), $along + 1, 1)
+    row = lax.broadcasted_iota(Int, ($down, 1), 0)
+    for bit in range(($down - 1).bit_length()):  # TPUs before v5 roll all rows by one number
+        wide = jnp.where(row >> bit & 1 == 1, pltpu.roll(wide, 1 << bit, 1), wide)
+    return wide[:, :$along]
 '''

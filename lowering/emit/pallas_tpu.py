@@ -62,12 +62,14 @@ def head(title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: 
     )
 
 
-def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False) -> str:
+def emit(
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, strided: bool = True
+) -> str:
     """The module's source. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)` takes
     JAX arrays [batch, length, heads, dim], a `pallas_walk.Walk`, and numbers and tables in the order of the plan; it
-    gives (out, lse, top)."""
+    gives (out, lse, top). With `sinks` it has them; `strided` is as of `Inputs`."""
     check(plan, target, dtype)
-    inputs = pallas_inputs.place(roots(plan))
+    inputs = pallas_inputs.place(roots(plan), strided=strided)
     numbers = [*pallas_walk.NAMES, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *["sinks"] * sinks]
     blocks = inputs.blocks
     shapes = [f"{n}_shape" for n in inputs.picked]

@@ -66,10 +66,21 @@ def test_every_case(name):
     cases.check(case, *run(case)[:2])
 
 
-@pytest.mark.parametrize("block", [(128, 256), (256, 128)], ids=str)
-@pytest.mark.parametrize("name", some(["window", "distances", "distances-by-batch"], "distances"))
-def test_unequal_tiles(name, block):
-    case = ALL[name].but(block=block)
+UNEQUAL = [f"{name} {tile}" for name in ("window", "distances", "distances-by-batch") for tile in ("1x2", "2x1")]
+
+
+@pytest.mark.parametrize("which", some(UNEQUAL, "distances 2x1"))
+def test_unequal_tiles(which):
+    name, tile = which.split()
+    case = ALL[name].but(block=tuple(128 * int(n) for n in tile.split("x")))
+    cases.check(case, *run(case)[:2])
+
+
+@pytest.mark.parametrize("block", [(128, 256), pytest.param((256, 128), marks=pytest.mark.matrix)], ids=str)
+def test_distances_where_rows_are_rolled_alike(block, monkeypatch):
+    """As TPUs before v5 do."""
+    monkeypatch.setattr(runtime, "strided", lambda platform: False)
+    case = MORE["distances"].but(block=block)
     cases.check(case, *run(case)[:2])
 
 
@@ -184,7 +195,7 @@ def test_other_values_compile_nothing():
 
     def compiled(case):
         made = cases.plan(case)
-        found = runtime.kernel(pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", False)
+        found = runtime.kernel(pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", False, True)
         return found._cache_size()
 
     window = CASES["window"].but(block=(128, 128), dim=24, v_dim=24)
@@ -193,7 +204,7 @@ def test_other_values_compile_nothing():
     for width in (3, 290):
         case = window.but(slots={"w": width})
         cases.check(case, *run(case)[:2])
-    assert compiled(window) == before
+    assert compiled(window) == before == 1
 
 
 def test_traced_tables():

@@ -1,0 +1,145 @@
+"""`python tests/kernels/tpu_compiled.py`: libtpu compiles the Pallas kernels for TPUs that are not here, as far as
+machine code, and says what does not fit. Compared with tests/golden/tpu_compiled_*.txt, which `--update-golden` writes;
+a word chooses kernels (`python tests/kernels/tpu_compiled.py distance`). Needs libtpu and no TPU.
+
+A line of the table: kernel, head size, dtype, tile, TPU, and whether it compiles, with the memory that its program
+takes, or why not. Versions of libtpu differ in that; the table names its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no machine of a cloud to ask
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # compilers beside one another
+os.environ.setdefault("TPU_LIBRARY_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from jax.experimental import topologies
+from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_cases, shapes_of
+
+from frisket.lowering.emit import pallas_tpu
+from frisket.lowering.emit.expr_jnp import JNP
+from frisket.lowering.plan import RATE, SEED, Geometry
+from frisket.runtime import pallas_tpu as runtime
+
+GOLDEN = Path(__file__).parents[1] / "golden" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+_VMEM = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A line of the table but for the TPU; `call` and `shapes` of its arguments, given where they are to be."""
+
+    name: str
+    dim: int
+    dtype: str
+    block: tuple[int, int]
+    call: Callable[..., Any]
+    shapes: Callable[[jax.sharding.Sharding], Any]
+
+    def __str__(self) -> str:
+        return f"{self.name:22} {self.dim:3} {self.dtype:8} {self.block[0]:4} x {self.block[1]:4}"
+
+
+def forward(
+    name: str, dim: int = 128, dtype: str = "bfloat16", block: tuple[int, int] | None = None, case: Any = None,
+    length: int = LENGTH, full: bool = False, strided: bool = True,
+) -> Kernel:  # fmt: skip
+    """The forward kernel of a case, at the tiles it has when nothing else is said; `full` with dropout and sinks."""
+    case = case or LONG[name]
+    plan = long_plan(case, dropout=full)
+    geometry = Geometry(2, 8, 4, length, length, dim, dim, dim**-0.5)
+    target = runtime.target(plan, geometry, dtype, block)
+    block = target.block_q, target.block_k
+    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, full, strided)
+    slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
+    numbers = (
+        causal_walk(geometry, block),
+        geometry.origin,
+        geometry.full,
+        slots,
+        list(plan.table_values(case.tables).values()),
+    )
+
+    def shapes(where: jax.sharding.Sharding) -> Any:
+        qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (8, 4, 4)]
+        sinks = jax.ShapeDtypeStruct((8,), "float32", sharding=where) if full else None
+        return (*qkv, *shapes_of(numbers, where), sinks)
+
+    return Kernel(f"{name}{', all options' if full else ''}", dim, dtype, block, run, shapes)
+
+
+def kernels() -> Iterator[tuple[Kernel, tuple[str, ...]]]:
+    """Every kernel, and the TPUs it is compiled for."""
+    every, one = tuple(TPUS), ("v5e",)
+    for name in LONG:
+        length = 8192 if name == "plane" else LENGTH  # as large as the square of it
+        yield forward(name, length=length), every if name == "causal" else one
+    yield forward("relative bias", strided=False), ("v4",)
+    yield forward("causal", full=True), ("v4", "v5e", "tpu7x")
+    for dim in (64, 80, 192, 256):
+        yield forward("causal", dim), one
+    for name in ("causal", "relative bias"):
+        yield forward(name, dtype="float32"), one
+    yield forward("causal", dtype="float16"), one
+    for block in ((1024, 1024), (128, 128)):
+        yield forward("causal", block=block), one
+    for op in JNP:
+        for i, case in enumerate(operator_cases(op)):
+            yield forward(f"operator {op} {i or ''}".strip(), 64, "float32", (128, 128), case, 256), one
+
+
+def compiled(kernel: Kernel, device: Any) -> str:
+    """What libtpu says."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    try:
+        found = kernel.call.trace(*kernel.shapes(where)).lower(lowering_platforms=("tpu",)).compile()
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        told = next((line for line in lines if "limit" in line.lower() or "not implemented" in line.lower()), lines[0])
+        return f"{type(error).__name__}: {told[:160]}"
+    # of vector memory, by the kernel; what XLA keeps there beside it is its own matter
+    calls = [line for line in found.as_text().splitlines() if '"tpu_custom_call"' in line]
+    sizes = [int(size) for line in calls for size in re.findall(_VMEM, line)]
+    beside = found.memory_analysis().temp_size_in_bytes
+    return f"compiles, {sum(sizes) // 1024} KiB of vector memory, {beside // 1024} KiB beside operands and results"
+
+
+def main() -> int:
+    words = [a for a in sys.argv[1:] if not a.startswith("-")]
+    devices = {
+        tpu: topologies.get_topology_desc(platform="tpu", topology_name=name).devices[0] for tpu, name in TPUS.items()
+    }
+    lines = []
+    for kernel, tpus in kernels():
+        if all(w in kernel.name for w in words):
+            for tpu in tpus:
+                start = time.perf_counter()
+                lines.append(f"{kernel} {tpu:5} {compiled(kernel, devices[tpu])}")
+                print(f"{lines[-1]}  ({time.perf_counter() - start:.1f} s)", flush=True)
+    text = f"jax {version('jax')}, libtpu {version('libtpu')}\n" + "\n".join(lines) + "\n"
+    if "--update-golden" in sys.argv and not words:
+        GOLDEN.write_text(text)
+    wanted = set(GOLDEN.read_text().splitlines())
+    other = [line for line in text.splitlines() if line not in wanted]
+    missing = [] if words else sorted(wanted - set(text.splitlines()))
+    for line in other:
+        print(f"not in {GOLDEN.name}: {line}")
+    for line in missing:
+        print(f"only in {GOLDEN.name}: {line}")
+    return int(bool(other or missing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
