@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.config import traceback_in_locations_limit as without_locations
 from jax._src.mesh import get_concrete_mesh as concrete_mesh
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -165,7 +166,8 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     else:
         ctx, run = _without_mesh(ctx, run)
     try:
-        return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+        with without_locations(0):  # kernels that are kept in a module as bytes would hold paths and lines of callers
+            return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
     except FrisketError as error:
         error.add_note(task.said(ctx.avals_in, platform))
         raise
