@@ -26,7 +26,6 @@ from .pallas_tpu import walked
 if TYPE_CHECKING:
     import jax
 
-LARGEST = 512  # a side of a tile
 DISTANCES = 1 << 20  # sums of one head that stay in a kernel's memory, 4 MiB
 Array = Any  # a jax.Array, traced or not
 
@@ -49,7 +48,8 @@ def backward(
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     numbers = geometry.origin, geometry.full, *values
     interpret = interpreter(platform)
-    own, others = target.dq or _smaller(target), target.dkv or _smaller(target)
+    target = emitted.with_tiles(target)
+    own, others = target.dq or target, target.dkv or target
     walk = walked(spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k))
     found: dict[Any, Array] = {}
     if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted):
@@ -73,12 +73,6 @@ def backward(
 def interpreter(platform: str) -> Any:
     """What `pallas_call` takes as `interpret`."""
     return platform != "tpu"
-
-
-def _smaller(target: Target) -> Target:
-    """The forward's tiles as far as a backward's fit beside one another: it holds three times as many."""
-    block_q, block_k = min(target.block_q, LARGEST), min(target.block_k, LARGEST)
-    return Target(target.backend, block_q, block_k)
 
 
 def reason(

@@ -40,9 +40,11 @@ def text_of(
         wanted = triton.ARRAYS.union(x.name for x in read)
         return triton.emit(plan, target, dims, wanted=wanted, sinks=sinks), target
     if target.backend == "pallas-tpu":
-        from frisket.lowering.emit import pallas_tpu
+        from frisket.lowering.emit import pallas_tpu, pallas_tpu_backward
 
-        return pallas_tpu.emit(plan, target, g, dtype, sinks), target
+        wanted = {*"qkv", *(x.name for x in (*plan.tables, *plan.slots) if x.source in learned)}
+        text = pallas_tpu.emit(plan, target, g, dtype, sinks)
+        return f"{text}\n\n{pallas_tpu_backward.emit(plan, target, g, dtype, wanted)}", target
     if target.backend == "pallas-mosaic-gpu":
         from frisket.lowering.emit import pallas_gpu
 

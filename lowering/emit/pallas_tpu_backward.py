@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import wrap
 from types import MappingProxyType
 
@@ -33,8 +33,10 @@ from .pallas_tpu_backward_text import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, 
 from .pallas_walk import NAMES, locate
 from .text import filled
 
+LARGEST = 512  # a side of a tile that nobody asks for
 ONE = lit(1.0)
 ATOMS = r"[\w.]+(\[[\w., ]+\])?"
+LINES = "lines = (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128  # of sums by distance"
 KEY_ROWS = "heads=kv_heads, rows=k_tiles, fold=fold, parts=GROUP // fold"
 NONE: Mapping[int, Gradient] = MappingProxyType({})
 CAST = [
@@ -55,10 +57,19 @@ class Source:
 
 def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> str:
     """All of them, to read: for the gradients of "q", "k", "v" and of the plan's names in `wanted`."""
+    target = with_tiles(target)
     found = [dq(plan, target, geometry, dtype, wanted), dkv(plan, target, geometry, dtype, wanted)]
     numbers = [i for i, g in captured(plan, wanted) if g.over == "scatter"]
     found += [terms(plan, target, geometry, dtype, i) for i in numbers]
     return "\n\n".join(s.text for s in found if s is not None)
+
+
+def with_tiles(target: Target) -> Target:
+    """The target with tiles of its own for each kernel: the forward's as far as a backward's fit beside one another,
+    where nothing is said; it holds three times as many."""
+    block_q, block_k = min(target.block_q, LARGEST), min(target.block_k, LARGEST)
+    own = replace(target, block_q=block_q, block_k=block_k, dq=None, dkv=None, decode=None)
+    return replace(target, dq=target.dq or own, dkv=target.dkv or own)
 
 
 def dq(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> Source | None:
@@ -245,7 +256,7 @@ class _Kernel:
             arguments=", ".join([*(f"*, {n}" for n in self.zeros), *["fold=1"] * (not down), "interpret=False"]),
             said=self.said,
             cast=CAST if self.dtype == "float16" else [],
-            before=pallas_inputs.before(plan, inputs),
+            before=[*pallas_inputs.before(plan, inputs), *[LINES] * bool(self.clear)],
             passed=", ".join([*numbers, *(inputs.picked.get(n, n) for n in inputs.scalars)]),
             placed="b, h, q_tile, k_tile" if down else "b, h * GROUP + part, q_tile, k_tile",
             number=prefetched,
@@ -318,11 +329,10 @@ class _Queries(_Rows):
 
     def _distance(self, i: int, added: str) -> list[str]:
         what = self.read(self.gradients[i])
-        lines = "(q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128"
-        spec = f"pl.BlockSpec((1, 1, {lines}, 128), lambda b, h, *_: (b, h, 0, 0))"
+        spec = "pl.BlockSpec((1, 1, lines, 128), lambda b, h, *_: (b, h, 0, 0))"
         shown = "by_difference({}, q_len, kv_len)"
         said = f"that of {what} summed by distance [batch, heads, q_len + kv_len - 1]"
-        self.gives(i, f"sum{i}", spec, f"(batch, heads, {lines}, 128), Float", shown, said)
+        self.gives(i, f"sum{i}", spec, "(batch, heads, lines, 128), Float", shown, said)
         self.clear.append(f"sum{i}_ref[0, 0] = jnp.zeros(sum{i}_ref.shape[2:], Float)")
         self.needs(BY_DISTANCE, BY_DIFFERENCE)
         return [

@@ -157,6 +157,7 @@ def locate(b, h, step, slice_of, shift, anchor, first, records, $static):
     record = base + 4 * found
     sees = records[record] <= position
     full = (records[record + 2] <= position) & (position < records[record + 3])
+    $part
     tile = jnp.where(sees, position + records[record + 1], 0)
     return ($result), (sees & (step < end), full, step == begin, step + 1 == end)
 '''
@@ -173,7 +174,7 @@ def locate(grouped: bool) -> str:
     `grouped` ((row, head of the group, tile), ...) of a step of (batch, key head). The five vectors come from scalar
     memory; `heads` of the grid, `rows`, `fold` and `parts` are static."""
     if not grouped:
-        return filled(_LOCATE, static="heads, rows", what="(row, tile)", turn=[], result="row, tile")
-    head = "turn + lax.div(found, Int(number // parts))"
-    static, what = "heads, rows, fold, parts", "(row, head of the group, tile)"
-    return filled(_LOCATE, static=static, what=what, turn=_TURN, result=f"row, {head}, tile")
+        return filled(_LOCATE, static="heads, rows", what="(row, tile)", turn=[], part=[], result="row, tile")
+    part = ["part = turn + lax.div(found, Int(number // parts))  # the head of the group"]
+    static, what = "heads, rows, fold, parts", "(row, part, tile)"
+    return filled(_LOCATE, static=static, what=what, turn=_TURN, part=part, result="row, part, tile")

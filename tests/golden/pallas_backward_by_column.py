@@ -264,7 +264,7 @@ def laid(column):
 
 
 def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows, fold, parts):
-    """(row, head of the group, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
+    """(row, part, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
     at = slice_of[b * heads + h]
     start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
     here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
@@ -290,8 +290,9 @@ def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows, fol
     record = base + 4 * found
     sees = records[record] <= position
     full = (records[record + 2] <= position) & (position < records[record + 3])
+    part = turn + lax.div(found, Int(number // parts))  # the head of the group
     tile = jnp.where(sees, position + records[record + 1], 0)
-    return (row, turn + lax.div(found, Int(number // parts)), tile), (sees & (step < end), full, step == begin, step + 1 == end)
+    return (row, part, tile), (sees & (step < end), full, step == begin, step + 1 == end)
 
 
 def rows_by_rows(x, y):

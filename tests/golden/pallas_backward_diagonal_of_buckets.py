@@ -216,6 +216,7 @@ def attention_dq(
     k_of = jnp.asarray(origin[3], Int).reshape(-1, 1, 1, 1) + jnp.maximum(apart, 0)
     q_of = jnp.asarray(origin[2], Int).reshape(-1, 1, 1, 1) - jnp.minimum(apart, 0)
     of_distance0 = windows(look(t0, shr(q_of - k_of, 4), h))
+    lines = (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128  # of sums by distance
     scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin)
     at = functools.partial(locate, heads=heads, rows=q_tiles)
 
@@ -256,7 +257,7 @@ def attention_dq(
             ],
             out_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
-                pl.BlockSpec((1, 1, (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128, 128), lambda b, h, *_: (b, h, 0, 0)),
+                pl.BlockSpec((1, 1, lines, 128), lambda b, h, *_: (b, h, 0, 0)),
             ],
             scratch_shapes=[
                 pltpu.VMEM((BLOCK_Q, 1), Float),
@@ -266,7 +267,7 @@ def attention_dq(
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, q_len, dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128, 128), Float),
+            jax.ShapeDtypeStruct((batch, heads, lines, 128), Float),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
@@ -351,7 +352,7 @@ def finite(x):
 
 
 def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows, fold, parts):
-    """(row, head of the group, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
+    """(row, part, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
     at = slice_of[b * heads + h]
     start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
     here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
@@ -377,8 +378,9 @@ def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows, fol
     record = base + 4 * found
     sees = records[record] <= position
     full = (records[record + 2] <= position) & (position < records[record + 3])
+    part = turn + lax.div(found, Int(number // parts))  # the head of the group
     tile = jnp.where(sees, position + records[record + 1], 0)
-    return (row, turn + lax.div(found, Int(number // parts)), tile), (sees & (step < end), full, step == begin, step + 1 == end)
+    return (row, part, tile), (sees & (step < end), full, step == begin, step + 1 == end)
 
 
 def rows_by_rows(x, y):
