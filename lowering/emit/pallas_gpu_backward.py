@@ -1,0 +1,308 @@
+"""Writes the backward kernels for Hopper (Pallas, Mosaic GPU) of a LoopPlan, by the formulas of `lowering.derive`.
+
+`attention_dq` owns a tile of queries and walks tiles of keys, `attention_dkv` owns a tile of keys of one key head and
+walks tiles of queries. Both read records, so that they load and multiply visible tiles only, and both work the scores
+out anew: seven products where five would do, but nothing is added to by two programs, and results repeat bit for bit.
+
+A program has two warpgroups that compute, each for half of its own tile, and one that reads tiles of the other axis
+ahead. Sums stay in registers: dk and dv of 64 keys take (dim + v_dim) / 2 of a thread's, and beyond 256 dims together
+they are found by a kernel each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from frisket.dsl.ir import Expr, lit, walk
+
+from ..derive import backward_of
+from ..plan import Geometry, LoopPlan, Target
+from . import pallas_gpu, pallas_inputs
+from . import pallas_gpu_backward_text as text
+from . import pallas_gpu_text as shared
+from .pallas_gpu import BARRIERS, INEXACT, MOST, SHARED, dims
+from .pallas_gpu_expr import Expressions
+from .text import filled
+from .triton_cotangents import sums
+
+PER = {"column": "key", "diagonal": "distance of query and key", "scatter": "place that query and key choose together"}
+
+
+def tiles(geometry: Geometry) -> tuple[Target, Target]:
+    """The tiles of attention_dq and attention_dkv: the program's own, and those it walks."""
+    wide = dims(geometry.head_dim) + dims(geometry.v_dim)
+    block_k = 128 if wide <= 128 else 64 if wide <= 256 else 32
+    block_q = 64 if wide <= 256 else 32
+    return Target("pallas-gpu", 128, block_k), Target("pallas-gpu", block_q, 128)
+
+
+def stages(geometry: Geometry, own: int, walked: int) -> int:
+    """How many tiles of `walked` positions are read ahead beside a tile of `own`."""
+    wide = 2 * (dims(geometry.head_dim) + dims(geometry.v_dim))
+    return min(MOST, (SHARED - BARRIERS - own * (wide + 16)) // (walked * (wide + 8)))
+
+
+def parts(geometry: Geometry, wanted: Collection[str]) -> list[frozenset[str]]:
+    """Which of dk and dv one kernel finds."""
+    both = frozenset(wanted) & {"k", "v"}
+    if len(both) == 2 and dims(geometry.head_dim) + dims(geometry.v_dim) > 256:
+        return [frozenset("k"), frozenset("v")]
+    return [both] if both else []
+
+
+def refused(
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: Collection[str]
+) -> str:
+    """Why no kernels for Hopper find the gradients of `wanted`, or nothing. `shapes` are those of the plan's tables."""
+    if why := pallas_gpu.refused(plan, geometry, dtype, shapes):
+        return why
+    for gradient in backward_of(plan).gradients:
+        if gradient.source in wanted and gradient.over not in ("head", "row"):
+            values = next(v.source for v in (*plan.tables, *plan.slots) if v.name == gradient.source)
+            return (
+                f"kernels for Hopper sum captured gradients per head and per query; that of `{values}` is one per "
+                f'{PER[gradient.over]}; use backend="triton"'
+            )
+    return ""
+
+
+def emit(
+    plan: LoopPlan, target: Target, geometry: Geometry, wanted: Collection[str], *, interpretable: bool = False
+) -> str:
+    """The text of one kernel, for what of "q", tables and slots (`attention_dq`), or of "k" and "v"
+    (`attention_dkv`), is in `wanted`. `interpretable` text runs in Mosaic GPU's interpreter, which has less."""
+    kind = _Keys if {"k", "v"} & set(wanted) else _Queries
+    return kind(plan, target, geometry, frozenset(wanted), interpretable).text()
+
+
+class _Kernel:
+    """What both kernels have. The program's own tile lies down, the other axis across."""
+
+    own: Literal["q", "k"]
+
+    def __init__(
+        self, plan: LoopPlan, target: Target, geometry: Geometry, wanted: frozenset[str], interpretable: bool
+    ) -> None:
+        derived = backward_of(plan)
+        self.plan, self.target, self.geometry, self.wanted = plan, target, geometry, wanted
+        self.interpretable = interpretable
+        self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
+        self.slope = derived.slope if {"q", "k"} & wanted else None
+        self.sums = sums(plan, wanted) if self.own == "q" else []
+        asked = [plan.mask, plan.score, plan.kept, self.slope, *(s.gradient.weight for s in self.sums)]
+        used = [e for e in asked if e is not None]
+        self.e = Expressions(used, down=self.own)
+        self.exact = any(n.op in INEXACT for e in used for n in walk(e))  # the machine's own are too rough
+        self.inner = bool({"q", "k"} & wanted) or bool(self.sums)
+
+    # -- scores ---------------------------------------------------------------------------------------
+
+    def vector(self, name: str) -> str:
+        """A value per query, over a tile."""
+        return f"down({name})" if self.own == "q" else f"across({name})"
+
+    def weights(self) -> list[str]:
+        """`p`, from the product `s`."""
+        lines = self.e.each(self.plan)
+        exponent = "s * (SCALE * LOG2E)"
+        if self.plan.score is not None:
+            found, value = self.e.written(self.plan.score, "y")
+            lines += ["s = s * SCALE", *found, f"modified = {value}"]
+            exponent = "modified * LOG2E"
+        lines.append(f"p = jnp.exp2({exponent} - {self.vector('lse')})")
+        hidden = []
+        if self.plan.mask is not None:
+            found, value = self.e.written(self.plan.mask, "x")
+            hidden = [*found, f"p = jnp.where({value}, p, 0.0)"]
+        block = "BLOCK_K" if self.own == "q" else "BLOCK_Q"
+        lines += ["if border:", *(f"    {line}" for line in hidden), f"    if length % {block}:",
+                  f"        p = jnp.where(across(tile * {block} + steps_along(1) < length), p, 0.0)"]  # fmt: skip
+        if self.plan.kept is not None:
+            found, value = self.e.written(self.plan.kept, "r")
+            lines += [*found, f"kept = jnp.where({value}, 1.0 / (1.0 - {self.plan.rate}), 0.0)"]
+        return lines
+
+    def cotangents(self) -> list[str]:
+        """`ds` and sums, from `p` and `dp`."""
+        if not self.inner:
+            return []
+        dp = "dp" if self.plan.kept is None else "dp * kept"
+        lines = [f"dm = p * ({dp} - {self.vector('delta')})"]
+        for i, s in enumerate(self.sums):
+            found, value = self.times(s.gradient.weight, f"w{i}_")
+            lines += [*found, f"{s.total}_here = ({value}).sum(axis=1)"]
+        if self.slope is not None:
+            found, value = self.times(self.slope, "z")
+            lines += [*found, f"ds = {value}"]
+        elif {"q", "k"} & self.wanted:
+            lines.append("ds = dm")
+        return lines
+
+    def times(self, factor: Expr, temporary: str) -> tuple[list[str], str]:
+        """`dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there."""
+        if factor is lit(1.0):
+            return [], "dm"
+        found, value = self.e.written(factor, temporary)
+        return found, f"jnp.where(p == 0.0, 0.0, dm * ({value}))" if self.careful else f"dm * ({value})"
+
+    # -- the module -----------------------------------------------------------------------------------
+
+    def filled(self, skeleton: str, **holes: Any) -> str:
+        t, g, plan, e = self.target, self.geometry, self.plan, self.e
+        sides = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k}
+        own, across = sides if self.own == "q" else reversed(sides)
+        pairs = shared.PAIRS if self.own == "q" else text.PAIRS_TURNED
+        distances = filled(shared.DISTANCES, down=self.own, across="k" if self.own == "q" else "q")
+        head = filled(
+            text.HEAD,
+            what=self.what,
+            text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
+            block_q=t.block_q, block_k=t.block_k, own=own, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
+            group=g.heads // g.kv_heads, stages=stages(g, sides[own], sides[across]), scale=repr(float(g.scale)),
+            shared=(shared.SHARED + (shared.INTERPRETED if self.interpretable else shared.ON_DEVICE)
+            + pairs * bool(e.inputs.pairs) + f"\n\n{distances}" * bool(e.inputs.distances)).strip("\n").splitlines(),
+        )  # fmt: skip
+        products = text.PRODUCTS_INTERPRETED if self.interpretable else text.PRODUCTS
+        before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
+        body = filled(skeleton + text.CALL, once=e.once(plan), before=before, fast=str(not self.exact), **holes)
+        found = [head, products, "\n".join(e.definitions(plan)), body]
+        return "\n\n".join(part.strip("\n") + "\n" for part in found if part)
+
+    def operands(self) -> list[str]:
+        return ["slice_of", "order", "count", "records", *self.e.operands(self.plan)]
+
+
+class _Queries(_Kernel):
+    """dq, and sums of captured gradients over keys."""
+
+    own, what = "q", "dq"
+
+    def text(self) -> str:
+        dq = "q" in self.wanted
+        totals = ["dq"] * dq + [s.total for s in self.sums]
+        parts = [f"{s.total}_here" for s in self.sums]
+        buffers = [s.buffer for s in self.sums]
+        refs = [*self.operands(), "q_ref", "k_ref", "v_ref", "dout_ref", "lse_ref", "delta_ref"]
+        outs = ["dq_ref"] * dq + [f"{b}_ref" for b in buffers]
+        scratch = ["query", "dout", "key", "value", *buffers, "own_ready", "ready", "free"]
+        returned = ["found[0][:, :q_len, :, :dim]"] * dq
+        returned += [f"found[{i}][..., :q_len]" for i in range(dq, dq + len(buffers))]
+        return self.filled(
+            text.QUERIES,
+            refs=", ".join([*refs, *outs, *scratch, "*", "length"]),
+            weights=self.weights(),
+            cotangents=self.cotangents(),
+            found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
+            names=_tuple(["ds"] * dq + parts),
+            sums=_tuple(totals),
+            accumulate=[
+                *["(dq,) = added((dq,), (ds, key.at[slot]))"] * dq,
+                *(f"{s.total} = {s.total} + {here}" for s, here in zip(self.sums, parts, strict=True)),
+            ],
+            zeros=_tuple(["zeros(HALF, DIM)"] * dq + ["zeros(HALF)"] * len(buffers)),
+            results=[
+                *["query[wg] = (dq * SCALE).astype(query.dtype)"] * dq,
+                *(f"{s.buffer}[wg] = {s.total}" for s in self.sums),
+            ],
+            stored=[
+                *["plgpu.copy_smem_to_gmem(query.at[wg], dq_ref.at[here])"] * dq,
+                *(f"plgpu.copy_smem_to_gmem({b}.at[wg], {b}_ref.at[batch, head, line])" for b in buffers),
+            ],
+            name="attention_dq",
+            doc=", ".join(["dq"] * dq + ["sums of captured gradients over keys"] * bool(buffers)),
+            outs=[
+                *["jax.ShapeDtypeStruct(query.shape, query.dtype),"] * dq,
+                *["jax.ShapeDtypeStruct(lse.shape, Float),"] * len(buffers),
+            ],
+            grid_heads="heads",
+            grid_head="head",
+            length="kv_len",
+            scratch_types=[
+                "tiles(2, HALF, DIM),",
+                "tiles(2, HALF, DIM_V),",
+                "tiles(STAGES, BLOCK_K, DIM),",
+                "tiles(STAGES, BLOCK_K, DIM_V),",
+                *["plgpu.SMEM((2, HALF), Float),"] * len(buffers),
+                "signals(2, 2),",
+                "signals(STAGES, 2),",
+                "signals(STAGES, 2),",
+            ],
+            operands=", ".join([*self.operands(), "query", "key", "value", "dout", "lse", "delta"]),
+            returned=_tuple(returned),
+        )
+
+
+class _Keys(_Kernel):
+    """dk and dv. Tiles are [keys, queries]: so neither p nor ds has to be transposed before it is multiplied."""
+
+    own, what = "k", "dk and dv"
+
+    def text(self) -> str:
+        dk, dv = "k" in self.wanted, "v" in self.wanted
+        weight = "p" if self.plan.kept is None else "(p * kept)"
+        arrays = ["query", "key", *["value"] * dk, "dout", "lse", *["delta"] * dk]
+        refs = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
+        outs = ["dv_ref"] * dv + ["dk_ref"] * dk
+        scratch = ["key", "value", "query", "dout", "lses", *["deltas"] * dk, "own_ready", "ready", "free"]
+        own = [("k_ref", "key"), *[("v_ref", "value")] * dk]
+        fetched = [("q_ref", "line, head", "query"), ("dout_ref", "line, head", "dout"), ("lse_ref", "head, line", "lses")]
+        fetched += [("delta_ref", "head, line", "deltas")] * dk
+        factors = ["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk
+        totals = _tuple(["dv"] * dv + ["dk"] * dk)
+        pairs = ["(key.at[wg], query.at[slot])"] + ["(value.at[wg], dout.at[slot])"] * dk
+        inner = ["dp, delta = inner(), load(deltas.at[slot], 1)"] * dk
+        dims = ["v_dim"] * dv + ["dim"] * dk
+        return self.filled(
+            text.KEYS,
+            refs=", ".join(
+                [*self.operands(), *(refs.get(n, f"{n}_ref") for n in arrays), *outs, *scratch, "*", "length"]
+            ),
+            own=[f"plgpu.copy_gmem_to_smem({ref}.at[here], {to}.at[wg], own_ready.at[wg])" for ref, to in own],
+            products=", ".join(["scores"] + ["inner"] * dk),
+            pairs=", ".join(pairs),
+            weights=self.weights(),
+            cotangents=inner + self.cotangents(),
+            found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
+            names=_tuple(["p"] * dv + ["ds"] * dk),
+            sums=totals,
+            accumulate=[f"{totals} = added({totals}, {', '.join(factors)})"],
+            zeros=_tuple(["zeros(HALF, DIM_V)"] * dv + ["zeros(HALF, DIM)"] * dk),
+            results=[
+                *["key[wg] = (dk * SCALE).astype(key.dtype)"] * dk,
+                *["value[wg] = dv.astype(value.dtype)"] * dv,
+            ],
+            stored=[
+                *["plgpu.copy_smem_to_gmem(key.at[wg], dk_ref.at[here])"] * dk,
+                *["plgpu.copy_smem_to_gmem(value.at[wg], dv_ref.at[here])"] * dv,
+            ],
+            fetched=[
+                f"plgpu.copy_gmem_to_smem({ref}.at[batch, {at}], {to}.at[slot], ready.at[slot])"
+                for ref, at, to in fetched
+            ],
+            name="attention_dkv",
+            doc=" and ".join(["dv"] * dv + ["dk"] * dk),
+            outs=[
+                *["jax.ShapeDtypeStruct(value.shape, value.dtype),"] * dv,
+                *["jax.ShapeDtypeStruct(key.shape, key.dtype),"] * dk,
+            ],
+            grid_heads="kv_heads",
+            grid_head="kv_head",
+            length="q_len",
+            scratch_types=[
+                "tiles(2, HALF, DIM),",
+                "tiles(2, HALF, DIM_V),",
+                "tiles(STAGES, BLOCK_Q, DIM),",
+                "tiles(STAGES, BLOCK_Q, DIM_V),",
+                *["plgpu.SMEM((STAGES, BLOCK_Q), Float),"] * (1 + dk),
+                f"signals(2, {len(own)}),",
+                f"signals(STAGES, {len(fetched)}),",
+                "signals(STAGES, 2),",
+            ],
+            operands=", ".join([*self.operands(), *arrays]),
+            returned=_tuple([f"found[{i}][:, :kv_len, :, :{n}]" for i, n in enumerate(dims)]),
+        )
+
+
+def _tuple(names: list[str]) -> str:
+    return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"

@@ -1,0 +1,280 @@
+"""The text of the backward kernels for Hopper, with holes: what `pallas_gpu_backward.emit` fills in."""
+
+HEAD = '''
+"""Attention backward on Hopper (Pallas, Mosaic GPU), written by frisket: $what."""
+# What it differentiates:
+#
+$text
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+BLOCK_Q, BLOCK_K = $block_q, $block_k
+HALF = $own // 2  # of the program's own tile: what one of the two warpgroups that compute has
+TILE = HALF, $across
+DIM, DIM_V = $dim, $dim_v  # whole swizzles of 64
+GROUP = $group  # query heads to a key head
+STAGES = $stages  # tiles that are read ahead
+SCALE = $scale
+$shared
+
+
+def walk(slice_, row, count, records, border, full, carry):
+    """`carry` through the tiles of a row: of each record those that are not full, then those that are. The warpgroup
+    that reads goes the same way as those that compute."""
+
+    def record(i, carry):
+        lo, full_lo, full_hi, hi = (records[slice_, row, i, end] for end in range(4))
+
+        def outside(j, carry):
+            return border(jnp.where(j < full_lo, j, j - full_lo + full_hi), carry)
+
+        carry = lax.fori_loop(lo, hi - full_hi + full_lo, outside, carry)
+        return lax.fori_loop(full_lo, full_hi, full, carry)
+
+    return lax.fori_loop(Int(0), count[slice_, row, 0], record, carry)
+
+
+def finish(steps, free):
+    """No program ends before the last signals to it have come."""
+
+    def last(step, carry):
+        plgpu.barrier_wait(free.at[slot_of(step)])
+        return carry
+
+    lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)
+
+'''
+
+PRODUCTS = '''
+def with_products(use, *pairs):
+    """`use` of functions that give a @ b.T of every pair: all are begun at once, and each is waited for where its
+    function is called, in order."""
+
+    def begun(*sums):
+        for total, (a, b) in zip(sums, pairs, strict=True):
+            plgpu.wgmma(total, a, transposed(b))
+        behind = reversed(range(len(pairs)))
+        return use(*(functools.partial(plgpu.wgmma_accumulator_load, s, wait_n=n) for s, n in zip(sums, behind)))
+
+    return pl.run_scoped(begun, *(plgpu.ACC(TILE, Float) for _ in pairs))
+
+
+def added(totals, *pairs):
+    """totals[i] + a @ b of every pair, where `a` is in registers."""
+
+    def products(sums):
+        for total, (a, b) in zip(sums, pairs, strict=True):
+            plgpu.wgmma(total, a, b)
+
+    return pl.run_state(products)(tuple(plgpu.ACC.init(total) for total in totals))
+
+
+def padded(x, block):
+    """Its length in eights, as swizzles have them; behind it, zeros are read."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, -x.shape[3] % 64)))
+'''
+
+# Mosaic GPU's interpreter does not know all forms of wgmma, and no edge of an array.
+PRODUCTS_INTERPRETED = '''
+def dot(a, b, axis):
+    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=Float)
+
+
+def with_products(use, *pairs):
+    return use(*(functools.partial(lambda a, b: dot(a[...], b[...], 1), a, b) for a, b in pairs))
+
+
+def added(totals, *pairs):
+    return tuple(total + dot(a, b[...], 0) for total, (a, b) in zip(totals, pairs, strict=True))
+
+
+def padded(x, block):
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, -x.shape[3] % 64)))
+'''
+
+# Values of pairs where keys lie down a tile.
+PAIRS_TURNED = '''
+
+def paved(values):
+    """Values of pairs, keys first, whole tiles long both ways."""
+    q_len, kv_len = values.shape[2:]
+    return jnp.pad(values.swapaxes(2, 3), ((0, 0), (0, 0), (0, -kv_len % BLOCK_K), (0, -q_len % BLOCK_Q)))
+
+
+def of_pair(values, batch, head, start, tile):
+    here = (*owner(values, batch, head), pl.ds(start, TILE[0]), pl.ds(tile * BLOCK_Q, BLOCK_Q))
+    return load(values.at[here], None)
+'''
+
+QUERIES = '''
+def kernel($refs):
+    batch, head, tile, wg = (lax.axis_index(name) for name in ("batch", "head", "tile", "wg"))
+    slice_ = slice_of[batch, head]
+    row = order[slice_, tile]
+
+    @pl.when(wg < 2)
+    def compute():
+        plgpu.set_max_registers(240, action="increase")
+        start = row * BLOCK_Q + wg * HALF
+        line = pl.ds(start, HALF)
+        here = batch, line, head
+        plgpu.copy_gmem_to_smem(q_ref.at[here], query.at[wg], own_ready.at[wg])
+        plgpu.copy_gmem_to_smem(dout_ref.at[here], dout.at[wg], own_ready.at[wg])
+        lse, delta = (load(ref.at[batch, head, line], 0) for ref in (lse_ref, delta_ref))
+        $once
+        plgpu.barrier_wait(own_ready.at[wg])
+
+        def visit(tile, carry, border):
+            step, $sums = carry
+            slot = slot_of(step)
+            plgpu.barrier_wait(ready.at[slot])
+
+            def cotangents(scores, inner):
+                s = scores()
+                $weights
+                dp = inner()
+                $cotangents
+                return $found
+
+            $names = with_products(cotangents, (query.at[wg], key.at[slot]), (dout.at[wg], value.at[slot]))
+            $accumulate
+            plgpu.barrier_arrive(free.at[slot])
+            return step + 1, $sums
+
+        border, full = (functools.partial(visit, border=border) for border in (True, False))
+        _, $sums = walk(slice_, row, count, records, border, full, (Int(0), $zeros))
+        $results
+        plgpu.commit_smem()
+        $stored
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == 2)
+    def memory():
+        plgpu.set_max_registers(24, action="decrease")
+        kv_head = lax.div(head, Int(GROUP))
+
+        def fetch(tile, step):
+            slot, there = slot_of(step), (batch, pl.ds(tile * BLOCK_K, BLOCK_K), kv_head)
+            pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
+            plgpu.copy_gmem_to_smem(k_ref.at[there], key.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[there], value.at[slot], ready.at[slot])
+            return step + 1
+
+        finish(walk(slice_, row, count, records, fetch, fetch, Int(0)), free)
+'''
+
+KEYS = '''
+def kernel($refs):
+    batch, kv_head, tile, wg = (lax.axis_index(name) for name in ("batch", "kv_head", "tile", "wg"))
+    row = order[slice_of[batch, kv_head * GROUP], tile]  # longest first, by the first head of the group
+
+    def heads(of_head, carry):
+        """The query heads of the key head, one after the other: nothing is added to by two programs."""
+
+        def one(i, carry):
+            head = kv_head * GROUP + i
+            return of_head(head, slice_of[batch, head], carry)
+
+        return lax.fori_loop(Int(0), Int(GROUP), one, carry)
+
+    @pl.when(wg < 2)
+    def compute():
+        plgpu.set_max_registers(240, action="increase")
+        start = row * BLOCK_K + wg * HALF
+        line = pl.ds(start, HALF)
+        here = batch, line, kv_head
+        $own
+        plgpu.barrier_wait(own_ready.at[wg])
+
+        def of_head(head, slice_, carry):
+            $once
+
+            def visit(tile, carry, border):
+                step, $sums = carry
+                slot = slot_of(step)
+                plgpu.barrier_wait(ready.at[slot])
+
+                def cotangents($products):
+                    s, lse = scores(), load(lses.at[slot], 1)
+                    $weights
+                    $cotangents
+                    return $found
+
+                $names = with_products(cotangents, $pairs)
+                $accumulate
+                plgpu.barrier_arrive(free.at[slot])
+                return step + 1, $sums
+
+            border, full = (functools.partial(visit, border=border) for border in (True, False))
+            return walk(slice_, row, count, records, border, full, carry)
+
+        _, $sums = heads(of_head, (Int(0), $zeros))
+        $results
+        plgpu.commit_smem()
+        $stored
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == 2)
+    def memory():
+        plgpu.set_max_registers(24, action="decrease")
+
+        def of_head(head, slice_, step):
+            def fetch(tile, step):
+                slot, line = slot_of(step), pl.ds(tile * BLOCK_Q, BLOCK_Q)
+                pl.when(step >= STAGES)(lambda: plgpu.barrier_wait(free.at[slot]))
+                $fetched
+                return step + 1
+
+            return walk(slice_, row, count, records, fetch, fetch, step)
+
+        finish(heads(of_head, Int(0)), free)
+'''
+
+CALL = '''
+
+def $name(
+    query, key, value, dout, lse, delta, slice_of, order, count, records, origin, sizes, slots, tables, interpret=None
+):
+    """$doc, of arrays [batch, length, heads, dim], and `lse` (to base 2, inf of a row without keys) and `delta` [batch,
+    heads, q_len].
+
+    `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
+    rows, runs, 4] are those of `pallas_gpu.walked`; `origin` and `sizes` place the call in the whole problem.
+    """
+    batch, q_len, heads, dim = query.shape
+    _, kv_len, kv_heads, v_dim = value.shape
+    $before
+    behind = ((0, 0), (0, 0), (0, -q_len % BLOCK_Q))
+    lse, delta = jnp.pad(lse, behind, constant_values=jnp.inf), jnp.pad(delta, behind)  # p is 0 behind the last query
+    query, dout = padded(query, BLOCK_Q), padded(dout, BLOCK_Q)
+    key, value = padded(key, BLOCK_K), padded(value, BLOCK_K)
+
+    def tiles(number, length, dim):
+        return plgpu.SMEM((number, length, dim), query.dtype, transforms=TILED)
+
+    def signals(number, arrivals):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
+
+    found = plgpu.kernel(
+        functools.partial(kernel, length=$length),
+        out_type=(
+            $outs
+        ),
+        grid=(batch, $grid_heads, order.shape[1]),
+        grid_names=("batch", "$grid_head", "tile"),
+        num_threads=3,
+        thread_name="wg",
+        scratch_types=[
+            $scratch_types
+        ],
+        compiler_params=plgpu.CompilerParams(approx_math=$fast, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )($operands)
+    return $returned
+'''

@@ -1,0 +1,89 @@
+"""Runs the Pallas backward kernels for Hopper on JAX arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from frisket.dsl.errors import LoweringError
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import pallas_gpu_backward as kernels
+from frisket.lowering.emit.pallas_gpu import walked
+from frisket.lowering.emit.triton_cotangents import sums
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.xla_fold import folded
+
+from .modules import load
+from .pallas_gpu import simulator
+
+Array = Any  # a jax.Array, traced or not
+LOG2E = 1.4426950408889634
+reason = kernels.refused  # asked before these kernels are chosen (jax_platforms)
+
+
+def backward(
+    plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: Array, k: Array, v: Array, out: Array, lse: Array,
+    dout: Array, dlse: Array | None, slots: Mapping[str, Any], tables: Mapping[str, Array], target: Target, *,
+    wanted: frozenset[str], sinks: Array | None = None, platform: str = "cpu",
+) -> dict[str, Array]:  # fmt: skip
+    """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
+    and dtype of the array; tables and slots of the plan ("t0", "s1") in float32.
+
+    `out` and `lse` are the forward's: where there were `sinks`, lse includes them, and that is all of them needed
+    here; their own gradient is the caller's. Equal calls give equal bits. Raises LoweringError with the words of
+    `pallas_gpu_backward.refused`."""
+    import jax.numpy as jnp
+
+    g = geometry
+    if why := kernels.refused(plan, g, str(q.dtype), {n: x.shape for n, x in tables.items()}, wanted):
+        raise LoweringError(why)
+    arrays = {"q": q, "k": k, "v": v}
+    if 0 in (g.batch, g.q_len, g.kv_len):
+        zeros = {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in wanted - arrays.keys()}
+        return zeros | {n: jnp.zeros_like(x) for n, x in arrays.items() if n in wanted}
+    dout = dout.astype(q.dtype)
+    delta = jnp.einsum("bqhd,bqhd->bhq", out.astype(jnp.float32), dout.astype(jnp.float32))
+    if dlse is not None:
+        delta = delta - dlse
+    # a row without keys has no gradient: p = exp2(s - inf) is 0
+    lse2 = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2E)
+    interpret = None if platform == "cuda" else simulator()
+    numbers = [jnp.asarray(slots[s.name]) for s in plan.slots]
+    given = q, k, v, dout, lse2, delta
+    found: dict[str, Array] = {}
+    common = g.origin, g.full, numbers, [tables[t.name] for t in plan.tables]
+    plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
+    dq, dkv = kernels.tiles(g)
+    dq, dkv = target.dq or dq, target.dkv or dkv
+    buffers = []
+    rows = wanted - {"k", "v"}
+    if rows:
+        run = _loaded(plan, dq, plain, rows, interpret is not None)["attention_dq"]
+        results = list(run(*given, *_walk(spans.rows((dq.block_q, dq.block_k))), *common, interpret=interpret))
+        if "q" in wanted:
+            found["q"] = results.pop(0)
+        for s, x in zip(sums(plan, rows), results, strict=True):
+            x = x[..., : g.q_len]
+            buffers.append((s.gradient, x.sum(-1) if s.gradient.over == "head" else x))
+    for part in kernels.parts(g, wanted):
+        run = _loaded(plan, dkv, plain, part, interpret is not None)["attention_dkv"]
+        results = run(*given, *_walk(spans.columns((dkv.block_q, dkv.block_k))), *common, interpret=interpret)
+        found |= dict(zip(sorted(part, reverse=True), results, strict=True))
+    if buffers:
+        found |= folded(*zip(*buffers, strict=True), g, slots, tables, int64=plan.int64)
+    without = wanted - found.keys()  # influence
+    return found | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
+
+
+@lru_cache(maxsize=256)
+def _loaded(
+    plan: LoopPlan, target: Target, geometry: Geometry, wanted: frozenset[str], interpretable: bool
+) -> dict[str, Any]:
+    return load(kernels.emit(plan, target, geometry, wanted, interpretable=interpretable))
+
+
+def _walk(spans: Any) -> list[Array]:
+    import jax.numpy as jnp
+
+    return [jnp.asarray(x, jnp.int32) for x in walked(spans)]
