@@ -216,14 +216,28 @@ class Halves(Ready):
     """What `within` reads: along the last axis first."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
+        import torch
+
         super().__init__(module, axes, table)
-        shape = [self.rows, *self.sizes]
-        self.steps: list[tuple[int, int, int, int]] = []
+        shape, block = [self.rows, *self.sizes], _at_once(module, 32)
+        of = torch.empty_strided((self.rows, *self.sizes), self.strides, device="meta")
+        self.steps: list[tuple[tuple[int, int, int], int, list[list[Launch]]]] = []
         for axis in range(len(shape) - 1, 0, -1):
             outer, size, inner = int(np.prod(shape[:axis])), shape[axis], int(np.prod(shape[axis + 1 :]))
-            room = 2 << (size - 1).bit_length()
-            shape[axis] = room
-            self.steps.append((outer, size, inner, room))
+            room, of = 2 << (size - 1).bit_length(), of.reshape(outer, size, inner)
+            given, programs = [None, None, outer, size, inner, *of.stride()], -(-outer * inner // block)
+            launches = [
+                [
+                    Launch(
+                        module.halves, (programs, ((size - 1) >> level) // 32 + 1), [*given, level, room], 4,
+                        BLOCK=block, MOST=most,
+                    )
+                    for level in range(0, max(1, (size - 1).bit_length()), 5)  # no launch reads what it writes
+                ]
+                for most in (False, True)
+            ]  # fmt: skip
+            self.steps.append(((outer, size, inner), room, launches))
+            shape[axis], of = room, torch.empty((outer, room, inner), device="meta")
 
     def __call__(self, table: Tensor) -> Sequence[Tensor]:
         return [self._joined(self.turned(table), most) for most in (False, True)]
@@ -231,15 +245,10 @@ class Halves(Ready):
     def _joined(self, table: Tensor, most: bool) -> Tensor:
         import torch
 
-        block = _at_once(self.module, 32)
-        for outer, size, inner, room in self.steps:
-            table = table.reshape(outer, size, inner)
-            made = torch.empty((outer, room, inner), dtype=table.dtype, device=table.device)
-            for level in range(0, max(1, (size - 1).bit_length()), 5):
-                grid = -(-outer * inner // block), ((size - 1) >> level) // 32 + 1
-                self.module.halves[grid](
-                    table, made, outer, size, inner, *table.stride(), level, room, BLOCK=block, MOST=most,
-                    num_warps=4,
-                )  # fmt: skip
+        for shape, room, launches in self.steps:
+            table = table.reshape(shape)
+            made = torch.empty((shape[0], room, shape[2]), dtype=table.dtype, device=table.device)
+            for launch in launches[most]:
+                launch(table, made)
             table = made
         return table

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import triton
 from support import triton_null
 from support.device_tables import NoLook, NoWait, pose
 
@@ -15,7 +16,7 @@ import frisket as fk
 from frisket.runtime import backends, flat_triton
 
 triton_null.install(watch=True)
-backends.REASONS["triton"] = lambda: ""
+backends._triton_torch = lambda: ""
 S = 640
 PLANS = ["lines", "windows", "windows", "plan_spans", "longest_first"]  # windows: a launch for five levels
 
@@ -155,6 +156,22 @@ def test_tables_of_many_axes_and_kinds():
             lambda: fk.compile("causal & doc[b, q] == doc[b, k]")(*given, doc=torch.zeros(1, S, dtype=torch.int16))
         )
         assert found == [*PLANS, "attention_forward"]
+
+
+def test_warm_steps_ask_triton_for_no_kernel(monkeypatch):
+    """Which compiled kernel a launch takes is known after the first step; asking takes longer than planning."""
+    given, tile_map = arrays(), torch.ones(40, 40, dtype=torch.bool)
+    steps = [
+        (fk.compile("causal & same(doc)"), {"doc": torch.arange(S) // 100}, PLANS),
+        (fk.compile("causal & m[q // 16, k // 16]"), {"m": tile_map}, ["halves"] * 8 + PLANS[3:]),
+    ]
+    with torch.no_grad():
+        for att, tables, _ in steps:
+            att(*given, **tables)
+        monkeypatch.setattr(triton.JITFunction, "run", None)
+        for att, tables, planned in steps:
+            found = names(lambda: att(*given, **{n: x.clone() for n, x in tables.items()}))  # noqa: B023
+            assert found == [*planned, "attention_forward"]
 
 
 def test_without_triton_torch_plans(monkeypatch):
