@@ -110,6 +110,7 @@ def test_options_travel_to_the_attention_and_its_text():
         ({"BLOCK_M": [64]}, "its keys are names, its values numbers"),
         ({"num_warps": 3}, "'num_warps' is 3; it is a power of 2, 32 at most"),
         ({"num_stages": 0}, "it is a positive integer"),
+        ({"SPLIT_KV": 2.5}, "'SPLIT_KV' is 2.5; it is a positive integer"),
         ({"PRESCALE_QK": 1}, "'PRESCALE_QK' is 1; it is True or False"),
         ({"fwd_BLOCK_M1": 64}, "the forward has BLOCK_M, BLOCK_N"),
         ({"bwd_BLOCK_M": 64}, "the backward has BLOCK_M1, BLOCK_N1, BLOCK_M2, BLOCK_N2"),
