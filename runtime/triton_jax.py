@@ -106,7 +106,7 @@ def backward(
         given |= call.run(source, step.name, step.grid, tile, given, results[step.name], records, plan=plain)
         if not step.side:  # what attention_delta calls Lse2 the others call Lse
             given["Lse"] = given["Lse2"]
-    found = {n: given[f"D{n.upper()}"].transpose(0, 2, 1, 3) for n in arrays if n in wanted}
+    found = {n: given[f"D{n.upper()}"] for n in arrays if n in wanted}
     if not values:
         return found
     buffers: dict[Gradient, Array] = {s.gradient: _summed(s, given[s.buffer]) for s in totals}
@@ -170,7 +170,7 @@ def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str
     """What the kernels' text takes from arrays; LoweringError where there are no such kernels."""
     if why := reason(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
         raise LoweringError(why)
-    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys)
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, by_length=True)
 
 
 _forward = lru_cache(maxsize=256)(
@@ -187,10 +187,10 @@ def _backward(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str]
 
 
 def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum]) -> dict[str, dict[str, Any]]:
-    """(shape, dtype) of what each kernel of a backward writes; gradients of arrays by heads."""
+    """(shape, dtype) of what each kernel of a backward writes."""
     rows, columns = ((g.batch, g.heads, n) for n in (g.q_len, g.kv_len))
-    keys = g.batch, g.kv_heads, g.kv_len
-    shapes = {"q": (*rows, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
+    keys = g.batch, g.kv_len, g.kv_heads
+    shapes = {"q": (g.batch, g.q_len, g.heads, g.head_dim), "k": (*keys, g.head_dim), "v": (*keys, g.v_dim)}
     arrays = {n: {f"D{n.upper()}": (shapes[n], dtype)} for n, dtype in dtypes.items()}
     along = {n: {s.buffer: (rows if n == "q" else columns, np.float32) for s in totals if s.along == n} for n in "qk"}
     return {

@@ -106,7 +106,7 @@ class _Queries(Cotangents):
             [
                 "Q, K, V, DOut,  # [batch, heads, length, dim], any strides",
                 "Lse, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta",
-                *["DQ,  # [batch, heads, q_len, dim], contiguous"] * self.dq,
+                *[f"DQ,  # {self.shape('heads', 'q_len')}, contiguous"] * self.dq,
                 *self.pointers(),
             ],
             "qkvg", ["heads", "q_len", "kv_len"],
@@ -124,7 +124,11 @@ class _Queries(Cotangents):
                 self.tiles()
             self.page.blank()
             if self.dq:
-                line("DQ += at_q * HEAD_DIM", "out_at = rows[:, None] * HEAD_DIM + d[None, :]")
+                if self.dims.by_length:
+                    line("DQ += ((tl.cast(batch, tl.int64) * q_len + start) * heads + head) * HEAD_DIM")
+                    line("out_at = rows[:, None] * (heads * HEAD_DIM) + d[None, :]")
+                else:
+                    line("DQ += at_q * HEAD_DIM", "out_at = rows[:, None] * HEAD_DIM + d[None, :]")
                 line(f"tl.store(DQ + out_at, (dq * scale).to(query.dtype){self.tile_mask('q', 'present', other='')})")
             self.store_sums("at_q + rows", "present")
         return launched("attention_dq", self.page, "(query tiles, heads, batch)", self.target)
@@ -182,7 +186,7 @@ class _Keys(Cotangents):
             [
                 *(f"{a},  # [batch, heads, length, dim], any strides" for a in arrays),
                 f"Lse{', Delta' * self.inner},  # float32 [batch, heads, q_len], contiguous: of attention_delta",
-                *[f"{results},  # [batch, key heads, kv_len, dim], contiguous"] * bool(results),
+                *[f"{results},  # {self.shape('key heads', 'kv_len')}, contiguous"] * bool(results),
                 *self.pointers(),
             ],
             "qkvg" if self.inner else "qkg", ["heads", "q_len", "kv_len"], rows="query",
@@ -301,10 +305,16 @@ class _Keys(Cotangents):
             return
         line = self.page.line
         self.page.blank()
-        line(f"own = (batch * tl.num_programs(1) + {self._kv_head}).to(tl.int64) * kv_len + start")
+        step = ""
+        if self.dims.by_length:
+            step = "tl.num_programs(1) * "
+            line(f"own = (tl.cast(batch, tl.int64) * kv_len + start) * tl.num_programs(1) + {self._kv_head}")
+        else:
+            line(f"own = (batch * tl.num_programs(1) + {self._kv_head}).to(tl.int64) * kv_len + start")
         for use, name, value, dim, s in (
             (self.dk, "DK", "(dk * scale)", "HEAD_DIM", "k"), (self.dv, "DV", "dv", self.v, "v"),
         ):  # fmt: skip
             if use:
-                line(f"{name} += own * {dim}", f"out_at = columns[:, None] * {dim} + {self.along(s)}[None, :]")
+                rows = f"columns[:, None] * ({step}{dim})" if step else f"columns[:, None] * {dim}"
+                line(f"{name} += own * {dim}", f"out_at = {rows} + {self.along(s)}[None, :]")
                 line(f"tl.store({name} + out_at, {value}.to(keys.dtype){self.tile_mask(s, 'present', other='')})")

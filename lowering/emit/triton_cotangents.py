@@ -203,6 +203,10 @@ class Cotangents(Rows):
             value = name
         return f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
 
+    def shape(self, heads: str, length: str) -> str:
+        """That of the gradient of an array, for the reader."""
+        return f"[batch, {length}, {heads}, dim]" if self.dims.by_length else f"[batch, {heads}, {length}, dim]"
+
     # -- captured values ----------------------------------------------------------------------------
 
     def read(self, gradient: Gradient) -> str:

@@ -31,8 +31,8 @@ LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 @dataclass(frozen=True)
 class Dims:
     """What of the arrays a kernel's text depends on: head sizes, the dtype of q, the query heads of a key head, and
-    the dtype of k and v where it is another one, and the Float slots that come as pointers, their values being on
-    the device."""
+    the dtype of k and v where it is another one, the Float slots that come as pointers, their values being on the
+    device, and whether gradients of arrays are written as [batch, length, heads, dim], not by heads."""
 
     head_dim: int
     v_dim: int
@@ -40,6 +40,7 @@ class Dims:
     group: int = 1
     kv_dtype: str = ""
     live: tuple[str, ...] = ()
+    by_length: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
