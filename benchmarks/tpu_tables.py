@@ -1,0 +1,202 @@
+"""Tables for Pallas TPU kernels, and the tiles that kernels visit, beside splash attention and others that run here:
+`python benchmarks/tpu_tables.py [tables] [visits]`.
+
+`tables` is from the words of a mask to all that kernels read of it, forward and backward: here spans and walks of rows
+and of columns, there `process_mask` and `process_mask_dkv`, for tiles of the same size. Both are timed in this process,
+turn about; nothing is remembered from one time to the next. `visits` are counted: ours by kernels that run in Pallas'
+interpreter and note every visit, those of peers in the tables and bounds of loops that their kernels are given.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import labels, offsets
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_info
+from machine import merge, seconds, turn_about
+
+import frisket as fk
+from frisket.lowering.emit.pallas_walk import walk
+from frisket.lowering.plan import Geometry, Target
+from frisket.runtime import modules, pallas_tpu, pallas_tpu_backward
+
+BLOCK = (512, 512)
+LENGTHS = {2**14: 3, 2**16: 1}  # and how often they are timed: splash attention takes most of a minute
+LONGEST = 2**20
+Params = dict[str, Any]
+
+
+class Mask(NamedTuple):
+    """One mask: words with values by name, and as splash attention and flex_attention take it."""
+
+    text: str
+    params: Callable[[int], Params]
+    splash: Callable[[int], Any]
+    flex: Callable[[Params], Any]
+
+
+def documents(n: int) -> Params:
+    """The document of each token, about 512 tokens each."""
+    return {"doc": labels(offsets(n, n // 512))}
+
+
+def pairs(text: str, params: Params, n: int) -> Any:
+    """One bool for every pair: where splash attention has no class for a mask, it leaves out tiles only so."""
+    return splash.NumpyMask(fk.mask(text, **params).dense(n, n)[0, 0])
+
+
+def _documents_of(params: Params) -> Any:
+    import torch
+
+    doc = torch.from_numpy(params["doc"])
+    return lambda b, h, q, k: (q >= k) & (doc[q] == doc[k])
+
+
+MASKS = {
+    "causal": Mask("causal", lambda n: {}, lambda n: splash.CausalMask((n, n)), lambda p: lambda b, h, q, k: q >= k),
+    "window": Mask(
+        "causal & window(1024)", lambda n: {}, lambda n: splash.LocalMask((n, n), (1023, 0), 0),
+        lambda p: lambda b, h, q, k: (q >= k) & (q - k < 1024),
+    ),
+    "documents": Mask(
+        "causal & same(doc)", documents, lambda n: pairs("causal & same(doc)", documents(n), n), _documents_of
+    ),
+    "prefix": Mask(
+        "prefix_lm(1024)", lambda n: {}, lambda n: pairs("prefix_lm(1024)", {}, n),
+        lambda p: lambda b, h, q, k: (q >= k) | (k < 1024),
+    ),
+    "chunked": Mask(
+        "chunked_causal(1024)", lambda n: {}, lambda n: splash.ChunkedCausalMask((n, n), 1024),
+        lambda p: lambda b, h, q, k: (q >= k) & (q // 1024 == k // 1024),
+    ),
+}  # fmt: skip
+
+
+# -- tables -----------------------------------------------------------------------------------------
+
+
+def laid_out(text: str, params: Params, n: int, block: tuple[int, int] = BLOCK) -> tuple[Any, Any]:
+    """The walks of the forward and dq, and of dk and dv."""
+    layout = fk.mask(text, **params).layout(n, n, block=block)
+    return walk(layout.spans, layout.columns), walk(layout.transposed.spans, layout.rows)
+
+
+def processed(mask: Any) -> tuple[Any, Any]:
+    splash_info._process_mask.cache_clear()
+    heads = splash.MultiHeadMask([mask])
+    return splash_info.process_mask(heads, BLOCK), splash_info.process_mask_dkv(heads, BLOCK)
+
+
+def tables() -> dict[str, Any]:
+    """Milliseconds of both at 16k and 64k, and ours at 1M, where splash attention would take hours."""
+    found: dict[str, Any] = {}
+    for name, mask in MASKS.items():
+        found[name] = {}
+        for n, rounds in LENGTHS.items():
+            if name in ("documents", "prefix") and n > 2**14:
+                continue  # bools of all pairs: 4 GiB
+            found[name][n] = turn_about(
+                partial(laid_out, mask.text, mask.params(n), n), partial(processed, mask.splash(n)), rounds
+            )
+            print(name, n, found[name][n], flush=True)
+        longest = partial(laid_out, mask.text, mask.params(LONGEST), LONGEST)
+        times = [1e3 * seconds(longest) for _ in range(9)]
+        found[name][LONGEST] = {"frisket_ms": statistics.median(times), "first_ms": times[0]}
+        print(name, LONGEST, found[name][LONGEST], flush=True)
+    return {"block": BLOCK, "masks": found}
+
+
+# -- visits -----------------------------------------------------------------------------------------
+
+TOKENS, TILE = 4096, 128
+
+
+def ours(mask: Mask) -> dict[str, int]:
+    """Visits of each of our kernels, noted as they run, and the tiles that have a visible pair."""
+    params, seen = mask.params(TOKENS), Counter[str]()
+    line = "    def visit(partial):\n"
+
+    def noting(source: str) -> Params:
+        assert source.count(line) == 1
+        kernel = next(x for x in ("dkv", "dq", "forward") if f"def attention_{x}(" in source)
+        note = f"        jax.debug.callback(seen, {kernel!r})\n"
+        return modules.load(source.replace(line, line + note), seen=lambda kernel: seen.update([kernel]))
+
+    plan = fk.compile(mask.text, **params).plan(TOKENS, TOKENS, 1, 1)
+    made, block = plan.work((TILE, TILE)), (TILE, TILE)
+    g = Geometry(1, 1, 1, TOKENS, TOKENS, 16, 16, 0.25)
+    x, target = jnp.ones((1, TOKENS, 1, 16)), Target("pallas-tpu", *block)
+    values = made.slots, {n: jnp.asarray(t) for n, t in made.tables.items()}
+    known = pallas_tpu.load, pallas_tpu_backward.load
+    pallas_tpu.load = pallas_tpu_backward.load = noting
+    try:
+        pallas_tpu._kernel.cache_clear()
+        pallas_tpu_backward._loaded.cache_clear()
+        out, lse, _ = pallas_tpu.forward(made.plan, plan, g, x, x, x, *values, target)
+        found = pallas_tpu_backward.backward(
+            made.plan, plan, g, x, x, x, out, lse, out, None, *values, target, wanted=frozenset("qkv")
+        )
+        jax.block_until_ready(found)
+        jax.effects_barrier()
+    finally:
+        pallas_tpu.load, pallas_tpu_backward.load = known
+        pallas_tpu._kernel.cache_clear()
+        pallas_tpu_backward._loaded.cache_clear()
+    return {"visible": int((plan.work(block).layout.kinds() > 0).sum()), **seen}
+
+
+def of_splash(mask: Any) -> dict[str, Any]:
+    """Tiles that are computed, and steps of the grid: every row has as many as the longest."""
+    heads, found = splash.MultiHeadMask([mask]), {}
+    tables = {"forward, dq": splash_info.process_mask, "dkv": splash_info.process_mask_dkv}
+    for kernel, process in tables.items():
+        info, _ = process(heads, (TILE, TILE))
+        found[kernel] = {"computed": int((np.asarray(info.block_mask) > 0).sum()), "steps": int(info.block_mask.size)}
+    fused, _ = splash_info.process_mask_dkv(heads, (TILE, TILE), shrink_grid=False)
+    found["dq, dk and dv in one"] = {
+        "computed": int((np.asarray(fused.block_mask) > 0).sum()), "steps": int(fused.block_mask.size)
+    }  # fmt: skip
+    return found
+
+
+def of_flex(function: Any) -> dict[str, int]:
+    """Tiles in the lists of flex_attention's BlockMask: those of rows, for dq, and of columns."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lists = create_block_mask(function, None, None, TOKENS, TOKENS, device="cpu", BLOCK_SIZE=TILE)
+    return {
+        "dq": int(lists.kv_num_blocks.sum() + lists.full_kv_num_blocks.sum()),
+        "dkv": int(lists.q_num_blocks.sum() + lists.full_q_num_blocks.sum()),
+    }
+
+
+def of_pallas_gpu() -> dict[str, int]:
+    """jax.experimental.pallas.ops.gpu.attention: its loops end or begin at the diagonal, and segments are looked at
+    element by element; a mask that is not causal takes every tile."""
+    rows = np.arange(TOKENS // TILE)
+    return {"causal": int((rows + 1).sum()), "not causal": len(rows) ** 2}
+
+
+def visits() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, mask in MASKS.items():
+        found[name] = {
+            "frisket": ours(mask), "splash": of_splash(mask.splash(TOKENS)),
+            "flex_attention": of_flex(mask.flex(mask.params(TOKENS))),
+        }  # fmt: skip
+        print(name, found[name], flush=True)
+    return {"tokens": TOKENS, "tile": TILE, "pallas.ops.gpu.attention": of_pallas_gpu(), "masks": found}
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or ["tables", "visits"]:
+        merge("tpu-tables", part, {"tables": tables, "visits": visits}[part]())
