@@ -3,8 +3,9 @@
 
 `tables` is from the words of a mask to all that kernels read of it, forward and backward: here spans and walks of rows
 and of columns, there `process_mask` and `process_mask_dkv`, for tiles of the same size. Both are timed in this process,
-turn about; nothing is remembered from one time to the next. `visits` are counted: ours by kernels that run in Pallas'
-interpreter and note every visit, those of peers in the tables and bounds of loops that their kernels are given.
+turn about, by the processor's time; nothing is remembered from one time to the next. `visits` are counted: ours by
+kernels that run in Pallas' interpreter and note every visit, those of peers in the tables and bounds of loops that
+their kernels are given.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from cases import labels, offsets
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_info
-from machine import merge, seconds, turn_about
+from machine import merge, processor_seconds, turn_about
 
 import frisket as fk
 from frisket.lowering.emit.pallas_walk import walk
@@ -105,11 +106,12 @@ def tables() -> dict[str, Any]:
             if name in ("documents", "prefix") and n > 2**14:
                 continue  # bools of all pairs: 4 GiB
             found[name][n] = turn_about(
-                partial(laid_out, mask.text, mask.params(n), n), partial(processed, mask.splash(n)), rounds
-            )
+                partial(laid_out, mask.text, mask.params(n), n), partial(processed, mask.splash(n)), rounds,
+                clock=processor_seconds,
+            )  # fmt: skip
             print(name, n, found[name][n], flush=True)
         longest = partial(laid_out, mask.text, mask.params(LONGEST), LONGEST)
-        times = [1e3 * seconds(longest) for _ in range(9)]
+        times = [1e3 * processor_seconds(longest) for _ in range(9)]
         found[name][LONGEST] = {"frisket_ms": statistics.median(times), "first_ms": times[0]}
         print(name, LONGEST, found[name][LONGEST], flush=True)
     return {"block": BLOCK, "masks": found}
