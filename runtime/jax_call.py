@@ -6,9 +6,11 @@ others, and, in a shard, where it is.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from .backends import GUARDED
 from .flat_plan import FlatPlan, Key
 from .host_plan import Plan
 from .jax_platforms import backend_on, executor, library, target_on
+from .parameters import digest
 
 Arrays = dict[str, Any]
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
@@ -78,6 +81,14 @@ class JaxCall:
 
     __repr__ = __str__
 
+    @cached_property
+    def digest(self) -> str:
+        """What it is, the same in every process and another one for another kernel or other values in it."""
+        chosen = self.backend, self.tile, self.target, self.times, self.shards
+        held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree)
+        content = version("frisket"), str(self.plan), self.geometry, chosen, held
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
     # -- others like it --
 
     def alike(self, axis: int) -> bool:
@@ -131,6 +142,16 @@ class JaxCall:
             wanted=wanted, sinks=arrays.get("sinks"), **how,
         )  # fmt: skip
         return {n: found[n].astype(arrays[n].dtype) for n in wanted}
+
+
+def _content(source: Any) -> tuple[Any, ...]:
+    if isinstance(source, Plan | Key):
+        what, planned = (source.subject, ()) if isinstance(source, Plan) else (source.what, source.given)
+        lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
+        values = sorted((n, digest(x)) for n, x in {**what.scalars, **what.tables}.items())
+        return str(what), values, planned, lengths, tuple(map(digest, source.origin))
+    arrays = (getattr(source, n, None) for n in ("bounds", "count", "slice_of"))
+    return (type(source).__name__, *map(digest, arrays))
 
 
 def _how(backend: str, platform: str) -> dict[str, str]:

@@ -159,7 +159,8 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     exported = module.lowering_parameters.for_export
     devices = getattr(module.axis_context, "device_assignment", None) or ()
     run: Callable[..., Any] = partial(task.run, platform, exported)
-    if split and not exported and len(devices) > 1:
+    shared = split and not exported and len(devices) > 1
+    if shared:
         from .jax_sharding import partitioned
 
         run = partitioned(task, LOCAL[bool(task.wanted)])
@@ -167,10 +168,22 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
         ctx, run = _without_mesh(ctx, run)
     try:
         with without_locations(0):  # kernels that are kept in a module as bytes would hold paths and lines of callers
-            return mlir.lower_fun(run, multiple_results=True)(ctx, *values)
+            found = mlir.lower_fun(run, multiple_results=True)(ctx, *values)
     except FrisketError as error:
         error.add_note(task.said(ctx.avals_in, platform))
         raise
+    if shared:
+        _named(found[0].owner, task)
+    return found
+
+
+def _named(operation: Any, task: Task) -> None:
+    """What each device does is not in the module, only where this process has it: caches of what is compiled tell
+    one mask from another by this."""
+    name = f"{task.call.digest} {task.names} {task.wanted} {task.levels}"
+    kind = "mhlo.frontend_attributes"
+    have = {a.name: a.attr for a in operation.attributes[kind]} if kind in operation.attributes else {}
+    operation.attributes[kind] = mlir.ir.DictAttr.get({**have, "frisket": mlir.ir.StringAttr.get(name)})
 
 
 def _without_mesh(ctx: Any, run: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
