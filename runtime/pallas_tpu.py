@@ -30,9 +30,8 @@ def target(
     block_q, block_k = NARROW if narrow else TILES
     if not narrow and geometry.kv_len >= LONG:
         block_k *= 2
-    lanes = pallas_tpu.LANES
-    lengths = (block_q, geometry.q_len), (block_k, geometry.kv_len)
-    return Target("pallas-tpu", *(min(block, -(-length // lanes) * lanes) for block, length in lengths))
+    q_len, kv_len = (-(-n // pallas_tpu.LANES) * pallas_tpu.LANES for n in (geometry.q_len, geometry.kv_len))
+    return Target("pallas-tpu", min(block_q, q_len), min(block_k, kv_len))
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -68,7 +68,7 @@ def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> Walk:
     host = isinstance(spans.bounds, np.ndarray)
     xp: Any = np
     if not host:
-        import jax.numpy as xp  # type: ignore[no-redef]
+        import jax.numpy as xp
     fold = folded(spans.slice_of, group)
     bounds, meant, slice_of = _of_groups(xp, spans, group // fold)
     slice_of = slice_of[:, ::fold] if fold > 1 else slice_of
