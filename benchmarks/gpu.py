@@ -8,6 +8,11 @@
     first         the first call of a process, cold and with kernels on disk
     tune          other tiles than those of runtime/triton_tiles.py, best first
 
+    jax-correctness  cases of the tests by JAX's two ways to the device, Mosaic GPU and Triton, beside float64
+    jax-forward      TFLOP/s of causal masks and windows, 2k to 32k tokens, both ways, beside cuDNN and tokamax
+    jax-backward     the same for the gradients alone
+    jax-window       the gradients of a window over the length: linear in it
+
 A part takes --minutes at most and is resumed by the same command: rows measured on this GPU with these versions are
 kept. Each row runs in a process of its own. Those of a group compile side by side, flex_attention too; then each is
 timed alone, its contestants turn about in an order that changes. A figure is a median over rounds; ratios are
@@ -35,7 +40,7 @@ from gpu_scale import DRY, FULL, Scale
 from machine import RESULTS, described, merge
 
 READY = "== ready =="
-SAME = ("gpu", "torch", "triton")  # what rows that are kept have in common with this machine
+SAME = ("gpu", "torch", "jax", "triton")  # what rows that are kept have in common with this machine
 
 
 def device() -> dict[str, Any]:

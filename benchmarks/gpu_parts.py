@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import gpu_jax
 import torch
 from gpu_contests import contest, contest_rows, decode, decode_rows, tune, tune_rows
 from gpu_scale import Measure, Part, Scale, drawn, on_device, same
@@ -180,4 +181,8 @@ PARTS = {
     "layout": Part(layout_rows, layout, 1),
     "first": Part(first_rows, first, 1),
     "tune": Part(tune_rows, tune),
+    "jax-correctness": Part(gpu_jax.correctness_rows, gpu_jax.correctness),
+    "jax-forward": Part(gpu_jax.contest_rows, partial(gpu_jax.contest, 0), 1),
+    "jax-backward": Part(gpu_jax.contest_rows, partial(gpu_jax.contest, 1), 1),
+    "jax-window": Part(gpu_jax.window_rows, gpu_jax.window, 1),
 }

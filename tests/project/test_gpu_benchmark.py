@@ -47,6 +47,20 @@ def test_every_part_that_runs_in_its_own_process():
     assert set(tune["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
 
 
+@pytest.mark.matrix
+def test_every_part_of_jax():
+    forward, backward, window, correct = measured(
+        ("jax-forward", "window 1024, D 16"), ("jax-backward", "causal, D 16"), ("jax-window", "window 1024, D 16"),
+        ("jax-correctness", "triton, forward, float32"),
+    )  # fmt: skip
+    assert set(forward["48"]["tflops"]) == {"triton", "xla"}
+    pairs, took = 48 * 49 / 2, backward["48"]["ms"]["triton"] / 1e3
+    assert backward["48"]["tflops"]["triton"] == pytest.approx(10 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
+    assert set(window["ms"]["triton"]) == {"48", "96"}
+    assert correct["passed"] == 2
+    assert correct["failures"] == []
+
+
 def test_rows_are_kept_and_resumed(tmp_path):
     command = ["forward", "--dry", "--only", "full", "--into", str(tmp_path)]
     twice = f"from gpu import main\nfor _ in range(2): print('status', main({command}))"
