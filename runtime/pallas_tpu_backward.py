@@ -21,7 +21,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.lowering.xla_fold import folded
 
 from .modules import load
-from .pallas_tpu import walked
+from .pallas_tpu import strided, walked
 
 if TYPE_CHECKING:
     import jax
@@ -47,15 +47,15 @@ def backward(
     arrays = _prepared(plan.guard)(q, k, v, out, lse, dout, dlse)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     numbers = geometry.origin, geometry.full, *values
-    interpret = interpreter(platform)
+    interpret, rolls = interpreter(platform), strided(platform)
     target = emitted.with_tiles(target)
     own, others = target.dq or target, target.dkv or target
     walk = walked(spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k))
     found: dict[Any, Array] = {}
-    if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted):
+    if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted, rolls):
         kernel, names = made
         found |= zip(names, kernel(*arrays, walk, *numbers, interpret=interpret), strict=True)
-    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), wanted):
+    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), wanted, rolls):
         kernel, names = made
         group, columns = geometry.heads // geometry.kv_heads, spans.columns((others.block_q, others.block_k))
         turned = walked(columns, -(-geometry.q_len // others.block_q), group)
@@ -64,7 +64,9 @@ def backward(
     captured = emitted.captured(plan, wanted)
     for i, gradient in captured:
         if gradient.over == "scatter":
-            found[i] = _by_position(plan, own, geometry, str(q.dtype), i)(*arrays, walk, *numbers, interpret=interpret)
+            placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
+            run = _by_position(plan, own, placeless, str(q.dtype), i, rolls)
+            found[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [found.pop(i) for i, _ in captured]
     known = {name: jnp.asarray(x) for name, x in tables.items()}
     return found | folded([g for _, g in captured], sums, geometry, slots, known)
@@ -122,21 +124,23 @@ Kernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # the entr
 
 
 def _kernel(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str]
-) -> Kernel | None:
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
+    strided: bool = True,
+) -> Kernel | None:  # fmt: skip
     """None where nothing is wanted of it. Lengths are no part of its text: one module serves all."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded(which, plan, target, alike, dtype, wanted)
+    return _loaded(which, plan, target, alike, dtype, wanted, strided)
 
 
 @lru_cache(maxsize=256)
 def _loaded(
-    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str]
-) -> Kernel | None:
+    which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
+    strided: bool = True,
+) -> Kernel | None:  # fmt: skip
     import jax
 
     emit = emitted.dq if which == "dq" else emitted.dkv
-    source = emit(plan, target, geometry, dtype, wanted)
+    source = emit(plan, target, geometry, dtype, wanted, strided)
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")
@@ -147,7 +151,9 @@ def _loaded(
 
 
 @lru_cache(maxsize=64)
-def _by_position(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int) -> Callable[..., Array]:
+def _by_position(
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool
+) -> Callable[..., Array]:
     """The gradient of a table, head after head: what its positions add, [q_len, kv_len], then added to where they read,
     in that order, so that results repeat bit for bit."""
     import jax
@@ -155,7 +161,7 @@ def _by_position(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str,
     from jax import lax
 
     alone = replace(geometry, batch=1, heads=1, kv_heads=1)
-    source = emitted.terms(plan, target, alone, dtype, number)
+    source = emitted.terms(plan, target, alone, dtype, number, strided)
     entry, gradient = load(source.text)[source.entry], backward_of(plan).gradients[number]
     group = geometry.heads // geometry.kv_heads
     padded = tuple(

@@ -72,23 +72,32 @@ def with_tiles(target: Target) -> Target:
     return replace(target, dq=target.dq or own, dkv=target.dkv or own)
 
 
-def dq(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> Source | None:
+def dq(
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True
+) -> Source | None:
     """The kernel that owns rows of query tiles; None where nothing is wanted of it."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over in ("head", "row", "diagonal")}
     arrays = {"q"} & set(wanted)
-    return _Queries(plan, target.dq or target, geometry, dtype, mine, arrays).source() if mine or arrays else None
+    if not mine and not arrays:
+        return None
+    return _Queries(plan, target.dq or target, geometry, dtype, mine, arrays, strided=strided).source()
 
 
-def dkv(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> Source | None:
+def dkv(
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True
+) -> Source | None:
     """The kernel that owns rows of key tiles; None where nothing is wanted of it."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over == "column"}
     arrays = {"k", "v"} & set(wanted)
-    return _Keys(plan, target.dkv or target, geometry, dtype, mine, arrays).source() if mine or arrays else None
+    if not mine and not arrays:
+        return None
+    return _Keys(plan, target.dkv or target, geometry, dtype, mine, arrays, strided=strided).source()
 
 
-def terms(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int) -> Source:
+def terms(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool = True) -> Source:
     """The kernel of what each position adds to the gradient of this number."""
-    return _Terms(plan, target.dq or target, geometry, dtype, {number: backward_of(plan).gradients[number]}).source()
+    gradients = {number: backward_of(plan).gradients[number]}
+    return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided).source()
 
 
 def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradient]]:
@@ -105,8 +114,9 @@ class _Kernel:
 
     def __init__(
         self, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, gradients: Mapping[int, Gradient] = NONE,
-        arrays: Collection[str] = (),
+        arrays: Collection[str] = (), *, strided: bool = True,
     ) -> None:  # fmt: skip
+        """`strided` is as of `Inputs`."""
         check(plan, target, dtype)
         derived = backward_of(plan)
         self.plan, self.target, self.geometry, self.dtype = plan, target, geometry, dtype
@@ -117,7 +127,7 @@ class _Kernel:
         self.group = geometry.heads // geometry.kv_heads
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
         roots = [plan.mask, plan.score, self.slope, plan.kept, self.survivor, *(g.weight for g in gradients.values())]
-        self.inputs: Inputs = place([e for e in roots if e is not None], self.down)
+        self.inputs: Inputs = place([e for e in roots if e is not None], self.down, strided)
         self.turned = "{}.swapaxes(1, 2)" + (".astype(dtype)" if dtype == "float16" else "")
         self.functions: list[str] = []
         self.scratch: list[str] = []
