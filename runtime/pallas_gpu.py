@@ -46,10 +46,10 @@ def forward(
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
-    on_device = platform == "cuda"
-    run = _kernel(
-        plan, replace(target, dq=None, dkv=None, decode=None), _alike(geometry), dtype, sinks is not None, on_device
-    )
+    g, on_device = geometry, platform == "cuda"
+    if 0 in (g.batch, g.q_len, g.kv_len):
+        return _nothing(g, dtype, sinks)
+    run = kernel(plan, target, geometry, dtype, sinks is not None, on_device)
     numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     given = {} if sinks is None else {"sinks": sinks}
     if not on_device:
@@ -68,9 +68,13 @@ def simulator(**more: Any) -> Any:
     return InterpretGPUParams(**more)
 
 
-def _alike(g: Geometry) -> Geometry:
-    """What the text depends on."""
-    return Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)
+def kernel(
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool
+) -> Callable[..., Any]:
+    """`attention_forward` of the module, jitted. Lengths are no part of the text: one module serves all."""
+    g = geometry
+    alike = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)
+    return _kernel(plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, sinks, on_device)
 
 
 @lru_cache(maxsize=256)
@@ -81,3 +85,12 @@ def _kernel(
 
     module = load(pallas_gpu.emit(plan, target, geometry, dtype, sinks, interpreted=not on_device))
     return jax.jit(module["attention_forward"], static_argnames=("interpret",))
+
+
+def _nothing(g: Geometry, dtype: str, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Without queries or keys."""
+    import jax.numpy as jnp
+
+    top = jnp.full((g.batch, g.heads, g.q_len), -jnp.inf, jnp.float32)
+    lse = top if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], top.shape)
+    return jnp.zeros((g.batch, g.q_len, g.heads, g.v_dim), dtype), lse, top

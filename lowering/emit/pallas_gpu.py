@@ -26,7 +26,7 @@ from .text import filled
 
 SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
 SHARED = 227 * 1024  # bytes of shared memory of a program
-BARRIERS = 2048  # of it, for barriers and what the compiler keeps there
+BARRIERS = 2560  # of it, for barriers and the reductions of rows
 MOST = 4  # tiles read ahead, at most
 SKEWED = 512 * 2**20  # bytes that tables of distances may take, once they are skewed
 INEXACT = {"sin", "cos", "tan", "log", "log2", "log1p", "pow", "rsqrt", "sqrt"}  # the machine's own are too rough

@@ -161,7 +161,7 @@ def kernel(
 
     @pl.when(wg < 2)
     def compute():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(240, action="increase")
         start = row * BLOCK_Q + wg * HALF
         line = pl.ds(start, HALF)
         plgpu.copy_gmem_to_smem(q_ref.at[batch, line, head], query.at[wg], q_ready.at[wg])
@@ -242,7 +242,7 @@ def kernel(
 
     @pl.when(wg == 2)
     def read():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(24, action="decrease")
         kv_head = lax.div(head, Int(GROUP))
 
         def walk(i, step):

@@ -1,0 +1,331 @@
+"""The Pallas forward kernel for Hopper: its expressions as plain JAX, its numbers and races in Mosaic GPU's
+interpreter, its walk, what it refuses, and its lowering for a GPU. What compilers make of it: `gpu_compiled.py`."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from support import attention_cases as cases
+from support.attention_cases import CASES, Case, causal
+from support.pallas_cases import operator_cases
+
+from frisket.dsl import ir
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering import dense
+from frisket.lowering.emit import pallas_gpu, pallas_inputs
+from frisket.lowering.emit.expr_jnp import JNP
+from frisket.lowering.emit.pallas_gpu_expr import Expressions
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
+from frisket.runtime import pallas_gpu as runtime
+from frisket.runtime.modules import load
+
+REFUSED = {"relation", "switch"} & {name for name, c in CASES.items() if "sees" in c.tables}
+BLOCK = (128, 64)
+
+
+def run(case, platform="cpu", sinks=None, dropout=False):
+    made = cases.plan(case)
+    if dropout:
+        made = make_plan(
+            case.mask, case.score, "", limits=dict.fromkeys([*ir.COORDINATES, *ir.SIZES], 1e4), dropout=True
+        )
+    g = cases.geometry(case)
+    target = runtime.target(made, g, case.dtype, case.block)
+    slots = made.slot_values({**case.slots, SEED: 3, RATE: 0.25} if dropout else case.slots)
+    return runtime.forward(
+        made, cases.Source(case), g, *cases.arrays(case), slots, cases.tables(case, made), target, sinks=sinks,
+        platform=platform,
+    )  # fmt: skip
+
+
+def half(name, **changes):
+    return CASES[name].but(**{"dtype": "bfloat16", "block": BLOCK, **changes})
+
+
+# -- expressions, as plain JAX ------------------------------------------------------------------------
+
+
+def tiles_of(case, root, made, s, down="q"):
+    """`root` of the plan over all pairs of a head, worked out tile by tile by the text a kernel has."""
+    e = Expressions([root], down)
+    g = cases.geometry(case)
+    source = pallas_gpu.emit(made, Target("", *BLOCK), g, "bfloat16", interpreted=True)
+    names = load(source.replace("TILE = HALF, BLOCK_K", f"TILE = {'HALF, BLOCK_K' if down == 'q' else '64, BLOCK_Q'}"))
+    names |= {
+        "load": lambda ref, axis: ref.get(),
+        "pl": SimpleNamespace(ds=lambda at, n: slice(at, at + n), cdiv=lambda a, b: -(-a // b)),
+    }
+    if down == "k":
+        names["HALF"] = 64
+    found, value = e.written(root, "x")
+    operands = ", ".join(e.operands(made))
+    before = [*pallas_inputs.before(made, e.inputs), *e.lined(), f"return {operands},"]
+    inside = [*e.definitions(made), f"def values(batch, head, start, line, tile, order, s, {operands}):"]
+    inside += [f"    {line}" for line in (*e.once(made), *e.each(made, root), *found, f"return {value}")]
+    head = "def operands(origin, sizes, slots, tables, batch, heads, q_len, kv_len):\n"
+    names |= load(head + "\n".join(f"    {line}" for line in before), **{n: names[n] for n in names if n[0] != "_"})
+    exec("\n".join(inside), names)
+    given = names["operands"](
+        g.origin, g.full, list(cases.slots(case, made).values()), list(cases.tables(case, made).values()),
+        g.batch, g.heads, g.q_len, g.kv_len,
+    )  # fmt: skip
+    own, other, rows, columns = (g.q_len, g.kv_len, *BLOCK) if down == "q" else (g.kv_len, g.q_len, BLOCK[1], BLOCK[0])
+    half = rows // 2 if down == "q" else 64
+    order = np.zeros((1, -(-own // rows)))
+    wide = np.zeros((g.batch, g.heads, -(-own // rows) * rows, -(-other // columns) * columns), s.dtype)
+    wide[:, :, :own, :other] = s if down == "q" else s.swapaxes(2, 3)
+    out = np.zeros(wide.shape, object)
+    for b_, h_, start, tile in np.ndindex(g.batch, g.heads, wide.shape[2] // half, wide.shape[3] // columns):
+        at = (b_, h_, slice(start * half, (start + 1) * half), slice(tile * columns, (tile + 1) * columns))
+        line = slice(start * half, (start + 1) * half)
+        out[at] = np.asarray(names["values"](b_, h_, start * half, line, tile, order, jnp.asarray(wide[at]), *given))
+    out = out[:, :, :own, :other]
+    return out if down == "q" else out.swapaxes(2, 3)
+
+
+def check_text(case, down="q"):
+    made = cases.plan(case)
+    g = cases.geometry(case)
+    shape = (g.batch, g.heads, g.q_len, g.kv_len)
+    s = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    env = dense.coordinates(*shape, origin=case.origin, sizes=case.sizes) | case.slots
+    seen = dense.visible(ir.TRUE if case.mask is None else case.mask, env, case.tables, shape)
+    if made.mask is not None:
+        np.testing.assert_array_equal(tiles_of(case, made.mask, made, s, down).astype(bool), seen)
+    if made.score is not None:
+        with np.errstate(all="ignore"):
+            want = np.broadcast_to(evaluate(case.score, {**env, "score": s}, case.tables), shape).astype(np.float32)
+        got = tiles_of(case, made.score, made, s, down).astype(np.float32)
+        np.testing.assert_allclose(np.where(seen, got, 0), np.where(seen, want, 0), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["crop", "relative-bias"])
+def test_texts_are_their_expressions(name):
+    check_text(half(name, dtype="float32", q_len=70, kv_len=70))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED))
+def test_every_text_is_its_expression(name):
+    check_text(half(name, dtype="float32"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["documents", "relative-bias", "alibi", "origin-by-batch"])
+def test_texts_of_transposed_tiles(name):
+    check_text(half(name, dtype="float32"), down="k")
+
+
+SMALL = {"q_len": 40, "kv_len": 40, "heads": 1, "kv_heads": 1, "block": BLOCK}
+
+
+def check_operator(op):
+    for case in operator_cases(op):
+        check_text(case.but(**SMALL))
+
+
+@pytest.mark.parametrize("op", ["floor", "floordiv", "not", "tanh"])
+def test_operators_that_mosaic_lacks(op):
+    check_operator(op)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("op", sorted(JNP))
+def test_operators_have_their_meaning(op):
+    check_operator(op)
+
+
+# -- the kernel, interpreted --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """The interpreter looks for races; whether it found some."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    monkeypatch.setattr(runtime, "simulator", lambda make=runtime.simulator: make(detect_races=True))
+    yield lambda: gpu_callbacks.get_races().races_found
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+INTERPRETED = {
+    "window": {"q_len": 200, "kv_len": 200, "heads": 1, "kv_heads": 1},
+    "documents": {"q_len": 200, "kv_len": 200, "heads": 1, "kv_heads": 1},
+    "gqa": {"heads": 2, "kv_heads": 1, "batch": 1, "dtype": "float16"},
+    "empty-rows": {"heads": 1, "kv_heads": 1},
+    "holes": {"q_len": 130, "kv_len": 320, "heads": 1, "kv_heads": 1},  # several runs to a row
+    "softcap": {"heads": 1, "kv_heads": 1},
+    "relative-bias": {},
+    "bias-plane": {},
+    "v-wider": {"heads": 1, "kv_heads": 1, "v_dim": 80},
+    "origin-by-batch": {"heads": 1, "kv_heads": 1},
+    "nothing": {"heads": 1, "kv_heads": 1},
+}
+
+
+def test_a_ragged_causal_kernel(races):
+    case = half("causal", q_len=72, kv_len=72, heads=1, kv_heads=1)
+    cases.check(case, *run(case)[:2])
+    assert not races()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name, races):
+    case = half(name, **INTERPRETED[name])
+    out, lse, top = run(case)
+    cases.check(case, out, lse)
+    assert not races()
+    seen = np.asarray(lse) > -np.inf
+    assert (np.asarray(top)[~seen] == -np.inf).all()
+    assert (np.asarray(top)[seen] <= np.asarray(lse)[seen] + 1e-3).all()
+
+
+@pytest.mark.matrix
+def test_sinks_and_dropout(races):
+    case = half("empty-rows", q_len=130, kv_len=70, heads=1, kv_heads=1)
+    sinks = jnp.asarray([0.5])
+    plain, lse, _ = (np.asarray(x, np.float64) for x in run(case))
+    out, with_sink, _ = (np.asarray(x, np.float64) for x in run(case, sinks=sinks))
+    np.testing.assert_allclose(with_sink, np.logaddexp(lse, 0.5), rtol=1e-5, atol=1e-5)
+    share = np.exp(lse - with_sink)
+    np.testing.assert_allclose(out, plain * share.transpose(0, 2, 1)[..., None], atol=1e-2)
+    assert not races()
+
+
+@pytest.mark.matrix
+def test_dropout_keeps_what_other_backends_keep(races):
+    case = half("causal", q_len=64, kv_len=64, heads=1, kv_heads=1)
+    found = np.asarray(run(case, dropout=True)[0], np.float64)
+    shape = (1, 1, 64, 64)
+    env = dense.coordinates(*shape) | {"seed": 3}
+    draw = evaluate(ir.random(ir.param("seed"), *(ir.var(n) for n in "bhqk")), env, {})
+    q_, k_, v_ = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
+    s = np.where(np.tri(64, dtype=bool), q_ @ k_.swapaxes(2, 3) * case.dim**-0.5, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p = np.where(draw >= np.float32(0.25), p, 0) / p.sum(-1, keepdims=True) / 0.75
+    np.testing.assert_allclose(found, (p @ v_).transpose(0, 2, 1, 3), atol=3e-2)
+
+
+# -- lowered for a GPU --------------------------------------------------------------------------------
+
+
+def lowered(case, **options):
+    made = cases.plan(case)
+    g = cases.geometry(case)
+    target = runtime.target(made, g, case.dtype, **options)
+    source = cases.Source(case)
+    tables, slots = cases.tables(case, made), cases.slots(case, made)
+    call = jax.jit(
+        lambda q, k, v, tables: runtime.forward(made, source, g, q, k, v, slots, tables, target, platform="cuda")
+    )
+    allowed = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    return export.export(call, platforms=["cuda"], disabled_checks=allowed)(*cases.arrays(case), tables)
+
+
+def wide(name, dim, dtype="bfloat16"):
+    return CASES[name].but(dim=dim, v_dim=dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(("name", "dim", "dtype"), [
+    ("documents", 128, "float16"), ("holes", 64, "bfloat16"), ("softcap", 256, "bfloat16"),
+])  # fmt: skip
+def test_lowers_for_a_gpu(name, dim, dtype):
+    assert "mosaic_gpu" in lowered(wide(name, dim, dtype)).mlir_module()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED))
+def test_every_case_lowers(name):
+    lowered(wide(name, 128))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("op", sorted(JNP))
+def test_every_operator_lowers(op):
+    for case in operator_cases(op):
+        lowered(case.but(**{**SMALL, "dtype": "bfloat16", "dim": 64, "v_dim": 64}))
+
+
+# -- the walk -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["window", "documents", "holes", "empty-rows", "heads-and-batches"])
+def test_the_walk_has_every_visible_tile_and_no_other(name):
+    case = half(name)
+    spans = cases.spans(case)
+    walk = pallas_gpu.walked(spans)
+    lengths = spans.bounds[..., 3] - spans.bounds[..., 0]
+    np.testing.assert_array_equal(walk.count[..., 0], spans.count)
+    np.testing.assert_array_equal(walk.count[..., 1], lengths.sum(-1))
+    steps = np.take_along_axis(walk.count[..., 1], walk.order, -1)
+    assert (np.diff(steps, axis=-1) <= 0).all()
+    np.testing.assert_array_equal(np.sort(walk.order, -1), np.arange(walk.order.shape[-1]) + 0 * walk.order)
+    traced = jax.jit(lambda bounds, count: pallas_gpu.walked(DeviceSpans(bounds, count, None, spans.slice_of))[1:])
+    for mine, theirs in zip(traced(spans.bounds, spans.count), walk[1:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+# -- what is refused, and tiles -----------------------------------------------------------------------
+
+
+def refusal(case, dtype="bfloat16", **changes):
+    made = cases.plan(case)
+    return runtime.reason(made, replace(cases.geometry(case), **changes), dtype, {})
+
+
+def test_refusals():
+    assert refusal(CASES["causal"]) == ""
+    assert "multiply bfloat16 and float16, not float32" in refusal(CASES["causal"], "float32")
+    assert "head dims of kernels for Hopper are at most 256, not 320" in refusal(CASES["causal"], head_dim=320)
+    assert "`sees` is indexed by q and k together" in refusal(CASES["relation"])
+    assert "may leave 32 bits" in refusal(Case(causal & (q * q * q * q > k)))
+    far = Case(score=score + lookup("bias", (h, q - k), FLOAT), tables={"bias": np.zeros((2, 9), np.float32)})
+    assert "values by q - k take" in refusal(far, q_len=2**20, kv_len=2**20)
+    with pytest.raises(LoweringError, match="not float32"):
+        run(CASES["causal"])
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (128, 32), (192, 128), (128, 512), (256, 256)])
+def test_tiles_that_there_are_not(tile):
+    made, g = cases.plan(CASES["causal"]), Geometry(1, 1, 1, 9, 9, 256, 256, 1.0)
+    with pytest.raises(LoweringError, match=r"pass (tile=\(128, 128\)|a smaller tile)"):
+        pallas_gpu.emit(made, runtime.target(made, g, "bfloat16", tile), g, "bfloat16")
+
+
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_default_tiles_fit(dim, narrow):
+    made, g = cases.plan(CASES["causal"]), Geometry(1, 1, 1, 9, 9, dim, dim, 1.0)
+    target = runtime.target(made, g, "bfloat16", narrow=narrow)
+    pallas_gpu.check_tile(target, g)
+    assert target.num_stages >= 2
+
+
+def test_the_text_holds_no_length():
+    case = half("window")
+    made = cases.plan(case)
+    target = runtime.target(made, cases.geometry(case), "bfloat16")
+    sources = {
+        pallas_gpu.emit(made, target, replace(cases.geometry(case), q_len=n, kv_len=2 * n), "bfloat16")
+        for n in (64, 999)
+    }
+    assert len(sources) == 1
+    assert "999" not in sources.pop()
+
+
+def test_a_call_without_keys():
+    case = half("causal", kv_len=0)
+    out, lse, top = run(case)
+    assert not np.asarray(out, np.float32).any()
+    assert (np.asarray(lse) == -np.inf).all()
+    assert (np.asarray(top) == -np.inf).all()
