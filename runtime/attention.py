@@ -141,13 +141,14 @@ class Attention:
         if given.framework == "torch":
             result: tuple[Any, Any, Any] = torch_op().run(call, torch_op().prepare(call, self.options))
             return result
-        if names := Settings.read().show:
+        settings = Settings.read()
+        if names := settings.show:
             target = target_of(call.backend, geometry, given.dtype, self.options, plan)
             made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
             show(names, plan, made, target, geometry, given.dtype)
         from . import jax_op
 
-        named = call.backend if self.options.backend or Settings.read().backend else ""
+        named = call.backend if self.options.backend or settings.backend else ""
         out, lse, top = jax_op.attend(call, self.options, named)
         return turn(out, "bshd", given.layout), lse, top
 
