@@ -42,9 +42,10 @@ def text_of(
     if target.backend == "pallas-tpu":
         from frisket.lowering.emit import pallas_tpu, pallas_tpu_backward
 
-        wanted = {*"qkv", *(x.name for x in (*plan.tables, *plan.slots) if x.source in learned)}
+        known: list[Any] = [*plan.tables, *plan.slots]
+        names = {*"qkv", *(x.name for x in known if x.source in learned)}
         text = pallas_tpu.emit(plan, target, g, dtype, sinks)
-        return f"{text}\n\n{pallas_tpu_backward.emit(plan, target, g, dtype, wanted)}", target
+        return f"{text}\n\n{pallas_tpu_backward.emit(plan, target, g, dtype, names)}", target
     if target.backend == "pallas-mosaic-gpu":
         from frisket.lowering.emit import pallas_gpu
 

@@ -23,7 +23,7 @@ from frisket.dsl.ir import Expr, build, lit, param
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Slot, TableUse, Target
 
 from . import pallas_inputs
 from .pallas_inputs import Down, Inputs, place
@@ -164,7 +164,8 @@ class _Kernel:
 
     def read(self, gradient: Gradient) -> str:
         """`bias[h, q - k]`, or the name of a slot, as the user writes it."""
-        sources = {x.name: str(x.source) for x in (*self.plan.tables, *self.plan.slots)}
+        values: list[TableUse | Slot] = [*self.plan.tables, *self.plan.slots]
+        sources = {x.name: str(x.source) for x in values}
         index = ", ".join(show(i, known=set(sources)) for i in gradient.index)
         return f"{sources[gradient.source]}[{index}]" if index else sources[gradient.source]
 

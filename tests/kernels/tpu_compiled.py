@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ import jax
 from jax.experimental import topologies
 from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_cases, shapes_of
 
-from frisket.lowering.emit import pallas_tpu
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import pallas_tpu, pallas_tpu_backward
 from frisket.lowering.emit.expr_jnp import JNP
 from frisket.lowering.plan import RATE, SEED, Geometry
 from frisket.runtime import pallas_tpu as runtime
+from frisket.runtime import pallas_tpu_backward as runtime_backward
 
 GOLDEN = Path(__file__).parents[1] / "golden" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
@@ -80,6 +83,32 @@ def forward(
     return Kernel(f"{name}{', all options' if full else ''}", dim, dtype, block, run, shapes)
 
 
+def backward(
+    which: str, name: str, dim: int = 128, dtype: str = "bfloat16", length: int = LENGTH, strided: bool = True
+) -> Kernel:
+    """A kernel of the backward, "dq" or "dkv", for all gradients of a case."""
+    case = LONG[name]
+    plan = long_plan(case)
+    geometry = Geometry(2, 8, 4, length, length, dim, dim, dim**-0.5)
+    target = pallas_tpu_backward.with_tiles(runtime.target(plan, geometry, dtype))
+    own = target.dq if which == "dq" else target.dkv
+    assert own is not None
+    wanted = frozenset("qkv") | {g.source for g in backward_of(plan).gradients}
+    made = runtime_backward._kernel(which, plan, own, geometry, dtype, wanted, strided)
+    assert made is not None
+    block = (own.block_q, own.block_k)
+    walk = causal_walk(geometry, block) if which == "dq" else causal_walk(geometry, block[::-1], 2)  # as many words
+    slots, tables = list(plan.slot_values({}).values()), list(plan.table_values(case.tables).values())
+
+    def shapes(where: jax.sharding.Sharding) -> Any:
+        qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (8, 4, 4, 8)]
+        rows = [jax.ShapeDtypeStruct((2, 8, length), "float32", sharding=where)] * 2
+        return (*qkv, *rows, *shapes_of((walk, geometry.origin, geometry.full, slots, tables), where))
+
+    call = jax.jit(partial(made[0], fold=2) if which == "dkv" else made[0])
+    return Kernel(f"{which} of {name}", dim, dtype, block, call, shapes)
+
+
 def kernels() -> Iterator[tuple[Kernel, tuple[str, ...]]]:
     """Every kernel, and the TPUs it is compiled for."""
     every, one = tuple(TPUS), ("v5e",)
@@ -95,6 +124,14 @@ def kernels() -> Iterator[tuple[Kernel, tuple[str, ...]]]:
     yield forward("causal", dtype="float16"), one
     for block in ((1024, 1024), (128, 128)):
         yield forward("causal", block=block), one
+    for which in ("dq", "dkv"):
+        yield backward(which, "causal"), every
+        for name in ("documents", "softcap", "relative bias"):
+            yield backward(which, name), one
+        yield backward(which, "relative bias", strided=False), ("v4",)
+        for dim in (64, 256):
+            yield backward(which, "causal", dim), one
+        yield backward(which, "causal", dtype="float32"), one
     for op in JNP:
         for i, case in enumerate(operator_cases(op)):
             yield forward(f"operator {op} {i or ''}".strip(), 64, "float32", (128, 128), case, 256), one

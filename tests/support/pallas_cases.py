@@ -42,14 +42,14 @@ def long_plan(case: Case, dropout: bool = False) -> LoopPlan:
     return make_plan(case.mask, case.score, "the text", limits=limits, dropout=dropout)
 
 
-def causal_walk(geometry: Geometry, block: tuple[int, int]) -> Walk:
-    """Of tiles on and below the diagonal."""
+def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1) -> Walk:
+    """Of tiles on and below the diagonal; with `group` as in a grid of key heads."""
     rows, columns = -(-geometry.q_len // block[0]), -(-geometry.kv_len // block[1])
     last = np.arange(rows)
     full = np.minimum(last * block[0] // block[1], columns)
     bounds = np.stack([0 * last, 0 * last, full, np.minimum(full + 1, columns)], 1)[None, :, None].astype(np.int32)
     slice_of = np.zeros((geometry.batch, geometry.heads), np.int32)
-    return walk(Spans(bounds, np.ones((1, rows), np.int32), slice_of), columns)
+    return walk(Spans(bounds, np.ones((1, rows), np.int32), slice_of), columns, group)
 
 
 def shapes_of(tree: object, sharding: jax.sharding.Sharding | None = None) -> object:
