@@ -1,6 +1,6 @@
 """`python tests/kernels/gpu_compiled.py`: the Pallas kernels for Hopper compiled for GPUs that are not here, as far as
 machine code, with what ptxas says of them. Compared with tests/golden/gpu_compiled_*.txt, which `--update-golden`
-writes; a word chooses kernels (`python tests/kernels/gpu_compiled.py window`). Needs JAX's CUDA plugin, nvcc and
+writes; words choose kernels (`python tests/kernels/gpu_compiled.py causal 256`). Needs JAX's CUDA plugin, nvcc and
 libdevice, and no GPU.
 
 A line of the table: kernel, head size, dtype, tile, tiles read ahead, registers, bytes spilled (stores and loads),
@@ -142,7 +142,7 @@ def main() -> int:
     ).devices[0]
     lines = []
     for kernel in kernels():
-        if all(w in kernel.name for w in words):
+        if all(w in str(kernel) for w in words):
             start = time.perf_counter()
             lines.append(f"{kernel} {compiled(kernel, device)}")
             print(f"{lines[-1]}  ({time.perf_counter() - start:.1f} s)", flush=True)
