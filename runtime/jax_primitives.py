@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.config import _check_vma as check_vma
 from jax._src.config import traceback_in_locations_limit as without_locations
 from jax._src.mesh import get_concrete_mesh as concrete_mesh
 from jax.extend.core import Primitive
@@ -187,13 +188,12 @@ def _named(operation: Any, task: Task) -> None:
 
 
 def _without_mesh(ctx: Any, run: Callable[..., Any]) -> tuple[Any, Callable[..., Any]]:
-    """Executors know nothing of axes that are explicit; those of shard_map stay."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
+    """Executors know nothing of axes, explicit ones or those of shard_map: what they do is a device's own."""
+    if jax.sharding.get_abstract_mesh().empty:
         return ctx, run
 
     def plain(*operands: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(NOWHERE):
+        with jax.sharding.use_abstract_mesh(NOWHERE), check_vma(False):  # Pallas calls would want to be told them
             return run(*operands)
 
     return ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), plain
