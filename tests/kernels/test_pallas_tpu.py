@@ -262,6 +262,16 @@ def test_long_sequences_lower_with_blocks_of_one_tile(which):
     assert max(n for block in blocks for n in block) == (1024 if name == "relative bias" else 512)
 
 
+def test_lowers_under_shard_map():
+    """With its check of varying axes on: the kernel is each device's own."""
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    attend = fk.compile("causal & window(200)", backend="pallas-tpu")
+    halves = jax.sharding.PartitionSpec("x")
+    call = jax.shard_map(lambda x: attend(x, x, x), mesh=mesh, in_specs=halves, out_specs=halves)
+    exported = export.export(jax.jit(call), platforms=["tpu"])(jax.ShapeDtypeStruct((2, 300, 2, 64), "bfloat16"))
+    assert exported.mlir_module().count("tpu_custom_call") == 1
+
+
 @pytest.mark.parametrize("op", some(JNP, "floordiv", "erf", "where", "random"))
 def test_every_operator_lowers(op):
     found = list(operator_cases(op))
