@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,8 +14,9 @@ from frisket.dsl.sugar import h, k, q
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
+from frisket.runtime import triton_tiles
 from frisket.runtime.triton_bind import near
-from frisket.runtime.triton_decode import Shares, most_tiles, parts, shares
+from frisket.runtime.triton_decode import INTERPRETED, Shares, most_tiles, parts, processors, shares
 from frisket.runtime.triton_tiles import target
 from frisket.runtime.tuning import Launch, Tuning
 
@@ -139,3 +143,18 @@ def test_tiles_of_few_queries_leave_room_for_three_stages(dim, keys):
     own = target(None, g, "bfloat16", tuning=Tuning(forward=Launch(block_k=128)))
     assert chosen(heads=64, dim=dim, tile=own).target.block_k == 128
     assert chosen(heads=64, dim=dim, tile=target(None, g, "bfloat16", (64, 128))).block[1] == 128
+
+
+def test_three_stages_only_where_they_fit():
+    g = Geometry(1, 8, 8, 1, 32768, 128, 128, 0.1)
+    stages = {
+        n: shares(CAUSAL, None, g, TILE, Dims(128, 128, n), H200).target.num_stages for n in ("float16", "float32")
+    }
+    assert stages == {"float16": 3, "float32": 2}  # 64 keys: 96 and 192 KiB
+    assert chosen(tile=replace(TILE, block_k=128)).target.num_stages == 2
+    assert chosen(tile=replace(TILE, num_stages=1)).target.num_stages == 1
+
+
+def test_processors_are_those_of_the_device():
+    assert processors(torch.device("cpu")) == INTERPRETED
+    assert processors(SimpleNamespace(type="cuda", index=0)) == triton_tiles.processors()
