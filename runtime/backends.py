@@ -179,7 +179,7 @@ def target_of(
     if backend in ("xla", *PALLAS):
         from .jax_platforms import target_on
 
-        kernel = None if plan is None else plan.work((128, 128)).plan
+        kernel: Any = None if plan is None else plan.work((128, 128)).plan  # tiles are found without one too
         return target_on(backend, kernel, geometry, dtype, tile, narrow)
     if backend == "triton":
         from .triton_tiles import target

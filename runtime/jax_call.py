@@ -174,7 +174,8 @@ class _Run:
         if isinstance(source, Key):
             source = FlatPlan(source, numbers["given"], numbers["spans"])
         elif isinstance(source, Traced):
-            source = DeviceSpans(*numbers["spans"], None, source.slice_of)
+            bounds, count = numbers["spans"]
+            source = DeviceSpans(bounds, count, None, source.slice_of)
         dtype = str(arrays["q"].dtype)
         narrow = bool(getattr(source, "narrow", False))
         self.target = call.target or target_on(backend, call.plan, self.geometry, dtype, call.tile, narrow)

@@ -53,13 +53,13 @@ def forward(
     if backend not in BACKENDS:
         raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(BACKENDS)}")
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
-    device = isinstance(spans, DeviceSpans)
-    numbers = {"slots": dict(slots), "tables": tables, "spans": (spans.bounds, spans.count) if device else ()}
+    traced = (spans.bounds, spans.count) if isinstance(spans, DeviceSpans) else ()
+    numbers = {"slots": dict(slots), "tables": tables, "spans": traced}
     source = Traced(spans.slice_of) if isinstance(spans, DeviceSpans) else spans
     shapes = {n: tuple(x.shape) for n, x in tables.items()}
     target = replace(target, backend=backend)
     call, learned, fixed = _divided(plan, source, geometry, numbers, shapes, backend, None, target)
-    return _run(call, _arrays(q, k, v, sinks) | learned, fixed, None if device else spans)
+    return _run(call, _arrays(q, k, v, sinks) | learned, fixed, None if traced else spans)
 
 
 def attend(call: Call, options: Options, named: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -156,11 +156,12 @@ def _alike(*groups: Arrays) -> tuple[Arrays, ...]:
 
 def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     import jax
-    from jax.ad_checkpoint import checkpoint_name
+    from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
     from jax.custom_derivatives import SymbolicZero
 
     from .jax_primitives import Task, bound
 
+    checkpoint_name: Any = _checkpoint_name  # JAX leaves some of its functions untyped
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
     told = not jax.sharding.get_abstract_mesh().manual_axes
 

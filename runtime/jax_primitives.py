@@ -139,9 +139,10 @@ def _sharding(task: Task, name: str, q: Any, rank: int) -> NamedSharding:
     """Under a mesh of explicit axes: results are split as the queries are, by batch and heads."""
     depth, spec = task.depth("q"), q.sharding.spec
     own = dict(zip("bshd", spec[depth:], strict=True))
+    spec_of: Any = PartitionSpec  # JAX leaves some of its functions untyped
     front = (None,) * (rank - len(AXES.get(name, ())))
     axes = [own.get("h" if a == "n" else a) if a in "bhn" else None for a in AXES.get(name, "")]
-    return NamedSharding(q.sharding.mesh, PartitionSpec(*front, *axes))
+    return NamedSharding(q.sharding.mesh, spec_of(*front, *axes))
 
 
 def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
@@ -199,8 +200,8 @@ def _without_mesh(ctx: Any, run: Callable[..., Any]) -> tuple[Any, Callable[...,
     return ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]), plain
 
 
-def _primitive(name: str, split: bool) -> Primitive:
-    made = Primitive(name)
+def _primitive(name: str, split: bool) -> Any:
+    made: Any = Primitive(name)
     made.multiple_results = True
     made.def_abstract_eval(_abstract)
     made.def_impl(_impl)
@@ -211,8 +212,8 @@ def _primitive(name: str, split: bool) -> Primitive:
     return made
 
 
-WHOLE = _primitive("frisket_forward", True), _primitive("frisket_backward", True)
-LOCAL = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
+WHOLE: tuple[Any, Any] = _primitive("frisket_forward", True), _primitive("frisket_backward", True)
+LOCAL: tuple[Any, Any] = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
 
 
 def _register_batchers() -> None:

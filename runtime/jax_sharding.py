@@ -20,6 +20,12 @@ from .jax_primitives import AXES, NOWHERE, Task
 WHOLE = ("s", "t", "d", "e", "g")  # factors that are not split: lengths, sizes of heads, the heads of one group
 
 
+_split: Any = custom_partitioning  # JAX leaves some of its functions untyped, and types others too narrowly
+_spec: Any = PartitionSpec
+_psum: Any = jax.lax.psum
+_sharding_rule: Any = SdyShardingRule
+
+
 def partitioned(task: Task, primitive: Any) -> Callable[..., Any]:
     """`task` on many devices, each of which binds `primitive`."""
 
@@ -29,7 +35,7 @@ def partitioned(task: Task, primitive: Any) -> Callable[..., Any]:
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         return _partition(task, primitive, mesh, operands, results)
 
-    split = custom_partitioning(run)
+    split = _split(run)
     split.def_partition(
         partition,
         sharding_rule=lambda mesh, operands, results: _rule(task, operands, results),
@@ -37,7 +43,7 @@ def partitioned(task: Task, primitive: Any) -> Callable[..., Any]:
             task, primitive, mesh, operands, results
         )[2],
     )
-    return split
+    return split  # type: ignore[no-any-return]
 
 
 def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
@@ -61,7 +67,8 @@ def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
     met = [f for array in (*taken, *given) for a in array for f in ([a] if isinstance(a, str) else a)]
     fixed = tuple(f for f in dict.fromkeys(met) if f in WHOLE or f in alone)  # in the order they are met in
     sizes = {"g": group} if heads == ("n", "g") else {}
-    return SdyShardingRule(taken, given, need_replication_factors=fixed, **sizes)
+    made: SdyShardingRule = _sharding_rule(taken, given, need_replication_factors=fixed, **sizes)
+    return made
 
 
 def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: Any) -> Any:
@@ -75,7 +82,7 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
 
     def sharding(name: str, front: list[Any], rank: int) -> NamedSharding:
         own = [where.get(a) for a in AXES.get(name, "")]
-        return NamedSharding(mesh, PartitionSpec(*front, *own, *[None] * (rank - len(front) - len(own))))
+        return NamedSharding(mesh, _spec(*front, *own, *[None] * (rank - len(front) - len(own))))
 
     fronts = [[x for x, (_, moved) in zip(instances, task.levels) if moved[i]] for i in range(len(task.names))]
     taken = tuple(sharding(n, f, len(x.shape)) for n, f, x in zip(task.names, fronts, operands, strict=True))
@@ -91,7 +98,7 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
         found = primitive.bind(*operands, *at, task=mine)
         summed = (*_names(batch), *_names(heads))
         return tuple(
-            jax.lax.psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, found, strict=True)
+            _psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, found, strict=True)
         )
 
     def alone(*operands: Any) -> tuple[Any, ...]:
