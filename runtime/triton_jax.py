@@ -50,9 +50,10 @@ def forward(
     g = geometry
     dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
     row = (g.batch, g.heads, g.q_len), np.float32
-    results = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
+    results: dict[str, Any] = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
     if 0 in (g.batch, g.q_len):
-        return tuple(jnp.zeros(*x) for x in results.values())  # type: ignore[return-value]
+        out, lse, top = (jnp.zeros(shape, dtype) for shape, dtype in results.values())
+        return out, lse, top
     plan = forward_plan(plan, g)
     call = Call(plan, g, slots, tables, dims, platform)
     given = {"Q": q, "K": k, "V": v}
@@ -62,7 +63,7 @@ def forward(
         source = _forward(plan, target, dims, sinks is not None)
         found = call.run(
             source, "attention_forward", of_forward(g, target), target, given | last, results,
-            spans and partial(spans.rows, (target.block_q, target.block_k)),
+            None if spans is None else partial(spans.rows, (target.block_q, target.block_k)),
         )  # fmt: skip
         return found["Out"], found["Lse"], found["Top"]
     parts, own = few.target.splits, few.target
@@ -71,8 +72,8 @@ def forward(
     partial_sums = {"Acc": ((*rows, g.v_dim), np.float32), **dict.fromkeys(("Tops", "Totals"), (rows, np.float32))}
     grid = -(-g.q_len // few.queries) * parts, g.heads // few.pack, g.batch
     found = call.run(
-        source, "attention_decode", grid, own, given, partial_sums, spans and partial(spans.rows, few.block),
-        splits=parts,
+        source, "attention_decode", grid, own, given, partial_sums,
+        None if spans is None else partial(spans.rows, few.block), splits=parts,
     )  # fmt: skip
     grid, four = (g.q_len, g.heads, g.batch), replace(own, num_warps=4)
     found = call.run(source, "attention_combine", grid, four, found | last, results, plan=NOTHING, splits=parts)
@@ -159,7 +160,7 @@ def _precise(target: Target, dtype: str) -> Target:
     """Products of float32 exact, or in TF32 where `jax_default_matmul_precision` asks for no more than that."""
     import jax
 
-    asked = str(jax.config.jax_default_matmul_precision)
+    asked = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
     return triton_tiles.in_tf32(target) if dtype == "float32" and asked in TF32 else target
 
 

@@ -123,7 +123,8 @@ class Call:
                      for names, kind in ((entry.whole, INT), (entry.real, FLOAT)) if names]  # fmt: skip
         known = {**self.lengths, **lengths}
         constants = {"BLOCK_Q": tile.block_q, "BLOCK_K": tile.block_k, "ORIGIN_PER_BATCH": self.per_batch}
-        shapes = [jax.ShapeDtypeStruct(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
+        shaped: Any = jax.ShapeDtypeStruct  # JAX leaves some of its functions untyped
+        shapes = [shaped(tuple(shape), dtype) for shape, dtype in (results[n] for n in entry.results)]
         launch = _interpreted if self.platform == "cpu" else _compiled
         found = launch(
             fn, entry, grid, tile, operands, [known[n] for n in entry.lengths], shapes,

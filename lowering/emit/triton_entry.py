@@ -80,7 +80,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
 
     def given(n: str) -> str:
         if found := STRIDE.fullmatch(n):
-            return _stride(*found.groups(), form.dims)
+            return _stride(found[1], found[2], form.dims)
         if n in steps:
             text = " * ".join(f"tl.cast({x}, tl.int64)" if i else x for i, x in enumerate(steps[n])) or "1"
             return f"({text}) // 16 * 16" if n in form.aligned else text
