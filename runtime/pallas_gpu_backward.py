@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.derive import backward_of
 from frisket.lowering.emit import pallas_gpu_backward as kernels
 from frisket.lowering.emit.pallas_gpu import walked
 from frisket.lowering.emit.triton_cotangents import sums
@@ -54,8 +53,8 @@ def backward(
     found: dict[str, Array] = {}
     common = g.origin, g.full, numbers, [tables[t.name] for t in plan.tables]
     plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
-    dq, dkv = kernels.tiles(g)
-    dq, dkv = target.dq or dq, target.dkv or dkv
+    of_dq, of_dkv = (Target(target.backend, *tile) for tile in kernels.tiles(g))
+    dq, dkv = target.dq or of_dq, target.dkv or of_dkv
     buffers = []
     rows = wanted - {"k", "v"}
     if rows:

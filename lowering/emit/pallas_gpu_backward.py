@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit, walk
 
 from ..derive import backward_of
@@ -29,12 +30,25 @@ from .triton_cotangents import sums
 PER = {"column": "key", "diagonal": "distance of query and key", "scatter": "place that query and key choose together"}
 
 
-def tiles(geometry: Geometry) -> tuple[Target, Target]:
-    """The tiles of attention_dq and attention_dkv: the program's own, and those it walks."""
-    wide = dims(geometry.head_dim) + dims(geometry.v_dim)
-    block_k = 128 if wide <= 128 else 64 if wide <= 256 else 32
-    block_q = 64 if wide <= 256 else 32
-    return Target("pallas-gpu", 128, block_k), Target("pallas-gpu", block_q, 128)
+def tiles(geometry: Geometry) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Tiles (queries, keys) of attention_dq and attention_dkv: the program's own side is 128, the least of two
+    warpgroups, and of the other as much is multiplied at once as registers hold beside the sums."""
+    walked = 64 if dims(geometry.head_dim) + dims(geometry.v_dim) <= 256 else 32
+    return (128, walked), (walked, 128)
+
+
+def check_tile(target: Target, own: int, walked: int, geometry: Geometry) -> None:
+    """Raise where a kernel has no such tile."""
+    if own not in (128, 256) or walked not in (32, 64, 128):
+        raise LoweringError(
+            f"of {target.block_q} x {target.block_k}, a program of the backward for Hopper owns 128 or 256 positions "
+            "and walks 32, 64 or 128; pass tile=(128, 64)"
+        )
+    if stages(geometry, own, walked) < 2:
+        raise LoweringError(
+            f"a tile of {target.block_q} x {target.block_k} with head dims of {dims(geometry.head_dim)} leaves no "
+            "shared memory of a Hopper to read ahead; pass a smaller tile"
+        )
 
 
 def stages(geometry: Geometry, own: int, walked: int) -> int:
@@ -152,6 +166,8 @@ class _Kernel:
         t, g, plan, e = self.target, self.geometry, self.plan, self.e
         sides = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k}
         own, across = sides if self.own == "q" else reversed(sides)
+        check_tile(t, sides[own], sides[across], g)
+        narrow = [text.NARROW] if sides[across] == 32 else []
         pairs = shared.PAIRS if self.own == "q" else text.PAIRS_TURNED
         distances = filled(shared.DISTANCES, down=self.own, across="k" if self.own == "q" else "q")
         head = filled(
@@ -160,6 +176,7 @@ class _Kernel:
             text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],
             block_q=t.block_q, block_k=t.block_k, own=own, across=across, dim=dims(g.head_dim), dim_v=dims(g.v_dim),
             group=g.heads // g.kv_heads, stages=stages(g, sides[own], sides[across]), scale=repr(float(g.scale)),
+            narrow=narrow,
             shared=(shared.SHARED + (shared.INTERPRETED if self.interpretable else shared.ON_DEVICE)
             + pairs * bool(e.inputs.pairs) + f"\n\n{distances}" * bool(e.inputs.distances)).strip("\n").splitlines(),
         )  # fmt: skip
@@ -246,7 +263,11 @@ class _Keys(_Kernel):
         outs = ["dv_ref"] * dv + ["dk_ref"] * dk
         scratch = ["key", "value", "query", "dout", "lses", *["deltas"] * dk, "own_ready", "ready", "free"]
         own = [("k_ref", "key"), *[("v_ref", "value")] * dk]
-        fetched = [("q_ref", "line, head", "query"), ("dout_ref", "line, head", "dout"), ("lse_ref", "head, line", "lses")]
+        fetched = [
+            ("q_ref", "line, head", "query"),
+            ("dout_ref", "line, head", "dout"),
+            ("lse_ref", "head, line", "lses"),
+        ]
         fetched += [("delta_ref", "head, line", "deltas")] * dk
         factors = ["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk
         totals = _tuple(["dv"] * dv + ["dk"] * dk)

@@ -22,6 +22,7 @@ GROUP = $group  # query heads to a key head
 STAGES = $stages  # tiles that are read ahead
 SCALE = $scale
 $shared
+$narrow
 
 
 def walk(slice_, row, count, records, border, full, carry):
@@ -50,6 +51,9 @@ def finish(steps, free):
     lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)
 
 '''
+
+# A factor's positions come in whole swizzles.
+NARROW = "TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))"
 
 PRODUCTS = '''
 def with_products(use, *pairs):
@@ -81,7 +85,7 @@ def padded(x, block):
 '''
 
 # Mosaic GPU's interpreter does not know all forms of wgmma, and no edge of an array.
-PRODUCTS_INTERPRETED = '''
+PRODUCTS_INTERPRETED = """
 def dot(a, b, axis):
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=Float)
 
@@ -96,7 +100,7 @@ def added(totals, *pairs):
 
 def padded(x, block):
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block), (0, 0), (0, -x.shape[3] % 64)))
-'''
+"""
 
 # Values of pairs where keys lie down a tile.
 PAIRS_TURNED = '''
@@ -112,7 +116,7 @@ def of_pair(values, batch, head, start, tile):
     return load(values.at[here], None)
 '''
 
-QUERIES = '''
+QUERIES = """
 def kernel($refs):
     batch, head, tile, wg = (lax.axis_index(name) for name in ("batch", "head", "tile", "wg"))
     slice_ = slice_of[batch, head]
@@ -167,7 +171,7 @@ def kernel($refs):
             return step + 1
 
         finish(walk(slice_, row, count, records, fetch, fetch, Int(0)), free)
-'''
+"""
 
 KEYS = '''
 def kernel($refs):

@@ -1,0 +1,155 @@
+"""The backward kernels for Hopper: gradients in Mosaic GPU's interpreter, lowering without a GPU, tiles read."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from support.attention_cases import DOC, Case, Source, arrays, causal, geometry, oracle, plan, slots, tables
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import eq, function, h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering import dense
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import pallas_gpu_backward as kernels
+from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
+from frisket.runtime import modules
+from frisket.runtime import pallas_gpu_backward as runtime
+
+OLD = tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11)
+SMALL = Case(heads=1, kv_heads=1, dim=64, v_dim=64, dtype="bfloat16", q_len=150, kv_len=150)
+INTERPRETED = {
+    "causal, ragged, grouped": SMALL.but(mask=causal, heads=2),
+    "documents, softcap": SMALL.but(
+        mask=causal & eq(lookup("doc", (q,)), lookup("doc", (k,))), score=5.0 * function("tanh", score / 5.0),
+        tables={"doc": DOC}, dtype="float16",
+    ),
+    "two runs in a row": SMALL.but(mask=causal & ((q - k < 40) | (k < 30)), q_len=300, kv_len=300),
+    "rows without keys, ALiBi": SMALL.but(
+        mask=(k < 60) & (q % 64 >= 40) & (q < 100), score=score + lookup("slope", (h,), FLOAT) * (k - q), batch=2,
+        heads=2, kv_heads=2, tables={"slope": np.array([0.5, 0.125], np.float32)},
+    ),
+    "everything, a scale per query, dims apart": SMALL.but(
+        score=score * lookup("scale", (q,), FLOAT), v_dim=128, kv_len=130,
+        tables={"scale": np.linspace(0.5, 1.5, 150, dtype=np.float32)},
+    ),
+    "a bias of positions": SMALL.but(
+        mask=causal, score=score + lookup("bias", (q, k), FLOAT) + lookup("apart", (q - k,), FLOAT), q_len=100,
+        kv_len=100,
+        tables={"bias": np.random.default_rng(3).standard_normal((100, 100)).astype(np.float32),
+                "apart": np.linspace(0, 1, 100, dtype=np.float32)},
+    ),
+}  # fmt: skip
+
+
+def wanted(case: Case) -> frozenset[str]:
+    """What these kernels find."""
+    found = backward_of(plan(case)).gradients
+    return frozenset("qkv") | {g.source for g in found if g.over in ("head", "row")}
+
+
+def cotangents(case: Case):
+    out, lse = oracle(case)
+    draw = np.random.default_rng(5)
+    dout, dlse = jnp.asarray(draw.standard_normal(out.shape), case.dtype), jnp.asarray(draw.standard_normal(lse.shape))
+    return jnp.asarray(out, case.dtype), jnp.asarray(lse, jnp.float32), dout, dlse.astype(jnp.float32)
+
+
+def call(case: Case, *given, platform: str):
+    made = plan(case)
+    target = Target("pallas-mosaic-gpu", 128, 128)
+    values = slots(case, made), tables(case, made)
+    return runtime.backward(
+        made, Source(case), geometry(case), *given, *values, target, wanted=wanted(case), platform=platform
+    )
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(OLD, reason="Mosaic GPU's interpreter takes minutes for a call before JAX 0.11")
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied(name, monkeypatch):
+    case, multiplied = INTERPRETED[name], []
+
+    def counted(source):
+        head = "def with_products(use, *pairs):\n"
+        assert head in source
+        return modules.load(
+            source.replace(head, f"{head}    jax.debug.callback(seen)\n"), seen=lambda: multiplied.append(1)
+        )
+
+    monkeypatch.setattr(runtime, "load", counted)
+    runtime._loaded.cache_clear()
+    made, given = plan(case), (*arrays(case), *cotangents(case))
+    got = jax.block_until_ready(call(case, *given, platform="cpu"))
+    runtime._loaded.cache_clear()
+    jax.effects_barrier()
+
+    def turned(x):
+        return np.asarray(x, np.float64).transpose(0, 2, 1, 3)
+
+    query, key, value, _, _, dout, dlse = given
+    want = dense.gradients(
+        turned(query), turned(key), turned(value), case.mask, case.score, turned(dout), np.asarray(dlse, np.float64),
+        scale=case.dim**-0.5, params=case.slots, tables=case.tables,
+    )  # fmt: skip
+    for n in "qkv":
+        np.testing.assert_allclose(np.asarray(got[n], np.float64), turned(want[f"d{n}"]), atol=0.03, rtol=0.02)
+    for t in made.tables:
+        if t.name in got:
+            np.testing.assert_allclose(got[t.name], want["dtables"][t.source], atol=0.05, rtol=0.02)
+
+    def visible(spans, heads):
+        return int(sum((spans.bounds[spans.slice_of[:, h], :, :, 3] - spans.bounds[spans.slice_of[:, h], :, :, 0]).sum()
+                       for h in range(heads)))  # fmt: skip
+
+    tiles, source = kernels.tiles(geometry(case)), Source(case)
+    both = visible(source.rows(tiles[0]), case.heads) + visible(source.columns(tiles[1]), case.heads)
+    assert len(multiplied) == 2 * both  # by two warpgroups
+
+
+@pytest.mark.parametrize(
+    ("name", "dim"),
+    [("two runs in a row", 128), *(pytest.param(n, 64, marks=pytest.mark.matrix) for n in INTERPRETED),
+     *(pytest.param("causal, ragged, grouped", d, marks=pytest.mark.matrix) for d in (192, 256))],
+)  # fmt: skip
+def test_kernels_lower_for_a_gpu_that_is_not_here(name, dim):
+    case = INTERPRETED[name].but(dim=dim)
+    case = case.but(v_dim=max(dim, case.v_dim))
+    given = *arrays(case), *cotangents(case)
+    check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    lowered = export.export(
+        jax.jit(lambda *a: call(case, *a, platform="cuda")), platforms=["cuda"], disabled_checks=[check]
+    )(*given)
+    launches = 1 + (2 if 2 * dim > 256 else 1)  # dq; dk and dv, each alone where both do not fit registers
+    assert lowered.mlir_module().count("@mosaic_gpu_v2") == launches
+
+
+def test_dropout_scales_what_survives():
+    made = make_plan(causal, None, dropout=True)
+    text = kernels.emit(made, Target("", 64, 128), Geometry(1, 1, 1, 9, 9, 64, 64, 1.0), "kv")
+    assert "(p * kept).astype(query.dtype)" in text
+    assert "dm = p * (dp * kept - across(delta))" in text
+    assert [s.source for s in made.slots] == [SEED, RATE]
+
+
+def test_what_these_kernels_do_not_do_is_said():
+    case = SMALL.but(mask=causal, score=score + lookup("apart", (q - k,), FLOAT), tables={"apart": np.ones(150)})
+    made, g = plan(case), geometry(case)
+    assert kernels.refused(made, g, "bfloat16", {"t0": (150,)}, {"q", "k", "v"}) == ""
+    assert "one per distance of query and key" in kernels.refused(made, g, "bfloat16", {"t0": (150,)}, {"q", "t0"})
+    assert "not float32" in kernels.refused(made, g, "float32", {"t0": (150,)}, {"q"})
+    with pytest.raises(LoweringError, match="owns 128 or 256 positions and walks 32, 64 or 128"):
+        kernels.emit(made, Target("", 64, 64), g, {"q"})
+    with pytest.raises(LoweringError, match="leaves no shared memory"):
+        kernels.emit(made, Target("", 128, 64), Geometry(1, 1, 1, 9, 9, 256, 256, 1.0), {"q"})
+
+
+def test_sums_that_do_not_fit_registers_are_found_by_a_kernel_each():
+    small, large = (Geometry(1, 1, 1, 9, 9, d, d, 1.0) for d in (128, 256))
+    assert kernels.parts(small, {"q", "k", "v"}) == [{"k", "v"}]
+    assert kernels.parts(large, {"q", "k", "v"}) == [{"k"}, {"v"}]
+    assert kernels.parts(large, {"q"}) == []
