@@ -16,7 +16,10 @@ from .text import filled
 
 LANES = 128
 DTYPES = ("float32", "bfloat16", "float16")
-CAST = "query, key, value = (x.astype(Float) for x in (query, key, value))  # TPUs compute no float16"
+CAST = [
+    "dtype = query.dtype  # float16, which TPUs neither compute nor write",
+    "query, key, value = (x.astype(Float) for x in (query, key, value))",
+]
 
 
 def roots(plan: LoopPlan) -> list[Expr]:
@@ -87,7 +90,8 @@ def emit(
         drop=_assigned(plan.kept, inputs, "z", "p = jnp.where({}, p, 0.0)"),
         sink=SINK if sinks else [],
         out=_out(plan, sinks),
-        cast=[CAST] if dtype == "float16" else [],
+        cast=CAST if dtype == "float16" else [],
+        narrowed=".astype(dtype)" if dtype == "float16" else "",
         before=[*pallas_inputs.before(plan, inputs), *["sinks = jnp.asarray(sinks, Float)"] * sinks],
         passed=", ".join([*numbers, *(inputs.picked.get(n, n) for n in inputs.scalars)]),
         number=len(numbers) + len(inputs.scalars),

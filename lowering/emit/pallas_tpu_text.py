@@ -97,7 +97,6 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
     batch, q_len, heads, dim = query.shape
     kv_len, v_dim = value.shape[1], value.shape[3]
-    dtype = query.dtype
     $cast
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     steps, slice_of, shift, anchor, first, records = walk
@@ -144,14 +143,14 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), dtype),
+            jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
             jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
     )($operands)
-    return out.swapaxes(1, 2), lse[:, :, 0], top[:, :, 0]
+    return out.swapaxes(1, 2)$narrowed, lse[:, :, 0], top[:, :, 0]
 '''
 
 SINK = """

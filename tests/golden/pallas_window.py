@@ -110,7 +110,6 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
     batch, q_len, heads, dim = query.shape
     kv_len, v_dim = value.shape[1], value.shape[3]
-    dtype = query.dtype
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     steps, slice_of, shift, anchor, first, records = walk
     q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
@@ -156,7 +155,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), dtype),
+            jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), query.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
             jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
         ],
