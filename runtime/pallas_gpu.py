@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
@@ -60,12 +61,10 @@ def forward(
 
 def simulator(**more: Any) -> Any:
     """Parameters of Mosaic GPU's interpreter."""
-    try:
-        from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
-    except ImportError:  # JAX 0.10
-        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams(**more)
+    module = import_module("jax.experimental.pallas.mosaic_gpu")
+    if not hasattr(module, "InterpretGPUParams"):  # JAX 0.10
+        module = import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return module.InterpretGPUParams(**more)
 
 
 def kernel(

@@ -347,14 +347,20 @@ def padded(x, block, dim):
 # Mosaic GPU's interpreter multiplies only what lies in shared memory, and knows no edge of an array.
 PRODUCTS_INTERPRETED = """
 
+def product(a, b, axes):
+    found = lax.dot_general(a, b, (axes, ((), ())), preferred_element_type=Float)
+    plgpu.commit_smem()  # what was read like this is not yet ordered before what TMA writes
+    return found
+
+
 def scores_of(rows, keys, meanwhile):
     meanwhile()
-    return lax.dot_general(rows[...], keys[...], (((1,), (1,)), ((), ())), preferred_element_type=Float)
+    return product(rows[...], keys[...], ((1,), (1,)))
 
 
 def gathered(acc, weights, values, meanwhile):
     meanwhile()
-    return acc + lax.dot_general(weights, values[...], (((1,), (0,)), ((), ())), preferred_element_type=Float)
+    return acc + product(weights, values[...], ((1,), (0,)))
 
 
 def padded(x, block, dim):
