@@ -70,7 +70,8 @@ def backward(
         results = run(*given, *_walk(spans.columns((dkv.block_q, dkv.block_k))), *common, interpret=interpret)
         found |= dict(zip(sorted(part, reverse=True), results, strict=True))
     if buffers:
-        found |= folded(*zip(*buffers, strict=True), g, slots, tables, int64=plan.int64)
+        gradients, values = zip(*buffers, strict=True)
+        found |= folded(gradients, values, g, slots, tables, int64=plan.int64)
     without = wanted - found.keys()  # influence
     return found | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
 

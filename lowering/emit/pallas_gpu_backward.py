@@ -73,7 +73,8 @@ def refused(
         return why
     for gradient in backward_of(plan).gradients:
         if gradient.source in wanted and gradient.over not in ("head", "row"):
-            values = next(v.source for v in (*plan.tables, *plan.slots) if v.name == gradient.source)
+            sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}
+            values = sources[gradient.source]
             return (
                 f"kernels for Hopper sum captured gradients per head and per query; that of `{values}` is one per "
                 f'{PER[gradient.over]}; use backend="triton"'
@@ -94,6 +95,7 @@ class _Kernel:
     """What both kernels have. The program's own tile lies down, the other axis across."""
 
     own: Literal["q", "k"]
+    what: str
 
     def __init__(
         self, plan: LoopPlan, target: Target, geometry: Geometry, wanted: frozenset[str], interpretable: bool
