@@ -264,7 +264,7 @@ def test_long_sequences_lower_with_blocks_of_one_tile(which):
 
 def test_lowers_under_shard_map():
     """With its check of varying axes on: the kernel is each device's own."""
-    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     attend = fk.compile("causal & window(200)", backend="pallas-tpu")
     halves = jax.sharding.PartitionSpec("x")
     call = jax.shard_map(lambda x: attend(x, x, x), mesh=mesh, in_specs=halves, out_specs=halves)
