@@ -21,6 +21,13 @@ LOG2E = 1.4426950408889634
 reason = kernels.refused  # asked before these kernels are chosen (jax_platforms)
 
 
+def reason(
+    plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: frozenset[str]
+) -> str:
+    """Why these kernels cannot find the gradients of `wanted`, or nothing."""
+    return kernels.refused(plan, geometry, dtype, shapes, wanted)
+
+
 def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: Array, k: Array, v: Array, out: Array, lse: Array,
     dout: Array, dlse: Array | None, slots: Mapping[str, Any], tables: Mapping[str, Array], target: Target, *,
@@ -31,11 +38,11 @@ def backward(
 
     `out` and `lse` are the forward's: where there were `sinks`, lse includes them, and that is all of them needed
     here; their own gradient is the caller's. Equal calls give equal bits. Raises LoweringError with the words of
-    `pallas_gpu_backward.refused`."""
+    `reason`."""
     import jax.numpy as jnp
 
     g = geometry
-    if why := kernels.refused(plan, g, str(q.dtype), {n: x.shape for n, x in tables.items()}, wanted):
+    if why := reason(plan, g, str(q.dtype), {n: tuple(x.shape) for n, x in tables.items()}, wanted):
         raise LoweringError(why)
     arrays = {"q": q, "k": k, "v": v}
     if 0 in (g.batch, g.q_len, g.kv_len):

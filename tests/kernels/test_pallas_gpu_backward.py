@@ -139,9 +139,11 @@ def test_dropout_scales_what_survives():
 def test_what_these_kernels_do_not_do_is_said():
     case = SMALL.but(mask=causal, score=score + lookup("apart", (q - k,), FLOAT), tables={"apart": np.ones(150)})
     made, g = plan(case), geometry(case)
-    assert kernels.refused(made, g, "bfloat16", {"t0": (150,)}, {"q", "k", "v"}) == ""
-    assert "one per distance of query and key" in kernels.refused(made, g, "bfloat16", {"t0": (150,)}, {"q", "t0"})
-    assert "not float32" in kernels.refused(made, g, "float32", {"t0": (150,)}, {"q"})
+    assert runtime.reason(made, g, "bfloat16", {"t0": (150,)}, frozenset("qkv")) == ""
+    assert "one per distance of query and key" in runtime.reason(
+        made, g, "bfloat16", {"t0": (150,)}, frozenset({"q", "t0"})
+    )
+    assert "not float32" in runtime.reason(made, g, "float32", {"t0": (150,)}, frozenset("q"))
     with pytest.raises(LoweringError, match="owns 128 or 256 positions and walks 32, 64 or 128"):
         kernels.emit(made, Target("", 64, 64), g, {"q"})
     with pytest.raises(LoweringError, match="leaves no shared memory"):
