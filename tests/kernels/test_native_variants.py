@@ -10,7 +10,6 @@ from functools import cache
 import numpy as np
 import pytest
 from support.attention_cases import CASES, Case, causal
-from support.matrix import some
 from support.native_image import Problem, flags_of, here, program
 
 from frisket.runtime import native_build, native_cpu
@@ -44,9 +43,10 @@ def check(name, runner):
         assert not np.isnan(array.astype(np.float64)).any()
 
 
-def both(names):
-    """A slice in every run, the rest when asked."""
-    return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in MATRIX]
+def both(names, more=()):
+    """A slice in every run, `more` in the matrix, the rest when asked."""
+    marks = {n: () for n in names} | dict.fromkeys(more, pytest.mark.matrix)
+    return [pytest.param(n, marks=marks.get(n, pytest.mark.slow)) for n in MATRIX]
 
 
 @pytest.mark.parametrize("name", both(SLICE[:1]))
@@ -76,8 +76,7 @@ def test_neon(name, tmp_path):
 
 
 @missing("clang++")
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", both(("relative-bias",)))
+@pytest.mark.parametrize("name", both((), ("relative-bias",)))
 def test_clang(name, tmp_path):
     check(name, program(tmp_path, ("clang++",), ("-O3", "-march=native")))
 
@@ -89,8 +88,14 @@ SANITIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", both(("plain",)))
-@pytest.mark.parametrize("sanitizer", some(SANITIZERS, "address"))
+@pytest.mark.parametrize(
+    ("sanitizer", "name"),
+    [
+        pytest.param(s, n, marks=pytest.mark.slow if n != "plain" else () if s == "address" else pytest.mark.matrix)
+        for s in SANITIZERS
+        for n in MATRIX
+    ],
+)
 def test_sanitizers(sanitizer, name, tmp_path):
     flags = ("-O1", "-g1", "-march=native", *SANITIZERS[sanitizer])
     check(name, program(tmp_path, native_build.compiler(), flags, threads=4))
