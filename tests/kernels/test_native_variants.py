@@ -45,7 +45,7 @@ def check(name, runner):
 
 def both(names, more=()):
     """A slice in every run, `more` in the matrix, the rest when asked."""
-    marks = {n: () for n in names} | dict.fromkeys(more, pytest.mark.matrix)
+    marks = dict.fromkeys(names, ()) | dict.fromkeys(more, pytest.mark.matrix)
     return [pytest.param(n, marks=marks.get(n, pytest.mark.slow)) for n in MATRIX]
 
 
