@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import frisket as fk
-from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.dsl.errors import ParameterError, ShapeError
 
 RNG = np.random.default_rng(0)
 Q, K, V = (RNG.standard_normal((2, h, 33, 16)).astype(np.float32) for h in (4, 2, 2))
@@ -185,18 +185,6 @@ BAD = {
     "sinks of flags": (
         lambda: call(sinks=torch.zeros(4, dtype=torch.bool)), ShapeError,
         "sinks are bool[4]; they are one number, or one for each of the 4 query heads",
-    ),
-    "dropout in pallas": (
-        lambda: fk.attention(*arrays("jax"), "causal", dropout=0.1, seed=1, backend="pallas-tpu"), BackendError,
-        "backend 'pallas-tpu' has no dropout; ",
-    ),
-    "sinks in pallas": (
-        lambda: fk.attention(*arrays("jax"), "causal", sinks=0.0, backend="pallas-tpu"), BackendError,
-        "backend 'pallas-tpu' has no sinks; ",
-    ),
-    "max in pallas": (
-        lambda: fk.attention(*arrays("jax"), "causal", return_max=True, backend="pallas-tpu"), BackendError,
-        "backend 'pallas-tpu' has no return_max; ",
     ),
 }  # fmt: skip
 

@@ -151,7 +151,7 @@ BAD = {
     "later backend": (
         lambda: fk.compile("causal", backend="gluon"), fk.BackendError,
         "backend 'gluon' is not there yet: the Gluon kernels come in a later version; take one of aten, xla, cpp, "
-        "triton, pallas-tpu, dense",
+        "triton, pallas-tpu, pallas-mosaic-gpu, dense",
     ),
     "unbound": (
         lambda: fk.attention(Q, K, K, "window(w)"), fk.ParameterError,
