@@ -56,8 +56,8 @@ class Inputs:
     >>> from frisket.dsl.ir import lookup
     >>> from frisket.dsl.sugar import eq, h, k, q
     >>> found = place([eq(lookup("doc", (q,)), lookup("doc", (k,))), lookup("bias", (h, q - k), FLOAT)])
-    >>> found.queries, found.keys, found.distances
-    ({doc[q]: 'of_query0'}, {doc[k]: 'of_key0'}, {bias[h, q - k]: 'of_distance0'})
+    >>> found.queries, found.keys, [*found.distances.values()]
+    ({doc[q]: 'of_query0'}, {doc[k]: 'of_key0'}, ['of_distance0'])
     """
 
     roots: tuple[Expr, ...]

@@ -11,7 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ["grammar", "dsl", "lowering", "runtime"]
 FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
-OF_TORCH = {"torch_autograd", "torch_func", "torch_library"}  # of runtime: classes and operators of torch
+# of runtime, imported by functions alone: classes, operators and primitives of a framework
+OF_TORCH = {"torch_autograd", "torch_func", "torch_library"}
+OF_JAX = {"jax_primitives", "jax_sharding", "jax_transforms"}
 FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").glob("*.py")}  # torch's own API
 
 
@@ -61,9 +63,11 @@ def test_module_level_imports(path):
         assert roots & FRAMEWORKS <= {"torch"}
     elif path.parent.name == "runtime" and path.stem in OF_TORCH:
         assert roots & FRAMEWORKS == {"torch"}
+    elif path.parent.name == "runtime" and path.stem in OF_JAX:
+        assert roots & FRAMEWORKS == {"jax"}
     else:
         assert not roots & FRAMEWORKS
-        assert not names & {f"frisket.runtime.{name}" for name in OF_TORCH}
+        assert not names & {f"frisket.runtime.{name}" for name in OF_TORCH | OF_JAX}
         assert not [name for name in names if f"{name}.".startswith(("frisket.flex.", "frisket.runtime.flex."))]
     if path.relative_to(ROOT).parts[0] != "runtime":
         assert roots - set(sys.stdlib_module_names) <= {"numpy", "lark", "frisket"}
