@@ -87,7 +87,9 @@ def padded(x, block):
 # Mosaic GPU's interpreter does not know all forms of wgmma, and no edge of an array.
 PRODUCTS_INTERPRETED = """
 def dot(a, b, axis):
-    return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=Float)
+    found = lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=Float)
+    plgpu.commit_smem()  # what was read like this is not yet ordered before what TMA writes
+    return found
 
 
 def with_products(use, *pairs):
@@ -212,6 +214,7 @@ def kernel($refs):
 
                 $names = with_products(cotangents, $pairs)
                 $accumulate
+                plgpu.commit_smem()  # lse and delta were read like any memory, and TMA writes there next
                 plgpu.barrier_arrive(free.at[slot])
                 return step + 1, $sums
 

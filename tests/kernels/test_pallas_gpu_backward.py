@@ -68,10 +68,20 @@ def call(case: Case, *given, platform: str):
     )
 
 
+@pytest.fixture
+def races(monkeypatch):
+    """The interpreter looks for races; whether it found some."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    monkeypatch.setattr(runtime, "simulator", lambda make=runtime.simulator: make(detect_races=True))
+    yield lambda: gpu_callbacks.get_races().races_found
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
 @pytest.mark.matrix
 @pytest.mark.skipif(OLD, reason="Mosaic GPU's interpreter takes minutes for a call before JAX 0.11")
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied(name, monkeypatch):
+def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied(name, monkeypatch, races):
     case, multiplied = INTERPRETED[name], []
 
     def counted(source):
@@ -87,6 +97,7 @@ def test_gradients_are_those_of_the_oracle_and_only_visible_tiles_are_multiplied
     got = jax.block_until_ready(call(case, *given, platform="cpu"))
     runtime._loaded.cache_clear()
     jax.effects_barrier()
+    assert not races()
 
     def turned(x):
         return np.asarray(x, np.float64).transpose(0, 2, 1, 3)
