@@ -66,7 +66,8 @@ def attend(call: Call, options: Options, named: str) -> tuple[jax.Array, jax.Arr
     """The same of a call, in the axes of `forward`; `named` is the backend that is asked for, empty where the platform
     chooses."""
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
-    kind = call.geometry.kv_heads, call.geometry.head_dim, call.geometry.v_dim, call.geometry.scale, named
+    g = call.geometry
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, named, options.tile
     known = plan.ready.get(kind) if isinstance(plan, Plan) and not call.rate else None
     if known is None:
         known = _divided_plan(call, options, named)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -147,9 +147,15 @@ def _sharding(task: Task, name: str, q: Any, rank: int) -> NamedSharding:
 
 def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
     if len(operands[0].sharding.device_set) > 1:
-        found: tuple[Any, ...] = jax.jit(partial(bound, task))(*operands)
+        found: tuple[Any, ...] = _on_devices(task)(*operands)
         return found
     return task.run(platform_of(operands[0]), False, *operands)
+
+
+@lru_cache(maxsize=64)
+def _on_devices(task: Task) -> Callable[..., Any]:
+    """A task as a function of its own, which JAX compiles once."""
+    return jax.jit(partial(bound, task))
 
 
 def _refused(*_: Any, **__: Any) -> Any:

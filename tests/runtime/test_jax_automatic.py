@@ -96,6 +96,17 @@ close(attend(*split, docs), attend(*whole, docs))
 assert collectives(attend, *split, docs) == set()
 print("vmap")
 
+# outside of jax.jit, arrays of several devices are compiled for once
+split = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in arrays()]
+att, compiled = fk.compile("causal", backend=backend), []
+listen = lambda event, _, **__: compiled.append(event) if event.endswith("backend_compile_duration") else None
+jax.monitoring.register_event_duration_secs_listener(listen)
+for turn in range(2):
+    compiled.clear()
+    close(att(*split), att(*arrays()))
+    assert bool(compiled) == (turn == 0), compiled
+print("eager")
+
 # without JAX's address a module still says which mask it is, and of which values
 def text(**values):
     attend = jax.jit(lambda *a: fk.attention(*a, "causal & window(w) & same(doc)", backend=backend, **values))
@@ -149,5 +160,5 @@ def test_batches_and_heads_are_not_gathered():
 ])  # fmt: skip
 def test_every_way(kind, backend, names):
     more = MORE if kind == "Auto" else ""
-    told = ["groups", "vmap", "named", "abstract", "export"] if more else []
+    told = ["groups", "vmap", "eager", "named", "abstract", "export"] if more else []
     assert run(SCRIPT + more, kind, backend, ";".join(names)) == [n.replace(":", " ") for n in names] + told

@@ -54,6 +54,15 @@ def test_gradients_outside_of_jit_compile_once(compiled):
     assert compiled == []
 
 
+def test_a_plan_serves_attentions_of_several_tiles():
+    tiles = (128, 128), (64, 32), None
+    several = [fk.compile("causal", tile=tile) for tile in tiles]
+    plan = several[0].plan(200, 200, 1, 4)
+    made = [jax.make_jaxpr(lambda q, att=att: att(q, K, V, plan=plan))(Q) for att in several]
+    tasks = [m.eqns[0].params["call_jaxpr"].eqns[0].params["task"] for m in made]
+    assert [task.call.tile for task in tasks] == list(tiles)
+
+
 @pytest.mark.parametrize("backend", ["xla", pytest.param(None, marks=pytest.mark.matrix)])
 def test_a_jitted_caller_is_traced_once(backend, compiled):
     traces = []
