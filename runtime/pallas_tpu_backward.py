@@ -185,7 +185,7 @@ def _by_position(
 
             at = (origin[0] + b, origin[1] + h, *(x[b] for x in vectors))
             arrays = of(q, h), of(k, h // group), of(v, h // group), of(dout, h), of(lse, h, 1), of(delta, h, 1)
-            place = walk._replace(slice_of=lax.dynamic_slice_in_dim(walk.slice_of, n, 1, 0))
+            place = walk._replace(slice_of=walk.slice_of[n % walk.slice_of.shape[0]][None])
             zeros = jnp.zeros((1, 1, *padded), jnp.float32)
             (terms,) = entry(*arrays, place, at, sizes, slots, tables, zeros=zeros, interpret=interpret)
             env = scalars | dict(zip("bhqk", at, strict=True))

@@ -39,8 +39,9 @@ SCALAR_BYTES = 512 * 1024  # scalar memory that a walk may take: half of what a 
 
 
 class Walk(NamedTuple):
-    """The tables, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], `shift` [1], `anchor`
-    [slices * entries], `first` [slices * (rows + 1)], `records` [slices * rows * records * 4]."""
+    """The tables, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], or as few of its first
+    entries as it repeats, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)], `records` [slices *
+    rows * records * 4]."""
 
     steps: Any
     slice_of: Any
@@ -71,10 +72,10 @@ def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> Walk:
         import jax.numpy as xp
     fold = folded(spans.slice_of, group)
     bounds, meant, slice_of = _of_groups(xp, spans, group // fold)
-    slice_of = slice_of[:, ::fold] if fold > 1 else slice_of
+    slice_of = _repeated(slice_of[:, ::fold] if fold > 1 else slice_of)
     slices, rows, number, _ = bounds.shape
     entries = min(1 << (rows * columns * fold - 1).bit_length(), max(1, ANCHORS // slices))
-    _check(slices * (entries + rows + 1 + 4 * rows * number), rows * columns * fold)
+    _check(slice_of.size + slices * (entries + rows + 1 + 4 * rows * number), rows * columns * fold)
     lo, full_lo, full_hi, hi = (bounds[..., i] for i in range(4))
     length = xp.where(meant, hi - lo, 0)
     begin = xp.cumsum(length, -1) - length
@@ -87,6 +88,12 @@ def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> Walk:
     anchor = _anchors(xp, first[:, 1:], shift, entries)
     flat = [xp.asarray(x.reshape(-1), np.int32) for x in (slice_of, shift, anchor, first, records)]
     return Walk(xp.asarray(most, np.int32), *flat)
+
+
+def _repeated(slice_of: NDArray[np.int32]) -> NDArray[np.int32]:
+    """What a vector of it repeats: with many batch entries all of it would be a lot of scalar memory."""
+    parts = slice_of[:1, :1], slice_of[:1], slice_of
+    return next(part for part in parts if (slice_of == part).all()).reshape(-1)
 
 
 def _of_groups(xp: Any, spans: Spans | DeviceSpans, parts: int) -> tuple[Any, Any, NDArray[np.int32]]:
@@ -134,7 +141,7 @@ def _check(words: int, steps: int) -> None:
 _LOCATE = '''
 def locate(b, h, step, slice_of, shift, anchor, first, records, $static):
     """$what of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
-    at = slice_of[b * heads + h]
+    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
     start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
     here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
 

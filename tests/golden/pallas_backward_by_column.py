@@ -48,7 +48,7 @@ def finite(x):
 
 def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows):
     """(row, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
-    at = slice_of[b * heads + h]
+    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
     start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
     here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
 
@@ -265,7 +265,7 @@ def laid(column):
 
 def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows, fold, parts):
     """(row, part, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
-    at = slice_of[b * heads + h]
+    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
     start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
     here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
 

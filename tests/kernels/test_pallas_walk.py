@@ -111,6 +111,21 @@ def test_long_rows_find_their_place_at_once(rows):
     assert np.mean(rows_apart) < 1  # `first` is seldom looked at twice
 
 
+def test_many_batch_entries_take_no_scalar_memory():
+    heads = np.array([[0, 2, 1, 2]], np.int32)
+    spans = random_spans(np.random.default_rng(8), 3, 9, 11, 3, 1, 4, 1, False)
+    of_heads = Spans(spans.bounds, spans.count, np.tile(heads, (5, 1)))
+    made = walk(of_heads, 11)
+    assert made.slice_of.tolist() == [0, 2, 1, 2]
+    for (b, h), got in steps_of(made, of_heads, 1, False).items():
+        want = expected(of_heads, b, slice(h, h + 1))
+        assert got[: len(want)] == want
+    assert walk(Spans(spans.bounds, spans.count, np.full((500_000, 4), 1, np.int32)), 11).slice_of.tolist() == [1]
+    different = np.arange(500_000, dtype=np.int32).reshape(-1, 1) % 3
+    with pytest.raises(LoweringError, match="of a TPU's scalar memory"):
+        walk(Spans(spans.bounds, spans.count, different), 11)
+
+
 def test_spans_too_long_for_scalar_memory():
     def raised(rows, records):
         spans = Spans(np.zeros((1, rows, records, 4), np.int32), np.zeros((1, rows), np.int32), np.zeros((1, 1), int))
