@@ -7,14 +7,15 @@ from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
+from frisket.lowering.derive import Gradient
 from frisket.lowering.emit import pallas_gpu_backward as kernels
 from frisket.lowering.emit.pallas_gpu import walked
 from frisket.lowering.emit.triton_cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.lowering.xla_fold import folded
 
 from .modules import load
 from .pallas_gpu import simulator
+from .triton_jax_captured import folded  # in fixed point: XLA's scatter on a GPU adds in any order
 
 Array = Any  # a jax.Array, traced or not
 LOG2E = 1.4426950408889634
@@ -61,7 +62,7 @@ def backward(
     plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
     of_dq, of_dkv = (Target(target.backend, *tile) for tile in kernels.tiles(g))
     dq, dkv = target.dq or of_dq, target.dkv or of_dkv
-    buffers = []
+    buffers: dict[Gradient, Array] = {}
     rows = wanted - {"k", "v"}
     if rows:
         run = _loaded(plan, dq, plain, rows, interpret is not None)["attention_dq"]
@@ -70,14 +71,12 @@ def backward(
             found["q"] = results.pop(0)
         for s, x in zip(sums(plan, rows), results, strict=True):
             x = x[..., : g.q_len]
-            buffers.append((s.gradient, x.sum(-1) if s.gradient.over == "head" else x))
+            buffers[s.gradient] = x.sum(-1) if s.gradient.over == "head" else x
     for part in kernels.parts(g, wanted):
         run = _loaded(plan, dkv, plain, part, interpret is not None)["attention_dkv"]
         results = run(*given, *_walk(spans.columns((dkv.block_q, dkv.block_k))), *common, interpret=interpret)
         found |= dict(zip(sorted(part, reverse=True), results, strict=True))
-    if buffers:
-        gradients, values = zip(*buffers, strict=True)
-        found |= folded(gradients, values, g, slots, tables, int64=plan.int64)
+    found |= folded(buffers, g, slots, tables, plan.int64)
     without = wanted - found.keys()  # influence
     return found | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
 

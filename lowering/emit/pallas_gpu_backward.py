@@ -111,6 +111,8 @@ class _Kernel:
         self.e = Expressions(used, down=self.own)
         self.exact = any(n.op in INEXACT for e in used for n in walk(e))  # the machine's own are too rough
         self.inner = bool({"q", "k"} & wanted) or bool(self.sums)
+        # Sums of products start at -lse and -delta, which so take no registers beside them, where nothing is between.
+        self.starts = self.own == "k" and plan.score is None and plan.kept is None and geometry.scale > 0
 
     # -- scores ---------------------------------------------------------------------------------------
 
@@ -126,7 +128,9 @@ class _Kernel:
             found, value = self.e.written(self.plan.score, "y")
             lines += ["s = s * SCALE", *found, f"modified = {value}"]
             exponent = "modified * LOG2E"
-        lines.append(f"p = jnp.exp2({exponent} - {self.vector('lse')})")
+        if not self.starts:
+            exponent += f" - {self.vector('lse')}"
+        lines.append(f"p = jnp.exp2({exponent})")
         hidden = []
         if self.plan.mask is not None:
             found, value = self.e.written(self.plan.mask, "x")
@@ -144,7 +148,7 @@ class _Kernel:
         if not self.inner:
             return []
         dp = "dp" if self.plan.kept is None else "dp * kept"
-        lines = [f"dm = p * ({dp} - {self.vector('delta')})"]
+        lines = ["dm = p * dp" if self.starts else f"dm = p * ({dp} - {self.vector('delta')})"]
         for i, s in enumerate(self.sums):
             found, value = self.times(s.gradient.weight, f"w{i}_")
             lines += [*found, f"{s.total}_here = ({value}).sum(axis=1)"]
@@ -215,6 +219,7 @@ class _Queries(_Kernel):
             found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
             names=_tuple(["ds"] * dq + parts),
             sums=_tuple(totals),
+            starts=[],
             accumulate=[
                 *["(dq,) = added((dq,), (ds, key.at[slot]))"] * dq,
                 *(f"{s.total} = {s.total} + {here}" for s, here in zip(self.sums, parts, strict=True)),
@@ -273,8 +278,10 @@ class _Keys(_Kernel):
         fetched += [("delta_ref", "head, line", "deltas")] * dk
         factors = ["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk
         totals = _tuple(["dv"] * dv + ["dk"] * dk)
-        pairs = ["(key.at[wg], query.at[slot])"] + ["(value.at[wg], dout.at[slot])"] * dk
-        inner = ["dp, delta = inner(), load(deltas.at[slot], 1)"] * dk
+        lse, delta = ["lse = load(lses.at[slot], 1)"], ["delta = load(deltas.at[slot], 1)"] * dk
+        ordered = "plgpu.commit_smem()  # lse and delta were read like any memory, and TMA writes there next"
+        start = [", across(lse)", ", across(delta)"] if self.starts else ["", ""]
+        pairs = [f"(key.at[wg], query.at[slot]{start[0]})", *[f"(value.at[wg], dout.at[slot]{start[1]})"] * dk]
         dims = ["v_dim"] * dv + ["dim"] * dk
         return self.filled(
             text.KEYS,
@@ -285,7 +292,11 @@ class _Keys(_Kernel):
             products=", ".join(["scores"] + ["inner"] * dk),
             pairs=", ".join(pairs),
             weights=self.weights(),
-            cotangents=inner + self.cotangents(),
+            starts=["lse, delta = lse / (-SCALE * LOG2E), -delta"] * self.starts,
+            before_products=[*lse, *delta, ordered] * self.starts,
+            after_products=[ordered] * (not self.starts),
+            scores=["s = scores()", *lse * (not self.starts)],
+            cotangents=["dp = inner()"] * dk + delta * (not self.starts) + self.cotangents(),
             found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
             names=_tuple(["p"] * dv + ["ds"] * dk),
             sums=totals,

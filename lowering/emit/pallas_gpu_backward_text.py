@@ -57,11 +57,14 @@ NARROW = "TILED = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))"
 
 PRODUCTS = '''
 def with_products(use, *pairs):
-    """`use` of functions that give a @ b.T of every pair: all are begun at once, and each is waited for where its
-    function is called, in order."""
+    """`use` of functions that give a @ b.T of every pair, plus a tile where there is a third: all are begun at once,
+    and each is waited for where its function is called, in order."""
 
     def begun(*sums):
-        for total, (a, b) in zip(sums, pairs, strict=True):
+        for total, (_, _, *start) in zip(sums, pairs, strict=True):
+            if start:
+                total[...] = start[0]
+        for total, (a, b, *_) in zip(sums, pairs, strict=True):
             plgpu.wgmma(total, a, transposed(b))
         behind = reversed(range(len(pairs)))
         return use(*(functools.partial(plgpu.wgmma_accumulator_load, s, wait_n=n) for s, n in zip(sums, behind)))
@@ -93,7 +96,7 @@ def dot(a, b, axis):
 
 
 def with_products(use, *pairs):
-    return use(*(functools.partial(lambda a, b: dot(a[...], b[...], 1), a, b) for a, b in pairs))
+    return use(*(functools.partial(lambda a, b, *start: sum(start, dot(a[...], b[...], 1)), *pair) for pair in pairs))
 
 
 def added(totals, *pairs):
@@ -206,15 +209,17 @@ def kernel($refs):
                 slot = slot_of(step)
                 plgpu.barrier_wait(ready.at[slot])
 
+                $before_products
+
                 def cotangents($products):
-                    s, lse = scores(), load(lses.at[slot], 1)
+                    $scores
                     $weights
                     $cotangents
                     return $found
 
                 $names = with_products(cotangents, $pairs)
                 $accumulate
-                plgpu.commit_smem()  # lse and delta were read like any memory, and TMA writes there next
+                $after_products
                 plgpu.barrier_arrive(free.at[slot])
                 return step + 1, $sums
 
@@ -259,6 +264,7 @@ def $name(
     $before
     behind = ((0, 0), (0, 0), (0, -q_len % BLOCK_Q))
     lse, delta = jnp.pad(lse, behind, constant_values=jnp.inf), jnp.pad(delta, behind)  # p is 0 behind the last query
+    $starts
     query, dout = padded(query, BLOCK_Q), padded(dout, BLOCK_Q)
     key, value = padded(key, BLOCK_K), padded(value, BLOCK_K)
 
