@@ -35,13 +35,14 @@ from .text import filled
 NAMES = ("slice_of", "shift", "anchor", "first", "records")
 ANCHORS = 16 * 1024  # entries of `anchor`, of all slices together
 NONE = np.iinfo(np.int32).max
+LONG = 4096  # entries of `slice_of`, from where on it is looked at whether they repeat
 SCALAR_BYTES = 512 * 1024  # scalar memory that a walk may take: half of what a core has
 
 
 class Walk(NamedTuple):
-    """The tables, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], or as few of its first
-    entries as it repeats, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)], `records` [slices *
-    rows * records * 4]."""
+    """The tables, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], or where that is long as
+    few of its first entries as it repeats, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)],
+    `records` [slices * rows * records * 4]."""
 
     steps: Any
     slice_of: Any
@@ -91,8 +92,9 @@ def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> Walk:
 
 
 def _repeated(slice_of: NDArray[np.int32]) -> NDArray[np.int32]:
-    """What a vector of it repeats: with many batch entries all of it would be a lot of scalar memory."""
-    parts = slice_of[:1, :1], slice_of[:1], slice_of
+    """What a long vector of it repeats, which would be a lot of scalar memory. Short ones stay as they are: whether
+    they repeat hangs on values, and other values should not be another shape."""
+    parts = (slice_of[:1, :1], slice_of[:1], slice_of) if slice_of.size > LONG else (slice_of,)
     return next(part for part in parts if (slice_of == part).all()).reshape(-1)
 
 

@@ -111,10 +111,12 @@ def test_long_rows_find_their_place_at_once(rows):
     assert np.mean(rows_apart) < 1  # `first` is seldom looked at twice
 
 
-def test_many_batch_entries_take_no_scalar_memory():
+def test_many_batch_entries_take_no_scalar_memory(monkeypatch):
     heads = np.array([[0, 2, 1, 2]], np.int32)
     spans = random_spans(np.random.default_rng(8), 3, 9, 11, 3, 1, 4, 1, False)
     of_heads = Spans(spans.bounds, spans.count, np.tile(heads, (5, 1)))
+    assert walk(of_heads, 11).slice_of.tolist() == [0, 2, 1, 2] * 5
+    monkeypatch.setattr(pallas_walk, "LONG", 4)
     made = walk(of_heads, 11)
     assert made.slice_of.tolist() == [0, 2, 1, 2]
     for (b, h), got in steps_of(made, of_heads, 1, False).items():
