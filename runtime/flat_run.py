@@ -151,7 +151,12 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
         return run
     import jax
 
-    return jax.jit(run, static_argnames=("q_len", "kv_len", "block", "room", "records"))
+    from .jax_call import placed
+
+    def plan_spans(*given: Any, **options: Any) -> Any:  # along an axis that is split JAX looks nothing up
+        return run(*jax.tree.map(placed, given), **options)
+
+    return jax.jit(plan_spans, static_argnames=("q_len", "kv_len", "block", "room", "records"))
 
 
 def _ints(plan: Planner, framework: str) -> type[np.generic]:
@@ -196,6 +201,9 @@ def _segments(framework: str, offsets: Array, length: int) -> Array:
     if framework == "jax":  # positions may go on where the offsets' dtype does not
         import jax.numpy as jnp
 
+        from .jax_call import placed
+
+        offsets = placed(offsets)
         return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
     import torch
 

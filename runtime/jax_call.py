@@ -252,3 +252,15 @@ def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
             f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
         )
     return table if isinstance(table, np.ndarray) else jnp.asarray(table)
+
+
+def placed(x: Any, like: Any = None) -> Any:
+    """An array on a mesh of explicit axes split as `like` is, or whole on every device."""
+    import jax
+
+    have: Any = jax.typeof(x).sharding
+    if jax.sharding.AxisType.Explicit not in have.mesh.axis_types:
+        return x
+    spec_of: Any = jax.sharding.PartitionSpec  # JAX leaves some of its functions untyped
+    spec = spec_of() if like is None else jax.typeof(like).sharding.spec
+    return jax.sharding.reshard(x, jax.sharding.NamedSharding(have.mesh, spec))

@@ -19,7 +19,7 @@ from frisket.lowering.xla_tiles import varying_axes
 
 from .call import AnyPlan, Call
 from .host_plan import Plan
-from .jax_call import JaxCall, Traced, narrowed
+from .jax_call import JaxCall, Traced, narrowed, placed
 from .jax_platforms import BACKENDS, platform_of, target_on
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
             found = dict(zip(inner, task(learned | fixed | rows, inner), strict=True))
         if "sinks" in wanted:
             found["sinks"] = _of_sinks(learned["sinks"], **rows)
-        return {n: found.get(n) for n in learned}, None
+        return {n: placed(found[n], x) if n in found else None for n, x in learned.items()}, None
 
     run.defvjp(forwards, backwards, symbolic_zeros=told)
     return run

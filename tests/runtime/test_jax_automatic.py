@@ -132,6 +132,21 @@ close(jax.export.deserialize(module.serialize()).call(*split), fk.attention(*arr
 print("export")
 """
 
+EXPLICIT = """
+# tables that are traced and split: spans are planned from whole ones, gradients are split as the tables are
+att = fk.compile("causal & same_by_batch(doc)", "score + bias[h] * (k - q)")
+loss = lambda q, k, v, doc, bias: jnp.sin(att(q, k, v, doc=doc, bias=bias)).sum()
+gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 4)))
+specs = *[P("x", None, "y")] * 3, P("x"), P("y")
+whole = *arrays(), DOC, BIAS
+split = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(whole, specs)]
+with jax.set_mesh(mesh):
+    found = gradient(*split)
+    assert jax.typeof(found[1][3]) == jax.typeof(split[4])
+close(found, gradient(*whole))
+print("split tables")
+"""
+
 
 def run(script, *arguments, devices=8):
     env = {k: x for k, x in os.environ.items() if k != "FRISKET_BACKEND"}
@@ -159,6 +174,6 @@ def test_batches_and_heads_are_not_gathered():
     ("Auto", "", ALL), ("Auto", "xla", [*FEW, "origin:both"]), ("Explicit", "", [*FEW, "sinks:both"]),
 ])  # fmt: skip
 def test_every_way(kind, backend, names):
-    more = MORE if kind == "Auto" else ""
-    told = ["groups", "vmap", "eager", "named", "abstract", "export"] if more else []
+    more = MORE if kind == "Auto" else EXPLICIT
+    told = ["groups", "vmap", "eager", "named", "abstract", "export"] if kind == "Auto" else ["split tables"]
     assert run(SCRIPT + more, kind, backend, ";".join(names)) == [n.replace(":", " ") for n in names] + told
