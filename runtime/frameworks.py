@@ -139,6 +139,11 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
                 f"{name} has {x.ndim} axes, shape {tuple(x.shape)}; it needs four: "
                 f"{LAYOUTS[layout or NATURAL[framework]]}"
             )
+        if framework == "jax" and not all(isinstance(n, int) for n in x.shape):
+            raise ShapeError(
+                f"{name} has the shape ({', '.join(map(str, x.shape))}); tiles are laid out for known lengths\n"
+                "  export one module for each shape, instead of jax.export.symbolic_shape"
+            )
     dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in given.items()}
     narrow = framework == "torch" and dtypes["q"] in HALVES and dtypes["k"] == dtypes["v"] and dtypes["k"] in BYTES
     if len(set(dtypes.values())) > 1 and not narrow:
