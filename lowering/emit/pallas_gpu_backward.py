@@ -27,6 +27,7 @@ from .pallas_gpu_expr import Expressions
 from .text import filled
 from .triton_cotangents import sums
 
+GRID = 65_535  # the most programs along the last axis of a GPU's grid
 PER = {"column": "key", "diagonal": "distance of query and key", "scatter": "place that query and key choose together"}
 
 
@@ -71,6 +72,8 @@ def refused(
     """Why no kernels for Hopper find the gradients of `wanted`, or nothing. `shapes` are those of the plan's tables."""
     if why := pallas_gpu.refused(plan, geometry, dtype, shapes):
         return why
+    if geometry.batch > GRID:
+        return f"the backward for Hopper has at most {GRID} batch entries, not {geometry.batch}; give it parts of them"
     for gradient in backward_of(plan).gradients:
         if gradient.source in wanted and gradient.over not in ("head", "row"):
             sources = {t.name: t.source for t in plan.tables} | {s.name: str(s.source) for s in plan.slots}

@@ -20,7 +20,7 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
-from frisket.lowering.emit import pallas_gpu, pallas_inputs
+from frisket.lowering.emit import pallas_gpu, pallas_gpu_backward, pallas_inputs
 from frisket.lowering.emit.expr_jnp import JNP
 from frisket.lowering.emit.pallas_gpu_expr import Expressions
 from frisket.lowering.flat import DeviceSpans
@@ -329,3 +329,12 @@ def test_a_call_without_keys():
     assert not np.asarray(out, np.float32).any()
     assert (np.asarray(lse) == -np.inf).all()
     assert (np.asarray(top) == -np.inf).all()
+
+
+def test_more_batch_entries_than_a_grid_has():
+    plan, wanted = make_plan(None, None, ""), frozenset("q")
+    reasons = [
+        pallas_gpu_backward.refused(plan, Geometry(batch, 2, 2, 64, 64, 64, 64, 0.125), "bfloat16", {}, wanted)
+        for batch in (65_535, 65_536)
+    ]
+    assert reasons == ["", "the backward for Hopper has at most 65535 batch entries, not 65536; give it parts of them"]
