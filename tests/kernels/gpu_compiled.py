@@ -4,7 +4,8 @@ writes; words choose kernels (`python tests/kernels/gpu_compiled.py causal 256`)
 libdevice, and no GPU.
 
 A line of the table: kernel, head size, dtype, tile, tiles read ahead, registers, bytes spilled (stores and loads),
-bytes of shared memory. Registers are those a thread starts with; warpgroups then give and take (240 and 24).
+bytes of shared memory. What a causal dk and dv spill are numbers of a row, beside whose sums no register is left: none
+of it is in a loop over tiles. Registers are those a thread starts with; warpgroups then give and take (240 and 24).
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ import jax
 from jax.experimental import topologies
 from support.pallas_cases import LENGTH, LONG, long_plan, shapes_of
 
-from frisket.lowering.plan import RATE, SEED, Geometry
+from frisket.lowering.derive import backward_of
+from frisket.lowering.emit import pallas_gpu_backward
+from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime import pallas_gpu as runtime
+from frisket.runtime.modules import load
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
 GOLDEN = Path(__file__).parents[1] / "golden" / f"gpu_compiled_{version('jax').rpartition('.')[0]}.txt"
@@ -103,6 +107,36 @@ def forward(
     return Kernel(f"{name}{', all options' if full else ''}", dim, dtype, tile, run, shapes)
 
 
+def backward(
+    name: str, wanted: str, dim: int = 128, dtype: str = "bfloat16", dropout: bool = False, length: int = LENGTH
+) -> Kernel:
+    """A backward kernel of a case: of "q", and of the case's captured tables if `wanted` has "t"; of "k", "v"."""
+    case = LONG[name]
+    plan = long_plan(case, dropout=dropout)
+    geometry = Geometry(2, 8, 4, length, length, dim, dim, dim**-0.5)
+    of_q = "q" in wanted
+    target = Target(runtime.BACKEND, *pallas_gpu_backward.tiles(geometry)[not of_q])
+    captured = {g.source for g in backward_of(plan).gradients} if "t" in wanted else set()
+    source = pallas_gpu_backward.emit(plan, target, geometry, {*wanted} - {"t"} | captured)
+    run = jax.jit(load(source)["attention_dq" if of_q else "attention_dkv"])
+    slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if dropout else {}).values())
+    numbers = geometry.origin, geometry.full, slots, list(plan.table_values(case.tables).values())
+    own, walked = (target.block_q, target.block_k) if of_q else (target.block_k, target.block_q)
+
+    def shapes(where: jax.sharding.Sharding) -> Any:
+        def one(dtype: str, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+
+        rows, n = -(-length // own), "int32"
+        arrays = [one(dtype, 2, length, heads, dim) for heads in (8, 4, 4, 8)]
+        walk = [one(n, 2, 8), one(n, 1, rows), one(n, 1, rows, 2), one(n, 1, rows, 2, 4)]
+        return [*arrays, *[one("float32", 2, 8, length)] * 2, *walk, *shapes_of(numbers, where)]
+
+    tile = f"{target.block_q} x {target.block_k} x {pallas_gpu_backward.stages(geometry, own, walked)}"
+    found = " ".join(f"d{x}" for x in wanted)
+    return Kernel(f"{name}{', dropout' if dropout else ''}: {found}", dim, dtype, tile, run, shapes)
+
+
 def kernels() -> Iterator[Kernel]:
     for name in LONG.keys() - {"relation", "plane"}:
         yield forward(name)
@@ -115,6 +149,21 @@ def kernels() -> Iterator[Kernel]:
     yield forward("causal", 192, v_dim=128)
     for dim in (64, 128):
         yield forward("window", dim, narrow=True)
+    yield from backwards()
+
+
+def backwards() -> Iterator[Kernel]:
+    for name in LONG.keys() - {"relation", "plane"}:
+        yield backward(name, "q")
+        yield backward(name, "kv")
+    for name in ("causal", "documents"):
+        yield backward(name, "q", 64)
+        yield backward(name, "kv", 64)
+        for wanted in "qkv":
+            yield backward(name, wanted, 256)
+    yield backward("causal", "q", dropout=True)
+    yield backward("causal", "kv", dropout=True)
+    yield backward("alibi", "qt")
 
 
 def compiled(kernel: Kernel, device: Any) -> str:
@@ -130,7 +179,7 @@ def compiled(kernel: Kernel, device: Any) -> str:
     said = "".join(p.read_text() for p in dumped if p.suffix == ".ptxas")
     steps = "".join(p.read_text() for p in dumped if p.name.endswith("mlir-passes.log"))
     shared = max((int(n) for n in re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", steps)), default=0)
-    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", " ".join(re.findall("stack frame.*", said))))
     registers = re.findall(r"Used (\d+) registers", said)[0]
     return f"{registers} registers, {spills} spilled, {shared} shared"
 

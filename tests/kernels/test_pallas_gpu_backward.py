@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from jax import export
 from support.attention_cases import DOC, Case, Source, arrays, causal, geometry, oracle, plan, slots, tables
 
+import frisket as fk
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, function, h, k, q, score
@@ -16,6 +20,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
 from frisket.lowering.emit import pallas_gpu_backward as kernels
+from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.runtime import modules
 from frisket.runtime import pallas_gpu_backward as runtime
@@ -136,7 +141,56 @@ def test_kernels_lower_for_a_gpu_that_is_not_here(name, dim):
         jax.jit(lambda *a: call(case, *a, platform="cuda")), platforms=["cuda"], disabled_checks=[check]
     )(*given)
     launches = 1 + (2 if 2 * dim > 256 else 1)  # dq; dk and dv, each alone where both do not fit registers
-    assert lowered.mlir_module().count("@mosaic_gpu_v2") == launches
+    text = lowered.mlir_module()
+    assert text.count("@mosaic_gpu_v2") == launches
+    for scatter in re.findall(r'"stablehlo.scatter".*?stablehlo.return', text, re.S):
+        assert "tensor<f32>" not in scatter  # which XLA adds in any order
+
+
+@pytest.mark.parametrize("name", ["documents, softcap", "two runs in a row"])
+def test_layouts_read_no_tile_but_the_visible(name):
+    case = INTERPRETED[name]
+    rows, columns = kernels.tiles(geometry(case))
+
+    def visible(spans):
+        return (spans.bounds[spans.slice_of, :, :, 3] - spans.bounds[spans.slice_of, :, :, 0]).sum((0, 1, 3))
+
+    mask = fk.mask("causal & doc[q] == doc[k]", doc=DOC) if case.tables else fk.mask("causal & (q - k < 40 | k < 30)")
+
+    def laid(block):
+        return mask.layout(case.q_len, case.kv_len, block=block)
+
+    np.testing.assert_array_equal(visible(laid(rows).spans), visible(Source(case).rows(rows)))
+    np.testing.assert_array_equal(visible(laid(columns).transposed.spans), visible(Source(case).columns(columns)))
+
+
+def test_spans_may_be_traced():
+    """As those planned on a device are: they are operands of the kernels, of which no text depends on them."""
+    case = INTERPRETED["two runs in a row"]
+    made, given = plan(case), (*arrays(case), *cotangents(case))
+    tiles, source = kernels.tiles(geometry(case)), Source(case)
+    found = source.rows(tiles[0]), source.columns(tiles[1])
+
+    def call(bounds, counts, *given):
+        rows, columns = (DeviceSpans(*traced, None, f.slice_of) for *traced, f in zip(bounds, counts, found))
+        planned = SimpleNamespace(rows=lambda block: rows, columns=lambda block: columns)
+        target = Target("pallas-mosaic-gpu", 128, 128)
+        return runtime.backward(
+            made,
+            planned,
+            geometry(case),
+            *given,
+            slots(case, made),
+            {},
+            target,
+            wanted=frozenset("qkv"),
+            platform="cuda",
+        )
+
+    check = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    walks = [f.bounds for f in found], [f.count for f in found]
+    lowered = export.export(jax.jit(call), platforms=["cuda"], disabled_checks=[check])(*walks, *given)
+    assert lowered.mlir_module().count("@mosaic_gpu_v2") == 2
 
 
 def test_dropout_scales_what_survives():
