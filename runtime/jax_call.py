@@ -261,6 +261,6 @@ def placed(x: Any, like: Any = None) -> Any:
     have: Any = jax.typeof(x).sharding
     if jax.sharding.AxisType.Explicit not in have.mesh.axis_types:
         return x
-    spec_of: Any = jax.sharding.PartitionSpec  # JAX leaves some of its functions untyped
-    spec = spec_of() if like is None else jax.typeof(like).sharding.spec
-    return jax.sharding.reshard(x, jax.sharding.NamedSharding(have.mesh, spec))
+    sharding: Any = jax.sharding  # JAX leaves some of its functions untyped
+    spec = sharding.PartitionSpec() if like is None else jax.typeof(like).sharding.spec
+    return sharding.reshard(x, sharding.NamedSharding(have.mesh, spec))
