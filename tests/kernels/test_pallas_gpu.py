@@ -20,9 +20,10 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
-from frisket.lowering.emit import pallas_gpu, pallas_gpu_backward, pallas_inputs
+from frisket.lowering.emit import pallas_gpu, pallas_gpu_backward, pallas_gpu_text, pallas_inputs
 from frisket.lowering.emit.expr_jnp import JNP
 from frisket.lowering.emit.pallas_gpu_expr import Expressions
+from frisket.lowering.emit.text import filled
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
 from frisket.runtime import pallas_gpu as runtime
@@ -66,6 +67,7 @@ def tiles_of(case, root, made, s, down="q"):
     }
     if down == "k":
         names["HALF"] = 64
+        exec(filled(pallas_gpu_text.DISTANCES, down="k", across="q"), names)  # as the backward has them
     found, value = e.written(root, "x")
     operands = ", ".join(e.operands(made))
     before = [*pallas_inputs.before(made, e.inputs), *e.lined(), f"return {operands},"]
@@ -92,7 +94,7 @@ def tiles_of(case, root, made, s, down="q"):
     return out if down == "q" else out.swapaxes(2, 3)
 
 
-def check_text(case, down="q"):
+def check_text(case, down="q", atol=2e-6):
     made = cases.plan(case)
     g = cases.geometry(case)
     shape = (g.batch, g.heads, g.q_len, g.kv_len)
@@ -105,7 +107,7 @@ def check_text(case, down="q"):
         with np.errstate(all="ignore"):
             want = np.broadcast_to(evaluate(case.score, {**env, "score": s}, case.tables), shape).astype(np.float32)
         got = tiles_of(case, made.score, made, s, down).astype(np.float32)
-        np.testing.assert_allclose(np.where(seen, got, 0), np.where(seen, want, 0), rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(np.where(seen, got, 0), np.where(seen, want, 0), rtol=2e-5, atol=atol)
 
 
 @pytest.mark.parametrize("name", ["crop", "relative-bias"])
@@ -116,7 +118,9 @@ def test_texts_are_their_expressions(name):
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", sorted(CASES.keys() - REFUSED))
 def test_every_text_is_its_expression(name):
-    check_text(half(name, dtype="float32"))
+    # its 20 * tanh is a difference from 20: off by the rounding of numbers of that size
+    bound = {"atol": 20 * np.finfo(np.float32).eps} if name == "softcap" else {}
+    check_text(half(name, dtype="float32"), **bound)
 
 
 @pytest.mark.matrix

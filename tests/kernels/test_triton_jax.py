@@ -27,8 +27,10 @@ HERE = Path(__file__).parent
 G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("part", ["every_case", "every_gradient", "not every_"])
+@pytest.mark.parametrize("part", [
+    pytest.param("every_case", marks=pytest.mark.matrix), pytest.param("every_gradient", marks=pytest.mark.slow),
+    pytest.param("not every_", marks=pytest.mark.matrix),
+])  # fmt: skip
 def test_interpreted(part):
     run(HERE / "triton_jax_interpreted.py", only=part, TRITON_INTERPRET="1")
 
