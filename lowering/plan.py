@@ -60,6 +60,16 @@ class TableUse:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Keys and values in pages of a pool: the arrays are [pages, heads, tokens of a page, dim] (JAX: [pages, tokens of
+    a page, heads, dim]), and key k of batch entry b is token `k % size` of page `source[b, k // size]`, an Int table of
+    the user's. Entries of pages that hold no visible key may be anything: kernels clamp them into the pool."""
+
+    source: str
+    size: int  # tokens, a multiple of 16
+
+
+@dataclass(frozen=True)
 class Bounds:
     """Closed form of a row of tiles: global key positions, inclusive, as Exprs in `q0 q1` (first and last
     global query of the tile, inside the crop), `k0 k1` (first and last global key of the crop), `b h`, sizes
@@ -89,6 +99,9 @@ class LoopPlan:
     int64: bool  # an index of the mask or score may leave 32 bits
     text: str = field(compare=False)  # the mask and score as the user would write them
     kept: Expr | None = None  # whether a position survives dropout; its weight is then divided by 1 - rate
+    weight: Expr | None = None  # what its weight is multiplied with, once summed: the scale of a stored value
+    pages: str | None = None  # the table that says where pages of keys are, see `Pages`
+    page: int = 0  # tokens of a page
 
     @property
     def rate(self) -> str | None:
@@ -100,6 +113,10 @@ class LoopPlan:
         lines.append(f"score    {'as it is' if self.score is None else show(self.score, self._names())}")
         if self.kept is not None:
             lines.append(f"kept     {show(self.kept, self._names())}")
+        if self.weight is not None:
+            lines.append(f"weight   {show(self.weight, self._names())}")
+        if self.pages is not None:
+            lines.append(f"pages    of {self.page} keys, by {self.pages}")
         if self.bounds is None:
             lines.append("bounds   read from the span table")
         else:
@@ -196,13 +213,17 @@ def make_plan(
     score_finite: bool = False,
     limits: Mapping[str, float] | None = None,
     dropout: bool = False,
+    at: tuple[Expr, Expr] | None = None,
+    weight: Expr | None = None,
+    pages: Pages | None = None,
 ) -> LoopPlan:
     """The plan of a simplified mask and score mod, reductions written out.
 
     `bounds` is the mask's closed form. `rows_nonempty` and `score_finite` say what was proved: without both the
     -inf checks stay. `limits` are the largest magnitudes of variables, parameters and tables, by name; they
     decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28). `dropout` adds a random
-    draw for every position, from a seed and global coordinates: the same on any backend, tile and shard.
+    draw for every position, from a seed and global coordinates: the same on any backend, tile and shard; `at` are those
+    of (q, k) where the arrays hold positions in another order. `weight` and `pages` are of stored keys and values.
 
     >>> from frisket.dsl.sugar import q, k
     >>> make_plan((q >= k) & (q - k <= 255), None).mask
@@ -221,7 +242,10 @@ def make_plan(
     new_mask = next(given) if mask is not None else None
     new_score = next(given) if score is not None else None
     new_bounds = Bounds(*given) if bounds is not None else None
-    kept = names.lift(survives()) if dropout else None
+    kept = names.lift(renamed(survives(at), ours)) if dropout else None
+    scaled = names.lift(renamed(weight, ours)) if weight is not None else None
+    place = lookup(pages.source, (var("b"), var("k") // pages.size), INT) if pages else None
+    paged = names.lift(renamed(place, ours)) if place is not None else None
     return LoopPlan(
         mask=new_mask,
         score=new_score,
@@ -235,12 +259,15 @@ def make_plan(
         int64=wide,
         text=text,
         kept=kept,
+        weight=scaled,
+        pages=None if paged is None else paged.name,
+        page=pages.size if pages else 0,
     )
 
 
-def survives() -> Expr:
-    """Whether a position survives dropout, in the names SEED and RATE."""
-    draw = random(param(SEED, INT), *(var(n) for n in "bhqk"))
+def survives(at: tuple[Expr, Expr] | None = None) -> Expr:
+    """Whether a position survives dropout, in the names SEED and RATE; `at` as in `make_plan`."""
+    draw = random(param(SEED, INT), var("b"), var("h"), *(at or (var("q"), var("k"))))
     return build("ge", draw, param(RATE, FLOAT))
 
 
