@@ -67,6 +67,7 @@ _HOMES = {
     "frisket.runtime.report": "Report",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
+_DOORS = ("caches", "flex", "modeling", "operations", "parallel", "sharding")
 __all__ = sorted(_HOME)
 
 
@@ -75,8 +76,8 @@ if "torch" in sys.modules:  # operators that programs exported by torch hold
 
 
 def __getattr__(name: str) -> Any:
-    if name == "flex":  # a module, which imports torch
-        return import_module("frisket.flex")
+    if name in _DOORS:  # modules, which import a framework
+        return import_module(f"frisket.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'frisket' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

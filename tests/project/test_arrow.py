@@ -14,6 +14,8 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
 OF_TORCH = {"torch_autograd", "torch_func", "torch_library"}
 OF_JAX = {"jax_primitives", "jax_sharding", "jax_transforms"}
+# packages behind doors of their own (`frisket.caches`, ...), whose modules may each be about one framework
+DOORS = ("caches", "integrations", "modeling", "operations", "parallel", "sharding")
 FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").glob("*.py")}  # torch's own API
 
 
@@ -61,6 +63,8 @@ def test_module_level_imports(path):
     roots = {name.split(".")[0] for name in names}
     if path in FLEX:
         assert roots & FRAMEWORKS <= {"torch"}
+    elif {path.parent.name, path.stem} & set(DOORS):
+        assert len(roots & FRAMEWORKS) <= 1
     elif path.parent.name == "runtime" and path.stem in OF_TORCH:
         assert roots & FRAMEWORKS == {"torch"}
     elif path.parent.name == "runtime" and path.stem in OF_JAX:
@@ -68,7 +72,8 @@ def test_module_level_imports(path):
     else:
         assert not roots & FRAMEWORKS
         assert not names & {f"frisket.runtime.{name}" for name in OF_TORCH | OF_JAX}
-        assert not [name for name in names if f"{name}.".startswith(("frisket.flex.", "frisket.runtime.flex."))]
+        behind = tuple(f"frisket.{room}{door}." for door in ("flex", *DOORS) for room in ("", "runtime."))
+        assert not [name for name in names if f"{name}.".startswith(behind)]
     if path.relative_to(ROOT).parts[0] != "runtime":
         assert roots - set(sys.stdlib_module_names) <= {"numpy", "lark", "frisket"}
 

@@ -1,0 +1,1 @@
+"""Caches of keys and values for serving: plain, of 8 bits, in pages, a ring, over devices."""

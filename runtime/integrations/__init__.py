@@ -1,0 +1,1 @@
+"""What plugs frisket into model libraries."""

@@ -1,0 +1,1 @@
+"""Attention operators by name."""

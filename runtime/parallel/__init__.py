@@ -1,0 +1,1 @@
+"""Context parallel attention: queries and keys over ranks, under any mask."""

@@ -1,0 +1,1 @@
+"""Semantic axes, runtime modes, and the partition specs they become."""
