@@ -10,6 +10,9 @@ import pytest
 if "PYTEST_XDIST_WORKER" in os.environ:  # one thread a worker, set before torch and numpy load
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Interpreters of Pallas kernels wait for one another inside XLA's threads: with one for each of two cores they hang.
+os.environ.setdefault("NPROC", "16")
+
 # Tests that are not about the native kernels compile none; those that are name the backend, or take this away.
 os.environ.setdefault("FRISKET_BACKEND", "library")
 
