@@ -6,7 +6,6 @@ no word for is a dense mask and einsum. Parts, each a key of results/cpu-jax.jso
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cpu import TIERS, medians, shown
-from machine import median_ratio, merge, rounds_of
+from machine import median_ratio, rounds_of, run_parts
 
 import frisket as fk
 
@@ -129,19 +128,5 @@ def overhead(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
 PARTS = {f.__name__: f for f in (forward, backward, overhead)}
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them unless named")
-    options.add_argument("--rounds", type=int, default=9)
-    given = options.parse_args()
-    for part in given.parts or PARTS:
-        print(f"== {part}", flush=True)
-        rows = {}
-        for name, row in PARTS[part](given.rounds):
-            rows[name] = row
-            print(shown(name, row), flush=True)
-        merge("cpu-jax", part, {"shape": [1, HEADS, LENGTH, DIM], "dtype": "float32", "rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, PARTS, "cpu-jax", lambda _: {"shape": [1, HEADS, LENGTH, DIM], "dtype": "float32"}, shown)

@@ -11,7 +11,6 @@ Parts, each a key of results/jax-binding.json:
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import median_ratio, merge, rounds_of
+from machine import median_ratio, rounds_of, run_parts
 
 import frisket as fk
 from frisket.runtime import native_jax
@@ -122,19 +121,5 @@ def eager(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
 PARTS = {f.__name__: f for f in (trace, dispatch, eager)}
 
 
-def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all of them unless named")
-    options.add_argument("--rounds", type=int, default=9)
-    given = options.parse_args()
-    for part in given.parts or PARTS:
-        print(f"== {part}", flush=True)
-        rows = {}
-        for name, row in PARTS[part](given.rounds):
-            rows[name] = row
-            print(f"{name:32} {json.dumps(row)}", flush=True)
-        merge("jax-binding", part, {"dtype": "bfloat16" if part == "trace" else "float32", "rows": rows})
-
-
 if __name__ == "__main__":
-    main()
+    run_parts(__doc__, PARTS, "jax-binding", lambda part: {"dtype": "bfloat16" if part == "trace" else "float32"})

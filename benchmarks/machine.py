@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import math
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -130,3 +131,25 @@ def merge(name: str, part: str, found: dict[str, Any], folder: Path = RESULTS) -
     parts = {n: x for n, x in known.items() if isinstance(x, dict) and "machine" in x}
     folder.mkdir(exist_ok=True)
     path.write_text(json.dumps({**parts, part: {"machine": described(), **found}}, indent=1) + "\n")
+
+
+Part = Callable[[int], Iterator[tuple[str, dict[str, Any]]]]  # of a number of rounds: rows and their names
+
+
+def run_parts(
+    doc: str | None, parts: Mapping[str, Part], file: str, head: Callable[[str], dict[str, Any]],
+    shown: Callable[[str, dict[str, Any]], str] = lambda name, row: f"{name:32} {json.dumps(row)}",
+) -> None:  # fmt: skip
+    """The command line of a benchmark in parts: runs those asked for, prints their rows, and keeps them in `file`,
+    each part's below its `head`."""
+    options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("parts", nargs="*", choices=[*parts, []], help="all of them unless named")
+    options.add_argument("--rounds", type=int, default=9)
+    given = options.parse_args()
+    for part in given.parts or parts:
+        print(f"== {part}", flush=True)
+        rows = {}
+        for name, row in parts[part](given.rounds):
+            rows[name] = row
+            print(shown(name, row), flush=True)
+        merge(file, part, {**head(part), "rows": rows})
