@@ -155,6 +155,14 @@ class Layout:
         return row_counts(self.mask, grid, self.scope(), self._spread)[slice_of]
 
     @cached_property
+    def row_pairs(self) -> NDArray[np.int64]:
+        """Visible pairs of each row of tiles, over every batch entry and head, int64 [rows]; BudgetError likewise."""
+        grid, slice_of = self._grid
+        counts = row_counts(self.mask, grid, self.scope(), self._spread)
+        every = np.bincount(slice_of.reshape(-1), minlength=len(grid.b)) @ counts
+        return np.add.reduceat(every, np.arange(0, self.q_len, self.block[0]))
+
+    @cached_property
     def visible_pairs(self) -> int:
         """The exact number of visible (query, key) pairs over every batch entry and head; BudgetError when
         counting costs too much."""

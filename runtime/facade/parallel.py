@@ -1,0 +1,11 @@
+"""Context parallel attention: a sequence over ranks, under any mask.
+
+>>> import frisket as fk
+>>> fk.parallel.deal("causal", 1024, ranks=4).imbalance
+1.0
+"""
+
+from frisket.runtime.parallel.deal import Deal as Deal
+from frisket.runtime.parallel.deal import deal as deal
+
+__all__ = ["Deal", "deal"]

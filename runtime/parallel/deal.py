@@ -1,0 +1,289 @@
+"""Deal: which tokens every rank holds, and what the ranks need of one another, for the mask at hand.
+
+>>> import frisket as fk
+>>> d = fk.parallel.deal("causal", 1024, ranks=4)
+>>> d.owned
+(((0, 128), (896, 1024)), ((128, 256), (768, 896)), ((256, 384), (640, 768)), ((384, 640),))
+>>> d.imbalance
+1.0
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
+from frisket.lowering.analysis.tiles import FULL
+
+from ..frameworks import framework_of
+from ..mask import MaskLike, mask
+from .dealing import Work, best
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
+Array = NDArray[Any]
+Variant = Literal["ring", "all-gather"]
+_ELEMENTS = 1 << 21  # positions looked at in one go
+_TILES = 1 << 20  # border tiles that `pairs` looks at
+
+
+def deal(
+    mask: MaskLike, length: int, ranks: int, *, tile: int = 128, batch: int = 1, heads: int = 1, **params: Any
+) -> Deal:
+    """`deal("causal & same(doc)", 65536, ranks=8, doc=doc)`: the tokens of a sequence over ranks.
+
+    Tokens go in tiles of `tile`, every rank holds the same number of tiles, and queries, keys and values of a token
+    are on one rank. Among the deals whose busiest rank has less than 1.05 times the mean of visible pairs, over
+    `batch` entries and `heads` heads, the one that sends least; where no deal is found that even, the most even one:
+    `.imbalance` says. Work is O(ranks * tiles + length), never pairs.
+
+    `length` is in tokens, for queries and keys alike. Raises `ShapeError` for lengths, tiles or ranks that make no
+    sense, `ParameterError` for a parameter of the mask without a value.
+    """
+    for name, n in (("ranks", ranks), ("tile", tile), ("length", length)):
+        if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+            raise ShapeError(f"{name} is {n!r}\n  it is a positive integer: deal(mask, length, ranks, tile=128)")
+    length, ranks, tile = int(length), int(ranks), int(tile)
+    layout = _mask(mask, params).layout(length, length, batch, heads, (tile, tile))
+    return Deal(length, tile, ranks, batch, best(_work(layout, ranks)), layout)
+
+
+def _mask(what: MaskLike, params: dict[str, Any]) -> Any:
+    return mask(what, **params)
+
+
+def _work(layout: Layout, ranks: int) -> Work:
+    tiles = ranks * -(-layout.rows // ranks)
+    runs = layout.runs
+    row = np.repeat(np.arange(len(runs.row_ptr) - 1) % layout.rows, np.diff(runs.row_ptr))
+    cost = np.zeros(tiles, np.int64)
+    try:
+        cost[: layout.rows] = layout.row_pairs
+    except BudgetError:  # what cannot be counted is taken by the tile
+        np.add.at(cost, row, (runs.stop - runs.start).astype(np.int64) * layout.block[0] * layout.block[1])
+    return Work(ranks, cost, row, runs.start.astype(np.int64), runs.stop.astype(np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """Tokens over ranks: `fk.parallel.deal(mask, length, ranks)`.
+
+    A *place* is where a token stands in the dealt order: rank r holds places r * shard .. (r + 1) * shard. Places
+    beyond the length are padding: they hold positions >= length, come last on their rank, see nothing and are not
+    seen. Ranges are half-open, in tokens.
+    """
+
+    length: int
+    tile: int
+    ranks: int
+    batch: int
+    tiles: NDArray[np.int64] = field(repr=False)  # [ranks, tiles per rank], rising on a rank
+    layout: Layout = field(repr=False)
+
+    # -- tokens -----------------------------------------------------------------------------------
+
+    @property
+    def shard(self) -> int:
+        """Tokens that a rank holds, with padding."""
+        return self.tiles.shape[1] * self.tile
+
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """The position of every place, int64 [ranks * shard]."""
+        return (self.tiles.reshape(-1, 1) * self.tile + np.arange(self.tile)).reshape(-1)
+
+    @cached_property
+    def _place(self) -> NDArray[np.int64]:
+        """The place of every position below the length."""
+        place = np.empty(len(self.order), np.int64)
+        place[self.order] = np.arange(len(place))
+        return place[: self.length]
+
+    @cached_property
+    def held(self) -> NDArray[np.int64]:
+        """How many tokens every rank holds, without padding, int64 [ranks]."""
+        return (self.order.reshape(self.ranks, -1) < self.length).sum(axis=1)
+
+    @cached_property
+    def owned(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every rank its rising ranges (start, stop) of positions, without padding."""
+        return tuple(self._ranges(r) for r in range(self.ranks))
+
+    def _ranges(self, rank: int) -> tuple[tuple[int, int], ...]:
+        at = self.positions(rank)[: self.held[rank]]
+        cuts = np.flatnonzero(np.diff(at) != 1) + 1
+        return tuple((int(p[0]), int(p[-1]) + 1) for p in np.split(at, cuts) if len(p))
+
+    def positions(self, rank: int | None = None) -> NDArray[np.int32]:
+        """The positions a rank holds, int32 [shard], for RoPE and as tables of `at`; of all ranks [ranks, shard]."""
+        every = self.order.reshape(self.ranks, self.shard).astype(np.int32)
+        return every if rank is None else every[rank]
+
+    def permute(self, x: Any, axis: int, fill: float = 0) -> Any:
+        """`x`, an array of numpy, torch or JAX, in dealt order along `axis`: length becomes ranks * shard, padding
+        places hold `fill`. Split evenly, rank r's part is what it holds."""
+        axis = self._axis(x, axis, self.length, "permute takes whole sequences")
+        taken = _take(x, np.minimum(self.order, self.length - 1), axis)
+        inside = self.order < self.length
+        if inside.all():
+            return taken
+        inside = inside.reshape(-1, *[1] * (len(x.shape) - axis - 1))
+        if framework_of(x) == "torch":
+            import torch
+
+            return taken.where(torch.as_tensor(inside, device=x.device), torch.as_tensor(fill, dtype=x.dtype))
+        if framework_of(x) == "jax":
+            import jax.numpy as jnp
+
+            return jnp.where(inside, taken, jnp.asarray(fill, x.dtype))
+        return np.where(inside, taken, np.asarray(fill, taken.dtype))
+
+    def unpermute(self, x: Any, axis: int) -> Any:
+        """Dealt arrays in the order of the sequence, padding cut off: the inverse of `permute`."""
+        axis = self._axis(x, axis, len(self.order), "unpermute takes what permute gives, the shards of all ranks")
+        return _take(x, self._place, axis)
+
+    def labels(self, x: Any, axis: int = -1, shift: int = 1, fill: int = -100) -> Any:
+        """Dealt labels of dealt tokens: the token `shift` positions on, `fill` where the sequence has ended and on
+        padding. Neighbours in the sequence may be on different ranks, so that this is not a shift of dealt tokens."""
+        axis = self._axis(x, axis, self.length, "labels takes whole sequences")
+        if not 0 <= shift <= self.length:
+            raise ParameterError(f"shift is {shift}; it is how many tokens a label is ahead, 0..{self.length}")
+        moved = _take(x, np.minimum(np.arange(self.length) + shift, self.length - 1), axis)
+        ended = (np.arange(self.length) + shift >= self.length).reshape(-1, *[1] * (len(x.shape) - axis - 1))
+        if framework_of(x) == "torch":
+            import torch
+
+            moved = moved.masked_fill(torch.as_tensor(ended, device=x.device), fill)
+        elif framework_of(x) == "jax":
+            import jax.numpy as jnp
+
+            moved = jnp.where(ended, jnp.asarray(fill, x.dtype), moved)
+        else:
+            moved = np.where(ended, np.asarray(fill, moved.dtype), moved)
+        return self.permute(moved, axis, fill)
+
+    def _axis(self, x: Any, axis: int, size: int, what: str) -> int:
+        if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
+            raise ShapeError(
+                f"the array is {tuple(x.shape)}, and axis {axis} is to have {size:,} places\n"
+                f"  {what}: this deal is of {self.length:,} tokens over {self.ranks} ranks of {self.shard:,}"
+            )
+        return axis % len(x.shape)
+
+    # -- what it costs ----------------------------------------------------------------------------
+
+    @cached_property
+    def _work(self) -> Work:
+        return _work(self.layout, self.ranks)
+
+    @cached_property
+    def cost(self) -> NDArray[np.int64]:
+        """Visible pairs of the queries of every rank, int64 [ranks]; where counting would cost too much, positions
+        in tiles that are not empty."""
+        return np.asarray(self._work.cost[self.tiles].sum(axis=1))
+
+    @property
+    def imbalance(self) -> float:
+        """The largest cost of a rank as a share of the mean."""
+        return self._work.imbalance(self.tiles)
+
+    @cached_property
+    def needs(self) -> NDArray[np.int64]:
+        """int64 [ranks, ranks, 2]: `needs[r, s]` is the range of places on rank s, counted from 0, that queries of
+        rank r may see; (0, 0) where they see nothing there. To the tile."""
+        places = self._work.needs(self.tiles) * self.tile
+        return np.minimum(places, self.held[None, :, None])
+
+    def bytes(
+        self, kv_heads: int, head_dim: int, v_dim: int, itemsize: int, variant: Variant = "ring",
+        backward: bool = False, padded: bool = False,
+    ) -> NDArray[np.int64]:  # fmt: skip
+        """int64 [ranks, ranks]: bytes that rank s sends to rank r stand at [s, r], of `batch` entries.
+
+        The forward sends the keys and values that are needed; the `backward` sends them again, and their gradients
+        home, in the same item size. `padded` is what one program for all ranks sends, whose shapes are fixed: with
+        "ring", at every step the longest need of that step, between the ranks that need anything; with
+        "all-gather", whole shards to everybody.
+        """
+        if variant not in ("ring", "all-gather"):
+            raise ParameterError(f'variant is {variant!r}; it is "ring" or "all-gather"')
+        size = self.needs[..., 1] - self.needs[..., 0]
+        if padded and variant == "all-gather":
+            size = np.full_like(size, self.shard)
+        elif padded:
+            rank = np.arange(self.ranks)
+            for step in range(1, self.ranks):
+                at = rank, (rank - step) % self.ranks
+                size[at] = np.where(size[at] > 0, size[at].max(), 0)
+        np.fill_diagonal(size, 0)
+        sent = size.T + size if backward else size.T
+        return np.asarray(sent * self.batch * kv_heads * (head_dim + v_dim) * itemsize)
+
+    @cached_property
+    def pairs(self) -> NDArray[np.int64]:
+        """int64 [ranks, ranks]: visible pairs of queries of rank r and keys of rank s, over batch and heads. Looks
+        at the positions of border tiles; `BudgetError` when those are more than a million."""
+        return _pairs(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal deals, in any process."""
+        said = f"{self.length} {self.tile} {self.ranks} {self.batch}".encode()
+        return hashlib.sha256(said + self.tiles.astype("<i8").tobytes()).hexdigest()
+
+
+def _take(x: Any, index: NDArray[np.int64], axis: int) -> Any:
+    if framework_of(x) == "torch":
+        import torch
+
+        return x.index_select(axis, torch.as_tensor(index, device=x.device))
+    if framework_of(x) == "jax":
+        import jax.numpy as jnp
+
+        return jnp.take(x, jnp.asarray(index), axis=axis)
+    return np.take(x, index, axis=axis)
+
+
+def _pairs(d: Deal) -> NDArray[np.int64]:
+    """FULL tiles are counted by their number, border tiles looked at."""
+    grid, slice_of = d.layout._grid
+    uses = np.bincount(slice_of.reshape(-1), minlength=len(grid.b))
+    runs = d.layout._spread()
+    whole, border = np.flatnonzero(runs.kind == FULL), np.flatnonzero(runs.kind != FULL)
+    width = (runs.stop - runs.start)[border]
+    if int(width.sum()) > _TILES:
+        raise BudgetError(f"pairs would look at {int(width.sum()):,} border tiles\n  `needs` says who sees whom")
+    owner = np.empty(d.tiles.size, np.int64)
+    owner[d.tiles] = np.arange(d.ranks)[:, None]
+    steps = np.zeros((d.ranks, d.tiles.size + 1), np.int64)
+    np.add.at(steps, (owner[runs.row[whole]], runs.start[whole]), uses[runs.slice[whole]])
+    np.add.at(steps, (owner[runs.row[whole]], runs.stop[whole]), -uses[runs.slice[whole]])
+    full = np.cumsum(steps, axis=1)[:, d.tiles].sum(axis=2) * d.tile**2
+    index = np.repeat(border, width)
+    column = runs.start[index] + np.arange(len(index)) - np.repeat(np.cumsum(width) - width, width)
+    row, s = runs.row[index], runs.slice[index]
+    np.add.at(full, (owner[row], owner[column]), _looked_at(d.layout, grid, s, row, column) * uses[s])
+    return full
+
+
+def _looked_at(layout: Layout, grid: Any, s: Array, row: Array, column: Array) -> Array:
+    """Visible pairs of tiles, int64 [tiles]."""
+    size, scope = layout.block[0], layout.scope()
+    out = np.zeros(len(row), np.int64)
+    step = max(1, _ELEMENTS // size**2)
+    for at in range(0, len(row), step):
+        i = slice(at, at + step)
+        q = row[i][:, None, None] * size + np.arange(size)[:, None]
+        k = column[i][:, None, None] * size + np.arange(size)
+        inside = (q < grid.q_len) & (k < grid.kv_len)
+        env = {"b": grid.b[s[i]][:, None, None], "h": grid.h[s[i]][:, None, None], "q": q, "k": k}
+        out[i] = (np.broadcast_to(scope.value(layout.mask, env), inside.shape) & inside).sum(axis=(1, 2))
+    return out
