@@ -1,0 +1,141 @@
+"""Where stored keys and new queries are: a user's attention, read at the positions that the places of a cache hold.
+
+One mask serves prefill, chunked prefill and decode: it speaks of positions in the sequence, and arrays of a cache
+hold some of them, in an order of their own. `placed` gives the same attention in places:
+
+>>> import frisket as fk
+>>> placed(fk.compile("causal & window(64)"), APPENDED)
+Attention(mask = k <= q + cache_start[b] & abs(q + cache_start[b] - k) < 64 & k < cache_end[b])
+
+Tables of a call with it, Int [batch]: `cache_start`, the position of the first query of every sequence, and
+`cache_end`, how many tokens of it are stored. Other values of them compile nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from frisket.dsl.errors import FrisketError, ParameterError, ShapeError
+from frisket.dsl.ir import uses
+
+from ..attention import Attention
+from ..bind import Subject
+from ..mask import Mask, mask
+from ..parameters import names_of
+
+START, END, FIRST, DEPTH, ANCESTORS = "cache_start", "cache_end", "cache_first", "cache_depth", "cache_ancestors"
+HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
+
+
+@dataclass(frozen=True)
+class Places:
+    """The position that place q of the queries holds, that of place k of the keys, and, in places, what is there at
+    all: as texts of Ints and a mask."""
+
+    q: str
+    k: str
+    seen: str
+
+
+# new tokens are behind what is stored, and stored themselves
+APPENDED = Places(f"q + {START}[b]", "k", f"k < {END}[b]")
+# the same where sequences get different numbers of them: queries past the last are padding and see nothing
+PADDED = Places(APPENDED.q, "k", f"k < {END}[b] & q < {END}[b] - {START}[b]")
+# new tokens among themselves
+CHUNK = Places(APPENDED.q, f"k + {START}[b]", f"k < {END}[b] - {START}[b] & q < {END}[b] - {START}[b]")
+# keys of one device out of several: the first is at position cache_first
+SHARD = Places(APPENDED.q, f"k + {FIRST}", f"k + {FIRST} < {END}[b]")
+SHARD_PADDED = Places(APPENDED.q, SHARD.k, f"k + {FIRST} < {END}[b] & q < {END}[b] - {START}[b]")
+
+# a tree of draft tokens behind the prefix: a token is where its depth says, and sees the prefix and its ancestors
+_DRAFT = f"{START}[b] + {DEPTH}"
+TREE = Places(
+    f"{_DRAFT}[q]",
+    f"k if k < {START}[b] else {_DRAFT}[k - {START}[b]]",
+    f"k < {END}[b] & tree({ANCESTORS}, {START}[b])",
+)
+# the same where every sequence has a tree of its own
+_HERE = f"k < {END}[b] & (k < {START}[b] | {ANCESTORS}[b, q, k - {START}[b]])"
+TREES = Places(f"{_DRAFT}[b, q]", f"k if k < {START}[b] else {_DRAFT}[b, k - {START}[b]]", _HERE)
+
+
+def ring(slots: int) -> Places:
+    """A ring of the last `slots` tokens: slot s holds the last position p < cache_end with p = s (mod slots)."""
+    return Places(APPENDED.q, f"{END}[b] - 1 - ({END}[b] - 1 - k) % {slots}", APPENDED.seen)
+
+
+def ring_padded(slots: int) -> Places:
+    """The same where queries past the last of a sequence see nothing."""
+    return Places(APPENDED.q, ring(slots).k, PADDED.seen)
+
+
+def placed(att: Attention, places: Places) -> Attention:
+    """`att` as it is in places; made once for an attention."""
+    if not isinstance(att, Attention):
+        raise ParameterError(f"att is a {type(att).__name__}; give an attention: frisket.compile({att!r})")
+    key = "placed", places
+    if key not in att.ready:
+        att.ready[key] = _placed(att, places)
+    made: Attention = att.ready[key]
+    return made
+
+
+def _placed(att: Attention, places: Places) -> Attention:
+    if att.options.dropout:
+        raise ParameterError(
+            "a cache is read with an attention without dropout: compile another one for inference, without dropout="
+        )
+    if taken := sorted(n for n in att.subject.names if n.startswith("cache_")):
+        raise ParameterError(f"`{taken[0]}` is a name of the caches' own; rename it, for example `my_{taken[0]}`")
+    here = mask(places.seen)
+    moved = {n: x for n, x in (("q", places.q), ("k", places.k)) if n != x}
+    seen = here if att.mask is None else att.mask.at(**moved) & here
+    return Attention(Subject(seen, att.score and att.score.at(**moved)), att.options)
+
+
+def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> None:
+    """Raise `ShapeError` unless a ring of `slots` tokens holds, with `new` ones written, whatever `att` lets them see;
+    `params` as a call has them.
+
+    Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
+    are looked at up to 2**20."""
+    numbers = {n: x for n, x in params.items() if isinstance(x, int | float) and n in att.subject.names}
+    key = "room", slots, new, tuple(numbers.items())
+    if not att.ready.get(key):
+        _require_room(att.subject.bind(numbers), slots, new)
+        att.ready[key] = True
+
+
+def _require_room(what: Subject, slots: int, new: int) -> None:
+    told = f"a ring of {slots} tokens with {new} new ones keeps {max(slots - new, 0)} before them"
+    help = "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"
+    for part in what.parts:
+        if sizes := sorted({"Q_LEN", "KV_LEN"} & uses(part.expr)):
+            raise ParameterError(f"the {part.what} reads {sizes[0]}, and what a ring holds has no length\n  {part}")
+    known = _of_numbers(what.mask)
+    if known is None:
+        raise ShapeError(f"{told}, and nothing but tables says how far back the mask sees\n  {help}")
+    try:
+        answer = known.implies(f"q - k <= {slots - new}", HORIZON, HORIZON)
+    except FrisketError as error:
+        raise ShapeError(f"{told}; how far back the mask sees is not known: {error}\n  {help}") from None
+    if not answer:
+        _, _, q, k = answer.witness
+        raise ShapeError(f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {what.mask}\n  {help}")
+
+
+def _of_numbers(seen: Mask | None) -> Mask | None:
+    """The clauses of a mask that read numbers alone, all known: it shows what they show, or less."""
+    todo, found = [] if seen is None else [seen.expr], None
+    while todo:
+        e = todo.pop()
+        if e.op == "and":
+            todo += e.args
+            continue
+        assert seen is not None
+        one = Mask(e, {n: x for n, x in seen.params.items() if n in names_of(e)})
+        if not one.unbound and not one.tables:
+            found = one if found is None else found & one
+    return found
