@@ -108,6 +108,10 @@ class ExportError(FrisketError, ValueError):
     """A layout does not fit a format; the text says which part does not, and what does."""
 
 
+class CapacityError(FrisketError, RuntimeError):
+    """A cache has no room for more tokens; nothing of it has changed."""
+
+
 class BudgetError(FrisketError):
     """An exact answer would cost more than the stated budget."""
 

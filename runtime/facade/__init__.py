@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         BackendError as BackendError,
     )
     from frisket.dsl.errors import BudgetError as BudgetError
+    from frisket.dsl.errors import CapacityError as CapacityError
     from frisket.dsl.errors import EvaluationError as EvaluationError
     from frisket.dsl.errors import ExportError as ExportError
     from frisket.dsl.errors import FrisketError as FrisketError
@@ -50,8 +51,8 @@ __version__ = "0.1.0"
 # Names are fetched when first used: `import frisket` costs what it uses.
 _HOMES = {
     "frisket.dsl.errors": (
-        "BackendError BudgetError EvaluationError ExportError FrisketError LoweringError MaskSyntaxError MismatchError "
-        "ParameterError ShapeError TraceError Undecided"
+        "BackendError BudgetError CapacityError EvaluationError ExportError FrisketError LoweringError MaskSyntaxError "
+        "MismatchError ParameterError ShapeError TraceError Undecided"
     ),
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",

@@ -1,0 +1,162 @@
+"""Pages of a pool, handed out to sequences: the host's bookkeeping of paged caches, without any array of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
+
+Copy = tuple[int, int]  # (page to read, page to write)
+
+
+class PagePool:
+    """Which pages of a pool hold which tokens of which sequence.
+
+    >>> pool = PagePool(8, 16)  # pages, tokens of a page
+    >>> pool.allocate("prompt", 40)  # two pages and a half
+    []
+    >>> pool.fork("prompt", "answer")  # the same tokens: the three pages are shared
+    >>> pool.append({"answer": 1, "prompt": 1})  # who writes first into a shared page gets a copy of it
+    [(2, 3)]
+    >>> pool.table(["prompt", "answer"])
+    array([[0, 1, 2],
+           [0, 1, 3]], dtype=int32)
+    >>> pool.free("prompt"), pool.available
+    (None, 5)
+
+    Token t of a sequence is token `t % page` of its page `t // page`. Sequences have names of the caller's, anything
+    hashable; lengths are in tokens. A call that asks for more pages than are free raises `CapacityError` and changes
+    nothing. Each call takes time for the pages it hands out or takes back and the sequences it names, whatever the
+    size of the pool.
+    """
+
+    def __init__(self, pages: int, page: int) -> None:
+        if pages < 1 or page < 1:
+            raise ShapeError(f"a pool of {pages} pages of {page} tokens; both are at least 1")
+        self.pages, self.page = int(pages), int(page)
+        self._free = list(range(self.pages - 1, -1, -1))  # a stack: what was freed last is handed out next
+        self._users = [0] * self.pages
+        self._held: dict[Hashable, list[int]] = {}
+        self._lengths: dict[Hashable, int] = {}
+
+    @property
+    def available(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    @property
+    def sequences(self) -> tuple[Any, ...]:
+        return tuple(self._held)
+
+    def length(self, sequence: Hashable) -> int:
+        """Tokens of a sequence."""
+        self._known(sequence)
+        return self._lengths[sequence]
+
+    def pages_of(self, sequence: Hashable, start: int = 0) -> list[int]:
+        """The pages of a sequence in order, from its `start`-th on."""
+        self._known(sequence)
+        return self._held[sequence][start:]
+
+    def table(self, sequences: Iterable[Hashable], width: int | None = None) -> NDArray[np.int32]:
+        """Pages int32 [sequences, width], what `att(q, k, v, pages=...)` takes; `width`, in pages, is that of the
+        longest unless given. Entries past the end of a sequence are 0."""
+        held = [self.pages_of(s) for s in sequences]
+        longest = max(map(len, held), default=0)
+        if width is not None and width < longest:
+            raise ShapeError(f"a table of {width} pages a sequence, and one has {longest}; make it wider")
+        made = np.zeros((len(held), longest if width is None else width), np.int32)
+        for row, pages in zip(made, held, strict=True):
+            row[: len(pages)] = pages
+        return made
+
+    def allocate(self, sequence: Hashable, tokens: int = 0) -> list[Copy]:
+        """A new sequence of so many tokens."""
+        if sequence in self._held:
+            raise ParameterError(f"the sequence {sequence!r} is there already; append to it, or free it first")
+        self._held[sequence], self._lengths[sequence] = [], 0
+        try:
+            return self.append({sequence: tokens})
+        except Exception:
+            del self._held[sequence], self._lengths[sequence]
+            raise
+
+    def append(self, tokens: Mapping[Any, int]) -> list[Copy]:
+        """So many more tokens for each of the sequences: all of them, or none where pages are short. What comes back
+        are pages to copy, (from, to) in any order, before the new tokens are written: the last page of a sequence
+        that others share."""
+        for sequence, n in tokens.items():
+            self._known(sequence)
+            if n < 0:
+                raise ShapeError(f"{n} more tokens for the sequence {sequence!r}; `truncate` takes tokens off")
+        needed = {s: -(-(self._lengths[s] + int(n)) // self.page) - len(self._held[s]) for s, n in tokens.items()}
+        writers: dict[int, list[Any]] = {}  # by shared page
+        for s, n in tokens.items():
+            if n and self._lengths[s] % self.page and self._users[self._held[s][-1]] > 1:
+                writers.setdefault(self._held[s][-1], []).append(s)
+        # where all who share a page write to it, the last one keeps it
+        moved = [(p, s) for p, those in writers.items() for s in those[: self._users[p] - 1]]
+        self._require(sum(needed.values()) + len(moved))
+        copies = []
+        for page, s in moved:
+            self._users[page] -= 1
+            self._held[s][-1] = self._take()
+            copies.append((page, self._held[s][-1]))
+        for s, n in tokens.items():
+            self._held[s] += [self._take() for _ in range(needed[s])]
+            self._lengths[s] += int(n)
+        return copies
+
+    def fork(self, sequence: Hashable, child: Hashable) -> None:
+        """A new sequence of the same tokens, on the same pages."""
+        self._known(sequence)
+        if child in self._held:
+            raise ParameterError(f"the sequence {child!r} is there already; free it first")
+        self._held[child], self._lengths[child] = self._held[sequence].copy(), self._lengths[sequence]
+        for page in self._held[child]:
+            self._users[page] += 1
+
+    def truncate(self, sequence: Hashable, tokens: int) -> None:
+        """Keep the first `tokens` of a sequence: drafts that were not taken are let go."""
+        self._known(sequence)
+        if not 0 <= tokens <= self._lengths[sequence]:
+            raise ShapeError(f"{tokens} tokens of the sequence {sequence!r}; it has {self._lengths[sequence]}")
+        held = self._held[sequence]
+        self._let_go(held[-(-tokens // self.page) :])
+        del held[-(-tokens // self.page) :]
+        self._lengths[sequence] = tokens
+
+    def free(self, sequence: Hashable) -> None:
+        """Forget a sequence; pages that no other one shares can be handed out again."""
+        self._known(sequence)
+        self._let_go(self._held.pop(sequence))
+        del self._lengths[sequence]
+
+    def _known(self, sequence: Hashable) -> None:
+        if sequence not in self._held:
+            raise ParameterError(f"there is no sequence {sequence!r}; `allocate` makes one")
+
+    def _require(self, pages: int) -> None:
+        if pages > len(self._free):
+            raise CapacityError(
+                f"{pages} pages of {self.page} tokens are needed, {len(self._free)} of {self.pages} are free\n"
+                "  free a sequence, or make the pool larger; nothing has changed"
+            )
+
+    def _take(self) -> int:
+        page = self._free.pop()
+        self._users[page] = 1
+        return page
+
+    def _let_go(self, pages: list[int]) -> None:
+        for page in reversed(pages):
+            self._users[page] -= 1
+            if not self._users[page]:
+                self._free.append(page)
+
+
+__all__ = ["PagePool"]

@@ -1,0 +1,20 @@
+"""Caches of keys and values for serving: `frisket.caches.torch`, `frisket.caches.jax`, and what both share.
+
+>>> import frisket as fk
+>>> pool = fk.caches.PagePool(pages=8, page=16)
+>>> pool.allocate("prompt", 40), pool.available
+([], 5)
+"""
+
+from importlib import import_module
+from typing import Any
+
+from frisket.runtime.caches.pool import PagePool as PagePool
+
+__all__ = ["PagePool"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("jax", "torch"):  # each imports its framework
+        return import_module(f"frisket.runtime.caches.{name}")
+    raise AttributeError(f"module 'frisket.caches' has no attribute {name!r}")
