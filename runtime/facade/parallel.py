@@ -5,7 +5,8 @@
 1.0
 """
 
+from frisket.runtime.parallel.attend import attend as attend
 from frisket.runtime.parallel.deal import Deal as Deal
 from frisket.runtime.parallel.deal import deal as deal
 
-__all__ = ["Deal", "deal"]
+__all__ = ["Deal", "attend", "deal"]

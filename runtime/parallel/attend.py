@@ -1,0 +1,27 @@
+"""Context parallel attention, whoever brings the arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frisket.dsl.errors import ParameterError
+
+from ..frameworks import framework_of
+from .deal import Deal, Variant
+
+
+def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "ring", **more: Any) -> Any:
+    """`fk.parallel.attend(att, q, k, v, deal=deal)`: `att` over a sequence whose tokens are dealt over ranks.
+
+    q, k and v are this rank's shards, as `deal.permute` lays them out: torch [batch, heads, shard, dim] in the ranks
+    of a process group, JAX [batch, shard, heads, dim] inside `jax.shard_map`. The result is this rank's shard of
+    the attention. `torch_ring.attend` and `jax_ring.attend` say what else each takes.
+    """
+    framework = framework_of(q)
+    if framework == "torch":
+        from .torch_ring import attend as run
+    elif framework == "jax":
+        from .jax_ring import attend as run
+    else:
+        raise ParameterError(f"q is a {type(q).__name__}; context parallel takes arrays of torch or JAX")
+    return run(att, q, k, v, deal=deal, variant=variant, **more)
