@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .jax_call import SHARD
 from .jax_primitives import AXES, NOWHERE, Task
+from .sharding.fit import fitting, names_of
 
 WHOLE = ("s", "t", "d", "e", "g")  # factors that are not split: lengths, sizes of heads, the heads of one group
 
@@ -75,8 +76,8 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
     """(mesh, what a device does, shardings of results, of operands)."""
     g, depth = task.call.geometry, task.depth("q")
     spec = (*operands[0].sharding.spec, *[None] * len(operands[0].shape))
-    batch = _fitting(mesh, spec[depth], g.batch)
-    heads = _fitting(mesh, spec[depth + 2], g.kv_heads)
+    batch = fitting(mesh.shape, spec[depth], g.batch)
+    heads = fitting(mesh.shape, spec[depth + 2], g.kv_heads)
     where = {"b": batch, "h": heads, "n": heads}
     instances = [_instances(mesh, task, i, operands) for i in range(len(task.levels))]
 
@@ -96,7 +97,7 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
     def run(*operands: Any) -> tuple[Any, ...]:
         at = (_index(axes) for axes in (batch, heads))
         found = primitive.bind(*operands, *at, task=mine)
-        summed = (*_names(batch), *_names(heads))
+        summed = (*names_of(batch), *names_of(heads))
         return tuple(
             _psum(x, summed) if summed and n not in AXES else x for n, x in zip(task.results, found, strict=True)
         )
@@ -108,17 +109,8 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
     return mesh, alone, given, taken
 
 
-def _names(axes: Any) -> tuple[str, ...]:
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
 def _parts(mesh: Any, axes: Any) -> int:
-    return math.prod(mesh.shape[a] for a in _names(axes))
-
-
-def _fitting(mesh: Any, axes: Any, size: int) -> Any:
-    """The axes, unless they do not divide what they split."""
-    return axes if size % _parts(mesh, axes) == 0 else None
+    return math.prod(mesh.shape[a] for a in names_of(axes))
 
 
 def _instances(mesh: Any, task: Task, level: int, operands: Any) -> Any:
@@ -127,8 +119,8 @@ def _instances(mesh: Any, task: Task, level: int, operands: Any) -> Any:
     first = moved.index(True)
     at = sum(m[first] for _, m in task.levels[:level])
     spec = (*operands[first].sharding.spec, *[None] * len(operands[first].shape))
-    return _fitting(mesh, spec[at], n)
+    return fitting(mesh.shape, spec[at], n)
 
 
 def _index(axes: Any) -> Any:
-    return jax.numpy.int32(0) if axes is None else jax.lax.axis_index(_names(axes)).astype("int32")
+    return jax.numpy.int32(0) if axes is None else jax.lax.axis_index(names_of(axes)).astype("int32")

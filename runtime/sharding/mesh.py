@@ -1,0 +1,20 @@
+"""The mesh at hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax._src.mesh import thread_resources  # JAX has no public word for the mesh of `with mesh:`
+
+
+def current_mesh() -> Any:
+    """The mesh of `jax.set_mesh(mesh)` or `with mesh:`, inside of `jax.jit` too; None without one."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        try:
+            return jax.sharding.get_mesh()
+        except ValueError:  # JAX traces: a mesh without devices is all there is
+            return abstract
+    legacy = thread_resources.env.physical_mesh
+    return None if legacy.empty else legacy

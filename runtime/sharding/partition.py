@@ -1,0 +1,230 @@
+"""Semantic axes, a runtime mode and a shape become a `jax.sharding.PartitionSpec` of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from frisket.dsl.errors import ParameterError, ShapeError
+
+from . import names as n
+from .fit import fitting, names_of
+from .mesh import current_mesh
+from .names import EMPTY, EMPTY_VAL, GENERATION_MODES, MODE_DECODE, MODE_TRAIN, MODES, DynamicShardingAxes
+
+MeshAxes = str | tuple[str, ...] | None
+_spec: Any = PartitionSpec  # JAX types some of its functions too narrowly
+
+FIELDS = {  # semantic axis -> field of a PartitionAxis
+    n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis",
+    n.KV_LENGTH: "key_sequence_axis", n.HEAD: "head_axis", n.KV_HEAD: "kv_head_axis",
+    n.HEAD_DIM: "attention_dim_axis", n.KV_HEAD_DIM: "attention_kv_dim_axis", n.EMBED: "hidden_state_axis",
+    n.MLP_INTERMEDIATE: "mlp_intermediate_axis", n.VOCAB: "vocab_axis", n.EXPERT: "expert_axis",
+    n.EXPERT_GATE: "expert_gate_axis", n.BIAS_HEAD_SEQ: "bias_head_sequence_axis",
+    n.BIAS_KV_SEQ: "bias_key_sequence_axis", n.DATA_PARALLEL: "data_parallel_axis",
+    n.FULLY_SHARDED_DATA_PARALLEL: "fully_sharded_data_parallel_axis", n.TENSOR_PARALLEL: "tensor_parallel_axis",
+    n.SEQUENCE_PARALLEL: "sequence_parallel_axis", n.EXPERT_PARALLEL: "expert_parallel_axis",
+}  # fmt: skip
+DEFAULTS = {  # field -> the fields it is read from where nobody sets it
+    "batch_axis": ("fully_sharded_data_parallel_axis", "data_parallel_axis"),
+    "sequence_axis": ("sequence_parallel_axis",), "query_sequence_axis": ("sequence_parallel_axis",),
+    "key_sequence_axis": ("sequence_parallel_axis",), "head_axis": ("tensor_parallel_axis",),
+    "kv_head_axis": ("tensor_parallel_axis",), "hidden_state_axis": ("tensor_parallel_axis",),
+    "mlp_intermediate_axis": ("tensor_parallel_axis",), "vocab_axis": ("tensor_parallel_axis",),
+    "expert_axis": ("expert_parallel_axis",), "decode_batch_axis": ("batch_axis",), "decode_head_axis": ("head_axis",),
+    "decode_kv_head_axis": ("kv_head_axis",), "decode_key_sequence_axis": ("key_sequence_axis",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PartitionAxis:
+    """Which axes of a mesh split a semantic axis: `PartitionAxis(head_axis=("tp", "sp"))`.
+
+    >>> from frisket.sharding import BATCH, HEAD, MODE_DECODE, MODE_TRAIN, QUERY_LENGTH
+    >>> PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, HEAD], MODE_TRAIN)
+    P(('fsdp', 'dp'), 'sp', 'tp')
+    >>> PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, HEAD], MODE_DECODE)
+    P(('fsdp', 'dp'), None, 'tp')
+
+    Each field is a name, a tuple of names, or None: on every device. The first five say what a mesh calls its axes,
+    and those after them are told by them where they are not given: batches over the data-parallel axes, lengths over
+    the sequence axis, heads and the sizes of layers over the tensor axis, experts over theirs; head sizes, biases'
+    axes and gates are whole. In `GENERATION_MODES` the fields `decode_...` stand for those without: a step has one
+    query, so its length is whole, and the rest is split as ever.
+    """
+
+    data_parallel_axis: MeshAxes = "dp"
+    fully_sharded_data_parallel_axis: MeshAxes = "fsdp"
+    tensor_parallel_axis: MeshAxes = "tp"
+    sequence_parallel_axis: MeshAxes = "sp"
+    expert_parallel_axis: MeshAxes = "ep"
+    batch_axis: MeshAxes = EMPTY_VAL
+    sequence_axis: MeshAxes = EMPTY_VAL
+    query_sequence_axis: MeshAxes = EMPTY_VAL
+    head_axis: MeshAxes = EMPTY_VAL
+    kv_head_axis: MeshAxes = EMPTY_VAL
+    key_sequence_axis: MeshAxes = EMPTY_VAL
+    hidden_state_axis: MeshAxes = EMPTY_VAL
+    mlp_intermediate_axis: MeshAxes = EMPTY_VAL
+    vocab_axis: MeshAxes = EMPTY_VAL
+    expert_axis: MeshAxes = EMPTY_VAL
+    expert_gate_axis: MeshAxes = None
+    attention_dim_axis: MeshAxes = None
+    attention_kv_dim_axis: MeshAxes = None
+    bias_head_sequence_axis: MeshAxes = None
+    bias_key_sequence_axis: MeshAxes = None
+    decode_batch_axis: MeshAxes = EMPTY_VAL
+    decode_query_sequence_axis: MeshAxes = None
+    decode_head_axis: MeshAxes = EMPTY_VAL
+    decode_kv_head_axis: MeshAxes = EMPTY_VAL
+    decode_key_sequence_axis: MeshAxes = EMPTY_VAL
+    decode_attention_dim_axis: MeshAxes = None
+    decode_attention_kv_dim_axis: MeshAxes = None
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is EMPTY_VAL:
+                found = tuple(name for source in DEFAULTS[f.name] for name in names_of(getattr(self, source)))
+                value = found[0] if len(found) == 1 else found or None
+            if isinstance(value, list):
+                value = tuple(value)
+            if not (value is None or isinstance(value, str | tuple)) or not all(
+                isinstance(name, str) for name in names_of(value)
+            ):
+                raise ParameterError(f"{f.name} is {value!r}; it is the name of a mesh axis, a tuple of names, or None")
+            object.__setattr__(self, f.name, value)
+
+    def resolve_axis(self, axes: Sequence[n.Axis], mode: str) -> list[MeshAxes]:
+        """The mesh axes of every semantic axis in a mode. A list stands for all of its axes in turn."""
+        if mode not in MODES:
+            raise ParameterError(f"there is no runtime mode {mode!r}; modes are {', '.join(map(repr, MODES))}")
+        return [self._one(axis, mode) for axis in axes]
+
+    def resolve_spec(self, axes: Sequence[n.Axis], mode: str) -> PartitionSpec:
+        """The same as a spec, for a mesh nobody has seen yet; `PartitionManager.resolve` fits it to one."""
+        return _spec(*self.resolve_axis(axes, mode))  # type: ignore[no-any-return]
+
+    def _one(self, axis: n.Axis, mode: str) -> MeshAxes:
+        if axis is None or axis == EMPTY:
+            return None
+        if isinstance(axis, list | tuple):
+            found = tuple(name for one in axis for name in names_of(self._one(one, mode)))
+            return found or None
+        if axis not in FIELDS:
+            raise ParameterError(f"there is no semantic axis {axis!r}; there are {', '.join(FIELDS)}, and {EMPTY!r}")
+        name = FIELDS[axis]
+        if mode in GENERATION_MODES and f"decode_{name}" in DECODE:
+            name = f"decode_{name}"
+        value: MeshAxes = getattr(self, name)
+        return value
+
+
+DECODE = {f.name for f in fields(PartitionAxis) if f.name.startswith("decode_")}
+
+
+@dataclass(frozen=True)
+class PartitionManager:
+    """Fits semantic axes to a mesh and to shapes, and splits arrays: `PartitionManager(PartitionAxis(), mesh)`.
+
+    >>> import jax
+    >>> from frisket.sharding import AttnQSharding
+    >>> mesh = jax.make_mesh((1, 1), ("dp", "tp"), axis_types=2 * (jax.sharding.AxisType.Auto,))
+    >>> PartitionManager(PartitionAxis(), mesh).resolve(AttnQSharding, shape=(4, 64, 8, 32))
+    P('dp', None, 'tp', None)
+
+    Without `mesh` it takes the one at hand: `jax.set_mesh(mesh)`, or `with mesh:`. `with manager:` makes it that of
+    `current_partition_manager()`.
+    """
+
+    paxis: PartitionAxis = field(default_factory=PartitionAxis)
+    mesh: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.paxis, PartitionAxis):
+            raise ParameterError(f"paxis is {self.paxis!r}; it is a PartitionAxis")
+
+    def resolve(
+        self, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
+        dynamic_axes: DynamicShardingAxes = EMPTY_VAL, shape: Sequence[int] | None = None,
+    ) -> PartitionSpec:  # fmt: skip
+        """The spec of an array: an entry for every one of `axes`, in `mode`.
+
+        `dynamic_axes`, or `axes` of that kind, says both. Where `mode` is the number of a dimension, `shape` has it.
+        On a mesh, names it has not are left out, no axis splits two dimensions (the first has it), and with a `shape`
+        an axis that does not divide its dimension is left out too: that dimension is on every device of the axis.
+        """
+        if dynamic_axes is EMPTY_VAL and hasattr(axes, "axes"):
+            dynamic_axes = axes
+        if dynamic_axes is not EMPTY_VAL:
+            axes, mode = dynamic_axes.axes, dynamic_axes.mode if mode is EMPTY_VAL else mode
+        if axes is EMPTY_VAL or mode is EMPTY_VAL:
+            raise ParameterError("give axes and mode, or dynamic_axes: resolve([BATCH, EMBED], MODE_TRAIN)")
+        if shape is not None and len(shape) != len(axes):
+            raise ShapeError(f"{len(axes)} axes, {list(axes)}, for an array of {len(shape)} dimensions, {list(shape)}")
+        found = self.paxis.resolve_axis(axes, _told(mode, shape) if isinstance(mode, int) else mode)
+        mesh = self.mesh if self.mesh is not None else current_mesh()
+        return self.fit(found, shape, mesh) if mesh is not None else _spec(*found)
+
+    @staticmethod
+    def fit(spec: Iterable[MeshAxes], shape: Sequence[int] | None, mesh: Any) -> PartitionSpec:
+        """A spec as `mesh` and `shape` can have it: see `resolve`. A shorter spec leaves the last dimensions whole."""
+        taken: set[str] = set()
+        kept = []
+        for i, axes in enumerate(spec):
+            kept.append(fitting(mesh.shape, axes, None if shape is None else shape[i], taken))
+            taken |= {*names_of(kept[-1])}
+        return _spec(*kept)  # type: ignore[no-any-return]
+
+    def shard(
+        self, x: Any, axes: Sequence[n.Axis] | DynamicShardingAxes = EMPTY_VAL, mode: str | int = EMPTY_VAL,
+        dynamic_axes: DynamicShardingAxes = EMPTY_VAL,
+    ) -> Any:  # fmt: skip
+        """`x` split as `resolve` says: a constraint while JAX traces, and a copy to devices outside."""
+        return self.place(x, self.resolve(axes, mode, dynamic_axes, x.shape))
+
+    def place(self, x: Any, spec: PartitionSpec) -> Any:
+        """`x` split by a spec, fitted to its shape."""
+        mesh = self.mesh if self.mesh is not None else current_mesh()
+        if mesh is None:
+            raise ParameterError(
+                "there is no mesh to split over\n  give one, PartitionManager(paxis, mesh), or call under "
+                "`with jax.set_mesh(mesh):`"
+            )
+        sharding = NamedSharding(mesh, self.fit(spec, x.shape, mesh))
+        if isinstance(x, jax.core.Tracer):
+            explicit = all(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types)
+            return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
+        return jax.device_put(x, sharding)
+
+    def __enter__(self) -> PartitionManager:
+        _tokens.set((*_tokens.get(), _current.set(self)))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        *before, token = _tokens.get()
+        _current.reset(token)
+        _tokens.set(tuple(before))
+
+
+_current: ContextVar[PartitionManager | None] = ContextVar("partition manager", default=None)
+_tokens: ContextVar[tuple[Token[PartitionManager | None], ...]] = ContextVar("tokens", default=())
+
+
+def current_partition_manager() -> PartitionManager | None:
+    """That of the innermost `with manager:`."""
+    return _current.get()
+
+
+def _told(dimension: int, shape: Sequence[int] | None) -> str:
+    """The mode that a dimension tells: decode where it has length 1."""
+    if shape is None:
+        raise ParameterError(f"mode {dimension} is told by that dimension of a shape: resolve(..., shape=x.shape)")
+    if not -len(shape) <= dimension < len(shape):
+        raise ShapeError(f"mode {dimension} is no dimension of shape {list(shape)}")
+    return MODE_DECODE if shape[dimension] == 1 else MODE_TRAIN
