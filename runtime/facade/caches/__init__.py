@@ -16,5 +16,5 @@ __all__ = ["PagePool"]
 
 def __getattr__(name: str) -> Any:
     if name in ("jax", "torch"):  # each imports its framework
-        return import_module(f"frisket.runtime.caches.{name}")
+        return import_module(f"frisket.caches.{name}")
     raise AttributeError(f"module 'frisket.caches' has no attribute {name!r}")
