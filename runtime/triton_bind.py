@@ -257,8 +257,9 @@ class Launch:
         self.asked = (*asked, moving) if asked else None  # what the spans of every call are asked for
         self.moving = len(moving)
         self.pointers = [at[n] for n in named]
+        self.pool = (at["pool"], [*tensors].index("K")) if "pool" in at else None  # its pages are counted at every call
         self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
-        filled = {*self.pointers, *self.numbers}.union(*self.strides, *self.extents)
+        filled = {*self.pointers, *self.numbers, *(self.pool or ())[:1]}.union(*self.strides, *self.extents)
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
         self.known: dict[Any, tuple[Any, list[Any]]] = {}
 
@@ -289,6 +290,8 @@ class Launch:
         key: tuple[Any, ...] = (values.key, *kinds, tuple([p & 15 == 0 for p in places]) if low & 15 else None)
         if self.narrow is not None:
             key += tuple(map(self.narrow, given))
+        if self.pool is not None:
+            key += (tensors[self.pool[1]].shape[0],)
         found = self.known.get(key)
         if found is None:
             self._first(key, values, given)
@@ -311,6 +314,8 @@ class Launch:
         for places, x in zip(self.extents, given[own:]):
             for i, extent in zip(places, (*x.shape, *x.stride()), strict=True):
                 arguments[i] = extent
+        if self.pool is not None:
+            arguments[self.pool[0]] = given[self.pool[1]].shape[0]
         for i, number in zip(self.numbers, values.numbers, strict=True):
             arguments[i] = number
         for i, x in zip(self.pointers, given, strict=True):

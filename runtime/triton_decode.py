@@ -21,6 +21,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target,
 from . import triton_tiles
 from .flat_plan import FlatPlan
 from .triton_bind import Bound, Launch, Made, Values, made
+from .triton_grids import of_host
 
 Tensor = Any
 PACK = 64  # queries of one head from which on a tile is full without those of other heads
@@ -51,7 +52,7 @@ def shares(
     programs. Never asks a device for anything."""
     if target.splits == 1:
         return None
-    pack = packed(plan, dims) if g.q_len < PACK else 1
+    pack = packed(plan, dims) if g.q_len < PACK and _whole_groups(g) else 1
     most = rows_of_a_tile(padded(max(dims.head_dim, dims.v_dim))) if pack > 1 else target.block_q
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
@@ -67,6 +68,13 @@ def shares(
         if splits == 1 and (tiles <= LEAST or not few):
             return None
     return Shares(replace(_hurried(own, dims, rows), block_q=rows, splits=splits), queries, pack, block)
+
+
+def _whole_groups(g: Geometry) -> bool:
+    """Whether the call begins with the first head of a group, as that of every shard does: then h // group is one
+    number for all heads in a tile."""
+    first = g.origin[1]
+    return not of_host(first) or int(first) % (g.heads // g.kv_heads) == 0
 
 
 def _hurried(target: Target, dims: Dims, rows: int) -> Target:

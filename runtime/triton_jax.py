@@ -40,7 +40,8 @@ def forward(
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None, platform: str = "cpu",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
-    and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them.
+    and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them, or where the plan has pages [pages,
+    tokens of a page, kv_heads, dim].
 
     Anything that holds values may be traced; shapes are the host's. `spans` may be None where the plan has closed-form
     bounds. On the CPU the kernels run in Triton's interpreter; BackendError where that was not asked for.
@@ -63,7 +64,7 @@ def forward(
         source = _forward(plan, target, dims, sinks is not None)
         found = call.run(
             source, "attention_forward", of_forward(g, target), target, given | last, results,
-            None if spans is None else partial(spans.rows, (target.block_q, target.block_k)),
+            None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
         )  # fmt: skip
         return found["Out"], found["Lse"], found["Top"]
     parts, own = few.target.splits, few.target
@@ -73,7 +74,7 @@ def forward(
     grid = -(-g.q_len // few.queries) * parts, g.heads // few.pack, g.batch
     found = call.run(
         source, "attention_decode", grid, own, given, partial_sums,
-        None if spans is None else partial(spans.rows, few.block), splits=parts,
+        None if spans is None else partial(spans.rows, few.block), splits=parts, pool=k.shape[0],
     )  # fmt: skip
     grid, four = (g.q_len, g.heads, g.batch), replace(own, num_warps=4)
     found = call.run(source, "attention_combine", grid, four, found | last, results, plan=NOTHING, splits=parts)

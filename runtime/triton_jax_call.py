@@ -89,7 +89,7 @@ class Call:
     @cached_property
     def form(self) -> Form:
         known = arguments(self.plan)
-        roots = [e for e in (self.plan.mask, self.plan.score) if e is not None]
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
         aligned = set()
         for name in wide & self.tables.keys():

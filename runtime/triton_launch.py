@@ -24,7 +24,8 @@ def forward(
     top: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None) for torch tensors
-    of any strides, q [batch, heads, q_len, head_dim] and k, v [batch, kv_heads, kv_len, dim].
+    of any strides, q [batch, heads, q_len, head_dim] and k, v [batch, kv_heads, kv_len, dim], or where the plan has
+    pages [pages, kv_heads, tokens of a page, dim].
 
     `spans` may be None where the plan has closed-form bounds. Runs on CUDA and ROCm devices, and on the CPU in
     Triton's interpreter; BackendError where neither is possible.
@@ -73,7 +74,7 @@ def check_keys(dims: Dims, device: Any) -> None:
     """Raise where a GPU of NVIDIA is too old to convert keys of 8 bits."""
     import torch
 
-    if dims.kv_dtype and device.type == "cuda" and not torch.version.hip:
+    if dims.kv_dtype.startswith("float8") and device.type == "cuda" and not torch.version.hip:
         have = torch.cuda.get_device_capability(device)
         if have < (8, 9):
             raise BackendError(

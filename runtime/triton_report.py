@@ -26,7 +26,7 @@ ARCHITECTURES = {  # Triton's name of it, threads in a warp, and what its matrix
     "sm_100": (100, 32, r"\b(?:UTC[HIQ]|[HIQ])MMA\b"), "gfx942": ("gfx942", 64, r"\bv_mfma_"),
 }  # fmt: skip
 POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8_e4m3fn": "*fp8e4nv",
-            "float8_e5m2": "*fp8e5"}  # fmt: skip
+            "float8_e5m2": "*fp8e5", "int8": "*i8"}  # fmt: skip
 INTEGERS = ("Spans", "Count", "Order", "SliceOf")  # int32; of what else begins with a capital and is no array: float32
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from frisket.dsl.ir import Expr, build, transform, var
 from frisket.lowering.plan import LoopPlan, Target
 
 from .expr import LEVELS, ROW
 from .text import Page
-from .triton_forward import ALONG, Forward, finish
+from .triton_forward import ALONG, POOL, Forward, finish
 from .triton_parameters import padded
 from .triton_writer import Dims, Kernel, check_tile, masked, module, wrapped
+
+H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a tile
 
 
 def emit(
@@ -55,7 +58,7 @@ class Decode(Forward):
     name = "attention_decode"
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, packs: bool) -> None:
-        self.pack = packed(plan, dims) if packs else 1
+        self.group, self.pack = dims.group, packed(plan, dims) if packs else 1
         self.packs, self.heads = self.pack > 1, "GROUP" if self.pack == dims.group else "PACK"
         levels = {**LEVELS, "h": ROW} if self.packs else LEVELS
         super().__init__(plan, replace(target, order="forward"), dims, sinks=False, top=False, levels=levels)
@@ -94,25 +97,23 @@ class Decode(Forward):
 
     def _signature(self) -> str:
         tensors = [
-            f"Q, K, V,  # {ALONG}",
+            *([f"Q,  # {ALONG}", f"K, V,  # {POOL}"] if self.paged else [f"Q, K, V,  # {ALONG}"]),
             "Acc,  # float32 [splits, batch, heads, q_len, dim]: values of each part by their weights",
             "Tops, Totals,  # float32 [splits, batch, heads, q_len]: largest scores, and sums of weights",
         ]
-        return self.parameters.signature(self.name, tensors, "qkv", ["heads", "q_len", "kv_len", "splits"])
+        return self.parameters.signature(self.name, tensors, "qkv", ["heads", "q_len", "kv_len", "splits", *self.pool])
 
     def _place(self) -> None:
         line = self.page.line
         line("row, part = tl.program_id(0) // splits, tl.program_id(0) % splits")
+        first = self.first_head
         if not self.packs:
             line("head, batch = tl.program_id(1), tl.program_id(2)")
-            first = "head"
         elif self.pack == self.dims.group:
             line("kv_head, batch = tl.program_id(1), tl.program_id(2)")
-            first = "kv_head * GROUP"
         else:
             line(f"PACK: tl.constexpr = {self.pack}")
             line("first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)", "kv_head = first_head // GROUP")
-            first = "first_head"
         if self.tabled:
             line(f"entry = tl.load(SliceOf + batch * heads + {first}) * (tl.num_programs(0) // splits) + row")
         if self.packs:
@@ -134,6 +135,24 @@ class Decode(Forward):
         self._pointers("kv_head" if self.dims.group > 1 else "head")
         within = "start + rows < q_len"
         self._queries(f"(packed < QUERIES * {self.heads}) & ({within})" if self.packs else within, "query_at[:, None]")
+
+    @property
+    def first_head(self) -> str:
+        """The first query head of a tile."""
+        return "head" if not self.packs else "kv_head * GROUP" if self.pack == self.dims.group else "first_head"
+
+    def machine(self, e: Expr) -> Expr:
+        """Heads in one tile share a key head: what is read of that one is read once, not by every row of the tile."""
+        return super().machine(transform(e, self._of_group) if self.packs else e)
+
+    def _of_group(self, e: Expr) -> Expr:
+        shared = e.op == "floordiv" and e.args[0] is H and e.args[1].op == "lit" and e.args[1].name > 0
+        return build("floordiv", FIRST, e.args[1]) if shared and e.args[1].name % self.group == 0 else e
+
+    def scalars(self) -> None:
+        super().scalars()
+        if FIRST.name in self.used:
+            self.page.line(f"{FIRST.name} = {self.widened(f'h_origin + {self.first_head}')}")
 
     def head_coordinate(self) -> None:
         if self.packs:

@@ -21,7 +21,7 @@ from .text import Page
 from .triton_parameters import arguments
 from .triton_writer import Dims
 
-LENGTHS = ("heads", "q_len", "kv_len", "records", "splits", "share", "batches")
+LENGTHS = ("heads", "q_len", "kv_len", "records", "splits", "pool", "share", "batches")
 ORIGINS = ("b_origin", "h_origin", "q_origin", "k_origin")
 STRIDE = re.compile(r"stride_([qkvog])([bhsd])")
 PAIRS = "tl.cast({}, tl.pointer_type(tl.int64), bitcast=True)"  # 64 bits in two int32, as JAX has them
@@ -80,7 +80,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
 
     def given(n: str) -> str:
         if found := STRIDE.fullmatch(n):
-            return _stride(found[1], found[2], form.dims)
+            return _stride(found[1], found[2], form.dims, plan.page)
         if n in steps:
             text = " * ".join(f"tl.cast({x}, tl.int64)" if i else x for i, x in enumerate(steps[n])) or "1"
             return f"({text}) // 16 * 16" if n in form.aligned else text
@@ -111,11 +111,11 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
     return Entry(name, str(head), arrays, lengths, tuple(results), constants, whole, real)
 
 
-def _stride(letter: str, axis: str, dims: Dims) -> str:
-    """That of a compact [batch, length, heads, dim]."""
+def _stride(letter: str, axis: str, dims: Dims, page: int) -> str:
+    """That of a compact [batch, length, heads, dim], or of keys [pages, tokens of a `page`, heads, dim]."""
     dim = dims.head_dim if letter in "qk" else dims.v_dim
     keys = letter in "kv"
     heads = f"heads // {dims.group}" if keys and dims.group > 1 else "heads"
     step = f"{heads} * {dim}"
-    length = "kv_len" if keys else "q_len"
+    length = str(page) if keys and page else "kv_len" if keys else "q_len"
     return {"b": f"tl.cast({length}, tl.int64) * ({step})", "h": str(dim), "s": step, "d": "1"}[axis]

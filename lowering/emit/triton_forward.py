@@ -3,6 +3,9 @@
 One program works on one tile of queries of one head. It walks the records of its row: first the border tiles of
 keys, with the mask as a predicate, then the full ones without. Scores are in the units of the softmax, whose base
 is 2: what turns them into these is one factor, and with the largest so far subtracted one fused multiply-add.
+
+Keys and values of 8 bits are converted tile by tile. Where they are in pages, a tile within one page has its number as
+a scalar; where a tile has several pages each of its keys has one.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from frisket.lowering.plan import LoopPlan, Target
 from . import expr
 from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR
 from .text import Page
-from .triton_parameters import parts
+from .triton_parameters import Argument, parts
 from .triton_rows import Rows
 from .triton_writer import Dims, Kernel, check_tile, launched, masked, module, wrapped
 
 ALONG = "[batch, heads, length, dim], any strides"
+POOL = "[pages, heads, tokens of a page, dim], any strides"
 
 
 def emit(plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False) -> str:
@@ -33,7 +37,8 @@ def emit(plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top
 
 
 def kernel(plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False) -> Kernel:
-    """The forward kernel. Of `target` the text depends on the order of rows and the precision alone."""
+    """The forward kernel. Of `target` the text depends on the order of rows and the precision alone, and where keys are
+    in pages on how many a tile has."""
     check_tile(target)
     return Forward(plan, target, dims, sinks, top).kernel()
 
@@ -80,12 +85,16 @@ class Forward(Rows):
     ) -> None:
         self.target, self.sinks, self.top = target, sinks, top
         self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
-        super().__init__(plan, dims, target, self.kept, when=levels)
+        self.weight = [] if plan.weight is None else [self.machine(plan.weight)]
+        super().__init__(plan, dims, target, [*self.kept, *self.weight], when=levels)
         self.unit = "LOG2E" if self.score else "unit"
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         self.values = self.head if same else parts_of(dims.v_dim, "e", "DIM_V", "V_DIM")
         self.cast = ".to(Q.dtype.element_ty)" if dims.kv_dtype else ""
+        self.paged, self.page_size = plan.pages is not None, plan.page
+        self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
+        self.unwritten = plan.mask is not None and (self.paged or bool(self.weight))  # keys in a border tile may be so
 
     def kernel(self) -> Kernel:
         with self.page.block(self._signature()):
@@ -99,11 +108,13 @@ class Forward(Rows):
 
     def _signature(self) -> str:
         tensors = [f"Q, K, V, Out,  # {ALONG}", "Lse,  # float32 [batch, heads, q_len], contiguous"]
+        if self.paged:
+            tensors[:1] = [f"Q, Out,  # {ALONG}", f"K, V,  # {POOL}"]
         if self.top:
             tensors.append("Top,  # the largest scores, as Lse")
         if self.sinks:
             tensors.append("Sinks,  # float32 [heads]: one more logit in the denominator")
-        return self.parameters.signature(self.name, tensors, "qkvo", ["heads", "q_len", "kv_len"])
+        return self.parameters.signature(self.name, tensors, "qkvo", ["heads", "q_len", "kv_len", *self.pool])
 
     # -- before the loops ---------------------------------------------------------------------------
 
@@ -128,12 +139,28 @@ class Forward(Rows):
 
     def _pointers(self, head: str) -> None:
         line = self.page.line
-        line(f"K += batch.to(tl.int64) * stride_kb + {head}.to(tl.int64) * stride_kh")
-        line(f"V += batch.to(tl.int64) * stride_vb + {head}.to(tl.int64) * stride_vh")
+        if self.paged:
+            pages = self.pages
+            line(f"paged = {pages.name} + batch.to(tl.int64) * {pages.strides[0]}")
+        for array, step in (("K", "k"), ("V", "v")):
+            batch = "" if self.paged else f"batch.to(tl.int64) * stride_{step}b + "
+            line(f"{array} += {batch}{head}.to(tl.int64) * stride_{step}h")
         for p in self.head:
-            line(f"key_at{p.mark} = columns[None, :] * stride_ks + {p.index}[:, None] * stride_kd")
+            key = "" if self.numbered else "columns[None, :] * stride_ks + "
+            line(f"key_at{p.mark} = {key}{p.index}[:, None] * stride_kd")
         for p in self.values:
-            line(f"value_at{p.mark} = columns[:, None] * stride_vs + {p.index}[None, :] * stride_vd")
+            key = "" if self.numbered else "columns[:, None] * stride_vs + "
+            line(f"value_at{p.mark} = {key}{p.index}[None, :] * stride_vd")
+
+    @property
+    def pool(self) -> list[str]:
+        """How many pages there are, where keys are in pages: a number of the kernel's."""
+        return ["pool"] if self.paged else []
+
+    @property
+    def pages(self) -> Argument:
+        """The table that says where they are."""
+        return self.arguments[str(self.plan.pages)]
 
     def _queries(self, present: str, at: str) -> None:
         self.page.line(f"present = {present}")
@@ -147,7 +174,7 @@ class Forward(Rows):
         self.scalars()
         if "q" in self.used:
             self.coordinate("q", "start + rows")
-        positions = [*self.mask, *self.score, *self.kept]
+        positions = [*self.mask, *self.score, *self.kept, *self.weight]
         if self.bounds:
             self.closed_form(self.queries)
             self.page.blank()
@@ -167,32 +194,59 @@ class Forward(Rows):
             line("inside = tile * BLOCK_K + columns < kv_len")
             self._scores("inside")
             written = set(self.hoisted)
-            self._column(written, [*self.mask, *self.score, *self.kept])
+            self._column(written, [*self.mask, *self.score, *self.kept, *self.weight])
             self.visible(written)
             self._modify(written, "visible")
             line("score = tl.where(visible, score, -INFINITY)")
-            self._accumulate(written, "inside")
+            if self.unwritten:
+                self.page.comment("What no query sees may never have been written: a NaN there is not to spread.")
+                line("seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0")
+            self._accumulate(written, "seen" if self.unwritten else "inside", "visible")
 
     def _full_tiles(self, tiles: str) -> None:
         self.page.comment("Full tiles: every position is visible.")
         with self.page.block(f"for tile in range({tiles}):"):
             self._scores()
             written = set(self.hoisted)
-            self._column(written, [*self.score, *self.kept])
+            self._column(written, [*self.score, *self.kept, *self.weight])
             self._modify(written)
             self._accumulate(written)
 
     def _scores(self, inside: str = "") -> None:
         line = self.page.line
-        line("at = tl.cast(tile * BLOCK_K, tl.int64)")
+        self._tile()
         for p in self.head:
             mask = masked(inside and f"{inside}[None, :]", p.pad("[:, None]"))
-            line(f"keys{p.mark} = tl.load(K + at * stride_ks + key_at{p.mark}{mask}){self.cast}")
+            load = f"tl.load(K + {self._first('k', '[None, :]')} + key_at{p.mark}{mask})"
+            line(wrapped(f"keys{p.mark} = {load}{self.cast}"))
         sum_so_far = ""
         for p in self.head:
             scale = " * scale" if self.score and p is self.head[-1] else ""
             line(f"score = tl.dot(query{p.mark}, keys{p.mark}{sum_so_far}{self.precision}){scale}")
             sum_so_far = ", score"
+
+    def _tile(self) -> None:
+        """Where the keys of a tile are."""
+        line, size = self.page.line, self.page_size
+        if not self.paged:
+            line("at = tl.cast(tile * BLOCK_K, tl.int64)")
+            return
+        key = "tile * BLOCK_K"
+        if self.numbered:
+            line("at = tile * BLOCK_K + columns")
+            key = "at"
+        line(
+            f"page = tl.load(paged + clamp({key} // {size}, {self.pages.sizes[1]}) * {self.pages.strides[1]})",
+            "page = clamp(page, pool).to(tl.int64)",
+            f"at = {key} % {size}" if self.numbered else f"at = tl.cast({key} % {size}, tl.int64)",
+        )
+
+    def _first(self, step: str, axes: str) -> str:
+        """The offset of a tile's first key, or of each where they are `numbered`."""
+        if not self.paged:
+            return f"at * stride_{step}s"
+        offset = f"page * stride_{step}b + at * stride_{step}s"
+        return f"({offset}){axes}" if self.numbered else offset
 
     def _column(self, written: set[str], roots: list[Expr]) -> None:
         if any("k" in uses(r) for r in roots):
@@ -206,7 +260,7 @@ class Forward(Rows):
         self.lines(self.score, POSITION, written, load_mask)
         self.page.line(f"score = {self.value(self.score[0])}")
 
-    def _accumulate(self, written: set[str], inside: str = "") -> None:
+    def _accumulate(self, written: set[str], inside: str = "", visible: str = "") -> None:
         line = self.page.line
         line(f"peak = tl.maximum(top, tl.max(score, 1) * {self.unit})")
         line(f"p = tl.exp2(score * {self.unit} - peak[:, None])")
@@ -216,9 +270,15 @@ class Forward(Rows):
             self.quote(self.plan.kept)
             self.lines(self.kept, POSITION, written)
             line(f"p = tl.where({self.value(self.kept[0])}, p, 0.0)")
+        if self.plan.weight is not None:
+            self.quote(self.plan.weight)
+            self.lines(self.weight, POSITION, written)
+            line(wrapped(f"scaled = {self.value(self.weight[0])}"))
+            line(f"p = tl.where({visible}, p * scaled, 0.0)" if visible else "p *= scaled")
         for p in self.values:
             mask = masked(inside and f"{inside}[:, None]", p.pad("[None, :]"))
-            line(f"values{p.mark} = tl.load(V + at * stride_vs + value_at{p.mark}{mask}){self.cast}")
+            load = f"tl.load(V + {self._first('v', '[:, None]')} + value_at{p.mark}{mask})"
+            line(wrapped(f"values{p.mark} = {load}{self.cast}"))
         for p in self.values:
             acc, values = f"acc{p.mark}", f"values{p.mark}"
             line(f"{acc} = tl.dot(p.to({values}.dtype), {values}, {acc} * rescale[:, None]{self.precision})")

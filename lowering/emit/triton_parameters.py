@@ -27,7 +27,7 @@ range float int bool out_at
 attention_diagonal attention_plane attention_total attention_scatter Sums Total PerUnit Into Counted q_at k_at v_at
 dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
 Acc Tops Totals splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
-weight query_at
+weight query_at pool page paged seen scaled h_first
 Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative per_lse
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
@@ -95,9 +95,9 @@ class Parameters:
 
     def origins(self) -> list[str]:
         """The origins that the expressions and bounds ask for."""
-        of = {"b": ["b"], "h": ["h"], "q": ["q", "q0", "q1"], "k": ["k", "k0", "k1"]}
+        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1"], "k": ["k", "k0", "k1"]}
         if self.closed:
-            return [n for n in "bhqk" if n in "qk" or n in self.used]
+            return [n for n, names in of.items() if n in "qk" or self.used.intersection(names)]
         return [n for n, names in of.items() if self.used.intersection(names)]
 
     def run_time(self, numbers: Sequence[str]) -> list[str]:
@@ -109,7 +109,7 @@ class Parameters:
 
     def _steps(self) -> list[str]:
         """Strides of tables, where loads are no wider for being divisible: lengths decide them, and are any."""
-        roots = [e for e in (self.plan.mask, self.plan.score) if e is not None]
+        roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
         tables = [arguments(self.plan)[t.name] for t in self.plan.tables if t.name not in wide]
         return [n for t in tables for n in t.strides[:-1]]

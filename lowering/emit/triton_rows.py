@@ -28,7 +28,7 @@ class Rows(Writer):
         when: Mapping[str, int] = LEVELS,
     ) -> None:  # fmt: skip
         self.mask = conjuncts(plan.mask)
-        self.score = [] if plan.score is None else [expr.machine(plan.score)]
+        self.score = [] if plan.score is None else [self.machine(plan.score)]
         self.bounds = {} if swapped else bounds_of(plan)
         self.tabled = plan.mask is not None and not self.bounds
         self.ordered = target.order == "longest-first"
@@ -39,6 +39,10 @@ class Rows(Writer):
         roots = [*self.bounds.values(), *positions]
         super().__init__(plan, dims, roots, positions, precision=target.precision, swapped=swapped, when=when)
         self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds), self.ordered)
+
+    def machine(self, e: Expr) -> Expr:
+        """A score mod or weight from what machines have."""
+        return expr.machine(e)
 
     def own_row(self) -> None:
         """`batch`, `head`, `place` among the heads of all batches, and `row`, the program's tile: the grid is (rows,

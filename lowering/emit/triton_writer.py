@@ -23,7 +23,7 @@ from .text import Page
 from .triton_parameters import Argument, arguments, padded, taken
 
 DTYPES = ("float32", "float16", "bfloat16")
-KV_DTYPES = ("float8_e4m3fn", "float8_e5m2")  # beside 16-bit queries, in the forward
+KV_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside any queries, in the forward
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
 LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 
@@ -48,10 +48,10 @@ class Dims:
                 f"the Triton kernel takes float32, float16 or bfloat16, not {self.dtype}; "
                 "float64 runs on the CPU backends (aten, xla)"
             )
-        if self.kv_dtype and (self.kv_dtype not in KV_DTYPES or self.dtype == "float32"):
+        if self.kv_dtype and self.kv_dtype not in KV_DTYPES:
             raise LoweringError(
-                f"the Triton kernel takes keys and values in the dtype of the queries, or in {' or '.join(KV_DTYPES)} "
-                f"beside queries of 16 bits; they are {self.kv_dtype} beside {self.dtype}"
+                "the Triton kernel takes keys and values in the dtype of the queries, or in "
+                f"{', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}; they are {self.kv_dtype} beside {self.dtype}"
             )
 
     def __str__(self) -> str:
@@ -278,9 +278,12 @@ def masked(*terms: str, other: str = ", other=0.0") -> str:
 
 
 def wrapped(load: str) -> str:
-    """A long load over several lines: its address, then its mask."""
-    found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:\.to\(tl\.\w+\)| != 0)?)", load)
+    """A long load over several lines: its address, each axis of which may have one, then its mask."""
+    found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:\.to\([\w.]+\)| != 0)?)", load)
     if len(load) < 106 or found is None:
         return load
     head, inside, tail = found.groups()
-    return "\n".join([head, f"    {inside.replace(', mask=', f',{chr(10)}    mask=')},", tail])
+    address, mask = inside.split(", mask=") if ", mask=" in inside else (inside, "")
+    if len(address) > 100:
+        address = re.sub(r" \+ (?=step\(|clamp\()", "\n    + ", address)
+    return "\n".join([head, f"    {address},", *[f"    mask={mask},"] * bool(mask), tail])

@@ -115,7 +115,10 @@ def attention_plane(
             visible &= doc_b_q == doc_b_k
             # score + bias[h, q, k + s0]
             bias_h_q_at = tl.load(
-                bias + step(h, bias_size0, bias_stride0) + step(q, bias_size1, bias_stride1) + clamp(column0, bias_size2) * bias_stride2,
+                bias
+                + step(h, bias_size0, bias_stride0)
+                + step(q, bias_size1, bias_stride1)
+                + clamp(column0, bias_size2) * bias_stride2,
                 mask=visible,
             ).to(tl.float32)
             modified = score + bias_h_q_at

@@ -19,7 +19,7 @@ from frisket.lowering.emit.text import Names, Page
 from frisket.lowering.emit.triton_forward import emit
 from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
 from frisket.lowering.emit.triton_writer import Dims
-from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.lowering.plan import Bounds, Pages, Target, make_plan
 
 TARGET = Target("triton", 128, 64, 8, 3)
 causal = q >= k
@@ -71,6 +71,37 @@ def test_golden_text_of_few_queries(golden):
     made, *rest = GOLDEN["triton_window.py"]
     golden("triton_decode_window.py", triton_decode.emit(made, few, Dims(*rest)))
     golden("triton_decode_everything.py", triton_decode.emit(EVERYTHING, few, Dims(96, 80, "bfloat16", 3), **WITH))
+
+
+def scale(name):
+    """Of a token and key head in a page."""
+    return ir.lookup(name, (ir.lookup("pages", (b, k // 64)), h // 4, k % 64), FLOAT)
+
+
+def stored(page):
+    return make_plan(
+        (k <= q + ir.lookup("start", (b,))) & (k < ir.lookup("end", (b,))), score * scale("k_scale"), "stored",
+        weight=scale("v_scale"), pages=Pages("pages", page),
+    )  # fmt: skip
+
+
+def test_golden_text_of_stored_keys_and_values(golden):
+    """Few queries over pages that hold a tile, and a forward whose tiles hold pages."""
+    few, dims = replace(TARGET, block_q=16, num_warps=4), Dims(128, 128, "bfloat16", 4, "int8")
+    golden("triton_decode_stored.py", triton_decode.emit(stored(64), few, dims))
+    golden("triton_stored.py", emit(stored(16), TARGET, dims))
+
+
+def test_what_heads_of_a_tile_share_is_read_once():
+    """The scale of a key head for all rows of a packed tile, but a mask's own `(h + 1) // 4` for each."""
+    dims = Dims(64, 64, "float16", 4)
+    shared, own = (
+        triton_decode.emit(make_plan(causal, score * ir.lookup("scale", (at, k), FLOAT)), TARGET, dims)
+        for at in (h // 4, (h + 1) // 4)
+    )
+    assert "h_first = h_origin + kv_head * GROUP" in shared
+    assert "h = (h_origin + head)[:, None]" not in shared
+    assert "h_first" not in own
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -166,10 +197,10 @@ def test_errors():
         "float64 runs on the CPU backends (aten, xla)"
     )
     with pytest.raises(LoweringError) as caught:
-        Dims(64, 64, "float32", 1, "float8_e5m2")
+        Dims(64, 64, "float32", 1, "float8_e4m3fnuz")
     assert str(caught.value) == (
-        "the Triton kernel takes keys and values in the dtype of the queries, or in float8_e4m3fn or float8_e5m2 "
-        "beside queries of 16 bits; they are float8_e5m2 beside float32"
+        "the Triton kernel takes keys and values in the dtype of the queries, or in int8, float8_e4m3fn or "
+        "float8_e5m2; they are float8_e4m3fnuz beside float32"
     )
     for block in (8, 24):
         with pytest.raises(LoweringError) as caught:
