@@ -14,7 +14,7 @@ Tables of a call with it, Int [batch]: `cache_start`, the position of the first 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frisket.dsl.errors import FrisketError, ParameterError, ShapeError
@@ -25,18 +25,21 @@ from ..bind import Subject
 from ..mask import Mask, mask
 from ..parameters import names_of
 
-START, END, FIRST, DEPTH, ANCESTORS = "cache_start", "cache_end", "cache_first", "cache_depth", "cache_ancestors"
+START, END, DEPTH, ANCESTORS = "cache_start", "cache_end", "cache_depth", "cache_ancestors"
+BATCH, HEAD, FIRST = "cache_batch", "cache_head", "cache_first"  # numbers: where the part of a device begins
 HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
 
 
 @dataclass(frozen=True)
 class Places:
     """The position that place q of the queries holds, that of place k of the keys, and, in places, what is there at
-    all: as texts of Ints and a mask."""
+    all: as texts of Ints and a mask. `b` and `h` likewise, of parts of a batch and of heads."""
 
     q: str
     k: str
     seen: str
+    b: str = "b"
+    h: str = "h"
 
 
 # new tokens are behind what is stored, and stored themselves
@@ -45,9 +48,10 @@ APPENDED = Places(f"q + {START}[b]", "k", f"k < {END}[b]")
 PADDED = Places(APPENDED.q, "k", f"k < {END}[b] & q < {END}[b] - {START}[b]")
 # new tokens among themselves
 CHUNK = Places(APPENDED.q, f"k + {START}[b]", f"k < {END}[b] - {START}[b] & q < {END}[b] - {START}[b]")
-# keys of one device out of several: the first is at position cache_first
-SHARD = Places(APPENDED.q, f"k + {FIRST}", f"k + {FIRST} < {END}[b]")
-SHARD_PADDED = Places(APPENDED.q, SHARD.k, f"k + {FIRST} < {END}[b] & q < {END}[b] - {START}[b]")
+# the part of one device out of several: keys from position cache_first on
+_PART = f"k + {FIRST}", f"k + {FIRST} < {END}[b]", f"b + {BATCH}", f"h + {HEAD}"
+SHARD = Places(APPENDED.q, *_PART)
+SHARD_PADDED = replace(SHARD, seen=f"{SHARD.seen} & q < {END}[b] - {START}[b]")
 
 # a tree of draft tokens behind the prefix: a token is where its depth says, and sees the prefix and its ancestors
 _DRAFT = f"{START}[b] + {DEPTH}"
@@ -90,25 +94,32 @@ def _placed(att: Attention, places: Places) -> Attention:
     if taken := sorted(n for n in att.subject.names if n.startswith("cache_")):
         raise ParameterError(f"`{taken[0]}` is a name of the caches' own; rename it, for example `my_{taken[0]}`")
     here = mask(places.seen)
-    moved = {n: x for n, x in (("q", places.q), ("k", places.k)) if n != x}
+    moved = {n: x for n in "bhqk" if (x := getattr(places, n)) != n}
     seen = here if att.mask is None else att.mask.at(**moved) & here
     return Attention(Subject(seen, att.score and att.score.at(**moved)), att.options)
 
 
 def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> None:
     """Raise `ShapeError` unless a ring of `slots` tokens holds, with `new` ones written, whatever `att` lets them see;
-    `params` as a call has them.
+    `params` as a call has them."""
+    if why := no_room(att, slots, new, params):
+        raise ShapeError(why)
+
+
+def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> str:
+    """Why it does not, or nothing.
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""
     numbers = {n: x for n, x in params.items() if isinstance(x, int | float) and n in att.subject.names}
     key = "room", slots, new, tuple(numbers.items())
-    if not att.ready.get(key):
-        _require_room(att.subject.bind(numbers), slots, new)
-        att.ready[key] = True
+    if key not in att.ready:
+        att.ready[key] = _no_room(att.subject.bind(numbers), slots, new)
+    why: str = att.ready[key]
+    return why
 
 
-def _require_room(what: Subject, slots: int, new: int) -> None:
+def _no_room(what: Subject, slots: int, new: int) -> str:
     told = f"a ring of {slots} tokens with {new} new ones keeps {max(slots - new, 0)} before them"
     help = "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"
     for part in what.parts:
@@ -116,14 +127,15 @@ def _require_room(what: Subject, slots: int, new: int) -> None:
             raise ParameterError(f"the {part.what} reads {sizes[0]}, and what a ring holds has no length\n  {part}")
     known = _of_numbers(what.mask)
     if known is None:
-        raise ShapeError(f"{told}, and nothing but tables says how far back the mask sees\n  {help}")
+        return f"{told}, and nothing but tables says how far back the mask sees\n  {help}"
     try:
         answer = known.implies(f"q - k <= {slots - new}", HORIZON, HORIZON)
     except FrisketError as error:
-        raise ShapeError(f"{told}; how far back the mask sees is not known: {error}\n  {help}") from None
-    if not answer:
-        _, _, q, k = answer.witness
-        raise ShapeError(f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {what.mask}\n  {help}")
+        return f"{told}; how far back the mask sees is not known: {error}\n  {help}"
+    if answer:
+        return ""
+    _, _, q, k = answer.witness
+    return f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {what.mask}\n  {help}"
 
 
 def _of_numbers(seen: Mask | None) -> Mask | None:

@@ -1,0 +1,169 @@
+"""Pages of a pool, shared by all sequences of a batch, found by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from frisket.dsl.errors import CapacityError, ShapeError
+
+from ..attention import Attention
+from .jax_store import check_new, counted, empty, grown, read, slots, stored, written
+from .pool import Copy, PagePool
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class PagedKVCache:
+    """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
+    common.
+
+    >>> pool = PagePool(pages=256, page=16)
+    >>> cache = PagedKVCache.create(pages=256, page=16, batch=2, width=64, kv_heads=2, head_dim=64)
+    >>> copies = pool.append({"a": 1, "b": 1})  # the host hands out pages, or raises CapacityError
+    >>> cache = cache.seat(pool, ["a", "b"], 1, copies)  # rows of the batch are these sequences from here on
+    >>> out, cache = cache.attention(att, q, k, v)  # jitted, donated
+
+    The host decides with a `PagePool`; arrays hold what it decided: `pages` int32 [batch, width], the pages of every
+    row in order, `room` int32 [batch], tokens those have place for, `lengths` int32 [batch]. k [pages, page, kv_heads,
+    head_dim], v likewise with v_dim; beside 8 bits `k_scale`, `v_scale` float32 [pages, page, kv_heads]. `width` is how
+    many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Which pages there are, how many and
+    who shares them changes no shape and compiles nothing.
+
+    Tokens without a page raise `CapacityError`; under `jax.jit` they are dropped and set `overflowed`, as in
+    `KVCache`.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    pages: jax.Array
+    room: jax.Array
+    lengths: jax.Array
+    overflowed: jax.Array
+
+    @classmethod
+    def create(
+        cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> PagedKVCache:  # fmt: skip
+        """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
+        each; `dtype` as for `KVCache`."""
+        if page % 16 or batch < 1 or width < 1:
+            raise ShapeError(
+                f"pages of {page} tokens for {batch} rows of {width} pages; a page is a multiple of 16 tokens, and "
+                "there is at least one row of one page"
+            )
+        none = jnp.zeros(batch, jnp.int32)
+        arrays = empty((pages, page, kv_heads), head_dim, v_dim, dtype)
+        return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=none, lengths=none,
+                   overflowed=jnp.zeros(batch, bool))  # fmt: skip
+
+    batch = property(lambda self: self.pages.shape[0])
+    page = property(lambda self: self.k.shape[1])
+    capacity = property(lambda self: self.pages.shape[1] * self.page)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """k, v and their scales, None where there are none."""
+        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> PagedKVCache:
+        """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
+        or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
+        `pool.append` gave back, done here, in place of the old cache's memory."""
+        if (pool.pages, pool.page) != self.k.shape[:2] or len(sequences) != self.batch:
+            raise ShapeError(
+                f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
+                f"{self.batch} rows and {self.k.shape[0]} pages of {self.page}"
+            )
+        width = self.pages.shape[1]
+        table, room = np.zeros((self.batch, width), np.int32), np.zeros(self.batch, np.int32)
+        lengths = np.zeros(self.batch, np.int32)
+        added = np.broadcast_to(new, self.batch)
+        for b, s in enumerate(sequences):
+            if s is None:
+                continue
+            held = pool.pages_of(s)
+            if len(held) > width:
+                raise CapacityError(
+                    f"the sequence {s!r} has {len(held)} pages, a row of this cache {width}; make one of a larger width"
+                )
+            table[b, : len(held)], room[b], lengths[b] = held, len(held) * pool.page, pool.length(s) - added[b]
+        cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
+        fresh = {"pages": table, "room": room, "lengths": lengths, "overflowed": np.zeros(self.batch, bool)}
+        return replace(cache, **{n: jnp.asarray(x) for n, x in fresh.items()})
+
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> PagedKVCache:
+        """As `KVCache.append`, into the pages of each row."""
+        new = check_new(self.arrays, self.batch, k, v)
+        counts = counted(counts, self.batch, new)
+        lengths, over = grown(self.lengths, counts, self.room)
+        arrays = self._put(stored(self.arrays, k, v), slots(self.lengths, counts, new, self.capacity))
+        return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
+
+    def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
+        """As `KVCache.attend`."""
+        arrays = {**self.arrays, "pages": self.pages}
+        return read(att, q, arrays, self.lengths, self.capacity, counts, tree, params)
+
+    def attention(
+        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
+        **params: Any,
+    ) -> tuple[Any, PagedKVCache]:  # fmt: skip
+        """(out, cache): `append`, then `attend`."""
+        cache = self.append(k, v, counts)
+        return cache.attend(att, q, counts, tree=tree, **params), cache
+
+    def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> PagedKVCache:
+        """As `KVCache.keep`; the pool's lengths follow by `pool.truncate`."""
+        path = jnp.asarray(path, jnp.int32)
+        counts = counted(counts, *path.shape)
+        start = self.lengths - drafted
+        page, place = self._found(start[:, None] + path)
+        kept = {n: None if x is None else x[page, place] for n, x in self.arrays.items()}
+        arrays = self._put(kept, slots(start, counts, path.shape[1], self.capacity))
+        return replace(self, **arrays, lengths=start + counts)
+
+    def _found(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(page, place in it) of tokens [batch, n]."""
+        return jnp.take_along_axis(self.pages, at // self.page, axis=1, mode="clip"), at % self.page
+
+    def _put(self, new: dict[str, Any], at: jax.Array) -> dict[str, Any]:
+        """The arrays with `new` at tokens `at` [batch, n]; those without a page are dropped."""
+        page, place = self._found(at)
+        pages, size = self.k.shape[:2]
+        flat = jnp.where(
+            at < self.room[:, None], page * size + place, pages * size + jnp.arange(at.size).reshape(at.shape)
+        )
+        one = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in self.arrays.items()}
+        many = {n: None if x is None else x.reshape(1, -1, *x.shape[2:]) for n, x in new.items()}
+        found = written(one, many, flat.reshape(1, -1))
+        return {n: None if x is None else x.reshape(self.arrays[n].shape) for n, x in found.items()}
+
+
+def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
+    """(from, to), as long as a power of 2, so that few lengths are compiled; copies beyond the pool are none."""
+    n = 1 << (len(copies) - 1).bit_length()
+    rest = [(0, pages + i) for i in range(n - len(copies))]
+    source, target = np.array(copies + rest, np.int32).T
+    return source, target
+
+
+def _copy(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:
+    moved = {
+        n: x if x is None else x.at[target].set(x[source], mode="drop", unique_indices=True)
+        for n, x in cache.arrays.items()
+    }
+    return replace(cache, **moved)
+
+
+_copied = jax.jit(_copy, donate_argnums=0)
+
+__all__ = ["PagedKVCache"]

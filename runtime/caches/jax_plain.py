@@ -1,0 +1,110 @@
+"""The plain cache of JAX: one buffer for a batch of sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from frisket.dsl.errors import ShapeError
+
+from ..attention import Attention
+from .jax_store import check_new, counted, empty, grown, read, slots, stored, written
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
+
+    >>> cache = KVCache.create(batch=2, capacity=1024, kv_heads=2, head_dim=64)
+    >>> out, cache = cache.attention(att, q, k, v)  # the prompt: q, k, v [batch, tokens, heads, head_dim]
+    >>> out, cache = cache.attention(att, q, k, v)  # and every token after it, with the same mask
+
+    A pytree: `append` and `attention` give a new one, which under `jax.jit` with the old one donated is the same
+    memory. Growing changes no shape and compiles nothing. k [batch, capacity, kv_heads, head_dim], v likewise with
+    v_dim; beside 8 bits `k_scale`, `v_scale` float32 [batch, capacity, kv_heads], one for every vector, which kernels
+    apply to what they load: there is no dequantised copy. `lengths` int32 [batch], in tokens.
+
+    Masks and score mods speak of positions in the sequence, from 0; `Q_LEN` and `KV_LEN` are the capacity.
+
+    Where tokens do not fit, `append` raises `CapacityError`; under `jax.jit`, where nothing can be raised, they are
+    dropped and `overflowed` bool [batch] is True from then on: results of that sequence mean nothing.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    lengths: jax.Array
+    overflowed: jax.Array
+
+    @classmethod
+    def create(
+        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> KVCache:  # fmt: skip
+        """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales."""
+        arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
+        return cls(**arrays, lengths=jnp.zeros(batch, jnp.int32), overflowed=jnp.zeros(batch, bool))
+
+    batch = property(lambda self: self.k.shape[0])
+    capacity = property(lambda self: self.k.shape[1])
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """k, v and their scales, None where there are none."""
+        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> KVCache:
+        """The cache with new tokens behind those of every sequence: k [batch, new, kv_heads, head_dim], v likewise.
+        `counts` int [batch] says how many of the new tokens are real, those in front; None: all."""
+        new = check_new(self.arrays, self.batch, k, v)
+        counts = counted(counts, self.batch, new)
+        lengths, over = grown(self.lengths, counts, self.capacity)
+        at = slots(self.lengths, counts, new, self.capacity)
+        arrays = written(self.arrays, stored(self.arrays, k, v), at)
+        return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
+
+    def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
+        """Attention of the last tokens of every sequence: q [batch, new, heads, head_dim] are the queries of the
+        `counts` last ones (None: of as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of
+        `att`, `return_lse=True` among them.
+
+        With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
+        sees what is before the tree, its ancestors and itself, as far as the mask lets it, and its position is that of
+        the first draft plus its depth."""
+        return read(att, q, self.arrays, self.lengths, self.capacity, counts, tree, params)
+
+    def attention(
+        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
+        **params: Any,
+    ) -> tuple[Any, KVCache]:  # fmt: skip
+        """(out, cache): `append`, then `attend`."""
+        cache = self.append(k, v, counts)
+        return cache.attend(att, q, counts, tree=tree, **params), cache
+
+    def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> KVCache:
+        """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
+        [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
+        the path are meant."""
+        path = jnp.asarray(path, jnp.int32)
+        if path.ndim != 2 or path.shape[0] != self.batch:
+            raise ShapeError(f"a path of {list(path.shape)} for {self.batch} sequences; it is [batch, nodes]")
+        counts = counted(counts, *path.shape)
+        start = self.lengths - drafted
+        rows = jnp.arange(self.batch)[:, None], start[:, None] + path
+        kept = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
+        arrays = written(self.arrays, kept, slots(start, counts, path.shape[1], self.capacity))
+        return replace(self, **arrays, lengths=start + counts)
+
+    def truncate(self, lengths: Any) -> KVCache:
+        """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer: 0 empties a row for
+        another sequence."""
+        lengths = jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32))
+        return replace(self, lengths=lengths, overflowed=self.overflowed & (lengths > 0))
+
+
+__all__ = ["KVCache"]

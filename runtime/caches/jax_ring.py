@@ -1,0 +1,105 @@
+"""A ring for sliding windows: the last tokens of every sequence, at position modulo size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from frisket.dsl.errors import ParameterError
+
+from ..attention import Attention
+from ..merge import merge
+from .jax_store import call, check_new, counted, empty, stored, written
+from .masks import CHUNK, END, START, no_room, require_room, ring, ring_padded
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class RingKVCache:
+    """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
+
+    >>> cache = RingKVCache.create(batch=2, window=256, kv_heads=2, head_dim=64)
+    >>> out, cache = cache.attention(fk.compile("causal & window(256)"), q, k, v)
+
+    As `KVCache`, with the token of position p in slot `p % window`; `lengths` count what has been appended. How far
+    back the mask sees is worked out from its text, at positions up to 2**20: one that sees more than the ring holds is
+    a `ShapeError` with a witness. Masks and score mods that read `Q_LEN` or `KV_LEN` are refused.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    lengths: jax.Array
+
+    @classmethod
+    def create(
+        cls, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: Any = jnp.float32
+    ) -> RingKVCache:
+        """An empty ring of `window` tokens a sequence; `dtype` as for `KVCache`."""
+        return cls(**empty((batch, window, kv_heads), head_dim, v_dim, dtype), lengths=jnp.zeros(batch, jnp.int32))
+
+    batch = property(lambda self: self.k.shape[0])
+    window = property(lambda self: self.k.shape[1])
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """k, v and their scales, None where there are none."""
+        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> RingKVCache:
+        """As `KVCache.append`; new tokens take the place of the oldest."""
+        new = check_new(self.arrays, self.batch, k, v)
+        return self._written(stored(self.arrays, k, v), counted(counts, self.batch, new))
+
+    def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
+        """As `KVCache.attend`; `ShapeError` where what the last tokens see may have been overwritten by them:
+        `attention` reads it before."""
+        batch, new, _, _ = q.shape
+        require_room(att, self.window, new, params)
+        where = ring(self.window) if counts is None else ring_padded(self.window)
+        tables = {START: self.lengths - counted(counts, batch, new), END: self.lengths}
+        return call(att, where, q, self.arrays, tables, params)
+
+    def attention(
+        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
+    ) -> tuple[Any, RingKVCache]:
+        """(out, cache): the new tokens appended, and attention of their queries. A chunk that leaves no room for what
+        it sees is read beside the ring as it was, and the two are merged."""
+        new = check_new(self.arrays, self.batch, k, v)
+        if not no_room(att, self.window, new, params):
+            cache = self.append(k, v, counts)
+            return cache.attend(att, q, counts, **params), cache
+        require_room(att, self.window, 0, params)
+        added, real = stored(self.arrays, k, v), counted(counts, self.batch, new)
+        out, lse = merge(*self._parts(att, q, added, real, dict(params)))
+        if counts is not None:
+            meant = jnp.arange(new) < real[:, None]
+            out, lse = jnp.where(meant[..., None, None], out, 0), jnp.where(meant[:, None], lse, -jnp.inf)
+        return ((out, lse) if params.get("return_lse") else out), self._written(added, real)
+
+    def _parts(
+        self, att: Attention, q: Any, added: dict[str, Any], counts: jax.Array, params: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Attention to what the ring holds, and to the new tokens."""
+        if params.get("return_max"):
+            raise ParameterError("a chunk longer than the ring has room for is read in two parts; there is no max")
+        params["return_lse"] = True
+        tables = {START: self.lengths, END: self.lengths}
+        old = call(att, ring(self.window), q, self.arrays, tables, params)
+        if att.options.sinks is not None or params.get("sinks") is not None:  # they count once
+            params["sinks"] = jnp.full(q.shape[2], -jnp.inf, jnp.float32)
+        return old, call(att, CHUNK, q, added, {**tables, END: self.lengths + counts}, params)
+
+    def _written(self, added: dict[str, Any], counts: jax.Array) -> RingKVCache:
+        size = self.window
+        i = jnp.arange(added["k"].shape[1], dtype=jnp.int32)
+        kept = (i < counts[:, None]) & (i >= counts[:, None] - size)  # of the real ones, those that stay
+        at = jnp.where(kept, (self.lengths[:, None] + i) % size, size + i)
+        return replace(self, **written(self.arrays, added, at), lengths=self.lengths + counts)
+
+
+__all__ = ["RingKVCache"]

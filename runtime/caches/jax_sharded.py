@@ -1,0 +1,166 @@
+"""One sequence over several devices: each holds a range of its positions, and decoding merges what they saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from frisket.dsl.errors import ParameterError, ShapeError
+
+from ..attention import Attention
+from .jax_store import call, check_new, counted, empty, grown, stored, written
+from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class ShardedKVCache:
+    """As `KVCache`, with positions split over the devices of a mesh axis: of n devices, device i holds positions
+    [i * capacity / n, (i + 1) * capacity / n) of every sequence.
+
+    >>> mesh = jax.make_mesh((8,), ("sp",))
+    >>> cache = ShardedKVCache.create(batch=2, capacity=1 << 20, kv_heads=8, head_dim=128, mesh=mesh)
+    >>> out, cache = cache.attention(att, q, k, v)  # jitted, donated
+
+    `append` writes on the device that owns a position alone and sends nothing; `attend` runs on every device over the
+    positions it holds, and merges results by collectives of the size of out: one maximum and two sums. Queries and new
+    tokens are whole on every device of `axis`; `batch_axis` and `head_axis` name mesh axes that split the batch and
+    the heads besides. Tables of masks and score mods are whole on every device, and speak of global b, h, q and k.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    lengths: jax.Array
+    overflowed: jax.Array
+    mesh: Mesh = field(metadata={"static": True})
+    axis: str = field(metadata={"static": True})
+    batch_axis: str | None = field(metadata={"static": True})
+    head_axis: str | None = field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: Any = jnp.float32, *, mesh: Mesh, axis: str = "sp", batch_axis: str | None = None,
+        head_axis: str | None = None,
+    ) -> ShardedKVCache:  # fmt: skip
+        """An empty cache on the devices of `mesh`; `dtype` as for `KVCache`."""
+        split = {"capacity": (axis, capacity), "batch": (batch_axis, batch), "kv_heads": (head_axis, kv_heads)}
+        used = {what: pair for what, pair in split.items() if pair[0] is not None}
+        for what, (name, n) in used.items():
+            if name not in mesh.shape or n % mesh.shape[name]:
+                have = ", ".join(f"{a}: {m}" for a, m in mesh.shape.items())
+                raise ShapeError(
+                    f"{what} {n} over the mesh axis {name!r}: the axes are {have}, and one has to divide it"
+                )
+        if len({name for name, _ in used.values()}) < len(used):
+            raise ShapeError(f"a mesh axis splits one thing: {axis!r}, {batch_axis!r}, {head_axis!r}")
+
+        def put() -> ShardedKVCache:
+            arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
+            rows = {"lengths": jnp.zeros(batch, jnp.int32), "overflowed": jnp.zeros(batch, bool)}
+            return cls(**arrays, **rows, mesh=mesh, axis=axis, batch_axis=batch_axis, head_axis=head_axis)
+
+        made = jax.eval_shape(put)
+        made = replace(made, **{n: NamedSharding(mesh, s) for n, s in made._specs.items() if s is not None})
+        return jax.jit(put, out_shardings=made)()  # made where it is to be: no device holds all of it
+
+    batch = property(lambda self: self.k.shape[0])
+    capacity = property(lambda self: self.k.shape[1])
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """k, v and their scales, None where there are none."""
+        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    @property
+    def _specs(self) -> dict[str, Any]:
+        place = P(self.batch_axis, self.axis, self.head_axis)
+        return {n: None if x is None else place for n, x in self.arrays.items()} | dict.fromkeys(
+            ("lengths", "overflowed"), P(self.batch_axis)
+        )
+
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> ShardedKVCache:
+        """As `KVCache.append`."""
+        new = check_new(self.arrays, self.batch, k, v)
+        counts = counted(counts, self.batch, new)
+        lengths, over = grown(self.lengths, counts, self.capacity)
+        rows, tokens = P(self.batch_axis), P(self.batch_axis, None, self.head_axis)
+
+        def put(arrays: Any, k: Any, v: Any, lengths: Any, counts: Any) -> Any:
+            mine, i = arrays["k"].shape[1], jnp.arange(new, dtype=jnp.int32)
+            at = lengths[:, None] + i - lax.axis_index(self.axis) * mine
+            own = (i < counts[:, None]) & (at >= 0) & (at < mine)
+            return written(arrays, stored(arrays, k, v), jnp.where(own, at, mine + i))
+
+        specs = {n: s for n, s in self._specs.items() if n in self.arrays}
+        run = self._mapped(put, (specs, tokens, tokens, rows, rows), specs)
+        return replace(self, **run(self.arrays, k, v, self.lengths, counts), lengths=lengths,
+                       overflowed=self.overflowed | over)  # fmt: skip
+
+    def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
+        """As `KVCache.attend`, without trees."""
+        if params.get("return_max"):
+            raise ParameterError("results of several devices are merged; there is no max")
+        told, where = params.pop("return_lse", False), SHARD if counts is None else SHARD_PADDED
+        batch, new, heads, _ = q.shape
+        starts = self.lengths - counted(counts, batch, new)
+        sinks = params.pop("sinks", None)
+        sinks = att.options.sinks if sinks is None else sinks
+        if sinks is not None:
+            params["sinks"] = jnp.broadcast_to(jnp.asarray(sinks, jnp.float32), heads)
+        sizes = batch, heads, self.capacity, self.capacity
+
+        def look(arrays: Any, q: Any, starts: Any, ends: Any, params: Any) -> Any:
+            shard = lax.axis_index(self.axis)
+            tables = {START: starts, END: ends, FIRST: shard * arrays["k"].shape[1]}
+            tables |= {BATCH: self._first(self.batch_axis, q.shape[0]), HEAD: self._first(self.head_axis, q.shape[2])}
+            if "sinks" in params:  # they count once
+                mine = lax.dynamic_slice_in_dim(params["sinks"], tables[HEAD], q.shape[2])
+                params = {**params, "sinks": jnp.where(shard == 0, mine, -jnp.inf)}
+            out, lse = call(att, where, q, arrays, tables, {**params, "sizes": sizes, "return_lse": True})
+            return _merged(out, lse, self.axis)
+
+        specs = {n: s for n, s in self._specs.items() if n in self.arrays}
+        queries, rows = P(self.batch_axis, None, self.head_axis), P(self.batch_axis)
+        results = queries, P(self.batch_axis, self.head_axis)
+        run = self._mapped(look, (specs, queries, rows, rows, P()), results)
+        out, lse = run(self.arrays, q, starts, self.lengths, params)
+        return (out, lse) if told else out
+
+    def attention(
+        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
+    ) -> tuple[Any, ShardedKVCache]:
+        """(out, cache): `append`, then `attend`."""
+        cache = self.append(k, v, counts)
+        return cache.attend(att, q, counts, **params), cache
+
+    def _first(self, axis: str | None, mine: int) -> Any:
+        return jnp.int32(0) if axis is None else lax.axis_index(axis) * mine
+
+    def _mapped(self, run: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
+        made: Callable[..., Any] = jax.shard_map(run, mesh=self.mesh, in_specs=given, out_specs=results)
+        return made
+
+
+def _merged(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
+    """`frisket.merge` of every device's (out, lse)."""
+    top = lax.pmax(lse, axis)
+    share = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))
+    weight = share.swapaxes(1, 2)[..., None]
+    total = lax.psum(share, axis)
+    mine = jnp.where(weight == 0, 0, out.astype(lse.dtype)) * weight  # what an empty part holds may be NaN
+    safe = jnp.where(total == 0, 1, total)
+    found = lax.psum(mine, axis) / safe.swapaxes(1, 2)[..., None]
+    return found.astype(out.dtype), jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)
+
+
+__all__ = ["ShardedKVCache"]

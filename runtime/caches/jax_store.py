@@ -1,0 +1,154 @@
+"""What caches of JAX do with their arrays: quantise new tokens, write them where they belong, and read them back.
+
+Arrays are [rows, places, kv_heads, dim], scales [rows, places, kv_heads]; a row is a sequence, or a page of a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from frisket.dsl.errors import CapacityError, ShapeError
+
+from ..attention import Attention
+from ..parameters import traced
+from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
+
+BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
+C = TypeVar("C")
+
+
+def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: Any) -> dict[str, Any]:
+    """k, v and, beside 8 bits, their scales, for (rows, places, kv_heads)."""
+    v_dim = head_dim if v_dim is None else v_dim
+    if any(int(n) < 1 for n in (*shape, head_dim, v_dim)):
+        raise ShapeError(f"a cache of {shape}, head_dim {head_dim} and v_dim {v_dim}; every size is at least 1")
+    kind = jnp.dtype(dtype)
+    if kind.name not in BYTES and not jnp.issubdtype(kind, jnp.floating):
+        raise ShapeError(f"a cache of {kind}; it holds a float dtype, or {', '.join(BYTES)} with scales")
+    made = {n: jnp.zeros((*shape, dim), kind) for n, dim in (("k", head_dim), ("v", v_dim))}
+    scales = {f"{n}_scale": jnp.zeros(shape, jnp.float32) if kind.name in BYTES else None for n in "kv"}
+    return made | scales
+
+
+def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """(values of 8 bits, float32 scales without the last axis): x is about values * scale[..., None].
+
+    The largest magnitude of a vector becomes the largest number of the dtype: 127, 448 for float8_e4m3fn, 57344 for
+    float8_e5m2."""
+    x = x.astype(jnp.float32)
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = 127.0 if whole else float(jnp.finfo(dtype).max)
+    scale = jnp.abs(x).max(-1) / most
+    values = x / jnp.where(scale == 0, 1, scale)[..., None]
+    values = jnp.round(values) if whole else values
+    return jnp.clip(values, -most, most).astype(dtype), scale
+
+
+def stored(like: Mapping[str, Any], k: jax.Array, v: jax.Array) -> dict[str, Any]:
+    """New tokens as a cache with such arrays holds them."""
+    found: dict[str, Any] = {}
+    for n, x in (("k", k), ("v", v)):
+        scaled = like[f"{n}_scale"] is not None
+        found[n], found[f"{n}_scale"] = quantized(x, like[n].dtype) if scaled else (x.astype(like[n].dtype), None)
+    return found
+
+
+def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) -> dict[str, Any]:
+    """The arrays with `new` [rows, n, ...] at the places `at` [rows, n], all different in a row; those beyond the end
+    are dropped. In place where the arrays are donated."""
+
+    def into(array: jax.Array, values: jax.Array, at: jax.Array) -> jax.Array:
+        return array.at[at].set(values, mode="drop", unique_indices=True)
+
+    put = jax.vmap(into)
+    return {n: x if x is None else put(x, new[n], at) for n, x in arrays.items()}
+
+
+def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
+    """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
+    heads, head_dim, v_dim = arrays["k"].shape[-2], arrays["k"].shape[-1], arrays["v"].shape[-1]
+    for name, x, dim in (("k", k, head_dim), ("v", v, v_dim)):
+        shape = tuple(getattr(x, "shape", ()))
+        if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, heads, dim) or shape[1] != k.shape[1]:
+            raise ShapeError(
+                f"new {name} of the shape {shape}; a cache of {batch} sequences takes [batch, new tokens, kv_heads, "
+                f"dim] = ({batch}, n, {heads}, {dim}), as many tokens of k as of v"
+            )
+    return int(k.shape[1])
+
+
+def counted(counts: Any, batch: int, new: int) -> jax.Array:
+    """How many of the new tokens of each sequence are real, int32 [batch]; None: all of them."""
+    if counts is None:
+        return jnp.full((batch,), new, jnp.int32)
+    counts = jnp.asarray(counts)
+    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise ShapeError(f"counts are {counts.dtype}{list(counts.shape)}; they are integers [batch] = [{batch}]")
+    if not traced(counts) and bool(((counts < 0) | (counts > new)).any()):
+        raise ShapeError(f"counts are {np.asarray(counts)}, of {new} new tokens; each is from 0 to {new}")
+    return counts.astype(jnp.int32)
+
+
+def grown(lengths: jax.Array, counts: jax.Array, room: Any) -> tuple[jax.Array, jax.Array]:
+    """(lengths with `counts` more, whether a sequence has more than `room`). Outside of `jax.jit` too many are a
+    `CapacityError`; in a trace nothing can be raised, and tokens without room are dropped."""
+    wanted = lengths + counts
+    over = wanted > room
+    if not traced(over) and bool(over.any()):
+        b = int(np.argmax(np.asarray(over)))
+        most = int(np.broadcast_to(np.asarray(room), over.shape)[b])
+        raise CapacityError(
+            f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for {most}\n"
+            "  make a cache of a larger capacity; nothing has changed"
+        )
+    return jnp.minimum(wanted, room), over
+
+
+def slots(lengths: jax.Array, counts: jax.Array, new: int, end: int) -> jax.Array:
+    """Places [batch, new] of new tokens that follow what is stored; padding goes to places past `end`."""
+    i = jnp.arange(new, dtype=jnp.int32)
+    return jnp.where(i < counts[:, None], lengths[:, None] + i, end + i)
+
+
+def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
+    """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs
+    below parents[..., i], -1 for a root; a root has depth 0."""
+    parents = jnp.asarray(parents)
+    if parents.ndim not in (1, 2) or not jnp.issubdtype(parents.dtype, jnp.integer):
+        raise ShapeError(f"a tree is parents, integers [nodes] or [batch, nodes]; these are {parents.dtype}"
+                         f"{list(parents.shape)}")  # fmt: skip
+    n = parents.shape[-1]
+    above = (parents[..., None] == jnp.arange(n)) | jnp.eye(n, dtype=bool)
+    for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
+        above = (above.astype(jnp.int32) @ above.astype(jnp.int32)) > 0
+    return above, above.sum(-1, dtype=jnp.int32) - 1
+
+
+def read(
+    att: Attention, q: jax.Array, arrays: Mapping[str, Any], lengths: jax.Array, capacity: int, counts: Any, tree: Any,
+    params: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Attention of the last tokens' queries to what is stored at places that are positions."""
+    batch, new, heads, _ = q.shape
+    where: Places = APPENDED if counts is None else PADDED
+    tables = {START: lengths - counted(counts, batch, new), END: lengths}
+    if tree is not None:
+        tables[ANCESTORS], tables[DEPTH] = ancestors(tree)
+        where = TREE if tables[DEPTH].ndim == 1 else TREES
+    return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
+
+
+def call(
+    att: Attention, where: Places, q: jax.Array, arrays: Mapping[str, Any], tables: Mapping[str, Any],
+    params: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
+    here = placed(att, where)
+    held = {n: x for n, x in arrays.items() if x is not None}
+    known = {n: x for n, x in tables.items() if n in here.subject.names}  # a mask need not ask for all
+    return here(q, held.pop("k"), held.pop("v"), **held, **known, **params)
