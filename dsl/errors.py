@@ -112,6 +112,10 @@ class CapacityError(FrisketError, RuntimeError):
     """A cache has no room for more tokens; nothing of it has changed."""
 
 
+class PeerError(FrisketError, RuntimeError):
+    """Processes of a group ask for different things, or one of them does not answer; the text names them."""
+
+
 class BudgetError(FrisketError):
     """An exact answer would cost more than the stated budget."""
 

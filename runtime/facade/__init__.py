@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from frisket.dsl.errors import MaskSyntaxError as MaskSyntaxError
     from frisket.dsl.errors import MismatchError as MismatchError
     from frisket.dsl.errors import ParameterError as ParameterError
+    from frisket.dsl.errors import PeerError as PeerError
     from frisket.dsl.errors import ShapeError as ShapeError
     from frisket.dsl.errors import TraceError as TraceError
     from frisket.dsl.errors import Undecided as Undecided
@@ -52,7 +53,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "frisket.dsl.errors": (
         "BackendError BudgetError CapacityError EvaluationError ExportError FrisketError LoweringError MaskSyntaxError "
-        "MismatchError ParameterError ShapeError TraceError Undecided"
+        "MismatchError ParameterError PeerError ShapeError TraceError Undecided"
     ),
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",

@@ -22,7 +22,9 @@ from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.lowering.analysis.tiles import FULL
 
 from ..frameworks import framework_of
-from ..mask import MaskLike, mask
+from ..mask import Mask, MaskLike
+from ..mask import mask as as_mask
+from ..parameters import digest
 from .dealing import Work, best
 
 if TYPE_CHECKING:
@@ -51,12 +53,9 @@ def deal(
         if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
             raise ShapeError(f"{name} is {n!r}\n  it is a positive integer: deal(mask, length, ranks, tile=128)")
     length, ranks, tile = int(length), int(ranks), int(tile)
-    layout = _mask(mask, params).layout(length, length, batch, heads, (tile, tile))
-    return Deal(length, tile, ranks, batch, best(_work(layout, ranks)), layout)
-
-
-def _mask(what: MaskLike, params: dict[str, Any]) -> Any:
-    return mask(what, **params)
+    what = as_mask(mask, **params)
+    layout = what.layout(length, length, batch, heads, (tile, tile))
+    return Deal(length, tile, ranks, batch, heads, best(_work(layout, ranks)), what, layout)
 
 
 def _work(layout: Layout, ranks: int) -> Work:
@@ -84,8 +83,17 @@ class Deal:
     tile: int
     ranks: int
     batch: int
+    heads: int
     tiles: NDArray[np.int64] = field(repr=False)  # [ranks, tiles per rank], rising on a rank
+    mask: Mask
     layout: Layout = field(repr=False)
+
+    def under(self, mask: MaskLike, **params: Any) -> Deal:
+        """The same tokens on the same ranks under another mask: of another layer, or of other documents. What ranks
+        need of one another and what it costs them are that mask's."""
+        what = as_mask(mask, **params)
+        layout = what.layout(self.length, self.length, self.batch, self.heads, (self.tile, self.tile))
+        return Deal(self.length, self.tile, self.ranks, self.batch, self.heads, self.tiles, what, layout)
 
     # -- tokens -----------------------------------------------------------------------------------
 
@@ -235,8 +243,9 @@ class Deal:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal deals, in any process."""
-        said = f"{self.length} {self.tile} {self.ranks} {self.batch}".encode()
+        """Equal for equal deals under equal masks, in any process."""
+        values = [(n, digest(x)) for n, x in sorted(self.mask.params.items())]
+        said = f"{self.length} {self.tile} {self.ranks} {self.batch} {self.heads} {self.mask} {values}".encode()
         return hashlib.sha256(said + self.tiles.astype("<i8").tobytes()).hexdigest()
 
 

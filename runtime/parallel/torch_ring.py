@@ -1,0 +1,380 @@
+"""Context parallel attention on torch tensors: keys travel, or are gathered, and what every rank has found is merged
+by lse. Imports torch.
+
+The backward computes weights from the lse of all keys (as in ring attention, H. Liu et al., arXiv 2310.01889): keys
+and values travel again, and their gradients home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.ir import TRUE
+
+from ..attention import Attention
+from ..merge import merge
+from ..options import seed_of, sinks_of
+from ..parameters import digest
+from ..torch_op import Ready, cast, kept_ready
+from .deal import Deal, Variant
+from .torch_steps import Step, start, steps
+from .torch_wire import Wire
+
+Sizes = tuple[int, int]
+KEPT = 256
+_locals: WeakKeyDictionary[Attention, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def attend(
+    att: Attention, q: Tensor, k: Tensor, v: Tensor, *, deal: Deal, variant: Variant = "ring", group: Any = None,
+    seed: Any = None, sinks: Any = None, return_lse: bool = False, origin: Sizes = (0, 0), sizes: Sizes | None = None,
+    split: Mapping[str, int] | None = None, **params: Any,
+) -> Any:  # fmt: skip
+    """`fk.parallel.attend(att, q, k, v, deal=deal)` in every rank of `group`: the rank's shard of `att` of all tokens.
+
+    q [batch, heads, deal.shard, head_dim], k and v with key heads, are what `deal.permute(x, 2)` has for this rank;
+    so is the result, 0 on padding, and lse [batch, heads, deal.shard] with `return_lse`, -inf there. Every rank of
+    the group makes the same call; `deal` is of the attention's mask, `deal.under(mask)` of another layer's.
+
+    `variant` "ring" computes on the keys of one rank while those of the next travel, "all-gather" first brings
+    together all that is needed and runs one kernel. Either way only what `deal.needs` says travels.
+    `params` are the same in every rank: scalars and tables of whole sequences, in the order of positions. Those in
+    `split`, {"doc": 1}, are this rank's shard along that axis, dealt as q is, and are gathered. Gradients flow to
+    q, k, v, sinks and Float parameters of the score mod; those of what all ranks have are sums over the ranks.
+    `origin` is where batch and heads of this call begin in a problem of `sizes` (B, H), under tensor parallelism for
+    example. With dropout every rank gives the same `seed`.
+
+    Raises `PeerError` where ranks differ in their calls, at the first such call, and where a rank does not answer
+    within the timeout of the group; `ShapeError` and `ParameterError` for what does not fit the deal.
+    """
+    wire = Wire(group)
+    q, k, v = cast(q, k, v)
+    _check(att, q, k, v, deal, wire, variant)
+    seed = seed_of(seed, att.options.dropout, "torch")
+    sinks = att.options.sinks if sinks is None else sinks
+    if sinks is not None:
+        dtype = "float64" if q.dtype == torch.float64 else "float32"
+        sinks = sinks_of(sinks, q.shape[1], "torch", dtype, q.device)
+    _agree(wire, att, q, k, v, deal, variant, sizes, params, sinks)
+    for name, axis in (split or {}).items():
+        if name not in params:
+            raise ParameterError(f"`{name}` is in `split` and is not given")
+        params[name] = _Gather.apply(wire, deal, axis, params[name])  # type: ignore[no-untyped-call]
+    _check_mask(att, deal, params)
+    learned = {n: x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)}
+    flowing = [x for x in (sinks, *learned.values()) if x is not None]
+    if flowing:
+        shared = iter(_Shared.apply(wire, *flowing))  # type: ignore[no-untyped-call]
+        sinks = None if sinks is None else next(shared)
+        learned = dict(zip(learned, shared, strict=True))
+    held = int(deal.held[wire.rank])
+    fixed = {n: x for n, x in params.items() if n not in learned}
+    job = Job(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
+    out, lse = _Ring.apply(job, *(x[:, :, :held] for x in (q, k, v)), *learned.values())  # type: ignore[no-untyped-call]
+    if sinks is not None:
+        nothing = out.new_zeros(()).expand(out.shape)
+        out, lse = merge((out, lse), (nothing, sinks[:, None].expand(lse.shape)))
+    if held < deal.shard:
+        out = pad(out, (0, 0, 0, deal.shard - held))
+        lse = pad(lse, (0, deal.shard - held), value=-torch.inf)
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One call of one rank, without its tensors."""
+
+    att: Attention
+    wire: Wire
+    deal: Deal
+    variant: Variant
+    steps: tuple[Step, ...]
+    seed: Any
+    origin: Sizes
+    sizes: Sizes | None
+    params: Mapping[str, Any]
+    learned: tuple[str, ...]
+
+    def ready(self, i: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Tensor]) -> Ready:
+        """What step i runs: the crop of its queries and keys, positions as numbers where they follow one another and
+        as tables where they do not."""
+        at = self.deal.positions(self.wire.rank)[: q.shape[2]]
+        first = start(at), start(self.steps[i].keys)
+        plain = first[0] is not None and first[1] is not None
+        kept = _locals.setdefault(self.att, {})
+        where = "plain" if plain else (self.deal.digest, self.wire.rank, self.variant, i)
+        if where not in kept:
+            options = replace(
+                self.att.options, sinks=None
+            )  # sinks are one more part of the softmax, counted at the end
+            bare = Attention(self.att.subject, options)
+            tables = {"dealt_q": at, "dealt_k": self.steps[i].keys}
+            kept[where] = bare if plain else bare.at(q="dealt_q[q]", k="dealt_k[k]", **tables)
+            while len(kept) > KEPT:  # a deal for every step's documents
+                kept.pop(next(n for n in kept if isinstance(n, tuple)))
+        origin = (*self.origin, *first) if plain else (*self.origin, 0, 0)
+        batch, heads = self.sizes or (self.origin[0] + q.shape[0], self.origin[1] + q.shape[1])
+        sizes = batch, heads, self.deal.length, self.deal.length
+        return kept_ready(
+            kept[where], q, k, v, None, self.seed, None, False, origin, sizes, None, {**self.params, **values}
+        )
+
+    def keys(self, k: Tensor, v: Tensor) -> Any:
+        """The steps with the keys and values of each, those of the next underway: (number, k, v) in turn."""
+        underway = self._start(0, k, v)
+        for i in range(len(self.steps)):
+            found, wait = underway
+            wait()
+            if i + 1 < len(self.steps):
+                underway = self._start(i + 1, k, v)
+            if self.steps[i].come:
+                pairs = [_unpacked(x, k, v) for x in found]
+                yield i, *(_parts(xs, self.steps[i]) for xs in zip(*pairs, strict=True))
+            else:
+                yield i, None, None
+
+    def _start(self, i: int, k: Tensor, v: Tensor) -> tuple[list[Any], Callable[[], None]]:
+        step, mine = self.steps[i], self.wire.rank
+        go = [(t, _packed(k[:, :, a:b], v[:, :, a:b])) for t, a, b in step.go]
+        width = k.shape[3] + v.shape[3]
+        found: list[Any] = []
+        for s, a, b in step.come:
+            if s == mine:
+                found.append((k[:, :, a:b], v[:, :, a:b]))
+            else:
+                found.append(k.new_empty(k.shape[0] * k.shape[1] * (b - a) * width))
+        come = [(s, x) for (s, *_), x in zip(step.come, found, strict=True) if s != mine]
+        return found, self.wire.start(go, come)
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _unpacked(x: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of one message; `k` and `v` say what they are like."""
+    if isinstance(x, tuple):
+        return x
+    batch, heads, _, dim = k.shape
+    n = x.numel() // (batch * heads * (dim + v.shape[3]))
+    first, second = x.split([batch * heads * n * dim, batch * heads * n * v.shape[3]])
+    return first.view(batch, heads, n, dim), second.view(batch, heads, n, v.shape[3])
+
+
+def _parts(found: tuple[Tensor, ...], step: Step) -> Tensor:
+    if len(found) == 1:
+        return found[0]
+    return torch.cat([found[i][:, :, a:b] for i, a, b in step.parts], 2)
+
+
+class _Ring(torch.autograd.Function):
+    """(out, lse) of (job, q, k, v, *values): tokens of this rank, without padding."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Any:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        named = dict(zip(job.learned, values, strict=True))
+        ctx.ready = [None] * len(job.steps)
+        for i, keys, vals in job.keys(k, v):
+            if keys is None:
+                continue
+            ready = ctx.ready[i] = job.ready(i, q, keys, vals, named)
+            mine, its, _ = ready.run(job.seed, False, q, keys, vals, None, *(named[n] for _, n in ready.live))
+            out, lse = merge((out, lse), (mine.to(wide), its.to(wide)))
+        out = out.to(q.dtype)
+        ctx.job = job
+        ctx.save_for_backward(q, k, v, out, lse, *values)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
+        job, needed = ctx.job, ctx.needs_input_grad[1:]
+        q, k, v, out, lse, *values = ctx.saved_tensors
+        dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
+        given = {"q": q, "k": k, "v": v, **dict(zip(job.learned, values, strict=True))}
+        asked = {n for n, need in zip(given, needed, strict=True) if need}
+        if asked & {"k", "v"}:
+            asked |= {"k", "v"}
+        sums = {n: torch.zeros_like(x, dtype=lse.dtype) for n, x in given.items() if n in asked}
+        home: list[Callable[[], None]] = []
+        for i, keys, vals in job.keys(k, v):
+            found: dict[str, Tensor] = {}
+            if keys is not None:
+                ready = ctx.ready[i]
+                wanted = frozenset(asked & {"q", "k", "v"}) | {n for n, source in ready.live if source in asked}
+                saved = q, keys, vals, None, out, lse, *(given[n] for _, n in ready.live)
+                found = ready.gradients(job.seed, wanted, saved, dout, dlse)
+                for name, source in (("q", "q"), *ready.live):
+                    if name in found:
+                        sums[source] += found[name]
+            if "k" in sums:
+                for wait in home:
+                    wait()
+                home = [_send_home(job.wire, job.steps[i], found, k, v, sums)]
+        for wait in home:
+            wait()
+        return None, *(
+            sums[n].to(x.dtype) if need else None for (n, x), need in zip(given.items(), needed, strict=True)
+        )
+
+
+def _send_home(
+    wire: Wire, step: Step, found: Mapping[str, Tensor], k: Tensor, v: Tensor, sums: dict[str, Tensor]
+) -> Callable[[], None]:
+    """Gradients of the keys that came in `step` go back; what is returned waits for those of the keys that went."""
+    several = len(step.come) > 1
+    apart = [[k.new_zeros(*x.shape[:2], b - a, x.shape[3]) for x in (k, v)] for _, a, b in step.come if several]
+    if step.come and not several:
+        apart = [[found["k"], found["v"]]]
+    at = 0
+    for i, a, b in step.parts if several else ():
+        for mine, name in zip(apart[i], "kv", strict=True):
+            mine[:, :, a:b] = found[name][:, :, at : at + b - a]
+        at += b - a
+    go = []
+    for (s, a, b), (dk, dv) in zip(step.come, apart, strict=True):
+        if s == wire.rank:
+            sums["k"][:, :, a:b] += dk
+            sums["v"][:, :, a:b] += dv
+        else:
+            go.append((s, _packed(dk.to(k.dtype), dv.to(k.dtype))))
+    width = k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
+    come = [(t, k.new_empty(width * (b - a))) for t, a, b in step.go]
+    wait = wire.start(go, come)
+
+    def done() -> None:
+        wait()
+        for (_, a, b), (_, x) in zip(step.go, come, strict=True):
+            dk, dv = _unpacked(x, k, v)
+            sums["k"][:, :, a:b] += dk
+            sums["v"][:, :, a:b] += dv
+
+    return done
+
+
+class _Shared(torch.autograd.Function):
+    """Tensors that every rank has, as they are; their gradients are sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, *given: Tensor) -> Any:
+        ctx.wire = wire
+        return tuple(x.view_as(x) for x in given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        asked = [g for g, need in zip(cotangents, ctx.needs_input_grad[1:], strict=True) if need]
+        whole = torch.cat(
+            [g.reshape(-1).to(torch.float64 if g.dtype == torch.float64 else torch.float32) for g in asked]
+        )
+        ctx.wire.add(whole)
+        parts = iter(whole.split([g.numel() for g in asked]))
+        needed = zip(cotangents, ctx.needs_input_grad[1:], strict=True)
+        return None, *(next(parts).view(g.shape).to(g.dtype) if need else None for g, need in needed)
+
+
+class _Gather(torch.autograd.Function):
+    """A table in the order of positions, from every rank's shard of it along `axis`."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, deal: Deal, axis: int, mine: Tensor) -> Tensor:
+        if not -mine.ndim <= axis < mine.ndim or mine.shape[axis] != deal.shard:
+            raise ShapeError(
+                f"a split table is {tuple(mine.shape)}; along axis {axis} it has this rank's {deal.shard} places"
+            )
+        ctx.what = wire, deal, axis
+        mine = mine.contiguous()
+        every = [torch.empty_like(mine) if r != wire.rank else mine for r in range(wire.size)]
+        others = [r for r in range(wire.size) if r != wire.rank]
+        wire.start([(r, mine) for r in others], [(r, every[r]) for r in others])()
+        found: Tensor = deal.unpermute(torch.cat(every, axis), axis)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, whole: Tensor) -> Any:  # the sum over ranks already, by _Shared
+        wire, deal, axis = ctx.what
+        return None, None, None, deal.permute(whole, axis).tensor_split(wire.size, axis)[wire.rank]
+
+
+# -- checks -------------------------------------------------------------------------------------------
+
+
+def _check(att: Attention, q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Variant) -> None:
+    if variant not in ("ring", "all-gather"):
+        raise ParameterError(f'variant is {variant!r}; it is "ring" or "all-gather"')
+    if deal.ranks != wire.size:
+        raise ShapeError(
+            f"the deal is for {deal.ranks} ranks, the group has {wire.size}: deal(mask, length, {wire.size})"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or x.shape[2] != deal.shard:
+            raise ShapeError(
+                f"{name} is {tuple(x.shape)}; it is (batch, heads, {deal.shard}, dim), this rank's part of "
+                f"deal.permute({name}, 2)"
+            )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ShapeError(f"q, k and v are {q.dtype}, {k.dtype}, {v.dtype}; context parallel takes one dtype")
+
+
+def _learned(att: Attention, name: str, x: Any) -> bool:
+    return name in att.subject.learnable and isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _check_mask(att: Attention, deal: Deal, params: Mapping[str, Any]) -> None:
+    """What travels is by the mask of the deal: under another one, keys would be missing."""
+    mine = att.subject.mask
+    given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
+    marks = [(n, x if isinstance(x, int | float) else getattr(x, "_version", 0)) for n, x in given.items()]
+    kept = _locals.setdefault(att, {})
+    known = kept.get("mask")
+    if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in given.items()):
+        return
+    found = None if mine is None else mine.bind(**given)
+    if (deal.mask.expr is not TRUE) if found is None else found != deal.mask:
+        raise ParameterError(
+            f"the deal is of another mask than the attention\n  deal: {deal.mask!r}\n  attention: "
+            f"{'everything visible' if found is None else repr(found)}\n  give deal=deal.under(mask, ...), with the "
+            "values of its tables"
+        )
+    kept["mask"] = deal, marks, given
+
+
+def _agree(
+    wire: Wire, att: Attention, q: Tensor, k: Tensor, v: Tensor, deal: Deal, variant: Variant, sizes: Any,
+    params: Mapping[str, Any], sinks: Any,
+) -> None:  # fmt: skip
+    """Exchange what every rank is about to do, the first time it does."""
+    kept = _locals.setdefault(att, {})
+    if "values" not in kept:
+        kept["values"] = {n: digest(x) for n, x in sorted({**att.subject.scalars, **att.subject.tables}.items())}
+    given = {n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x) for n, x in sorted(params.items())}
+    wire.agree(
+        {
+            "mask": "everything visible" if att.subject.mask is None else str(att.subject.mask),
+            "score mod": str(att.subject.score),
+            "the values of their parameters": f"{kept['values']} {given}",
+            "lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
+            "the mask of the deal": repr(deal.mask),
+            "the deal": deal.digest,
+            "shapes": f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+            "dtype": str(q.dtype),
+            "options": f"{variant}, scale {att.options.scale}, dropout {att.options.dropout}, sizes {sizes}",
+            "what gradients are asked for": f"{[x.requires_grad for x in (q, k, v)]}, sinks {sinks is not None}, "
+            f"grad mode {torch.is_grad_enabled()}",
+        },
+        q.device,
+    )

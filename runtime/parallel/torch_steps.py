@@ -1,0 +1,59 @@
+"""What a rank does, step by step: which keys come from whom, which go to whom, and where all of them are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .deal import Deal, Variant
+
+Message = tuple[int, int, int]  # (rank, start, stop): a range of places on the rank whose keys these are
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a kernel. `come` are ranges of places on other ranks, or on this one, which sends nothing to itself;
+    `go` are ranges of this rank's places. The kernel's keys are `parts` of what came, (which, start, stop), rising in
+    position."""
+
+    come: tuple[Message, ...]
+    go: tuple[Message, ...]
+    parts: tuple[tuple[int, int, int], ...]
+    keys: NDArray[np.int32]  # their positions
+
+
+def steps(deal: Deal, rank: int, variant: Variant) -> tuple[Step, ...]:
+    """ "ring": the rank's own keys, then those of the rank one before, two before, ... as far as they are needed;
+    "all-gather": all of them at once. Steps in which nothing moves stay: messages between two ranks, keys one way and
+    gradients the other, are in one order in both only where steps have the same numbers."""
+    needs = deal.needs
+    ways = [((rank - i) % deal.ranks, (rank + i) % deal.ranks) for i in range(deal.ranks)]
+    rounds = [[way] for way in ways] if variant == "ring" else [ways]
+    out = []
+    for round in rounds:
+        come = tuple((s, *map(int, needs[rank, s])) for s, _ in round if needs[rank, s, 1])
+        go = tuple((t, *map(int, needs[t, rank])) for _, t in round if t != rank and needs[t, rank, 1])
+        out.append(Step(come, go, *_in_order(deal, come)))
+    return tuple(out)
+
+
+def _in_order(deal: Deal, come: tuple[Message, ...]) -> tuple[Any, Any]:
+    found = []
+    for i, (rank, lo, hi) in enumerate(come):
+        at = deal.positions(rank)[lo:hi]
+        if len(come) == 1:
+            return ((0, 0, hi - lo),), at
+        cuts = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), hi - lo]
+        found += [(int(at[a]), i, a, b) for a, b in pairwise(cuts)]
+    found.sort()
+    keys = [deal.positions(come[i][0])[come[i][1] + a : come[i][1] + b] for _, i, a, b in found]
+    return tuple(part for _, *part in found), np.concatenate(keys) if keys else np.zeros(0, np.int32)
+
+
+def start(positions: NDArray[np.int32]) -> int | None:
+    """Where these positions begin, if each is one more than the one before."""
+    return int(positions[0]) if int(positions[-1]) - int(positions[0]) == len(positions) - 1 else None

@@ -1,0 +1,112 @@
+"""Messages between the ranks of a process group, and what goes wrong with them. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from frisket.dsl.errors import PeerError
+
+_SHOWN = 160  # bytes of what a rank says of one thing
+_SAID = 32 + _SHOWN
+_AGREEING = 1  # the tag of these messages: no other message can be taken for one of them
+_agreed: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+class Wire:
+    """The ranks of a group, as `torch.distributed` has them: gloo, NCCL."""
+
+    def __init__(self, group: Any = None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise PeerError(
+                "there is no process group: call torch.distributed.init_process_group() in every process, as under "
+                "torchrun"
+            )
+        self.group = dist.group.WORLD if group is None else group
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if self.rank < 0:
+            raise PeerError("this process is not in the group")
+        self.together = dist.get_backend(self.group) == "nccl"  # which fuses the messages of a batch
+
+    def start(
+        self, go: Iterable[tuple[int, Tensor]], come: Iterable[tuple[int, Tensor]], tag: int = 0
+    ) -> Callable[[], None]:
+        """Post messages to and from ranks of the group; what is returned waits for them."""
+        ops = [("send to", rank, self._op(dist.isend, x, rank, tag)) for rank, x in go]
+        ops += [("hear from", rank, self._op(dist.irecv, x, rank, tag)) for rank, x in come]
+        batches = [ops] if self.together and ops else [[op] for op in ops]
+        posted: list[tuple[Any, list[Any]]] = []
+        for batch in batches:
+            with self._naming(batch):
+                posted += [(work, batch) for work in dist.batch_isend_irecv([op for *_, op in batch])]
+
+        def wait() -> None:
+            for work, batch in posted:
+                with self._naming(batch):
+                    work.wait()
+
+        return wait
+
+    def add(self, x: Tensor) -> None:
+        """`x` becomes the sum of that of all ranks."""
+        with self._naming([("add gradients with", r, None) for r in range(self.size) if r != self.rank]):
+            dist.all_reduce(x, group=self.group)
+
+    def _op(self, what: Any, x: Tensor, rank: int, tag: int) -> Any:
+        return dist.P2POp(what, x, group=self.group, group_peer=rank, tag=tag)
+
+    @contextmanager
+    def _naming(self, ops: list[Any]) -> Any:
+        """Errors of the backend say an address, if anything; whose it is stands here."""
+        try:
+            yield
+        except RuntimeError as error:  # dist.DistBackendError is one
+            verb, peers = ops[0][0], sorted({rank for _, rank, _ in ops})
+            raise PeerError(
+                f"rank {self.rank} waited to {verb} {ranks(peers)}\n"
+                f"  {'it has' if len(peers) == 1 else 'one of them has'} ended, or has not reached this call in time "
+                f"(the timeout of the process group)\n  {str(error).splitlines()[0]}"
+            ) from error
+
+    def agree(self, said: Mapping[str, str], device: Any) -> None:
+        """Raise `PeerError` in every rank unless all say the same; what was agreed on is not asked again."""
+        key = _hash("\n".join(f"{n}: {x}" for n, x in said.items())).hex()
+        known = _agreed.setdefault(self.group, set())
+        if key in known or self.size == 1:
+            return
+        mine = b"".join(_hash(x) + x.encode()[:_SHOWN].ljust(_SHOWN, b"\0") for x in said.values())
+        out = torch.from_numpy(np.frombuffer(mine, np.uint8).copy()).to(device)
+        every = {r: torch.empty_like(out) for r in range(self.size) if r != self.rank}
+        self.start([(r, out) for r in every], every.items(), tag=_AGREEING)()
+        texts = {r: bytes(x.cpu().numpy()) for r, x in every.items()} | {self.rank: mine}
+        for i, name in enumerate(said):
+            found: dict[bytes, list[int]] = {}
+            for r in range(self.size):
+                found.setdefault(texts[r][i * _SAID : (i + 1) * _SAID], []).append(r)
+            if len(found) > 1:
+                what = "\n".join(f"  {ranks(rs)}: {_shown(x)}" for x, rs in found.items())
+                raise PeerError(f"the ranks differ in {name}\n{what}\n  every rank makes the same call")
+        known.add(key)
+
+
+def ranks(which: list[int]) -> str:
+    """ "rank 2", "ranks 0, 1 and 3"."""
+    *most, last = map(str, which)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _hash(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _shown(said: bytes) -> str:
+    text = said[32:].rstrip(b"\0").decode(errors="ignore")
+    return text if len(text.encode()) < _SHOWN - 3 else f"{text[: _SHOWN - 24]}... ({said[:4].hex()})"
