@@ -37,6 +37,7 @@ class Declared:
     type: Type
     fact: str | None = None
     axes: tuple[str, ...] = ()  # as written: sizes, numbers, or `_`
+    most: int | None = None  # the largest magnitude of its Ints, where the one who made the expression knows it
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,268 @@
+"""Context parallel attention on JAX: what every device of a mesh axis does inside `jax.shard_map`.
+
+All of it is one program: where a device's tokens are is read from tables at its place on the axis, and the flat
+planner, in the program, makes the spans of every pair of shards. Shapes are the same for all, so what a step of the
+ring sends is as long as the longest need of that step: `deal.bytes(..., padded=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
+
+from frisket.dsl.errors import ParameterError, ShapeError
+
+from ..attention import Attention
+from ..jax_op import LSE, OUT, alike, of_sinks
+from ..merge import merge
+from .deal import Deal, Variant
+from .jax_shard import Arrays, Axes, Shard, shard_of, size
+from .schedule import Step, steps
+
+_checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
+_barrier: Any = lax.optimization_barrier
+
+
+def attend(
+    att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, *, deal: Deal, axis: str = "sp",
+    variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Mapping[str, str] | None = None,
+    seed: Any = None, sinks: Any = None, return_lse: bool = False, **params: Any,
+) -> Any:  # fmt: skip
+    """Attention of a sequence whose tokens are dealt over the devices of a mesh axis:
+
+        d = fk.parallel.deal("causal & same(doc)", 65536, ranks=8, doc=doc)
+        spec = PartitionSpec(None, "sp")  # of d.permute(q, axis=1), [batch, tokens, heads, dim]
+        out = jax.shard_map(
+            lambda q, k, v, doc: fk.parallel.attend(att, q, k, v, deal=d, doc=doc),
+            mesh=mesh, in_specs=(spec, spec, spec, PartitionSpec()), out_specs=spec,
+        )(q, k, v, doc)
+
+    The arrays are a device's own: q [batch, shard, heads, dim], k and v [batch, shard, kv_heads, dim], and so is the
+    result, with `return_lse` also lse [batch, heads, shard], natural log.
+
+    "ring" sends between each two devices what `deal.needs` says, one step ahead of the kernels; devices whose pair
+    sees nothing send nothing and run nothing. "all-gather" brings all keys to every device and runs one kernel. The
+    backward sends keys and values again and their gradients home (H. Liu et al., Ring Attention with Blockwise
+    Transformers, arXiv 2310.01889; partial results are merged as by `fk.merge`).
+
+    `batch_axis` and `head_axis` are the mesh axes over which batch entries and heads are split as well, if they are.
+    Tables among `params` are whole, in the order of the sequence, on every device, and so are `sinks`; their gradients
+    are sums over all devices. `split={"bias": "q"}` says that a table is split as the arrays are along the coordinates
+    named, of b, h, q and k; those split along k travel with the keys. Positions in masks, score mods and dropout are
+    those of the sequence.
+
+    Raises `ShapeError` for shards that are not the deal's, `ParameterError` where the mask may show what the deal
+    does not bring.
+    """
+    _check(q, k, deal, axis, variant)
+    axes = batch_axis, head_axis
+    shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, dict(split or {}), params)
+    arrays = {"q": q, "k": k, "v": v, **shard.given}
+    sinks = att.options.sinks if sinks is None else sinks
+    if sinks is not None:
+        sinks = jnp.broadcast_to(jnp.asarray(sinks), (q.shape[2] * size(head_axis),))
+        arrays["sinks"] = lax.dynamic_slice_in_dim(sinks, shard.first(1), q.shape[2])
+    if seed is not None:
+        arrays["seed"] = jnp.asarray(seed)
+    flow = {"q", "k", "v", "sinks", *shard.learnable}
+    learned, fixed = alike(*({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False)))
+    out, lse = _differentiable(shard)(learned, fixed)
+    return (out, lse) if return_lse else out
+
+
+def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
+    if variant not in ("ring", "all-gather"):
+        raise ParameterError(f'variant is {variant!r}; it is "ring" or "all-gather"')
+    try:
+        ranks = size(axis)
+    except NameError:
+        raise ParameterError(
+            f"there is no mesh axis {axis!r} here\n  call attend inside jax.shard_map over a mesh that has it: axis="
+        ) from None
+    if ranks != deal.ranks:
+        raise ShapeError(f"the deal is of {deal.ranks} ranks, mesh axis {axis!r} has {ranks} devices")
+    if q.ndim != 4 or k.ndim != 4 or q.shape[1] != deal.shard or k.shape[1] != deal.shard:
+        raise ShapeError(
+            f"q is {tuple(q.shape)} and k {tuple(k.shape)}; they are [batch, {deal.shard}, heads, dim] on each of "
+            f"{deal.ranks} devices\n  what deal.permute(x, axis=1) gives, split over {axis!r}"
+        )
+
+
+def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
+    run = _Gathered(shard) if shard.whole else _Ring(shard)
+
+    @jax.custom_vjp
+    def attended(learned: Arrays, fixed: Arrays) -> Any:
+        return run.forward(learned, fixed)
+
+    def forwards(learned: Arrays, fixed: Arrays) -> Any:
+        out, lse = run.forward(learned, fixed)
+        out, lse = _checkpoint(out, OUT), _checkpoint(lse, LSE)
+        return (out, lse), (learned, fixed, out, lse)
+
+    def backwards(kept: Any, given: Any) -> Any:
+        learned, fixed, out, lse = kept
+        rows = {"q": learned["q"], "out": out, "lse": lse, "dout": given[0], "dlse": given[1].astype(lse.dtype)}
+        found = run.backward(learned, fixed, rows)
+        if "sinks" in learned:
+            found["sinks"] = of_sinks(learned["sinks"], *(rows[n] for n in ("out", "lse", "dout", "dlse")))
+        return {n: found[n].astype(x.dtype) for n, x in learned.items()}, None
+
+    attended.defvjp(forwards, backwards)
+    return attended
+
+
+def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any]:
+    """(out, lse) before any key: of the sinks alone."""
+    q = learned["q"]
+    batch, length, heads, _ = q.shape
+    real = jnp.float64 if q.dtype == np.float64 else jnp.float32
+    sinks = learned["sinks"].astype(real)[:, None] if "sinks" in learned else -jnp.inf
+    lse = jnp.full((batch, heads, length), -jnp.inf, real)
+    made = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
+    made = alike(made)[0]
+    return made["out"], made["lse"]
+
+
+class _Ring:
+    """Steps of a ring that goes by need: every rank sends straight to the ranks that read its keys."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard, self.steps = shard, steps(shard.deal)
+        self.axis = {"k": 1, "v": 1, **shard.local.travels}  # of what travels, along keys
+
+    def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any]:
+        q, values = learned["q"], _beside(learned | fixed)
+
+        def step(keys: Arrays, k_at: Any, state: Any) -> Any:
+            return merge(state, self.shard.forward(q, values, keys, k_at), layout="bshd"), {}
+
+        own = {n: (learned | fixed)[n] for n in self.axis}
+        out, lse = self._walk(own, _began(learned, learned["v"].shape[3]), step, ())
+        return out.astype(q.dtype), lse
+
+    def backward(self, learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
+        values, real = _beside(learned | fixed), rows["lse"].dtype
+        sums = _zeros({n: x for n, x in learned.items() if n != "sinks"}, rows["q"], real)
+        own, rows = _barrier(({n: (learned | fixed)[n] for n in self.axis}, rows))  # sent again, not kept
+
+        def step(keys: Arrays, k_at: Any, sums: Arrays) -> Any:
+            dq, dvalues, dkeys = self.shard.backward(rows, values, keys, k_at)
+            found = {"q": dq, **dvalues}
+            return sums | {n: sums[n] + x.astype(real) for n, x in found.items()}, dkeys
+
+        return self._walk(own, sums, step, tuple(n for n in self.axis if n in learned))
+
+    def _walk(self, own: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
+        """`step(keys, k_at, state)` of every step gives the next state and gradients of the keys, which are added to
+        the state of the rank that they are of, where any are `returned`."""
+        shard, ahead = self.shard, self._sent(own, self.steps[0])
+        for i, now in enumerate(self.steps):
+            keys, k_at = ahead, self._positions(now)
+            if i + 1 < len(self.steps):  # on its way while this step computes, and not before the last one is done
+                own, state = _barrier((own, state)) if i else (own, state)
+                ahead = self._sent(own, self.steps[i + 1])
+
+            def run(state: Any, keys: Arrays = keys, k_at: Any = k_at) -> Any:
+                return step(keys, k_at, state)
+
+            def skip(state: Any, keys: Arrays = keys) -> Any:
+                like = next(iter(keys.values()))
+                return state, _zeros({n: keys[n] for n in returned}, like)
+
+            if all(now.reads):
+                state, back = run(state)
+            else:
+                state, back = lax.cond(shard.of_rank(np.array(now.reads)), run, skip, state)
+            if returned:
+                state = self._home(now, back, state)
+        return state
+
+    def _positions(self, step: Step) -> Any:
+        """Of the keys of a step."""
+        start = self.shard.of_rank(np.array(step.start, np.int32), step.shift)
+        return lax.dynamic_slice_in_dim(self.shard.positions(step.shift), start, step.length)
+
+    def _sent(self, own: Arrays, step: Step) -> Arrays:
+        """What a rank has of others' keys in a step."""
+        if not step.shift:
+            return own
+        start = self.shard.of_rank(np.array(step.start, np.int32))
+        part = {n: lax.dynamic_slice_in_dim(x, start, step.length, self.axis[n]) for n, x in own.items()}
+        sent: Arrays = lax.ppermute(part, self.shard.axis, step.pairs)
+        return sent
+
+    def _home(self, step: Step, back: Arrays, sums: Arrays) -> Arrays:
+        """Sums with the gradients that come back to the rank whose keys they are of."""
+        if step.shift:
+            back = lax.ppermute(back, self.shard.axis, [(to, own) for own, to in step.pairs])
+        start = self.shard.of_rank(np.array(step.start, np.int32))
+        for n, x in back.items():
+            part = lax.dynamic_slice_in_dim(sums[n], start, step.length, self.axis[n])
+            part = part + x.astype(part.dtype)
+            sums = sums | {n: lax.dynamic_update_slice_in_dim(sums[n], part, start, self.axis[n])}
+        return sums
+
+
+class _Gathered:
+    """All keys on every device, in the order of the sequence."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.axis = {"k": 1, "v": 1, **shard.local.travels}
+
+    def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any]:
+        arrays = learned | fixed
+        keys, k_at = self._gathered({n: arrays[n] for n in self.axis})
+        found = self.shard.forward(arrays["q"], _beside(arrays), keys, k_at)
+        if "sinks" in learned:
+            found = merge(_began(learned, learned["v"].shape[3]), found, layout="bshd")
+        return found[0].astype(arrays["q"].dtype), found[1]
+
+    def backward(self, learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
+        arrays = learned | fixed
+        own, rows = _barrier(({n: arrays[n] for n in self.axis}, rows))  # gathered again, not kept
+        keys, k_at = self._gathered(own)
+        dq, dvalues, dkeys = self.shard.backward(rows, _beside(arrays), keys, k_at)
+        home = {n: self._scattered(x, self.axis[n]) for n, x in dkeys.items()}
+        return {"q": dq, **dvalues, **{n: x + dvalues[n] if n in dvalues else x for n, x in home.items()}}
+
+    def _gathered(self, own: Arrays) -> tuple[Arrays, Any]:
+        deal = self.shard.deal
+        whole = {n: lax.all_gather(x, self.shard.axis, axis=self.axis[n], tiled=True) for n, x in own.items()}
+        at = np.argsort(deal.tiles.reshape(-1))
+        keys = {n: _tiles(x, at, deal.tile, self.axis[n]) for n, x in whole.items()}
+        keys = {n: lax.slice_in_dim(x, 0, deal.length, axis=self.axis[n]) for n, x in keys.items()}
+        return keys, jnp.arange(deal.length, dtype=jnp.int32)
+
+    def _scattered(self, x: Any, axis: int) -> Any:
+        """The sum over all devices, of which each has its own tokens."""
+        deal = self.shard.deal
+        width = [(0, len(deal.order) - deal.length if i == axis else 0) for i in range(x.ndim)]
+        dealt = _tiles(jnp.pad(x, width), deal.tiles.reshape(-1), deal.tile, axis)
+        return lax.psum_scatter(dealt, self.shard.axis, scatter_dimension=axis, tiled=True)
+
+
+def _beside(arrays: Arrays) -> Arrays:
+    return {n: x for n, x in arrays.items() if n not in ("q", "k", "v", "sinks")}
+
+
+def _zeros(arrays: Arrays, like: Any, dtype: Any = None) -> Arrays:
+    """Zeros as different between devices as `like` is."""
+    made = {n: jnp.zeros(x.shape, dtype or x.dtype) for n, x in arrays.items()}
+    return {n: x for n, x in alike({**made, "like of zeros": like})[0].items() if n in made}
+
+
+def _tiles(x: Any, order: Any, tile: int, axis: int) -> Any:
+    """Tiles of `tile` tokens in another order."""
+    if (order == np.arange(len(order))).all():
+        return x
+    shape = x.shape
+    cut = x.reshape(*shape[:axis], len(order), tile, *shape[axis + 1 :])
+    return jnp.take(cut, jnp.asarray(order), axis=axis).reshape(shape)

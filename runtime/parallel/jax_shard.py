@@ -1,0 +1,168 @@
+"""One device's part of a dealt sequence: where it is, what its masks read there, and attention to some keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from frisket.dsl.errors import ParameterError
+from frisket.dsl.ir import param, substitute, walk
+from frisket.dsl.types import FLOAT, INT
+from frisket.lowering.emit.expr_jnp import evaluate
+
+from ..attention import Attention
+from ..flat_plan import divided
+from ..jax_call import narrowed
+from ..jax_op import alike, prepared
+from ..jax_primitives import Task, bound
+from .deal import Deal
+from .places import AT, Placed, Table, Where, placed
+
+Arrays = dict[str, Any]
+Axes = str | tuple[str, ...] | None
+
+
+def size(axes: Axes) -> int:
+    return 1 if axes is None else int(lax.axis_size(axes))
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A call on one device of the axis, whose keys are dealt as the queries are or, `whole`, in the order of the
+    sequence. `given` are the tables and numbers of the caller that gradients or traces may hang on; those in `split`
+    are in parts. `lengths` are this device's batch entries and heads."""
+
+    att: Attention  # the caller's, with what is known on the host
+    deal: Deal
+    axis: str
+    whole: bool
+    axes: tuple[Axes, Axes]  # of the mesh, over which batch entries and heads are split
+    split: Mapping[str, str]
+    given: Arrays
+    lengths: tuple[int, int]
+
+    @cached_property
+    def local(self) -> Placed:
+        """The attention as a device computes it."""
+        batch, heads = (n * size(a) for n, a in zip(self.lengths, self.axes, strict=True))
+        moved = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + ("q" if self.whole else "qk")
+        where = Where(self.deal.length, len(self.deal.order), batch, heads, moved, self.split)
+        return placed(self.att, where, {n: x.shape for n, x in self.given.items() if n not in self.split})
+
+    @property
+    def learnable(self) -> frozenset[str]:
+        return self.att.subject.learnable & self.given.keys()
+
+    # -- where it is ------------------------------------------------------------------------------
+
+    def of_rank(self, table: Any, shift: int = 0) -> Any:
+        """A row of [ranks, ...]: this rank's, or that of the rank `shift` before it."""
+        at = (lax.axis_index(self.axis) - shift) % self.deal.ranks
+        return lax.dynamic_index_in_dim(jnp.asarray(table), at, keepdims=False)
+
+    def positions(self, shift: int = 0) -> Any:
+        return self.of_rank(self.deal.positions(), shift)
+
+    def first(self, place: int) -> Any:
+        """How many batch entries (0) or heads (1) there are before its own."""
+        axes = self.axes[place]
+        return jnp.int32(0) if axes is None else lax.axis_index(axes).astype(jnp.int32) * self.lengths[place]
+
+    # -- attention to some keys -------------------------------------------------------------------
+
+    def read(self, values: Arrays, keys: Arrays, k_at: Any) -> Arrays:
+        """What the local attention reads beside positions: of the caller's `values`, and of `keys`, the tables that
+        have come with the keys at `k_at`."""
+        at = {"q": self.positions(), "k": k_at}
+        at |= {c: self.first(i) + jnp.arange(n, dtype=jnp.int32) for i, (c, n) in enumerate(zip("bh", self.lengths))}
+        made = {t.name: self._table(t, at, {**values, **keys} if "k" in t.axes else values) for t in self.local.tables}
+        names = self.local.attention.subject.names
+        return {n: x for n, x in {**values, **made}.items() if n in names}
+
+    def _table(self, table: Table, at: Arrays, values: Arrays) -> Any:
+        what = self.att.subject
+        arrays = {**what.tables, **values}
+        env: Arrays = {n: x for n, x in {**what.scalars, **values}.items() if not getattr(x, "ndim", 0)}
+        for i, c in enumerate(table.axes):
+            shape = [-1 if i == j else 1 for j in range(len(table.axes))]
+            env[c], env[f"place of {c}"] = at[c].reshape(shape), jnp.arange(len(at[c])).reshape(shape)
+        wide = any(arrays[n.name].dtype == np.float64 for n in walk(table.expr) if n.op == "lookup")
+
+        def value(e: Any) -> Any:
+            names = {n.name for n in walk(e) if n.op == "lookup"}
+            read = {n: jnp.asarray(narrowed(n, arrays[n].dtype.kind == "f", arrays[n], False)) for n in names}
+            return evaluate(e, env, read, int64=False, float64=wide)
+
+        change: dict[Any, Any] = {}
+        for n in walk(table.expr):
+            if n.op == "segment":
+                offsets, name = jnp.asarray(arrays[n.name]), f"segment {len(change)}"
+                found = jnp.searchsorted(offsets, value(substitute(n.args[0], change)), "right") - 1
+                env[name] = jnp.clip(found, 0, max(offsets.shape[0] - 2, 0))
+                change[n] = param(name, INT)
+        return jnp.broadcast_to(value(substitute(table.expr, change)), tuple(len(at[c]) for c in table.axes))
+
+    def _call(self, q: Any, keys: Arrays, tables: Arrays, k_at: Any, seed: Any) -> Any:
+        """The call of a pair without its arrays, those that gradients flow to, and the others."""
+        att = self.local.attention
+        at = {AT["q"]: self.positions(), AT["k"]: k_at, AT["b"]: self.first(0), AT["h"]: self.first(1)}
+        params = tables | {n: x for n, x in at.items() if n in att.subject.names}
+        call = att.call(q, keys["k"], keys["v"], None, seed, None, False, None, None, "bshd", params)
+        inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
+        return inner, *alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
+
+    def forward(self, q: Any, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Any]:
+        """(out in the dtype of lse, lse) of attention to these keys, without sinks."""
+        inner, learned, fixed = self._call(q, keys, self.read(values, keys, k_at), k_at, values.get("seed"))
+        arrays = {n: learned[n] for n in "qkv"} | learned | fixed
+        out, lse, _ = bound(Task(inner, tuple(arrays)), *arrays.values())
+        return out.astype(lse.dtype), lse
+
+    def backward(self, rows: Arrays, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Arrays, Arrays]:
+        """(dq, gradients of `values` that are learned, of `keys`) by attention to these keys. `rows` holds q, the
+        whole attention's out and lse, and their cotangents."""
+        floats = {n: x for n, x in values.items() if n in self.learnable}
+        moving = {n: x for n, x in keys.items() if n in self.learnable}
+
+        def read(floats: Arrays, moving: Arrays) -> Arrays:
+            found = self.read({**values, **floats}, {**keys, **moving}, k_at)
+            return {n: x for n, x in found.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+        tables, back = jax.vjp(read, floats, moving)
+        tables = self.read(values, keys, k_at) | tables
+        inner, learned, fixed = self._call(rows["q"], keys, tables, k_at, values.get("seed"))
+        source = {t.name: t.source for t in inner.plan.tables} | {s.name: s.source for s in inner.plan.slots}
+        wanted = tuple(sorted(learned))
+        arrays = {n: learned[n] for n in "qkv"} | learned | fixed | {n: x for n, x in rows.items() if n != "q"}
+        found = dict(zip(wanted, bound(Task(inner, tuple(arrays), wanted), *arrays.values()), strict=True))
+        sums: Arrays = {}
+        for n, x in found.items():
+            if n not in ("q", "k", "v"):
+                sums[source[n]] = sums[source[n]] + x if source[n] in sums else x
+        floating = {n: x for n, x in tables.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        cotangents = {n: sums[n].astype(x.dtype) if n in sums else jnp.zeros_like(x) for n, x in floating.items()}
+        dfloats, dmoving = back(cotangents)
+        return found["q"], dfloats, dmoving | {"k": found["k"], "v": found["v"]}
+
+
+def shard_of(
+    att: Attention, q: Any, deal: Deal, axis: str, whole: bool, axes: tuple[Axes, Axes], split: dict[str, str],
+    params: dict[str, Any],
+) -> Shard:  # fmt: skip
+    """Of the values a call brings, those of the host are bound, the others stay what they are."""
+    host, given = divided({**att.traced, **params}, None, att.subject.learnable, "jax")
+    given |= {n: host.pop(n) for n in split if n in host}
+    if unused := [n for n in (*split, *given) if n not in att.subject.names]:
+        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it")
+    what = att.subject.without(given).bind(host)
+    if missing := [n for p in what.parts for n in p.unbound if n not in given]:
+        raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
+    arrays = {n: jnp.asarray(x) for n, x in given.items()}
+    return Shard(Attention(what, att.options), deal, axis, whole, axes, split, arrays, (q.shape[0], q.shape[2]))

@@ -1,0 +1,204 @@
+"""An attention as one rank computes it: what mask and score mod read, in tables of the rank's own places.
+
+Place q of a shard holds position `q_at[q]` of the sequence. A mask reads `q_at[q]` where it said `q`, and what it looks
+up at `q` alone becomes a table of places, `doc[q]` the table `doc_of_q`, so that the flat planner finds in it what it
+would find in `doc`: places rise with positions, and a sorted table stays sorted.
+
+>>> import frisket as fk
+>>> made = placed(fk.compile("causal & same(doc)"), Where(1024, 1024), {"doc": (1024,)})
+>>> made.attention
+Attention(mask = q_at[q] >= k_at[k] & doc_of_q[q] == doc_of_k[k])
+>>> [(t.name, t.expr, t.axes) for t in made.tables]
+[('doc_of_k', doc[k], 'k'), ('doc_of_q', doc[q], 'q')]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.errors import ParameterError
+from frisket.dsl.ir import COORDINATES, SIZES, Expr, conj, lit, lookup, make, param, substitute, uses, var, walk
+from frisket.dsl.program import Declared
+from frisket.dsl.show import show
+from frisket.dsl.types import INT
+from frisket.lowering.analysis.driver import bind as written_out
+
+from ..attention import Attention
+from ..bind import Subject
+from ..bound_expr import Bound, Origin
+from ..mask import Mask, ScoreMod
+from ..parameters import names_of
+
+AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # where a shard's coordinates are
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a call is a shard of. `moved` are the coordinates that differ between the arrays of a call and the problem:
+    q and k by a table of positions, b and h by how many come before. `split` says which tables are there in parts,
+    and along which coordinates."""
+
+    length: int
+    places: int  # of all ranks, with padding
+    batch: int = 1
+    heads: int = 1
+    moved: str = "qk"
+    split: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a shard's own: `expr` at its coordinates `axes`, "bhqk" or some of them in this order. In `expr` a
+    coordinate is a position, and `place(c)` a place, in tables that are split."""
+
+    name: str
+    expr: Expr
+    axes: str
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`attention` reads `tables`, of its own places, and what is in AT; `travels` says which of the caller's tables are
+    split along keys, and in which axis."""
+
+    attention: Attention
+    tables: tuple[Table, ...]
+    travels: Mapping[str, int]
+
+
+def place(coordinate: str) -> Expr:
+    return make("var", (), f"place of {coordinate}", INT)
+
+
+def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) -> Placed:
+    """`att` on a shard. `shapes` are those of the tables that a call brings, whole. Raises `ParameterError` where a
+    split table is read at other coordinates than its own."""
+    what = att.subject
+    if taken := sorted(what.names & set(AT.values())):
+        raise ParameterError(
+            f"`{taken[0]}` is a name of context parallel's own; rename it, for example `my_{taken[0]}`"
+        )
+    known = {**what.tables, **{n: np.broadcast_to(np.empty((), bool), s) for n, s in shapes.items()}}
+    made = _Maker(what, where, known)
+    seen = None if what.mask is None else made.moved(what.mask)
+    padding = [made.at[c] < where.length for c in "qk" if c in where.moved] if where.places > where.length else []
+    if padding:
+        seen = conj(*([] if seen is None else [seen]), *padding)
+    score = None if what.score is None else made.moved(what.score)
+    origin = Origin(declared=made.declared)
+    values = {**what.scalars, **what.tables}
+
+    def bound(kind: type[Any], e: Expr | None) -> Any:
+        if e is None:
+            return None
+        held = names_of(e)
+        return kind(e, {n: x for n, x in values.items() if n in held}, origin)
+
+    places = tuple(bound(Bound, made.at[c]) for c in "qk") if att.options.dropout else None
+    subject = Subject(bound(Mask, seen), bound(ScoreMod, score), places)
+    return Placed(Attention(subject, att.options), tuple(made.tables.values()), made.travels)
+
+
+class _Maker:
+    """What is shared by mask and score mod: one table for one thing that is read."""
+
+    def __init__(self, what: Subject, where: Where, known: Mapping[str, Any]) -> None:
+        self.what, self.where, self.known = what, where, known
+        self.tables: dict[Expr, Table] = {}
+        self.travels: dict[str, int] = {}
+        self.declared: dict[str, Declared] = {}
+        self.at: dict[str, Expr] = {c: self._position(c) if c in where.moved else var(c) for c in COORDINATES}
+
+    def _position(self, c: str) -> Expr:
+        if c in "bh":
+            return var(c) + param(AT[c], INT)
+        self.declared[AT[c]] = Declared(1, INT, "sorted", most=self.where.places)
+        return lookup(AT[c], (var(c),))
+
+    def moved(self, part: Bound) -> Expr:
+        e = written_out(part.expr, self.known)
+        w = self.where
+        change: dict[Expr, Expr] = {var(c): self.at[c] for c in w.moved}
+        change |= dict(zip(map(var, SIZES), map(lit, (w.batch, w.heads, w.length, w.length)), strict=True))
+        change |= {n: self._table(n) for n in walk(e) if n.op in ("lookup", "segment") and self._own(n)}
+        self._check_split(e)
+        return substitute(e, change)
+
+    def _own(self, e: Expr) -> bool:
+        """Whether what is read becomes a table of places: it is read on one side, or at bare coordinates."""
+        read = uses(e) - frozenset(SIZES)
+        if not read <= frozenset(COORDINATES) or not (read & set(self.where.moved) or e.name in self.where.split):
+            return False
+        return not {"q", "k"} <= read or all(a.op == "var" for a in e.args)
+
+    def _table(self, e: Expr) -> Expr:
+        axes = "".join(c for c in COORDINATES if c in uses(e))
+        if e not in self.tables:
+            name = f"{e.name}_of_{axes}"
+            while name in self.what.names or name in {t.name for t in self.tables.values()}:
+                name += "_"
+            self.tables[e] = Table(name, self._in_places(e), axes)
+            fact = "sorted" if len(axes) == 1 and self._rises(e) else None
+            self.declared[name] = Declared(len(axes), e.type, fact, most=self._most(e))
+        return lookup(self.tables[e].name, tuple(map(var, axes)), e.type)
+
+    def _in_places(self, e: Expr) -> Expr:
+        """The same where tables that are split are read at places."""
+        change = {}
+        for n in walk(e):
+            if n.op == "lookup" and n.name in self.where.split:
+                own = self.where.split[n.name]
+                change[n] = lookup(n.name, tuple(place(a.name) if _bare(a, own) else a for a in n.args), n.type)
+        return substitute(e, change)
+
+    def _rises(self, e: Expr) -> bool:
+        """Whether it never decreases from one position to the next."""
+        if e.op == "var":
+            return e.name in "qk"
+        if e.op in ("segment", "lookup"):
+            return len(e.args) == 1 and (e.op == "segment" or self._sorted(e.name)) and self._rises(e.args[0])
+        if e.op in ("add", "sub", "floordiv"):
+            positive = e.op != "floordiv" or e.args[1].name > 0 if e.args[1].op == "lit" else False
+            return positive and self._rises(e.args[0])
+        return False
+
+    def _sorted(self, name: str) -> bool:
+        for p in self.what.parts:
+            declared = p.origin.declared.get(name)
+            if declared is not None and declared.fact == "sorted":
+                return True
+            if name in p.tables:
+                return bool((p.tables[name][1:] >= p.tables[name][:-1]).all())
+        return False
+
+    def _most(self, e: Expr) -> int | None:
+        """The largest magnitude of its Ints, where that is known."""
+        if e.type is not INT:
+            return None
+        if e.op == "segment":
+            return int(self.known[e.name].shape[0])
+        table = self.what.tables.get(e.name)
+        return None if table is None else max(abs(int(table.max())), abs(int(table.min())))
+
+    def _check_split(self, e: Expr) -> None:
+        for n in walk(e):
+            own = self.where.split.get(n.name, "") if n.op in ("lookup", "segment") else ""
+            if not own:
+                continue
+            mine = [i for i, a in enumerate(n.args) if _bare(a, own)]
+            if n.op == "segment" or not mine:
+                raise ParameterError(
+                    f"`{n.name}` is split along {' and '.join(own)} and read as `{show(n)}`, which may be on another "
+                    f"rank\n  give it whole: split= without `{n.name}`"
+                )
+            for i in mine:
+                if n.args[i].name == "k" and self.travels.setdefault(n.name, i) != i:
+                    raise ParameterError(f"`{n.name}` is split and has keys in two axes, in `{show(e)}`; give it whole")
+
+
+def _bare(e: Expr, own: str) -> bool:
+    return e.op == "var" and e.name in own

@@ -1,0 +1,43 @@
+"""The steps of a ring of one program: at step s rank r sends to rank r + s, what that one needs and at one length.
+
+>>> import frisket as fk
+>>> [(s.shift, s.length, s.pairs) for s in steps(fk.parallel.deal("causal & window(100)", 1024, ranks=4))]
+[(0, 256, ()), (1, 128, ((0, 1), (1, 2), (2, 3)))]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .deal import Deal
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rank r has keys of rank r - `shift`. `pairs` (from, to) are those that send, `length` tokens each, beginning at
+    place `start[from]`; `reads[r]`: whether rank r sees any of them."""
+
+    shift: int
+    length: int
+    pairs: tuple[tuple[int, int], ...]
+    start: tuple[int, ...]
+    reads: tuple[bool, ...]
+
+
+def steps(deal: Deal) -> tuple[Step, ...]:
+    """Those in which somebody sees something, a rank's own keys first."""
+    made = []
+    rank = np.arange(deal.ranks)
+    for shift in range(deal.ranks):
+        need = deal.needs[(rank + shift) % deal.ranks, rank]  # [from]
+        size = need[:, 1] - need[:, 0]
+        length = int(size.max()) if shift else deal.shard
+        if not size.any():
+            continue
+        pairs = tuple((int(r), int((r + shift) % deal.ranks)) for r in rank if shift and size[r])
+        start = np.where(size > 0, np.minimum(need[:, 0], deal.shard - length), 0)
+        reads = size[(rank - shift) % deal.ranks] > 0
+        made.append(Step(shift, length, pairs, tuple(map(int, start)), tuple(map(bool, reads))))
+    return tuple(made)
