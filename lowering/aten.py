@@ -22,6 +22,7 @@ Tensor = Any
 BUDGET = 1 << 20  # scores of one step: fewer, larger steps pay for their Python even out of the second-level cache
 PARTS = 8  # of a row's keys, where there are fewer blocks than that: decode
 LEAST = 1024  # keys of a part
+TILE = 1 << 18  # numbers of stored keys that are converted together
 
 
 def forward(
@@ -59,7 +60,7 @@ class _Forward(Tiles):
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1))
         blocks = self._split(list(self._blocks()))
         blocks.sort(key=lambda x: x[0].cells)  # the largest go first: the last ones to end are short
-        self.values = self.given_v if self.half else self.v
+        self.values = self.given_v if self.half or self.stored else self.v
         if self.values.stride(-1) != 1:
             self.values = self.values.contiguous()
         self.parts: dict[tuple[Block, int], tuple[Tensor, Tensor, Tensor]] = {}
@@ -103,7 +104,10 @@ class _Forward(Tiles):
         block, whole, part = what
         torch, step = self.torch, block.step
         query = self.rows(self.q, block)
-        todo = chunks(step.pieces, max(64, BUDGET // (block.batch * block.rows)))
+        room = BUDGET // (block.batch * block.rows)
+        if self.stored and not block.by_row:  # a tile of converted keys is to stay in the cache
+            room = min(room, TILE // (block.batch * self.geometry.head_dim))
+        todo = chunks(step.pieces, max(64, room))
         # Some row of these keys may show nothing finite: -inf - -inf is NaN.
         hollow = self._hollow or (self.mask is not None and (len(todo) > 1 or whole is not None))
         top = total = acc = None
@@ -126,7 +130,9 @@ class _Forward(Tiles):
                 total = share if total is None else total.add_(share)
                 if self.kept is not None:
                     self.cells(block, t).mul_(self.survivors(block, piece))
-                value = self.keys(self.values, block, piece)
+                if self.weight is not None:
+                    self.cells(block, t).mul_(self.weights(block, piece))
+                value = self.keys(self.values, block, piece, self.given if self.half else self.dtype)
                 if self.half:
                     found = self.rough_product(self.rounded(t, "weights"), value)
                     acc = found.to(self.dtype) if acc is None else acc.add_(found)

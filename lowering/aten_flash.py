@@ -33,7 +33,8 @@ class Fused:
 def fusible(tiles: Tiles, todo: list[Step]) -> tuple[list[Fused], list[Step]]:
     """What the kernel can do of these steps, and the rest."""
     g, plan = tiles.geometry, tiles.plan
-    if plan.score is not None or plan.kept is not None or g.head_dim != g.v_dim or tiles.q.device.type != "cpu":
+    changed = plan.score is not None or plan.kept is not None or plan.weight is not None
+    if changed or tiles.stored or g.head_dim != g.v_dim or tiles.q.device.type != "cpu":
         return [], todo
     found, rest = [], []
     for rows in triangles(todo):

@@ -57,8 +57,11 @@ class Tiles:
         # Half precision multiplies in float32, so that scores keep their digits. Products of weights may take bfloat16
         # as it is, where the processor has it: weights are rounded, sums stay float32.
         self.half = self.given == torch.bfloat16 and _fast_bfloat16()
-        self.q, self.k = self.grouped(self.worked(qkv[0])), self.worked(qkv[1])
         self.given_k, self.given_v = qkv[1:]
+        self.stored = bool(plan.page or geometry.kv_dtype)  # keys and values are converted tile by tile
+        self.pages = tables[plan.pages].long() if plan.pages is not None else None
+        self.q = self.grouped(self.worked(qkv[0]))
+        self.k = qkv[1] if self.stored else self.worked(qkv[1])
         sizes = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
         self.env = {**sizes, **slots}
         self.buffers = local()  # of each thread, reused by its blocks
@@ -68,6 +71,7 @@ class Tiles:
         self.mask = None if plan.mask is None else self.program(plan.mask)
         self.still = plan.mask is not None and _still(plan.mask) and not _vectors(geometry)
         self.score = self.kept = None
+        self.weight = None if plan.weight is None else self.program(plan.weight)
         self.strips: dict[str, Program] = {}
         if plan.score is not None:
             self.score, self.strips = _score_programs(plan.score, self.dtype, not _vectors(geometry))
@@ -102,7 +106,7 @@ class Tiles:
         """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
         log2(e) where no score mod is to come."""
         factor = self.geometry.scale * (LOG2E if self.score is None else 1.0)
-        keys = self.keys(self.k, block, piece)
+        keys = self.keys(self.k, block, piece, self.dtype)
         if 1 < block.rows <= FEW:
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
         return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
@@ -167,6 +171,11 @@ class Tiles:
         lo = piece.start - step.start + g.q_len
         return strip[:, lo : lo + piece.width]
 
+    def weights(self, block: Block, piece: Piece) -> Tensor:
+        """What the weights of the piece are multiplied with, for cells [batch, group, height, width]."""
+        assert self.weight is not None
+        return self.weight(self.coordinates(block, piece, piece.start, piece.stop), self.tables)
+
     def survivors(self, block: Block, piece: Piece) -> Tensor:
         """What dropout keeps of the piece, 1 or 0, for cells [batch, group, height, width]."""
         assert self.kept is not None
@@ -195,14 +204,30 @@ class Tiles:
         else:
             part.copy_(value)
 
-    def keys(self, x: Tensor, block: Block, piece: Piece) -> Tensor:
-        """[batch, width, dim]: always a view; the rows of a sliding window overlap."""
-        m = block.heads
+    def keys(self, x: Tensor, block: Block, piece: Piece, dtype: Any = None) -> Tensor:
+        """[batch, width, dim]: always a view, of x or, where keys are stored, of a tile of them that is converted to
+        `dtype`; the rows of a sliding window overlap."""
+        m, start = block.heads, piece.start
+        heads = slice(m.kv, m.kv + m.count)
+        if self.stored:
+            stop = piece.stop + (block.step.count - 1) * piece.stride * block.by_row
+            part, start = self._read(x, m.batch, heads, start, stop).to(dtype), 0
+        else:
+            part = x[m.batch, heads]
         if not block.by_row:
-            return x[m.batch, m.kv : m.kv + m.count, piece.start : piece.stop]
-        first = x[m.batch, m.kv, piece.start : piece.stop]
+            return part[:, start : start + piece.width]
+        first = part[0, start : start + piece.width]
         shape = (block.step.count, *first.shape)
         return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
+
+    def _read(self, x: Tensor, b: int, heads: slice, start: int, stop: int) -> Tensor:
+        """Keys [start, stop) of a batch entry, [heads, stop - start, dim], as they are stored."""
+        if self.pages is None:
+            return x[b, heads, start:stop]
+        page = self.plan.page
+        first, last = start // page, -(-stop // page)
+        found = x[self.pages[b, first:last].clamp(0, len(x) - 1), heads]  # [pages, heads, tokens, dim]
+        return found.transpose(0, 1).flatten(1, 2)[:, start - first * page : stop - first * page]
 
     def rough_product(self, left: Tensor, right: Tensor) -> Tensor:
         """left @ right in bfloat16, in a buffer: new memory costs as much as the product."""

@@ -27,6 +27,8 @@ from .simplify.facts import interval
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop
 SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
+K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
+LIVE = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
 
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
@@ -137,8 +139,9 @@ class LoopPlan:
         return {s.name: s.value if s.source is None else params[s.source] for s in self.slots}
 
     def table_values(self, tables: Mapping[str, Any]) -> dict[str, Any]:
-        """An array for every table of the kernel, from the user's tables."""
-        return {t.name: _segments(tables[t.source], t.derived) if t.derived else tables[t.source] for t in self.tables}
+        """An array for every table of the kernel, from the user's tables; those that come with every call have none."""
+        known = [t for t in self.tables if t.source not in LIVE]
+        return {t.name: _segments(tables[t.source], t.derived) if t.derived else tables[t.source] for t in known}
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ class Geometry:
     scale: float
     origin: Origin = (0, 0, 0, 0)
     sizes: Sizes | None = None
+    kv_dtype: str = ""  # that of k and v, where it is another one than that of q: of 8 bits
 
     @property
     def full(self) -> Sizes:

@@ -132,6 +132,9 @@ class Tiles:
         self.length = -(-self.q_len // static.block_q) * static.block_q
         plan = static.plan
         self.tables = {t.name: array for t, array in zip(plan.tables, numbers.tables, strict=True)}
+        self.pages = None if plan.pages is None else self.tables[plan.pages]
+        if self.pages is not None:
+            self.kv_len = self.pages.shape[1] * plan.page
         self.constants = {
             **dict(zip(("B", "H", "Q_LEN", "KV_LEN"), numbers.sizes, strict=True)),
             **{s.name: value for s, value in zip(plan.slots, numbers.slots, strict=True)},
@@ -220,12 +223,26 @@ class Tiles:
         return self.static.batches, self.kvs, self.groups, self.static.block_q
 
     def keys(self, x: Array, row: Row, start: Array, width: int) -> Array:
-        """A tile of [batch, length, kv heads, n], as [batch, kv head, key, n]."""
+        """A tile of [batch, length, kv heads, n], or of a pool, as [batch, kv head, key, n]."""
         from jax import lax
 
         shape = (self.static.batches, width, self.kvs, x.shape[-1])
-        tile = lax.dynamic_slice(x, (row.b, start, row.kv, _zero()), shape)
+        if self.pages is None:
+            tile = lax.dynamic_slice(x, (row.b, start, row.kv, _zero()), shape)
+        else:
+            tile = self._paged(self.pages, x, row, start, shape)
         return tile.transpose(0, 2, 1, 3).astype(self.static.dtype)
+
+    def _paged(self, pages: Array, x: Array, row: Row, start: Array, shape: tuple[int, ...]) -> Array:
+        """A tile [batch, key, kv head, n] of a pool [pages, tokens, kv heads, n]."""
+        import jax.numpy as jnp
+        from jax import lax
+
+        page = self.static.plan.page
+        places = start + jnp.arange(shape[1], dtype=jnp.int32)
+        mine = lax.dynamic_slice_in_dim(pages, row.b, shape[0])[:, places // page]
+        heads = lax.dynamic_slice_in_dim(x, row.kv, shape[2], 2)
+        return heads.at[mine, places % page].get(mode="clip")
 
     def put_queries(self, whole: Array, tile: Array, row: Row) -> Array:
         """`queries` the other way: the tile written."""
@@ -269,6 +286,10 @@ class Tiles:
     def survivors(self, env: Mapping[str, Array]) -> Array | None:
         """Which positions dropout keeps; None: all."""
         return None if self.static.plan.kept is None else self.value(self.static.plan.kept, env)
+
+    def weights(self, env: Mapping[str, Array]) -> Array | None:
+        """What weights are multiplied with, once summed; None: nothing."""
+        return None if self.static.plan.weight is None else self.value(self.static.plan.weight, env)
 
     @property
     def keep(self) -> Array | float:

@@ -12,18 +12,19 @@ from frisket.dsl.errors import FrisketError, LoweringError, ParameterError, Shap
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
-from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
+from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, storing, target_of
 from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Arrays, arrays, device_of, framework_of, in_graph, turn
 from .host_plan import Plan
-from .options import Options, check_keys, seed_of, sinks_of
+from .options import Options, seed_of, sinks_of
 from .parameters import learns, names_of, traced
 from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
+from .stored import PAGES, Stored, live_of, parted, stored
 from .torch_spec import spec_of
 
 NOWHERE: Origin = (0, 0, 0, 0)
@@ -49,7 +50,8 @@ class Attention:
         self.traced = {n: x for n, x in what.captured.items() if traced(x)}  # by JAX, of functions
         self.spec = spec_of(what, self.options, self.learned)
         self.constants: dict[str, Any] = {**what.tables, **self.learned}
-        self.ambiguous = any(all(n in names_of(p.expr) for p in what.parts) for n in learned.keys() - self.learned)
+        both = [e for e in what.exprs if e is not None]
+        self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - self.learned)
 
     @property
     def mask(self) -> Any:
@@ -67,7 +69,7 @@ class Attention:
     def __call__(
         self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
         return_lse: bool = False, return_max: bool = False, origin: Origin | None = None, sizes: Sizes | None = None,
-        layout: str | None = None, **params: Any,
+        layout: str | None = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
     ) -> Any:  # fmt: skip
         """`att(q, k, v)`; `(out, lse)` with return_lse, `(out, max)` with return_max, `(out, lse, max)` with both.
 
@@ -82,7 +84,17 @@ class Attention:
         drops: equal seeds drop the same positions of the whole problem on every backend; torch draws one from its
         default generator when there is none, JAX needs one. There is no training mode: dropout is applied whenever
         it is not 0.
+
+        Keys and values may be as a cache stores them: int8, float8_e4m3fn or float8_e5m2 beside q of any Float, and
+        meant times `k_scale` and `v_scale`, float32 with the axes of k and v without the last, one number for every
+        token and head. With `pages` int32 [batch, pages of a sequence] k and v are pools: torch [pages, kv_heads,
+        tokens, dim], JAX [pages, tokens, kv_heads, dim], with 16 tokens in a page or a multiple; key i of batch entry b
+        is token i % tokens of page pages[b, i // tokens], and a number that is no page of the pool is taken for the
+        nearest. Where nothing is visible k, v and scales hold any finite numbers. Other values of scales and pages plan
+        and compile nothing anew. Such calls have no gradients.
         """
+        if k_scale is not None or v_scale is not None or pages is not None:
+            params |= live_of(k_scale, v_scale, pages)
         what = plan, seed, sinks, return_max, origin, sizes, layout, params
         if in_graph(q):
             from .torch_library import traced_call
@@ -118,20 +130,24 @@ class Attention:
         sizes: Sizes | None, layout: str | None, params: dict[str, Any],
     ) -> Call:  # fmt: skip
         """A call, checked; `run` runs it."""
-        given = arrays(q, k, v, layout)
+        live, params = parted(params)
+        given = arrays(q, k, v, layout, pages=live.get(PAGES))
         geometry = self._geometry(given, plan, origin, sizes)
+        how, live = stored(given, geometry, live)
         if plan is not None:
             self._check_plan(plan, params)
+            plan = plan.stored_as(how)
         backend = choose(self.options.backend, given.framework, given.device)
         rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
         check_interpreted(backend, given.dtype)
-        check_keys(backend, given.kv_dtype)
         seed = seed_of(seed, rate, given.framework)
         sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
             torch_op().refuse_ambiguous(self.subject, {**self.subject.captured, **params})
-        plan = plan or self._plan_for(geometry, params, given.framework)
-        return Call(given, geometry, plan, backend, rate, seed, sinks, top)
+        plan = plan or self._plan_for(geometry, params, given.framework, how)
+        if how is not None or given.kv_dtype:
+            backend = storing(backend, self.options.backend, plan, geometry, given, live)
+        return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)
 
     def run(self, call: Call) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where nobody asks for it."""
@@ -173,8 +189,8 @@ class Attention:
     def _check_plan(self, plan: AnyPlan, params: dict[str, Any]) -> None:
         if params:
             raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
-        made_for = plan.key.what if isinstance(plan, FlatPlan) else plan.subject
-        if made_for.exprs != self.subject.exprs:
+        made_for = plan.what
+        if made_for.exprs != self.subject.exprs or made_for.positions != self.subject.positions:
             raise ParameterError(
                 "the plan is for another mask or score mod:\n  "
                 + (str(made_for).replace("\n", "\n  ") or "everything visible")
@@ -187,19 +203,21 @@ class Attention:
                 "  make it with this attention's own `plan`"
             )
 
-    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str) -> AnyPlan:
+    def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None = None) -> AnyPlan:
         host, given = divided(params, None, self.subject.learnable, framework)
         if framework == "torch":
             given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
         given = {**{n: x for n, x in self.traced.items() if n not in params}, **given}
-        return self._kept_plan(g, host, given)
+        return self._kept_plan(g, host, given, how)
 
-    def _kept_plan(self, g: Geometry, host: dict[str, Any], given: dict[str, Any]) -> AnyPlan:
+    def _kept_plan(
+        self, g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None = None
+    ) -> AnyPlan:
         """A plan; what does not hang on the tables of this step is kept."""
-        key = None if Settings.read().check else _known(g, host, given)
+        key = None if Settings.read().check else _known(g, host, given, how)
         plan = None if key is None else self._plans.get(key)
         if plan is None:
-            plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None)
+            plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None, how)
             if key is not None:  # without values: those of a step hold its graph, or its trace
                 self._plans[key] = plan.again({}) if isinstance(plan, FlatPlan) else plan
                 while len(self._plans) > 32:
@@ -208,12 +226,13 @@ class Attention:
 
     def _made_plan(
         self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
-        host: dict[str, Any], given: dict[str, Any], block: tuple[int, int] | None,
+        host: dict[str, Any], given: dict[str, Any], block: tuple[int, int] | None, how: Stored | None = None,
     ) -> AnyPlan:  # fmt: skip
         place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
+        what = self.subject.stored_as(how)
         if given:
-            return flat_plan(self.subject, host, given, *place, block, Settings.read().check, dropout)
-        return Plan(self.subject.bind(host), *place, dropout)
+            return flat_plan(what, host, given, *place, block, Settings.read().check, dropout)
+        return Plan(what.bind(host), *place, dropout)
 
     def plan(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
@@ -290,13 +309,15 @@ class Attention:
     def check(
         self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,
-        **params: Any,
+        k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
     ) -> Report:  # fmt: skip
-        """The call beside the float64 interpreter, and its gradients for random cotangents, where the backend has
-        any: of q, k, v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises
+        """The call beside the float64 interpreter, and its gradients for random cotangents, where there are any: of q,
+        k, v, sinks, and, without a plan, of the Float parameters that only the score mod reads. Raises
         `MismatchError` when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
+        live = live_of(k_scale, v_scale, pages)
+        gradients &= not live and k.dtype == q.dtype
         params |= learned_values(self.subject, q, params) if gradients and plan is None else {}
-        call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, params)
+        call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live})
         if gradients and call.backend != "dense":
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
             found = report_gradients(partial(self, return_lse=True, **how), call, params)
@@ -314,7 +335,7 @@ def torch_op() -> Any:
     return torch_op
 
 
-def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any]) -> tuple[Any, ...] | None:
+def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None) -> tuple[Any, ...] | None:
     """What a plan depends on, if that is quickly said: no array of the host is part of it."""
     numbers = all(type(x) in (bool, int, float) for x in host.values())
     if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):
@@ -322,6 +343,7 @@ def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any]) -> tuple[An
     place = (g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes)
     return (
         place,
+        how,
         tuple((n, type(x), x) for n, x in host.items()),
         tuple((n, framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items()),
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -24,11 +24,12 @@ from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, S
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
 
-from .bound_expr import separated
+from .bound_expr import Bound, separated
 from .layout import Layout
 from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
 from .parameters import as_value, names_of, short_tables, with_learned
+from .stored import Stored
 
 Array = NDArray[Any]
 Place = tuple[int, int, int, int, tuple[int, int], Origin, Sizes | None]  # q_len, kv_len, batch, heads, tiles, ...
@@ -43,10 +44,13 @@ class Subject:
 
     mask: Mask | None
     score: ScoreMod | None
+    places: tuple[Bound, Bound] | None = None  # positions of the problem at q and k of the arrays: mask and score mod
+    # speak of them already, dropout draws there
+    stored: Stored | None = None  # how keys and values are stored
 
     @property
-    def parts(self) -> list[Mask | ScoreMod]:
-        return [p for p in (self.mask, self.score) if p is not None]
+    def parts(self) -> list[Bound]:
+        return [p for p in (self.mask, self.score, *(self.places or ())) if p is not None]
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -55,6 +59,11 @@ class Subject:
     @property
     def exprs(self) -> tuple[Expr | None, Expr | None]:
         return None if self.mask is None else self.mask.expr, None if self.score is None else self.score.expr
+
+    @property
+    def positions(self) -> tuple[Expr, Expr] | None:
+        """Those of the problem at q and k of the arrays, where they are others."""
+        return None if self.places is None else (self.places[0].expr, self.places[1].expr)
 
     @property
     def scalars(self) -> dict[str, Any]:
@@ -83,21 +92,37 @@ class Subject:
             return self
         _check_used(params, self.names)
         values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
-        bound = (
-            None if p is None else p.bind(**{n: values[n] for n in values if _mentions(p, n)})
-            for p in (self.mask, self.score)
-        )
-        return Subject(*bound)  # type: ignore[arg-type]
+        return self._changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
 
     def without(self, names: Iterable[str]) -> Subject:
         """The same with the values of `names` taken off."""
         off = set(names)
-        parts = (
-            p if p is None or not off & p.params.keys()
-            else type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
-            for p in (self.mask, self.score)
-        )  # fmt: skip
-        return Subject(*parts)  # type: ignore[arg-type]
+
+        def bare(p: Bound) -> Bound:
+            if not off & p.params.keys():
+                return p
+            return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
+
+        return self._changed(bare)
+
+    def _changed(self, change: Callable[[Any], Any]) -> Subject:
+        mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
+        places = None if self.places is None else (change(self.places[0]), change(self.places[1]))
+        return Subject(mask, score, places, self.stored)
+
+    def stored_as(self, how: Stored | None) -> Subject:
+        """The same of keys and values that are stored."""
+        return self if how == self.stored else replace(self, stored=how)
+
+    def scored(self, mod: Expr | None) -> Expr | None:
+        """The score mod as kernels compute it."""
+        return self.stored.scored(mod) if self.stored else mod
+
+    def beside(self, tables: Mapping[str, Any]) -> dict[str, Any]:
+        """What `make_plan` takes beside them."""
+        at = self.places and tuple(written_out(p.expr, tables) for p in self.places)
+        how = self.stored
+        return {"at": at, "weight": how and how.weight, "pages": how and how.pages}
 
     def require_bound(self) -> None:
         for p in self.parts:
@@ -147,7 +172,7 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x for n, x in values.items() if n in names}
 
 
-def _mentions(part: Mask | ScoreMod, name: str) -> bool:
+def _mentions(part: Bound, name: str) -> bool:
     return name in names_of(part.expr)
 
 
@@ -186,6 +211,11 @@ class Fixed:
         return frozenset() if seen is None else frozenset(names_of(seen))
 
     @cached_property
+    def kernel(self) -> LoopPlan:
+        """What kernels do, whatever the lengths."""
+        return self.inputs(None, False, {}, False).plan
+
+    @cached_property
     def few(self) -> Few | None:
         return few(self.laid, self.scalars, self.tables)
 
@@ -222,7 +252,7 @@ class Fixed:
         seen, mod = self.simplified
         plan = make_plan(
             seen, mod, self.text, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
-            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout,
+            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout, **self.subject.beside(self.arrays),
         )  # fmt: skip
         arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
         return Inputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
@@ -285,7 +315,7 @@ def work(
     """The compilation, kept by value: the mask and the contents of its tables, lengths, tiles, origin. `proofs` counts
     rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
-    key = (what.mask, what.score, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
+    key = (what, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
     if key in _works:
         _works.move_to_end(key)
         return _works[key]
@@ -352,8 +382,8 @@ def fixed_of(what: Subject) -> Fixed:
     what.require_bound()
     arrays = what.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
-    parts = [None if p is None else written_out(p.expr, arrays) for p in (what.mask, what.score)]
-    seen, mod, laid, rules = _simplified(parts[0], parts[1], tuple(sane.items()))
+    seen, mod = (None if p is None else written_out(p.expr, arrays) for p in (what.mask, what.score))
+    seen, mod, laid, rules = _simplified(seen, what.scored(mod), tuple(sane.items()))
     tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
     return Fixed(what, (seen, mod), laid, rules, sane, what.scalars, arrays, tables, str(what))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
 
+from .bind import Subject
 from .flat_plan import FlatPlan
 from .frameworks import Arrays
 from .host_plan import Plan
@@ -27,6 +29,7 @@ class Call:
     seed: Any
     sinks: Any
     top: bool  # whether the largest score of every row is asked for
+    live: Mapping[str, Any] = field(default_factory=dict)  # scales and pages, by the sources of their tables
 
     def drawn(self, plan: LoopPlan) -> dict[str, Any]:
         """Values of the slots of dropout."""
@@ -34,9 +37,11 @@ class Call:
         return {s.name: values[s.source] for s in plan.slots if s.source in values}
 
 
-def dropout_terms(rate: float, seed: Any) -> dict[str, Any]:
+def dropout_terms(what: Subject, rate: float, seed: Any) -> dict[str, Any]:
     """What `lowering.dense` takes for dropout; the names of `kept` are found in `params`."""
-    return {"kept": survives(), "rate": rate, "params": {SEED: int(seed), RATE: rate}} if rate else {"params": {}}
+    if not rate:
+        return {"params": {}}
+    return {"kept": survives(what.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
 
 
 def results(found: tuple[Any, Any, Any], lse: bool, top: bool) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,18 @@ from .call import Call, dropout_terms
 from .flat_plan import FlatPlan
 from .frameworks import Arrays, framework_of, from_numpy, to_numpy, turn
 from .report import Cotangents, Report, compared, differentiated
+from .stored import meant
 
 
-def oracle(given: Arrays, g: Geometry, what: Subject, rate: float = 0.0, seed: Any = None, sinks: Any = None) -> Any:
+def oracle(
+    given: Arrays, g: Geometry, what: Subject, rate: float = 0.0, seed: Any = None, sinks: Any = None,
+    live: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
     what.require_bound()
-    q, k, v = (turn(to_numpy(x), given.layout, "bhsd") for x in (given.q, given.k, given.v))
+    q, k, v = meant(given, live)
     mask, score = what.exprs
-    terms = dropout_terms(rate, seed)
+    terms = dropout_terms(what, rate, seed)
     terms["params"] |= what.scalars
     place: dict[str, Any] = {"scale": g.scale, "tables": what.tables, "origin": g.origin, "sizes": g.full}
     sinks = None if sinks is None else to_numpy(sinks)
@@ -35,7 +40,7 @@ def oracle(given: Arrays, g: Geometry, what: Subject, rate: float = 0.0, seed: A
 def interpreted(call: Call) -> tuple[Any, Any, Any]:
     """The backend "dense": the interpreter on the arrays of a framework."""
     given = call.given
-    out, *rows = oracle(given, call.geometry, call.plan.subject, call.rate, call.seed, call.sinks)
+    out, *rows = oracle(given, call.geometry, call.plan.subject, call.rate, call.seed, call.sinks, call.live)
     real = "float64" if given.dtype == "float64" else "float32"
     lse, top = (from_numpy(x, given.q, real) for x in rows)
     return from_numpy(turn(out, "bhsd", given.layout), given.q), lse, top
@@ -48,10 +53,11 @@ def report(call: Call, out: Any, lse: Any) -> Report:
 
 def _compared(call: Call, what: Subject, out: Any, lse: Any, cotangents: Cotangents | None = None) -> Report:
     out = turn(to_numpy(out), call.given.layout, "bhsd")
-    terms = dropout_terms(call.rate, call.seed)
+    terms = dropout_terms(what, call.rate, call.seed)
     return compared(
-        call.given, call.geometry, what, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, **terms
-    )
+        call.given, call.geometry, what, out, to_numpy(lse), sinks=call.sinks, cotangents=cotangents, live=call.live,
+        **terms,
+    )  # fmt: skip
 
 
 def report_gradients(attend: Callable[..., Any], call: Call, params: Mapping[str, Any]) -> Report:
@@ -90,10 +96,10 @@ def report_later(call: Call, out: Any, lse: Any) -> None:
     values = plan.given if isinstance(plan, FlatPlan) else {}
     what = plan.key.what if isinstance(plan, FlatPlan) else plan.subject
 
-    def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any) -> None:
+    def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any, live: Any) -> None:
         q, k, v = (np.asarray(x) for x in qkv)
         plain = what.bind({n: np.asarray(x) for n, x in values.items()})
-        here = replace(call, given=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks)
+        here = replace(call, given=replace(given, q=q, k=k, v=v), seed=seed, sinks=sinks, live=live)
         _compared(here, plain, out, lse).require()
 
-    jax.debug.callback(look, (given.q, given.k, given.v), out, lse, values, call.seed, call.sinks)
+    jax.debug.callback(look, (given.q, given.k, given.v), out, lse, values, call.seed, call.sinks, dict(call.live))

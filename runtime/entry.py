@@ -18,6 +18,7 @@ from .frameworks import arrays, in_graph, turn
 from .mask import MaskLike, Program, ScoreLike
 from .options import Options, flag, rate_of, seed_of, sinks_of
 from .parameters import as_value, learns, traced
+from .stored import live_of, stored
 
 
 def compile(
@@ -53,11 +54,12 @@ def attention(
     scale: float | None = None, enable_gqa: bool = True, backend: str | None = None, dropout: float = 0.0,
     seed: Any = None, sinks: Any = None, origin: Origin | None = None, sizes: Sizes | None = None,
     layout: str | None = None, return_lse: bool = False, return_max: bool = False,
-    deterministic: bool = True, **params: Any,
+    deterministic: bool = True, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
     """`attention(q, k, v, "causal & window(w)", w=256)`: one call; equal masks are compiled once.
 
-    See `Attention.__call__` for shapes, results, sinks, seeds and gradients, `compile` for the rest.
+    See `Attention.__call__` for shapes, results, sinks, seeds, stored keys and values, and gradients, `compile` for the
+    rest.
     """
     check_name(backend)
     rate, deterministic = rate_of(dropout), flag(deterministic)
@@ -65,6 +67,7 @@ def attention(
         from .torch_library import written_call
 
         said = scale, enable_gqa, backend, None, rate, None, deterministic
+        params |= live_of(k_scale, v_scale, pages)
         found = written_call(mask, score, said, q, k, v, seed, sinks, return_max, origin, sizes, layout, params)
         return results(found, return_lse, return_max)
     options = Options(scale, enable_gqa, backend, None, rate, deterministic=deterministic)
@@ -72,7 +75,7 @@ def attention(
     att = attention_for(mask, score, options, params)
     return att(
         q, k, v, seed=seed, sinks=sinks, origin=origin, sizes=sizes, layout=layout, return_lse=return_lse,
-        return_max=return_max, **params,
+        return_max=return_max, k_scale=k_scale, v_scale=v_scale, pages=pages, **params,
     )  # fmt: skip
 
 
@@ -118,13 +121,15 @@ def reference(
     q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
     scale: float | None = None, layout: str | None = None, origin: Origin | None = None, sizes: Sizes | None = None,
     return_lse: bool = False, return_max: bool = False, dropout: float = 0.0, seed: int | None = None,
-    sinks: Any = None, **params: Any,
+    sinks: Any = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
-    """Dense attention by the float64 interpreter: numpy in and out, in the layout of the arrays."""
-    given = arrays(q, k, v, layout, numpy=True)
+    """Dense attention by the float64 interpreter: numpy in and out, in the layout of the arrays. Scales and pages are
+    as for `Attention.__call__`."""
+    given = arrays(q, k, v, layout, numpy=True, pages=pages)
     what = subject(mask, score, params)
     rate, g = rate_of(dropout), given.geometry(scale, True, origin, sizes)
     seed = seed_of(seed, rate, "numpy")
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
-    out, lse, top = oracle(given, g, what, rate, seed, sinks)
+    _, live = stored(given, g, live_of(k_scale, v_scale, pages))
+    out, lse, top = oracle(given, g, what, rate, seed, sinks, live)
     return results((turn(out, "bhsd", given.layout), lse, top), return_lse, return_max)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
@@ -38,6 +38,7 @@ from .layout import Layout, make_layout
 from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask
 from .parameters import names_of, traced
+from .stored import Stored
 
 Values = Mapping[str, Any]
 
@@ -80,6 +81,7 @@ class Key:
     origin: Origin  # vectors as tuples
     sizes: Sizes | None
     dropout: bool
+    most: tuple[tuple[str, int], ...] = ()  # known magnitudes of those others
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class FlatPlan:
         self.laid = _laid(key)
         self.shown: set[Any] = set()
         self.ready: dict[Any, Any] = {}
+        self._others: dict[Stored | None, FlatPlan] = {}
 
     @property
     def by_table(self) -> bool:
@@ -136,6 +139,25 @@ class FlatPlan:
         """The same for other values, of the shapes and dtypes that this one was made from."""
         kinds = {n: dtype for n, _, dtype in self.key.given}
         return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in given.items()}, {})
+
+    @property
+    def kernel(self) -> LoopPlan:
+        """What kernels do, whatever the tiles."""
+        return self.laid.plan
+
+    @property
+    def what(self) -> Subject:
+        """The subject, without values that live elsewhere."""
+        return self.key.what
+
+    def stored_as(self, how: Stored | None) -> FlatPlan:
+        """The same for keys and values that are stored so, with the spans this one has."""
+        if how == self.key.what.stored:
+            return self
+        if how not in self._others:
+            key = replace(self.key, what=self.key.what.stored_as(how))
+            self._others[how] = FlatPlan(key, self.given, self._made)
+        return self._others[how]
 
     batch = property(lambda self: self.key.batch)
     heads = property(lambda self: self.key.heads)
@@ -287,7 +309,9 @@ def flat_plan(
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
-    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout)
+    known = {n: d.most for p in what.parts for n, d in p.origin.declared.items() if d.most is not None}
+    most = tuple(sorted((n, m) for n, m in known.items() if n in values))
+    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
         from .flat_run import check_sorted
 
@@ -347,16 +371,16 @@ def _laid(key: Key) -> Laid:
     sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
     origin = _origin(key)
     _check_lengths_of_tables(key, parts, known, origin)
-    seen, mod = prepare(parts[0], parts[1], sane, rules)
+    seen, mod = prepare(parts[0], what.scored(parts[1]), sane, rules)
     full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
     host = Mask(TRUE if seen is None else seen)
     grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
-    limits = limits_of(full, what.scalars, what.tables)
+    limits = limits_of(full, what.scalars, what.tables) | dict(key.most)
     q, k = (np.asarray(x) for x in origin[2:])
     own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
     plan = make_plan(
         seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout,
+        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, **what.beside(known),
     )  # fmt: skip
     _check_segments((seen, mod), {n for n, *_ in key.given})
     free = {n for n, *_ in key.given} & names_of(host.expr).keys()
@@ -366,7 +390,7 @@ def _laid(key: Key) -> Laid:
         sorted_ = key.facts | {n for n, t in what.tables.items() if Table(t).sorted}
         beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
         wide = key.framework == "torch" or _wide()
-        return planner(mask, frozenset(sorted_), {**limits, **beyond}, wide)
+        return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
     made = planned(host.expr) if free else None
     turned = cache(lambda: planned(simplify(swap(host.expr))))

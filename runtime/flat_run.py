@@ -14,7 +14,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.lowering.emit import planner as text
 from frisket.lowering.emit import planner_triton
 from frisket.lowering.flat import ROOM, Planner
-from frisket.lowering.plan import LoopPlan, Sizes
+from frisket.lowering.plan import LIVE, LoopPlan, Sizes
 
 from .frameworks import uploaded
 from .modules import load
@@ -188,6 +188,8 @@ def kernel_tables(
     """An array for every table of the kernel. `length` is how many positions there are."""
     found, held = {}, {} if held is None else held
     for use in plan.tables:
+        if use.source in LIVE:
+            continue
         table = values[use.source]
         if use.derived or framework == "torch":
             table = on_device(framework, table, device, use.source, held)

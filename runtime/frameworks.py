@@ -21,7 +21,8 @@ from .parameters import learns, traced
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-HALVES, BYTES = ("float16", "bfloat16"), ("float8_e4m3fn", "float8_e5m2")  # beside queries of these: keys of 8 bits
+BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of keys and values beside queries of any Float
+MULTIPLE = 16  # tokens that the length of a page is a multiple of
 
 
 def framework_of(x: Any) -> str | None:
@@ -56,7 +57,8 @@ def check_layout(layout: str | None) -> None:
 
 @dataclass(frozen=True)
 class Arrays:
-    """q, k and v of one call, known to fit together; `layout` says where their axes are."""
+    """q, k and v of one call, known to fit together; `layout` says where their axes are. With `pages`, the shape of
+    their table, k and v are pools: [pages, heads, tokens, dim] where they would be [batch, heads, length, dim]."""
 
     q: Any
     k: Any
@@ -64,12 +66,18 @@ class Arrays:
     framework: str
     layout: str
     dtype: str
+    pages: tuple[int, ...] = ()
 
     @property
     def kv_dtype(self) -> str:
-        """That of k and v, where it is another one: of 8 bits beside queries of 16."""
+        """That of k and v, where it is another one: of 8 bits."""
         kind = str(self.k.dtype).removeprefix("torch.")
         return "" if kind == self.dtype else kind
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page, 0 where there are none."""
+        return _ordered(self.k.shape, self.layout)[2] if self.pages else 0
 
     @property
     def device(self) -> str:
@@ -94,6 +102,8 @@ class Arrays:
         )
         shapes = "".join(f"\n  {name} {tuple(x.shape)}" for name, x in zip("qkv", (self.q, self.k, self.v)))
         shapes += f'\n  read as {LAYOUTS[self.layout]}; layout="bhsd" or "bshd" says otherwise'
+        if self.pages:
+            (kb, n), (vb, vn) = self._paged(b, (kb, n), (vb, vn), shapes)
         for what, wrong in (
             ("a batch, length, head count or head size is zero", 0 in (b, h, s, d, kb, hkv, n, kd, vb, hv, vn, dv)),
             (f"q, k and v have {b}, {kb} and {vb} batch entries", not b == kb == vb),
@@ -111,12 +121,27 @@ class Arrays:
         start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
         whole: Any = None if sizes is None else tuple(sizes)
         factor = d**-0.5 if scale is None else _factor(scale)
-        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole)
+        return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, self.kv_dtype)
+
+    def _paged(self, batch: int, k: tuple[int, int], v: tuple[int, int], shapes: str) -> tuple[tuple[int, int], ...]:
+        """(batch, keys) of k and of v, for (pages, tokens of a page) of their pools."""
+        shapes += f"\n  pages {self.pages}: k and v are pools, [pages, ...] in place of [batch, ...]"
+        for what, wrong in (
+            ("pages have two axes, [batch, pages of a sequence]", len(self.pages) != 2),
+            (f"pages are of {self.pages[0]} sequences, q of {batch}", self.pages[0] != batch),
+            ("a sequence has no pages", self.pages[-1] == 0),
+            ("the pools of k and v have different pages", k != v),
+            (f"a page has {k[1]} tokens, it has a multiple of {MULTIPLE}", k[1] % MULTIPLE != 0),
+            ("a pool has no pages", k[0] == 0),
+        ):
+            if wrong:
+                raise ShapeError(what + shapes)
+        return ((batch, self.pages[1] * k[1]),) * 2
 
 
-def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False) -> Arrays:
-    """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. In torch, k
-    and v may have 8 bits beside q of 16."""
+def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None) -> Arrays:
+    """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
+    have 8 bits beside q, whole numbers too: those are what they are, unless a scale is given."""
     check_layout(layout)
     given = dict(zip("qkv", (q, k, v)))
     found = {name: framework_of(x) for name, x in given.items()}
@@ -145,7 +170,7 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
                 "  export one module for each shape, instead of jax.export.symbolic_shape"
             )
     dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in given.items()}
-    narrow = framework == "torch" and dtypes["q"] in HALVES and dtypes["k"] == dtypes["v"] and dtypes["k"] in BYTES
+    narrow = dtypes["k"] == dtypes["v"] and dtypes["k"] in BYTES
     if len(set(dtypes.values())) > 1 and not narrow:
         raise ShapeError(f"q, k and v have dtypes {', '.join(dtypes.values())}; convert them to one")
     if dtypes["q"] not in FLOATS:
@@ -153,7 +178,10 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
     if framework == "torch" and len({x.device for x in given.values()}) > 1:
         where = ", ".join(f"{n} on {x.device}" for n, x in given.items())
         raise ShapeError(f"q, k and v are on different devices: {where}; move them to one")
-    return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"])
+    table = () if pages is None else tuple(int(n) for n in getattr(pages, "shape", ()))
+    if pages is not None and not table:
+        raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
+    return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"], table)
 
 
 def turn(x: Any, have: str, want: str) -> Any:

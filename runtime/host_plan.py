@@ -7,9 +7,10 @@ from typing import Any
 
 from frisket.dsl.ir import Expr
 from frisket.lowering.aten_expr import distance_only
-from frisket.lowering.plan import Origin, Sizes, Spans, Target
+from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, Target
 
 from .bind import Subject, Work, fixed_of, work
+from .stored import Stored
 
 
 class Plan:
@@ -29,6 +30,7 @@ class Plan:
         self.given: dict[str, Any] = {}  # values that are no part of it: none
         self.by_table = False
         self._works: dict[tuple[Any, ...], Work] = {}
+        self._others: dict[Stored | None, Plan] = {}
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
         self.narrow = self._narrow()
 
@@ -53,6 +55,25 @@ class Plan:
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         """Mask and score mod after the rules."""
         return fixed_of(self.subject).simplified
+
+    @property
+    def kernel(self) -> LoopPlan:
+        """What kernels do, whatever the lengths and tiles."""
+        return fixed_of(self.subject).kernel
+
+    @property
+    def what(self) -> Subject:
+        """The subject, without values that live elsewhere."""
+        return self.subject
+
+    def stored_as(self, how: Stored | None) -> Plan:
+        """The same for keys and values that are stored so; kept, as it serves every layer."""
+        if how == self.subject.stored:
+            return self
+        if how not in self._others:
+            place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
+            self._others[how] = Plan(self.subject.stored_as(how), *place)
+        return self._others[how]
 
     @property
     def scalars(self) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import uses
 from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Spans, SpanSource, Target
 
 from .backends import GUARDED
 from .flat_plan import FlatPlan, Key
@@ -88,6 +88,11 @@ class JaxCall:
         held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree)
         content = version("frisket"), str(self.plan), self.geometry, chosen, held
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+    @property
+    def stored(self) -> bool:
+        """Whether keys and values are, in pages, in 8 bits or beside scales: then there are no gradients."""
+        return bool(self.geometry.kv_dtype or any(t.source in LIVE for t in self.plan.tables))
 
     # -- others like it --
 
@@ -182,6 +187,7 @@ class _Run:
         if isinstance(source, Plan):
             made = source.work((self.target.block_q, self.target.block_k), proofs=backend in GUARDED)
             self.plan, slots, tables = made.plan, made.slots, made.tables
+        tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in LIVE}}
         drawn = numbers["drawn"]
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
         wide = self.plan.int64

@@ -14,13 +14,15 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.xla_tiles import varying_axes
 
 from .call import AnyPlan, Call
 from .host_plan import Plan
 from .jax_call import JaxCall, Traced, narrowed, placed
 from .jax_platforms import BACKENDS, platform_of, target_on
+from .settings import Settings
+from .stored import refuse_gradients
 
 if TYPE_CHECKING:
     import jax
@@ -67,14 +69,20 @@ def attend(call: Call, options: Options, named: str) -> tuple[jax.Array, jax.Arr
     chooses."""
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, named, options.tile
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile
     known = plan.ready.get(kind) if isinstance(plan, Plan) and not call.rate else None
     if known is None:
         known = _divided_plan(call, options, named)
         if isinstance(plan, Plan) and not call.rate:
             plan.ready[kind] = known
     inner, learned, fixed = known
-    return _run(inner, _arrays(q, k, v, call.sinks) | learned, fixed, plan)
+    return _run(inner, _arrays(q, k, v, call.sinks) | learned, {**fixed, **call.live}, plan)
+
+
+def prepared(call: Call, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
+    """A call without its arrays, beside q, k, v and sinks those that gradients flow to, and those they do not: what
+    `jax_primitives.bound` takes."""
+    return _divided_plan(call, options, call.backend if options.backend or Settings.read().backend else "")
 
 
 def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Arrays, Arrays]:
@@ -82,7 +90,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
     numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
     if isinstance(plan, Plan):
         made = plan.work(ANY)
-        shapes = {n: tuple(x.shape) for n, x in made.tables.items()}
+        shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
         return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile)
     kernel, planner, spans = plan.laid.plan, plan.laid.planner, dict(plan.made)
     if planner is not None:
@@ -92,11 +100,16 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         block = target.block_q, target.block_k  # of the platform at hand: planned once for forward and backward
         rows: Any = plan.rows(block)
         spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
-    tables = {t.name: x for t, x in zip(kernel.tables, plan.tables().values(), strict=True)}
-    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in kernel.tables}
+    tables = plan.tables()
+    known = [t for t in kernel.tables if t.source not in LIVE]
+    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
-    shapes = {n: tuple(x.shape) for n, x in tables.items()}
+    shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)
     return _divided(kernel, plan.key, call.geometry, numbers, shapes, named, options.tile)
+
+
+def _shapes(plan: LoopPlan, call: Call) -> dict[str, tuple[int, ...]]:
+    return {t.name: tuple(call.live[t.source].shape) for t in plan.tables if t.source in call.live}
 
 
 def _arrays(q: Any, k: Any, v: Any, sinks: Any) -> Arrays:
@@ -137,11 +150,11 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
         backend = call.backend_on(platform, str(q.dtype))
         result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
         return result
-    learned, fixed = _alike(learned, fixed)
+    learned, fixed = alike(learned, fixed)
     return _differentiable(call)(learned, fixed)  # type: ignore[no-any-return]
 
 
-def _alike(*groups: Arrays) -> tuple[Arrays, ...]:
+def alike(*groups: Arrays) -> tuple[Arrays, ...]:
     """Under `jax.shard_map`: all arrays as different between devices as the most different one is, since what is
     carried through a loop is."""
     from jax import lax
@@ -178,6 +191,8 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         return attended(learned, fixed)
 
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
+        if call.stored:
+            refuse_gradients(call.geometry.kv_dtype, fixed)
         wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
         if told:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
@@ -194,14 +209,14 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         if inner := tuple(sorted(wanted.keys() - {"sinks"})):
             found = dict(zip(inner, task(learned | fixed | rows, inner), strict=True))
         if "sinks" in wanted:
-            found["sinks"] = _of_sinks(learned["sinks"], **rows)
+            found["sinks"] = of_sinks(learned["sinks"], **rows)
         return {n: placed(found[n], x) if n in found else None for n, x in learned.items()}, None
 
     run.defvjp(forwards, backwards, symbolic_zeros=told)
     return run
 
 
-def _of_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Any:
+def of_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Any:
     """-sum of exp(sink - lse) * delta over batch entries and queries."""
     import jax.numpy as jnp
 

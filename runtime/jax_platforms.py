@@ -76,7 +76,8 @@ def backend_on(
             )
         return named
     if platform == "cpu":  # kernels of this machine do not travel
-        return "xla" if exported or native_build.reason() else "cpp"
+        fit = not (exported or native_build.reason() or _module("cpp", 0).reason(plan, geometry, dtype, shapes))
+        return "cpp" if fit else "xla"
     lacks = []
     for backend in (b for b in FIRST.get(platform, ()) if not _unfit(b)):
         why = missing(backend) or _reason(backend, plan, geometry, dtype, shapes, wanted)

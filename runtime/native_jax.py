@@ -43,6 +43,12 @@ INT32 = np.iinfo(np.int32)
 EMIT = {"forward": cpp.emit, "backward": cpp_backward.emit}
 
 
+def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why the kernels cannot run a call, or ""."""
+    stored = plan.weight is not None or plan.pages is not None or geometry.kv_dtype
+    return "the native kernels take keys and values as they are, not as caches store them" if stored else ""
+
+
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,

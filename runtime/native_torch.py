@@ -28,6 +28,12 @@ KEPT = 64  # records of calls, with the spans they point to
 EMIT = {"frisket_forward": cpp.emit, "frisket_backward": cpp_backward.emit}
 
 
+def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why the kernels cannot run a call, or ""."""
+    stored = plan.weight is not None or plan.pages is not None or geometry.kv_dtype
+    return "the native kernels take keys and values as they are, not as caches store them" if stored else ""
+
+
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.dsl.errors import ParameterError, ShapeError
 
 from .frameworks import framework_of, uploaded
 from .parameters import traced
@@ -110,12 +110,3 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
 def _copied(x: Any) -> Any:
     """A tensor of torch as others can take it."""
     return x.detach().cpu().float().numpy() if framework_of(x) == "torch" else x
-
-
-def check_keys(backend: str, dtype: str) -> None:
-    """Refuse keys and values of 8 bits; `dtype` is empty where they are of the dtype of the queries."""
-    if dtype and backend not in ("triton", "dense"):
-        raise BackendError(
-            f"backend {backend!r} takes k and v in the dtype of q, not in {dtype}; Triton alone does\n"
-            "  convert them: k.to(q.dtype), v.to(q.dtype)"
-        )

@@ -16,6 +16,7 @@ from frisket.lowering.plan import Geometry
 
 from .bind import Subject
 from .frameworks import Arrays, rounding, to_numpy, turn
+from .stored import meant
 
 Array = NDArray[Any]
 FLOOR = 1e-6
@@ -73,11 +74,11 @@ class Cotangents:
 def compared(
     given: Arrays, g: Geometry, what: Subject, out: Array, lse: Array, *, sinks: Any = None, kept: Expr | None = None,
     rate: float = 0.0, params: Mapping[str, Any] | None = None, cotangents: Cotangents | None = None,
+    live: Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
-    values of names that only `kept` has."""
-    arrays = [turn(to_numpy(x), given.layout, "bhsd") for x in (given.q, given.k, given.v)]
-    arguments: tuple[Any, ...] = (*arrays, *what.exprs)
+    values of names that only `kept` has, `live` the scales and pages of stored keys and values."""
+    arguments: tuple[Any, ...] = (*meant(given, live or {}), *what.exprs)
     options: dict[str, Any] = {
         "scale": g.scale, "params": {**what.scalars, **(params or {})}, "tables": what.tables, "origin": g.origin,
         "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "kept": kept, "rate": rate,

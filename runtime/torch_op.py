@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, Target
 
 from .backends import GUARDED, target_of
 from .bind import Subject, Work
@@ -27,6 +27,8 @@ from .options import Options, seed_of, sinks_of
 from .parameters import names_of
 from .settings import Settings
 from .stages_of import show
+from .stored import refuse_gradients as refuse_stored
+from .stored import turned
 
 Tensor = Any
 _tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()
@@ -51,6 +53,12 @@ class Ready:
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
+
+    @property
+    def stored(self) -> bool:
+        """Whether keys and values are: no gradient flows then."""
+        plan = self.plan
+        return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
 
     def of(self, plan: FlatPlan) -> Ready:
         """The same for the plan of another step: other tables of a device, of the same shapes and dtypes."""
@@ -83,7 +91,8 @@ class Ready:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         given = q, k, v, sinks, *values
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
-            refuse_narrow(q.dtype, k.dtype)
+            if self.stored:
+                refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
             out, lse, found = _function().apply(self, seed, top, *given)
         else:
             out, lse, found = self.run(seed, top, *given)
@@ -128,8 +137,10 @@ class Ready:
             slots = {**slots, self.seed: seed}
         if self.live:
             slots, tables = dict(slots), dict(tables)
-            for (name, _), x in zip(self.live, values, strict=True):
-                if self.loaded:
+            for (name, source), x in zip(self.live, values, strict=True):
+                if source in LIVE:
+                    tables[name] = x
+                elif self.loaded:
                     (tables if x.ndim else slots)[name] = x.to(device)
                 elif x.ndim:
                     tables[name] = x.to(device, self.real)
@@ -167,6 +178,8 @@ def attend(
     if ready is not None:
         values = att.learned if plan is None else plan.given
         found = [params[n] if n in params else values[n] for _, n in ready.live]
+        if ready.turned:
+            found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
         return ready.again(q, k, v, found, seed, att.options, sinks, top)
     call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
     if call.backend == "dense":
@@ -201,7 +214,8 @@ def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
-            ready = kept[key] = first.of(plan).alone()  # for the layers to come
+            own = plan.stored_as(first.step.what.stored)
+            ready = kept[key] = first.of(own).alone()  # for the layers to come
     return ready.beside(plan) if ready is not None and ready.loaded else ready
 
 
@@ -214,7 +228,7 @@ def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any])
     if plan is not None or not call.plan.by_table:
         _keep(kept, key, ready if plan is None or not ready.loaded else ready.alone())
     if ready.loaded and isinstance(call.plan, FlatPlan) and call.plan.common is not None:
-        _keep(att.ready if plan is None else call.plan.common.ready, key, ready.bare(call.plan))
+        _keep(att.ready if plan is None else plan.common.ready, key, ready.bare(call.plan))
     return ready
 
 
@@ -225,7 +239,8 @@ def _keep(kept: dict[Any, Any], key: Any, ready: Ready) -> None:
 
 
 def run(call: Call, ready: Ready) -> tuple[Tensor, Tensor, Tensor | None]:
-    values = tuple(call.plan.given[n] for _, n in ready.live)
+    given = {**call.plan.given, **call.live}
+    values = tuple(given[n] for _, n in ready.live)
     return ready(*call.given.qkv, values, call.seed, call.sinks, call.top)
 
 
@@ -240,7 +255,7 @@ def key_of(
     for name, x in params.items():
         if type(x) in NUMBERS:
             said.append((name, type(x), x))
-        elif name in att.subject.learnable and hasattr(x, "requires_grad") and x.is_floating_point():
+        elif name in LIVE or _learned(att, name, x):
             said.append((name, x.shape, x.dtype, x.device))
         elif plan is None and _stays(x, qkv[0].device):
             said.append((name, x.shape, x.dtype, "planned there"))
@@ -262,6 +277,10 @@ def key_of(
     )  # fmt: skip
 
 
+def _learned(att: Any, name: str, x: Any) -> bool:
+    return name in att.subject.learnable and hasattr(x, "requires_grad") and x.is_floating_point()
+
+
 def _stays(x: Any, device: Any) -> bool:
     """Whether this is a table that is planned where it lives, beside the queries."""
     import torch
@@ -281,7 +300,7 @@ def prepare(call: Call, options: Options) -> Ready:
     named = {n for n, x in plan.given.items() if x.is_floating_point()} if isinstance(plan, FlatPlan) else set()
     real = torch.float64 if given.dtype == "float64" else torch.float32
     wanted: list[Any] = [*made.plan.tables, *made.plan.slots]
-    uses = [x for x in wanted if x.type is FLOAT and x.source in named]
+    uses = [x for x in wanted if x.source in LIVE or (x.type is FLOAT and x.source in named)]
     live = {x.name for x in uses}  # this call's values are not kept: they may hold its graph
     tables = {n: t for n, t in _on_device(made, given.q.device, real).items() if n not in live}
     slots = {n: x for n, x in made.slots.items() if n not in live}
@@ -328,23 +347,15 @@ def _function() -> Any:
     return Attend
 
 
-def refuse_narrow(queries: Any, keys: Any) -> None:
-    """Raise where a gradient is asked of a call whose keys and values have 8 bits."""
-    if queries != keys:
-        raise BackwardError(
-            f"keys and values of {str(keys).removeprefix('torch.')} are for the forward alone, without gradients\n"
-            "  convert them: k.to(q.dtype), v.to(q.dtype), or write `with torch.no_grad():`"
-        )
-
-
 def refuse_ambiguous(what: Subject, tables: Mapping[str, Any]) -> None:
     """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
     import torch
 
-    if what.mask is None or what.score is None or not torch.is_grad_enabled():
+    mask, score = what.exprs
+    if mask is None or score is None or not torch.is_grad_enabled():
         return
     for name, x in tables.items():
-        if getattr(x, "requires_grad", False) and all(name in names_of(p.expr) for p in what.parts):
+        if getattr(x, "requires_grad", False) and name in names_of(mask) and name in names_of(score):
             raise BackwardError(
                 f"`{name}` requires a gradient, and the mask reads it beside the score mod: no gradient flows through "
                 "a mask\n  give the mask a detached copy under another name"
