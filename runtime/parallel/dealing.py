@@ -44,8 +44,8 @@ class Work:
     def imbalance(self, deal: Array) -> float:
         return float(self.cost[deal].sum(axis=1).max()) / self.mean if self.mean else 1.0
 
-    def needs(self, deal: Array) -> Array:
-        """int64 [ranks, ranks, 2]: of the tiles that rank s holds, the places that rank r reads lie in a range."""
+    def reads(self, deal: Array) -> NDArray[np.bool_]:
+        """bool [reader, holder, place]: the tiles that queries of a rank may see, by who holds them."""
         owner = np.empty(len(self.cost), np.int64)
         owner[deal] = np.arange(self.ranks)[:, None]
         wide = len(self.cost) + 1
@@ -53,10 +53,13 @@ class Work:
         line = owner[self.row] * wide
         np.add.at(steps, line + self.start, 1)
         np.add.at(steps, line + self.stop, -1)
-        read = np.cumsum(steps.reshape(self.ranks, wide), axis=1)[:, deal] > 0  # [reader, holder, place]
-        lo = read.argmax(axis=2)
+        return np.cumsum(steps.reshape(self.ranks, wide), axis=1)[:, deal] > 0
+
+    def needs(self, deal: Array) -> Array:
+        """int64 [ranks, ranks, 2]: of the tiles that rank s holds, the places that rank r reads lie in a range."""
+        read = self.reads(deal)
         hi = self.per_rank - read[..., ::-1].argmax(axis=2)
-        return np.stack([lo, hi], axis=-1) * read.any(axis=2)[..., None]
+        return np.stack([read.argmax(axis=2), hi], axis=-1) * read.any(axis=2)[..., None]
 
     def sent(self, deal: Array) -> int:
         """Tiles of keys that travel."""

@@ -364,15 +364,15 @@ def _agree(
     given = {n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x) for n, x in sorted(params.items())}
     wire.agree(
         {
-            "mask": "everything visible" if att.subject.mask is None else str(att.subject.mask),
-            "score mod": str(att.subject.score),
+            "the mask": "everything visible" if att.subject.mask is None else str(att.subject.mask),
+            "the score mod": str(att.subject.score),
             "the values of their parameters": f"{kept['values']} {given}",
-            "lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
+            "the lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
             "the mask of the deal": repr(deal.mask),
             "the deal": deal.digest,
-            "shapes": f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
-            "dtype": str(q.dtype),
-            "options": f"{variant}, scale {att.options.scale}, dropout {att.options.dropout}, sizes {sizes}",
+            "the shapes of the arrays": f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+            "their dtype": str(q.dtype),
+            "the options": f"{variant}, scale {att.options.scale}, dropout {att.options.dropout}, sizes {sizes}",
             "what gradients are asked for": f"{[x.requires_grad for x in (q, k, v)]}, sinks {sinks is not None}, "
             f"grad mode {torch.is_grad_enabled()}",
         },
