@@ -217,7 +217,7 @@ def make_plan(
     score_finite: bool = False,
     limits: Mapping[str, float] | None = None,
     dropout: bool = False,
-    at: tuple[Expr, Expr] | None = None,
+    at: tuple[Expr, ...] | None = None,
     weight: Expr | None = None,
     pages: Pages | None = None,
 ) -> LoopPlan:
@@ -227,7 +227,8 @@ def make_plan(
     -inf checks stay. `limits` are the largest magnitudes of variables, parameters and tables, by name; they
     decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28). `dropout` adds a random
     draw for every position, from a seed and global coordinates: the same on any backend, tile and shard; `at` are those
-    of (q, k) where the arrays hold positions in another order. `weight` and `pages` are of stored keys and values.
+    of (q, k), or of (b, h, q, k), where the arrays hold positions in another order. `weight` and `pages` are of stored
+    keys and values.
 
     >>> from frisket.dsl.sugar import q, k
     >>> make_plan((q >= k) & (q - k <= 255), None).mask
@@ -269,9 +270,10 @@ def make_plan(
     )
 
 
-def survives(at: tuple[Expr, Expr] | None = None) -> Expr:
+def survives(at: tuple[Expr, ...] | None = None) -> Expr:
     """Whether a position survives dropout, in the names SEED and RATE; `at` as in `make_plan`."""
-    draw = random(param(SEED, INT), var("b"), var("h"), *(at or (var("q"), var("k"))))
+    where = (var("b"), var("h"), *(at or (var("q"), var("k"))))[-4:]
+    draw = random(param(SEED, INT), *where)
     return build("ge", draw, param(RATE, FLOAT))
 
 

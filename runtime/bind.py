@@ -44,8 +44,8 @@ class Subject:
 
     mask: Mask | None
     score: ScoreMod | None
-    places: tuple[Bound, Bound] | None = None  # positions of the problem at q and k of the arrays: mask and score mod
-    # speak of them already, dropout draws there
+    places: tuple[Bound, ...] | None = None  # of the problem at q and k, or at b, h, q and k, of the arrays: mask and
+    # score mod speak of them already, dropout draws there
     stored: Stored | None = None  # how keys and values are stored
 
     @property
@@ -61,9 +61,9 @@ class Subject:
         return None if self.mask is None else self.mask.expr, None if self.score is None else self.score.expr
 
     @property
-    def positions(self) -> tuple[Expr, Expr] | None:
-        """Those of the problem at q and k of the arrays, where they are others."""
-        return None if self.places is None else (self.places[0].expr, self.places[1].expr)
+    def positions(self) -> tuple[Expr, ...] | None:
+        """Those of the problem at q and k, or b, h, q and k, of the arrays, where they are others."""
+        return None if self.places is None else tuple(p.expr for p in self.places)
 
     @property
     def scalars(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Subject:
 
     def _changed(self, change: Callable[[Any], Any]) -> Subject:
         mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
-        places = None if self.places is None else (change(self.places[0]), change(self.places[1]))
+        places = None if self.places is None else tuple(change(p) for p in self.places)
         return Subject(mask, score, places, self.stored)
 
     def stored_as(self, how: Stored | None) -> Subject:

@@ -14,7 +14,7 @@ from jax import lax
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import param, substitute, walk
-from frisket.dsl.types import FLOAT, INT
+from frisket.dsl.types import INT
 from frisket.lowering.emit.expr_jnp import evaluate
 
 from ..attention import Attention

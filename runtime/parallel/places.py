@@ -98,7 +98,7 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
         held = names_of(e)
         return kind(e, {n: x for n, x in values.items() if n in held}, origin)
 
-    places = tuple(bound(Bound, made.at[c]) for c in "qk") if att.options.dropout else None
+    places = tuple(bound(Bound, made.at[c]) for c in COORDINATES) if att.options.dropout else None
     subject = Subject(bound(Mask, seen), bound(ScoreMod, score), places)
     return Placed(Attention(subject, att.options), tuple(made.tables.values()), made.travels)
 
