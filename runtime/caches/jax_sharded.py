@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frisket.dsl.errors import ParameterError, ShapeError
@@ -83,10 +83,10 @@ class ShardedKVCache:
 
     @property
     def _specs(self) -> dict[str, Any]:
-        place = P(self.batch_axis, self.axis, self.head_axis)
-        return {n: None if x is None else place for n, x in self.arrays.items()} | dict.fromkeys(
-            ("lengths", "overflowed"), P(self.batch_axis)
-        )
+        place = self.batch_axis, self.axis, self.head_axis
+        found: dict[str, Any] = {n: None if x is None else P(*place) for n, x in self.arrays.items()}
+        rows = P(self.batch_axis)
+        return found | {"k": P(*place, None), "v": P(*place, None), "lengths": rows, "overflowed": rows}
 
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> ShardedKVCache:
         """As `KVCache.append`."""
@@ -147,8 +147,18 @@ class ShardedKVCache:
         return jnp.int32(0) if axis is None else lax.axis_index(axis) * mine
 
     def _mapped(self, run: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
-        made: Callable[..., Any] = jax.shard_map(run, mesh=self.mesh, in_specs=given, out_specs=results)
-        return made
+        made = jax.shard_map(run, mesh=self.mesh, in_specs=given, out_specs=results)
+
+        def split(*arrays: Any) -> Any:  # a mesh of explicit axes moves nothing by itself
+            return made(*(_split(x, spec, self.mesh) for x, spec in zip(arrays, given, strict=True)))
+
+        return split if AxisType.Explicit in self.mesh.axis_types else made
+
+
+def _split(x: Any, spec: Any, mesh: Mesh) -> Any:
+    return (
+        x if isinstance(spec, dict) else jax.sharding.reshard(x, jax.tree.map(lambda _: NamedSharding(mesh, spec), x))
+    )
 
 
 def _merged(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:

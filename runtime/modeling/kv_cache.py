@@ -1,0 +1,57 @@
+"""The cache of a model's layer as model code has it: append at the running index, mask what is not written yet."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from frisket.dsl.errors import ShapeError
+
+from ..caches.jax import KVCache, ShardedKVCache
+
+Cache = TypeVar("Cache", KVCache, ShardedKVCache)
+
+
+def init_cache(
+    batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: Any = jnp.float32,
+    mesh: Any = None, axis: str = "sp",
+) -> Any:  # fmt: skip
+    """`cache = init_cache(2, 1024, 8, 128, dtype="int8")`: an empty cache of `capacity` tokens.
+
+    A `frisket.caches.jax.KVCache`; with int8 (or float8_e4m3fn, float8_e5m2) one float32 scale per (batch, position,
+    head) vector is stored beside. With a mesh a `ShardedKVCache`: positions are split over its `axis`, and only the
+    device that owns a position writes it."""
+    if mesh is None:
+        return KVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype)
+    return ShardedKVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype, mesh=mesh, axis=axis)
+
+
+def concatenate_to_cache(
+    cache: Cache, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
+) -> tuple[Cache, jax.Array]:
+    """`cache, mask = concatenate_to_cache(cache, key, value, mask)`: new tokens at the running index of every sequence.
+
+    key [batch, new, kv_heads, head_dim], value likewise. The cache that comes back is whole: `cache.k`, `cache.v`
+    [batch, capacity, kv_heads, dim], their scales, and `cache.lengths`, the running index. The mask is bool [batch, 1,
+    new, capacity], or as `mask` broadcasts with that: True where a token is written and `mask`, bool of the whole
+    capacity, is True. With the cache donated under `jax.jit` nothing is copied, and no step compiles anew.
+
+    For an attention of frisket there is no such array: `cache.attend(att, query)` reads the same mask text at every
+    step. Raises `ShapeError` for a mask of other lengths and `CapacityError` for tokens without room."""
+    new, capacity = key.shape[1], cache.capacity
+    cache = cache.append(key, value)
+    seen = jnp.arange(capacity) < cache.lengths[:, None, None, None]
+    seen = jnp.broadcast_to(seen, (cache.batch, 1, new, capacity))
+    if mask is None:
+        return cache, seen
+    if mask.dtype != bool or mask.ndim > 4 or mask.shape[-2:] not in ((new, capacity), (1, capacity)):
+        raise ShapeError(
+            f"the mask is {mask.dtype}{list(mask.shape)}; it is bool [batch, heads, {new}, {capacity}], axes of 1 "
+            "broadcast: of the whole capacity of the cache"
+        )
+    return cache, jnp.logical_and(seen, mask)
+
+
+__all__ = ["concatenate_to_cache", "init_cache"]
