@@ -1,0 +1,38 @@
+"""What models need around attention: rotary positions, heads of keys, meshes, dtypes, products of few bits.
+
+>>> import jax.numpy as jnp
+>>> from frisket.modeling import apply_rotary_pos_emb, rotary_tables
+>>> q = jnp.ones((1, 16, 8, 64))  # [batch, length, heads, head_dim]
+>>> apply_rotary_pos_emb(q, *rotary_tables(jnp.arange(16), 64), layout="bshd").shape
+(1, 16, 8, 64)
+"""
+
+from frisket.runtime.modeling.dot_general import get_dot_general_by_bits as get_dot_general_by_bits
+from frisket.runtime.modeling.layers import add_start_docstrings as add_start_docstrings
+from frisket.runtime.modeling.layers import canonicalize_dtype as canonicalize_dtype
+from frisket.runtime.modeling.layers import get_gradient_checkpoint_policy as get_gradient_checkpoint_policy
+from frisket.runtime.modeling.meshes import create_mesh as create_mesh
+from frisket.runtime.modeling.meshes import get_names_from_partition_spec as get_names_from_partition_spec
+from frisket.runtime.modeling.meshes import get_ranks_and_size as get_ranks_and_size
+from frisket.runtime.modeling.meshes import names_in_mesh as names_in_mesh
+from frisket.runtime.modeling.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
+from frisket.runtime.modeling.rotary import repeat_kv_bnsh as repeat_kv_bnsh
+from frisket.runtime.modeling.rotary import repeat_kv_bsnh as repeat_kv_bsnh
+from frisket.runtime.modeling.rotary import rotary_tables as rotary_tables
+from frisket.runtime.modeling.rotary import rotate_half as rotate_half
+
+__all__ = [
+    "add_start_docstrings",
+    "apply_rotary_pos_emb",
+    "canonicalize_dtype",
+    "create_mesh",
+    "get_dot_general_by_bits",
+    "get_gradient_checkpoint_policy",
+    "get_names_from_partition_spec",
+    "get_ranks_and_size",
+    "names_in_mesh",
+    "repeat_kv_bnsh",
+    "repeat_kv_bsnh",
+    "rotary_tables",
+    "rotate_half",
+]

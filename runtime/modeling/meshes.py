@@ -1,0 +1,84 @@
+"""Meshes of devices, and the names in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from frisket.dsl.errors import ParameterError
+from frisket.runtime.sharding.mesh import current_mesh
+
+
+def create_mesh(
+    axis_dims: Sequence[int] = (1, -1, 1, 1), axis_names: Sequence[str] = ("dp", "fsdp", "tp", "sp"), backend: str = ""
+) -> Mesh:
+    """`create_mesh((1, -1, 2, 1))`: all devices of a backend as a mesh, in the order that suits their network.
+
+    >>> create_mesh((1, -1, 1, 1)).axis_names
+    ('dp', 'fsdp', 'tp', 'sp')
+
+    One of `axis_dims` may be -1: as many as the others leave. `backend` is "cpu", "gpu" or "tpu", JAX's default
+    where it is empty. Raises `ParameterError` where the devices do not make such a mesh.
+    """
+    dims, names = list(axis_dims), tuple(axis_names)
+    devices = jax.devices(backend or None)
+    if len(dims) != len(names) or len({*names}) != len(names):
+        raise ParameterError(f"axis_dims {dims} and axis_names {list(names)}: a name for each, and each once")
+    if any(d == 0 or d < -1 for d in dims) or dims.count(-1) > 1:
+        raise ParameterError(f"axis_dims are {dims}; they are 1 or more, and at most one is -1, for what is left")
+    known = math.prod(d for d in dims if d != -1)
+    shape = [len(devices) // known if d == -1 else d for d in dims]
+    if math.prod(shape) != len(devices):
+        raise ParameterError(
+            f"axis_dims {dims} make {known}{' × n' if -1 in dims else ''} devices, and there are {len(devices)}"
+        )
+    return jax.make_mesh(tuple(shape), names, axis_types=(AxisType.Auto,) * len(names), devices=devices)
+
+
+def names_in_mesh(*names: str) -> bool:
+    """Whether the mesh at hand (`jax.set_mesh(mesh)`, `with mesh:`) has all of these axes; False without a mesh."""
+    mesh = current_mesh()
+    return mesh is not None and {*names} <= {*mesh.axis_names}
+
+
+def get_names_from_partition_spec(specs: Any) -> list[str]:
+    """The mesh axes in a spec, or in dicts and sequences of specs, each once, in the order they are met in.
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> get_names_from_partition_spec({"w": P(("fsdp", "sp"), "tp"), "b": [P("tp"), P(None)]})
+    ['fsdp', 'sp', 'tp']
+    """
+    return list(dict.fromkeys(_names(specs)))
+
+
+def _names(specs: Any) -> Iterable[str]:
+    if isinstance(specs, str):
+        yield specs
+    elif isinstance(specs, NamedSharding):
+        yield from _names(specs.spec)
+    elif isinstance(specs, Mapping):
+        yield from _names(list(specs.values()))
+    elif isinstance(specs, Iterable):
+        for one in specs:
+            yield from _names(one)
+    elif specs is not None:
+        raise ParameterError(f"{specs!r} is no partition spec: those hold names of mesh axes, tuples of them, and None")
+
+
+def get_ranks_and_size(mesh: Any) -> dict[str, Any]:
+    """How processes share a mesh: `mesh`, `mp_node_size` and `dp_node_size`, `mp_node_rank` and `dp_node_rank`.
+
+    A model split over "tp" and "sp" spans `mp_node_size` processes, 1 where one process has all of its devices;
+    there are `dp_node_size` such groups. The ranks are this process's place inside its group, and its group's.
+    """
+    parts = mesh.shape.get("tp", 1) * mesh.shape.get("sp", 1)
+    size = max(1, parts // jax.local_device_count())
+    group, rank = divmod(jax.process_index(), size)
+    return {
+        "mesh": mesh, "mp_node_size": size, "dp_node_size": jax.process_count() // size,
+        "dp_node_rank": group, "mp_node_rank": rank,
+    }  # fmt: skip

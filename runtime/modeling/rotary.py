@@ -1,0 +1,121 @@
+"""Rotary positions, and heads of keys repeated for heads of queries; arrays of JAX or torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.frameworks import framework_of
+
+LENGTH_OF = {"bhsd": -2, "bshd": -3}  # layout -> the axis of positions
+
+
+def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple[Any, Any]:
+    """(sin, cos) [..., length, head_dim] in float32 for `apply_rotary_pos_emb`, of the framework of `positions`.
+
+    >>> import jax.numpy as jnp
+    >>> sin, cos = rotary_tables(jnp.arange(8), 64)
+    >>> sin.shape
+    (8, 64)
+
+    `positions` [length] or [batch, length], any integers: those of a shard, or of tokens dealt to ranks. Angles are
+    position / base ** (2 i / head_dim), once for each half of the head (Su et al. 2021, in the order of Llama).
+    """
+    if head_dim % 2:
+        raise ShapeError(f"head_dim is {head_dim}; rotary positions turn pairs, so it is even")
+    if framework_of(positions) == "torch":
+        import torch as xp
+
+        steps: Any = xp.arange(0, head_dim, 2, dtype=xp.float32, device=positions.device)
+        angles = positions.to(xp.float32)[..., None] * base ** (-steps / head_dim)
+        angles = xp.cat((angles, angles), -1)
+        return xp.sin(angles), xp.cos(angles)
+    import jax.numpy as jnp
+
+    steps = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
+    angles = jnp.asarray(positions, jnp.float32)[..., None] * base ** (-steps / head_dim)
+    angles = jnp.concatenate((angles, angles), -1)
+    return jnp.sin(angles), jnp.cos(angles)
+
+
+def rotate_half(x: Any) -> Any:
+    """The halves of the last axis exchanged, the second one negated: (a, b) becomes (-b, a).
+
+    >>> import jax.numpy as jnp
+    >>> rotate_half(jnp.arange(1, 5)).tolist()
+    [-3, -4, 1, 2]
+    """
+    if x.shape[-1] % 2:
+        raise ShapeError(f"x is {list(x.shape)}; the last axis has two halves, so its length is even")
+    half = x.shape[-1] // 2
+    a, b = x[..., :half], x[..., half:]
+    if framework_of(x) == "torch":
+        import torch
+
+        return torch.cat((-b, a), -1)
+    import jax.numpy as jnp
+
+    return jnp.concatenate((-b, a), -1)
+
+
+def apply_rotary_pos_emb(tensor: Any, sin: Any, cos: Any, layout: str = "bhsd") -> Any:
+    """`tensor * cos + rotate_half(tensor) * sin`: queries or keys turned by their positions, in their own dtype.
+
+    >>> import jax.numpy as jnp
+    >>> q = jnp.ones((2, 4, 8, 64))  # [batch, heads, length, head_dim]
+    >>> apply_rotary_pos_emb(q, *rotary_tables(jnp.arange(16), 64)).shape
+    (2, 4, 8, 64)
+
+    `layout` "bhsd" is [batch, heads, length, head_dim], "bshd" [batch, length, heads, head_dim]. `sin` and `cos` are
+    [length, head_dim], [batch, length, head_dim], or have a heads axis of length 1 where the layout has heads. Tables
+    of more positions than `tensor` has are cut.
+    """
+    if layout not in LENGTH_OF:
+        raise ParameterError(f"layout is {layout!r}; it is 'bhsd' or 'bshd'")
+    if len(tensor.shape) != 4:
+        raise ShapeError(f"tensor is {list(tensor.shape)}; it has 4 axes, {' '.join(layout)}")
+    sin, cos = (_fitted(name, x, tensor, layout) for name, x in (("sin", sin), ("cos", cos)))
+    turned = tensor * cos + rotate_half(tensor) * sin
+    return turned.to(tensor.dtype) if framework_of(tensor) == "torch" else turned.astype(tensor.dtype)
+
+
+def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
+    """A table as [batch or 1, 1, length, head_dim], or with the last three axes in the order of `layout`."""
+    at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]
+    given, length = list(table.shape), tensor.shape[at]
+    if len(given) in (2, 3):
+        table = table[..., None, :, :] if layout == "bhsd" else table[..., None, :]
+    if len(table.shape) == 3:
+        table = table[None]
+    right = len(table.shape) == 4 and table.shape[heads] == 1 and table.shape[at] >= length
+    if not (right and table.shape[-1] == tensor.shape[-1] and table.shape[0] in (1, tensor.shape[0])):
+        raise ShapeError(
+            f"{name} is {given} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
+            f"[batch, length, head_dim], with at least {length} positions"
+        )
+    return table[:, :, :length] if layout == "bhsd" else table[:, :length]
+
+
+def repeat_kv_bnsh(x: Any, n_rep: int) -> Any:
+    """[batch, kv heads, length, head_dim] with each head `n_rep` times in a row: [batch, heads, length, head_dim].
+
+    frisket's own attention needs no such copy: query head h reads key head h // n_rep.
+    """
+    return _repeated(x, n_rep, 1)
+
+
+def repeat_kv_bsnh(x: Any, n_rep: int) -> Any:
+    """[batch, length, kv heads, head_dim] with each head `n_rep` times in a row: [batch, length, heads, head_dim]."""
+    return _repeated(x, n_rep, 2)
+
+
+def _repeated(x: Any, n_rep: int, axis: int) -> Any:
+    if not isinstance(n_rep, int) or n_rep < 1:
+        raise ParameterError(f"n_rep is {n_rep!r}; it is how often every head is there, 1 or more")
+    if len(x.shape) != 4:
+        raise ShapeError(f"x is {list(x.shape)}; it has 4 axes, the heads being axis {axis}")
+    if framework_of(x) == "torch":
+        return x.repeat_interleave(n_rep, axis)
+    import jax.numpy as jnp
+
+    return jnp.repeat(x, n_rep, axis)

@@ -1,0 +1,274 @@
+"""What models need around attention, against plain numpy and the page that names it."""
+
+import builtins
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import frisket as fk
+from frisket import modeling as m
+
+rng = np.random.default_rng(0)
+NAMES = (
+    "apply_rotary_pos_emb rotate_half repeat_kv_bnsh repeat_kv_bsnh create_mesh names_in_mesh "
+    "get_names_from_partition_spec get_ranks_and_size canonicalize_dtype get_dot_general_by_bits "
+    "get_gradient_checkpoint_policy add_start_docstrings"
+).split()
+WORLDS = {"jax": jnp.asarray, "torch": lambda x: torch.from_numpy(np.asarray(x))}
+
+
+def test_every_name_of_the_page_is_there():
+    assert {*NAMES} <= {*m.__all__}
+    assert all(callable(getattr(m, name)) for name in m.__all__ if name in NAMES)
+
+
+def angles(positions, dim, base=10000.0):
+    half = np.outer(positions, base ** (-np.arange(0, dim, 2) / dim))
+    return np.concatenate((half, half), -1)
+
+
+def turned(x, angle):
+    """Pairs (i, i + dim / 2) as complex numbers, turned: x is [..., length, dim]."""
+    half = x.shape[-1] // 2
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle[..., :half])
+    return np.concatenate((z.real, z.imag), -1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("tables", ["plain", "longer", "by batch", "full"])
+def test_rotary(world, layout, tables):
+    make = WORLDS[world]
+    x = rng.standard_normal((2, 3, 5, 8)).astype(np.float32)  # [batch, heads, length, dim]
+    positions = {
+        "plain": np.arange(5), "longer": np.arange(9), "by batch": np.array([[4, 0, 2, 9, 1], [7, 6, 5, 4, 3]]),
+        "full": np.arange(5),
+    }[tables]  # fmt: skip
+    sin, cos = m.rotary_tables(make(positions), 8)
+    if tables == "full":  # as models keep them: an axis for batches, one for heads
+        axes = (None, None) if layout == "bhsd" else (None, slice(None), None)
+        sin, cos = sin[axes], cos[axes]
+    angle = angles(positions.reshape(-1), 8).reshape(*positions.shape, 8)
+    wanted = turned(x, angle[:, None] if positions.ndim == 2 else angle[:5])
+    given = x if layout == "bhsd" else x.swapaxes(1, 2)
+    found = np.asarray(m.apply_rotary_pos_emb(make(np.ascontiguousarray(given)), sin, cos, layout))
+    np.testing.assert_allclose(found if layout == "bhsd" else found.swapaxes(1, 2), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_rotary_keeps_the_dtype(world):
+    x = jnp.ones((1, 1, 4, 8), "bfloat16") if world == "jax" else torch.ones(1, 1, 4, 8, dtype=torch.bfloat16)
+    found = m.apply_rotary_pos_emb(x, *m.rotary_tables(WORLDS[world](np.arange(4)), 8))
+    assert found.dtype == x.dtype
+
+
+def test_rotary_turns_scores_by_distance_alone():
+    q, k = rng.standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
+
+    def score(i, j):
+        at = [m.rotary_tables(jnp.array([n]), 16) for n in (i, j)]
+        a, b = (m.apply_rotary_pos_emb(x, *t) for x, t in zip((jnp.asarray(q), jnp.asarray(k)), at, strict=True))
+        return float((a * b).sum())
+
+    assert score(3, 1) == pytest.approx(score(103, 101), abs=1e-4)
+    assert score(3, 1) != pytest.approx(score(3, 2), abs=1e-2)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_heads_repeated(world):
+    x = rng.standard_normal((2, 3, 5, 4)).astype(np.float32)
+    make = WORLDS[world]
+    bnsh, bsnh = np.asarray(m.repeat_kv_bnsh(make(x), 2)), np.asarray(m.repeat_kv_bsnh(make(x), 2))
+    assert (bnsh.shape, bsnh.shape) == ((2, 6, 5, 4), (2, 3, 10, 4))
+    for head in range(6):
+        np.testing.assert_array_equal(bnsh[:, head], x[:, head // 2])
+    for head in range(10):
+        np.testing.assert_array_equal(bsnh[:, :, head], x[:, :, head // 2])
+
+
+def test_rotate_half():
+    x = rng.standard_normal((3, 6)).astype(np.float32)
+    wanted = np.concatenate((-x[:, 3:], x[:, :3]), 1)
+    np.testing.assert_array_equal(m.rotate_half(jnp.asarray(x)), wanted)
+    np.testing.assert_array_equal(m.rotate_half(torch.from_numpy(x)), wanted)
+
+
+def test_meshes():
+    mesh = m.create_mesh()
+    assert isinstance(mesh, Mesh)
+    assert dict(mesh.shape) == {"dp": 1, "fsdp": len(jax.devices()), "tp": 1, "sp": 1}
+    assert m.create_mesh((1, -1), ("a", "b"), "cpu").axis_names == ("a", "b")
+    assert not m.names_in_mesh("dp")
+    with jax.set_mesh(mesh):
+        assert m.names_in_mesh("dp", "sp")
+        assert not m.names_in_mesh("dp", "ep")
+    assert m.get_ranks_and_size(mesh) == {
+        "mesh": mesh, "mp_node_size": 1, "dp_node_size": 1, "dp_node_rank": 0, "mp_node_rank": 0,
+    }  # fmt: skip
+
+
+def test_ranks_of_many_processes(monkeypatch):
+    """8 processes of 4 devices, a model over 16 devices: two groups of four processes."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: 4)
+    monkeypatch.setattr(jax, "process_count", lambda: 8)
+    monkeypatch.setattr(jax, "process_index", lambda: 6)
+    mesh = jax.sharding.AbstractMesh((2, 1, 8, 2), ("dp", "fsdp", "tp", "sp"))
+    found = m.get_ranks_and_size(mesh)
+    assert [found[n] for n in ("mp_node_size", "dp_node_size", "dp_node_rank", "mp_node_rank")] == [4, 2, 1, 2]
+
+
+def test_names_of_specs():
+    nested = {"w": P(("fsdp", "sp"), "tp"), "b": [P("tp"), (P(None), {"c": P("dp")})]}
+    assert m.get_names_from_partition_spec(nested) == ["fsdp", "sp", "tp", "dp"]
+    assert m.get_names_from_partition_spec(NamedSharding(m.create_mesh(), P("tp", None))) == ["tp"]
+    assert m.get_names_from_partition_spec(P()) == []
+
+
+def test_dtypes():
+    half, whole = jnp.ones(1, "float16"), jnp.ones(1, "int32")
+    assert m.canonicalize_dtype(half, None, whole) == jnp.float16
+    assert m.canonicalize_dtype(half, jnp.ones(1, "bfloat16")) == jnp.float32
+    assert m.canonicalize_dtype(whole) == jnp.float32
+    assert m.canonicalize_dtype(whole, inexact=False) == jnp.int32
+    assert m.canonicalize_dtype(whole, dtype=jnp.bfloat16) == jnp.bfloat16
+
+
+POLICIES = [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_checkpoint_policies(name):
+    assert m.get_gradient_checkpoint_policy(name) is getattr(jax.checkpoint_policies, name)
+
+
+def test_a_policy_saves_what_it_says():
+    def saved(policy):
+        f = jax.checkpoint(lambda x: jnp.sin(x @ x).sum(), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(f))(jnp.ones((4, 4)))).count("dot_general")
+
+    everything, nothing = (m.get_gradient_checkpoint_policy(f"{n}_saveable") for n in ("everything", "nothing"))
+    assert saved(nothing) == saved(everything) + 1
+
+
+def test_docstrings():
+    @m.add_start_docstrings("One. ", "Two. ")
+    def f():
+        """Three."""
+
+    @m.add_start_docstrings("One.")
+    def g():
+        pass
+
+    assert (f.__doc__, g.__doc__) == ("One. Two. Three.", "One.")
+
+
+DIMENSIONS = (((1,), (0,)), ((), ()))
+quantized = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix is not installed")
+
+
+def rounded(x, axis, bits):
+    """The largest magnitude along an axis is the last integer."""
+    scale = np.abs(x).max(axis, keepdims=True) / (2 ** (bits - 1) - 1)
+    return np.round(x / scale) * scale
+
+
+@quantized
+@pytest.mark.parametrize("bits", [2, 4, 7, 8])
+@pytest.mark.parametrize("mode", ["train", "serve", "convert"])
+def test_products_of_few_bits(bits, mode):
+    a, b = rng.standard_normal((5, 64)).astype(np.float32), rng.standard_normal((64, 7)).astype(np.float32)
+    dot = m.get_dot_general_by_bits(bits, mode)["dot_general"]
+    wanted = rounded(a, 1, bits) @ rounded(b, 0, bits)
+    np.testing.assert_allclose(dot(jnp.asarray(a), jnp.asarray(b), DIMENSIONS), wanted, rtol=1e-5, atol=1e-4)
+    batched = dot(jnp.asarray(a)[None], jnp.asarray(b)[None], (([2], [1]), ([0], [0])))
+    np.testing.assert_allclose(batched[0], wanted, rtol=1e-5, atol=1e-4)
+    if mode == "convert":  # keeps what it makes: not under a transformation that nnx does not know of
+        return
+    products = str(jax.make_jaxpr(lambda a, b: dot(a, b, DIMENSIONS))(a, b))
+    assert "i8[5,64]" in products
+    assert "preferred_element_type=int32" in products  # the integers themselves are multiplied
+
+
+@quantized
+def test_training_with_few_bits():
+    a, b = rng.standard_normal((16, 64)).astype(np.float32), rng.standard_normal((64, 8)).astype(np.float32)
+    dot = m.get_dot_general_by_bits(8)["dot_general"]
+
+    def gradients(product):
+        return jax.grad(lambda a, b: (product(a, b) ** 2).sum(), (0, 1))(jnp.asarray(a), jnp.asarray(b))
+
+    exact, found = gradients(jnp.matmul), gradients(lambda a, b: dot(a, b, DIMENSIONS))
+    for x, y in zip(exact, found, strict=True):
+        assert 0 < np.linalg.norm(x - y) < 0.03 * np.linalg.norm(x)
+
+
+@quantized
+def test_converted_weights_serve():
+    from flax import nnx
+
+    model = nnx.Sequential(
+        nnx.Linear(64, 32, **m.get_dot_general_by_bits(8, "convert"), rngs=nnx.Rngs(0)),
+        nnx.relu,
+        nnx.Linear(32, 4, **m.get_dot_general_by_bits(8, "convert"), rngs=nnx.Rngs(1)),
+    )
+    x = jnp.asarray(rng.standard_normal((3, 64)), "float32")
+    wanted = nnx.jit(lambda model, x: model(x))(model, x)
+    model.set_attributes(mode="serve")
+    for layer in (model.layers[0], model.layers[2]):
+        kept = layer.dot_general.rhs[...]
+        assert (kept.qvalue.dtype, kept.qvalue.shape) == (jnp.int8, layer.kernel.shape)
+        layer.kernel[...] = jnp.zeros_like(layer.kernel[...])  # nobody reads it any more
+    np.testing.assert_allclose(nnx.jit(lambda model, x: model(x))(model, x), wanted, rtol=1e-5, atol=1e-5)
+    with pytest.raises(fk.FrisketError, match="no gradients\n  take mode='train'"):
+        jax.grad(lambda x: model(x).sum())(x)
+
+
+def test_layers_of_their_own_product():
+    assert m.get_dot_general_by_bits() == {} == m.get_dot_general_by_bits(None, "serve")
+
+
+def test_without_qwix(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(fk.BackendError, match=r"pip install 'frisket\[quantized\]'"):
+        m.get_dot_general_by_bits(8)
+
+
+ONES = jnp.ones((1, 2, 4, 8))
+BAD = {
+    "layout": (lambda: m.apply_rotary_pos_emb(ONES, ONES, ONES, "sbhd"), "layout is 'sbhd'"),
+    "short": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(jnp.arange(3), 8)), "at least 4 positions"),
+    "head": (lambda: m.apply_rotary_pos_emb(ONES, *m.rotary_tables(jnp.arange(4), 6)), r"sin is \[4, 6\]"),
+    "other layout": (
+        lambda: m.apply_rotary_pos_emb(ONES, *(x[None, :, None] for x in m.rotary_tables(jnp.arange(4), 8))),
+        r"sin is \[1, 4, 1, 8\] for a tensor",
+    ),
+    "rank": (lambda: m.apply_rotary_pos_emb(ONES[0], ONES, ONES), "it has 4 axes"),
+    "odd": (lambda: m.rotary_tables(jnp.arange(4), 7), "head_dim is 7"),
+    "odd halves": (lambda: m.rotate_half(jnp.ones(3)), "its length is even"),
+    "repeats": (lambda: m.repeat_kv_bnsh(ONES, 0), "n_rep is 0"),
+    "repeats rank": (lambda: m.repeat_kv_bsnh(ONES[0], 2), "4 axes, the heads being axis 2"),
+    "two left": (lambda: m.create_mesh((-1, -1), ("a", "b")), "at most one is -1"),
+    "names": (lambda: m.create_mesh((1, -1), ("a", "a")), "a name for each, and each once"),
+    "too many": (lambda: m.create_mesh((3, 5), ("a", "b")), "make 15 devices, and there are 1"),
+    "not even": (lambda: m.create_mesh((3, -1), ("a", "b")), "make 3 × n devices, and there are 1"),
+    "spec": (lambda: m.get_names_from_partition_spec([3]), "3 is no partition spec"),
+    "dtype": (lambda: m.canonicalize_dtype(dtype=jnp.int32), "dtype is int32; it is a floating one"),
+    "no arrays": (lambda: m.canonicalize_dtype(None), "no array to tell the dtype by"),
+    "policy": (lambda: m.get_gradient_checkpoint_policy("dot_saveable"), "did you mean 'dots_saveable'"),
+    "bits": (lambda: m.get_dot_general_by_bits(9), "bits is 9; there are products of 2 to 8 bits"),
+    "mode": (lambda: m.get_dot_general_by_bits(8, "eval"), "mode is 'eval'; it is 'train', 'serve' or 'convert'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    wrong, says = BAD[name]
+    with pytest.raises(fk.FrisketError, match=says) as found:
+        wrong()
+    assert isinstance(found.value, builtins.ValueError)
