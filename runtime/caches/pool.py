@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,17 @@ class PagePool:
         self._users = [0] * self.pages
         self._held: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
+
+    @classmethod
+    def of(cls, pages: int, page: int, held: Mapping[Any, tuple[Sequence[int], int]]) -> PagePool:
+        """A pool as it was: the pages and the number of tokens of every sequence."""
+        pool = cls(pages, page)
+        for sequence, (its, tokens) in held.items():
+            pool._held[sequence], pool._lengths[sequence] = list(its), tokens
+            for i in its:
+                pool._users[i] += 1
+        pool._free = [i for i in reversed(range(pages)) if not pool._users[i]]
+        return pool
 
     @property
     def available(self) -> int:
@@ -94,22 +105,24 @@ class PagePool:
             if n < 0:
                 raise ShapeError(f"{n} more tokens for the sequence {sequence!r}; `truncate` takes tokens off")
         needed = {s: -(-(self._lengths[s] + int(n)) // self.page) - len(self._held[s]) for s, n in tokens.items()}
-        writers: dict[int, list[Any]] = {}  # by shared page
-        for s, n in tokens.items():
-            if n and self._lengths[s] % self.page and self._users[self._held[s][-1]] > 1:
-                writers.setdefault(self._held[s][-1], []).append(s)
-        # where all who share a page write to it, the last one keeps it
-        moved = [(p, s) for p, those in writers.items() for s in those[: self._users[p] - 1]]
+        moved = self._shared(
+            (s, len(self._held[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page
+        )
         self._require(sum(needed.values()) + len(moved))
-        copies = []
-        for page, s in moved:
-            self._users[page] -= 1
-            self._held[s][-1] = self._take()
-            copies.append((page, self._held[s][-1]))
+        copies = self._moved(moved)
         for s, n in tokens.items():
             self._held[s] += [self._take() for _ in range(needed[s])]
             self._lengths[s] += int(n)
         return copies
+
+    def own(self, starts: Mapping[Any, int]) -> list[Copy]:
+        """Let tokens of sequences be written again, from `starts` on: pages that others share are copied, as by
+        `append`."""
+        for sequence in starts:
+            self._known(sequence)
+        moved = self._shared((s, i) for s, n in starts.items() for i in range(n // self.page, len(self._held[s])))
+        self._require(len(moved))
+        return self._moved(moved)
 
     def fork(self, sequence: Hashable, child: Hashable) -> None:
         """A new sequence of the same tokens, on the same pages."""
@@ -146,6 +159,28 @@ class PagePool:
                 f"{pages} pages of {self.page} tokens are needed, {len(self._free)} of {self.pages} are free\n"
                 "  free a sequence, or make the pool larger; nothing has changed"
             )
+
+    def _shared(self, written: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        """Of pages to be written, (sequence, which of its pages), those to be copied: where all who share a page write
+        to it, the last one keeps it."""
+        users: dict[int, int] = {}
+        moved = []
+        for s, i in written:
+            page = self._held[s][i]
+            left = users.get(page, self._users[page])
+            if left > 1:
+                users[page] = left - 1
+                moved.append((s, i))
+        return moved
+
+    def _moved(self, moved: list[tuple[Any, int]]) -> list[Copy]:
+        copies = []
+        for s, i in moved:
+            page = self._held[s][i]
+            self._users[page] -= 1
+            self._held[s][i] = self._take()
+            copies.append((page, self._held[s][i]))
+        return copies
 
     def _take(self) -> int:
         page = self._free.pop()

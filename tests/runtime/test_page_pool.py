@@ -39,6 +39,12 @@ class Stored:
         self.pool.fork(s, child)
         self.model[child] = self.model[s].copy()
 
+    def rewrite(self, s, n):
+        """Tokens from n on, anew, as when drafts are kept in another order."""
+        copies, tokens = self.pool.own({s: n}), len(self.model[s])
+        del self.model[s][n:]
+        self.write(copies, {s: tokens - n})
+
     def truncate(self, s, n):
         self.pool.truncate(s, n)
         del self.model[s][n:]
@@ -71,7 +77,7 @@ def state(pool):
 def step(stored, draw, name):
     """One random operation; True where pages were short."""
     known = list(stored.model)
-    what = draw.choice(("allocate", "append", "append", "append", "fork", "truncate", "free")) if known else "allocate"
+    what = draw.choice(("allocate", *["append"] * 3, "fork", "rewrite", "truncate", "free")) if known else "allocate"
     before = state(stored.pool)
     try:
         if what == "allocate":
@@ -81,9 +87,9 @@ def step(stored, draw, name):
             stored.append({s: draw.choice((0, 1, 1, 1, draw.randrange(14))) for s in some})
         elif what == "fork":
             stored.fork(draw.choice(known), name)
-        elif what == "truncate":
+        elif what in ("rewrite", "truncate"):
             s = draw.choice(known)
-            stored.truncate(s, max(0, len(stored.model[s]) - draw.randrange(6)))
+            getattr(stored, what)(s, max(0, len(stored.model[s]) - draw.randrange(6)))
         else:
             stored.free(draw.choice(known))
     except CapacityError:
@@ -104,6 +110,18 @@ def test_ten_thousand_operations(pages):
         stored.free(s)
     stored.check()
     assert stored.pool.available == pages
+
+
+def test_a_pool_as_it_was():
+    stored, draw = Stored(16, 4), random.Random(0)
+    for i in range(300):
+        step(stored, draw, i)
+    pool = stored.pool
+    stored.pool = PagePool.of(16, 4, {s: (pool.pages_of(s), pool.length(s)) for s in pool.sequences})
+    stored.check()
+    for i in range(300, 600):
+        step(stored, draw, i)
+        stored.check()
 
 
 def test_a_shared_page_is_copied_by_who_writes_first():

@@ -1,4 +1,4 @@
-"""Caches of keys and values for torch: modules that are written in place."""
+"""Caches of keys and values for torch: modules to append to in place."""
 
 from frisket.runtime.caches.torch import *  # noqa: F403
 from frisket.runtime.caches.torch import __all__ as __all__

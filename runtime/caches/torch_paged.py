@@ -1,0 +1,112 @@
+"""Keys and values in pages of a pool, shared by all sequences of a batch, found by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import CapacityError, ShapeError
+
+from .pool import Copy, PagePool
+from .torch_plain import Cache
+from .torch_store import Taken
+
+
+class PagedKVCache(Cache):
+    """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
+    common.
+
+    >>> import torch, frisket as fk
+    >>> pool = PagePool(pages=12, page=16)
+    >>> cache = PagedKVCache.create(pages=12, page=16, batch=2, width=8, kv_heads=2, head_dim=16)
+    >>> copies = pool.allocate("a", 40)  # the host hands out pages, or raises CapacityError
+    >>> _ = cache.seat(pool, ["a", None], [40, 0], copies)  # rows of the batch are these sequences from here on
+    >>> q, k, v = (torch.randn(2, heads, 40, 16) for heads in (4, 2, 2))
+    >>> out = cache.attention(fk.compile("causal"), q, k, v, counts=[40, 0])
+    >>> pool.fork("a", "b")  # the same prompt, on the same pages
+    >>> copies = pool.append({"a": 1, "b": 1})
+    >>> _ = cache.seat(pool, ["a", "b"], 1, copies)
+    >>> q, k, v = (x[:, :, -1:] for x in (q, k, v))
+    >>> out = cache.attention(fk.compile("causal"), q, k, v)
+    >>> cache.pages[:, :3].tolist()  # of the page that both write to, one has a copy
+    [[0, 1, 3], [0, 1, 2]]
+
+    The host decides with a `PagePool`, one for the caches of all layers; buffers hold what it decided: `pages` int32
+    [batch, width], the pages of every row in order, `room` int32 [batch], tokens those have place for, `lengths` int32
+    [batch]. `k` [pages, kv_heads, page, head_dim], `v` likewise with v_dim, scales likewise without dim. `width` is how
+    many pages a sequence may have: `Q_LEN` and `KV_LEN` of masks are width * page. Which pages there are and who shares
+    them changes no shape and compiles nothing.
+    """
+
+    room: Tensor
+    pages: Tensor
+    _larger = "let its pool hand out pages, and `seat` it"
+
+    def __init__(
+        self, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> None:  # fmt: skip
+        if page % 16 or width < 1:
+            raise ShapeError(
+                f"pages of {page} tokens for rows of {width} pages; a page is a multiple of 16 tokens, a row has at "
+                "least one page"
+            )
+        super().__init__(batch, pages, page, kv_heads, head_dim, v_dim, dtype, device)
+        del self.room
+        self.capacity, self.page, self._rooms = width * page, page, [0] * batch
+        self.register_buffer("pages", torch.zeros(batch, width, dtype=torch.int32, device=device))
+        self.register_buffer("room", torch.zeros(batch, dtype=torch.int32, device=device))
+
+    @classmethod
+    def create(
+        cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> Self:  # fmt: skip
+        """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
+        each; `dtype` as for `KVCache`."""
+        return cls(pages, page, batch, width, kv_heads, head_dim, v_dim, dtype, device)
+
+    def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
+        """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
+        or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
+        `pool.append` gave back, done here."""
+        if (pool.pages, pool.page) != (self.k.shape[0], self.page) or len(sequences) != self.batch:
+            raise ShapeError(
+                f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
+                f"{self.batch} rows and {self.k.shape[0]} pages of {self.page}"
+            )
+        table = np.zeros(self.pages.shape, np.int32)
+        rooms, lengths = [0] * self.batch, [0] * self.batch
+        added = np.broadcast_to(new, self.batch).tolist()
+        for b, s in enumerate(sequences):
+            if s is None:
+                continue
+            held = pool.pages_of(s)
+            if len(held) > table.shape[1]:
+                raise CapacityError(
+                    f"the sequence {s!r} has {len(held)} pages, a row of this cache {table.shape[1]}; make one of a "
+                    "larger width"
+                )
+            table[b, : len(held)], rooms[b], lengths[b] = held, len(held) * pool.page, pool.length(s) - added[b]
+        for source, target in copies:
+            for x in (self.k, self.v, self.k_scale, self.v_scale):
+                if x is not None:
+                    x[target] = x[source]
+        self._host, self._rooms = lengths, rooms
+        for buffer, values in ((self.pages, table), (self.room, rooms), (self.lengths, lengths)):
+            buffer.copy_(torch.from_numpy(np.asarray(values, np.int32)), non_blocking=True)
+        self.overflowed.zero_()
+        return self
+
+    def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
+        table = self.pages if real is None else self.pages[real.row[:, 0]]
+        page = table.gather(1, (token // self.page).clamp(0, self.pages.shape[1] - 1).long())
+        return self.first[page, :, 0].transpose(1, 2) + (token % self.page)[:, None]
+
+    def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
+        super()._load_from_state_dict(*given, **more)
+        self._rooms = self.room.tolist()

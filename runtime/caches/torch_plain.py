@@ -1,0 +1,252 @@
+"""What all caches of torch share, and the plain one: every sequence has a row of its own."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from frisket.dsl.errors import CapacityError, ShapeError
+
+from ..attention import Attention
+from . import torch_store as store
+from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
+from .torch_store import NARROW, Taken, ancestors, check_dtype, check_new, counts_of, numbers, on, taken
+
+
+class Cache(nn.Module):
+    """Lengths, arrays of tokens, and how they are written and asked. Buffers: `k` [rows, kv_heads, tokens, head_dim],
+    `v` likewise with v_dim, with 8 bits `k_scale` and `v_scale` float32 [rows, kv_heads, tokens], and `lengths` int32
+    [batch]."""
+
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    pages: Tensor | None
+    lengths: Tensor
+    overflowed: Tensor
+    first: Tensor
+    capacity: int  # tokens of a sequence, at most
+    room: Any  # tokens of a sequence that there is a place for, one number or int32 [batch]
+    slots: int | None  # of a ring: how many tokens are kept
+
+    def __init__(
+        self, batch: int, rows: int, tokens: int, kv_heads: int, head_dim: int, v_dim: int | None, dtype: torch.dtype,
+        device: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_dtype(dtype)
+        v_dim = head_dim if v_dim is None else v_dim
+        if min(batch, rows, tokens, kv_heads, head_dim, v_dim) < 1:
+            raise ShapeError(
+                f"a cache for {batch} sequences with {tokens} tokens, {kv_heads} heads of {head_dim} and {v_dim} "
+                "entries; each of them is at least 1"
+            )
+        self.batch, self.kv_heads, self.head_dim, self.v_dim = batch, kv_heads, head_dim, v_dim
+        shape = rows, kv_heads, tokens
+        self.register_buffer("k", torch.zeros(*shape, head_dim, dtype=dtype, device=device))
+        self.register_buffer("v", torch.zeros(*shape, v_dim, dtype=dtype, device=device))
+        for name in ("k_scale", "v_scale"):
+            self.register_buffer(name, torch.zeros(shape, device=device) if dtype in NARROW else None)
+        self.register_buffer("pages", None)
+        self.register_buffer("lengths", torch.zeros(batch, dtype=torch.int32, device=device))
+        self.register_buffer("overflowed", torch.zeros(batch, dtype=torch.bool, device=device))
+        first = torch.arange(rows * kv_heads, device=device).view(rows, kv_heads, 1) * tokens
+        self.register_buffer("first", first, persistent=False)  # where the tokens of a head begin
+        self.capacity = self.room = tokens
+        self.slots = None
+        self._host: list[int] | None = [0] * batch
+        self._rooms: list[int] | None = [tokens] * batch
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is stored."""
+        return self.k.dtype
+
+    def known(self) -> list[int] | None:
+        """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
+        found: list[int] | None = self.lengths.tolist() if self.lengths.is_cpu else self._host
+        return found
+
+    # -- what the kinds of caches differ in ---------------------------------------------------------------------
+
+    def _reserve(self, known: list[int], more: list[int]) -> None:
+        """Raise `CapacityError` where so many more tokens find no room."""
+        for b, (have, new, room) in enumerate(zip(known, more, self._rooms or known, strict=True)):
+            if have + new > room:
+                raise CapacityError(
+                    f"sequence {b} has {have} tokens and {new} new ones, the cache has room for {room}\n"
+                    f"  {self._larger}; nothing has changed"
+                )
+
+    _larger = "make a cache of a larger capacity"
+
+    def _clipped(self, counts: Tensor) -> Tensor:
+        """What of `counts` finds room, by the device."""
+        real = torch.minimum(counts, self.room - self.lengths)
+        self.overflowed |= real < counts
+        return real
+
+    def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
+        """Places int64 [batch, kv_heads, n] of tokens [batch, n] among all vectors."""
+        return (self.first if real is None else self.first[real.row[:, 0]]) + token[:, None]
+
+    def _places(self, padded: bool) -> Places:
+        return PADDED if padded else APPENDED
+
+    # -- what users call ------------------------------------------------------------------------------------
+
+    def append(self, k: Tensor, v: Tensor, counts: Any = None) -> Self:
+        """Store new tokens behind those that are there, in place.
+
+        k [batch, kv_heads, new, head_dim] and v [batch, kv_heads, new, v_dim], in any floating dtype; with 8 bits each
+        vector gets a float32 scale, its largest magnitude over the dtype's largest number. `counts` [batch] says how
+        many of the new tokens of each sequence are real, those in front; None: all.
+
+        `CapacityError` where there is no room, and nothing is stored. Where `counts` live on a GPU nobody waits for
+        them: what does not fit is dropped, and `overflowed` [batch] is true there from then on."""
+        new = check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
+        step, real = self._grown(new, counts)
+        if real is not None:
+            where = self._standing(self.lengths, real)
+        else:
+            token = self.lengths[:, None]
+            where = self._where(token if new == 1 else token + torch.arange(new, device=self.k.device))
+        self._write(where, k, v, real)
+        self.lengths += step
+        return self
+
+    def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
+        """Attention of the last tokens of every sequence: q [batch, heads, new, head_dim] are the queries of the
+        `counts` last ones (None: of as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of
+        `att`, `return_lse=True` among them.
+
+        With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
+        sees what is before the tree, its ancestors and itself, as far as the mask lets it, and its position is that of
+        the first draft plus its depth."""
+        number = q.shape[2] if counts is None else counts_of(counts, self.batch, q.shape[2], q.device)[0]
+        tables = {START: self.lengths - number, END: self.lengths}
+        places = self._places(counts is not None)
+        if tree is not None:
+            tables[ANCESTORS], tables[DEPTH] = ancestors(tree, q.device)
+            places = TREE if tables[DEPTH].ndim == 1 else TREES
+        return self._read(placed(att, places), q, tables, params)
+
+    def attention(
+        self, att: Attention, q: Tensor, k: Tensor, v: Tensor, counts: Any = None, *, tree: Any = None, **params: Any
+    ) -> Any:
+        """`append`, then `attend`."""
+        return self.append(k, v, counts).attend(att, q, counts, tree=tree, **params)
+
+    def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
+        """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
+        [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
+        the path are meant."""
+        path = torch.as_tensor(path, device=self.k.device)
+        if path.ndim != 2 or path.shape[0] != self.batch or path.is_floating_point():
+            raise ShapeError(f"path is {path.dtype} {tuple(path.shape)}; it is nodes, integers [{self.batch}, m]")
+        m = path.shape[1]
+        number, told = counts_of([m] * self.batch if counts is None else counts, self.batch, m, path.device)
+        drafts = numbers("drafted", drafted, self.batch)
+        start, real = self.lengths - on(path.device, drafted, drafts), taken(number, m)
+        source, target = self._where(start[:, None] + path), self._standing(start, real)
+        for x in (self.k, self.v, self.k_scale, self.v_scale):
+            if x is not None:
+                store.write(x, target, store.read(x, source), real)
+        self._shorten(start + number, told and drafts and [n - d for n, d in zip(told, drafts, strict=True)])
+        return self
+
+    def truncate(self, lengths: Any) -> Self:
+        """Keep the first `lengths` [batch] (or one number) tokens of every sequence, or all where there are fewer:
+        0 empties a row for another sequence."""
+        told, known = numbers("lengths", lengths, self.batch), self.known()
+        kept = torch.minimum(self.lengths, on(self.k.device, lengths, told))
+        self._shorten(kept, told and known and [min(0, n - have) for n, have in zip(told, known, strict=True)])
+        self.overflowed &= self.lengths > 0
+        return self
+
+    # -- how ------------------------------------------------------------------------------------------------
+
+    def _grown(self, new: int, counts: Any) -> tuple[Any, Taken | None]:
+        """How many tokens there are more, a number or int32 [batch], and which those are; room is seen to."""
+        device = self.k.device
+        number, told = (None, [new] * self.batch) if counts is None else counts_of(counts, self.batch, new, device)
+        known = self.known()
+        if known is None or told is None:
+            self._host = None
+            number = self._clipped(torch.full_like(self.lengths, new) if number is None else number)
+        else:
+            self._reserve(known, told)
+            self._host = [have + more for have, more in zip(known, told, strict=True)]
+        if number is None and self.slots is not None and new > self.slots:
+            number = torch.full_like(self.lengths, new)
+        return (new, None) if number is None else (number, taken(number, new, self.slots))
+
+    def _standing(self, start: Tensor, real: Taken) -> Tensor:
+        """The places of tokens behind `start`; where none is real, of any that there are."""
+        token = start[real.row] + real.token
+        return self._where(token if self.slots else token.clamp_max(self.capacity - 1), real)
+
+    def _shorten(self, lengths: Tensor, change: list[int] | None) -> None:
+        known = self.known()
+        self._host = known and change and [have + n for have, n in zip(known, change, strict=True)]
+        self.lengths.copy_(lengths)
+
+    def _write(self, where: Tensor, k: Tensor, v: Tensor, real: Taken | None) -> None:
+        for held, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            if scales is not None:
+                x, scale = store.quantised(x, held.dtype)
+                store.write(scales, where, scale, real)
+            store.write(held, where, x, real)
+
+    def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
+        """What is stored, asked by an attention of places."""
+        stored: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale, "pages": self.pages}
+        stored = {n: x for n, x in stored.items() if x is not None}
+        tables = {n: x for n, x in tables.items() if n in att.subject.names}  # a mask need not ask for all
+        return att(q, self.k, self.v, sizes=self._sizes(q), **stored, **tables, **params)
+
+    def _sizes(self, q: Tensor) -> Any:
+        """Of the whole problem: the same for a prompt, a chunk and a step."""
+        return self.batch, q.shape[1], self.capacity, self.capacity
+
+    def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
+        super()._load_from_state_dict(*given, **more)  # type: ignore[no-untyped-call]
+        self._host = self.lengths.tolist()
+
+    def extra_repr(self) -> str:
+        bits = str(self.dtype).removeprefix("torch.")
+        return f"{self.batch} x {self.capacity}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, {bits}"
+
+
+class KVCache(Cache):
+    """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
+
+    >>> import torch, frisket as fk
+    >>> cache = KVCache.create(batch=2, capacity=1024, kv_heads=2, head_dim=64, dtype=torch.int8)
+    >>> att = fk.compile("causal & window(256)")
+    >>> q, k, v = (torch.randn(2, heads, 40, 64) for heads in (4, 2, 2))
+    >>> out = cache.attention(att, q, k, v)  # the prompt
+    >>> q, k, v = (x[:, :, -1:] for x in (q, k, v))
+    >>> out = cache.attention(att, q, k, v)  # and every token after it, under the same mask
+
+    Growing changes no shape, compiles nothing and moves nothing. Masks and score mods speak of positions in the
+    sequence, from 0; `Q_LEN` and `KV_LEN` are the capacity.
+    """
+
+    def __init__(
+        self, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(batch, batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
+
+    @classmethod
+    def create(
+        cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> Self:  # fmt: skip
+        """An empty cache; `dtype` a float, or torch.int8, torch.float8_e4m3fn or torch.float8_e5m2 for 8 bits with
+        scales."""
+        return cls(batch, capacity, kv_heads, head_dim, v_dim, dtype, device)

@@ -1,0 +1,122 @@
+"""A ring for sliding windows: the last tokens of every sequence, at position modulo size."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import ParameterError
+
+from ..attention import Attention
+from ..merge import merge
+from . import torch_store as store
+from .masks import CHUNK, END, START, Places, no_room, placed, require_room, ring, ring_padded
+from .torch_plain import Cache
+from .torch_store import Taken
+
+
+class RingKVCache(Cache):
+    """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
+
+    >>> import torch, frisket as fk
+    >>> att = fk.compile("causal & window(32)")
+    >>> cache = RingKVCache.create(batch=2, window=32, kv_heads=2, head_dim=16)
+    >>> q, k, v = (torch.randn(2, heads, 100, 16) for heads in (4, 2, 2))
+    >>> out = cache.attention(att, q, k, v)
+    >>> cache.lengths.tolist(), cache.k.shape
+    ([100, 100], torch.Size([2, 2, 32, 16]))
+
+    As `KVCache`, with the token of position p in slot `p % window`; `lengths` count what has been appended. How far
+    back the mask sees is worked out from its text, at positions up to 2**20: one that sees more than the ring holds is
+    a `ShapeError` with a witness. Masks and score mods that read `Q_LEN` or `KV_LEN` are refused.
+    """
+
+    def __init__(
+        self, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(batch, batch, window, kv_heads, head_dim, v_dim, dtype, device)
+        self.window = self.slots = window
+
+    @classmethod
+    def create(
+        cls, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
+        dtype: torch.dtype = torch.float32, device: Any = None,
+    ) -> Self:  # fmt: skip
+        """An empty ring of `window` tokens a sequence; `dtype` as for `KVCache`."""
+        return cls(batch, window, kv_heads, head_dim, v_dim, dtype, device)
+
+    def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
+        """As `KVCache.attend`, without trees; `ShapeError` where what the last tokens see may have been overwritten by
+        them: `attention` reads it before."""
+        if tree is not None:
+            raise ParameterError("drafts of a tree would overwrite the oldest tokens of a ring; take a KVCache")
+        require_room(att, self.window, q.shape[2], params)
+        return super().attend(att, q, counts, **params)
+
+    def attention(
+        self, att: Attention, q: Tensor, k: Tensor, v: Tensor, counts: Any = None, *, tree: Any = None, **params: Any
+    ) -> Any:
+        """The new tokens appended, and attention of their queries. A chunk that leaves no room for what it sees is
+        read beside the ring as it was, and the two are merged."""
+        new = store.check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
+        if tree is not None or not no_room(att, self.window, new, params):
+            return self.append(k, v, counts).attend(att, q, counts, tree=tree, **params)
+        require_room(att, self.window, 0, params)
+        real = [new] * self.batch if counts is None else counts
+        number, _ = store.counts_of(real, self.batch, new, self.k.device)
+        out, lse = merge(*self._parts(att, q, k, v, number, dict(params)))
+        self.append(k, v, counts)
+        if counts is not None:
+            meant = (torch.arange(new, device=q.device) < number[:, None])[:, None]
+            out, lse = torch.where(meant[..., None], out, 0), torch.where(meant, lse, -torch.inf)
+        return (out, lse) if params.get("return_lse") else out
+
+    def _parts(
+        self, att: Attention, q: Tensor, k: Tensor, v: Tensor, number: Tensor, params: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Attention to what the ring holds, and to the new tokens as it will hold them."""
+        if params.get("return_max"):
+            raise ParameterError("a chunk longer than the ring has room for is read in two parts; there is no max")
+        params["return_lse"] = True
+        start = self.lengths.clone()
+        old = self._read(placed(att, ring(self.window)), q, {START: start, END: start}, params)
+        if att.options.sinks is not None or params.get("sinks") is not None:  # they count once
+            params["sinks"] = torch.full((q.shape[1],), -torch.inf, device=q.device)
+        scales: dict[str, Any] = {}
+        if self.k_scale is not None:
+            (k, scales["k_scale"]), (v, scales["v_scale"]) = (store.quantised(x, self.dtype) for x in (k, v))
+        else:
+            k, v = k.to(self.dtype), v.to(self.dtype)
+        tables = {START: start, END: start + number}
+        return old, placed(att, CHUNK)(q, k, v, **scales, **tables, **params)
+
+    def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
+        raise ParameterError("a ring has overwritten its oldest tokens with the drafts; take a KVCache")
+
+    def truncate(self, lengths: Any) -> Self:
+        """Empty the sequences with 0 in `lengths`; others keep theirs, what a ring has overwritten is gone."""
+        told = store.numbers("lengths", lengths, self.batch)
+        known = self.known()
+        if told is None or known is None or any(0 < n < have for n, have in zip(told, known, strict=True)):
+            raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
+        return super().truncate(lengths)
+
+    # -- how ------------------------------------------------------------------------------------------------
+
+    def _reserve(self, known: list[int], more: list[int]) -> None:
+        return  # there is always room
+
+    def _clipped(self, counts: Tensor) -> Tensor:
+        return counts
+
+    def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
+        return super()._where(token % self.window, real)
+
+    def _places(self, padded: bool) -> Places:
+        return ring_padded(self.window) if padded else ring(self.window)
+
+    def _sizes(self, q: Tensor) -> Any:
+        return None

@@ -1,0 +1,146 @@
+"""What caches of torch do with arrays: 8 bits and their scales, and new tokens written to their places."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import ParameterError, ShapeError
+
+from ..frameworks import FLOATS
+
+NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
+PLAIN = tuple(getattr(torch, name) for name in FLOATS)
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in NARROW and dtype not in PLAIN:
+        known = ", ".join(str(d).removeprefix("torch.") for d in (*PLAIN, *NARROW))
+        raise ParameterError(f"dtype is {dtype}; caches hold {known}")
+
+
+def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(stored, scale) with x = stored * scale[..., None], rounded: a float32 scale for every vector, its largest
+    magnitude over the largest number of `dtype`."""
+    real, top = x.float(), NARROW[dtype]
+    scale = real.abs().amax(-1) / top
+    stored = real / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]  # zeros have the scale 0
+    if dtype == torch.int8:
+        stored.round_()
+    return stored.clamp_(-top, top).to(dtype), scale
+
+
+class Taken(NamedTuple):
+    """Which of some new tokens are written, where not all of them are. The others stand for one that is, so that
+    writing all of them writes the real ones and nothing else, whatever comes last."""
+
+    row: Tensor  # int64 [batch, 1] and [batch, new]: the token that is written
+    token: Tensor
+    some: Tensor  # whether there is any
+
+    def of(self, x: Tensor) -> Tensor:
+        """`x` [batch, heads, new, ...], those tokens."""
+        return x.transpose(1, 2)[self.row, self.token].transpose(1, 2)
+
+
+def taken(counts: Tensor, new: int, most: int | None = None) -> Taken:
+    """The first `counts` [batch] of `new` tokens, of them the last `most`."""
+    own = torch.arange(len(counts), device=counts.device)
+    row = torch.where(counts > 0, own, counts.argmax())[:, None]
+    real = counts[row].long()
+    token = torch.minimum(torch.arange(new, device=counts.device), (real - 1).clamp_min(0))
+    if most is not None and new > most:
+        token = torch.maximum(token, (real - most).clamp_min(0))
+    return Taken(row, token, (counts > 0).any())
+
+
+def write(store: Tensor, where: Tensor, new: Tensor, real: Taken | None) -> None:
+    """`new` [batch, heads, n, ...] into `store`, at the places `where` int64 [batch, heads, n] of its vectors, all of
+    them counted in turn."""
+    width = new.shape[3:]
+    flat = store.view(-1, *width)
+    new = new.to(store.dtype)
+    if store.dtype.itemsize == 1:  # what torch copies by index are no Floats of 8 bits
+        flat, new = flat.view(torch.uint8), new.view(torch.uint8)
+    if real is not None:
+        new = real.of(new)
+    at, new = where.reshape(-1), new.reshape(-1, *width)
+    if real is not None:
+        new = torch.where(real.some, new, flat[at])
+    flat.index_copy_(0, at, new)
+
+
+def numbers(what: str, x: Any, batch: int) -> list[int] | None:
+    """One integer for each sequence, from one or [batch] of them; None where a device has them."""
+    if isinstance(x, Tensor) and not x.is_cpu:
+        if x.shape not in ((), (batch,)) or x.dtype not in (torch.int32, torch.int64):
+            raise _wrong(what, x, batch)
+        return None
+    found = np.asarray(x)
+    if found.shape not in ((), (batch,)) or found.dtype.kind not in "iu":
+        raise _wrong(what, x, batch)
+    told: list[int] = np.broadcast_to(found, (batch,)).tolist()
+    return told
+
+
+def _wrong(what: str, x: Any, batch: int) -> ShapeError:
+    return ShapeError(f"{what} are {x}; they are integers [batch], one for each of {batch} sequences")
+
+
+def on(device: torch.device, x: Any, told: list[int] | None) -> Tensor:
+    """int32 [batch] on a device; nothing waits for it."""
+    if told is None:
+        return x.to(device, torch.int32)
+    return torch.tensor(told, dtype=torch.int32).to(device, non_blocking=True)
+
+
+def counts_of(counts: Any, batch: int, new: int, device: torch.device) -> tuple[Tensor, list[int] | None]:
+    """How many of `new` tokens of every sequence are real, int32 [batch] on the device, and as numbers where the host
+    has them; those are checked."""
+    told = numbers("counts", counts, batch)
+    if told is not None and not 0 <= min(told) <= max(told) <= new:
+        raise ShapeError(f"counts are {told}, of {new} new tokens; each is from 0 to {new}")
+    return on(device, counts, told), told
+
+
+def read(store: Tensor, where: Tensor) -> Tensor:
+    """The vectors of `store` at places `where` [batch, heads, n], copied."""
+    width = store.shape[3:]
+    flat = store.view(-1, *width)
+    if store.dtype.itemsize == 1:
+        return flat.view(torch.uint8)[where].view(store.dtype)
+    return flat[where]
+
+
+def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
+    """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
+    for name, x, dim in (("k", k, head_dim), ("v", v, v_dim)):
+        if not isinstance(x, Tensor):
+            raise ShapeError(f"{name} is a {type(x).__name__}; give a torch tensor")
+        new = k.shape[2] if k.ndim == 4 else "new"
+        if x.ndim != 4 or tuple(x.shape) != (batch, kv_heads, new, dim):
+            raise ShapeError(
+                f"{name} has the shape {tuple(x.shape)}; new tokens for this cache are "
+                f"[batch, kv_heads, new, dim] = [{batch}, {kv_heads}, {new}, {dim}]"
+            )
+        if x.device != device:
+            raise ShapeError(f"{name} is on {x.device}, the cache on {device}; move one of them")
+    return k.shape[2]
+
+
+def ancestors(parents: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs below
+    parents[..., i], -1 for a root; a root has depth 0."""
+    parents = torch.as_tensor(parents, device=device)
+    if parents.ndim not in (1, 2) or parents.is_floating_point() or parents.dtype == torch.bool:
+        raise ShapeError(
+            f"a tree is parents, integers [nodes] or [batch, nodes]; these are {parents.dtype} {tuple(parents.shape)}"
+        )
+    n = parents.shape[-1]
+    above = (parents[..., None] == torch.arange(n, device=device)) | torch.eye(n, dtype=torch.bool, device=device)
+    for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
+        above = (above.float() @ above.float()) > 0
+    return above, above.sum(-1, dtype=torch.int32) - 1
