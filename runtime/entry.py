@@ -87,7 +87,7 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
         if text in _compiled:
             _compiled.move_to_end(text)
             return _compiled[text]
-    what = subject(mask, score, {n: _stand_in(x) for n, x in params.items()}).without(params)
+    what = subject(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
     if any(traced(x) or getattr(x, "grad_fn", None) for x in what.captured.values()):  # of the trace or graph at hand
         return Attention(what, options)
     learned = {n: x for n, x in what.captured.items() if learns(x)}  # by identity: values come and go
@@ -106,7 +106,7 @@ def _kind(x: Any) -> tuple[Any, ...]:
     return (x.ndim, x.dtype) if hasattr(x, "ndim") else (type(x),)
 
 
-def _stand_in(x: Any) -> Any:
+def stand_in(x: Any) -> Any:
     """A value of the same type, which nobody will look at."""
     if not hasattr(x, "ndim"):
         return x
