@@ -1,0 +1,117 @@
+"""Context parallel attention in torch, on four gloo processes: what one process computes, no byte more than planned."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support import parallel_torch_ranks as ranks
+from support.processes import together
+
+import frisket as fk
+from frisket.dsl.errors import ParameterError, PeerError, ShapeError
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+
+
+@pytest.fixture(scope="module")
+def said():
+    found = together(ranks.all_checks, ranks.RANKS, timeout=60, limit=240)
+    assert not {r: x for (r, name), x in found.items() if name == "failed"}
+    return found
+
+
+@pytest.mark.parametrize("variant", ["ring", "all-gather"])
+@pytest.mark.parametrize("name", ranks.CASES)
+def test_ranks_together_compute_what_one_does(said, name, variant):
+    """out and lse beside the interpreter, gradients of q, k, v, tables, scalars and sinks beside one process."""
+    for r in range(ranks.RANKS):
+        assert max(said[r, ("differences", name)][variant]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents"])
+def test_bytes_sent_are_those_planned(said, name):
+    deal = ranks.case(name)[1]
+    planned = [deal.bytes(ranks.KV_HEADS, ranks.DIM, ranks.V_DIM, 4, backward=b) for b in (False, True)]
+    assert (planned[1] > 0).any()
+    for i, plan in enumerate(planned):
+        assert [said[r, ("bytes", name)][i] for r in range(ranks.RANKS)] == plan.tolist()
+
+
+def test_bytes_on_the_wire_are_those_planned(said):
+    """As the kernel counts them on the sockets: nothing but headers of messages comes on top."""
+    deal = fk.parallel.deal("window(900)", 8192, ranks.RANKS, batch=ranks.BATCH)
+    planned = deal.bytes(ranks.KV_HEADS, ranks.DIM, ranks.V_DIM, 4).sum(axis=1)
+    for r in range(ranks.RANKS):
+        assert planned[r] <= said[r, "on the wire"] < planned[r] + 20_000
+
+
+@pytest.mark.parametrize("name", ["mask", "lengths", "dtype", "dropout"])
+def test_ranks_that_differ_are_named(said, name):
+    for r in range(ranks.RANKS):
+        text = said[r, ("refused", name)]
+        assert text.startswith("the ranks differ in")
+        assert "ranks 0, 1 and 3: " in text
+        assert "rank 2: " in text
+
+
+@pytest.mark.parametrize("how", ["dies", "stops"])
+def test_a_rank_that_is_lost_is_named(how):
+    found = together(getattr(ranks, how), ranks.RANKS, timeout=2, limit=60, lost=1)
+    for r in (0, 1, 3):
+        assert found[r, "lost"].startswith(f"rank {r} waited to ")
+        assert "rank 2\n" in found[r, "lost"]
+
+
+# -- in one process ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_without_a_group():
+    q = torch.zeros(1, 1, 128, 8)
+    with pytest.raises(PeerError, match="no process group"):
+        fk.parallel.attend(fk.compile("causal"), q, q, q, deal=fk.parallel.deal("causal", 128, 1))
+
+
+def test_one_rank_is_the_attention_itself(alone):
+    q, k, v = torch.randn(3, 1, 2, 128, 8)
+    att = fk.compile("causal")
+    deal = fk.parallel.deal("causal", 128, 1)
+    assert (fk.parallel.attend(att, q, k, v, deal=deal) - att(q, k, v)).abs().max() < 1e-6
+
+
+def test_what_does_not_fit_is_refused(alone):
+    q, att, deal = torch.zeros(1, 2, 128, 8), fk.compile("causal"), fk.parallel.deal("causal", 128, 1)
+    with pytest.raises(ShapeError, match="q is"):
+        fk.parallel.attend(att, q[:, :, :100], q, q, deal=deal)
+    with pytest.raises(ShapeError, match="for 2 ranks, the group has 1"):
+        fk.parallel.attend(att, q, q, q, deal=fk.parallel.deal("causal", 128, 2))
+    with pytest.raises(ParameterError, match="variant"):
+        fk.parallel.attend(att, q, q, q, deal=deal, variant="tree")
+    with pytest.raises(ShapeError, match="one dtype"):
+        fk.parallel.attend(att, q, q, q.double(), deal=deal)
+    with pytest.raises(ParameterError, match=r"another mask than the attention(.|\n)*deal.under"):
+        fk.parallel.attend(fk.compile("window(9)"), q, q, q, deal=deal)
+    with pytest.raises(ParameterError, match="takes arrays of torch or JAX"):
+        fk.parallel.attend(att, *[np.zeros((1, 2, 128, 8))] * 3, deal=deal)
+
+
+def test_a_deal_of_other_documents_is_refused(alone):
+    """What travels is by the deal: under other documents keys would be missing, in silence."""
+    q = torch.zeros(1, 2, 128, 8)
+    doc = torch.arange(128, dtype=torch.int32) // 30
+    att, deal = fk.compile("causal & same(doc)"), fk.parallel.deal("causal & same(doc)", 128, 1, doc=doc)
+    fk.parallel.attend(att, q, q, q, deal=deal, doc=doc)
+    with pytest.raises(ParameterError, match="another mask"):
+        fk.parallel.attend(att, q, q, q, deal=deal, doc=doc // 2)
+    doc[64:] += 1
+    with pytest.raises(ParameterError, match="another mask"):
+        fk.parallel.attend(att, q, q, q, deal=deal, doc=doc)
+    fk.parallel.attend(att, q, q, q, deal=deal.under("causal & same(doc)", doc=doc), doc=doc)

@@ -1,0 +1,218 @@
+"""What every rank of `test_parallel_torch` does; a module of its own, because processes import it by name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import frisket as fk
+from support.processes import stop
+
+RANKS, LENGTH, TILE, BATCH, HEADS, KV_HEADS, DIM, V_DIM = 4, 170, 8, 2, 4, 2, 8, 12
+DOC = np.minimum(np.arange(LENGTH) // 23, 6).astype(np.int32)
+BY_BATCH = np.stack([DOC, np.arange(LENGTH) // 40]).astype(np.int32)
+draw = np.random.default_rng(5)
+SLOPE = draw.standard_normal(HEADS).astype(np.float32)
+BIAS = draw.standard_normal((HEADS, 2 * LENGTH)).astype(np.float32)
+DECAY = draw.standard_normal(LENGTH).astype(np.float32)
+# mask, score mod, tables of the mask, tables of the score mod, sinks, dropout
+CASES = {
+    "full": ("true", None, {}, {}, False, 0),
+    "causal": ("causal", None, {}, {}, True, 0),
+    "window": ("causal & window(20)", None, {}, {}, True, 0),
+    "documents": ("causal & same(doc)", None, {"doc": DOC}, {}, False, 0),
+    "documents-by-batch": ("causal & doc[b, q] == doc[b, k]", None, {"doc": BY_BATCH}, {}, False, 0),
+    "prefix": ("prefix_lm(40)", "softcap(5)", {}, {}, True, 0),
+    "block-diffusion": ("block_diffusion(85, 10)", None, {}, {}, False, 0),
+    "dilated": ("causal & (q - k) % 7 == 0", None, {}, {}, False, 0),
+    "by-head": ("causal & q - k < 9 * (h + 1)", "score + slope[h] * (k - q) / 100", {}, {"slope": SLOPE}, False, 0),
+    "empty-rows": ("q >= k & q % 7 > 2 & k > 50", None, {}, {}, True, 0),
+    "relative-bias": ("causal", "score + bias[h, q - k + KV_LEN]", {}, {"bias": BIAS}, True, 0),
+    "dropout": ("causal & window(60)", "score * c + decay[k]", {}, {"decay": DECAY, "c": np.float32(0.7)}, True, 0.3),
+}
+
+
+def arrays(length=LENGTH, dtype=torch.float32):
+    """q, k, v, cotangents of out and lse, sinks."""
+    g = torch.Generator().manual_seed(11)
+    shapes = [(BATCH, h, length, d) for h, d in ((HEADS, DIM), (KV_HEADS, DIM), (KV_HEADS, V_DIM), (HEADS, V_DIM))]
+    made = [torch.randn(s, generator=g) for s in (*shapes, (BATCH, HEADS, length), (HEADS,))]
+    return [x.to(dtype) for x in made]
+
+
+def case(name):
+    mask, score, tables, learned, sinks, rate = CASES[name]
+    att = fk.compile(mask, score, dropout=rate)
+    tables = {n: torch.as_tensor(x) for n, x in tables.items()}
+    deal = fk.parallel.deal(mask, LENGTH, RANKS, tile=TILE, batch=BATCH, heads=HEADS, **tables)
+    return att, deal, tables, learned, sinks, {"seed": 77} if rate else {}
+
+
+def shard(deal, x, axis, rank):
+    return deal.permute(x, axis).tensor_split(RANKS, axis)[rank]
+
+
+def loss(out, lse, dout, dlse):
+    return (out * dout).sum() + (torch.where(lse == -torch.inf, 0.0, lse) * dlse).sum()
+
+
+def differences(name, rank):
+    """By variant, the largest differences between this rank's part and the whole attention on one process: of lse and
+    out from the interpreter in float64, of gradients from the same attention."""
+    att, deal, tables, learned, sunk, seed = case(name)
+    q, k, v, dout, dlse, sinks = arrays()
+    learned = {n: torch.as_tensor(x).requires_grad_() for n, x in learned.items()}
+    sinks = sinks.requires_grad_() if sunk else None
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    shared = [*learned.values(), *([sinks] if sunk else [])]
+    out, lse = att(*whole, sinks=sinks, return_lse=True, **tables, **learned, **seed)
+    wanted = torch.autograd.grad(loss(out, lse, dout, dlse), [*whole, *shared])
+    wide = fk.compile(CASES[name][0], CASES[name][1], backend="dense", dropout=att.options.dropout)
+    fixed = {n: x.detach() for n, x in learned.items()}
+    how = {"sinks": sinks if sinks is None else sinks.detach(), "return_lse": True}
+    exact, exact_lse = wide(q.double(), k.double(), v.double(), **how, **tables, **fixed, **seed)
+    expected = [shard(deal, x, 2, rank) for x in (exact, *wanted[:3])] + list(wanted[3:])
+    held = deal.held[rank]
+    exact_lse = shard(deal, exact_lse, 2, rank)[:, :, :held]
+    off = {}
+    for variant in ("ring", "all-gather"):
+        mine = [shard(deal, x.detach(), 2, rank).requires_grad_() for x in whole]
+        split = {n: x.ndim - 1 for n, x in tables.items() if variant == "all-gather"}
+        given = {n: shard(deal, x, split[n], rank) if n in split else x for n, x in tables.items()}
+        how = {"deal": deal, "variant": variant, "sinks": sinks, "return_lse": True, "split": split}
+        out, lse = fk.parallel.attend(att, *mine, **how, **given, **learned, **seed)
+        part = loss(out, lse, shard(deal, dout, 2, rank), shard(deal, dlse, 2, rank))
+        found = torch.autograd.grad(part, [*mine, *shared])
+        assert (out[:, :, held:] == 0).all()
+        assert (lse[:, :, held:] == -torch.inf).all()
+        seen = lse[:, :, :held]
+        assert ((seen == -torch.inf) == (exact_lse == -torch.inf)).all()
+        off[variant] = [torch.where(seen == -torch.inf, 0.0, seen - exact_lse).abs().max().item()]
+        for a, b in zip([out.detach(), *found], expected, strict=True):
+            off[variant].append((a - b).abs().max().item() / max(1, b.abs().max().item()))
+    return off
+
+
+def agreement(rank, report):
+    for name in CASES:
+        report(("differences", name), differences(name, rank))
+
+
+class Sent:
+    """Bytes given to torch to send, by receiver."""
+
+    def __init__(self):
+        self.bytes, self._start = Counter(), dist.batch_isend_irecv
+
+    def __enter__(self):
+        def start(ops):
+            for op in ops:
+                if op.op is dist.isend:
+                    self.bytes[op.group_peer] += op.tensor.numel() * op.tensor.element_size()
+            return self._start(ops)
+
+        dist.batch_isend_irecv = start
+        return self
+
+    def __exit__(self, *error):
+        dist.batch_isend_irecv = self._start
+
+
+def acknowledged():
+    """Payload bytes that peers have acknowledged on the sockets of this process, as the kernel counts them."""
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as s:
+                if s.type == socket.SOCK_STREAM and s.family in (socket.AF_INET, socket.AF_INET6):
+                    total += struct.unpack_from("Q", s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232), 120)[0]
+        except OSError:
+            continue
+    return total
+
+
+def traffic(rank, report):
+    """Bytes of a forward and of a backward, by receiver and on the wire."""
+    for name in ("causal", "window", "documents"):
+        att, deal, tables, *_ = case(name)
+        mine = [shard(deal, x, 2, rank).requires_grad_() for x in arrays()[:3]]
+        fk.parallel.attend(att, *mine, deal=deal, **tables)  # ranks have agreed
+        with Sent() as forward:
+            out = fk.parallel.attend(att, *mine, deal=deal, **tables)
+        with Sent() as backward:
+            out.sum().backward()
+        report(("bytes", name), [[x.bytes[r] for r in range(RANKS)] for x in (forward, backward)])
+    length = 8192
+    deal = fk.parallel.deal("window(900)", length, RANKS)
+    mine = [shard(deal, x, 2, rank) for x in arrays(length)[:3]]
+    att = fk.compile("window(900)")
+    fk.parallel.attend(att, *mine, deal=deal)
+    dist.barrier()
+    before = acknowledged()
+    fk.parallel.attend(att, *mine, deal=deal)
+    dist.barrier()
+    report("on the wire", acknowledged() - before)
+
+
+def disagreement(rank, report):
+    """Every rank learns who asks for what; the group works on."""
+    q, k, v, *_ = arrays()
+    odd = rank == 2
+    calls = {
+        "mask": lambda: ("causal & window(9)" if odd else "causal", LENGTH, {}, torch.float32),
+        "lengths": lambda: ("causal", LENGTH - TILE * RANKS if odd else LENGTH, {}, torch.float32),
+        "dtype": lambda: ("causal", LENGTH, {}, torch.float64 if odd else torch.float32),
+        "dropout": lambda: ("causal", LENGTH, {"dropout": 0.5 if odd else 0.0}, torch.float32),
+    }
+    for name, call in calls.items():
+        mask, length, options, dtype = call()
+        deal = fk.parallel.deal(mask, length, RANKS, tile=TILE)
+        mine = [shard(deal, x[:, :, :length].to(dtype), 2, rank) for x in (q, k, v)]
+        try:
+            fk.parallel.attend(fk.compile(mask, **options), *mine, deal=deal)
+        except fk.PeerError as error:
+            report(("refused", name), str(error))
+
+
+def all_checks(rank, report):
+    for part in (agreement, traffic, disagreement):
+        try:
+            part(rank, report)
+        except Exception:
+            report("failed", traceback.format_exc())
+            raise
+
+
+def lost(rank, report, how):
+    att = fk.compile("causal")
+    deal = fk.parallel.deal("causal", LENGTH, RANKS, tile=TILE)
+    mine = [shard(deal, x, 2, rank).requires_grad_() for x in arrays()[:3]]
+    out = fk.parallel.attend(att, *mine, deal=deal)
+    dist.barrier()
+    if rank == 2:
+        how()
+    try:
+        if rank == 0:
+            fk.parallel.attend(att, *mine, deal=deal)
+        else:
+            out.sum().backward()
+    except fk.PeerError as error:
+        report("lost", str(error))
+
+
+def dies(rank, report):
+    lost(rank, report, lambda: os._exit(9))
+
+
+def stops(rank, report):
+    lost(rank, report, stop)
