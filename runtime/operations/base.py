@@ -1,0 +1,147 @@
+"""Operations with an implementation for every platform, and operations by name."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeVar
+
+import jax
+
+from frisket.dsl.errors import ParameterError
+from frisket.runtime.jax_platforms import platform_of
+
+from .metadata import AttentionMetadata, Backend
+
+
+class BaseOperation(ABC):
+    """One operation; calling it runs the implementation for the platform at hand.
+
+    >>> class Double(BaseOperation):
+    ...     def forward_native(self, x):
+    ...         return x + x
+    >>> Double()(21)
+    42
+
+    `forward_native` is all that a subclass must write. It stands in for every `forward_...` that a subclass does not
+    write, `forward_cuda` and `forward_rocm` by way of `forward_gpu`. The platform is `metadata.backend`, or where JAX
+    puts arrays by itself.
+    """
+
+    metadata: AttentionMetadata | None = None
+
+    @classmethod
+    def get_impl_name(cls) -> str | tuple[str, ...]:
+        """The name to be registered under, or all of them; the class's own, unless written."""
+        return cls.__name__
+
+    def get_impl_metadata(self) -> AttentionMetadata | None:
+        return self.metadata
+
+    def current_backend(self) -> str:
+        """ "tpu", "gpu" or "cpu": where JAX puts arrays by itself."""
+        return jax.default_backend()
+
+    @abstractmethod
+    def forward_native(self, *args: Any, **kwargs: Any) -> Any:
+        """The operation, wherever it runs."""
+
+    def forward_tpu(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_native(*args, **kwargs)
+
+    def forward_gpu(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_native(*args, **kwargs)
+
+    def forward_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_rocm(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_gpu(*args, **kwargs)
+
+    def forward_cpu(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_native(*args, **kwargs)
+
+    def forward_tt(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward_native(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, f"forward_{self._platform()}")(*args, **kwargs)
+
+    def _platform(self) -> str:
+        """Whose `forward_...` it is: "cuda" or "rocm" where JAX says "gpu"."""
+        if self.metadata is not None and self.metadata.backend is not None:
+            return str(self.metadata.backend)
+        found = self.current_backend()
+        if found == "gpu":
+            found = platform_of(jax.numpy.zeros(()))
+        return found if found in {*Backend} else "native"
+
+
+Made = TypeVar("Made", bound=type[BaseOperation])
+
+
+class OperationRegistry:
+    """Operations by name; `AttentionRegistry` holds those that are attention.
+
+    >>> @OperationRegistry.register
+    ... class Triple(BaseOperation):
+    ...     @classmethod
+    ...     def get_impl_name(cls):
+    ...         return "triple", "thrice"
+    ...
+    ...     def forward_native(self, x):
+    ...         return 3 * x
+    >>> OperationRegistry.create("thrice")(14)
+    42
+    """
+
+    _known: ClassVar[dict[str, type[BaseOperation]]] = {}
+
+    @classmethod
+    def register(cls, operation: Made) -> Made:
+        """A class decorator: the class under all of its names. Raises `ParameterError` where one is taken."""
+        if not (isinstance(operation, type) and issubclass(operation, BaseOperation)):
+            raise ParameterError(f"{operation!r} is no subclass of BaseOperation")
+        names = operation.get_impl_name()
+        names = (names,) if isinstance(names, str) else tuple(names)
+        for name in names:
+            if name in cls._known:
+                raise ParameterError(f"there is an operation {name!r} already, {cls._known[name].__qualname__}")
+        cls._known.update(dict.fromkeys(names, operation))
+        return operation
+
+    @classmethod
+    def get(cls, impl_name: str) -> type[BaseOperation]:
+        """The class of a name. Raises `ParameterError`, a `ValueError`, that lists the names there are."""
+        if impl_name not in cls._known:
+            near = difflib.get_close_matches(str(impl_name), cls._known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            names = ", ".join(cls._known) or "none"
+            raise ParameterError(f"there is no operation {impl_name!r}{hint}\n  there are {names}")
+        return cls._known[impl_name]
+
+    @classmethod
+    def create(cls, impl_name: str, metadata: AttentionMetadata | None = None) -> Any:
+        """An operation by name, made with `metadata`; that of `AttentionMetadata()` without."""
+        kind = cls.get(impl_name)
+        return kind(metadata) if kind.__init__ is not object.__init__ else kind()
+
+    @classmethod
+    def list_implementations(cls) -> list[str]:
+        """All names, aliases too, in the order in which they were registered."""
+        return list(cls._known)
+
+
+class AttentionRegistry(OperationRegistry):
+    """Attention by name.
+
+    >>> AttentionRegistry.create("frisket")
+    FrisketAttention()
+    """
+
+    _known: ClassVar[dict[str, type[BaseOperation]]] = {}
+
+    @classmethod
+    def register(cls, operation: Made) -> Made:
+        """A class decorator: the class under all of its names, among all operations too."""
+        return super().register(OperationRegistry.register(operation))

@@ -1,0 +1,194 @@
+"""What an attention operator is told once: dtypes, mesh, partition, scale, dropout, tiles."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, ClassVar, Self
+
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from frisket.dsl.errors import ParameterError
+from frisket.runtime.modeling.meshes import create_mesh
+from frisket.runtime.options import rate_of
+from frisket.runtime.sharding import names as n
+from frisket.runtime.sharding.mesh import current_mesh
+from frisket.runtime.sharding.names import EMPTY_VAL
+from frisket.runtime.sharding.partition import PartitionAxis, PartitionManager
+
+from .records import Codec, Record, dtype_from_json, dtype_to_json
+
+
+class Backend(StrEnum):
+    """Where an operation runs."""
+
+    TPU = "tpu"
+    GPU = "gpu"
+    CUDA = "cuda"
+    ROCM = "rocm"
+    CPU = "cpu"
+    TT = "tt"
+
+
+class Platform(StrEnum):
+    """What kernels are written in: XLA's own operations, Triton, Pallas."""
+
+    JAX = "jax"
+    TRITON = "triton"
+    PALLAS = "pallas"
+
+
+def _mesh_to_json(mesh: Any) -> dict[str, Any]:
+    return {"axis_dims": list(mesh.shape.values()), "axis_names": list(mesh.axis_names)}
+
+
+DEFAULTS: dict[str, tuple[Any, str]] = {  # field -> its value where nobody gives one, and its name in a config
+    "runtime_dtype": (None, "attn_dtype"),
+    "runtime_softmax_dtype": (jnp.dtype("float32"), "attn_softmax_dtype"),
+    "sequence_axis_name": ("sp", "sequence_axis_name"),
+    "mesh": (None, "mesh"),
+    "platform": (None, "platform"),
+    "backend": (None, "backend"),
+    "partition_axis": (None, "partition_axis"),
+    "partition_manager": (None, "partition_manager"),
+    "scan_ring_attention": (True, "scan_ring_attention"),
+    "softmax_scale": (None, "softmax_scale"),
+    "dropout_prob": (0.0, "dropout_prob"),
+    "blocksize_q": (None, "blocksize_q"),
+    "blocksize_k": (None, "blocksize_k"),
+    "blocksize_b": (1, "blocksize_b"),
+}
+
+
+@dataclass(eq=False)
+class AttentionMetadata(Record):
+    """`AttentionMetadata(softmax_scale=0.1, mesh=mesh)`: what calls of an operator have in common.
+
+    >>> AttentionMetadata(runtime_dtype="bfloat16").runtime_dtype
+    dtype(bfloat16)
+
+    Fields that are not given are taken from `base_config`, any object with attributes of these names (`attn_dtype`
+    and `attn_softmax_dtype` for the dtypes), where it has them; then they are:
+
+    - `runtime_dtype` None: what q, k and v are brought to, and the result has; None keeps their own.
+    - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits, in float64 beside float64.
+    - `mesh` the one at hand, or None: nothing is split. `partition_axis`, `partition_manager` say how over a mesh;
+      `sequence_axis_name` "sp" is the axis of ring attention, which sends keys round, or, where
+      `scan_ring_attention` is False, gathers them.
+    - `backend` None: the platform of arrays; `platform` None: the first kernels that can.
+    - `softmax_scale` None: 1 / sqrt(head_dim). `dropout_prob` 0.
+    - `blocksize_q`, `blocksize_k` None: tiles of queries and keys, in tokens, by the mask at hand; both or none.
+      `blocksize_b` 1: every tile is of one batch entry.
+    """
+
+    runtime_dtype: Any = EMPTY_VAL
+    runtime_softmax_dtype: Any = EMPTY_VAL
+    sequence_axis_name: str = EMPTY_VAL
+    mesh: Mesh | None = EMPTY_VAL
+    platform: Platform | None = EMPTY_VAL
+    backend: Backend | None = EMPTY_VAL
+    partition_axis: PartitionAxis = EMPTY_VAL
+    partition_manager: PartitionManager = EMPTY_VAL
+    base_config: Any = field(default=None, repr=False)
+    scan_ring_attention: bool = EMPTY_VAL
+    softmax_scale: float | None = EMPTY_VAL
+    dropout_prob: float = EMPTY_VAL
+    blocksize_q: int | None = EMPTY_VAL
+    blocksize_k: int | None = EMPTY_VAL
+    blocksize_b: int = EMPTY_VAL
+
+    codecs: ClassVar[dict[str, Codec]] = {
+        "runtime_dtype": (dtype_to_json, dtype_from_json),
+        "runtime_softmax_dtype": (dtype_to_json, dtype_from_json),
+        # over the devices of the process that reads it
+        "mesh": (_mesh_to_json, lambda x: create_mesh(x["axis_dims"], x["axis_names"])),
+        "platform": (str, Platform),
+        "backend": (str, Backend),
+        "partition_axis": (asdict, lambda x: PartitionAxis(**x)),
+        "partition_manager": (lambda x: asdict(x.paxis), lambda x: PartitionManager(PartitionAxis(**x))),
+        "base_config": (lambda x: None, lambda x: None),  # all that is taken from it is in the fields
+    }
+
+    def __post_init__(self) -> None:
+        if isinstance(self.base_config, dict):
+            raise ParameterError("base_config is a dict; it is an object whose attributes are read")
+        for name, (default, pickup) in DEFAULTS.items():
+            self.set_attrs_carefully(name, default, pickup)
+        if self.mesh is None:
+            self.mesh = current_mesh()
+        if self.partition_axis is None or isinstance(self.partition_axis, dict):
+            self.partition_axis = PartitionAxis(**(self.partition_axis or {}))
+        manager = self.partition_manager or PartitionManager(self.partition_axis)
+        self.partition_manager = manager if manager.mesh is not None else PartitionManager(manager.paxis, self.mesh)
+        for name in ("runtime_dtype", "runtime_softmax_dtype"):
+            setattr(self, name, _dtype(name, getattr(self, name)))
+        self.platform = _member(Platform, "platform", self.platform)
+        self.backend = _member(Backend, "backend", self.backend)
+        self.dropout_prob = rate_of(self.dropout_prob)
+        if (self.blocksize_q is None) != (self.blocksize_k is None):
+            raise ParameterError("give both of blocksize_q and blocksize_k, or neither")
+
+    def set_attrs_carefully(
+        self, attr: str, default: Any, pickup_name: str | None = None, use_base_config: bool = True
+    ) -> None:
+        """Give `attr` a value where it has none: that of `base_config` under `pickup_name` (or `attr`), if it is to be
+        used and has one, else `default`."""
+        if getattr(self, attr, EMPTY_VAL) is not EMPTY_VAL:
+            return
+        config = self.base_config if use_base_config else None
+        setattr(self, attr, getattr(config, pickup_name or attr, default))
+
+    @classmethod
+    def from_config(cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0) -> Self:
+        """What a model's config says, with the scale and dropout of one layer."""
+        return cls(base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob)
+
+    @property
+    def tile(self) -> tuple[int, int] | None:
+        """(queries, keys), in tokens."""
+        return None if self.blocksize_q is None or self.blocksize_k is None else (self.blocksize_q, self.blocksize_k)
+
+    def get_shardings(
+        self, mode: str, BTHD: bool = True, qkv_mni_sharding: bool = False
+    ) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec, PartitionSpec, PartitionSpec, PartitionSpec]:
+        """Specs of (query, key, value, bias, mask, output) in a runtime mode.
+
+        [batch, length, heads, head_dim], or with `BTHD=False` [batch, heads, length, head_dim]; bias and mask are
+        [batch, heads, q_len, kv_len]. `qkv_mni_sharding` splits keys and values as queries are: for key heads that
+        have been repeated.
+        """
+        heads, dims = (n.HEAD, n.HEAD_DIM) if qkv_mni_sharding else (n.KV_HEAD, n.KV_HEAD_DIM)
+
+        def spec(length: str, heads: str, dims: str) -> PartitionSpec:
+            axes = [n.BATCH, length, heads, dims] if BTHD else [n.BATCH, heads, length, dims]
+            return self.partition_manager.resolve(axes, mode)
+
+        query = spec(n.QUERY_LENGTH, n.HEAD, n.HEAD_DIM)
+        key = spec(n.KV_LENGTH, heads, dims)
+        bias, mask = (
+            self.partition_manager.resolve([n.BATCH, h, n.QUERY_LENGTH, n.BIAS_KV_SEQ], mode)
+            for h in (n.BIAS_HEAD_SEQ, None)
+        )
+        return query, key, key, bias, mask, query
+
+
+def _dtype(name: str, x: Any) -> Any:
+    if x is None:
+        return None
+    try:
+        found = jnp.dtype(x)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ParameterError(f"{name} is {x!r}; it is a floating dtype, as 'bfloat16'")
+    return found
+
+
+def _member(kind: Any, name: str, x: Any) -> Any:
+    if x is None:
+        return None
+    try:
+        return kind(str(x).lower())
+    except ValueError:
+        raise ParameterError(f"{name} is {x!r}; it is one of {', '.join(map(repr, map(str, kind)))}") from None

@@ -1,0 +1,134 @@
+"""The operators there are: frisket on every backend, the dense interpreter, ring attention."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from frisket.dsl.errors import BackendError, ParameterError
+from frisket.runtime.options import Options, rate_of
+
+from .attention import AttentionImpl
+from .base import AttentionRegistry
+from .metadata import Platform
+from .output import AttentionOutput
+from .problem import Problem, problem
+
+
+@AttentionRegistry.register
+class FrisketAttention(AttentionImpl):
+    """Attention compiled by frisket, on the backend of the platform it runs on.
+
+    >>> import jax.numpy as jnp
+    >>> q = jnp.ones((1, 64, 4, 16))
+    >>> FrisketAttention()(q, q[:, :, :2], q[:, :, :2], causal=True).attention_outputs.shape
+    (1, 64, 4, 16)
+    """
+
+    backend: ClassVar[str | None] = None
+
+    @classmethod
+    def get_impl_name(cls) -> tuple[str, ...]:
+        return "frisket", "blocksparse", "sdpa", "flash_attn2"
+
+    def forward_native(
+        self, query: Any, key: Any, value: Any, mask: Any = None, *, bias: Any = None, init_bias: Any = None,
+        score: Any = None, causal: bool = False, sliding_window: int | tuple[int, int] | None = None,
+        segment_ids: Any = None, positions: Any = None, softmax_aux: Any = None, softmax_scale: float | None = None,
+        logits_soft_cap: float | None = None, dropout_prob: float | None = None, deterministic: bool = True,
+        dropout_rng: Any = None, origin: Any = None, sizes: Any = None, **params: Any,
+    ) -> AttentionOutput:  # fmt: skip
+        """Attention of query [batch, q_len, heads, dim] over key and value [batch, kv_len, kv_heads, dim].
+
+        `mask` is a text, a function, an `fk.Mask`, or a Bool array [batch, heads, q_len, kv_len] (an axis may have
+        length 1), [batch, q_len, kv_len] or [batch, kv_len]; True is what is seen. `score` and `params` are a score
+        mod and values of names, as in `fk.attention`. What more is given is joined to that:
+
+        - `causal`, and `sliding_window=w` or `(left, right)`: keys at most so far before and after a query. Where q
+          and k differ in length the last query is at the last key, unless `positions` or `origin` say otherwise.
+        - `segment_ids`, integers [batch, length], or a pair, of queries and of keys: equal ones see one another,
+          negative ones are padding.
+        - `positions`, likewise: where places of the arrays are in the sequence, for mask, score, causal and window.
+        - `logits_soft_cap` after `score`, then `bias`, like an array mask; `init_bias()` makes it, where there is
+          neither mask nor bias.
+        - `softmax_aux` [heads] or [heads, n]: sinks, logits of every query that have no value.
+        - with `deterministic=False` dropout, of `dropout_prob` or the metadata's, drawn from the key `dropout_rng`.
+        - `origin` and `sizes` as in `fk.attention`.
+
+        A keyword that nothing reads is a `ParameterError`.
+        """
+        scale, rate, seed = self.asked(softmax_scale, dropout_prob, deterministic, dropout_rng)
+        if init_bias is not None and mask is None and bias is None:
+            bias = init_bias()
+        query, key, value = self.arranged(query, key, value)
+        found = problem(
+            self.lengths(query, key), mask, score, bias, segment_ids, positions, causal, sliding_window,
+            logits_soft_cap, softmax_aux, origin is not None, params,
+        )  # fmt: skip
+        options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
+        out = self.attend(found, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
+        return AttentionOutput(attention_outputs=self.placed(out, self.specs(query)[-1]))
+
+    def lengths(self, query: Any, key: Any) -> tuple[int, int, int, int]:
+        """(batch, heads, q_len, kv_len)."""
+        return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
+
+    def attend(self, found: Problem, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
+        return found.attention(options)(query, key, value, sinks=found.sinks, layout="bshd", **how, **found.params)
+
+    def asked(self, scale: Any, rate: Any, deterministic: bool, key: Any) -> tuple[Any, float, Any]:
+        """(scale, rate, seed) of a call."""
+        scale = self.metadata.softmax_scale if scale is None else scale
+        rate = 0.0 if deterministic else rate_of(self.metadata.dropout_prob if rate is None else rate)
+        if rate and key is None:
+            raise ParameterError("dropout draws from a key: dropout_rng=jax.random.key(0), another one at every step")
+        return scale, rate, jax.random.randint(key, (), 0, 2**31 - 1) if rate else None
+
+    def specs(self, query: Any) -> Any:
+        return self.metadata.get_shardings(self.get_mode(query))
+
+    def arranged(self, *arrays: Any) -> list[Any]:
+        """query, key and value in the dtype to compute in, split over the mesh."""
+        dtype, softmax = self.metadata.runtime_dtype, self.metadata.runtime_softmax_dtype
+        made = [jnp.asarray(x, dtype) for x in arrays]
+        if softmax == jnp.float64 and made[0].dtype != jnp.float64:
+            raise ParameterError("a softmax in float64 takes queries, keys and values in float64: runtime_dtype=")
+        return [self.placed(x, spec) for x, spec in zip(made, self.specs(made[0]), strict=False)]
+
+    def chosen(self) -> str | None:
+        """The backend that is named, by the operator or by the metadata's platform."""
+        if self.backend is not None or self.metadata.platform is None:
+            return self.backend
+        if self.metadata.platform == Platform.PALLAS:
+            named = {"tpu": "pallas-tpu", "gpu": "pallas-mosaic-gpu"}.get(self.current_backend())
+            if named is None:
+                raise BackendError(
+                    "platform 'pallas' is for TPUs and GPUs; 'frisket-pallas-tpu' interprets its kernels"
+                )
+            return named
+        return {Platform.JAX: "xla", Platform.TRITON: "triton"}[self.metadata.platform]
+
+
+def _on(backend: str, *names: str) -> type[FrisketAttention]:
+    """frisket's attention on one backend, under names."""
+
+    class OneBackend(FrisketAttention):
+        @classmethod
+        def get_impl_name(cls) -> tuple[str, ...]:
+            return names
+
+    OneBackend.backend = backend
+    OneBackend.__name__ = OneBackend.__qualname__ = "Frisket" + "".join(p.title() for p in backend.split("-"))
+    OneBackend.__doc__ = f"Attention compiled by frisket for backend {backend!r}: see `FrisketAttention`."
+    return AttentionRegistry.register(OneBackend)
+
+
+FrisketXla = _on("xla", "frisket-xla", "vanilla")
+FrisketCpp = _on("cpp", "frisket-cpp")
+FrisketTriton = _on("triton", "frisket-triton")
+FrisketPallasTpu = _on("pallas-tpu", "frisket-pallas-tpu", "splash")
+FrisketPallasMosaicGpu = _on("pallas-mosaic-gpu", "frisket-pallas-mosaic-gpu")
+Dense = _on("dense", "dense")
+Dense.__doc__ = "The float64 interpreter, on the host: no gradients, not under `jax.jit`; to check others against."

@@ -1,0 +1,27 @@
+"""What attention operators give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+
+from .records import Codec, Record, array_from_json, array_to_json
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class AttentionOutput(Record):
+    """`op(q, k, v).attention_outputs`, [batch, length, heads, v_dim]; a pytree.
+
+    `attention_weights` [batch, heads, q_len, kv_len] is None from operators that never make them, as all of frisket's.
+    """
+
+    attention_weights: Any = None
+    attention_outputs: Any = None
+
+    codecs: ClassVar[dict[str, Codec]] = {
+        "attention_weights": (array_to_json, array_from_json),
+        "attention_outputs": (array_to_json, array_from_json),
+    }

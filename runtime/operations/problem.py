@@ -1,0 +1,152 @@
+"""The keywords of a call of an operator as one mask, one score mod, and values for what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.bind import subject
+from frisket.runtime.entry import attention_for, stand_in
+from frisket.runtime.frameworks import framework_of
+from frisket.runtime.mask import Mask, ScoreMod
+from frisket.runtime.mask import mask as as_mask
+from frisket.runtime.mask import score as as_score
+from frisket.runtime.options import Options
+from frisket.runtime.parameters import as_value, traced
+
+TABLES = (  # names of what comes as arrays
+    "attention_mask", "attention_bias", "query_segment_ids", "key_segment_ids", "query_positions", "key_positions",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Attention of one call, beside its q, k and v. `params` are the values of the names without one."""
+
+    mask: Mask | None
+    score: ScoreMod | None
+    params: dict[str, Any]
+    sinks: Any
+
+    def attention(self, options: Options) -> Any:
+        """Compiled; equal problems are compiled once."""
+        return attention_for(self.mask, self.score, options, self.params)
+
+
+def problem(
+    lengths: tuple[int, int, int, int], mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any,
+    causal: bool, window: Any, soft_cap: float | None, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
+) -> Problem:  # fmt: skip
+    """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
+    are, `causal` and `window` have the last query at the last key."""
+    values = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
+    taken = next((n for n in values if n in TABLES), None)
+    if taken:
+        raise ParameterError(
+            f"`{taken}` is the name of what an operator is given as an array; call the table otherwise"
+        )
+    tables: dict[str, Any] = {}
+    array = mask if is_array(mask) else None
+    made = subject(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()})
+    made = made.without(values)
+    masks, flags = [made.mask], _flags(causal, window)
+    scores = [made.score]
+    if positions is not None:
+        at = _by_place(tables, "positions", positions, lengths, moved)
+        masks, scores = ([None if x is None else x.at(**at) for x in xs] for xs in (masks, scores))
+        flags = [m.at(**at) for m in flags]
+    elif lengths[2] != lengths[3] and not moved:
+        flags = [m.at(q=f"q + {lengths[3] - lengths[2]}") for m in flags]
+    masks += flags
+    if segment_ids is not None:
+        at = _by_place(tables, "segment_ids", segment_ids, lengths, moved)
+        masks.append(as_mask(f"{at['q']} == {at['k']} & {at['q']} >= 0"))
+    if array is not None:
+        masks.append(as_mask(_table(tables, "attention_mask", _boolean(array), lengths, moved)))
+    if soft_cap is not None:
+        scores.append(as_score("softcap(c)", c=float(soft_cap)))
+    if bias is not None:
+        scores.append(as_score(f"score + {_table(tables, 'attention_bias', bias, lengths, moved)}"))
+    whole: Any = None
+    for m in (m for m in masks if m is not None):
+        whole = m if whole is None else whole & m
+    chain: Any = None
+    for s in (s for s in scores if s is not None):
+        chain = s if chain is None else chain.then(s)
+    return Problem(whole, chain, {**values, **tables}, _sinks(softmax_aux, lengths[1]))
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or traced(x) or framework_of(x) == "jax"
+
+
+def _flags(causal: bool, window: Any) -> list[Mask]:
+    if not isinstance(causal, bool):
+        raise ParameterError(f"causal is {causal!r}; it is True or False")
+    found = [as_mask("causal")] if causal else []
+    if window is not None:
+        left, right = (window, window) if isinstance(window, int) else window
+        found.append(as_mask(f"sliding({int(left)}, {int(right)})"))
+    return found
+
+
+def _by_place(
+    tables: dict[str, Any], what: str, given: Any, lengths: tuple[int, int, int, int], moved: bool
+) -> dict[str, str]:
+    """Two arrays of integers, of queries and of keys, or one for both: what reads them at q and at k."""
+    pair = given if isinstance(given, tuple | list) and len(given) == 2 else (given, given)
+    texts = {}
+    for c, side, x, length in zip("qk", ("query", "key"), pair, lengths[2:], strict=True):
+        _check_place(f"{side} {what}", moved)
+        x, name = jnp.asarray(x) if not isinstance(x, np.ndarray) else x, f"{side}_{what}"
+        if x.shape not in ((length,), (1, length), (lengths[0], length)) or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ShapeError(
+                f"{what} of {'queries' if c == 'q' else 'keys'} are {x.dtype}{list(x.shape)}; they are integers "
+                f"[{lengths[0]}, {length}] or [{length}], of queries and keys in a pair: {what}=(of_q, of_k)"
+            )
+        tables[name] = x
+        texts[c] = f"{name}[{c}]" if x.ndim == 1 else f"{name}[{'b' if x.shape[0] > 1 else '0'}, {c}]"
+    return texts
+
+
+def _boolean(x: Any) -> Any:
+    if x.dtype != bool:
+        raise ParameterError(f"the mask is an array of {x.dtype}; True is what is seen: mask != 0, or bias=")
+    return x
+
+
+def _table(tables: dict[str, Any], name: str, x: Any, lengths: tuple[int, int, int, int], moved: bool) -> str:
+    """What reads an array [batch, heads, q_len, kv_len], with axes of length 1 for all, [batch, q_len, kv_len], or
+    [batch, kv_len], of keys."""
+    _check_place(name.replace("_", " "), moved)
+    axes = {4: "bhqk", 3: "bqk", 2: "bk"}.get(x.ndim, "")
+    wanted = [lengths["bhqk".index(a)] for a in axes]
+    if not axes or any(have not in (1, want) for have, want in zip(x.shape, wanted, strict=True)):
+        raise ShapeError(
+            f"the {name.replace('_', ' ')} is {list(x.shape)} for (batch, heads, q_len, kv_len) = {lengths}; it has "
+            "these axes, or batch, q_len and kv_len, or batch and kv_len, each of its length or 1"
+        )
+    tables[name] = x
+    return f"{name}[{', '.join('0' if have == 1 else a for a, have in zip(axes, x.shape, strict=True))}]"
+
+
+def _check_place(what: str, moved: bool) -> None:
+    if moved:
+        raise ParameterError(
+            f"{what} go by places of the arrays, and `origin` moves those; give positions instead of origin"
+        )
+
+
+def _sinks(x: Any, heads: int) -> Any:
+    """Sinks [heads]: several of a head are one, whose weight is theirs together."""
+    if x is None or getattr(x, "ndim", 0) < 2:
+        return x
+    if x.ndim != 2 or x.shape[0] not in (1, heads):
+        raise ShapeError(f"softmax_aux is {list(x.shape)}; it is [{heads}], or [{heads}, sinks of a head]")
+    return jnp.broadcast_to(jax.nn.logsumexp(jnp.asarray(x, jnp.float32), axis=1), (heads,))

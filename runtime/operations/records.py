@@ -1,0 +1,82 @@
+"""Dataclasses as dicts and as JSON."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from dataclasses import replace as _replace
+from typing import Any, ClassVar, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from frisket.dsl.errors import ParameterError
+
+Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what JSON has, and back
+
+
+def dtype_to_json(x: Any) -> str:
+    return jnp.dtype(x).name
+
+
+def dtype_from_json(x: str) -> Any:
+    return jnp.dtype(x)
+
+
+def array_to_json(x: Any) -> dict[str, Any]:
+    held = np.asarray(x)
+    return {"dtype": held.dtype.name, "shape": list(held.shape), "base64": base64.b64encode(held.tobytes()).decode()}
+
+
+def array_from_json(x: Mapping[str, Any]) -> Any:
+    flat = np.frombuffer(base64.b64decode(x["base64"]), jnp.dtype(x["dtype"]))
+    return jnp.asarray(flat.reshape(x["shape"]))
+
+
+class Record:
+    """A dataclass to and from dicts and JSON; `codecs` says how the fields that JSON has no word for are written."""
+
+    codecs: ClassVar[dict[str, Codec]] = {}
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other values."""
+        self._check(changes)
+        return _replace(self, **changes)  # type: ignore[type-var]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values of all fields, as they are."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` has given, or some of it: fields that are missing have their defaults."""
+        cls._check(values)
+        return cls(**values)
+
+    def to_json(self) -> str:
+        """A text that `from_json` reads, in another process too."""
+        made = {}
+        for name, value in self.to_dict().items():
+            write = self.codecs.get(name, (lambda x: x, None))[0]
+            made[name] = None if value is None else write(value)
+        return json.dumps(made)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        if not isinstance(values, dict):
+            raise ParameterError(f"this is no {cls.__name__}: {text[:80]!r}")
+        cls._check(values)
+        for name, value in values.items():
+            if value is not None and name in cls.codecs:
+                values[name] = cls.codecs[name][1](value)
+        return cls(**values)
+
+    @classmethod
+    def _check(cls, values: Mapping[str, Any]) -> None:
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        unknown = [n for n in values if n not in known]
+        if unknown:
+            raise ParameterError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(known)}")

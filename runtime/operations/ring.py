@@ -1,0 +1,146 @@
+"""Ring attention as an operator: queries and keys over one axis of a mesh, under any mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from frisket.dsl import ir
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.mask import Mask
+from frisket.runtime.options import Options
+from frisket.runtime.parallel.deal import Deal
+from frisket.runtime.parallel.deal import deal as make_deal
+from frisket.runtime.parallel.jax_ring import attend
+from frisket.runtime.parameters import names_of, traced
+from frisket.runtime.sharding.fit import fitting
+from frisket.runtime.sharding.fit import names_of as axes_of
+
+from .base import AttentionRegistry
+from .metadata import AttentionMetadata
+from .operators import FrisketAttention
+from .output import AttentionOutput
+from .problem import Problem
+
+_spec: Any = PartitionSpec
+
+
+@AttentionRegistry.register
+class RingAttention(FrisketAttention):
+    """Attention of sequences split over the devices of a mesh axis, `metadata.sequence_axis_name`.
+
+    Tokens are dealt to devices for the mask at hand (`fk.parallel.deal`), and keys and values travel as far as some
+    query sees them: round the ring, or, with `scan_ring_attention=False`, to all at once. Batch entries and heads are
+    split as the metadata's shardings say. Without a mesh, or where it has not that axis, the ring is of one device.
+    """
+
+    @classmethod
+    def get_impl_name(cls) -> str:
+        return "ring"
+
+    def forward_native(
+        self, query: Any, key: Any, value: Any, mask: Any = None, *, deal: Deal | None = None, **given: Any
+    ) -> AttentionOutput:
+        """As `FrisketAttention`'s, of as many queries as keys, without `origin` and `sizes`.
+
+        Arrays come and go in the order of the sequence, and are put into dealt order in between. With `deal`, made by
+        `fk.parallel.deal` for the same mask or one that shows more, they come and go dealt (`deal.permute(x, axis=1)`),
+        once for all layers; tables, segments and positions stay in the order of the sequence. Without it, clauses of
+        the mask that read traced values do not tell what is dealt, nor what travels.
+        """
+        if given.get("origin") is not None or given.get("sizes") is not None:
+            raise ParameterError("ring attention takes whole sequences, without origin and sizes")
+        if query.shape[1] != key.shape[1]:
+            raise ShapeError(
+                f"ring attention takes as many queries as keys, not {query.shape[1]} and {key.shape[1]}\n"
+                "  a step of decoding is for a cache over the devices: frisket.caches.jax"
+            )
+        one = _Dealt(self.metadata, deal, query.shape[1])
+        return FrisketAttention.forward_native(one, query, key, value, mask, **given)
+
+
+class _Dealt(FrisketAttention):
+    """One call of ring attention, of arrays that are dealt already or not."""
+
+    def __init__(self, metadata: AttentionMetadata, deal: Deal | None, places: int) -> None:
+        super().__init__(metadata)
+        self.deal, self.axis = deal, metadata.sequence_axis_name
+        self.ranks = 1 if metadata.mesh is None else metadata.mesh.shape.get(self.axis, 1)
+        if deal is None:
+            return
+        if not isinstance(deal, Deal) or deal.ranks != self.ranks:
+            raise ParameterError(
+                f"deal is {deal!r}; it is an fk.parallel.Deal over {self.ranks} ranks of {self.axis!r}"
+            )
+        if places != len(deal.order):
+            raise ShapeError(f"arrays have {places} places, dealt ones {len(deal.order)}: deal.permute(x, axis=1)")
+
+    def lengths(self, query: Any, key: Any) -> tuple[int, int, int, int]:
+        length = query.shape[1] if self.deal is None else self.deal.length
+        return query.shape[0], query.shape[2], length, length
+
+    def attend(self, found: Problem, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
+        arrays, deal = (query, key, value), self.deal
+        if self.ranks == 1:
+            whole = arrays if deal is None else [deal.unpermute(x, 1) for x in arrays]
+            out = super().attend(found, options, *whole, how)
+            return out if deal is None else deal.permute(out, 1)
+        if deal is None:
+            batch, heads, length, _ = self.lengths(query, key)
+            known, values = _known(found)
+            tile = options.tile[0] if options.tile else _tile(length, self.ranks)
+            deal = make_deal(known, length, self.ranks, tile=tile, batch=batch, heads=heads, **values)
+            out = self._over(deal, found, options, [deal.permute(x, 1) for x in arrays], how["seed"])
+            return deal.unpermute(out, 1)
+        return self._over(deal, found, options, list(arrays), how["seed"])
+
+    def _over(self, deal: Deal, found: Problem, options: Options, arrays: list[Any], seed: Any) -> Any:
+        """The call on every device."""
+        mesh, att = self.metadata.mesh, found.attention(options)
+        assert mesh is not None  # there are several ranks
+        split, spec = self.specs(arrays[0])[0], [None] * 4
+        spec[0] = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
+        spec[1] = self.axis
+        spec[2] = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(spec[0])})
+        beside = {"seed": seed, "sinks": found.sinks, **found.params}
+        given = {n: x for n, x in beside.items() if traced(x)}
+        fixed = {n: x for n, x in beside.items() if n not in given and x is not None}
+        variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
+
+        def device(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
+            return attend(
+                att, q, k, v, deal=deal, axis=self.axis, variant=variant, batch_axis=spec[0], head_axis=spec[2],
+                **fixed, **given,
+            )  # fmt: skip
+
+        own = _spec(*spec)
+        return jax.shard_map(device, mesh=mesh, in_specs=(own, own, own, _spec()), out_specs=own)(*arrays, given)
+
+
+def _known(found: Problem) -> tuple[Mask, dict[str, Any]]:
+    """The clauses of a mask whose values are at hand, which show all that the mask shows, and those values."""
+    if found.mask is None:
+        return Mask(ir.TRUE), {}
+    values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in found.params.items() if not traced(x)}
+    kept: Any = ir.TRUE
+    for clause in _clauses(found.mask.expr):
+        if not names_of(clause).keys() & {n for n, x in found.params.items() if traced(x)}:
+            kept = clause if kept is ir.TRUE else ir.build("and", kept, clause)
+    names = names_of(kept)
+    bound = {n: x for n, x in found.mask.params.items() if n in names}
+    return Mask(kept, bound), {n: x for n, x in values.items() if n in names}
+
+
+def _clauses(e: Any) -> list[Any]:
+    return [c for x in e.args for c in _clauses(x)] if e.op == "and" else [e]
+
+
+def _tile(length: int, ranks: int) -> int:
+    """128 tokens, or fewer where a device would not have four tiles."""
+    tile = 128
+    while tile > 16 and length < 4 * tile * ranks:
+        tile //= 2
+    return tile
