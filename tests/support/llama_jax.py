@@ -1,0 +1,87 @@
+"""A tiny Llama of random weights: RMSNorm, rotary positions, grouped heads, SwiGLU; what its layers attend with is the
+caller's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, DIM, HIDDEN = 61, 32, 2, 4, 2, 8, 48
+
+
+def weights(seed=0):
+    draw = np.random.default_rng(seed)
+
+    def matrix(n, m):
+        return jnp.asarray(draw.standard_normal((n, m)) / np.sqrt(n), jnp.float32)
+
+    def layer():
+        sizes = {"q": (WIDTH, HEADS * DIM), "k": (WIDTH, KV_HEADS * DIM), "v": (WIDTH, KV_HEADS * DIM)}
+        sizes |= {"o": (HEADS * DIM, WIDTH), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+        return {n: matrix(*size) for n, size in sizes.items()}
+
+    return {"embed": matrix(VOCAB, WIDTH) * 5, "layers": [layer() for _ in range(LAYERS)], "head": matrix(WIDTH, VOCAB)}
+
+
+def norm(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+
+def rotated(x, positions):
+    """x [batch, n, heads, DIM] at positions [batch, n]."""
+    angles = positions[:, :, None, None] * 10000.0 ** (-jnp.arange(DIM // 2) / (DIM // 2))
+    left, right = jnp.split(x, 2, -1)
+    return jnp.concatenate(
+        [left * jnp.cos(angles) - right * jnp.sin(angles), right * jnp.cos(angles) + left * jnp.sin(angles)], -1
+    )
+
+
+def forward(w, tokens, positions, attend):
+    """Logits [batch, n, VOCAB] of tokens [batch, n]; `attend(layer, q, k, v)` is attention, and keeps what it likes."""
+    x = w["embed"][tokens]
+    for i, layer in enumerate(w["layers"]):
+        y = norm(x)
+        q, k, v = ((y @ layer[n]).reshape(*y.shape[:2], -1, DIM) for n in "qkv")
+        out = attend(i, rotated(q, positions), rotated(k, positions), v)
+        x = x + out.reshape(*x.shape[:2], -1) @ layer["o"]
+        y = norm(x)
+        x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+    return norm(x) @ w["head"]
+
+
+def dense(visible):
+    """Attention of a whole sequence under a dense mask [n, n]."""
+
+    def attend(layer, q, k, v):
+        k, v = (jnp.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest") / np.sqrt(DIM)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), v)
+
+    return attend
+
+
+def generated(w, att, caches, prompt, new, seat=None):
+    """(tokens [batch, prompt + new], logits of all but the last, the caches, how often the step was traced): greedily,
+    a token at a time behind the prompt. `seat(caches, n)` is asked before every step of n tokens."""
+    traced = []
+
+    def step(caches, tokens, start):
+        traced.append(tokens.shape)
+        caches = list(caches)
+
+        def attend(i, q, k, v):
+            out, caches[i] = caches[i].attention(att, q, k, v)
+            return out
+
+        positions = start + jnp.arange(tokens.shape[1])[None] + jnp.zeros((tokens.shape[0], 1), jnp.int32)
+        logits = forward(w, tokens, positions, attend)
+        return caches, logits, logits[:, -1:].argmax(-1)
+
+    run = jax.jit(step, donate_argnums=0)
+    tokens, kept, chunk, at = [prompt], [], prompt, 0
+    for _ in range(new):
+        caches = seat(caches, chunk.shape[1]) if seat else caches
+        caches, logits, following = run(caches, chunk, jnp.int32(at))
+        at, chunk = at + chunk.shape[1], following
+        tokens.append(chunk)
+        kept.append(logits)
+    return jnp.concatenate(tokens, 1), jnp.concatenate(kept, 1), caches, traced
