@@ -19,6 +19,7 @@ from .checking import interpreted, learned_values, report, report_gradients, rep
 from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Arrays, arrays, device_of, framework_of, in_graph, turn
 from .host_plan import Plan
+from .moved import moved
 from .options import Options, seed_of, sinks_of
 from .parameters import learns, names_of, traced
 from .report import Report
@@ -45,6 +46,7 @@ class Attention:
         self.subject, self.options = what, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
+        self._moved: dict[Any, Attention] = {}  # what `at` has made of texts
         learned = {n: x for n, x in what.captured.items() if learns(x)}
         self.learned = {n: x for n, x in learned.items() if n in what.learnable}
         self.traced = {n: x for n, x in what.captured.items() if traced(x)}  # by JAX, of functions
@@ -261,6 +263,26 @@ class Attention:
         dtype = "float32" if backend in ("aten", "xla", "cpp") else "bfloat16"
         target = target_of(backend, g, dtype, self.options, device=getattr(x, "device", None))
         return target.block_q, target.block_k
+
+    def at(self, **coordinates: Any) -> Attention:
+        """The same attention to arrays that hold positions in another order: `att.at(q="q + start[b]", k="pos[k]")`.
+
+        >>> import frisket as fk
+        >>> fk.compile("causal").at(q="q + start[b]")
+        Attention(mask = q + start[b] >= k)
+
+        Place q of the arrays holds the position that the text says, and mask, score mod and dropout are those of
+        positions: what the result is where the arrays are put in order, attended, and put back. Texts or ints for some
+        of b, h, q and k; further keywords are values of names in the texts, which a call may give too:
+        `att(q, k, v, start=start)` with a table that is traced, or lives on a device. `origin` moves places; positions
+        are then those of the moved ones. Lengths of the problem that are not those of the arrays are given by `sizes`.
+        """
+        texts = tuple(coordinates.items())
+        if not all(isinstance(x, str | int) for _, x in texts):
+            return Attention(moved(self.subject, coordinates), self.options)
+        if texts not in self._moved:
+            self._moved[texts] = Attention(moved(self.subject, coordinates), self.options)
+        return self._moved[texts]
 
     # -- looking ----------------------------------------------------------------------------------
 

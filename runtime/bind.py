@@ -92,7 +92,7 @@ class Subject:
             return self
         _check_used(params, self.names)
         values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
-        return self._changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
+        return self.changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
 
     def without(self, names: Iterable[str]) -> Subject:
         """The same with the values of `names` taken off."""
@@ -103,9 +103,10 @@ class Subject:
                 return p
             return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
 
-        return self._changed(bare)
+        return self.changed(bare)
 
-    def _changed(self, change: Callable[[Any], Any]) -> Subject:
+    def changed(self, change: Callable[[Any], Any]) -> Subject:
+        """The same with every part changed."""
         mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
         places = None if self.places is None else tuple(change(p) for p in self.places)
         return Subject(mask, score, places, self.stored)

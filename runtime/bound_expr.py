@@ -161,7 +161,7 @@ class Bound:
         params = {**self.params, **{n: v for n, v in coordinates.items() if n not in ir.COORDINATES}}
         for name in ir.COORDINATES:
             if name in coordinates:
-                moved[ir.var(name)] = _position(name, coordinates[name], params)
+                moved[ir.var(name)] = position(name, coordinates[name], params)
         if not moved:
             raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
         return type(self)(ir.substitute(self.expr, moved), params, self.origin.names)
@@ -196,7 +196,8 @@ def renamed(one: Self, old: str, new: str) -> Self:
     return type(one)(ir.renamed(one.expr, {old: new}), params, Origin(declared=declared, captured=captured))
 
 
-def _position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
+def position(name: str, value: Any, params: Mapping[str, Any]) -> Expr:
+    """A coordinate as `at` takes it: a text, whose names may have values among `params`, or an int."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return ir.lit(int(value))
     if not isinstance(value, str):

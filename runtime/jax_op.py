@@ -192,7 +192,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
 
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
         if call.stored:
-            refuse_gradients(call.geometry.kv_dtype, fixed)
+            refuse_gradients(call.geometry.kv_dtype, fixed, "jax")
         wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
         if told:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))

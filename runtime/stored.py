@@ -6,7 +6,7 @@ kernels read them as they read any table: the scale of a key is in the score, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -155,13 +155,16 @@ def _meant(x: NDArray[Any], scale: Any, pages: Any) -> NDArray[Any]:
     return np.ascontiguousarray(found.swapaxes(1, 2)).reshape(batch, heads, n * tokens, dim)
 
 
-NO_GRADIENT = (
-    "  give keys and values as they are for training; for the forward alone write `with torch.no_grad():`, or "
-    "jax.lax.stop_gradient around q, k, v and what else a gradient flows to"
-)
+FORWARD_ALONE = {
+    "torch": "with torch.no_grad():",
+    "jax": "jax.lax.stop_gradient(q), and around what else a gradient flows to",
+}
 
 
-def refuse_gradients(kv_dtype: str, live: Mapping[str, Any] | None) -> None:
+def refuse_gradients(kv_dtype: str, live: Collection[str], framework: str = "torch") -> None:
     """Raise: a gradient is asked of a call whose keys and values are stored."""
-    how = f"of {kv_dtype}" if kv_dtype else "with " + " and ".join(WORDS[n] for n in live or () if n in WORDS)
-    raise BackwardError(f"keys and values {how} are for the forward alone, without gradients\n{NO_GRADIENT}")
+    how = f"of {kv_dtype}" if kv_dtype else "with " + " and ".join(word for n, word in WORDS.items() if n in live)
+    raise BackwardError(
+        f"keys and values {how} are for the forward alone, without gradients\n"
+        f"  train with keys and values as they are; for the forward alone write {FORWARD_ALONE[framework]}"
+    )

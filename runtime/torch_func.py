@@ -12,7 +12,7 @@ import torch
 
 from frisket.dsl.ir import uses
 
-from .torch_library import call_of, gradient_inputs, names_of, no_second
+from .torch_library import call_of, gradient_inputs, names_of, no_second, refuse_stored
 
 
 class Attend(torch.autograd.Function):
@@ -33,6 +33,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         *given, out, lse = ctx.saved_tensors
+        refuse_stored(*given[:2], ctx.said[2])
         floating = [x is not None and x.is_floating_point() for x in given]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
         found = iter(Backward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, *given))  # type: ignore[no-untyped-call]
@@ -82,9 +83,9 @@ class Backward(torch.autograd.Function):
 
 def _apart(said: Any, dims: Any, values: Any) -> bool:
     """Whether entries of a mapped axis are different calls: with sinks or values of their own (by `dims`), with
-    positions or sizes of a batch, random draws, or masks and score mods that know b."""
+    positions or sizes of a batch, random draws, keys that are stored, or masks and score mods that know b."""
     numbers, spec, names = said
-    if any(isinstance(d, int) for d in dims) or any(name.startswith(" ") for _, name in names_of(names)[1]):
+    if any(isinstance(d, int) for d in dims) or any(" " in name for _, name in names_of(names)[1]):
         return True
     att, _ = call_of(values, numbers, spec, names)
     return any(uses(e) & {"b", "B"} for e in att.subject.exprs if e is not None)

@@ -2,8 +2,9 @@
 
 `frisket::attend(q, k, v, sinks, values, numbers, spec, names)` and `frisket::attend_backward`. A graph holds nothing
 but them: `spec` is the attention as a text, and its layout is planned when the operator runs, from the shapes it then
-gets, so one graph serves many lengths. `names` says, in order, what `values` (tensors) and `numbers` are. Imports
-torch, and nothing else of frisket before an operator runs: `import frisket` beside torch registers them.
+gets, so one graph serves many lengths. `names` says, in order, what `values` (tensors) and `numbers` are; of what is
+beside keys and values that are stored, the names are no identifiers. Imports torch, and nothing else of frisket before
+an operator runs: `import frisket` beside torch registers them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def written_call(
     from .torch_spec import HEAD
 
     text = mask or ""
-    spec = HEAD.format(*options, len(text)) + text + (score or "")
+    spec = HEAD.format(*options, len(text), "-") + text + (score or "")
     return written(spec, options[4], q, k, v, seed, sinks, top, origin, sizes, layout, params)
 
 
@@ -81,6 +82,7 @@ def written(
     q, k, v = cast(q, k, v)
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        params = {n: x.transpose(1, 2) if n.startswith("scale of") else x for n, x in params.items()}
     if rate and seed is None:
         seed = torch.randint(0, 1 << 31, ())
     tensors: list[Tensor] = []
@@ -126,6 +128,11 @@ def names_of(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
     return top == "max", tuple((kind, name) for kind, _, name in (x.partition(" ") for x in rest))
 
 
+def reserved(name: str) -> bool:
+    """Whether it is none of the user's: what is beside keys and values that are stored."""
+    return " of " in name
+
+
 def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
     """The attention and the keywords of a call of it."""
     from .torch_spec import attention_of
@@ -143,7 +150,7 @@ def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: 
             params[name] = literal[kind] if kind in literal else float(kind)
     seed = params.pop(" seed", None)
     place = {w: [params.pop(f" {w}{i}") for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
-    att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items()))
+    att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
     return att, {
         "plan": None, "seed": None if seed is None else int(seed), "top": top, "origin": tuple(place["origin"]) or None,
         "sizes": tuple(place["size"]) or None, "layout": None, "params": params,
@@ -237,7 +244,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
     q, k, v, sinks, out, lse, *values = ctx.saved_tensors
-    numbers = ctx.said[0]
+    numbers, _, names = ctx.said
+    refuse_stored(q, k, names)
     floating = [x.is_floating_point() for x in values]
     need_values = ctx.needs_input_grad[4]
     if not isinstance(need_values, (list, tuple)):
@@ -258,6 +266,15 @@ def gradient_inputs(
     """What the backward operator takes."""
     numbers, spec, names = said
     return dout, dlse, *given, list(values), out, lse, numbers, spec, names, list(needed)
+
+
+def refuse_stored(q: Tensor, k: Tensor, names: str) -> None:
+    """Raise where keys and values are stored: such calls have no gradients."""
+    live = [n for _, n in names_of(names)[1] if reserved(n)]
+    if live or q.dtype != k.dtype:
+        from .stored import refuse_gradients
+
+        refuse_gradients("" if q.dtype == k.dtype else str(k.dtype).removeprefix("torch."), live)
 
 
 def no_second(ctx: Any, *cotangents: Any) -> Any:

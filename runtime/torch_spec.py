@@ -2,27 +2,31 @@
 
 >>> from .entry import compile
 >>> print(compile("causal & window(w)", "softcap(5)", w=4).spec)
-scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None deterministic=True score=-1
+scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None deterministic=True score=-1 at=-
 param w: int = 4
 mask = q >= k & abs(q - k) < w
 score = 5 * tanh(score / 5)
 
 The first line has the options; `score` is where the score mod's text begins when mask and score mod have a text
-each, as `frisket.attention` takes them; -1: what follows is one program.
+each, as `frisket.attention` takes them; -1: what follows is one program. `at` has the lengths of texts behind it, those
+of the positions where dropout draws; -: there are none, it draws where the arrays are.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frisket.dsl.program import read
 from frisket.dsl.show import show
 
 from .bind import Subject, joined
+from .bound_expr import Bound, Origin
 from .mask import Program, program
 from .options import Options
 from .parameters import names_of
@@ -31,7 +35,7 @@ from .tuning import Tuning
 if TYPE_CHECKING:
     from .attention import Attention
 
-HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} score={}\n"
+HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} score={} at={}\n"
 _HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
 
 
@@ -39,11 +43,22 @@ def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
     """The text of an attention."""
     tile = None if o.tile is None else "x".join(map(str, o.tile))
     options = o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, o.deterministic
-    return HEAD.format(*options, -1) + text_of(what, learned)
+    _, names = declarations(what, learned)
+    places = [show(e, names) for e in what.positions or ()]
+    lengths = ",".join(str(len(x)) for x in places) or "-"
+    return HEAD.format(*options, -1, lengths) + text_of(what, learned) + "".join(places)
 
 
 def text_of(what: Subject, learned: Collection[str]) -> str:
     """A program: tables and what is learned are declared, scalars have their values."""
+    lines, names = declarations(what, learned)
+    parts = {"mask": what.mask, "score": what.score}
+    said = [f"{part} = {show(p.expr, names)}" for part, p in parts.items() if p is not None]
+    return lines + "\n".join(said)
+
+
+def declarations(what: Subject, learned: Collection[str]) -> tuple[str, Collection[str]]:
+    """The lines of a program that declare what it reads, and the names."""
     lines = []
     facts = {n: d.fact for p in what.parts for n, d in p.origin.declared.items()}
     names = {n: x for p in what.parts for n, x in names_of(p.expr).items()}
@@ -54,13 +69,26 @@ def text_of(what: Subject, learned: Collection[str]) -> str:
         value = what.scalars.get(name) if name not in learned else None
         default = "" if value is None else f" = {_number(value)}"
         lines.append(f"param {name}: {fact}{kind.value.lower()}{f'[{axes}]' if axes else ''}{default}\n")
-    parts = {"mask": what.mask, "score": what.score}
-    said = [f"{part} = {show(p.expr, names)}" for part, p in parts.items() if p is not None]
-    return "".join(lines) + "\n".join(said)
+    return "".join(lines), names
 
 
 def _number(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _cut(text: str, lengths: list[int]) -> list[str]:
+    """What stands before the last parts, and those."""
+    ends = [len(text) - sum(lengths[i:]) for i in range(len(lengths) + 1)]
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _place(lines: str, text: str) -> Bound:
+    """A position, of names that these lines declare."""
+    found = read(lines + text)
+    assert found.expr is not None
+    names = names_of(found.expr)
+    known = {n: x for n, x in found.defaults.items() if n in names}
+    return Bound(found.expr, known, Origin(declared=found.declared))
 
 
 @lru_cache(maxsize=256)
@@ -71,7 +99,7 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
     from .attention import Attention
 
     said = (None if x == "None" else x for x in found.groups())
-    scale, gqa, backend, tile, dropout, tuning, deterministic, score = said
+    scale, gqa, backend, tile, dropout, tuning, deterministic, score, places = said
     options = Options(
         None if scale is None else float(scale), gqa == "True", backend,
         None if tile is None else tuple(map(int, tile.split("x"))),  # type: ignore[arg-type]
@@ -79,8 +107,12 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
     )  # fmt: skip
     text, at = spec[found.end() :], int(str(score))
     if at < 0:
-        made = program(text) if text else Program()
-        return Attention(joined(made.mask, made.score), options)
+        lengths = [] if places == "-" else [int(n) for n in str(places).split(",")]
+        text, *others = _cut(text, lengths)
+        lines = [x for x in text.splitlines(keepends=True) if x.startswith("param ")]
+        made = program(text) if len("".join(lines)) < len(text) else Program()
+        moved = tuple(_place("".join(lines), x) for x in others) or None
+        return Attention(replace(joined(made.mask, made.score), places=moved), options)
     from .entry import attention_for
 
     return attention_for(text[:at] or None, text[at:] or None, options, {n: np.ones((1,) * r, t) for n, r, t in kinds})

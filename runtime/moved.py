@@ -1,0 +1,48 @@
+"""An attention whose arrays hold positions of the problem in another order, or from another place on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from frisket.dsl.errors import ParameterError
+from frisket.dsl.ir import COORDINATES, renamed, substitute, var
+
+from .bind import Subject
+from .bound_expr import Bound, Origin, position
+from .parameters import as_value, digest, names_of
+
+
+def moved(what: Subject, coordinates: Mapping[str, Any]) -> Subject:
+    """The same read elsewhere: texts or numbers for some of b, h, q and k, and values of names in the texts. A name
+    without a value there is that of the mask or the score mod."""
+    texts = {n: x for n, x in coordinates.items() if n in COORDINATES}
+    if not texts:
+        raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
+    own, taken = {**what.scalars, **what.tables}, set(what.names)
+    given = {n: as_value(n, x) for n, x in coordinates.items() if n not in texts}
+    found = {n: position(n, x, {**own, **given}) for n, x in texts.items()}
+    if unused := [n for n in given if not any(n in names_of(e) for e in found.values())]:
+        raise ParameterError(f"`{unused[0]}` is given and no coordinate uses it")
+    others: dict[str, str] = {}  # names that mean something else already
+    for n in given:
+        if n in taken and (n not in own or digest(own[n]) != digest(given[n])):
+            others[n] = next(new for i in count(2) if (new := f"{n}_{i}") not in taken | given.keys())
+            taken.add(others[n])
+    values = {**own, **{others.get(n, n): x for n, x in given.items()}}
+    change = {var(n): renamed(e, others) for n, e in found.items()}
+    declared = {n: d for p in what.parts for n, d in p.origin.declared.items()}
+    captured = what.captured
+
+    def put(p: Any) -> Any:
+        e = substitute(p.expr, change)
+        names = names_of(e)
+        known = ({n: x for n, x in source.items() if n in names} for source in (values, declared, captured))
+        mine, told, caught = known
+        return type(p)(e, mine, Origin(declared=told, captured=caught))
+
+    places = what.places or ()
+    places = (*(Bound(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
+    return replace(what, places=places).changed(put)
