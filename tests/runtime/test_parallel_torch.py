@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -115,3 +119,16 @@ def test_a_deal_of_other_documents_is_refused(alone):
     with pytest.raises(ParameterError, match="another mask"):
         fk.parallel.attend(att, q, q, q, deal=deal, doc=doc)
     fk.parallel.attend(att, q, q, q, deal=deal.under("causal & same(doc)", doc=doc), doc=doc)
+
+
+@pytest.mark.matrix
+def test_the_example_trains_as_one_process_does():
+    example = Path(__file__).resolve().parents[2] / "examples" / "context_parallel.py"
+    said = []
+    for count in (1, 3):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", example]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append([line for line in done.stdout.splitlines() if line.startswith("step")])
+    assert len(said[0]) == 5
+    assert said[0] == said[1]
