@@ -28,37 +28,60 @@ def spans(
 ) -> tuple[Array, Array, bool]:  # fmt: skip
     """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow), as `flat_run.spans`; `values` are
     arrays of the host and numbers by the planner's names."""
+    return called(function(plan), plan, at, sizes, values, q_len, kv_len, block, room)
+
+
+def function(plan: Planner) -> Any:
+    """The planner, compiled."""
     run = native_build.library(text.emit(plan)).frisket_plan
     run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_void_p]
-    return called(run, plan, at, sizes, values, q_len, kv_len, block, room)
+    return run
 
 
 def called(
     run: Any, plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int, kv_len: int,
     block: tuple[int, int], room: int, records: int | None = None,
 ) -> tuple[Array, Array, bool]:  # fmt: skip
-    bq, bk = block
-    records = records or plan.records(-(-kv_len // bk))
-    place = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in at]
-    bounds = np.zeros((len(place[0]), -(-q_len // bq), records, 4), np.int32)
-    count = np.zeros(bounds.shape[:2], np.int32)
-    where, types = text.words(plan), text.table_types(plan)
-    word = np.zeros(where[""], np.int64)
-    tables = {n: np.ascontiguousarray(_numpy(values[n]), _DTYPES[types[n]]) for n in plan.tables}
-    numbers = (len(place[0]), q_len, kv_len, bq, bk, room, records)
-    word[: len(text.HEAD)] = [*numbers, *(_address(x) for x in (*place, bounds, count))]
-    for name, size in zip(SIZES, sizes, strict=True):
-        word[where[name]] = size
-    for name, type in plan.scalars.items():
-        word[where[f"scalar {name}"]] = np.asarray(values[name], np.float64 if type is FLOAT else np.int64).view(
-            np.int64
-        )
-    for name, table in tables.items():
-        start = where[f"table {name}"]
-        word[start] = _address(table)
-        word[start + 1 : start + 1 + table.ndim] = table.shape
-    overflow = run(_address(word))
-    return bounds, count, bool(overflow)
+    made = Prepared(run, plan, at, sizes, values, q_len, kv_len, block, room, records)
+    return made.bounds, made.count, made({})
+
+
+class Prepared:
+    """A planner and what it reads: called with the addresses of other tables, of the same shapes, it plans anew.
+
+    `bounds` int32 [slices, rows, R, 4] and `count` int32 [slices, rows] hold what it wrote last."""
+
+    def __init__(
+        self, run: Any, plan: Planner, at: tuple[Array, ...], sizes: Sizes, values: Mapping[str, Any], q_len: int,
+        kv_len: int, block: tuple[int, int], room: int, records: int | None = None,
+    ) -> None:  # fmt: skip
+        bq, bk = block
+        records = records or plan.records(-(-kv_len // bk))
+        place = [np.ascontiguousarray(x, np.int64).reshape(-1) for x in at]
+        self.bounds = np.zeros((len(place[0]), -(-q_len // bq), records, 4), np.int32)
+        self.count = np.zeros(self.bounds.shape[:2], np.int32)
+        self.run, self.where, self.types = run, text.words(plan), text.table_types(plan)
+        word = self.word = np.zeros(self.where[""], np.int64)
+        tables = {n: np.ascontiguousarray(_numpy(values[n]), _DTYPES[self.types[n]]) for n in plan.tables}
+        self.alive = place, tables
+        numbers = (len(place[0]), q_len, kv_len, bq, bk, room, records)
+        word[: len(text.HEAD)] = [*numbers, *(_address(x) for x in (*place, self.bounds, self.count))]
+        for name, size in zip(SIZES, sizes, strict=True):
+            word[self.where[name]] = size
+        for name, type in plan.scalars.items():
+            value = np.asarray(values[name], np.float64 if type is FLOAT else np.int64)
+            word[self.where[f"scalar {name}"]] = value.view(np.int64)
+        for name, table in tables.items():
+            start = self.where[f"table {name}"]
+            word[start] = _address(table)
+            word[start + 1 : start + 1 + table.ndim] = table.shape
+        self.address = _address(word)
+
+    def __call__(self, tables: Mapping[str, int]) -> bool:
+        """Whether some row has more runs than there was room for."""
+        for name, address in tables.items():
+            self.word[self.where[f"table {name}"]] = address
+        return bool(self.run(self.address))
 
 
 def _address(x: Any) -> int:

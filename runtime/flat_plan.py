@@ -223,7 +223,7 @@ class FlatPlan:
             b, h, q, k = laid.at
             place = Place((b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges)
             plan = laid.turned() if turned else laid.planner
-            made = spans(plan, key.framework, place.transposed if turned else place, self._values)
+            made = spans(plan, key.framework, place.transposed if turned else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in made):
                 return DeviceSpans(*made[:3], laid.slice_of)  # belongs to the trace at hand
             self._made[block, turned] = made
@@ -231,7 +231,8 @@ class FlatPlan:
         return DeviceSpans(bounds, count, overflow, laid.slice_of, order)
 
     @property
-    def _values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
+        """All of them by name, wherever they are."""
         return {**self.key.what.scalars, **self.key.what.tables, **self.given}
 
     @property
@@ -258,12 +259,12 @@ class FlatPlan:
 
         laid = self.laid
         return kernel_tables(
-            laid.plan, self.key.framework, self._values, max(laid.full[2:]), self.device, laid.held
+            laid.plan, self.key.framework, self.values, max(laid.full[2:]), self.device, laid.held
         )  # fmt: skip
 
     def slots(self) -> dict[str, Any]:
         """A value for every slot of the kernel, but for those of dropout."""
-        return self.laid.plan.slot_values({**self._values, **UNDRAWN})
+        return self.laid.plan.slot_values({**self.values, **UNDRAWN})
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
         return FlatWork(self.laid.plan, self.spans(block), self.slots(), self.tables())

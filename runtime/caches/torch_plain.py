@@ -10,9 +10,14 @@ from torch import Tensor, nn
 from frisket.dsl.errors import CapacityError, ShapeError
 
 from ..attention import Attention
+from ..call import results
+from ..stored import WORDS, live_of
+from ..torch_steps import Step, step_of
 from . import torch_store as store
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
 from .torch_store import NARROW, Taken, ancestors, check_dtype, check_new, counts_of, numbers, on, taken
+
+ASKED = "return_lse", "return_max", "sinks"  # of a call, beside parameters
 
 
 class Cache(nn.Module):
@@ -59,6 +64,7 @@ class Cache(nn.Module):
         self.slots = None
         self._host: list[int] | None = [0] * batch
         self._rooms: list[int] | None = [tokens] * batch
+        self._steps: dict[Any, Step] = {}  # what calls of one kind need, by that kind
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,7 +73,8 @@ class Cache(nn.Module):
 
     def known(self) -> list[int] | None:
         """Lengths as numbers of the host; None where only a device knows them, which nobody waits for."""
-        found: list[int] | None = self.lengths.tolist() if self.lengths.is_cpu else self._host
+        lengths = self.lengths
+        found: list[int] | None = lengths.tolist() if lengths.is_cpu else self._host
         return found
 
     # -- what the kinds of caches differ in ---------------------------------------------------------------------
@@ -91,7 +98,7 @@ class Cache(nn.Module):
 
     def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
         """Places int64 [batch, kv_heads, n] of tokens [batch, n] among all vectors."""
-        return (self.first if real is None else self.first[real.row[:, 0]]) + token[:, None]
+        return (self.first if real is None else self.first[real.row[:, 0]]) + token.unsqueeze(1)
 
     def _places(self, padded: bool) -> Places:
         return PADDED if padded else APPENDED
@@ -107,15 +114,16 @@ class Cache(nn.Module):
 
         `CapacityError` where there is no room, and nothing is stored. Where `counts` live on a GPU nobody waits for
         them: what does not fit is dropped, and `overflowed` [batch] is true there from then on."""
-        new = check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
+        lengths = self.lengths
+        new = check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, lengths.device)
         step, real = self._grown(new, counts)
         if real is not None:
-            where = self._standing(self.lengths, real)
+            where = self._standing(lengths, real)
         else:
-            token = self.lengths[:, None]
-            where = self._where(token if new == 1 else token + torch.arange(new, device=self.k.device))
-        self._write(where, k, v, real)
-        self.lengths += step
+            token = lengths.view(-1, 1)
+            where = self._where(token if new == 1 else token + torch.arange(new, device=lengths.device))
+        self._write(where.reshape(-1), k, v, real)
+        lengths.add_(step)
         return self
 
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
@@ -154,7 +162,7 @@ class Cache(nn.Module):
         source, target = self._where(start[:, None] + path), self._standing(start, real)
         for x in (self.k, self.v, self.k_scale, self.v_scale):
             if x is not None:
-                store.write(x, target, store.read(x, source), real)
+                store.write(x, target.reshape(-1), store.read(x, source), real)
         self._shorten(start + number, told and drafts and [n - d for n, d in zip(told, drafts, strict=True)])
         return self
 
@@ -171,15 +179,15 @@ class Cache(nn.Module):
 
     def _grown(self, new: int, counts: Any) -> tuple[Any, Taken | None]:
         """How many tokens there are more, a number or int32 [batch], and which those are; room is seen to."""
-        device = self.k.device
-        number, told = (None, [new] * self.batch) if counts is None else counts_of(counts, self.batch, new, device)
+        number, told = None, [new] * self.batch
+        if counts is not None:
+            number, told = counts_of(counts, self.batch, new, self.k.device)
         known = self.known()
         if known is None or told is None:
-            self._host = None
             number = self._clipped(torch.full_like(self.lengths, new) if number is None else number)
         else:
             self._reserve(known, told)
-            self._host = [have + more for have, more in zip(known, told, strict=True)]
+        self._tell(known, told)
         if number is None and self.slots is not None and new > self.slots:
             number = torch.full_like(self.lengths, new)
         return (new, None) if number is None else (number, taken(number, new, self.slots))
@@ -190,23 +198,34 @@ class Cache(nn.Module):
         return self._where(token if self.slots else token.clamp_max(self.capacity - 1), real)
 
     def _shorten(self, lengths: Tensor, change: list[int] | None) -> None:
-        known = self.known()
-        self._host = known and change and [have + n for have, n in zip(known, change, strict=True)]
+        self._tell(self.known(), change)
         self.lengths.copy_(lengths)
 
-    def _write(self, where: Tensor, k: Tensor, v: Tensor, real: Taken | None) -> None:
-        for held, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+    def _tell(self, known: list[int] | None, more: list[int] | None) -> None:
+        if not self.lengths.is_cpu:
+            self._host = known and more and [have + n for have, n in zip(known, more, strict=True)]
+
+    def _write(self, at: Tensor, k: Tensor, v: Tensor, real: Taken | None) -> None:
+        has = self._buffers
+        for name, x in (("k", k), ("v", v)):
+            held, scales = has[name], has[f"{name}_scale"]
             if scales is not None:
                 x, scale = store.quantised(x, held.dtype)
-                store.write(scales, where, scale, real)
-            store.write(held, where, x, real)
+                store.write(scales, at, scale, real)
+            store.write(held, at, x, real)
 
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
         """What is stored, asked by an attention of places."""
-        stored: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale, "pages": self.pages}
-        stored = {n: x for n, x in stored.items() if x is not None}
+        has, sizes = self._buffers, self._sizes(q)
+        k, v = has["k"], has["v"]
         tables = {n: x for n, x in tables.items() if n in att.subject.names}  # a mask need not ask for all
-        return att(q, self.k, self.v, sizes=self._sizes(q), **stored, **tables, **params)
+        live = live_of(has["k_scale"], has["v_scale"], has["pages"])
+        given = {n: x for n, x in params.items() if n not in ASKED} if params else params
+        step = step_of(self._steps, att, q, k, v, sizes, live, tables, given)
+        if step is None:
+            return att(q, k, v, sizes=sizes, **{WORDS[n]: x for n, x in live.items()}, **tables, **params)
+        lse, top, sinks = map(params.get, ASKED)
+        return results(step(q, k, v, live, tables, sinks, bool(top)), bool(lse), bool(top))
 
     def _sizes(self, q: Tensor) -> Any:
         """Of the whole problem: the same for a prompt, a chunk and a step."""
@@ -215,6 +234,15 @@ class Cache(nn.Module):
     def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
         super()._load_from_state_dict(*given, **more)  # type: ignore[no-untyped-call]
         self._host = self.lengths.tolist()
+
+    def _apply(self, *given: Any, **more: Any) -> Self:
+        known = self.known()  # to a device that nobody waits for
+        found = super()._apply(*given, **more)  # type: ignore[no-untyped-call]
+        self._host = known
+        return found  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_steps": {}}
 
     def extra_repr(self) -> str:
         bits = str(self.dtype).removeprefix("torch.")

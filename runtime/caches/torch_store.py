@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
 
 from ..frameworks import FLOATS
 
@@ -57,20 +57,19 @@ def taken(counts: Tensor, new: int, most: int | None = None) -> Taken:
     return Taken(row, token, (counts > 0).any())
 
 
-def write(store: Tensor, where: Tensor, new: Tensor, real: Taken | None) -> None:
-    """`new` [batch, heads, n, ...] into `store`, at the places `where` int64 [batch, heads, n] of its vectors, all of
+def write(store: Tensor, at: Tensor, new: Tensor, real: Taken | None) -> None:
+    """`new` [batch, heads, n, ...] into `store`, at the places `at` int64 [batch * heads * n] of its vectors, all of
     them counted in turn."""
     width = new.shape[3:]
     flat = store.view(-1, *width)
-    new = new.to(store.dtype)
+    if new.dtype != store.dtype:
+        new = new.to(store.dtype)
     if store.dtype.itemsize == 1:  # what torch copies by index are no Floats of 8 bits
         flat, new = flat.view(torch.uint8), new.view(torch.uint8)
-    if real is not None:
-        new = real.of(new)
-    at, new = where.reshape(-1), new.reshape(-1, *width)
-    if real is not None:
-        new = torch.where(real.some, new, flat[at])
-    flat.index_copy_(0, at, new)
+    if real is None:
+        flat.index_copy_(0, at, new.reshape(-1, *width))
+    else:
+        flat.index_copy_(0, at, torch.where(real.some, real.of(new).reshape(-1, *width), flat[at]))
 
 
 def numbers(what: str, x: Any, batch: int) -> list[int] | None:
@@ -128,6 +127,8 @@ def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_
             )
         if x.device != device:
             raise ShapeError(f"{name} is on {x.device}, the cache on {device}; move one of them")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
     return k.shape[2]
 
 

@@ -1,0 +1,111 @@
+"""Steps of decoding on the CPU, in torch: from call to call nothing changes but the values of small tables.
+
+A `Step` has everything else of a call ready, the C++ planner of its spans with it: to run it is one call of that, and
+one of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frisket.dsl.types import BOOL, FLOAT, Type
+from frisket.lowering.flat import ROOM
+from frisket.lowering.plan import LIVE, PAGES, Sizes, Spans
+
+from . import native_build
+from .backends import choose
+from .flat_native import Prepared, function
+from .flat_plan import FlatPlan
+from .frameworks import in_graph
+from .options import sinks_of
+from .settings import Settings
+from .torch_op import NUMBERS, prepare
+
+FEW = 64  # queries: a kernel of more takes longer than a plan
+KEPT = 16
+READ: dict[Type, torch.dtype] = {BOOL: torch.bool, FLOAT: torch.float64}  # by planners; Ints have 64 bits
+
+
+class Step:
+    """A call of `att` like this one, whatever the values of `tables` are. `live` are scales and pages, by the sources
+    of their tables. Not for two threads at once."""
+
+    def __init__(
+        self, att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, live: Mapping[str, Tensor],
+        tables: Mapping[str, Tensor], params: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
+        kv_len = live[PAGES].shape[1] * kv_len if PAGES in live else kv_len
+        plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
+        assert isinstance(plan, FlatPlan)
+        call = att.call(q, k, v, plan, None, None, False, None, None, None, dict(live))
+        self.options, self.ready, self.native = att.options, prepare(call, att.options), call.backend == "cpp"
+        self.given = {n: x for n, x in plan.given.items() if n not in tables}
+        self.names = [(t.name, t.source) for t in self.ready.plan.tables if t.source in tables]
+        self.spans, self.planner, self.reads = self.ready.spans, None, []
+        laid, target = plan.laid, self.ready.target
+        if laid.planner is not None:  # tables decide what is seen
+            self.planner = Prepared(
+                function(laid.planner), laid.planner, laid.at, laid.full, plan.values, q_len, kv_len,
+                (target.block_q, target.block_k), ROOM,
+            )  # fmt: skip
+            types = self.planner.types
+            self.reads = [(n, READ.get(types[n], torch.int64)) for n in laid.planner.tables if n in tables]
+            self.spans = Spans(self.planner.bounds, self.planner.count, laid.slice_of)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, live: Mapping[str, Tensor], tables: Mapping[str, Tensor], sinks: Any,
+        top: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        ready, spans = self.ready, self.spans
+        if self.planner is not None:
+            read = [(n, tables[n].to(dtype).contiguous()) for n, dtype in self.reads]
+            self.planner({n: x.data_ptr() for n, x in read})
+            if not self.native:  # who keeps what it makes of spans
+                spans = Spans(spans.bounds.copy(), spans.count.copy(), spans.slice_of)
+        values = [live[source] if source in LIVE else self.given[source] for _, source in ready.live]
+        slots, held = ready.values(q.device, None, values)
+        held = {**held, **{name: tables[source] for name, source in self.names}}
+        sinks = self.options.sinks if sinks is None else sinks
+        if sinks is not None:
+            sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)
+        return ready.forward(
+            ready.plan, spans, ready.geometry, q, k, v, slots, held, ready.target, sinks=sinks, top=top
+        )
+
+
+def step_of(
+    kept: dict[Any, Step], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, live: Mapping[str, Tensor],
+    tables: Mapping[str, Tensor], params: Mapping[str, Any],
+) -> Step | None:  # fmt: skip
+    """The `Step` for a call, kept in `kept`, whose calls all have the same k, v, sizes and live. None where a call is
+    more than a step: on a GPU, in a graph, under autocast, with gradients, or of many queries."""
+    settings, shape = Settings.read(), q.shape
+    if in_graph(q) or not q.is_cpu or shape[2] > FEW or settings.check or torch.is_autocast_enabled("cpu"):
+        return None
+    if q.requires_grad and torch.is_grad_enabled():
+        return None
+    said: list[Any] = []
+    for name, x in params.items():
+        if type(x) in NUMBERS:
+            said.append((name, type(x), x))
+        elif type(x) is Tensor and x.is_cpu and not x.requires_grad and not x.is_inference():
+            said.append((name, x, x._version))  # tensors are compared by where they are
+        else:
+            return None
+    key = (att, shape, q.dtype, k.dtype, settings.backend, *tables, *[x.shape for x in tables.values()], *said)
+    step = kept.get(key)
+    if step is not None:
+        return step
+    if settings.show or att.learned or native_build.reason():
+        return None
+    if choose(att.options.backend, "torch", "cpu") not in ("aten", "cpp"):
+        return None
+    step = kept[key] = Step(att, q, k, v, sizes, live, tables, params)
+    while len(kept) > KEPT:
+        del kept[next(iter(kept))]
+    return step
