@@ -7,6 +7,7 @@ ring sends is as long as the longest need of that step: `deal.bytes(..., padded=
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,8 +22,11 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from ..attention import Attention
 from ..jax_op import LSE, OUT, alike, of_sinks
 from ..merge import merge
+from ..parameters import digest
 from .deal import Deal, Variant
+from .jax_agree import agree
 from .jax_shard import Arrays, Axes, Shard, shard_of, size
+from .places import check_covered
 from .schedule import Step, steps
 
 _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
@@ -63,6 +67,8 @@ def attend(
     _check(q, k, deal, axis, variant)
     axes = batch_axis, head_axis
     shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, dict(split or {}), params)
+    check_covered(shard.att.subject, deal, shard.given, *shard.whole_sizes)
+    agree(_said(shard, q, k, v, variant))
     arrays = {"q": q, "k": k, "v": v, **shard.given}
     sinks = att.options.sinks if sinks is None else sinks
     if sinks is not None:
@@ -92,6 +98,19 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
             f"q is {tuple(q.shape)} and k {tuple(k.shape)}; they are [batch, {deal.shard}, heads, dim] on each of "
             f"{deal.ranks} devices\n  what deal.permute(x, axis=1) gives, split over {axis!r}"
         )
+
+
+def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
+    """What processes have to have in common."""
+    what, deal = shard.att.subject, shard.deal
+    values = sorted((n, digest(x)) for n, x in {**what.scalars, **what.tables}.items())
+    held = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+    given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in {"q": q, "k": k, "v": v, **shard.given}.items())
+    return {
+        "attention": str(what), "values of parameters": held, "arrays": given, "variant": variant,
+        "deal": f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}",
+        "option": f"dropout {shard.att.options.dropout}, scale {shard.att.options.scale}, split {dict(shard.split)}",
+    }  # fmt: skip
 
 
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:

@@ -49,9 +49,15 @@ class Shard:
     lengths: tuple[int, int]
 
     @cached_property
+    def whole_sizes(self) -> tuple[int, int]:
+        """Batch entries and heads of all devices."""
+        batch, heads = (n * size(a) for n, a in zip(self.lengths, self.axes, strict=True))
+        return batch, heads
+
+    @cached_property
     def local(self) -> Placed:
         """The attention as a device computes it."""
-        batch, heads = (n * size(a) for n, a in zip(self.lengths, self.axes, strict=True))
+        batch, heads = self.whole_sizes
         moved = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + ("q" if self.whole else "qk")
         where = Where(self.deal.length, len(self.deal.order), batch, heads, moved, self.split)
         return placed(self.att, where, {n: x.shape for n, x in self.given.items() if n not in self.split})

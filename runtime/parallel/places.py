@@ -14,14 +14,14 @@ Attention(mask = q_at[q] >= k_at[k] & doc_of_q[q] == doc_of_k[k])
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from frisket.dsl.errors import ParameterError
-from frisket.dsl.ir import COORDINATES, SIZES, Expr, conj, lit, lookup, make, param, substitute, uses, var, walk
+from frisket.dsl.errors import FrisketError, ParameterError
+from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, lit, lookup, make, param, substitute, uses, var, walk
 from frisket.dsl.program import Declared
 from frisket.dsl.show import show
 from frisket.dsl.types import INT
@@ -31,7 +31,8 @@ from ..attention import Attention
 from ..bind import Subject
 from ..bound_expr import Bound, Origin
 from ..mask import Mask, ScoreMod
-from ..parameters import names_of
+from ..parameters import digest, names_of
+from .deal import Deal
 
 AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # where a shard's coordinates are
 
@@ -103,6 +104,38 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
     return Placed(Attention(subject, att.options), tuple(made.tables.values()), made.travels)
 
 
+def check_covered(what: Subject, deal: Deal, given: Collection[str], batch: int, heads: int) -> None:
+    """Raise `ParameterError` unless a deal brings every key that the mask shows: it is of that mask, or of one that
+    shows more. Tables in `given`, without values yet, are taken to be those of the deal."""
+    mine, theirs = Mask(TRUE) if what.mask is None else what.mask, deal.mask
+    for c, n, have in (("b", batch, deal.batch), ("h", heads, deal.heads)):
+        if c in uses(theirs.expr) and have < n:
+            raise ParameterError(
+                f"the deal's mask depends on {c} and is known for {have} of {n}\n  {theirs}\n"
+                f"  deal(..., batch={batch}, heads={heads})"
+            )
+    seen = _clauses(mine.expr)
+
+    def same(n: str) -> bool:
+        return n in given or digest(mine.params.get(n)) == digest(theirs.params.get(n))
+
+    if all(e in seen and all(map(same, names_of(e))) for e in _clauses(theirs.expr)):
+        return
+    try:
+        if not mine.unbound and mine.implies(theirs, deal.length, deal.length, batch=batch, heads=heads):
+            return
+    except FrisketError:  # it cannot be told
+        pass
+    raise ParameterError(
+        f"the deal brings what this mask shows:\n  {theirs}\nand attention may show more:\n  {mine}\n"
+        "  deal out for the attention's own mask, or take deal.under(mask, ...)"
+    )
+
+
+def _clauses(e: Expr) -> tuple[Expr, ...]:
+    return e.args if e.op == "and" else () if e is TRUE else (e,)
+
+
 class _Maker:
     """What is shared by mask and score mod: one table for one thing that is read."""
 
@@ -115,6 +148,7 @@ class _Maker:
 
     def _position(self, c: str) -> Expr:
         if c in "bh":
+            self.declared[AT[c]] = Declared(0, INT, most=self.where.batch if c == "b" else self.where.heads)
             return var(c) + param(AT[c], INT)
         self.declared[AT[c]] = Declared(1, INT, "sorted", most=self.where.places)
         return lookup(AT[c], (var(c),))
