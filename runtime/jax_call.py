@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl.errors import LoweringError, ParameterError
-from frisket.dsl.ir import uses
-from frisket.dsl.types import FLOAT
+from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
+from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Spans, SpanSource, Target
+from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSource, Target
 
 from .backends import GUARDED
 from .flat_plan import FlatPlan, Key
@@ -98,7 +98,7 @@ class JaxCall:
 
     def alike(self, axis: int) -> bool:
         """Whether one batch entry (0), or head (1), is like another: no mask, score mod or origin knows which it is."""
-        parts = [e for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
+        parts = [_unscaled(self.plan, e) for e in (self.plan.mask, self.plan.score, self.plan.kept) if e is not None]
         origin = self.tree.unflatten(self.leaves)["origin"]
         if any("bh"[axis] in uses(e) for e in parts) or (axis == 0 and not all(isinstance(x, int) for x in origin[2:])):
             return False
@@ -120,13 +120,19 @@ class JaxCall:
         part = replace(g, batch=g.batch // batches, heads=g.heads // heads, kv_heads=g.kv_heads // heads)
         return replace(self, geometry=part, shards=(batches, heads))
 
+    def own(self, plan: LoopPlan) -> LoopPlan:
+        """The plan, reading from 0 on what a shard has of scales, where its positions are those of the whole."""
+        apart = tuple(n for i, n in enumerate(SHARD) if self.shards[i] > 1 and not self.alike(i))
+        return _from_zero(plan, apart) if apart and self.stored else plan
+
     # -- running --
 
     def backend_on(
         self, platform: str, dtype: str, exported: bool = False, wanted: frozenset[str] = frozenset()
     ) -> str:
         """The backend that runs it there, or makes the gradients that are wanted, or an error that says why none."""
-        return backend_on(self.backend, platform, self.plan, self.geometry, dtype, dict(self.shapes), exported, wanted)
+        plan = self.own(self.plan)
+        return backend_on(self.backend, platform, plan, self.geometry, dtype, dict(self.shapes), exported, wanted)
 
     def forward(self, backend: str, platform: str, arrays: Arrays, plan: Any = None) -> tuple[Any, ...]:
         """`plan` is the source where it is at hand, and keeps what is made of it."""
@@ -147,6 +153,30 @@ class JaxCall:
             wanted=wanted, sinks=arrays.get("sinks"), **how,
         )  # fmt: skip
         return {n: found[n].astype(arrays[n].dtype) for n in wanted}
+
+
+def _read_live(plan: LoopPlan, e: Expr) -> list[Expr]:
+    live = {t.name for t in plan.tables if t.source in LIVE}
+    return [n for n in walk(e) if n.op == "lookup" and n.name in live]
+
+
+def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
+    """`e` without the scales and pages in it, which are split as the keys are."""
+    return substitute(e, {n: lit(0.0 if n.type is FLOAT else 0) for n in _read_live(plan, e)})
+
+
+@lru_cache(maxsize=256)
+def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
+    """The same where scales and pages are read as far from the shard's first batch entry, or head, as the position is."""
+    slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(apart)]
+    shift = {var(s.source[0]): var(s.source[0]) - param(s.name, INT) for s in slots if s.source}
+
+    def moved(e: Expr | None) -> Expr | None:
+        if e is None:
+            return None
+        return substitute(e, {n: substitute(n, shift) for n in _read_live(plan, e)})
+
+    return replace(plan, score=moved(plan.score), weight=moved(plan.weight), slots=(*plan.slots, *slots))
 
 
 def _content(source: Any) -> tuple[Any, ...]:
@@ -187,8 +217,11 @@ class _Run:
         if isinstance(source, Plan):
             made = source.work((self.target.block_q, self.target.block_k), proofs=backend in GUARDED)
             self.plan, slots, tables = made.plan, made.slots, made.tables
-        tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in LIVE}}
-        drawn = numbers["drawn"]
+        tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
+        self.plan = call.own(self.plan)
+        drawn = numbers["drawn"] | {
+            n: i * size for n, i, size in zip(SHARD, at, (call.geometry.batch, call.geometry.heads))
+        }
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
         wide = self.plan.int64
         self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.tables}

@@ -21,16 +21,18 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import BackwardError, FrisketError
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
 
 from .jax_call import JaxCall
 from .jax_platforms import platform_of
 
 Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
-# the axes of arrays: batch, query, key, head, kv head, sizes of heads
+# the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
 AXES = {
     "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "top": "bhs",
-    "dlse": "bhs",
+    "dlse": "bhs", K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b",
 }  # fmt: skip
+POOLS = {"k": "ptnd", "v": "ptne", K_SCALE: "ptn", V_SCALE: "ptn"}  # page of the pool, in place of batch
 NOWHERE = AbstractMesh((), ())
 NO_HESSIAN = BackwardError(
     "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
@@ -54,6 +56,10 @@ class Task:
     @property
     def results(self) -> tuple[str, ...]:
         return self.wanted or ("out", "lse", "top")
+
+    def axes(self, name: str) -> str:
+        """Those of an array, without the ones in front; empty for others."""
+        return (POOLS.get(name) if PAGES in self.names else None) or AXES.get(name, "")
 
     def depth(self, name: str) -> int:
         """How many axes in front an operand has."""

@@ -1,6 +1,7 @@
 """Automatic sharding of attention: batch entries and heads go over the devices of a mesh, without a gather.
 
 Heads as far as groups that share keys stay whole; lengths, sizes of heads, tables and numbers are on every device.
+Scales of stored keys go with the keys; of a pool of pages every device of a batch has all pages, of its own heads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .jax_call import SHARD
 from .jax_primitives import AXES, NOWHERE, Task
 from .sharding.fit import fitting, names_of
 
-WHOLE = ("s", "t", "d", "e", "g")  # factors that are not split: lengths, sizes of heads, the heads of one group
+WHOLE = ("s", "t", "d", "e", "g", "p", "c")  # factors that are not split: lengths, sizes of heads, the heads of one
+# group, pages
 
 
 _split: Any = custom_partitioning  # JAX leaves some of its functions untyped, and types others too narrowly
@@ -55,7 +57,7 @@ def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
     alone: list[str] = []
 
     def axes(name: str, front: list[str], rank: int) -> tuple[Any, ...]:
-        own = [heads if a == "h" else a for a in AXES.get(name, "")]
+        own = [heads if a == "h" else a for a in task.axes(name)]
         for _ in range(rank - len(front) - len(own)):
             alone.append(f"x{len(alone)}")
             own.append(alone[-1])
@@ -82,7 +84,7 @@ def _partition(task: Task, primitive: Any, mesh: Any, operands: Any, results: An
     instances = [_instances(mesh, task, i, operands) for i in range(len(task.levels))]
 
     def sharding(name: str, front: list[Any], rank: int) -> NamedSharding:
-        own = [where.get(a) for a in AXES.get(name, "")]
+        own = [where.get(a) for a in task.axes(name)]
         return NamedSharding(mesh, _spec(*front, *own, *[None] * (rank - len(front) - len(own))))
 
     fronts = [[x for x, (_, moved) in zip(instances, task.levels) if moved[i]] for i in range(len(task.names))]

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
+
 if TYPE_CHECKING:
     from .jax_primitives import Task
 
 # where instances beside one another go: in the batch, or among the heads
 FOLDS = (
-    {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0, "top": 0, "dout": 0, "dlse": 0},
-    {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "top": 1, "dout": 2, "dlse": 1},
+    {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0, "top": 0, "dout": 0, "dlse": 0, K_SCALE: 0, V_SCALE: 0},
+    {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "top": 1, "dout": 2, "dlse": 1, K_SCALE: 2, V_SCALE: 2},
 )
 
 
@@ -36,7 +38,12 @@ def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[An
 def _fold(task: Task, where: dict[str, int]) -> int | None:
     """0 in the batch, 1 among the heads, None in turn."""
     call, names = task.call, set(task.names)
-    if task.levels or not where.keys() <= FOLDS[0].keys() or not set(task.wanted) <= {"q", "k", "v"}:
+    if (
+        task.levels
+        or {PAGES, FIRST} & names
+        or not where.keys() <= FOLDS[0].keys()
+        or not set(task.wanted) <= {"q", "k", "v"}
+    ):
         return None
     whole = {"q", "k", "v"} <= where.keys()
     near = all(where[n] in (2, 3) for n in ("q", "k", "v") if n in where)  # no array is turned round
@@ -53,7 +60,7 @@ def _beside(
     places, shared = FOLDS[axis], not {"k", "v"} & where.keys()
 
     def joined(name: str, x: Any) -> Any:
-        if name not in places or (shared and name in "kv"):
+        if name not in places or (shared and name in ("k", "v", K_SCALE, V_SCALE)):
             return x
         at = places[name]
         if name in where:
