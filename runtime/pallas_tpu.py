@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 TILES = (512, 512)
 LONG = 8192  # keys from where on a step takes twice as many: fewer steps, and what is computed beside a row is little
+SCALAR_BYTES = 256 * 1024  # of scalar memory that a table of pages may take: a quarter of what a core has
 NARROW = (256, 256)  # of masks whose rows see one short run of keys: less is computed beside it
 
 
@@ -31,13 +33,24 @@ def target(
     if not narrow and geometry.kv_len >= LONG:
         block_k *= 2
     q_len, kv_len = (-(-n // pallas_tpu.LANES) * pallas_tpu.LANES for n in (geometry.q_len, geometry.kv_len))
-    return Target("pallas-tpu", min(block_q, q_len), min(block_k, kv_len))
+    block_k = min(block_k, kv_len)
+    if plan.pages:
+        block_k = pallas_tpu.keys_of_a_tile(plan.page, block_k) or pallas_tpu.keys_of_a_tile(
+            plan.page, pallas_tpu.LONGEST
+        )
+    return Target("pallas-tpu", min(block_q, q_len), block_k)
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Why the forward kernel cannot run this call, or nothing. `shapes` are those of the plan's tables."""
     if why := pallas_tpu.refused(plan, dtype):
         return why
+    pages = prod(shapes.get(str(plan.pages), (0,)))
+    if 4 * pages > SCALAR_BYTES:
+        return (
+            f"a table of {pages} pages takes {4 * pages // 1024} KiB of a TPU's scalar memory, at most "
+            f'{SCALAR_BYTES // 1024}; use larger pages, fewer sequences in a call, or backend="xla"'
+        )
     try:
         pallas_inputs.check_tables(plan, pallas_inputs.place(pallas_tpu.roots(plan)), shapes)
     except LoweringError as found:
@@ -51,12 +64,14 @@ def forward(
     platform: str = "cpu",
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] and sinks [heads]. Raises LoweringError with the words of `reason`, and where the
+    [batch, kv_len, kv_heads, dim] or, where the plan has pages, [pages, tokens of a page, kv_heads, dim], and sinks
+    [heads]. Raises LoweringError with the words of `reason`, and where the
     spans take more scalar memory than there is."""
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
-    run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, sinks is not None, strided(platform))
+    flags = sinks is not None, strided(platform), k.dtype != q.dtype
+    run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
     return run(  # type: ignore[no-any-return]
         q, k, v, walked(spans.rows((target.block_q, target.block_k)), -(-geometry.kv_len // target.block_k)),
         geometry.origin, geometry.full, [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables],

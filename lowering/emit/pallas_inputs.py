@@ -246,11 +246,12 @@ def memory(type: Type) -> str:
 # -- lines of the module ----------------------------------------------------------------------------
 
 
-def definitions(inputs: Inputs) -> list[str]:
-    """Constants and functions that the kernel and what is before it need, above the kernel."""
+def definitions(inputs: Inputs, turns: bool = False) -> list[str]:
+    """Constants and functions that the kernel and what is before it need, above the kernel; with `turns` the kernel has
+    use for `turned` itself."""
     constants, made = prelude(*inputs.roots)
     own = (
-        (text.LOOK, inputs.outside()), (text.TURN, inputs.kept), (text.PICK, inputs.picked),
+        (text.LOOK, inputs.outside()), (text.TURN, inputs.kept or turns), (text.PICK, inputs.picked),
         (text.SHARE, inputs.blocks), (text.PER_QUERY, inputs.queries), (text.PER_KEY, inputs.keys),
         (text.PER_PAIR, inputs.pairs), (_distances(inputs), inputs.distances),
     )  # fmt: skip

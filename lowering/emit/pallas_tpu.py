@@ -5,26 +5,28 @@ The walk over the tiles is `pallas_walk`, what expressions read is `pallas_input
 
 from __future__ import annotations
 
+from textwrap import wrap
+
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
 
 from ..plan import Geometry, LoopPlan, Target
 from . import pallas_inputs, pallas_walk
-from .pallas_tpu_text import HEAD, SINK, SKELETON
+from .pallas_tpu_text import AT_KEY, AT_PAGE, HEAD, SINK, SKELETON, TOGETHER, UNWRITTEN
 from .text import filled
 
 LANES = 128
+PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand
 DTYPES = ("float32", "bfloat16", "float16")
-CAST = [
-    "dtype = query.dtype  # float16, which TPUs neither compute nor write",
-    "query, key, value = (x.astype(Float) for x in (query, key, value))",
-]
+CAST = ["dtype = query.dtype  # float16, which TPUs neither compute nor write"]
+CAST_ALL = [*CAST, "query, key, value = (x.astype(Float) for x in (query, key, value))"]
+CAST_QUERY = [*CAST, "query = query.astype(Float)"]
 
 
 def roots(plan: LoopPlan) -> list[Expr]:
     """The expressions that a forward kernel computes."""
-    return [e for e in (plan.mask, plan.score, plan.kept) if e is not None]
+    return [e for e in (plan.mask, plan.score, plan.kept, plan.weight) if e is not None]
 
 
 def refused(plan: LoopPlan, dtype: str) -> str:
@@ -36,7 +38,31 @@ def refused(plan: LoopPlan, dtype: str) -> str:
             "an index of this mask may leave 32 bits and TPU kernels have no 64-bit integers; "
             'shrink the numbers in the mask, or use backend="xla"'
         )
+    if plan.pages and dtype == "float16":
+        return (
+            "TPUs have no float16, and a pool of pages would be converted whole at every call; "
+            'use bfloat16 or float32, or backend="xla"'
+        )
+    if plan.pages and not keys_of_a_tile(plan.page, LONGEST):
+        return (
+            f"a TPU kernel takes {LANES} keys or a multiple at a time, in at most {PARTS} pages, and none of them is "
+            f'whole pages of {plan.page} tokens; use a page of 16, 32, 64, or a multiple of 128, or backend="xla"'
+        )
     return ""
+
+
+def fits(page: int, block_k: int) -> bool:
+    """Whether a page has a whole number of such tiles of keys, or a tile few enough pages."""
+    return page % block_k == 0 or (block_k % page == 0 and block_k <= PARTS * page)
+
+
+def keys_of_a_tile(page: int, most: int) -> int:
+    """The longest tile of keys up to `most` that fits pages of so many tokens, 0 where there is none.
+
+    >>> keys_of_a_tile(16, 512), keys_of_a_tile(64, 512), keys_of_a_tile(1024, 512), keys_of_a_tile(144, 512)
+    (128, 512, 512, 0)
+    """
+    return max((n for n in range(LANES, max(most, LANES) + 1, LANES) if fits(page, n)), default=0)
 
 
 def check(plan: LoopPlan, target: Target, dtype: str) -> None:
@@ -47,6 +73,11 @@ def check(plan: LoopPlan, target: Target, dtype: str) -> None:
         raise LoweringError(
             f"TPU tiles are multiples of {LANES}, not {target.block_q} x {target.block_k}; "
             f"pass tile=({LANES}, {LANES}) or a multiple"
+        )
+    if plan.pages and not fits(plan.page, target.block_k):
+        raise LoweringError(
+            f"a tile of {target.block_k} keys is no whole number of pages of {plan.page} tokens up to {PARTS}, nor a "
+            f"page of tiles; pass tile=({target.block_q}, {keys_of_a_tile(plan.page, target.block_k)}), or none"
         )
 
 
@@ -66,40 +97,112 @@ def head(title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: 
 
 
 def emit(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, strided: bool = True
-) -> str:
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, strided: bool = True,
+    narrow: bool = False,
+) -> str:  # fmt: skip
     """The module's source. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)` takes
-    JAX arrays [batch, length, heads, dim], a `pallas_walk.Walk`, and numbers and tables in the order of the plan; it
-    gives (out, lse, top). With `sinks` it has them; `strided` is as of `Inputs`."""
+    JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `pallas_walk.Walk`, and
+    numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks` it has them; `strided` is as of
+    `Inputs`; `narrow` says that keys and values have 8 bits: they are converted tile by tile."""
     check(plan, target, dtype)
     inputs = pallas_inputs.place(roots(plan), strided=strided)
     numbers = [*pallas_walk.NAMES, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *["sinks"] * sinks]
+    if plan.pages:
+        numbers.append("pages")
+    parts = target.block_k // plan.page if plan.pages and target.block_k > plan.page else 1
+    marks = [str(i) for i in range(parts)] if parts > 1 else [""]
+    key, value = ([f"{n}{mark}_ref" for mark in marks] for n in "kv")
+    refs = [*numbers, *(f"{n}_ref" for n in inputs.scalars), "q_ref", *key, *value]
+    unwritten = plan.mask is not None and (plan.pages is not None or plan.weight is not None)
+    lengths = ["q_len", "kv_len"] if unwritten else ["kv_len"]
     blocks = inputs.blocks
     shapes = [f"{n}_shape" for n in inputs.picked]
     return head("Attention forward", plan, target, geometry, dtype, inputs.needs_math) + filled(
         SKELETON,
-        definitions=pallas_inputs.definitions(inputs),
+        definitions=_paged(plan, target, parts) + pallas_inputs.definitions(inputs, turns=unwritten),
         locate=pallas_walk.locate(grouped=False).splitlines(),
-        refs=", ".join([*numbers, *(f"{n}_ref" for n in (*inputs.scalars, "q", "k", "v", *blocks))]),
+        refs=wrap(f"{', '.join([*refs, *(f'{n}_ref' for n in blocks)])},", 116),
         kept="".join(f"{n}, " for n in inputs.kept.values()),
-        static=", ".join(["at", "kv_len", *shapes]),
+        static=", ".join(["at", *lengths, *shapes]),
         turned=pallas_inputs.turned(inputs),
         here=pallas_inputs.here(plan, inputs),
         score=_assigned(plan.score, inputs, "y", "s = jnp.broadcast_to({}, s.shape)"),
-        seen=_assigned(plan.mask, inputs, "x", "s = jnp.where({}, s, -jnp.inf)"),
+        stored=[f"v = {_together(value, narrow)}"],
+        keys=_together(key, narrow),
+        seen=_seen(plan, inputs, unwritten),
         drop=_assigned(plan.kept, inputs, "z", "p = jnp.where({}, p, 0.0)"),
+        weigh=_weighed(plan, inputs),
         sink=SINK if sinks else [],
         out=_out(plan, sinks),
-        cast=CAST if dtype == "float16" else [],
+        lengths=_lengths(plan),
+        cast=[] if dtype != "float16" else CAST_QUERY if narrow else CAST_ALL,
         narrowed=".astype(dtype)" if dtype == "float16" else "",
-        before=[*pallas_inputs.before(plan, inputs), *["sinks = jnp.asarray(sinks, Float)"] * sinks],
-        passed=", ".join([*numbers, *(inputs.picked.get(n, n) for n in inputs.scalars)]),
+        before=[
+            *pallas_inputs.before(plan, inputs),
+            *["sinks = jnp.asarray(sinks, Float)"] * sinks,
+            *[f"pages = jnp.clip({plan.pages}, 0, key.shape[0] - 1)  # entries that nobody reads may be anything"]
+            * bool(plan.pages),
+        ],
+        passed=", ".join(
+            ["pages.reshape(-1)" if n == "pages" else n for n in numbers]
+            + [inputs.picked.get(n, n) for n in inputs.scalars]
+        ),
         number=len(numbers) + len(inputs.scalars),
-        given=", ".join(["kv_len=kv_len", *(f"{n}_shape={n}.shape" for n in inputs.picked)]),
+        at_key=filled(AT_PAGE, pages=3 + len(numbers) - 1).splitlines() if plan.pages else AT_KEY,
+        of_keys=_specs(plan, parts),
+        given=", ".join([f"{n}={n}" for n in lengths] + [f"{n}_shape={n}.shape" for n in inputs.picked]),
         specs=pallas_inputs.specs(inputs),
         scratch=pallas_inputs.scratch(inputs),
-        operands=", ".join(["*scalars", "query", "key", "value", *blocks]),
+        operands=", ".join(["*scalars", "query", *_operands(parts), *blocks]),
     )  # fmt: skip
+
+
+def _paged(plan: LoopPlan, target: Target, parts: int) -> list[str]:
+    if not plan.pages:
+        return []
+    page = [f"PAGE, ROWS = {plan.page}, {min(plan.page, target.block_k)}  # tokens of a page, and of it in a block"]
+    if parts == 1:
+        return page
+    return [*page, f"PARTS = {parts}  # pages in a tile of keys", "", "", *TOGETHER.strip().splitlines()]
+
+
+def _operands(parts: int) -> list[str]:
+    return ["key", "value"] if parts == 1 else ["*[key] * PARTS", "*[value] * PARTS"]
+
+
+def _lengths(plan: LoopPlan) -> list[str]:
+    """`kv_len` and `v_dim`; the table of pages is as long as a sequence."""
+    if not plan.pages:
+        return ["kv_len, v_dim = value.shape[1], value.shape[3]"]
+    place = [t.name for t in plan.tables].index(plan.pages)
+    return [f"kv_len, v_dim = tables[{place}].shape[1] * PAGE, value.shape[3]"]
+
+
+def _specs(plan: LoopPlan, parts: int) -> list[str]:
+    if not plan.pages:
+        return [f"pl.BlockSpec((1, 1, BLOCK_K, {n}), at_key)," for n in ("dim", "v_dim")]
+    if parts == 1:
+        return [f"pl.BlockSpec((1, 1, ROWS, {n}), at_page(0))," for n in ("dim", "v_dim")]
+    return [f"*(pl.BlockSpec((1, 1, ROWS, {n}), at_page(part)) for part in range(PARTS))," for n in ("dim", "v_dim")]
+
+
+def _together(names: list[str], narrow: bool) -> str:
+    """The keys or values of a tile, in the dtype of the queries."""
+    if len(names) > 1:
+        return f"together(q_ref.dtype, {', '.join(names)})"
+    return f"{names[0]}[0, 0]{'.astype(q_ref.dtype)' if narrow else ''}"
+
+
+def _seen(plan: LoopPlan, inputs: pallas_inputs.Inputs, unwritten: bool) -> list[str]:
+    if not unwritten:
+        return _assigned(plan.mask, inputs, "x", "s = jnp.where({}, s, -jnp.inf)")
+    seen = _assigned(plan.mask, inputs, "x", "seen = jnp.broadcast_to({}, s.shape)")
+    return [*seen, "s = jnp.where(seen, s, -jnp.inf)", *UNWRITTEN]
+
+
+def _weighed(plan: LoopPlan, inputs: pallas_inputs.Inputs) -> list[str]:
+    """In a tile with the mask a weight may be the scale of a value that was never written."""
+    return _assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)")
 
 
 def _assigned(root: Expr | None, inputs: pallas_inputs.Inputs, temporary: str, form: str) -> list[str]:

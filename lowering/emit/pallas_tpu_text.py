@@ -33,7 +33,7 @@ $locate
 
 
 def kernel(
-    $refs,
+    $refs
     out_ref, lse_ref, top_ref, top, total, acc, $kept*, $static
 ):
     batch, head, step = (pl.program_id(axis) for axis in range(3))
@@ -48,9 +48,9 @@ def kernel(
 
     def visit(partial):
         $here
-        v = v_ref[0, 0]
+        $stored
         s = lax.dot_general(
-            q_ref[0, 0], k_ref[0, 0], (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
+            q_ref[0, 0], $keys, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
         )
         s = s * SCALE
         $score
@@ -65,6 +65,7 @@ def kernel(
         shrink = jnp.exp(top[...] - new)
         total[...] = total[...] * shrink + p.sum(axis=1, keepdims=True)
         $drop
+        $weigh
         acc[...] = acc[...] * shrink + lax.dot_general(
             p.astype(v.dtype), v, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float
         )
@@ -96,7 +97,7 @@ def laid(column):
 def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
     batch, q_len, heads, dim = query.shape
-    kv_len, v_dim = value.shape[1], value.shape[3]
+    $lengths
     $cast
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
     steps, slice_of, shift, anchor, first, records = walk
@@ -111,9 +112,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
         b, h, q_tile, _ = place(*step)
         return b, h, q_tile, 0
 
-    def at_key(*step):
-        b, h, _, k_tile = place(*step)
-        return b, lax.div(h, Int(GROUP)), k_tile, 0
+    $at_key
 
     def at_row(*step):
         b, h, q_tile, _ = place(*step)
@@ -126,8 +125,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
             grid=(batch, heads, steps),
             in_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
-                pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
-                pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
+                $of_keys
                 $specs
             ],
             out_specs=[
@@ -152,6 +150,37 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     )($operands)
     return out.swapaxes(1, 2)$narrowed, lse[:, :, 0], top[:, :, 0]
 '''
+
+AT_KEY = """
+def at_key(*step):
+    b, h, _, k_tile = place(*step)
+    return b, lax.div(h, Int(GROUP)), k_tile, 0
+""".strip().splitlines()
+
+TOGETHER = '''
+def together(dtype, *refs):
+    """The pages of a tile, converted each by itself."""
+    return jnp.concatenate([ref[0, 0].astype(dtype) for ref in refs])
+'''
+
+AT_PAGE = """
+def at_page(part):
+    def at(*step):
+        b, h, _, k_tile = place(*step)
+        token = k_tile * BLOCK_K + part * PAGE
+        entry = jnp.minimum(lax.div(token, Int(PAGE)), pages.shape[1] - 1)
+        page = step[$pages][b * pages.shape[1] + entry]
+        return page, lax.div(h, Int(GROUP)), lax.div(lax.rem(token, Int(PAGE)), Int(ROWS)), 0
+
+    return at
+"""
+
+UNWRITTEN = """
+# What no query sees may never have been written: a NaN there is not to spread.
+rows = q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len
+some = jnp.where(seen & rows, 1.0, 0.0).max(axis=0, keepdims=True)
+v = jnp.where(turned(some) > 0, v, jnp.zeros_like(v))
+""".strip().splitlines()
 
 SINK = """
 sink = sinks[head]

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from frisket.dsl.ir import SIZES
-from frisket.lowering.plan import RATE, SEED, LoopPlan
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
 
 from . import expr_triton
 from .expr import POSITION, levels
 from .text import Names, Page
 
-DROPOUT = {SEED: "seed", RATE: "rate"}
+NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
 # What the kernel calls things of its own: a slot or table of such a name gets another.
 OWN = (
     """
@@ -51,9 +51,9 @@ class Argument:
 def arguments(plan: LoopPlan) -> dict[str, Argument]:
     """By `Slot.name` and `TableUse.name`, the names in the kernel: the user's own where they are free."""
     names = Names({*OWN, *SIZES, *expr_triton.all_names()})
-    found = {s.name: Argument(names.new(DROPOUT.get(str(s.source), s.name))) for s in plan.slots}
+    found = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
     for t in plan.tables:
-        name = names.new(t.source)
+        name = names.new(NAMED.get(t.source, t.source))
         axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
         sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
         found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))

@@ -28,10 +28,13 @@ import jax
 from jax.experimental import topologies
 from support.pallas_cases import LENGTH, LONG, causal_walk, long_plan, operator_cases, shapes_of
 
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import b, h, k, q, score
+from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.emit import pallas_tpu, pallas_tpu_backward
 from frisket.lowering.emit.expr_jnp import JNP
-from frisket.lowering.plan import RATE, SEED, Geometry
+from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
 from frisket.runtime import pallas_tpu as runtime
 from frisket.runtime import pallas_tpu_backward as runtime_backward
 
@@ -83,6 +86,36 @@ def forward(
     return Kernel(f"{name}{', all options' if full else ''}", dim, dtype, block, run, shapes)
 
 
+def stored(
+    kv_dtype: str, page: int = 0, scales: bool = True, dim: int = 128, dtype: str = "bfloat16", queries: int = 1
+) -> Kernel:
+    """The forward of few queries over keys and values as caches store them."""
+    places = (lookup("pages", (b, k // page)), k % page, h // 2) if page else (b, k, h // 2)
+    key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
+    plan = make_plan(
+        (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,))), score * key if scales else None,
+        weight=value if scales else None, pages=Pages("pages", page) if page else None,
+    )  # fmt: skip
+    geometry = Geometry(2, 8, 4, queries, 4096, dim, dim, dim**-0.5)
+    target = runtime.target(plan, geometry, dtype)
+    block = target.block_q, target.block_k
+    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, False, True, kv_dtype != dtype)
+    pool = (100, page, 4) if page else (2, 4096, 4)
+    tables = {"pages": ((2, 4096 // page) if page else (), "int32")} | dict.fromkeys(("start", "end"), ((2,), "int32"))
+    tables |= dict.fromkeys(("k_scale", "v_scale"), (pool, "float32"))
+
+    def shapes(where: jax.sharding.Sharding) -> Any:
+        def array(shape: tuple[int, ...], kind: str) -> Any:
+            return jax.ShapeDtypeStruct(shape, kind, sharding=where)
+
+        arrays = array((2, queries, 8, dim), dtype), *[array((*pool, dim), kv_dtype)] * 2
+        walk = shapes_of((causal_walk(geometry, block), geometry.origin, geometry.full, []), where)
+        return (*arrays, *walk, [array(*tables[t.source]) for t in plan.tables], None)
+
+    name = f"{kv_dtype.replace('float', 'f')}{f', pages of {page}' if page else ''}"
+    return Kernel(name, dim, dtype, block, run, shapes)
+
+
 def backward(
     which: str, name: str, dim: int = 128, dtype: str = "bfloat16", length: int = LENGTH, strided: bool = True
 ) -> Kernel:
@@ -124,6 +157,15 @@ def kernels() -> Iterator[tuple[Kernel, tuple[str, ...]]]:
     yield forward("causal", dtype="float16"), one
     for block in ((1024, 1024), (128, 128)):
         yield forward("causal", block=block), one
+    yield stored("int8"), every
+    yield stored("int8", 128), every
+    for page in (16, 64, 256):
+        yield stored("int8", page), one
+    yield stored("int8", 64, queries=512), one
+    yield stored("int8", 64, dim=64, dtype="float32"), one
+    for kind in ("float8_e4m3fn", "float8_e5m2"):
+        yield stored(kind, 128), ("v5e", "v5p", "v6e", "tpu7x")
+    yield stored("bfloat16", 64, scales=False), one
     for which in ("dq", "dkv"):
         yield backward(which, "causal"), every
         for name in ("documents", "softcap", "relative bias"):

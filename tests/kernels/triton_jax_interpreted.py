@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import attention_cases as cases
-from support import jax_gradients, triton_bf16
+from support import jax_gradients, stored_cases, triton_bf16
 from support.attention_cases import CASES, Case, causal
 from support.jax_gradients import LEARNED, compare
+from support.stored_cases import STORED
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
@@ -106,6 +107,20 @@ def test_few_queries_of_all_heads_in_parts_of_the_keys(splits):
     )  # fmt: skip
     out, lse, _ = forward(case, splits=splits)
     cases.check(case, out, lse)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["int8", "int8 in pages", "small pages", "float8", "wide float8", "half"])
+def test_stored_keys_and_values(name, splits):
+    stored = STORED[name]
+    made = stored_cases.problem(stored, "bshd")
+    tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
+    out, lse, _ = triton_jax.forward(
+        made.plan, cases.Source(stored.case), cases.geometry(stored.case), *map(jnp.asarray, (made.q, made.k, made.v)),
+        {}, tables, Target("triton", *stored.case.block, splits=splits),
+    )  # fmt: skip
+    assert out.dtype == stored.case.dtype
+    stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 1, 30, 13)])

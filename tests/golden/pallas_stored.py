@@ -1,0 +1,246 @@
+"""Attention forward on TPU (Pallas, Mosaic), written by frisket."""
+# What it computes:
+#
+#     stored
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+BLOCK_Q, BLOCK_K = 128, 128
+GROUP = 2  # query heads to a key head
+SCALE = 0.25
+EXACT = lax.Precision.DEFAULT
+Int, Float = jnp.int32, jnp.float32
+LEAST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LEAST is -inf, never NaN
+PAGE, ROWS = 16, 16  # tokens of a page, and of it in a block
+PARTS = 8  # pages in a tile of keys
+
+
+def together(dtype, *refs):
+    """The pages of a tile, converted each by itself."""
+    return jnp.concatenate([ref[0, 0].astype(dtype) for ref in refs])
+WIDTH = 32
+
+
+def shr(x, y):
+    return jnp.where((y >= 0) & (y < 64), x >> jnp.clip(y, 0, WIDTH - 1), 0)
+
+
+def look(table, *index):
+    return table[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, table.shape))]
+
+
+def turned(row):
+    """[1, n] as [n, 1]; n is a multiple of the 128 lanes."""
+    return jnp.broadcast_to(row, (128, row.shape[1])).T[:, :1]
+
+
+def share(i, x, axis):
+    return jnp.minimum(i, x.shape[axis] - 1)  # one for all, or one each
+
+
+def per_query(x, place):
+    """Blocks of x [.., .., 1, q_len] that belong to the tile of queries."""
+
+    def at(*step):
+        b, h, q_tile, _ = place(*step)
+        return share(b, x, 0), share(h, x, 1), 0, q_tile
+
+    return pl.BlockSpec((1, 1, 1, BLOCK_Q), at)
+
+
+def per_key(x, place):
+    """Blocks of x [.., .., 1, kv_len] that belong to the tile of keys."""
+
+    def at(*step):
+        b, h, _, k_tile = place(*step)
+        return share(b, x, 0), share(h, x, 1), 0, k_tile
+
+    return pl.BlockSpec((1, 1, 1, BLOCK_K), at)
+
+
+def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows):
+    """(row, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
+    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
+    start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
+    here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
+
+    def next_row(found):
+        row, _, end = found
+        return row + 1, end, first[start + row + 2]
+
+    row = anchor[at * (anchor.shape[0] // slices) + (here >> shift[0])]
+    begin, end = first[start + row], first[start + row + 1]
+    row, begin, end = lax.while_loop(lambda found: found[2] <= here, next_row, (row, begin, end))
+    position = here - begin
+    number = records.shape[0] // (4 * slices * rows)
+    base = 4 * number * (at * rows + row)
+
+    def later(i, found):
+        return jnp.where(records[base + 4 * i] <= position, i, found)
+
+    found = lax.fori_loop(Int(1), Int(number), later, Int(0)) if number > 1 else Int(0)
+    record = base + 4 * found
+    sees = records[record] <= position
+    full = (records[record + 2] <= position) & (position < records[record + 3])
+    tile = jnp.where(sees, position + records[record + 1], 0)
+    return (row, tile), (sees & (step < end), full, step == begin, step + 1 == end)
+
+
+def kernel(
+    slice_of, shift, anchor, first, records, ints, q_origin, k_origin, pages, q_ref, k0_ref, k1_ref, k2_ref, k3_ref,
+    k4_ref, k5_ref, k6_ref, k7_ref, v0_ref, v1_ref, v2_ref, v3_ref, v4_ref, v5_ref, v6_ref, v7_ref, of_query0_ref,
+    of_key0_ref, of_key1_ref, of_key2_ref,
+    out_ref, lse_ref, top_ref, top, total, acc, of_query0, *, at, q_len, kv_len
+):
+    batch, head, step = (pl.program_id(axis) for axis in range(3))
+    (q_tile, k_tile), (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
+
+    @pl.when(starts)
+    def start():
+        top[...] = jnp.full(top.shape, LEAST, Float)
+        total[...] = jnp.zeros(total.shape, Float)
+        acc[...] = jnp.zeros(acc.shape, Float)
+        of_query0[...] = turned(of_query0_ref[0, 0])
+
+    def visit(partial):
+        k = k_origin[batch] + k_tile * BLOCK_K + lax.broadcasted_iota(Int, (1, BLOCK_K), 1)
+        v = together(q_ref.dtype, v0_ref, v1_ref, v2_ref, v3_ref, v4_ref, v5_ref, v6_ref, v7_ref)
+        s = lax.dot_general(
+            q_ref[0, 0], together(q_ref.dtype, k0_ref, k1_ref, k2_ref, k3_ref, k4_ref, k5_ref, k6_ref, k7_ref), (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
+        )
+        s = s * SCALE
+        s = jnp.broadcast_to(20.0 * jnp.tanh(s * of_key1_ref[0, 0] / 20.0), s.shape)
+        if partial:  # the mask
+            seen = jnp.broadcast_to((k <= of_query0[...]) & (of_key0_ref[0, 0] != 0), s.shape)
+            s = jnp.where(seen, s, -jnp.inf)
+            # What no query sees may never have been written: a NaN there is not to spread.
+            rows = q_tile * BLOCK_Q + lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len
+            some = jnp.where(seen & rows, 1.0, 0.0).max(axis=0, keepdims=True)
+            v = jnp.where(turned(some) > 0, v, jnp.zeros_like(v))
+            if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
+                behind = kv_len - k_tile * BLOCK_K
+                s = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, s, -jnp.inf)
+                v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
+        new = jnp.maximum(top[...], s.max(axis=1, keepdims=True))
+        p = jnp.exp(s - new)
+        shrink = jnp.exp(top[...] - new)
+        total[...] = total[...] * shrink + p.sum(axis=1, keepdims=True)
+        p = p * of_key2_ref[0, 0] if not partial else jnp.where(p > 0, p * of_key2_ref[0, 0], 0.0)
+        acc[...] = acc[...] * shrink + lax.dot_general(
+            p.astype(v.dtype), v, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float
+        )
+        top[...] = new
+
+    @pl.when(visits & full)
+    def visit_full():
+        visit(partial=False)
+
+    @pl.when(visits & jnp.logical_not(full))
+    def visit_partial():
+        visit(partial=True)
+
+    @pl.when(ends)
+    def finish():
+        most, whole = top[...], total[...]
+        top_ref[0, 0] = laid(jnp.where(whole == 0, -jnp.inf, most))
+        nothing = whole == 0
+        out_ref[0, 0] = (acc[...] / jnp.where(nothing, 1, whole)).astype(out_ref.dtype)
+        lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, most + jnp.log(whole)))
+
+
+def laid(column):
+    """[BLOCK_Q, 1] as [1, BLOCK_Q]."""
+    return jnp.broadcast_to(column, (BLOCK_Q, 128)).T[:1]
+
+
+def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
+    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
+    batch, q_len, heads, dim = query.shape
+    kv_len, v_dim = tables[2].shape[1] * PAGE, value.shape[3]
+    query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
+    steps, slice_of, shift, anchor, first, records = walk
+    q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
+    t0 = jnp.asarray(tables[0], Int)
+    t1 = jnp.asarray(tables[1], Int)
+    t2 = jnp.asarray(tables[2], Int)
+    t3 = jnp.asarray(tables[3], Float)
+    t4 = jnp.asarray(tables[4], Float)
+    ints = jnp.stack([jnp.asarray(x, Int) for x in (*origin[:2], *sizes)])
+    b = jnp.asarray(origin[0], Int) + jnp.arange(batch, dtype=Int).reshape(-1, 1, 1, 1)
+    h = jnp.asarray(origin[1], Int) + jnp.arange(heads, dtype=Int).reshape(1, -1, 1, 1)
+    q = jnp.asarray(origin[2], Int).reshape(-1, 1, 1, 1) + jnp.arange(q_len, dtype=Int)
+    k = jnp.asarray(origin[3], Int).reshape(-1, 1, 1, 1) + jnp.arange(kv_len, dtype=Int)
+    of_query0_0 = look(t0, b)
+    of_query0 = q + of_query0_0
+    of_key0_0 = look(t1, b)
+    of_key0 = (k < of_key0_0).astype(Int)
+    of_key1_0 = shr(h, 1)
+    of_key1 = look(t3, look(t2, b, shr(k, 4)), k & 15, of_key1_0)
+    of_key2_0 = shr(h, 1)
+    of_key2 = look(t4, look(t2, b, shr(k, 4)), k & 15, of_key2_0)
+    pages = jnp.clip(t2, 0, key.shape[0] - 1)  # entries that nobody reads may be anything
+    scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin, pages.reshape(-1))
+    at = functools.partial(locate, heads=heads, rows=pl.cdiv(q_len, BLOCK_Q))
+
+    def place(b, h, step, *scalars):
+        return b, h, *at(b, h, step, *scalars[:5])[0]
+
+    def at_query(*step):
+        b, h, q_tile, _ = place(*step)
+        return b, h, q_tile, 0
+
+    def at_page(part):
+        def at(*step):
+            b, h, _, k_tile = place(*step)
+            token = k_tile * BLOCK_K + part * PAGE
+            entry = jnp.minimum(lax.div(token, Int(PAGE)), pages.shape[1] - 1)
+            page = step[11][b * pages.shape[1] + entry]
+            return page, lax.div(h, Int(GROUP)), lax.div(lax.rem(token, Int(PAGE)), Int(ROWS)), 0
+
+        return at
+
+    def at_row(*step):
+        b, h, q_tile, _ = place(*step)
+        return b, h, 0, q_tile
+
+    out, lse, top = pl.pallas_call(
+        functools.partial(kernel, at=at, q_len=q_len, kv_len=kv_len),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=9,
+            grid=(batch, heads, steps),
+            in_specs=[
+                pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
+                *(pl.BlockSpec((1, 1, ROWS, dim), at_page(part)) for part in range(PARTS)),
+                *(pl.BlockSpec((1, 1, ROWS, v_dim), at_page(part)) for part in range(PARTS)),
+                per_query(of_query0, place),
+                per_key(of_key0, place),
+                per_key(of_key1, place),
+                per_key(of_key2, place),
+            ],
+            out_specs=[
+                pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
+                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
+                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((BLOCK_Q, 1), Float),
+                pltpu.VMEM((BLOCK_Q, 1), Float),
+                pltpu.VMEM((BLOCK_Q, v_dim), Float),
+                pltpu.VMEM((BLOCK_Q, 1), Int),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), query.dtype),
+            jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
+            jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
+        ],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        interpret=interpret,
+    )(*scalars, query, *[key] * PARTS, *[value] * PARTS, of_query0, of_key0, of_key1, of_key2)
+    return out.swapaxes(1, 2), lse[:, :, 0], top[:, :, 0]

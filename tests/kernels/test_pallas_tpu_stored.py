@@ -1,0 +1,103 @@
+"""The Pallas TPU forward kernel on keys and values of 8 bits, with scales, in pages of a pool."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from support import attention_cases as cases
+from support import stored_cases
+from support.matrix import some
+from support.stored_cases import STORED, Stored, decode
+
+from frisket.dsl.errors import LoweringError
+from frisket.lowering.emit import pallas_tpu
+from frisket.lowering.plan import Geometry, Pages, Target, make_plan
+from frisket.runtime import pallas_tpu as runtime
+
+TARGET = Target("pallas-tpu", 128, 128)
+PAGED = {
+    "one page a tile": Stored(decode((256, 70), 2, kv_len=384), "int8", page=128),
+    "tiles of a page": Stored(decode((256, 470, 0), 2, kv_len=512), "int8", page=256),
+    "many queries": Stored(decode((256, 140), 130, kv_len=256, heads=2, kv_heads=1), "float8_e4m3fn", page=64),
+}
+ALL = {n: s for n, s in STORED.items() if n not in ("odd pages", "many queries", "many queries, small pages")} | PAGED
+
+
+def run(stored, made, **options):
+    tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
+    case = stored.case.but(block=(128, 128))
+    return runtime.forward(
+        made.plan, cases.Source(case), cases.geometry(case), *map(jnp.asarray, (made.q, made.k, made.v)), {}, tables,
+        TARGET, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", some(ALL, "small pages", "tiles of a page", "wide float8", "scales alone"))
+def test_every_way_to_store(name):
+    stored = ALL[name]
+    made = stored_cases.problem(stored, "bshd")
+    out, lse, _ = run(stored, made)
+    assert out.dtype == stored.case.dtype
+    stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
+
+
+@pytest.mark.parametrize("name", ["small pages", "tiles of a page", "float8"])
+def test_lowers_for_a_tpu(name):
+    stored = ALL[name]
+    made = stored_cases.problem(stored, "bshd")
+
+    def call(q, k, v, tables):
+        return run(stored, replace(made, q=q, k=k, v=v, tables=tables), platform="tpu")
+
+    text = export.export(jax.jit(call), platforms=["tpu"])(made.q, made.k, made.v, made.tables).mlir_module()
+    assert "tpu_custom_call" in text
+
+
+@pytest.mark.parametrize(("page", "tile"), [(16, 128), (32, 256), (64, 512), (128, 512), (256, 512), (384, 384)])
+def test_tiles_that_fit_pages(page, tile):
+    plan = make_plan(None, None, pages=Pages("pages", page))
+    assert runtime.target(plan, Geometry(1, 1, 1, 1, 2304, 64, 64, 1.0), "bfloat16").block_k == tile
+    assert pallas_tpu.fits(page, tile)
+
+
+def test_what_a_tpu_cannot_do_is_said():
+    pages = {n: make_plan(None, None, pages=Pages("pages", n)) for n in (16, 144)}
+    g, few = Geometry(1, 1, 1, 1, 288, 64, 64, 1.0), {"t0": (4, 8)}
+    assert runtime.reason(pages[16], g, "bfloat16", few) == ""
+    assert runtime.reason(pages[144], g, "bfloat16", few) == (
+        "a TPU kernel takes 128 keys or a multiple at a time, in at most 8 pages, and none of them is whole pages of "
+        '144 tokens; use a page of 16, 32, 64, or a multiple of 128, or backend="xla"'
+    )
+    assert runtime.reason(pages[16], g, "float16", few) == (
+        "TPUs have no float16, and a pool of pages would be converted whole at every call; "
+        'use bfloat16 or float32, or backend="xla"'
+    )
+    assert runtime.reason(pages[16], g, "bfloat16", {"t0": (64, 2048)}) == (
+        "a table of 131072 pages takes 512 KiB of a TPU's scalar memory, at most 256; "
+        'use larger pages, fewer sequences in a call, or backend="xla"'
+    )
+    with pytest.raises(LoweringError) as caught:
+        pallas_tpu.emit(pages[16], Target("pallas-tpu", 128, 256), g, "float32")
+    assert str(caught.value) == (
+        "a tile of 256 keys is no whole number of pages of 16 tokens up to 8, nor a page of tiles; "
+        "pass tile=(128, 128), or none"
+    )
+
+
+def test_golden(golden):
+    made = stored_cases.problem(STORED["small pages"], "bshd")
+    golden("pallas_stored.py", pallas_tpu.emit(made.plan, TARGET, Geometry(2, 4, 2, 3, 160, 32, 32, 0.25), "bfloat16",
+                                               narrow=True))  # fmt: skip
+
+
+def test_no_copy_of_the_pool_in_another_dtype():
+    """The only arrays of the pool's size have its dtype."""
+    stored = PAGED["one page a tile"]
+    made = stored_cases.problem(stored, "bshd")
+    text = str(jax.make_jaxpr(lambda k, v: run(stored, replace(made, k=k, v=v)))(made.k, made.v))
+    pool = ",".join(str(n) for n in np.swapaxes(made.k, 1, 2).shape)
+    assert f"i8[{pool}]" in text
+    assert f"f32[{pool}]" not in text
