@@ -28,7 +28,8 @@ class BaseOperation(ABC):
     puts arrays by itself.
     """
 
-    metadata: AttentionMetadata | None = None
+    def __init__(self, metadata: AttentionMetadata | None = None) -> None:
+        self.metadata = metadata
 
     @classmethod
     def get_impl_name(cls) -> str | tuple[str, ...]:
@@ -122,9 +123,8 @@ class OperationRegistry:
 
     @classmethod
     def create(cls, impl_name: str, metadata: AttentionMetadata | None = None) -> Any:
-        """An operation by name, made with `metadata`; that of `AttentionMetadata()` without."""
-        kind = cls.get(impl_name)
-        return kind(metadata) if kind.__init__ is not object.__init__ else kind()
+        """An operation by name, made with `metadata`; attention without one has that of `AttentionMetadata()`."""
+        return cls.get(impl_name)(metadata)
 
     @classmethod
     def list_implementations(cls) -> list[str]:

@@ -1,0 +1,458 @@
+"""Operators by name, their dispatch and metadata, and what their calls mean, against the interpreter."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import frisket as fk
+from frisket import operations as ops
+from frisket import sharding as s
+from frisket.modeling import create_mesh
+from frisket.operations import AttentionMetadata, AttentionRegistry, BaseOperation, OperationRegistry
+
+rng = np.random.default_rng(3)
+
+
+def arrays(q_len=48, kv_len=48, heads=4, kv_heads=2, dim=8, batch=2):
+    shapes = (q_len, heads), (kv_len, kv_heads), (kv_len, kv_heads)
+    return [rng.standard_normal((batch, *shape, dim)).astype(np.float32) for shape in shapes]
+
+
+Q, K, V = arrays()
+
+
+def close(found, wanted):
+    np.testing.assert_allclose(np.asarray(found.attention_outputs), wanted, atol=2e-5)
+
+
+# -- dispatch ---------------------------------------------------------------------------------------
+
+FORWARDS = ["tpu", "gpu", "cuda", "rocm", "cpu", "tt"]
+FALLBACK = {
+    "cuda": ["gpu", "native"],
+    "rocm": ["gpu", "native"],
+    **{n: ["native"] for n in ("tpu", "gpu", "cpu", "tt")},
+}
+
+
+def operation(*written):
+    """One that says which implementation ran."""
+    methods = {f"forward_{n}": lambda self, x, n=n: (n, x) for n in {"native", *written}}
+    return type("Says", (BaseOperation,), methods)
+
+
+@pytest.mark.parametrize("platform", FORWARDS)
+def test_an_implementation_runs_on_its_platform(platform):
+    metadata = AttentionMetadata(backend=platform)
+    assert operation(*FORWARDS)(metadata)(1) == (platform, 1)
+    order = [platform, *FALLBACK[platform]]
+    for i in range(len(order)):  # the first i are not written
+        assert operation(*order[i:])(metadata)(1) == (order[i], 1)
+
+
+@pytest.mark.parametrize("name", ["tpu", "cpu", "cuda", "rocm", "other"])
+def test_the_platform_is_found(name, monkeypatch):
+    seen = "gpu" if name in ("cuda", "rocm") else name
+    monkeypatch.setattr(jax, "default_backend", lambda: seen)
+    monkeypatch.setattr("frisket.runtime.operations.base.platform_of", lambda x: name)
+    made = operation(*FORWARDS)()
+    assert made.current_backend() == seen
+    assert made(x=1) == ("native" if name == "other" else name, 1)
+
+
+def test_only_forward_native_is_to_be_written():
+    with pytest.raises(TypeError, match="forward_native"):
+        BaseOperation()
+    made = operation()
+    assert (made.get_impl_name(), made().get_impl_metadata(), made()(2)) == ("Says", None, ("native", 2))
+
+
+# -- registries -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registries(monkeypatch):
+    for registry in (OperationRegistry, AttentionRegistry):
+        monkeypatch.setattr(registry, "_known", dict(registry._known))
+
+
+@pytest.mark.usefixtures("registries")
+def test_registries():
+    @AttentionRegistry.register
+    class Mine(ops.AttentionImpl):
+        @classmethod
+        def get_impl_name(cls):
+            return "mine", "my_own"
+
+        def forward_native(self, q):
+            return q
+
+    class Other(BaseOperation):
+        def forward_native(self, x):
+            return x
+
+    assert OperationRegistry.register(Other) is Other
+    metadata = AttentionMetadata()
+    for name in ("mine", "my_own"):
+        assert AttentionRegistry.get(name) is OperationRegistry.get(name) is Mine
+        assert AttentionRegistry.create(name, metadata).get_impl_metadata() is metadata
+    assert AttentionRegistry.list_implementations()[-2:] == ["mine", "my_own"]
+    assert "Other" in OperationRegistry.list_implementations()
+    assert "Other" not in AttentionRegistry.list_implementations()
+    assert OperationRegistry.create("Other")(3) == 3
+    for registry, wrong in ((OperationRegistry, Other), (AttentionRegistry, Mine)):
+        with pytest.raises(fk.ParameterError, match=r"there is an operation '.*' already"):
+            registry.register(wrong)
+    with pytest.raises(fk.ParameterError, match="no subclass of BaseOperation"):
+        AttentionRegistry.register(dict)
+
+
+def test_names():
+    names = AttentionRegistry.list_implementations()
+    backends = "xla cpp triton pallas-tpu pallas-mosaic-gpu".split()
+    assert {"frisket", "dense", "ring", *(f"frisket-{b}" for b in backends)} <= {*names}
+    assert all(issubclass(AttentionRegistry.get(n), ops.AttentionImpl) for n in names)
+    for alias, name in {"sdpa": "frisket", "flash_attn2": "frisket", "blocksparse": "frisket",
+                        "vanilla": "frisket-xla", "splash": "frisket-pallas-tpu"}.items():  # fmt: skip
+        assert AttentionRegistry.get(alias) is AttentionRegistry.get(name)
+    with pytest.raises(ValueError, match=r"no operation 'rnig'; did you mean 'ring'\?\n  there are frisket, ") as found:
+        AttentionRegistry.get("rnig")
+    assert isinstance(found.value, fk.FrisketError)
+
+
+# -- metadata ---------------------------------------------------------------------------------------
+
+FIELDS = (
+    "runtime_dtype runtime_softmax_dtype sequence_axis_name mesh platform backend partition_axis partition_manager "
+    "base_config scan_ring_attention softmax_scale dropout_prob blocksize_q blocksize_k blocksize_b"
+).split()
+GIVEN = {
+    "runtime_dtype": jnp.dtype("bfloat16"), "runtime_softmax_dtype": jnp.dtype("float64"), "sequence_axis_name": "x",
+    "mesh": create_mesh((1, 1), ("x", "y")), "platform": ops.Platform.TRITON, "backend": ops.Backend.ROCM,
+    "partition_axis": s.PartitionAxis(head_axis=("x", "y")), "scan_ring_attention": False, "softmax_scale": 0.25,
+    "dropout_prob": 0.5, "blocksize_q": 32, "blocksize_k": 64, "blocksize_b": 2,
+}  # fmt: skip
+PICKED = {"attn_dtype": "runtime_dtype", "attn_softmax_dtype": "runtime_softmax_dtype"}
+
+
+def same(found, wanted):
+    for name in FIELDS:
+        if name != "base_config":
+            assert getattr(found, name) == getattr(wanted, name), name
+
+
+def test_fields():
+    plain = AttentionMetadata()
+    assert [*plain.to_dict()] == FIELDS
+    assert (plain.sequence_axis_name, plain.scan_ring_attention, plain.dropout_prob) == ("sp", True, 0.0)
+    assert plain.partition_manager.paxis == plain.partition_axis == s.PartitionAxis()
+    assert plain.mesh is plain.softmax_scale is plain.backend is plain.platform is plain.tile is None
+    with jax.set_mesh(GIVEN["mesh"]):
+        assert AttentionMetadata().mesh == AttentionMetadata().partition_manager.mesh == GIVEN["mesh"]
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_field_is_taken_from_the_config_where_it_is_not_given(name):
+    pickup = next((p for p, n in PICKED.items() if n == name), name)
+    config = SimpleNamespace(**{pickup: GIVEN[name], **({"blocksize_q": 1, "blocksize_k": 1} | {pickup: GIVEN[name]})})
+    assert getattr(AttentionMetadata(base_config=config), name) == GIVEN[name]
+    other = {"blocksize_q": 8, "blocksize_k": 8, "softmax_scale": 1.0, "mesh": create_mesh()}.get(name)
+    if other is not None:
+        both = dict.fromkeys(("blocksize_q", "blocksize_k"), 8) if "blocksize" in name else {name: other}
+        assert getattr(AttentionMetadata(base_config=config, **both), name) == other
+
+
+def test_from_config():
+    config = SimpleNamespace(
+        attn_dtype="float16", softmax_scale=3.0, dropout_prob=0.9, partition_axis={"head_axis": "x"}
+    )
+    found = AttentionMetadata.from_config(config, 0.125, dropout_prob=0.25)
+    assert (found.runtime_dtype, found.softmax_scale, found.dropout_prob) == (jnp.float16, 0.125, 0.25)
+    assert found.partition_axis == s.PartitionAxis(head_axis="x")
+    assert AttentionMetadata.from_config(config, None).dropout_prob == 0
+
+
+def test_set_attrs_carefully():
+    made = AttentionMetadata(base_config=SimpleNamespace(here=1))
+    made.set_attrs_carefully("a", 5)
+    made.set_attrs_carefully("b", 5, "here")
+    made.set_attrs_carefully("c", 5, "here", use_base_config=False)
+    made.set_attrs_carefully("b", 6)
+    assert (made.a, made.b, made.c) == (5, 1, 5)
+
+
+def test_metadata_goes_through_dicts_and_json():
+    full = AttentionMetadata(**GIVEN, base_config=SimpleNamespace(anything=object()))
+    same(AttentionMetadata.from_dict(full.to_dict()), full)
+    assert AttentionMetadata.from_dict(full.to_dict()).base_config is full.base_config
+    text = full.to_json()
+    assert json.loads(text)["runtime_dtype"] == "bfloat16"
+    same(AttentionMetadata.from_json(text), full)
+    same(AttentionMetadata.from_json(AttentionMetadata().to_json()), AttentionMetadata())
+    changed = full.replace(softmax_scale=2.0)
+    assert (changed.softmax_scale, full.softmax_scale, changed.backend) == (2.0, 0.25, full.backend)
+
+
+@pytest.mark.parametrize("bthd", [True, False])
+@pytest.mark.parametrize("mni", [True, False])
+@pytest.mark.parametrize("mode", [s.MODE_TRAIN, s.MODE_PREFILL, s.MODE_DECODE, s.MODE_INSERT])
+def test_shardings(mode, bthd, mni):
+    paxis = s.PartitionAxis(kv_head_axis="ep", bias_head_sequence_axis="tp", bias_key_sequence_axis="sp",
+                            decode_key_sequence_axis="fsdp", batch_axis="dp")  # fmt: skip
+    found = AttentionMetadata(partition_axis=paxis).get_shardings(mode, bthd, mni)
+    length, keys = (None, "fsdp") if mode in s.GENERATION_MODES else ("sp", "sp")
+
+    def four(length, heads):
+        return P("dp", length, heads, None) if bthd else P("dp", heads, length, None)
+
+    query, key = four(length, "tp"), four(keys, "tp" if mni else "ep")
+    assert found == (query, key, key, P("dp", "tp", length, "sp"), P("dp", None, length, "sp"), query)
+
+
+def test_outputs():
+    made = ops.AttentionOutput(attention_outputs=jnp.asarray(Q, "bfloat16"))
+    doubled = jax.jit(lambda x: jax.tree.map(lambda y: 2 * y, x))(made)
+    assert doubled.attention_weights is None
+    np.testing.assert_array_equal(doubled.attention_outputs, 2 * made.attention_outputs)
+    for back in (made.from_dict(made.to_dict()), made.from_json(made.to_json())):
+        assert back.attention_weights is None
+        assert back.attention_outputs.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(back.attention_outputs, made.attention_outputs)
+    assert made.replace(attention_weights=Q).attention_weights is Q
+
+
+# -- helpers ----------------------------------------------------------------------------------------
+
+
+def test_helpers():
+    op = AttentionRegistry.create("frisket")
+    assert op.get_mode(jnp.ones((2, 1, 4, 8))) == op.get_mode(jnp.ones((2, 4, 1, 8)), BTHD=False) == s.MODE_DECODE
+    assert op.get_mode(jnp.ones((2, 4, 1, 8))) == op.get_mode(jnp.ones((2, 1, 4, 8)), BTHD=False) == s.MODE_TRAIN
+    k, v = op.repeat_kv_heads(jnp.asarray(K), jnp.asarray(V), 2)
+    np.testing.assert_array_equal(k, K[:, :, [0, 0, 1, 1]])
+    np.testing.assert_array_equal(v, V[:, :, [0, 0, 1, 1]])
+
+
+def test_stable_sharding():
+    mesh = jax.sharding.AbstractMesh((2, 2, 2), ("dp", "sp", "tp"))
+    stable = AttentionRegistry.create("frisket", AttentionMetadata(mesh=mesh)).create_stable_sharding
+    spec, other = P("dp", "sp", "tp", None), P("tp", "dp", None, None)
+    assert stable(spec) == spec
+    assert stable(spec, [0, 2]) == P("dp", None, "tp", None)
+    assert stable(spec, [0, 1], clone_ps=other) == P("tp", "dp", None, None)
+    assert stable(spec, [0, 1], tensor=np.ones((4, 3, 2, 1))) == P("dp", None, None, None)
+    assert stable(spec, tensor=np.ones((3, 4, 2, 1))) == P(None, "sp", "tp", None)
+    assert stable(spec, [0], dep=None) is stable(None, [0]) is None
+
+
+# -- calls ------------------------------------------------------------------------------------------
+
+RUN_HERE = ["frisket", "frisket-xla", "frisket-cpp", "frisket-pallas-tpu", "dense", "ring"]
+TEXT, MOD = "causal & window(w) | sinks(2)", "score + slope[h] * (k - q)"
+VALUES = {"w": 17, "slope": np.array([0.1, 0.2, 0.3, 0.4], np.float32)}
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_every_operator_that_runs_here_is_the_same_attention(name):
+    if fk.backends().get(name.removeprefix("frisket-"), ""):
+        pytest.skip(fk.backends()[name.removeprefix("frisket-")])
+    op = AttentionRegistry.create(name, AttentionMetadata(softmax_scale=0.3))
+    found = op(
+        jnp.asarray(Q), jnp.asarray(K), jnp.asarray(V), TEXT, score=MOD, softmax_aux=np.zeros(4, np.float32), **VALUES
+    )
+    wanted = fk.reference(Q, K, V, TEXT, MOD, scale=0.3, sinks=np.zeros(4), layout="bshd", **VALUES)
+    close(found, wanted)
+    assert found.attention_weights is None
+
+
+KEEP = rng.random((2, 1, 48, 48)) < 0.7
+BIAS = rng.standard_normal((1, 4, 48, 48)).astype(np.float32)
+SEGMENTS = np.sort(rng.integers(-1, 3, (2, 48)), 1).astype(np.int32)
+PLACES = np.stack([rng.permutation(48), np.arange(48) // 2]).astype(np.int32)
+CAP = "30.0 * tanh(score / 30.0)"
+CASES = {  # keywords: the same as texts
+    "causal": ({"causal": True}, "q >= k", None, {}),
+    "window": ({"sliding_window": 7}, "abs(q - k) <= 7", None, {}),
+    "two-sided": ({"sliding_window": (9, 2)}, "q - k <= 9 & k - q <= 2", None, {}),
+    "all": (
+        {"mask": "window(w)", "w": 30, "causal": True, "sliding_window": (20, 0)}, "causal & q - k <= 20", None, {},
+    ),
+    "function": ({"mask": lambda q, k: (q - k) % 3 != 1, "causal": True}, "causal & (q - k) % 3 != 1", None, {}),
+    "array mask": ({"mask": KEEP, "causal": True}, "causal & t[b, 0, q, k]", None, {"t": KEEP}),
+    "array of three axes": ({"mask": KEEP[:, 0]}, "t[b, q, k]", None, {"t": KEEP[:, 0]}),
+    "padding": ({"mask": KEEP[:, 0, 0]}, "t[b, k]", None, {"t": KEEP[:, 0, 0]}),
+    "bias": ({"bias": BIAS}, None, "score + t[0, h, q, k]", {"t": BIAS}),
+    "init bias": ({"init_bias": lambda: BIAS}, None, "score + t[0, h, q, k]", {"t": BIAS}),
+    "init bias beside a mask": ({"init_bias": lambda: BIAS, "mask": "causal"}, "causal", None, {}),
+    "cap, then bias": ({"logits_soft_cap": 30, "bias": BIAS}, None, f"{CAP} + t[0, h, q, k]", {"t": BIAS}),
+    "score, then cap": (
+        {"score": "2.0 * score", "logits_soft_cap": 30.0}, None, CAP.replace("score", "(2.0 * score)"), {},
+    ),
+    "segments": ({"segment_ids": SEGMENTS}, "t[b, q] == t[b, k] & t[b, q] >= 0", None, {"t": SEGMENTS}),
+    "two segments": (
+        {"segment_ids": (SEGMENTS, SEGMENTS[:1])}, "t[b, q] == t[0, k] & t[b, q] >= 0", None, {"t": SEGMENTS},
+    ),
+    "positions": (
+        {"positions": PLACES, "mask": "window(w)", "w": 9, "score": "score - 0.1 * (q - k)", "causal": True},
+        "0 <= t[b, q] - t[b, k] & t[b, q] - t[b, k] < 9", "score - 0.1 * (t[b, q] - t[b, k])", {"t": PLACES},
+    ),
+}  # fmt: skip
+
+
+def each(case, jit):
+    """Eagerly all; traced a few, and the others in the matrix."""
+    marks = pytest.mark.matrix if jit and case != "padding" else ()
+    return pytest.param(case, jit, marks=marks, id=f"{case} {'jit' if jit else 'eager'}")
+
+
+@pytest.mark.parametrize(("case", "jit"), [each(case, jit) for case in CASES for jit in (False, True)])
+def test_keywords(case, jit):
+    given, mask, score, tables = CASES[case]
+    op = AttentionRegistry.create("frisket-xla")
+    traced = {n: x for n, x in given.items() if jit and (isinstance(x, np.ndarray | int) and not isinstance(x, bool))}
+    traced = {n: x for n, x in traced.items() if n not in ("sliding_window", "logits_soft_cap")}
+    fixed = {n: x for n, x in given.items() if n not in traced}
+    run = jax.jit(lambda q, k, v, traced: op(q, k, v, **fixed, **traced)) if jit else lambda *a: op(*a[:3], **given)
+    close(run(*map(jnp.asarray, (Q, K, V)), traced), fk.reference(Q, K, V, mask, score, layout="bshd", **tables))
+
+
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_the_last_query_is_at_the_last_key(q_len):
+    q, k, v = arrays(q_len, 40)
+    op = AttentionRegistry.create("frisket-xla")
+    wanted = fk.reference(
+        q, k, v, "causal & sliding(9, 0)", layout="bshd", origin=(0, 0, 40 - q_len, 0), sizes=(2, 4, 40, 40)
+    )
+    close(op(q, k, v, causal=True, sliding_window=(9, 0)), wanted)
+    close(op(q, k, v, "sliding(9, 0)", causal=True, origin=(0, 0, 40 - q_len, 0), sizes=(2, 4, 40, 40)), wanted)
+    at = np.arange(40 - q_len, 40, dtype=np.int32), np.arange(40, dtype=np.int32)
+    close(op(q, k, v, "sliding(9, 0)", causal=True, positions=at), wanted)
+
+
+def test_sinks_of_a_head_are_one():
+    op, many = AttentionRegistry.create("frisket-xla"), rng.standard_normal((4, 3)).astype(np.float32)
+    wanted = fk.reference(Q, K, V, layout="bshd", sinks=np.log(np.exp(many).sum(1)))
+    close(op(Q, K, V, softmax_aux=many), wanted)
+
+
+def test_dtypes():
+    op = AttentionRegistry.create("frisket-xla", AttentionMetadata(runtime_dtype="bfloat16"))
+    found = op(Q, K, V, causal=True).attention_outputs
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype("float32"), fk.reference(Q, K, V, "causal", layout="bshd"), atol=0.03)
+    assert (
+        AttentionRegistry.create("frisket-xla")(*(jnp.asarray(x, "float16") for x in (Q, K, V))).attention_outputs.dtype
+        == "float16"
+    )
+
+
+def test_dropout():
+    op, key = AttentionRegistry.create("frisket-xla", AttentionMetadata(dropout_prob=0.5)), jax.random.key(1)
+    exact = fk.reference(Q, K, V, "causal", layout="bshd")
+    close(op(Q, K, V, causal=True, dropout_rng=key), exact)
+    seed = int(jax.random.randint(key, (), 0, 2**31 - 1))
+    wanted = fk.reference(Q, K, V, "causal", layout="bshd", dropout=0.5, seed=seed)
+    close(op(Q, K, V, causal=True, deterministic=False, dropout_rng=key), wanted)
+    assert np.abs(wanted - exact).max() > 0.1
+    close(op(Q, K, V, causal=True, deterministic=False, dropout_prob=0.0), exact)
+
+
+def test_gradients():
+    op = AttentionRegistry.create("frisket-xla")
+    full = fk.compile("causal", "softcap(20) + t[0, h, q, k]", backend="xla")
+
+    def loss(attend):
+        return jax.grad(lambda q, bias: (attend(q, bias) ** 2).sum(), (0, 1))(jnp.asarray(Q), jnp.asarray(BIAS))
+
+    found = loss(lambda q, bias: op(q, K, V, causal=True, logits_soft_cap=20, bias=bias).attention_outputs)
+    for x, y in zip(found, loss(lambda q, bias: full(q, jnp.asarray(K), jnp.asarray(V), t=bias)), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_tiles_and_platforms_are_those_of_the_metadata(monkeypatch):
+    seen = []
+    real = fk.Attention.__call__
+    monkeypatch.setattr(
+        fk.Attention, "__call__", lambda self, *a, **k: seen.append(self.options) or real(self, *a, **k)
+    )
+    AttentionRegistry.create("frisket", AttentionMetadata(blocksize_q=32, blocksize_k=16, platform="jax"))(Q, K, V)
+    assert (seen[0].tile, seen[0].backend) == ((32, 16), "xla")
+    assert AttentionRegistry.create("frisket", AttentionMetadata(platform="triton")).chosen() == "triton"
+    pallas = AttentionRegistry.create("frisket", AttentionMetadata(platform="pallas"))
+    for platform, backend in {"tpu": "pallas-tpu", "gpu": "pallas-mosaic-gpu"}.items():
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        assert pallas.chosen() == backend
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(fk.BackendError, match="platform 'pallas' is for TPUs and GPUs"):
+        pallas.chosen()
+
+
+def test_equal_calls_are_compiled_once():
+    op, count = AttentionRegistry.create("frisket-xla"), []
+
+    @jax.jit
+    def step(q, k, v, ids):
+        count.append(1)
+        return op(q, k, v, "window(9)", segment_ids=ids, causal=True).attention_outputs
+
+    for i in range(3):
+        step(Q, K, V, SEGMENTS + i)
+    assert len(count) == 1
+    from frisket.runtime.entry import _compiled
+
+    before = len(_compiled)
+    for w in (5, 6):
+        op(Q, K, V, "window(w)", w=w)
+    assert len(_compiled) <= before + 1
+
+
+OP = AttentionRegistry.create("frisket-xla")
+BAD = {
+    "keyword": (lambda: OP(Q, K, V, causl=True), "causl"),
+    "unused": (lambda: OP(Q, K, V, "causal", w=3), "`w`"),
+    "name": (lambda: OP(Q, K, V, "t[q] > 0", attention_mask=SEGMENTS), "`attention_mask` is the name of what"),
+    "integers": (lambda: OP(Q, K, V, KEEP.astype(np.int32)), "True is what is seen"),
+    "mask shape": (lambda: OP(Q, K, V, KEEP[..., :7]), r"the attention mask is \[2, 1, 48, 7\] for"),
+    "bias rank": (lambda: OP(Q, K, V, bias=BIAS[0, 0, 0]), r"the attention bias is \[48\]"),
+    "segments": (lambda: OP(Q, K, V, segment_ids=SEGMENTS[:, 1:]), r"segment_ids of queries are int32\[2, 47\]"),
+    "float segments": (lambda: OP(Q, K, V, segment_ids=BIAS[0, 0]), "they are integers"),
+    "positions": (lambda: OP(Q, K, V, positions=(PLACES, PLACES[:, 1:])), "positions of keys are"),
+    "moved": (lambda: OP(Q, K, V, KEEP, origin=(0, 0, 3, 0)), "give positions instead of origin"),
+    "causal": (lambda: OP(Q, K, V, causal=3), "causal is 3"),
+    "sinks": (lambda: OP(Q, K, V, softmax_aux=np.ones((3, 2))), r"softmax_aux is \[3, 2\]; it is \[4\]"),
+    "no key": (lambda: OP(Q, K, V, deterministic=False, dropout_prob=0.1), "dropout_rng="),
+    "metadata": (lambda: AttentionRegistry.create("frisket", {"mesh": None}), "it is an AttentionMetadata"),
+    "field": (lambda: AttentionMetadata.from_dict({"meshes": 1}), "has no field 'meshes'; it has runtime_dtype"),
+    "no record": (lambda: AttentionMetadata.from_json("[1]"), "this is no AttentionMetadata"),
+    "dtype": (lambda: AttentionMetadata(runtime_dtype="int8"), "runtime_dtype is 'int8'; it is a floating dtype"),
+    "backend": (lambda: AttentionMetadata(backend="npu"), "backend is 'npu'; it is one of 'tpu'"),
+    "platform": (lambda: AttentionMetadata(platform="cuda"), "platform is 'cuda'; it is one of 'jax'"),
+    "rate": (lambda: AttentionMetadata(dropout_prob=1), "dropout is 1"),
+    "blocks": (lambda: AttentionMetadata(blocksize_q=64), "both of blocksize_q and blocksize_k"),
+    "config": (lambda: AttentionMetadata(base_config={"attn_dtype": "float16"}), "base_config is a dict"),
+    "softmax": (
+        lambda: AttentionRegistry.create("frisket", AttentionMetadata(runtime_softmax_dtype="float64"))(Q, K, V),
+        "a softmax in float64",
+    ),
+    "index": (lambda: OP.create_stable_sharding(P("dp"), [1]), "index 1 is no axis"),
+    "ring origin": (
+        lambda: AttentionRegistry.create("ring")(Q, K, V, origin=(0, 0, 1, 0)), "takes whole sequences",
+    ),
+    "ring decode": (lambda: AttentionRegistry.create("ring")(Q[:, :1], K, V), "as many queries as keys, not 1 and 48"),
+    "ring deal": (
+        lambda: AttentionRegistry.create("ring")(Q, K, V, deal=fk.parallel.deal("causal", 48, ranks=2, tile=16)),
+        "it is an fk.parallel.Deal over 1 ranks of 'sp'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    wrong, says = BAD[name]
+    with pytest.raises(fk.FrisketError, match=says):
+        wrong()
