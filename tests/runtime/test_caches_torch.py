@@ -1,14 +1,24 @@
 """Caches of torch: prompts, chunks and steps under one mask are rows of the dense run."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
+from support.effort import at_most
 
 import frisket as fk
 from frisket.caches import PagePool
+from frisket.dsl.errors import BackwardError
+from frisket.runtime import bind, flat_plan
+from frisket.runtime.native_build import reason
 
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 quantised = pytest.importorskip("frisket.runtime.caches.torch_store").quantised
+llama_torch = pytest.importorskip("support.llama_torch")
+native_torch = pytest.importorskip("frisket.runtime.native_torch")
+NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")
 KVCache, PagedKVCache, RingKVCache = caches.KVCache, caches.PagedKVCache, caches.RingKVCache
 
 BATCH, HEADS, KV_HEADS, DIM, V_DIM, LENGTH = 3, 4, 2, 16, 8, 80
@@ -128,3 +138,314 @@ class _Cast:
 
     def attention(self, att, q, k, v, counts, **params):
         return self.cache.attention(att, *(x.to(self.dtype) for x in (q, k, v)), counts, **params).float()
+
+
+def test_few_rows_are_asked_at_positions_of_their_own():
+    """Without counts the last tokens are meant; padding between two calls is none."""
+    q, k, v = streams()
+    att, cache = fk.compile("causal & window(24)", backend="aten"), made("plain", torch.float32)
+    cache.append(k[:, :, :30], v[:, :, :30])
+    out, lse = cache.attend(att, q[:, :, 27:30], return_lse=True)
+    want, want_lse = fk.reference(
+        q[:, :, 27:30], k[:, :, :30], v[:, :, :30], "causal & window(24)", layout="bhsd", origin=(0, 0, 27, 0),
+        return_lse=True,
+    )  # fmt: skip
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    np.testing.assert_allclose(lse, want_lse, atol=2e-6)
+
+
+def test_sinks_count_once():
+    q, k, v = streams()
+    sinks = torch.linspace(-1, 2, HEADS)
+    want = fk.reference(q[:, :, :60], k[:, :, :60], v[:, :, :60], "causal & window(24)", layout="bhsd", sinks=sinks)
+    for given in ({"sinks": sinks}, {}):
+        att = fk.compile("causal & window(24)", backend="aten", sinks=None if given else sinks)
+        cache = made("ring", torch.float32)
+        parts = [slice(0, 40), slice(40, 41), slice(41, 60)]
+        out = [cache.attention(att, *(x[:, :, p] for x in (q, k, v)), **given) for p in parts]
+        np.testing.assert_allclose(torch.cat(out, 2), want, atol=2e-6)
+
+
+# -- 8 bits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("int8", 1e-2), ("float8_e4m3fn", 4e-2), ("float8_e5m2", 8e-2)])
+def test_eight_bits_are_near_the_numbers(dtype, bound):
+    x = torch.randn(2, 2, 100, 64, generator=torch.Generator().manual_seed(0))
+    assert (kept(x, DTYPES[dtype]) - x).norm() / x.norm() < bound
+
+
+def test_a_vector_of_zeros_and_the_largest_number():
+    x = torch.tensor([[0.0, 0.0], [-3e38, 1.0], [1e-38, -1e-38]])
+    for name in ("int8", "float8_e4m3fn", "float8_e5m2"):
+        stored, scale = quantised(x, DTYPES[name])
+        assert stored.dtype == DTYPES[name]
+        assert torch.isfinite(scale).all()
+        assert not stored[0].float().any()
+        np.testing.assert_allclose(stored[1, 0].double() * scale[1].double(), -3e38, rtol=1e-6)
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """The bytes of the largest tensor that any operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=NATIVE)])
+@pytest.mark.parametrize("kind", ["plain", "paged"])
+def test_no_copy_of_the_cache_is_made(kind, backend):
+    capacity, threads = 8192, torch.get_num_threads()
+    if kind == "plain":
+        cache = KVCache.create(1, capacity, 2, 16, dtype=torch.int8)
+    else:
+        pool = PagePool(capacity // 64, 64)
+        cache = PagedKVCache.create(capacity // 64, 64, 1, capacity // 64, 2, 16, dtype=torch.int8)
+        cache.seat(pool, ["a"], capacity - 1, pool.allocate("a", capacity - 1))
+    x = torch.randn(1, 2, capacity - 1, 16)
+    cache.append(x, x)
+    if kind == "paged":
+        cache.seat(pool, ["a"], 1, pool.append({"a": 1}))
+    att, q = fk.compile("causal", backend=backend), torch.randn(1, 4, 1, 16)
+    torch.set_num_threads(1)
+    try:
+        with Largest() as largest:
+            cache.attention(att, q, x[:, :, :1], x[:, :, :1])
+    finally:
+        torch.set_num_threads(threads)
+    assert 0 < largest.bytes <= cache.k.nbytes // 2  # a quarter of the keys in float32, at most
+
+
+# -- growing -----------------------------------------------------------------------------------------------
+
+
+@NATIVE
+@pytest.mark.parametrize("kind", ["plain", "ring"])
+def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
+    q, k, v = streams()
+    att, cache = fk.compile("causal & window(24)", backend="cpp"), made(kind, torch.float32)
+    token = [x[:, :, :1] for x in (q, k, v)]
+    cache.attention(att, *token)
+    counted = []
+    for module, name in ((bind, "make_plan"), (flat_plan, "make_plan"), (native_torch, "_text"), (bind, "work")):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, run=run, name=name, **b: counted.append(name) or run(*a, **b))
+    at = cache.k.data_ptr()
+    for _ in range(70):
+        cache.attention(att, *token)
+    assert counted == []
+    assert cache.k.data_ptr() == at
+    with at_most(400):  # Python's work in a step, whatever is stored
+        cache.attention(att, *token)
+
+
+def test_too_many_tokens():
+    _, k, v = streams()
+    cache = made("plain", torch.int8).append(k[:, :, :70], v[:, :, :70])
+    before = {n: x.clone() for n, x in cache.state_dict().items()}
+    with pytest.raises(fk.CapacityError, match="sequence 1 has 70 tokens and 11 new ones, the cache has room for 80"):
+        cache.append(k[:, :, :12], v[:, :, :12], [10, 11, 0])
+    assert all(torch.equal(x, before[n]) for n, x in cache.state_dict().items())
+    cache.append(k[:, :, :12], v[:, :, :12], [10, 9, 0])
+    assert cache.lengths.tolist() == [80, 79, 70]
+
+
+def test_a_device_that_nobody_waits_for_drops_what_does_not_fit(monkeypatch):
+    _, k, v = streams()
+    cache = made("plain", torch.float32).append(k[:, :, :70], v[:, :, :70])
+    monkeypatch.setattr(KVCache, "known", lambda self: None)
+    cache.append(k[:, :, :12], v[:, :, :12], [10, 12, 0])
+    assert cache.lengths.tolist() == [80, 80, 70]
+    assert cache.overflowed.tolist() == [False, True, False]
+    for b, n in enumerate((10, 10, 0)):
+        assert torch.equal(cache.k[b, :, :70], k[b, :, :70])
+        assert torch.equal(cache.k[b, :, 70 : 70 + n], k[b, :, :n])
+        assert not cache.k[b, :, 70 + n :].any()
+    cache.append(k[:, :, :1], v[:, :, :1])
+    assert cache.overflowed.tolist() == [True, True, False]
+    assert torch.equal(cache.v[:, :, :70], v[:, :, :70])
+
+
+# -- modules ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
+def test_a_state_goes_round(kind):
+    q, k, v = streams()
+    att, parts = fk.compile("causal & window(24)", backend="aten"), []
+    first, second = (made(kind, torch.int8) for _ in range(2))
+    first.attention(att, q[:, :, :20], k[:, :, :20], v[:, :, :20], None)
+    cache = getattr(first, "cache", first)
+    if kind == "paged":
+        second.pool = copy.deepcopy(first.pool)
+    getattr(second, "cache", second).load_state_dict(cache.state_dict())
+    third = copy.deepcopy(first)
+    for each in (first, second, third):
+        parts.append(each.attention(att, *(x[:, :, 20:21] for x in (q, k, v)), None))
+    assert torch.equal(parts[0], parts[1])
+    assert torch.equal(parts[0], parts[2])
+    assert cache.lengths.tolist() == [21] * BATCH
+    assert pickle.loads(pickle.dumps(cache)).lengths.tolist() == [21] * BATCH
+
+
+def test_a_step_that_torch_compiles():
+    q, k, v = streams()
+    att, caches = fk.compile("causal", backend="aten"), [made("plain", torch.float32) for _ in range(2)]
+
+    def step(cache, q, k, v):
+        return cache.attention(att, q * 2, k, v) + 1
+
+    compiled = torch.compile(step, backend="eager")
+    for at in range(3):
+        token = [x[:, :, at : at + 1] for x in (q, k, v)]
+        assert torch.equal(compiled(caches[0], *token), step(caches[1], *token))
+    assert caches[0].lengths.tolist() == [3] * BATCH
+
+
+def test_forks_share_pages_until_one_writes():
+    q, k, v = streams()
+    pool, att = PagePool(6, 16), fk.compile("causal", backend="aten")
+    cache = PagedKVCache.create(6, 16, BATCH, 3, KV_HEADS, DIM, V_DIM)
+    cache.seat(pool, ["a", None, None], [20, 0, 0], pool.allocate("a", 20))
+    cache.append(k[:, :, :20], v[:, :, :20], [20, 0, 0])
+    pool.fork("a", "b")
+    pool.fork("a", "c")
+    assert pool.available == 4
+    cache.seat(pool, "abc", 1, pool.append(dict.fromkeys("abc", 1)))
+    assert pool.available == 2
+    out = cache.attention(att, q[:, :, 20:21], k[:, :, 20:21], v[:, :, 20:21])
+    for b in range(BATCH):
+        keys, values = (torch.cat([x[:1, :, :20], x[b : b + 1, :, 20:21]], 2) for x in (k, v))
+        want = fk.reference(q[b : b + 1, :, 20:21], keys, values, layout="bhsd")
+        np.testing.assert_allclose(out[b : b + 1], want, atol=2e-6)
+    with pytest.raises(fk.CapacityError, match="sequence 0 has 21 tokens and 12 new ones, the cache has room for 32"):
+        cache.append(*(torch.zeros(BATCH, KV_HEADS, 12, d) for d in (DIM, V_DIM)))
+
+
+# -- drafts -------------------------------------------------------------------------------------------------
+
+#        0      a tree of six drafts behind 10, 7 and 8 tokens
+#      1   2
+#     3 4   5
+PARENTS = np.array([-1, 0, 0, 1, 1, 2])
+
+
+@pytest.mark.parametrize("kind", ["plain", "trees", "paged"])
+def test_trees_of_drafts(kind):
+    """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""
+    q, k, v = streams()
+    lengths, n = [10, 7, 8], len(PARENTS)
+    att = fk.compile("causal & window(9)", "alibi", backend="aten")
+    parents = np.stack([PARENTS, [-1, 0, 1, 2, 3, 3], [-1, -1, 0, 1, 2, 0]]) if kind == "trees" else PARENTS
+    store = made("paged" if kind == "paged" else "plain", torch.float32)
+    pool, cache = getattr(store, "pool", None), getattr(store, "cache", store)
+    if pool:
+        cache.seat(pool, range(BATCH), lengths, pool.append(dict(enumerate(lengths))))
+    cache.append(k[:, :, :10], v[:, :, :10], lengths)
+    if pool:
+        cache.seat(pool, range(BATCH), n, pool.append(dict.fromkeys(range(BATCH), n)))
+    drafts = [x[:, :, 20 : 20 + n] for x in (q, k, v)]
+    out = cache.attention(att, *drafts, tree=parents)
+
+    def behind(b, path, q, k, v):
+        """Attention of one query behind the prefix and the drafts on a path."""
+        k, v = (torch.cat([x[b : b + 1, :, : lengths[b]], y], 2) for x, y in zip(streams()[1:], (k, v)))
+        q = q[b : b + 1]
+        return fk.reference(q, k, v, "causal & window(9)", "alibi", layout="bhsd", origin=(0, 0, k.shape[2] - 1, 0))
+
+    for b in range(BATCH):
+        mine = parents if parents.ndim == 1 else parents[b]
+        for i in range(n):
+            path = [i]
+            while mine[path[0]] >= 0:
+                path.insert(0, mine[path[0]])
+            want = behind(b, path, drafts[0][:, :, i : i + 1], *(x[b : b + 1, :, path] for x in drafts[1:]))
+            np.testing.assert_allclose(out[b : b + 1, :, i : i + 1], want, atol=3e-6)
+    paths, counts = [[0, 2, 5], [0, 1, 1], [0, 0, 0]], [3, 2, 0]
+    cache.keep(paths, n, counts)
+    assert cache.lengths.tolist() == [13, 9, 8]
+    if pool:
+        for b in range(BATCH):
+            pool.truncate(b, lengths[b] + counts[b])
+        cache.seat(pool, range(BATCH), 1, pool.append(dict.fromkeys(range(BATCH), 1)))
+    token = [x[:, :, 30:31] for x in (q, k, v)]
+    out = cache.attention(att, *token)
+    for b in range(BATCH):
+        path = paths[b][: counts[b]]
+        after = (torch.cat([x[b : b + 1, :, path], y[b : b + 1]], 2) for x, y in zip(drafts[1:], token[1:]))
+        np.testing.assert_allclose(out[b : b + 1], behind(b, path, token[0], *after), atol=3e-6)
+
+
+# -- a model ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "float8_e4m3fn", "paged", "ring"])
+def test_a_model_generates(kind):
+    """256 tokens; logits are those of the whole sequence at once, dense, on the same stored numbers."""
+    w, batch, dims, seat = llama_torch.weights(), 2, (llama_torch.KV_HEADS, llama_torch.DIM), None
+    text = "causal & window(40)" if kind == "ring" else "causal"
+    if kind == "paged":
+        pool = PagePool(40, 16)
+        for b in range(batch):
+            pool.allocate(b)
+        caches = [PagedKVCache.create(40, 16, batch, 17, *dims) for _ in w["layers"]]
+
+        def seat(n):
+            copies = pool.append(dict.fromkeys(range(batch), n))
+            for cache in caches:
+                cache.seat(pool, range(batch), n, copies)
+    elif kind == "ring":
+        caches = [RingKVCache.create(batch, 40, *dims) for _ in w["layers"]]
+    else:
+        caches = [KVCache.create(batch, 272, *dims, dtype=DTYPES.get(kind, torch.float32)) for _ in w["layers"]]
+    first = torch.randint(llama_torch.VOCAB, (batch, 9), generator=torch.Generator().manual_seed(0))
+    tokens, logits = llama_torch.generated(w, fk.compile(text), caches, first, 256, seat)
+    n = tokens.shape[1] - 1
+    attend = plain = llama_torch.dense(torch.from_numpy(fk.mask(text).dense(n, n)[0, 0]))
+    if kind in DTYPES:
+
+        def attend(i, q, k, v):
+            c = caches[i]
+            held = [(x.float() * s[..., None])[:, :, :n] for x, s in ((c.k, c.k_scale), (c.v, c.v_scale))]
+            assert all((x - y).abs().max() < 0.2 for x, y in zip(held, (k, v)))
+            return plain(i, q, *held)
+
+    want = llama_torch.forward(w, tokens[:, :-1], torch.arange(n).expand(batch, n), attend)
+    np.testing.assert_allclose(logits, want, atol=2e-4)
+    assert len(tokens.unique()) > 10  # not one token again and again
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+def test_what_caches_refuse():
+    q, k, v = streams()
+    cache, ring = made("plain", torch.float32), made("ring", torch.float32)
+    att = fk.compile("causal")
+    for wrong, error, text in (
+        (lambda: KVCache.create(1, 8, 1, 8, dtype=torch.int32), fk.ParameterError, "caches hold float16"),
+        (lambda: KVCache.create(1, 0, 1, 8), fk.ShapeError, "each of them is at least 1"),
+        (lambda: PagedKVCache.create(4, 8, 1, 2, 1, 8), fk.ShapeError, "a multiple of 16 tokens"),
+        (lambda: cache.append(k[:2], v[:2]), fk.ShapeError, r"\[batch, kv_heads, new, dim\] = \[3, 2, 80, 16\]"),
+        (lambda: cache.append(k, v[:, :, :3]), fk.ShapeError, "v has the shape"),
+        (lambda: cache.append(k, v, [1, 2]), fk.ShapeError, r"counts are \[1, 2\]; they are integers \[batch\]"),
+        (lambda: cache.append(k[:, :, :2], v[:, :, :2], [1, 3, 0]), fk.ShapeError, "of 2 new tokens; each is from 0"),
+        (lambda: cache.append(k.clone().requires_grad_(), v), BackwardError, "none flows through a cache"),
+        (lambda: cache.attend(fk.compile("causal", dropout=0.5), q), fk.ParameterError, "without dropout"),
+        (lambda: cache.attend(att, q[:, :, :3], tree=[0.5] * 3), fk.ShapeError, "a tree is parents"),
+        (lambda: ring.attention(att, q[:, :, :1], k[:, :, :1], v[:, :, :1]), fk.ShapeError, "lets query 25 see key 0"),
+        (lambda: ring.truncate(3), fk.ParameterError, "can only be emptied"),
+        (lambda: ring.keep([[0]] * 3, 1), fk.ParameterError, "take a KVCache"),
+        (lambda: ring.attend(att, q[:, :, :1], tree=[-1]), fk.ParameterError, "take a KVCache"),
+    ):
+        ring.lengths.fill_(5)
+        with pytest.raises(error, match=text):
+            wrong()
+    assert cache.lengths.tolist() == [0] * BATCH
