@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 quantised = pytest.importorskip("frisket.runtime.caches.torch_store").quantised
 llama_torch = pytest.importorskip("support.llama_torch")
+torch_steps = pytest.importorskip("frisket.runtime.torch_steps")
 native_torch = pytest.importorskip("frisket.runtime.native_torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")
 KVCache, PagedKVCache, RingKVCache = caches.KVCache, caches.PagedKVCache, caches.RingKVCache
@@ -57,6 +58,12 @@ def kept(x, dtype):
 def dense(case, q, k, v, **more):
     mask, score, tables = MASKS[case]
     return fk.reference(q.double(), k, v, mask, score, layout="bhsd", **tables, **more)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """Every call of a cache is one of its attention, without a planner compiled for its steps."""
+    monkeypatch.setattr(torch_steps, "FEW", 0)
 
 
 class Paged:
@@ -103,12 +110,14 @@ def generated(cache, att, q, k, v, steps, **params):
     return out, starts
 
 
+MATRIX = pytest.mark.matrix
 CASES = [
-    *(("plain", dtype, "window") for dtype in DTYPES),
-    *(("plain", "int8", mask) for mask in MASKS if mask != "window"),
-    *(("paged", dtype, mask) for dtype, mask in (("float32", "causal"), ("int8", "documents"), ("bfloat16", "window"))),
-    *(("ring", dtype, mask) for dtype, mask in (("float32", "window"), ("int8", "documents"))),
-]
+    ("plain", "int8", "window"), ("paged", "int8", "documents"), ("ring", "float32", "window"),
+    *(pytest.param("plain", dtype, "window", marks=MATRIX) for dtype in DTYPES if dtype != "int8"),
+    *(pytest.param("plain", "int8", mask, marks=MATRIX) for mask in MASKS if mask != "window"),
+    pytest.param("paged", "float32", "causal", marks=MATRIX), pytest.param("paged", "bfloat16", "window", marks=MATRIX),
+    pytest.param("ring", "int8", "documents", marks=MATRIX),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "dtype", "mask"), CASES)
@@ -140,7 +149,7 @@ class _Cast:
         return self.cache.attention(att, *(x.to(self.dtype) for x in (q, k, v)), counts, **params).float()
 
 
-def test_few_rows_are_asked_at_positions_of_their_own():
+def test_few_rows_are_asked_at_positions_of_their_own(called):
     """Without counts the last tokens are meant; padding between two calls is none."""
     q, k, v = streams()
     att, cache = fk.compile("causal & window(24)", backend="aten"), made("plain", torch.float32)
@@ -154,7 +163,7 @@ def test_few_rows_are_asked_at_positions_of_their_own():
     np.testing.assert_allclose(lse, want_lse, atol=2e-6)
 
 
-def test_sinks_count_once():
+def test_sinks_count_once(called):
     q, k, v = streams()
     sinks = torch.linspace(-1, 2, HEADS)
     want = fk.reference(q[:, :, :60], k[:, :, :60], v[:, :, :60], "causal & window(24)", layout="bhsd", sinks=sinks)
@@ -200,7 +209,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backend", ["aten", pytest.param("cpp", marks=NATIVE)])
-@pytest.mark.parametrize("kind", ["plain", "paged"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("paged", marks=MATRIX)])
 def test_no_copy_of_the_cache_is_made(kind, backend):
     capacity, threads = 8192, torch.get_num_threads()
     if kind == "plain":
@@ -227,7 +236,7 @@ def test_no_copy_of_the_cache_is_made(kind, backend):
 
 
 @NATIVE
-@pytest.mark.parametrize("kind", ["plain", "ring"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("ring", marks=MATRIX)])
 def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
     q, k, v = streams()
     att, cache = fk.compile("causal & window(24)", backend="cpp"), made(kind, torch.float32)
@@ -277,7 +286,7 @@ def test_a_device_that_nobody_waits_for_drops_what_does_not_fit(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["plain", "paged", "ring"])
-def test_a_state_goes_round(kind):
+def test_a_state_goes_round(kind, called):
     q, k, v = streams()
     att, parts = fk.compile("causal & window(24)", backend="aten"), []
     first, second = (made(kind, torch.int8) for _ in range(2))
@@ -295,6 +304,7 @@ def test_a_state_goes_round(kind):
     assert pickle.loads(pickle.dumps(cache)).lengths.tolist() == [21] * BATCH
 
 
+@MATRIX
 def test_a_step_that_torch_compiles():
     q, k, v = streams()
     att, caches = fk.compile("causal", backend="aten"), [made("plain", torch.float32) for _ in range(2)]
@@ -309,7 +319,7 @@ def test_a_step_that_torch_compiles():
     assert caches[0].lengths.tolist() == [3] * BATCH
 
 
-def test_forks_share_pages_until_one_writes():
+def test_forks_share_pages_until_one_writes(called):
     q, k, v = streams()
     pool, att = PagePool(6, 16), fk.compile("causal", backend="aten")
     cache = PagedKVCache.create(6, 16, BATCH, 3, KV_HEADS, DIM, V_DIM)
@@ -337,8 +347,8 @@ def test_forks_share_pages_until_one_writes():
 PARENTS = np.array([-1, 0, 0, 1, 1, 2])
 
 
-@pytest.mark.parametrize("kind", ["plain", "trees", "paged"])
-def test_trees_of_drafts(kind):
+@pytest.mark.parametrize("kind", ["paged", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "trees"))])
+def test_trees_of_drafts(kind, called):
     """A draft is attention to its own path alone; what is kept of the tree is a sequence like any other."""
     q, k, v = streams()
     lengths, n = [10, 7, 8], len(PARENTS)
@@ -386,7 +396,9 @@ def test_trees_of_drafts(kind):
 # -- a model ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["plain", "int8", "float8_e4m3fn", "paged", "ring"])
+@pytest.mark.parametrize(
+    "kind", ["int8", *(pytest.param(kind, marks=MATRIX) for kind in ("plain", "float8_e4m3fn", "paged", "ring"))]
+)
 def test_a_model_generates(kind):
     """256 tokens; logits are those of the whole sequence at once, dense, on the same stored numbers."""
     w, batch, dims, seat = llama_torch.weights(), 2, (llama_torch.KV_HEADS, llama_torch.DIM), None
@@ -425,7 +437,7 @@ def test_a_model_generates(kind):
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
-def test_what_caches_refuse():
+def test_what_caches_refuse(called):
     q, k, v = streams()
     cache, ring = made("plain", torch.float32), made("ring", torch.float32)
     att = fk.compile("causal")
