@@ -8,6 +8,8 @@
 """
 
 from frisket.runtime.modeling.dot_general import get_dot_general_by_bits as get_dot_general_by_bits
+from frisket.runtime.modeling.kv_cache import concatenate_to_cache as concatenate_to_cache
+from frisket.runtime.modeling.kv_cache import init_cache as init_cache
 from frisket.runtime.modeling.layers import add_start_docstrings as add_start_docstrings
 from frisket.runtime.modeling.layers import canonicalize_dtype as canonicalize_dtype
 from frisket.runtime.modeling.layers import get_gradient_checkpoint_policy as get_gradient_checkpoint_policy
@@ -25,11 +27,13 @@ __all__ = [
     "add_start_docstrings",
     "apply_rotary_pos_emb",
     "canonicalize_dtype",
+    "concatenate_to_cache",
     "create_mesh",
     "get_dot_general_by_bits",
     "get_gradient_checkpoint_policy",
     "get_names_from_partition_spec",
     "get_ranks_and_size",
+    "init_cache",
     "names_in_mesh",
     "repeat_kv_bnsh",
     "repeat_kv_bsnh",

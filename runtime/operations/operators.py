@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import BackendError, ParameterError
+from frisket.runtime.attention import Attention
+from frisket.runtime.entry import attention_for
 from frisket.runtime.options import Options, rate_of
 
 from .attention import AttentionImpl
@@ -70,6 +72,11 @@ class FrisketAttention(AttentionImpl):
         options = Options(scale, True, self.chosen(), self.metadata.tile, rate)
         out = self.attend(found, options, query, key, value, {"seed": seed, "origin": origin, "sizes": sizes})
         return AttentionOutput(attention_outputs=self.placed(out, self.specs(query)[-1]))
+
+    def compiled(self, mask: Any = None, score: Any = None) -> Attention:
+        """The attention of a mask and a score mod as this operator runs it, to be called with a cache."""
+        options = Options(self.metadata.softmax_scale, True, self.chosen(), self.metadata.tile)
+        return attention_for(mask, score, options, {})
 
     def lengths(self, query: Any, key: Any) -> tuple[int, int, int, int]:
         """(batch, heads, q_len, kv_len)."""

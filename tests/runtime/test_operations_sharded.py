@@ -1,0 +1,24 @@
+"""Operators and partition managers in a process with eight CPU devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("operations_on_a_mesh.py")
+
+
+@pytest.mark.parametrize(
+    ("which", "checks"),
+    [
+        ("usual", ["managers", "modes", "rings"]),
+        pytest.param("all", ["managers", "modes", "rings", "gradients", "partial fit"], marks=pytest.mark.matrix),
+    ],
+)
+def test_on_a_mesh(which, checks):
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, str(SCRIPT), which], env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == checks
