@@ -115,7 +115,6 @@ REASONS: dict[str, Callable[[], str]] = {
     "dense": lambda: "",
 }
 STORING = {  # modules that say what their kernels cannot do of keys and values that are stored; the others can all
-    "cpp": "frisket.runtime.native_torch",
 }
 OF_FRAMEWORK = {
     "torch": ("aten", "cpp", "triton", "dense"),

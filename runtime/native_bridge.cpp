@@ -124,6 +124,7 @@ struct Form {
     int64_t dlse, sinks;
     int64_t q_origins, k_origins;  // one, or one for each batch entry
     int64_t slots, tables;
+    int64_t page, paged;  // tokens of a page, 0: k and v are not in pages; the number of the table that says in which
 };
 
 struct Frame {
@@ -149,7 +150,8 @@ static const XLA_FFI_Buffer *result(const Frame &f, int64_t i) {
 
 static int64_t width(XLA_FFI_DataType type) {
     switch (type) {
-    case XLA_FFI_DataType_PRED: case XLA_FFI_DataType_U8: return 1;
+    case XLA_FFI_DataType_PRED: case XLA_FFI_DataType_U8: case XLA_FFI_DataType_S8: return 1;
+    case XLA_FFI_DataType_F8E4M3FN: case XLA_FFI_DataType_F8E5M2: return 1;
     case XLA_FFI_DataType_F16: case XLA_FFI_DataType_BF16: return 2;
     case XLA_FFI_DataType_S32: case XLA_FFI_DataType_F32: return 4;
     default: return 8;
@@ -245,6 +247,10 @@ static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
     call.count = (const int32_t *)part(f, take(), n);
     call.slice_of = (const int32_t *)part(f, take(), n);
     if (f.form.sinks) call.sinks = (const Real *)part(f, take(), n);
+    if (f.form.page) {
+        call.pages = k_dims[0];
+        call.kv_len = operand(f, next + f.form.paged)->dims[f.mapped + 1] * f.form.page;
+    }
     int64_t *tables = (int64_t *)__builtin_alloca((words_of_tables(f) + 1) * sizeof(int64_t));
     fill_tables(f, tables, next, n);
     call.tables = tables;

@@ -44,9 +44,8 @@ EMIT = {"forward": cpp.emit, "backward": cpp_backward.emit}
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why the kernels cannot run a call, or ""."""
-    stored = plan.weight is not None or plan.pages is not None or geometry.kv_dtype
-    return "the native kernels take keys and values as they are, not as caches store them" if stored else ""
+    """Why the kernels cannot run a call: they run all."""
+    return ""
 
 
 def forward(
@@ -54,10 +53,11 @@ def forward(
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len]) from q [batch, q_len, heads, dim] and
-    k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them. Anything that holds values may be traced
-    or mapped; shapes are the host's."""
+    k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them.
+    Anything that holds values may be traced or mapped; shapes are the host's."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
-    name = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
+    dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
+    name = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, *dtypes)
     static = Static(name, _form(plan, geometry, sinks), geometry.scale)
     result: tuple[jax.Array, jax.Array, jax.Array] = _compiled(static)(
         (q, k, v), *_values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
@@ -116,7 +116,8 @@ def _form(
     floating = (int(s.type is FLOAT) for s in plan.slots)
     flags = (len(wanted), int(dlse is not None), int(sinks is not None))
     ranks = (t.rank for t in plan.tables)
-    return (*flags, *origins, len(plan.slots), len(plan.tables), *floating, *ranks, *map(int, wanted))
+    pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
+    return (*flags, *origins, len(plan.slots), len(plan.tables), *pages, *floating, *ranks, *map(int, wanted))
 
 
 def _count(x: Any) -> int:
@@ -288,12 +289,13 @@ _registered: dict[str, Any] = {}  # libraries by the hash of their source, held 
 
 
 @lru_cache(maxsize=1024)
-def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> str:
-    """The custom call of a kernel, `kind` "forward" or "backward"; built and registered at first sight."""
+def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str) -> str:
+    """The custom call of a kernel, `kind` "forward" or "backward", of q's dtype and, where they have their own, that of
+    k and v; built and registered at first sight."""
     import jax
 
     capsule: Any = jax.ffi.pycapsule
-    source = EMIT[kind](plan, target, head_dim, v_dim, dtype)
+    source = EMIT[kind](plan, target, head_dim, v_dim, *dtypes)
     key = hashlib.sha256(source.encode()).hexdigest()[:24]
     with _lock:
         if key not in _registered:

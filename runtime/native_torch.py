@@ -28,31 +28,26 @@ KEPT = 64  # records of calls, with the spans they point to
 EMIT = {"frisket_forward": cpp.emit, "frisket_backward": cpp_backward.emit}
 
 
-def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why the kernels cannot run a call, or ""."""
-    stored = plan.weight is not None or plan.pages is not None or geometry.kv_dtype
-    return "the native kernels take keys and values as they are, not as caches store them" if stored else ""
-
-
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
-    k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype. lse and top are float32, float64 beside float64;
-    `top=False`: nobody asks for it, None."""
+    k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype; or k and v of 8 bits, or pools [pages, kv_heads,
+    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None."""
     import torch
 
     g = geometry
-    made = _prepared(plan, spans, g, target, q.dtype)
+    made = _prepared(plan, spans, g, target, q.dtype, k.dtype)
     q, k, v = _rows(q), _rows(k), _rows(v)
+    pages = k.shape[0] if plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real) if top else None
     sinks = _real(sinks, made.real)
     made.call(
         "frisket_forward", slots, tables,
-        [_at(sinks), lse.data_ptr(), _at(peak), *_array(q), *_array(k), *_array(v), *_array(out), *_NOTHING],
+        [_at(sinks), lse.data_ptr(), _at(peak), pages, *_array(q), *_array(k), *_array(v), *_array(out), *_NOTHING],
     )  # fmt: skip
     return out, lse, peak
 
@@ -67,14 +62,14 @@ def backward(
     import torch
 
     g = geometry
-    made = _prepared(plan, spans, g, target, q.dtype)
+    made = _prepared(plan, spans, g, target, q.dtype, q.dtype)
     arrays = [_rows(x) for x in (q, k, v, out, dout.to(q.dtype))]
     lse, dlse, sinks = (_real(x, made.real) for x in (lse, dlse, sinks))
     found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
     captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
     sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
-    words = [_at(sinks), lse.data_ptr(), 0]
+    words = [_at(sinks), lse.data_ptr(), 0, 0]
     for x in (*arrays, *map(found.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x)
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
@@ -138,12 +133,13 @@ class _Buffer:
 class _Kernel:
     """What calls have in common that differ in lengths and positions only."""
 
-    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any) -> None:
+    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any) -> None:
         import torch
 
         self.plan = plan
         self.real = torch.float64 if dtype == torch.float64 else torch.float32
-        self.text = plan, target, head_dim, v_dim, str(dtype).removeprefix("torch.")
+        names = [str(x).removeprefix("torch.") for x in (dtype, stored)]
+        self.text = plan, target, head_dim, v_dim, *names[: 1 + (stored != dtype)]
         self.functions: dict[str, Any] = {}
         self.converted: dict[str, tuple[Any, int, Tensor]] = {}
         floats = [s.type is FLOAT for s in plan.slots]
@@ -175,8 +171,8 @@ class _Kernel:
 class _Prepared:
     """All of a record that is the same from call to call."""
 
-    def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any) -> None:
-        self.kernel, self.spans, self.geometry = _kernel(plan, target, g.head_dim, g.v_dim, dtype), spans, g
+    def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any) -> None:
+        self.kernel, self.spans, self.geometry = _kernel(plan, target, g.head_dim, g.v_dim, dtype, stored), spans, g
         self.real = self.kernel.real
         origins = [np.array([x] if type(x) is int else x, np.int64).reshape(-1) for x in g.origin[2:]]
         runs = [np.ascontiguousarray(x, np.int32) for x in (spans.bounds, spans.count, spans.slice_of)]
@@ -242,15 +238,15 @@ def _kernel(plan: LoopPlan, *what: Any) -> _Kernel:
     return found
 
 
-def _prepared(plan: LoopPlan, spans: Spans, geometry: Geometry, target: Target, dtype: Any) -> _Prepared:
+def _prepared(plan: LoopPlan, spans: Spans, geometry: Geometry, target: Target, dtype: Any, stored: Any) -> _Prepared:
     """The record of calls like this one. A plan and spans are told by where they are: the record keeps them."""
-    key = (id(plan), id(spans), geometry, target, dtype)
+    key = (id(plan), id(spans), geometry, target, dtype, stored)
     try:
         found = _records.get(key)
     except TypeError:  # an origin with an entry for each batch is an array
-        return _Prepared(plan, spans, geometry, target, dtype)
+        return _Prepared(plan, spans, geometry, target, dtype, stored)
     if found is None:
-        found = _records[key] = _Prepared(plan, spans, geometry, target, dtype)
+        found = _records[key] = _Prepared(plan, spans, geometry, target, dtype, stored)
         while len(_records) > KEPT:  # the first one made: no time is lost on which one was used last
             _records.popitem(last=False)
     return found

@@ -27,7 +27,7 @@ def text_of(
     if target.backend == "cpp":
         from frisket.lowering.emit import cpp
 
-        return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype), target
+        return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype), target
     if target.backend == "triton":
         from frisket.lowering.emit import triton, triton_decode
 

@@ -13,52 +13,61 @@ from functools import cache
 from importlib import resources
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import TRUE, Expr, renamed, uses
+from frisket.dsl.ir import TRUE, Expr, renamed, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.plan import RATE, SEED, LoopPlan, Target
+from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
 
 from . import cpp_call, expr, expr_cpp
 from .expr import COLUMN, POSITION, ROW, SCALAR
 from .text import Names, Page
 
 DTYPES = {"float32": ("float", 0), "float64": ("double", 0), "bfloat16": ("uint16_t", 1), "float16": ("uint16_t", 2)}
+EIGHT = {"int8": ("int8_t", 1), "float8_e4m3fn": ("uint8_t", 2), "float8_e5m2": ("uint8_t", 3)}  # of k and v alone
 KEYWORDS = (
     "alignas alignof and asm auto bool break case catch char class const constexpr continue decltype default delete do "
     "double else enum explicit extern false float for friend goto if inline int long mutable namespace new noexcept "
     "not nullptr operator or private protected public register return short signed sizeof static struct switch "
     "template this throw true try typedef typeid typename union unsigned using virtual void volatile while xor"
 ).split()
+SCALES = {K_SCALE: "k_scale", V_SCALE: "v_scale"}
+WISHES = {SEED: "seed", RATE: "rate", PAGES: "pages", FIRST: "first_key", **SCALES}  # names of what is ours
 NUMBERS = ("B", "H", "Q_LEN", "KV_LEN", "b", "h")
 KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
 
 
-def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> str:
+def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "") -> str:
     """`emit(plan, target, 128, 128, "float32")`: the source's text; the same input gives the same text.
 
-    `dtype` is that of q, k, v and out. The kernels are `int64_t frisket_forward(const Call *)` and the same behind
-    XLA's calling convention, `frisket_forward_xla`.
+    `dtype` is that of q, k, v and out, `stored` that of k and v where it is another one, of 8 bits. The kernels are
+    `int64_t frisket_forward(const Call *)` and the same behind XLA's calling convention, `frisket_forward_xla`.
     """
-    return Kernel(plan, target, head_dim, v_dim, dtype).source()
+    return Kernel(plan, target, head_dim, v_dim, dtype, stored).source()
 
 
 class Kernel:
     """The parts of one source; the backward kernel is written from the same."""
 
-    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> None:
+    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "") -> None:
         if dtype not in DTYPES:
             raise LoweringError(f"the C++ kernels take {', '.join(DTYPES)}, not {dtype}; convert q, k and v")
+        if stored not in ("", dtype, *EIGHT):
+            raise LoweringError(
+                f"the C++ kernels take k and v of {dtype} beside such a q, or of {', '.join(EIGHT)}, not {stored}; "
+                "convert k and v"
+            )
         if target.block_k % KEYS or target.block_q < 1:
             raise LoweringError(
                 f"C++ tiles have a multiple of {KEYS} keys, this one is {target.block_q} queries by "
                 f"{target.block_k} keys; take 64 by 64"
             )
-        self.plan, self.target, self.dtype = plan, target, dtype
+        self.plan, self.target, self.dtype, self.stored = plan, target, dtype, stored or dtype
         self.head_dim, self.v_dim = head_dim, v_dim
         self.double = dtype == "float64"
         self.roots = self.source_roots()
+        paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
         self.ready = {
-            n: expr_cpp.prepared(expr.machine(e), self.double) for n, e in self.roots.items() if e is not None
+            n: expr_cpp.prepared(expr.machine(e), self.double, paged) for n, e in self.roots.items() if e is not None
         }
         self.names = self._named()
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64)
@@ -73,14 +82,14 @@ class Kernel:
     def source_roots(self) -> dict[str, Expr | None]:
         """What becomes a function of positions, by the function's name; None: a trivial one."""
         mask = None if self.plan.mask in (None, TRUE) else self.plan.mask
-        return {"visible": mask, "modified": self.plan.score, "kept": self.plan.kept}
+        plan = self.plan
+        return {"visible": mask, "modified": plan.score, "kept": plan.kept, "scale_of_value": plan.weight}
 
     def _named(self) -> dict[str, str]:
         """A C++ name for every slot and table: the user's, where it can be one."""
         names = Names({*KEYWORDS, *NUMBERS, "fixed", "row", "column", "score"})
-        wished = {SEED: "seed", RATE: "rate"}
-        found = {s.name: names.new(wished.get(s.source or "", s.source or s.name)) for s in self.plan.slots}
-        wish = {t.name: t.source + ("_by_index" if t.derived else "") for t in self.plan.tables}
+        found = {s.name: names.new(WISHES.get(s.source or "", s.source or s.name)) for s in self.plan.slots}
+        wish = {t.name: WISHES.get(t.source, t.source) + ("_by_index" if t.derived else "") for t in self.plan.tables}
         return found | {t.name: names.new(wish[t.name]) for t in self.plan.tables}
 
     def _name(self, node: Expr, level: int) -> str:
@@ -92,7 +101,10 @@ class Kernel:
     def _called(self, node: Expr) -> str:
         if node.op == "var":
             return "k" if node.name == "first" else str(node.name)
-        return "_".join([self.names[node.name], *map(self._called, node.args)]) if node.op in LOOKUPS else "at"
+        if node.op not in LOOKUPS:
+            return "at"
+        index = node.args[node.op != "lookup" :]
+        return "_".join([self.names[node.name], *map(self._called, index)])
 
     # -- the source -------------------------------------------------------------------------------
 
@@ -101,6 +113,7 @@ class Kernel:
             self.head(),
             *map(part, ARITHMETIC),
             self.expressions(),
+            self.storage(),
             *map(part, ("forward", "decode")),
             self.entries(),
         ]
@@ -113,26 +126,32 @@ class Kernel:
         size = f"{self.head_dim}" if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
         page.line("// Attention in C++, written by frisket for", "//")
         page.line(*(f"//     {line}".rstrip() for line in self._shown().split("\n")), "//")
-        page.line(f"// Head size {size}, {self.dtype}; tiles of {t.block_q} queries by {t.block_k} keys.")
+        kept = "" if self.stored == self.dtype else f" beside keys and values of {self.stored}"
+        page.line(f"// Head size {size}, {self.dtype}{kept}; tiles of {t.block_q} queries by {t.block_k} keys.")
         page.line("", "#include <stddef.h>", "#include <stdint.h>", "")
         page.line(f"#define REAL_BYTES {8 if self.double else 4}")
         page.line(f"#define INT_BYTES {8 if self.plan.int64 else 4}")
         page.line(f"#define HALF {half}  // 0: entries are Real, 1: bfloat16, 2: float16")
         page.line(f"typedef {'double' if self.double else 'float'} Real;  // scores, weights, sums")
         page.line(f"typedef {'int64_t' if self.plan.int64 else 'int32_t'} Int;")
-        page.line(f"typedef {real} Entry;  // of q, k, v and out", "")
+        entry, eight = EIGHT.get(self.stored, ("Entry", 0))
+        kinds = ", ".join(["0: as those of q", *(f"{n}: {x}" for x, (_, n) in EIGHT.items())])
+        page.line(f"#define EIGHT {eight}  // entries of k and v are {kinds}")
+        page.line(f"typedef {real} Entry;  // of q and out", f"typedef {entry} Stored;  // of k and v", "")
         for name, value in self.constants().items():
             page.line(f"const int {name} = {value};")
-        flags = {"SCORED": "modified", "DROPPED": "kept"}
+        flags = {"SCORED": "modified", "DROPPED": "kept", "SCALED": "scale_of_value"}
         for name, root in flags.items():
             page.line(f"const bool {name} = {'true' if root in self.ready else 'false'};")
         page.line(f"const bool BY_HEAD = {'true' if 'h' in self.used else 'false'};  // heads differ")
-        page.line("const bool POSITIONS = SCORED || DROPPED;  // tiles without a predicate look at positions too", "")
+        page.line("// Tiles without a predicate look at positions too.")
+        page.line("const bool POSITIONS = SCORED || DROPPED || SCALED;", "")
         return f"{page}{cpp_call.text()}\nnamespace {{\n"
 
     def constants(self) -> dict[str, int]:
         t = self.target
-        return {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k, "HEAD_DIM": self.head_dim, "V_DIM": self.v_dim}
+        sizes = {"BLOCK_Q": t.block_q, "BLOCK_K": t.block_k, "HEAD_DIM": self.head_dim, "V_DIM": self.v_dim}
+        return sizes | {"PAGE": self.plan.page}
 
     def entries(self) -> str:
         """The kernels as others call them."""
@@ -164,12 +183,37 @@ class Kernel:
         self._function("visible", f"Bits visible({arguments})", "bits(true)")
         self._function("modified", f"Vec modified({arguments}, Vec score)", "score")
         self._function("kept", f"Bits kept({arguments})", "bits(true)")
+        self._function("scale_of_value", f"Vec scale_of_value({arguments})", "reals(1)")
         rate = self.plan.rate
         value = f"fixed.{self.names[rate]} < 1 ? 1 / (1 - fixed.{self.names[rate]}) : 0" if rate else "1"
         line(
             "// What survives dropout weighs more.", f"INLINE Real survivors(const Fixed &fixed) {{ return {value}; }}"
         )
         return str(page)
+
+    def storage(self) -> str:
+        """Where keys are, and whether the heads that share them agree in all else."""
+        page, pages, share = Page(), self.plan.pages, self._sharing()
+        line = page.line
+        where = "0" if pages is None else f"at(fixed.{self.names[pages]}, (Int)batch, (Int)page)"
+        alike = f"{share} % group == 0 && call->h_origin % group == 0" if share else "false"
+        line("// The page of the pool that is a batch entry's.")
+        line(f"INLINE int64_t page_of(const Fixed &fixed, int64_t batch, int64_t page) {{ return {where}; }}")
+        line("// Whether the query heads of a key head differ in nothing that depends on the head.")
+        with page.block("INLINE bool alike_in_group(const Call *call) {", "}"):
+            line("const int64_t group = call->heads / call->kv_heads;", f"return {alike};")
+        return str(page)
+
+    def _sharing(self) -> int:
+        """n where the head is read as h // n and in no other way, 0 where it is not so."""
+        found = {1}
+        for root in self.roots.values():
+            nodes = list(walk(root)) if root is not None else []
+            for e in nodes:
+                shared = e.op == "floordiv" and e.args[1].op == "lit" and e.args[1].name > 0
+                found |= {e.args[1].name if shared and i == 0 else 0 for i, a in enumerate(e.args) if a is var("h")}
+        sizes = found - {1}
+        return sizes.pop() if len(sizes) == 1 else 0
 
     def _function(self, name: str, head: str, otherwise: str) -> None:
         line = self.page.line

@@ -6,6 +6,7 @@ weight of its gradient (lowering/derive.py); the rest is cpp_backward*.hpp.
 
 from __future__ import annotations
 
+from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import LoopPlan, Target
@@ -38,6 +39,11 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) 
 
 class BackwardKernel(Kernel):
     """The parts of the backward's source."""
+
+    def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> None:
+        if plan.weight is not None or plan.pages is not None:
+            raise LoweringError("stored keys and values have no gradients; call the attention on plain arrays")
+        super().__init__(plan, target, head_dim, v_dim, dtype)
 
     def source_roots(self) -> dict[str, Expr | None]:
         derived = backward_of(self.plan)

@@ -31,9 +31,9 @@ static int64_t packed(Worker &w, const Call *call, int64_t batch, int64_t kv_hea
     const Entry *k = entries_of<const Entry>(call->k, batch, kv_head) + start * call->k.row;
     const Entry *v = entries_of<const Entry>(call->v, batch, kv_head) + start * call->v.row;
     Operand *to = w.tiles + slot * TILE;
-    pack_turned<HEAD_DIM, PANEL>(to, k, call->k.row, present, BLOCK_K);
-    pack_turned<V_DIM, PANEL>(to + TURNED_K, v, call->v.row, present, BLOCK_K);
-    if (!K_AS_IS) pack_rows<HEAD_DIM>(to + TURNED_K + TURNED_V, k, call->k.row, present, BLOCK_K);
+    pack_turned<HEAD_DIM, PANEL>(to, Lines<Entry>{k, call->k.row}, present, BLOCK_K);
+    pack_turned<V_DIM, PANEL>(to + TURNED_K, Lines<Entry>{v, call->v.row}, present, BLOCK_K);
+    if (!K_AS_IS) pack_rows<HEAD_DIM>(to + TURNED_K + TURNED_V, Lines<Entry>{k, call->k.row}, present, BLOCK_K);
     w.tag_odd[slot] = any_odd(k, call->k.row, present, HEAD_DIM);
     return slot;
 }
@@ -45,8 +45,8 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     const Entry *out = entries_of<const Entry>(call->out, batch, head) + start * call->out.row;
     const Entry *dout = entries_of<const Entry>(call->dout, batch, head) + start * call->dout.row;
     w.present = present;
-    pack_rows<HEAD_DIM>(w.q_lines, q, call->q.row, present, ROWS);
-    pack_rows<V_DIM>(w.dout_lines, dout, call->dout.row, present, ROWS);
+    pack_rows<HEAD_DIM>(w.q_lines, Lines<Entry>{q, call->q.row}, present, ROWS);
+    pack_rows<V_DIM>(w.dout_lines, Lines<Entry>{dout, call->dout.row}, present, ROWS);
 #if PAIRS
     pack_left<HEAD_DIM>(w.q_left, q, call->q.row, present, ROWS, 1);
     pack_left<V_DIM>(w.dout_left, dout, call->dout.row, present, ROWS, 1);

@@ -5,7 +5,7 @@ field is one word, so that a record is written by one `struct.pack` and by an XL
 the only place that says what there is: the C text and the offsets come from it.
 
 >>> OFFSET["threads"], OFFSET["q"], OFFSET["k"] - OFFSET["q"]
-(0, 29, 4)
+(0, 30, 4)
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ FIELDS = (
     Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
     Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, read backward"),
     Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),
+    Field("pages", "int64_t pages;", "of the pool that keys and values are in, where they are in one"),
     _array("q", "[batch, heads, q_len, HEAD_DIM]"),
-    _array("k", "[batch, kv_heads, kv_len, HEAD_DIM]"),
-    _array("v", "[batch, kv_heads, kv_len, V_DIM]"),
+    _array("k", "[batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]"),
+    _array("v", "[batch, kv_heads, kv_len, V_DIM], likewise"),
     _array("out", "[batch, heads, q_len, V_DIM]; written forward, read backward"),
     _array("dout", "the cotangent of out"),
     _array("dq", ""),

@@ -2,7 +2,7 @@
 //
 // One work item is one tile of BLOCK_Q queries of one head. For every tile of keys it visits: scores and weights of
 // all rows, GROUP rows at a time, then weights times values. Online softmax in base 2 where scores are not modified
-// (log2 e is in the scale), in base e otherwise.
+// (log2 e is in the scale), in base e otherwise. Few rows read keys and values where they are, many have them packed.
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
 const int VECTORS = BLOCK_K / LANES;
@@ -12,10 +12,14 @@ const int QUERY = round_up(STEPS, LANES);              // Operands in a row of q
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // query heads of one item of decoding, at most
+const int FEW = PAIR == 1 ? 8 : GROUP - 1;             // rows of an item that packing does not pay for
+const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // rows that are weighed in one go
+const int CHUNK = 16;                                  // keys of a tile that are neighbours in memory, at least
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
 const int64_t TILE = (int64_t)STEPS * BLOCK_K + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of packed keys and values
 const int64_t KEPT_BYTES = 4 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
+static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "and whole chunks, as a page is");
 
 extern "C" void *malloc(size_t);
 extern "C" void free(void *);
@@ -27,14 +31,17 @@ struct Worker {
     Operand *tiles;   // [slots, TILE]
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
+    Operand values[BLOCK_K / PAIR * V_WIDE];  // those of a tile without what nobody sees
     Real acc[ROWS * V_WIDE];
-    Real scores[GROUP * BLOCK_K];
-    Bits seen[GROUP * VECTORS];
+    Real scores[TOGETHER * BLOCK_K];
+    Bits seen[TOGETHER * VECTORS];
+    Lane some[BLOCK_K];        // whether any row of the item sees a key
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Row rows[ROWS];
-    int place[ROWS];           // of the row's head among those of this item
+    int place[ROWS];           // of the row's head among those of this item that differ
+    int places;
     Fixed fixed[HEADS];
     Column columns[HEADS * VECTORS];
 };
@@ -73,32 +80,83 @@ static void give(Worker *worker) {
     free(memory);
 }
 
-// Where keys and values of a tile are: packed, or as they came.
+// Where keys or values of a tile are, and those that are fetched ahead: addresses of chunks, strides within them.
+struct Chunks {
+    const Stored *at[(BLOCK_K + AHEAD) / CHUNK];
+    int64_t stride;
+    const Stored *row(uint64_t i) const { return at[i / CHUNK] + (int64_t)(i % CHUNK) * stride; }
+};
 struct Tile {
-    const Operand *keys, *values;
-    int64_t v_stride;              // of `values`
-    const Entry *k, *v;
-    int64_t k_row, v_row, present;  // strides of k and v; keys before the end
+    Chunks k, v;
+    int64_t present;                // keys before the end
+    const Operand *keys, *values;   // the same packed, or values as they came
+    int64_t v_stride;               // of `values`
 };
 
-// acc = acc * shrink + weights * values for one row, whose weights are in place of its scores.
-static void add_row(Worker &w, const Tile &tile, int row, int64_t start, int64_t end) {
-    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
-    if (end > tile.present) end = tile.present;
-    const Entry *v = tile.v + start * tile.v_row;
-    Real *acc = w.acc + row * V_WIDE;
-    for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-        add_rows<MOST>(w.scores + start, v + j * LANES, tile.v_row, end - start, V_DIM - j * LANES, acc + j * LANES,
-                       w.shrink[row]);
-    const int last = (BLOCKS - REST) * LANES;
-    if (REST)
-        add_rows<REST ? REST : 1>(w.scores + start, v + last, tile.v_row, end - start, V_DIM - last, acc + last,
-                                  w.shrink[row]);
+// -- few rows -----------------------------------------------------------------------------------------------------
+
+// Rows of an item by twos, threes and fours, as even as can be.
+template <class Do> INLINE void by_few(int rows, Do run) {
+    for (int done = 0, n; done < rows; done += n) {
+        const int left = rows - done, parts = (left + 3) / 4;
+        n = (left + parts - 1) / parts;
+        run(done, n);
+    }
 }
 
-// Scores and weights of one tile of keys, M rows at a time: 1 where there are too few for a product of matrices.
-// PARTIAL: not every position is visible.
-template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
+// Scores of one vector of keys.
+static void score_few(Worker &w, const Tile &tile, int rows, int j) {
+    const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
+    const int64_t stride = tile.k.stride, present = tile.present - j * LANES;
+    by_few(rows, [&](int row, int n) {
+        const Operand *q = w.query + row * QUERY;
+        Real *to = w.scores + row * BLOCK_K + j * LANES;
+        if (n == 1) return dots<1, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+        if (n == 2) return dots<2, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+        if (n == 3) return dots<3, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+        dots<4, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+    });
+}
+
+// acc = acc * shrink + weights * values for N vectors of them, from `column` on; weights are in place of scores.
+template <bool PARTIAL, int N, bool WHOLE>
+static void add_columns(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
+    by_few(rows, [&](int row, int n) {
+        const Real *weights = w.scores + row * BLOCK_K, *shrink = w.shrink + row;
+        Real *acc = w.acc + row * V_WIDE + column;
+        const int64_t left = V_DIM - column;
+#define ADD(M) \
+    add_few<M, N, WHOLE, PARTIAL>(weights, BLOCK_K, tile.v, column, left, start, end, w.some, acc, V_WIDE, shrink)
+        if (n == 1) return ADD(1);
+        if (n == 2) return ADD(2);
+        if (n == 3) return ADD(3);
+        ADD(4);
+#undef ADD
+    });
+}
+
+template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, int rows) {
+    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
+    int64_t start = w.from[0] * LANES, end = w.to[0] * LANES;
+    if (start == end) return;
+    if (end > tile.present) end = tile.present;
+    const int last = (BLOCKS - REST) * LANES;
+    const bool WHOLE = V_DIM == V_WIDE;
+    for (int d = 0; d < last; d += MOST * LANES) {
+        if (WHOLE || d < V_WIDE - MOST * LANES)
+            add_columns<PARTIAL, MOST, true>(w, tile, rows, d, start, end);
+        else
+            add_columns<PARTIAL, MOST, WHOLE>(w, tile, rows, d, start, end);
+    }
+    if (REST) add_columns<PARTIAL, REST ? REST : 1, WHOLE>(w, tile, rows, last, start, end);
+}
+
+// -- a tile of keys -----------------------------------------------------------------------------------------------
+
+// Scores and weights of one tile of keys, GROUP rows at a time or all of the few. PARTIAL: not every position is
+// visible.
+template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
+    const int M = SMALL ? rows : GROUP;
     for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
         if (PARTIAL) {
@@ -110,26 +168,26 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, in
                     Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
                     w.seen[i * VECTORS + j] = seen;
                     some[j] |= seen;
+                    if (g + i < rows) store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | seen);
                 }
             }
             while (lo < hi && !any(some[lo])) lo++;
             while (lo < hi && !any(some[hi - 1])) hi--;
         }
-        if (PAIR == 2) lo &= ~1;
+        if (PAIR == 2 && !SMALL) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
         const Operand *query = w.query + g * QUERY;
         for (int j = lo, n; j < hi; j += n) {
-            n = M == 1 ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
-            if (M == 1) {
-                const Entry *k = tile.k + j * LANES * tile.k_row;
-                store(w.scores + j * LANES, dots<HEAD_DIM>(query, k, tile.k_row, tile.present - j * LANES));
+            n = SMALL ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+            if (SMALL) {
+                score_few(w, tile, rows, j);
                 continue;
             }
             const Operand *panel = tile.keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
-            multiply_some<M, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+            multiply_some<GROUP, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
         }
-        Real *top = w.top + g, peaks[M];
+        Real *top = w.top + g, peaks[TOGETHER];
         for (int i = 0; i < M; i++) {
             const int place = BY_HEAD ? w.place[g + i] : 0;
             Vec peak = reals(LOWEST);
@@ -154,11 +212,16 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, in
             }
             Vec total = w.total[row], weights[2];
             for (int j = lo; j < hi; j++) {
+                const Column &column = w.columns[place * VECTORS + j];
                 Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
                 total += p;
-                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], w.columns[place * VECTORS + j]), p, Vec{});
-                if (M == 1) {
-                    store(w.scores + j * LANES, p);
+                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
+                if (SCALED) {  // 0 times a scale that nobody sees may be NaN
+                    p *= scale_of_value(w.fixed[place], w.rows[row], column);
+                    if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
+                }
+                if (SMALL) {
+                    store(w.scores + i * BLOCK_K + j * LANES, p);
                     continue;
                 }
 #if PAIRS
@@ -172,8 +235,30 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, in
             }
             w.total[row] = total;
         }
-        if (M == 1) add_row(w, tile, g, lo * LANES, hi * LANES);
     }
+}
+
+// Values that no row of the item sees may be anything, as memory is that was never written to, and 0 times NaN is NaN:
+// a copy of the tile has zeros for them.
+static void hide(Worker &w, Tile &tile, int rows) {
+    int lo = VECTORS, hi = 0;
+    for (int g = 0; g < rows; g += GROUP) {
+        if (w.from[g] == w.to[g]) continue;
+        lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
+    }
+    bool hidden = false;
+    for (int j = lo; j < hi; j++) hidden |= any(~load<Bits>(w.some + j * LANES));
+    if (!hidden) return;
+    const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
+    for (int64_t i = lo * LANES / PAIR; i * PAIR < end; i++) {
+        Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
+#if PAIRS
+        mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
+#endif
+        for (int d = 0; d < V_WIDE; d += LANES)
+            store(w.values + i * V_WIDE + d, (Raw)load<Operands>(tile.values + i * tile.v_stride + d) & mask);
+    }
+    tile.values = w.values, tile.v_stride = V_WIDE;
 }
 
 // acc = acc * shrink + weights * values
@@ -199,8 +284,8 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
 
 // Whether values need no packing: rows of whole vectors, close to each other.
 static bool in_place(const Call *call) {
-#if HALF == 0
-    return V_DIM == V_WIDE && call->v.row == V_DIM;
+#if HALF == 0 && EIGHT == 0
+    return !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
 #else
     return false;
 #endif
@@ -232,8 +317,8 @@ struct Item {
     int rows() const { return (int)(heads * count); }
 };
 
-static Entry *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
-    return (Entry *)x.data + batch * x.batch + head * x.head + row * x.row;
+template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
+    return (T *)x.data + batch * x.batch + head * x.head + row * x.row;
 }
 
 // Queries, coordinates and sums of an item's rows.
@@ -241,24 +326,37 @@ static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
     const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
-    const int all = round_up(item.rows(), item.rows() < GROUP ? 1 : GROUP);
+    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : GROUP);
+    w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
         const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
         const int row = n * (int)item.count;
         pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
                                    n == item.heads - 1 ? all - row : item.count, unit);
-        for (int i = row; i < all; i++) w.rows[i] = row_of(w.fixed[n], first + (i - row)), w.place[i] = n;
+        for (int i = row; i < all; i++) {
+            w.rows[i] = row_of(w.fixed[n], first + (i - row));
+            w.place[i] = n < w.places ? n : 0;
+        }
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
     for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
 }
 
-static Tile tile_of(const Item &item, int64_t number) {
+static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
-    const int64_t kv_head = item.kv_head(), start = number * BLOCK_K;
-    const Entry *k = at_row(call->k, item.batch, kv_head, start), *v = at_row(call->v, item.batch, kv_head, start);
-    return {nullptr, nullptr, V_WIDE, k, v, call->k.row, call->v.row, call->kv_len - start};
+    const int64_t head = item.kv_head(), start = number * BLOCK_K;
+    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE};
+    for (int i = 0; i < (BLOCK_K + AHEAD) / CHUNK; i++) {
+        int64_t batch = item.batch, row = start + i * CHUNK;
+        if (PAGE) {
+            batch = page_of(w.fixed[0], item.batch, row / PAGE), row %= PAGE;
+            batch = batch < 0 ? 0 : batch < call->pages ? batch : call->pages - 1;
+        }
+        tile.k.at[i] = at_row<Stored>(call->k, batch, head, row);
+        tile.v.at[i] = at_row<Stored>(call->v, batch, head, row);
+    }
+    return tile;
 }
 
 // Packs keys, and values where they need it, unless that was done before.
@@ -271,31 +369,37 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const bool here = in_place(call);
     if (w.tag[slot] != name) {
         w.tag[slot] = name;
-        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.k_row, tile.present, BLOCK_K);
-        if (!here) pack_rows<V_DIM>(values, tile.v, tile.v_row, tile.present, BLOCK_K);
+        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.present, BLOCK_K);
+        if (!here) pack_rows<V_DIM>(values, tile.v, tile.present, BLOCK_K);
     }
     tile.keys = keys;
-    tile.values = here ? (const Operand *)tile.v : values;
-    if (here) tile.v_stride = tile.v_row;
+    tile.values = here ? (const Operand *)tile.v.at[0] : values;
 }
 
 // One tile of keys for the rows of an item.
-static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
+template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
     const int64_t start = number * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
-    Tile tile = tile_of(item, number);
-    if (partial || POSITIONS)
-        for (int n = 0; n < (BY_HEAD ? item.heads : 1); n++)
+    Tile tile = tile_of(w, item, number);
+    if (PARTIAL || POSITIONS)
+        for (int n = 0; n < w.places; n++)
             for (int j = 0; j < VECTORS; j++)
                 w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
+    if (PARTIAL)
+        for (int i = 0; i < BLOCK_K; i++) w.some[i] = 0;
     const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
-    if (item.rows() < GROUP) {
-        partial ? weigh<true, 1>(w, tile, item.rows(), unit) : weigh<false, 1>(w, tile, item.rows(), unit);
+    if (item.rows() <= FEW) {
+        weigh<PARTIAL, true>(w, tile, item.rows(), unit);
+        add_few_values<PARTIAL>(w, tile, item.rows());
         return;
     }
     pack(w, item, tile, number);
-    partial ? weigh<true, GROUP>(w, tile, item.rows(), unit) : weigh<false, GROUP>(w, tile, item.rows(), unit);
+    weigh<PARTIAL, false>(w, tile, item.rows(), unit);
+    if (PARTIAL) hide(w, tile, item.rows());
     add_values(w, tile, item.rows());
+}
+static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
+    partial ? visit<true>(w, item, number) : visit<false>(w, item, number);
 }
 
 // Outputs of an item, from its sums.

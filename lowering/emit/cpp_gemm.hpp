@@ -1,6 +1,7 @@
 // -- products of small matrices -----------------------------------------------------------------------------------
 //
-// Declared before: Entry (an entry of q, k, v), HALF (0: Entry is Real, 1: bfloat16, 2: float16).
+// Declared before: Entry (an entry of q and out), HALF (0: Entry is Real, 1: bfloat16, 2: float16), Stored (an entry of
+// k and v), EIGHT (0: Stored is Entry, 1: int8, 2: float8_e4m3fn, 3: float8_e5m2).
 //
 // multiply<M, N>: C[M, N * LANES] = A[M, steps] B[steps, N * LANES], in M * N accumulators.
 // A is read number by number at a + row * a_row + step * a_step, so a transposed A costs nothing: S = Q K^T and
@@ -73,7 +74,7 @@ INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t 
 #endif
 }
 
-// -- numbers of 16 bits -------------------------------------------------------------------------------------------
+// -- numbers of 16 and 8 bits -------------------------------------------------------------------------------------
 
 #if HALF == 1
 INLINE Real real(Entry x) { return __builtin_bit_cast(float, (uint32_t)x << 16); }
@@ -102,44 +103,99 @@ INLINE Real real(Entry x) { return x; }
 INLINE Entry rounded(Real x) { return x; }
 #endif
 
+typedef float Singles __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
+typedef int8_t Eights __attribute__((vector_size(LANES)));
+
+// LANES neighbours in memory, with wider lanes. g++ 12 takes nine instructions for what is one.
+#if defined(__AVX2__) && LANES >= 8
+#define WIDER(name, To, From, instruction)                                 \
+    INLINE To name(const void *from) {                                     \
+        typedef From Anywhere __attribute__((aligned(1)));                 \
+        To x;                                                              \
+        asm(instruction " %1, %0" : "=v"(x) : "m"(*(const Anywhere *)from)); \
+        return x;                                                          \
+    }
+#else
+#define WIDER(name, To, From, instruction) \
+    INLINE To name(const void *from) { return cast<To>(load<From>(from)); }
+#endif
+WIDER(widened_halves, Words, Halves, "vpmovzxwd")
+WIDER(widened_eights, Narrow, Eights, "vpmovsxbd")
+WIDER(eights_by_two, Shorts, Eights, "vpmovsxbw")
+
+// The numbers that float16 has these bits for.
+INLINE Singles of_float16(Halves x) {
+#if defined(__F16C__) && LANES >= 8
+    Singles y;
+    asm("vcvtph2ps %1, %0" : "=v"(y) : "v"(x));
+    return y;
+#else
+    const Words word = cast<Words>(x), size = (word & 0x7FFF) << 13;  // as in `real`
+    const Words y = (Words)((Singles)size * 5.192296858534828e33f);
+    return (Singles)((size >= 0x0F800000 ? size | 0x7F800000 : y) | (word & 0x8000) << 16);
+#endif
+}
+
+// LANES neighbours as Reals.
+INLINE Vec load_all(const Entry *from) {
+#if HALF == 0
+    return load<Vec>(from);
+#elif HALF == 1
+    return (Vec)(widened_halves(from) << 16);
+#else
+    return of_float16(load<Halves>(from));
+#endif
+}
+#if EIGHT
+INLINE Vec load_all(const Stored *from) {
+#if EIGHT == 1
+    return cast<Vec>(widened_eights(from));
+#elif EIGHT == 2
+    // As float16, whose exponents are 8 larger; but where that has 480 this one has NaN.
+    const Halves x = (Halves)eights_by_two(from);
+    return cast<Vec>(of_float16((x & 0x7F) == 0x7F ? x | 0x7F00 : x << 7 & 0xBFFF) * 256.0f);
+#else
+    return cast<Vec>(of_float16((Halves)eights_by_two(from) << 8));  // float16 without the end of its mantissa
+#endif
+}
+#endif
+
+// LANES entries of a row that has `left` from here on, as Reals; zeros behind them.
+template <class T> INLINE Vec load_reals(const T *from, int64_t left) {
+    if (left >= LANES) return load_all(from);
+    T some[LANES] = {};
+    for (int i = 0; i < LANES && i < left; i++) some[i] = from[i];
+    return load_all(some);
+}
+
+// The same as Operands: pairs of them where those are pairs. WHOLE: nothing ends before.
 #if PAIRS
-// LANES neighbours, and the LANES after them, as bfloat16 in one register.
-INLINE void store_operands(Operand *to, Vec left, Vec right) {
+INLINE Operands paired(Vec left, Vec right) {  // LANES neighbours, and the LANES after them, rounded
     Operands both;
     asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(left), "v"(right));
-    store(to, both);
+    return both;
 }
-#endif
-
-// LANES Operands of a row that has `left` entries from here on; zeros behind them.
-INLINE Operands load_operands(const Entry *from, int64_t left) {
+INLINE void store_operands(Operand *to, Vec left, Vec right) { store(to, paired(left, right)); }
+template <bool WHOLE = false> INLINE Operands load_operands(const Entry *from, int64_t left) {
+    if (WHOLE || left >= 2 * LANES) return load<Operands>(from);
     Operands x = {};
-#if PAIRS
-    if (left >= 2 * LANES) return load<Operands>(from);
     for (int i = 0; i < LANES && 2 * i < left; i++)
         x[i] = from[2 * i] | (2 * i + 1 < left ? (uint32_t)from[2 * i + 1] << 16 : 0);
+    return x;
+}
+#if EIGHT
+template <bool WHOLE = false> INLINE Operands load_operands(const Stored *from, int64_t left) {  // not rounded
+    if (WHOLE) return paired(load_all(from), load_all(from + LANES));
+    return paired(load_reals(from, left), load_reals(from + LANES, left - LANES));
+}
+#endif
 #else
-#if HALF == 0
-    if (left >= LANES) return load<Operands>(from);
-#endif
-    if (left > LANES) left = LANES;
-    for (int i = 0; i < left; i++) x[i] = real(from[i]);
-#endif
-    return x;
+template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *from, int64_t left) {
+    return WHOLE ? load_all(from) : load_reals(from, left);
 }
-
-// LANES entries of a row that has `left` from here on, as Reals.
-INLINE Vec load_reals(const Entry *from, int64_t left) {
-#if HALF == 0
-    if (left >= LANES) return load<Vec>(from);
-#elif HALF == 1
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-    if (left >= LANES) return (Vec)(cast<Words>(load<Halves>(from)) << 16);
 #endif
-    Vec x = {};
-    for (int i = 0; i < LANES && i < left; i++) x[i] = real(from[i]);
-    return x;
-}
 
 // -- packing ------------------------------------------------------------------------------------------------------
 
@@ -160,10 +216,17 @@ static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t ro
 
 const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
 
+// Rows of entries, a stride apart.
+template <class T> struct Lines {
+    const T *data;
+    int64_t stride;
+    const T *row(int64_t i) const { return data + i * stride; }
+};
+
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
-// Rows from `present` on are 0.
-template <int DIM, int N>
-static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+// Rows from `present` on are 0. `From` has the address of each row, as `Lines` has.
+template <int DIM, int N, class From>
+static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = round_up(DIM, PAIR) / PAIR;
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
         for (int64_t block = 0; block < N; block++)
@@ -172,9 +235,9 @@ static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t 
                 for (int i = 0; i < LANES; i++) {
                     int64_t key = start + block * LANES + i;
                     square[i] = Vec{};
-                    __builtin_prefetch(from + (key + AHEAD) * stride + step * PAIR);
+                    __builtin_prefetch(from.row(key + AHEAD) + step * PAIR);
                     if (key < present)
-                        square[i] = (Vec)load_operands(from + key * stride + step * PAIR, DIM - step * PAIR);
+                        square[i] = (Vec)load_operands(from.row(key) + step * PAIR, DIM - step * PAIR);
                 }
                 transpose(square);
                 for (int i = 0; i < LANES && step + i < STEPS; i++)
@@ -183,25 +246,24 @@ static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t 
 }
 
 // `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
-template <int DIM>
-static void pack_rows(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+template <int DIM, class From>
+static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
     for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
         for (int d = 0; d < WIDE; d += LANES) {
-            const Entry *at = from + i * stride + d;
             const int64_t left = DIM - d;
 #if PAIRS
-            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float
-            if (i < present) first = (Raw)load_reals(at, left) >> 16;
-            if (i + 1 < present) second = (Raw)load_reals(at + stride, left);
+            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
+            if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;
+            if (i + 1 < present) second = (Raw)load_reals(from.row(i + 1) + d, left);
             store(to + d, first | second);
 #else
-            store(to + d, i < present ? load_reals(at, left) : Vec{});
+            store(to + d, i < present ? load_reals(from.row(i) + d, left) : Vec{});
 #endif
         }
 }
 
-// -- one row of queries, without packing ----------------------------------------------------------------------------
+// -- a few rows of queries, without packing ------------------------------------------------------------------------
 
 // Lane i of x[0] becomes the sum of x[i]: neighbours are added while halves of them are still apart.
 template <int STEP> INLINE void add_turned(Vec *x) {
@@ -212,37 +274,81 @@ template <int STEP> INLINE void add_turned(Vec *x) {
     }
 #endif
 }
-
-// scores[LANES] of a query of DIM entries, padded with zeros to whole vectors, and of LANES keys, `present` of them.
-template <int DIM> INLINE Vec dots(const Operand *query, const Entry *keys, int64_t stride, int64_t present) {
-    Vec sums[LANES];
-    for (int i = 0; i < LANES; i++) {
-        sums[i] = Vec{};
-        if (i >= present) continue;
-        for (int d = 0; d < DIM; d += LANES * PAIR)
-            sums[i] = plus_product(sums[i], load<Operands>(query + d / PAIR),
-                                   load_operands(keys + i * stride + d, DIM - d));
-    }
-    add_turned<1>(sums);
+INLINE Vec added(Vec *x) {
+    add_turned<1>(x);
 #if LANES > 2
-    add_turned<2>(sums);
+    add_turned<2>(x);
 #endif
 #if LANES > 4
-    add_turned<4>(sums);
+    add_turned<4>(x);
 #endif
 #if LANES > 8
-    add_turned<8>(sums);
+    add_turned<8>(x);
 #endif
-    return sums[0];
+    return x[0];
 }
 
-// c = c * factor + weights * values, row by row of N * LANES entries, of which the last row has `left`.
-template <int N>
-static void add_rows(const Real *weights, const Entry *values, int64_t stride, int64_t count, int64_t left, Real *c,
-                     Real factor) {
-    Vec sum[N];
-    for (int j = 0; j < N; j++) sum[j] = load<Vec>(c + j * LANES) * factor;
-    for (; count > 0; count--, weights++, values += stride)
-        for (int j = 0; j < N; j++) sum[j] += *weights * load_reals(values + j * LANES, left - j * LANES);
-    for (int j = 0; j < N; j++) store(c + j * LANES, sum[j]);
+const int ONCE = LANES < 4 ? LANES : REGISTERS == 32 ? 4 : 2;  // keys: enough sums to hide how long one takes
+
+const int FETCH = 64;  // rows that are fetched into the second level ahead of these, whose work takes little time
+
+template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
+    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
+}
+
+// sum[m][i] += query[m] * key[i] for LANES Operands from `d` on.
+template <bool WHOLE, int M, class T>
+INLINE void add_dots(Vec (*sum)[ONCE], const Operand *query, int64_t q_row, const T *const *key, const T *ahead,
+                     int64_t stride, int d, int64_t left) {
+    Operands x[ONCE];
+    for (int i = 0; i < ONCE; i++) x[i] = load_operands<WHOLE>(key[i] + d, left), fetch(ahead + i * stride, d);
+    for (int m = 0; m < M; m++) {
+        const Operands y = load<Operands>(query + m * q_row + d / PAIR);
+        for (int i = 0; i < ONCE; i++) sum[m][i] = plus_product(sum[m][i], y, x[i]);
+    }
+}
+
+// scores[M, LANES] of M queries of DIM entries, padded with zeros to whole vectors, and of LANES keys, of which at
+// least one is present. A key is loaded once for all queries; in place of absent ones the last one is, for no purpose.
+// `ahead` are those to be fetched.
+template <int M, int DIM, class T>
+static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ahead, int64_t stride, int64_t present,
+                 Real *scores, int64_t row) {
+    const int STEP = LANES * PAIR, LAST = DIM / STEP * STEP;
+    Vec sums[M][LANES];
+    for (int first = 0; first < LANES; first += ONCE) {
+        const T *key[ONCE];
+        for (int i = 0; i < ONCE; i++) key[i] = keys + (first + i < present ? first + i : present - 1) * stride;
+        Vec sum[M][ONCE] = {};
+        for (int d = 0; d < LAST; d += STEP) add_dots<true, M>(sum, query, q_row, key, ahead, stride, d, STEP);
+        if (LAST < DIM) add_dots<false, M>(sum, query, q_row, key, ahead, stride, LAST, DIM - LAST);
+        ahead += ONCE * stride;
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < ONCE; i++) sums[m][first + i] = sum[m][i];
+    }
+    for (int m = 0; m < M; m++) store(scores + m * row, added(sums[m]));
+}
+
+// c[m] = c[m] * factor[m] + weights[m] * values for M rows of N * LANES entries, and the values from `start` to `end`,
+// of which those without a `some` may be anything. WHOLE: rows of values do not end before.
+template <int M, int N, bool WHOLE, bool SOME, class From>
+static void add_few(const Real *weights, int64_t w_row, const From &values, int64_t column, int64_t left, int64_t start,
+                    int64_t end, const Lane *some, Real *c, int64_t c_row, const Real *factor) {
+    Vec sum[M][N];
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < N; j++) sum[m][j] = load<Vec>(c + m * c_row + j * LANES) * factor[m];
+    for (int64_t i = start; i < end; i++) {
+        if (SOME && !some[i]) continue;
+        const auto *from = values.row(i) + column, *ahead = values.row(i + FETCH) + column;
+        Vec x[N];
+        for (int j = 0, d; j < N; j++) {
+            d = j * LANES;
+            x[j] = WHOLE ? load_all(from + d) : load_reals(from + d, left - d);
+            fetch(ahead, d);
+        }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < N; j++) sum[m][j] += weights[m * w_row + i] * x[j];
+    }
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < N; j++) store(c + m * c_row + j * LANES, sum[m][j]);
 }

@@ -120,30 +120,39 @@ template <class T, int RANK, class... I> APART auto gather(const Table<T, RANK> 
     return found;
 }
 
-// LANES entries of a row, some of whose indices are outside, or that are apart.
-template <class T, int RANK>
+// LANES entries along an axis, some of whose indices are outside.
+template <int AXIS, class T, int RANK>
 APART auto clamped(const Table<T, RANK> &table, const T *row, int64_t first, int64_t step) {
     typename Wide<decltype(entry(T()))>::Type found;
-    for (int i = 0; i < LANES; i++) put(found, i, entry(row[table.step(RANK - 1, first + i * step)]));
+    for (int i = 0; i < LANES; i++) put(found, i, entry(row[table.step(AXIS, first + i * step)]));
     return found;
 }
 
-// The same at LANES neighbours along the last axis, whose first index is given: upwards, or downwards.
-template <bool UP, class T, int RANK, class... I> INLINE auto neighbours(const Table<T, RANK> &table, I... index) {
+// The same of entries that are inside, and apart.
+template <class T> INLINE auto apart(const T *from, int64_t stride) {
+    typename Wide<decltype(entry(T()))>::Type found;
+    for (int i = 0; i < LANES; i++) put(found, i, entry(from[i * stride]));
+    return found;
+}
+
+// The same at LANES neighbours along one axis, whose first index is given: upwards, or downwards.
+template <bool UP, int AXIS, class T, int RANK, class... I>
+INLINE auto neighbours(const Table<T, RANK> &table, I... index) {
     typedef T Entries __attribute__((vector_size(LANES * sizeof(T))));
-    const int64_t place[] = {(int64_t)index...};
-    const int64_t first = place[RANK - 1], least = UP ? first : first - (LANES - 1);
+    const int64_t place[] = {(int64_t)index...}, stride = table.stride[AXIS];
+    const int64_t first = place[AXIS], least = UP ? first : first - (LANES - 1);
     const T *row = table.data;
-    for (int i = 0; i < RANK - 1; i++) row += table.step(i, place[i]);
-    if (least < 0 || least + LANES > table.size[RANK - 1] || table.stride[RANK - 1] != 1)
-        return clamped(table, row, first, UP ? 1 : -1);
+    for (int i = 0; i < RANK; i++)
+        if (i != AXIS) row += table.step(i, place[i]);
+    if (least < 0 || least + LANES > table.size[AXIS]) return clamped<AXIS>(table, row, first, UP ? 1 : -1);
+    if (stride != 1) return apart(row + first * stride, UP ? stride : -stride);
     auto found = widened(load<Entries>(row + least));
     if (!UP) found = SHUFFLE(found, found, SWAPPED, LANES - 1);
     return found;
 }
-template <class T, int RANK, class... I> INLINE auto ahead(const Table<T, RANK> &table, I... index) {
-    return neighbours<true>(table, index...);
+template <int AXIS, class T, int RANK, class... I> INLINE auto ahead(const Table<T, RANK> &table, I... index) {
+    return neighbours<true, AXIS>(table, index...);
 }
-template <class T, int RANK, class... I> INLINE auto behind(const Table<T, RANK> &table, I... index) {
-    return neighbours<false>(table, index...);
+template <int AXIS, class T, int RANK, class... I> INLINE auto behind(const Table<T, RANK> &table, I... index) {
+    return neighbours<false, AXIS>(table, index...);
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -34,8 +34,8 @@ CPP: dict[str, str] = {
     "tanh": "tanh({})", "sigmoid": "sigmoid({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})",
     "sqrt": "sqrt({})", "rsqrt": "rsqrt({})", "erf": "erf({})",
     "isfinite": "finite({})", "random": "uniform({})",
-    # what `prepared` makes of lookups and random
-    "ahead": "ahead({})", "behind": "behind({})", "seeded": "seeded({})", "stirred": "stirred({}, {})",
+    # what `prepared` makes of random
+    "seeded": "seeded({})", "stirred": "stirred({}, {})",
 }  # fmt: skip
 
 BINDS = {"|": 1, "^": 2, "&": 3, "==": 4, "!=": 4, "<": 5, "<=": 5, ">": 5, ">=": 5, "<<": 6, ">>": 6,
@@ -47,10 +47,11 @@ WHEN = {**LEVELS, "first": COLUMN}
 SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 
 
-def prepared(root: Expr, double: bool) -> Expr:
+def prepared(root: Expr, double: bool, paged: Collection[str] = ()) -> Expr:
     """Lookups along the keys become vector loads from one first index, random draws a chain of stages, each worked
-    out as early as its counter is known, and in float32 a division by a number a product, a tenth of its price."""
-    return transform(root, _prepared if double else lambda e: _prepared(_product(e)))
+    out as early as its counter is known, and in float32 a division by a number a product, a tenth of its price.
+    `paged` names tables that are read by page and by place within: no vector of keys has some of two pages."""
+    return transform(root, lambda e: _prepared(e if double else _product(e), paged))
 
 
 def _product(e: Expr) -> Expr:
@@ -59,16 +60,37 @@ def _product(e: Expr) -> Expr:
     return build("mul", e.args[0], lit(1 / e.args[1].name))
 
 
-def _prepared(e: Expr) -> Expr:
+def _prepared(e: Expr, paged: Collection[str]) -> Expr:
     if e.op == "random":
         state = make("seeded", e.args[:1])
         for counter in e.args[1:]:
             state = make("stirred", (state, counter))
         return make("random", (state,), None, FLOAT)
-    if e.op == "lookup" and e.args and (step := _step(e.args[-1])) and not any("k" in _held(a) for a in e.args[:-1]):
-        first = substitute(e.args[-1], {var("k"): FIRST})
-        return make("ahead" if step == 1 else "behind", (*e.args[:-1], first), e.name, e.type)
-    return e
+    if e.op != "lookup":
+        return e
+    inside = e.name in paged
+    axes = {i: _step(a) or int(inside and _place(a)) for i, a in enumerate(e.args) if not _one(a, inside)}
+    if len(axes) != 1 or not (step := next(iter(axes.values()))):
+        return e
+    first = (substitute(a, {var("k"): FIRST}) for a in e.args)
+    return make("ahead" if step == 1 else "behind", (lit(next(iter(axes))), *first), e.name, e.type)
+
+
+def _one(e: Expr, inside: bool) -> bool:
+    """Whether all keys of a vector give one value; `inside` one page that is so of its number, and of what is looked
+    up by it."""
+    if "k" not in _held(e):
+        return True
+    return inside and (_paged(e, "shr", "floordiv") or (e.op == "lookup" and all(_one(a, True) for a in e.args)))
+
+
+def _place(e: Expr) -> bool:
+    """Whether it is the place of a key within its page."""
+    return _paged(e, "bitand", "mod")
+
+
+def _paged(e: Expr, by_bits: str, divided: str) -> bool:
+    return e.op in (by_bits, divided) and _step(e.args[0]) == 1 and e.args[1].op == "lit"
 
 
 def _held(e: Expr) -> frozenset[str]:
@@ -123,7 +145,11 @@ class Forms:
             return Text(f"fixed.{self.names[node.name]}")
         if node.op in ("lookup", "ahead", "behind"):
             kind = "gather" if node.op == "lookup" and self.wide[node] else "at" if node.op == "lookup" else node.op
-            args = self._spread(node, args) if kind == "gather" else args
+            if kind == "gather":
+                args = self._spread(node, args)
+            elif kind != "at":
+                axis, *args = args
+                kind += f"<{axis.text}>"
             return Text(f"{kind}({', '.join([f'fixed.{self.names[node.name]}', *(a.text for a in args)])})")
         return self._shift(node, args) or self._operator(node, args)
 

@@ -48,11 +48,15 @@ INLINE Bits visible(const Fixed &fixed, const Row &row, const Column &column) {
 INLINE Vec modified(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
     const Vec x0 = score / fixed.c;
     const Vec x1 = tanh(x0);
-    return behind(fixed.bias, fixed.h, row.q - column.first) + fixed.c * x1;
+    return behind<1>(fixed.bias, fixed.h, row.q - column.first) + fixed.c * x1;
 }
 
 INLINE Bits kept(const Fixed &fixed, const Row &row, const Column &column) {
     return bits(true);
+}
+
+INLINE Vec scale_of_value(const Fixed &fixed, const Row &row, const Column &column) {
+    return reals(1);
 }
 
 // What survives dropout weighs more.

@@ -12,16 +12,21 @@
 #define HALF 0  // 0: entries are Real, 1: bfloat16, 2: float16
 typedef double Real;  // scores, weights, sums
 typedef int32_t Int;
-typedef double Entry;  // of q, k, v and out
+#define EIGHT 0  // entries of k and v are 0: as those of q, 1: int8, 2: float8_e4m3fn, 3: float8_e5m2
+typedef double Entry;  // of q and out
+typedef Entry Stored;  // of k and v
 
 const int BLOCK_Q = 96;
 const int BLOCK_K = 64;
 const int HEAD_DIM = 64;
 const int V_DIM = 64;
+const int PAGE = 0;
 const bool SCORED = false;
 const bool DROPPED = false;
+const bool SCALED = false;
 const bool BY_HEAD = false;  // heads differ
-const bool POSITIONS = SCORED || DROPPED;  // tiles without a predicate look at positions too
+// Tiles without a predicate look at positions too.
+const bool POSITIONS = SCORED || DROPPED || SCALED;
 union Slot { int64_t i; double f; };  // Int and Bool parameters in i, Float ones in f
 struct Array { void *data; int64_t batch, head, row; };  // strides in entries; a row's entries are neighbours
 typedef void (*Work)(void *task, int64_t worker);
@@ -56,9 +61,10 @@ struct Call {
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
+    int64_t pages;           // of the pool that keys and values are in, where they are in one
     Array q;                 // [batch, heads, q_len, HEAD_DIM]
-    Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM]
-    Array v;                 // [batch, kv_heads, kv_len, V_DIM]
+    Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]
+    Array v;                 // [batch, kv_heads, kv_len, V_DIM], likewise
     Array out;               // [batch, heads, q_len, V_DIM]; written forward, read backward
     Array dout;              // the cotangent of out
     Array dq;
@@ -113,6 +119,10 @@ INLINE Vec modified(const Fixed &fixed, const Row &row, const Column &column, Ve
 
 INLINE Bits kept(const Fixed &fixed, const Row &row, const Column &column) {
     return bits(true);
+}
+
+INLINE Vec scale_of_value(const Fixed &fixed, const Row &row, const Column &column) {
+    return reals(1);
 }
 
 // What survives dropout weighs more.

@@ -12,16 +12,21 @@
 #define HALF 0  // 0: entries are Real, 1: bfloat16, 2: float16
 typedef float Real;  // scores, weights, sums
 typedef int32_t Int;
-typedef float Entry;  // of q, k, v and out
+#define EIGHT 0  // entries of k and v are 0: as those of q, 1: int8, 2: float8_e4m3fn, 3: float8_e5m2
+typedef float Entry;  // of q and out
+typedef Entry Stored;  // of k and v
 
 const int BLOCK_Q = 96;
 const int BLOCK_K = 64;
 const int HEAD_DIM = 64;
 const int V_DIM = 64;
+const int PAGE = 0;
 const bool SCORED = false;
 const bool DROPPED = false;
+const bool SCALED = false;
 const bool BY_HEAD = false;  // heads differ
-const bool POSITIONS = SCORED || DROPPED;  // tiles without a predicate look at positions too
+// Tiles without a predicate look at positions too.
+const bool POSITIONS = SCORED || DROPPED || SCALED;
 union Slot { int64_t i; double f; };  // Int and Bool parameters in i, Float ones in f
 struct Array { void *data; int64_t batch, head, row; };  // strides in entries; a row's entries are neighbours
 typedef void (*Work)(void *task, int64_t worker);
@@ -56,9 +61,10 @@ struct Call {
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
+    int64_t pages;           // of the pool that keys and values are in, where they are in one
     Array q;                 // [batch, heads, q_len, HEAD_DIM]
-    Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM]
-    Array v;                 // [batch, kv_heads, kv_len, V_DIM]
+    Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]
+    Array v;                 // [batch, kv_heads, kv_len, V_DIM], likewise
     Array out;               // [batch, heads, q_len, V_DIM]; written forward, read backward
     Array dout;              // the cotangent of out
     Array dq;
@@ -532,37 +538,47 @@ template <class T, int RANK, class... I> APART auto gather(const Table<T, RANK> 
     return found;
 }
 
-// LANES entries of a row, some of whose indices are outside, or that are apart.
-template <class T, int RANK>
+// LANES entries along an axis, some of whose indices are outside.
+template <int AXIS, class T, int RANK>
 APART auto clamped(const Table<T, RANK> &table, const T *row, int64_t first, int64_t step) {
     typename Wide<decltype(entry(T()))>::Type found;
-    for (int i = 0; i < LANES; i++) put(found, i, entry(row[table.step(RANK - 1, first + i * step)]));
+    for (int i = 0; i < LANES; i++) put(found, i, entry(row[table.step(AXIS, first + i * step)]));
     return found;
 }
 
-// The same at LANES neighbours along the last axis, whose first index is given: upwards, or downwards.
-template <bool UP, class T, int RANK, class... I> INLINE auto neighbours(const Table<T, RANK> &table, I... index) {
+// The same of entries that are inside, and apart.
+template <class T> INLINE auto apart(const T *from, int64_t stride) {
+    typename Wide<decltype(entry(T()))>::Type found;
+    for (int i = 0; i < LANES; i++) put(found, i, entry(from[i * stride]));
+    return found;
+}
+
+// The same at LANES neighbours along one axis, whose first index is given: upwards, or downwards.
+template <bool UP, int AXIS, class T, int RANK, class... I>
+INLINE auto neighbours(const Table<T, RANK> &table, I... index) {
     typedef T Entries __attribute__((vector_size(LANES * sizeof(T))));
-    const int64_t place[] = {(int64_t)index...};
-    const int64_t first = place[RANK - 1], least = UP ? first : first - (LANES - 1);
+    const int64_t place[] = {(int64_t)index...}, stride = table.stride[AXIS];
+    const int64_t first = place[AXIS], least = UP ? first : first - (LANES - 1);
     const T *row = table.data;
-    for (int i = 0; i < RANK - 1; i++) row += table.step(i, place[i]);
-    if (least < 0 || least + LANES > table.size[RANK - 1] || table.stride[RANK - 1] != 1)
-        return clamped(table, row, first, UP ? 1 : -1);
+    for (int i = 0; i < RANK; i++)
+        if (i != AXIS) row += table.step(i, place[i]);
+    if (least < 0 || least + LANES > table.size[AXIS]) return clamped<AXIS>(table, row, first, UP ? 1 : -1);
+    if (stride != 1) return apart(row + first * stride, UP ? stride : -stride);
     auto found = widened(load<Entries>(row + least));
     if (!UP) found = SHUFFLE(found, found, SWAPPED, LANES - 1);
     return found;
 }
-template <class T, int RANK, class... I> INLINE auto ahead(const Table<T, RANK> &table, I... index) {
-    return neighbours<true>(table, index...);
+template <int AXIS, class T, int RANK, class... I> INLINE auto ahead(const Table<T, RANK> &table, I... index) {
+    return neighbours<true, AXIS>(table, index...);
 }
-template <class T, int RANK, class... I> INLINE auto behind(const Table<T, RANK> &table, I... index) {
-    return neighbours<false>(table, index...);
+template <int AXIS, class T, int RANK, class... I> INLINE auto behind(const Table<T, RANK> &table, I... index) {
+    return neighbours<false, AXIS>(table, index...);
 }
 
 // -- products of small matrices -----------------------------------------------------------------------------------
 //
-// Declared before: Entry (an entry of q, k, v), HALF (0: Entry is Real, 1: bfloat16, 2: float16).
+// Declared before: Entry (an entry of q and out), HALF (0: Entry is Real, 1: bfloat16, 2: float16), Stored (an entry of
+// k and v), EIGHT (0: Stored is Entry, 1: int8, 2: float8_e4m3fn, 3: float8_e5m2).
 //
 // multiply<M, N>: C[M, N * LANES] = A[M, steps] B[steps, N * LANES], in M * N accumulators.
 // A is read number by number at a + row * a_row + step * a_step, so a transposed A costs nothing: S = Q K^T and
@@ -635,7 +651,7 @@ INLINE void multiply_some(int vectors, const Operand *a, int64_t a_row, int64_t 
 #endif
 }
 
-// -- numbers of 16 bits -------------------------------------------------------------------------------------------
+// -- numbers of 16 and 8 bits -------------------------------------------------------------------------------------
 
 #if HALF == 1
 INLINE Real real(Entry x) { return __builtin_bit_cast(float, (uint32_t)x << 16); }
@@ -664,44 +680,99 @@ INLINE Real real(Entry x) { return x; }
 INLINE Entry rounded(Real x) { return x; }
 #endif
 
+typedef float Singles __attribute__((vector_size(LANES * 4)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef int16_t Shorts __attribute__((vector_size(LANES * 2)));
+typedef int8_t Eights __attribute__((vector_size(LANES)));
+
+// LANES neighbours in memory, with wider lanes. g++ 12 takes nine instructions for what is one.
+#if defined(__AVX2__) && LANES >= 8
+#define WIDER(name, To, From, instruction)                                 \
+    INLINE To name(const void *from) {                                     \
+        typedef From Anywhere __attribute__((aligned(1)));                 \
+        To x;                                                              \
+        asm(instruction " %1, %0" : "=v"(x) : "m"(*(const Anywhere *)from)); \
+        return x;                                                          \
+    }
+#else
+#define WIDER(name, To, From, instruction) \
+    INLINE To name(const void *from) { return cast<To>(load<From>(from)); }
+#endif
+WIDER(widened_halves, Words, Halves, "vpmovzxwd")
+WIDER(widened_eights, Narrow, Eights, "vpmovsxbd")
+WIDER(eights_by_two, Shorts, Eights, "vpmovsxbw")
+
+// The numbers that float16 has these bits for.
+INLINE Singles of_float16(Halves x) {
+#if defined(__F16C__) && LANES >= 8
+    Singles y;
+    asm("vcvtph2ps %1, %0" : "=v"(y) : "v"(x));
+    return y;
+#else
+    const Words word = cast<Words>(x), size = (word & 0x7FFF) << 13;  // as in `real`
+    const Words y = (Words)((Singles)size * 5.192296858534828e33f);
+    return (Singles)((size >= 0x0F800000 ? size | 0x7F800000 : y) | (word & 0x8000) << 16);
+#endif
+}
+
+// LANES neighbours as Reals.
+INLINE Vec load_all(const Entry *from) {
+#if HALF == 0
+    return load<Vec>(from);
+#elif HALF == 1
+    return (Vec)(widened_halves(from) << 16);
+#else
+    return of_float16(load<Halves>(from));
+#endif
+}
+#if EIGHT
+INLINE Vec load_all(const Stored *from) {
+#if EIGHT == 1
+    return cast<Vec>(widened_eights(from));
+#elif EIGHT == 2
+    // As float16, whose exponents are 8 larger; but where that has 480 this one has NaN.
+    const Halves x = (Halves)eights_by_two(from);
+    return cast<Vec>(of_float16((x & 0x7F) == 0x7F ? x | 0x7F00 : x << 7 & 0xBFFF) * 256.0f);
+#else
+    return cast<Vec>(of_float16((Halves)eights_by_two(from) << 8));  // float16 without the end of its mantissa
+#endif
+}
+#endif
+
+// LANES entries of a row that has `left` from here on, as Reals; zeros behind them.
+template <class T> INLINE Vec load_reals(const T *from, int64_t left) {
+    if (left >= LANES) return load_all(from);
+    T some[LANES] = {};
+    for (int i = 0; i < LANES && i < left; i++) some[i] = from[i];
+    return load_all(some);
+}
+
+// The same as Operands: pairs of them where those are pairs. WHOLE: nothing ends before.
 #if PAIRS
-// LANES neighbours, and the LANES after them, as bfloat16 in one register.
-INLINE void store_operands(Operand *to, Vec left, Vec right) {
+INLINE Operands paired(Vec left, Vec right) {  // LANES neighbours, and the LANES after them, rounded
     Operands both;
     asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(left), "v"(right));
-    store(to, both);
+    return both;
 }
-#endif
-
-// LANES Operands of a row that has `left` entries from here on; zeros behind them.
-INLINE Operands load_operands(const Entry *from, int64_t left) {
+INLINE void store_operands(Operand *to, Vec left, Vec right) { store(to, paired(left, right)); }
+template <bool WHOLE = false> INLINE Operands load_operands(const Entry *from, int64_t left) {
+    if (WHOLE || left >= 2 * LANES) return load<Operands>(from);
     Operands x = {};
-#if PAIRS
-    if (left >= 2 * LANES) return load<Operands>(from);
     for (int i = 0; i < LANES && 2 * i < left; i++)
         x[i] = from[2 * i] | (2 * i + 1 < left ? (uint32_t)from[2 * i + 1] << 16 : 0);
+    return x;
+}
+#if EIGHT
+template <bool WHOLE = false> INLINE Operands load_operands(const Stored *from, int64_t left) {  // not rounded
+    if (WHOLE) return paired(load_all(from), load_all(from + LANES));
+    return paired(load_reals(from, left), load_reals(from + LANES, left - LANES));
+}
+#endif
 #else
-#if HALF == 0
-    if (left >= LANES) return load<Operands>(from);
-#endif
-    if (left > LANES) left = LANES;
-    for (int i = 0; i < left; i++) x[i] = real(from[i]);
-#endif
-    return x;
+template <bool WHOLE = false, class T> INLINE Operands load_operands(const T *from, int64_t left) {
+    return WHOLE ? load_all(from) : load_reals(from, left);
 }
-
-// LANES entries of a row that has `left` from here on, as Reals.
-INLINE Vec load_reals(const Entry *from, int64_t left) {
-#if HALF == 0
-    if (left >= LANES) return load<Vec>(from);
-#elif HALF == 1
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-    if (left >= LANES) return (Vec)(cast<Words>(load<Halves>(from)) << 16);
 #endif
-    Vec x = {};
-    for (int i = 0; i < LANES && i < left; i++) x[i] = real(from[i]);
-    return x;
-}
 
 // -- packing ------------------------------------------------------------------------------------------------------
 
@@ -722,10 +793,17 @@ static void pack_left(Operand *to, const Entry *from, int64_t stride, int64_t ro
 
 const int AHEAD = 128;  // rows that are fetched before they are needed: transposing is quick, memory far away
 
+// Rows of entries, a stride apart.
+template <class T> struct Lines {
+    const T *data;
+    int64_t stride;
+    const T *row(int64_t i) const { return data + i * stride; }
+};
+
 // `keys` rows of DIM entries, turned: for each panel of N * LANES of them [DIM / PAIR, N * LANES].
-// Rows from `present` on are 0.
-template <int DIM, int N>
-static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+// Rows from `present` on are 0. `From` has the address of each row, as `Lines` has.
+template <int DIM, int N, class From>
+static void pack_turned(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int STEPS = round_up(DIM, PAIR) / PAIR;
     for (int64_t start = 0; start < keys; start += N * LANES, to += STEPS * N * LANES)
         for (int64_t block = 0; block < N; block++)
@@ -734,9 +812,9 @@ static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t 
                 for (int i = 0; i < LANES; i++) {
                     int64_t key = start + block * LANES + i;
                     square[i] = Vec{};
-                    __builtin_prefetch(from + (key + AHEAD) * stride + step * PAIR);
+                    __builtin_prefetch(from.row(key + AHEAD) + step * PAIR);
                     if (key < present)
-                        square[i] = (Vec)load_operands(from + key * stride + step * PAIR, DIM - step * PAIR);
+                        square[i] = (Vec)load_operands(from.row(key) + step * PAIR, DIM - step * PAIR);
                 }
                 transpose(square);
                 for (int i = 0; i < LANES && step + i < STEPS; i++)
@@ -745,25 +823,24 @@ static void pack_turned(Operand *to, const Entry *from, int64_t stride, int64_t 
 }
 
 // `keys` rows of DIM entries as they are, [keys / PAIR, WIDE] with WIDE = DIM rounded up to LANES.
-template <int DIM>
-static void pack_rows(Operand *to, const Entry *from, int64_t stride, int64_t present, int64_t keys) {
+template <int DIM, class From>
+static void pack_rows(Operand *to, const From &from, int64_t present, int64_t keys) {
     const int WIDE = round_up(DIM, LANES);
     for (int64_t i = 0; i < keys; i += PAIR, to += WIDE)
         for (int d = 0; d < WIDE; d += LANES) {
-            const Entry *at = from + i * stride + d;
             const int64_t left = DIM - d;
 #if PAIRS
-            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float
-            if (i < present) first = (Raw)load_reals(at, left) >> 16;
-            if (i + 1 < present) second = (Raw)load_reals(at + stride, left);
+            Raw first = {}, second = {};  // a bfloat16 is the upper half of a float, numbers of 8 bits fit into one
+            if (i < present) first = (Raw)load_reals(from.row(i) + d, left) >> 16;
+            if (i + 1 < present) second = (Raw)load_reals(from.row(i + 1) + d, left);
             store(to + d, first | second);
 #else
-            store(to + d, i < present ? load_reals(at, left) : Vec{});
+            store(to + d, i < present ? load_reals(from.row(i) + d, left) : Vec{});
 #endif
         }
 }
 
-// -- one row of queries, without packing ----------------------------------------------------------------------------
+// -- a few rows of queries, without packing ------------------------------------------------------------------------
 
 // Lane i of x[0] becomes the sum of x[i]: neighbours are added while halves of them are still apart.
 template <int STEP> INLINE void add_turned(Vec *x) {
@@ -774,39 +851,83 @@ template <int STEP> INLINE void add_turned(Vec *x) {
     }
 #endif
 }
-
-// scores[LANES] of a query of DIM entries, padded with zeros to whole vectors, and of LANES keys, `present` of them.
-template <int DIM> INLINE Vec dots(const Operand *query, const Entry *keys, int64_t stride, int64_t present) {
-    Vec sums[LANES];
-    for (int i = 0; i < LANES; i++) {
-        sums[i] = Vec{};
-        if (i >= present) continue;
-        for (int d = 0; d < DIM; d += LANES * PAIR)
-            sums[i] = plus_product(sums[i], load<Operands>(query + d / PAIR),
-                                   load_operands(keys + i * stride + d, DIM - d));
-    }
-    add_turned<1>(sums);
+INLINE Vec added(Vec *x) {
+    add_turned<1>(x);
 #if LANES > 2
-    add_turned<2>(sums);
+    add_turned<2>(x);
 #endif
 #if LANES > 4
-    add_turned<4>(sums);
+    add_turned<4>(x);
 #endif
 #if LANES > 8
-    add_turned<8>(sums);
+    add_turned<8>(x);
 #endif
-    return sums[0];
+    return x[0];
 }
 
-// c = c * factor + weights * values, row by row of N * LANES entries, of which the last row has `left`.
-template <int N>
-static void add_rows(const Real *weights, const Entry *values, int64_t stride, int64_t count, int64_t left, Real *c,
-                     Real factor) {
-    Vec sum[N];
-    for (int j = 0; j < N; j++) sum[j] = load<Vec>(c + j * LANES) * factor;
-    for (; count > 0; count--, weights++, values += stride)
-        for (int j = 0; j < N; j++) sum[j] += *weights * load_reals(values + j * LANES, left - j * LANES);
-    for (int j = 0; j < N; j++) store(c + j * LANES, sum[j]);
+const int ONCE = LANES < 4 ? LANES : REGISTERS == 32 ? 4 : 2;  // keys: enough sums to hide how long one takes
+
+const int FETCH = 64;  // rows that are fetched into the second level ahead of these, whose work takes little time
+
+template <class T> INLINE void fetch(const T *from, int64_t d) {  // a line of memory at a time
+    if (d * sizeof(T) % 64 == 0) __builtin_prefetch(from + d, 0, 2);
+}
+
+// sum[m][i] += query[m] * key[i] for LANES Operands from `d` on.
+template <bool WHOLE, int M, class T>
+INLINE void add_dots(Vec (*sum)[ONCE], const Operand *query, int64_t q_row, const T *const *key, const T *ahead,
+                     int64_t stride, int d, int64_t left) {
+    Operands x[ONCE];
+    for (int i = 0; i < ONCE; i++) x[i] = load_operands<WHOLE>(key[i] + d, left), fetch(ahead + i * stride, d);
+    for (int m = 0; m < M; m++) {
+        const Operands y = load<Operands>(query + m * q_row + d / PAIR);
+        for (int i = 0; i < ONCE; i++) sum[m][i] = plus_product(sum[m][i], y, x[i]);
+    }
+}
+
+// scores[M, LANES] of M queries of DIM entries, padded with zeros to whole vectors, and of LANES keys, of which at
+// least one is present. A key is loaded once for all queries; in place of absent ones the last one is, for no purpose.
+// `ahead` are those to be fetched.
+template <int M, int DIM, class T>
+static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ahead, int64_t stride, int64_t present,
+                 Real *scores, int64_t row) {
+    const int STEP = LANES * PAIR, LAST = DIM / STEP * STEP;
+    Vec sums[M][LANES];
+    for (int first = 0; first < LANES; first += ONCE) {
+        const T *key[ONCE];
+        for (int i = 0; i < ONCE; i++) key[i] = keys + (first + i < present ? first + i : present - 1) * stride;
+        Vec sum[M][ONCE] = {};
+        for (int d = 0; d < LAST; d += STEP) add_dots<true, M>(sum, query, q_row, key, ahead, stride, d, STEP);
+        if (LAST < DIM) add_dots<false, M>(sum, query, q_row, key, ahead, stride, LAST, DIM - LAST);
+        ahead += ONCE * stride;
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < ONCE; i++) sums[m][first + i] = sum[m][i];
+    }
+    for (int m = 0; m < M; m++) store(scores + m * row, added(sums[m]));
+}
+
+// c[m] = c[m] * factor[m] + weights[m] * values for M rows of N * LANES entries, and the values from `start` to `end`,
+// of which those without a `some` may be anything. WHOLE: rows of values do not end before.
+template <int M, int N, bool WHOLE, bool SOME, class From>
+static void add_few(const Real *weights, int64_t w_row, const From &values, int64_t column, int64_t left, int64_t start,
+                    int64_t end, const Lane *some, Real *c, int64_t c_row, const Real *factor) {
+    Vec sum[M][N];
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < N; j++) sum[m][j] = load<Vec>(c + m * c_row + j * LANES) * factor[m];
+    for (int64_t i = start; i < end; i++) {
+        if (SOME && !some[i]) continue;
+        const auto *from = values.row(i) + column, *ahead = values.row(i + FETCH) + column;
+        Vec x[N];
+        for (int j = 0, d; j < N; j++) {
+            d = j * LANES;
+            x[j] = WHOLE ? load_all(from + d) : load_reals(from + d, left - d);
+            fetch(ahead, d);
+        }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < N; j++) sum[m][j] += weights[m * w_row + i] * x[j];
+    }
+    for (int m = 0; m < M; m++)
+        for (int j = 0; j < N; j++) store(c + m * c_row + j * LANES, sum[m][j]);
 }
 
 // -- the mask and the score mod, over a vector of keys -----------------------------------------------------------
@@ -858,14 +979,26 @@ INLINE Bits kept(const Fixed &fixed, const Row &row, const Column &column) {
     return bits(true);
 }
 
+INLINE Vec scale_of_value(const Fixed &fixed, const Row &row, const Column &column) {
+    return reals(1);
+}
+
 // What survives dropout weighs more.
 INLINE Real survivors(const Fixed &fixed) { return 1; }
+
+// The page of the pool that is a batch entry's.
+INLINE int64_t page_of(const Fixed &fixed, int64_t batch, int64_t page) { return 0; }
+// Whether the query heads of a key head differ in nothing that depends on the head.
+INLINE bool alike_in_group(const Call *call) {
+    const int64_t group = call->heads / call->kv_heads;
+    return false;
+}
 
 // -- forward ------------------------------------------------------------------------------------------------------
 //
 // One work item is one tile of BLOCK_Q queries of one head. For every tile of keys it visits: scores and weights of
 // all rows, GROUP rows at a time, then weights times values. Online softmax in base 2 where scores are not modified
-// (log2 e is in the scale), in base e otherwise.
+// (log2 e is in the scale), in base e otherwise. Few rows read keys and values where they are, many have them packed.
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
 const int VECTORS = BLOCK_K / LANES;
@@ -875,10 +1008,14 @@ const int QUERY = round_up(STEPS, LANES);              // Operands in a row of q
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // query heads of one item of decoding, at most
+const int FEW = PAIR == 1 ? 8 : GROUP - 1;             // rows of an item that packing does not pay for
+const int TOGETHER = FEW > GROUP ? FEW : GROUP;        // rows that are weighed in one go
+const int CHUNK = 16;                                  // keys of a tile that are neighbours in memory, at least
 const int WEIGHTS = round_up(BLOCK_K, 2 * LANES) / PAIR;  // Operands in a row of weights
 const int64_t TILE = (int64_t)STEPS * BLOCK_K + (int64_t)BLOCK_K / PAIR * V_WIDE;  // Operands of packed keys and values
 const int64_t KEPT_BYTES = 4 << 20;  // packed tiles that a worker keeps, from one row of tiles to the next
 static_assert(BLOCK_K % LANES == 0, "a tile of keys is whole vectors");
+static_assert(BLOCK_K % CHUNK == 0 && PAGE % CHUNK == 0 && CHUNK % LANES == 0, "and whole chunks, as a page is");
 
 extern "C" void *malloc(size_t);
 extern "C" void free(void *);
@@ -890,14 +1027,17 @@ struct Worker {
     Operand *tiles;   // [slots, TILE]
     Operand query[ROWS * QUERY];
     Operand weights[ROWS * WEIGHTS];
+    Operand values[BLOCK_K / PAIR * V_WIDE];  // those of a tile without what nobody sees
     Real acc[ROWS * V_WIDE];
-    Real scores[GROUP * BLOCK_K];
-    Bits seen[GROUP * VECTORS];
+    Real scores[TOGETHER * BLOCK_K];
+    Bits seen[TOGETHER * VECTORS];
+    Lane some[BLOCK_K];        // whether any row of the item sees a key
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
     Row rows[ROWS];
-    int place[ROWS];           // of the row's head among those of this item
+    int place[ROWS];           // of the row's head among those of this item that differ
+    int places;
     Fixed fixed[HEADS];
     Column columns[HEADS * VECTORS];
 };
@@ -936,32 +1076,83 @@ static void give(Worker *worker) {
     free(memory);
 }
 
-// Where keys and values of a tile are: packed, or as they came.
+// Where keys or values of a tile are, and those that are fetched ahead: addresses of chunks, strides within them.
+struct Chunks {
+    const Stored *at[(BLOCK_K + AHEAD) / CHUNK];
+    int64_t stride;
+    const Stored *row(uint64_t i) const { return at[i / CHUNK] + (int64_t)(i % CHUNK) * stride; }
+};
 struct Tile {
-    const Operand *keys, *values;
-    int64_t v_stride;              // of `values`
-    const Entry *k, *v;
-    int64_t k_row, v_row, present;  // strides of k and v; keys before the end
+    Chunks k, v;
+    int64_t present;                // keys before the end
+    const Operand *keys, *values;   // the same packed, or values as they came
+    int64_t v_stride;               // of `values`
 };
 
-// acc = acc * shrink + weights * values for one row, whose weights are in place of its scores.
-static void add_row(Worker &w, const Tile &tile, int row, int64_t start, int64_t end) {
-    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
-    if (end > tile.present) end = tile.present;
-    const Entry *v = tile.v + start * tile.v_row;
-    Real *acc = w.acc + row * V_WIDE;
-    for (int j = 0; j + MOST <= BLOCKS; j += MOST)
-        add_rows<MOST>(w.scores + start, v + j * LANES, tile.v_row, end - start, V_DIM - j * LANES, acc + j * LANES,
-                       w.shrink[row]);
-    const int last = (BLOCKS - REST) * LANES;
-    if (REST)
-        add_rows<REST ? REST : 1>(w.scores + start, v + last, tile.v_row, end - start, V_DIM - last, acc + last,
-                                  w.shrink[row]);
+// -- few rows -----------------------------------------------------------------------------------------------------
+
+// Rows of an item by twos, threes and fours, as even as can be.
+template <class Do> INLINE void by_few(int rows, Do run) {
+    for (int done = 0, n; done < rows; done += n) {
+        const int left = rows - done, parts = (left + 3) / 4;
+        n = (left + parts - 1) / parts;
+        run(done, n);
+    }
 }
 
-// Scores and weights of one tile of keys, M rows at a time: 1 where there are too few for a product of matrices.
-// PARTIAL: not every position is visible.
-template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
+// Scores of one vector of keys.
+static void score_few(Worker &w, const Tile &tile, int rows, int j) {
+    const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
+    const int64_t stride = tile.k.stride, present = tile.present - j * LANES;
+    by_few(rows, [&](int row, int n) {
+        const Operand *q = w.query + row * QUERY;
+        Real *to = w.scores + row * BLOCK_K + j * LANES;
+        if (n == 1) return dots<1, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+        if (n == 2) return dots<2, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+        if (n == 3) return dots<3, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+        dots<4, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
+    });
+}
+
+// acc = acc * shrink + weights * values for N vectors of them, from `column` on; weights are in place of scores.
+template <bool PARTIAL, int N, bool WHOLE>
+static void add_columns(Worker &w, const Tile &tile, int rows, int64_t column, int64_t start, int64_t end) {
+    by_few(rows, [&](int row, int n) {
+        const Real *weights = w.scores + row * BLOCK_K, *shrink = w.shrink + row;
+        Real *acc = w.acc + row * V_WIDE + column;
+        const int64_t left = V_DIM - column;
+#define ADD(M) \
+    add_few<M, N, WHOLE, PARTIAL>(weights, BLOCK_K, tile.v, column, left, start, end, w.some, acc, V_WIDE, shrink)
+        if (n == 1) return ADD(1);
+        if (n == 2) return ADD(2);
+        if (n == 3) return ADD(3);
+        ADD(4);
+#undef ADD
+    });
+}
+
+template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, int rows) {
+    const int BLOCKS = V_WIDE / LANES, REST = BLOCKS % MOST;
+    int64_t start = w.from[0] * LANES, end = w.to[0] * LANES;
+    if (start == end) return;
+    if (end > tile.present) end = tile.present;
+    const int last = (BLOCKS - REST) * LANES;
+    const bool WHOLE = V_DIM == V_WIDE;
+    for (int d = 0; d < last; d += MOST * LANES) {
+        if (WHOLE || d < V_WIDE - MOST * LANES)
+            add_columns<PARTIAL, MOST, true>(w, tile, rows, d, start, end);
+        else
+            add_columns<PARTIAL, MOST, WHOLE>(w, tile, rows, d, start, end);
+    }
+    if (REST) add_columns<PARTIAL, REST ? REST : 1, WHOLE>(w, tile, rows, last, start, end);
+}
+
+// -- a tile of keys -----------------------------------------------------------------------------------------------
+
+// Scores and weights of one tile of keys, GROUP rows at a time or all of the few. PARTIAL: not every position is
+// visible.
+template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
+    const int M = SMALL ? rows : GROUP;
     for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
         if (PARTIAL) {
@@ -973,26 +1164,26 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, in
                     Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
                     w.seen[i * VECTORS + j] = seen;
                     some[j] |= seen;
+                    if (g + i < rows) store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | seen);
                 }
             }
             while (lo < hi && !any(some[lo])) lo++;
             while (lo < hi && !any(some[hi - 1])) hi--;
         }
-        if (PAIR == 2) lo &= ~1;
+        if (PAIR == 2 && !SMALL) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
         const Operand *query = w.query + g * QUERY;
         for (int j = lo, n; j < hi; j += n) {
-            n = M == 1 ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
-            if (M == 1) {
-                const Entry *k = tile.k + j * LANES * tile.k_row;
-                store(w.scores + j * LANES, dots<HEAD_DIM>(query, k, tile.k_row, tile.present - j * LANES));
+            n = SMALL ? 1 : PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
+            if (SMALL) {
+                score_few(w, tile, rows, j);
                 continue;
             }
             const Operand *panel = tile.keys + j / PANEL * (STEPS * PANEL * LANES) + j % PANEL * LANES;
-            multiply_some<M, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
+            multiply_some<GROUP, ZERO>(n, query, QUERY, 1, panel, PANEL * LANES, STEPS, w.scores + j * LANES, BLOCK_K);
         }
-        Real *top = w.top + g, peaks[M];
+        Real *top = w.top + g, peaks[TOGETHER];
         for (int i = 0; i < M; i++) {
             const int place = BY_HEAD ? w.place[g + i] : 0;
             Vec peak = reals(LOWEST);
@@ -1017,11 +1208,16 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, in
             }
             Vec total = w.total[row], weights[2];
             for (int j = lo; j < hi; j++) {
+                const Column &column = w.columns[place * VECTORS + j];
                 Vec p = weight((load<Vec>(w.scores + i * BLOCK_K + j * LANES) - top[i]) * BASE);
                 total += p;
-                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], w.columns[place * VECTORS + j]), p, Vec{});
-                if (M == 1) {
-                    store(w.scores + j * LANES, p);
+                if (DROPPED) p = select(kept(w.fixed[place], w.rows[row], column), p, Vec{});
+                if (SCALED) {  // 0 times a scale that nobody sees may be NaN
+                    p *= scale_of_value(w.fixed[place], w.rows[row], column);
+                    if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
+                }
+                if (SMALL) {
+                    store(w.scores + i * BLOCK_K + j * LANES, p);
                     continue;
                 }
 #if PAIRS
@@ -1035,8 +1231,30 @@ template <bool PARTIAL, int M> static void weigh(Worker &w, const Tile &tile, in
             }
             w.total[row] = total;
         }
-        if (M == 1) add_row(w, tile, g, lo * LANES, hi * LANES);
     }
+}
+
+// Values that no row of the item sees may be anything, as memory is that was never written to, and 0 times NaN is NaN:
+// a copy of the tile has zeros for them.
+static void hide(Worker &w, Tile &tile, int rows) {
+    int lo = VECTORS, hi = 0;
+    for (int g = 0; g < rows; g += GROUP) {
+        if (w.from[g] == w.to[g]) continue;
+        lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
+    }
+    bool hidden = false;
+    for (int j = lo; j < hi; j++) hidden |= any(~load<Bits>(w.some + j * LANES));
+    if (!hidden) return;
+    const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
+    for (int64_t i = lo * LANES / PAIR; i * PAIR < end; i++) {
+        Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
+#if PAIRS
+        mask = mask >> 16 | (Raw)bits(w.some[i * PAIR + 1] != 0) << 16;
+#endif
+        for (int d = 0; d < V_WIDE; d += LANES)
+            store(w.values + i * V_WIDE + d, (Raw)load<Operands>(tile.values + i * tile.v_stride + d) & mask);
+    }
+    tile.values = w.values, tile.v_stride = V_WIDE;
 }
 
 // acc = acc * shrink + weights * values
@@ -1062,8 +1280,8 @@ static void add_values(Worker &w, const Tile &tile, int rows) {
 
 // Whether values need no packing: rows of whole vectors, close to each other.
 static bool in_place(const Call *call) {
-#if HALF == 0
-    return V_DIM == V_WIDE && call->v.row == V_DIM;
+#if HALF == 0 && EIGHT == 0
+    return !PAGE && V_DIM == V_WIDE && call->v.row == V_DIM;
 #else
     return false;
 #endif
@@ -1095,8 +1313,8 @@ struct Item {
     int rows() const { return (int)(heads * count); }
 };
 
-static Entry *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
-    return (Entry *)x.data + batch * x.batch + head * x.head + row * x.row;
+template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
+    return (T *)x.data + batch * x.batch + head * x.head + row * x.row;
 }
 
 // Queries, coordinates and sums of an item's rows.
@@ -1104,24 +1322,37 @@ static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
     const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
-    const int all = round_up(item.rows(), item.rows() < GROUP ? 1 : GROUP);
+    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : GROUP);
+    w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
         const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
         const int row = n * (int)item.count;
         pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
                                    n == item.heads - 1 ? all - row : item.count, unit);
-        for (int i = row; i < all; i++) w.rows[i] = row_of(w.fixed[n], first + (i - row)), w.place[i] = n;
+        for (int i = row; i < all; i++) {
+            w.rows[i] = row_of(w.fixed[n], first + (i - row));
+            w.place[i] = n < w.places ? n : 0;
+        }
     }
     for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
     for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
 }
 
-static Tile tile_of(const Item &item, int64_t number) {
+static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
-    const int64_t kv_head = item.kv_head(), start = number * BLOCK_K;
-    const Entry *k = at_row(call->k, item.batch, kv_head, start), *v = at_row(call->v, item.batch, kv_head, start);
-    return {nullptr, nullptr, V_WIDE, k, v, call->k.row, call->v.row, call->kv_len - start};
+    const int64_t head = item.kv_head(), start = number * BLOCK_K;
+    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE};
+    for (int i = 0; i < (BLOCK_K + AHEAD) / CHUNK; i++) {
+        int64_t batch = item.batch, row = start + i * CHUNK;
+        if (PAGE) {
+            batch = page_of(w.fixed[0], item.batch, row / PAGE), row %= PAGE;
+            batch = batch < 0 ? 0 : batch < call->pages ? batch : call->pages - 1;
+        }
+        tile.k.at[i] = at_row<Stored>(call->k, batch, head, row);
+        tile.v.at[i] = at_row<Stored>(call->v, batch, head, row);
+    }
+    return tile;
 }
 
 // Packs keys, and values where they need it, unless that was done before.
@@ -1134,31 +1365,37 @@ static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
     const bool here = in_place(call);
     if (w.tag[slot] != name) {
         w.tag[slot] = name;
-        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.k_row, tile.present, BLOCK_K);
-        if (!here) pack_rows<V_DIM>(values, tile.v, tile.v_row, tile.present, BLOCK_K);
+        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.present, BLOCK_K);
+        if (!here) pack_rows<V_DIM>(values, tile.v, tile.present, BLOCK_K);
     }
     tile.keys = keys;
-    tile.values = here ? (const Operand *)tile.v : values;
-    if (here) tile.v_stride = tile.v_row;
+    tile.values = here ? (const Operand *)tile.v.at[0] : values;
 }
 
 // One tile of keys for the rows of an item.
-static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
+template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t number) {
     const Call *call = item.call;
     const int64_t start = number * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
-    Tile tile = tile_of(item, number);
-    if (partial || POSITIONS)
-        for (int n = 0; n < (BY_HEAD ? item.heads : 1); n++)
+    Tile tile = tile_of(w, item, number);
+    if (PARTIAL || POSITIONS)
+        for (int n = 0; n < w.places; n++)
             for (int j = 0; j < VECTORS; j++)
                 w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
+    if (PARTIAL)
+        for (int i = 0; i < BLOCK_K; i++) w.some[i] = 0;
     const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
-    if (item.rows() < GROUP) {
-        partial ? weigh<true, 1>(w, tile, item.rows(), unit) : weigh<false, 1>(w, tile, item.rows(), unit);
+    if (item.rows() <= FEW) {
+        weigh<PARTIAL, true>(w, tile, item.rows(), unit);
+        add_few_values<PARTIAL>(w, tile, item.rows());
         return;
     }
     pack(w, item, tile, number);
-    partial ? weigh<true, GROUP>(w, tile, item.rows(), unit) : weigh<false, GROUP>(w, tile, item.rows(), unit);
+    weigh<PARTIAL, false>(w, tile, item.rows(), unit);
+    if (PARTIAL) hide(w, tile, item.rows());
     add_values(w, tile, item.rows());
+}
+static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
+    partial ? visit<true>(w, item, number) : visit<false>(w, item, number);
 }
 
 // Outputs of an item, from its sums.

@@ -9,9 +9,9 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import OPERATORS
 from frisket.dsl.ir import lookup, param
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
-from frisket.dsl.types import BOOL, FLOAT
-from frisket.lowering.emit import cpp, expr_cpp
-from frisket.lowering.plan import Target, make_plan
+from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.emit import cpp, cpp_backward, expr_cpp
+from frisket.lowering.plan import K_SCALE, PAGES, Pages, Target, make_plan
 
 TARGET = Target("cpp", 96, 64)
 causal = q >= k
@@ -77,13 +77,43 @@ def test_lookups_along_the_keys_are_loads():
         made = make_plan(None, score + lookup("t", (h, index), FLOAT), "x")
         return cpp.Kernel(made, TARGET, 64, 64, "float32").expressions()
 
-    assert "ahead(fixed.t, fixed.h, column.first - row.q)" in text(k - q)
-    assert "behind(fixed.t, fixed.h, row.q - column.first)" in text(q - k)
-    assert "behind(fixed.t, fixed.h, -column.first)" in text(-k)
-    assert "column.t_h_k = ahead(fixed.t, fixed.h, column.first)" in text(k)
+    assert "ahead<1>(fixed.t, fixed.h, column.first - row.q)" in text(k - q)
+    assert "behind<1>(fixed.t, fixed.h, row.q - column.first)" in text(q - k)
+    assert "behind<1>(fixed.t, fixed.h, -column.first)" in text(-k)
+    assert "column.t_h_k = ahead<1>(fixed.t, fixed.h, column.first)" in text(k)
     assert "gather(fixed.t, ints(fixed.h), column.k + column.k)" in text(k + k)
     assert "gather(fixed.t, ints(fixed.h), " in text(2 * k)
     assert "row.t_h_q = at(fixed.t, fixed.h, row.q)" in text(q)
+    made = make_plan(None, score + lookup("t", (k - q, h), FLOAT), "x")  # along another axis
+    assert (
+        "ahead<0>(fixed.t, column.first - row.q, fixed.h)" in cpp.Kernel(made, TARGET, 64, 64, "float32").expressions()
+    )
+
+
+def test_scales_in_pages_are_loads():
+    """Vectors of keys end where pages do: the page and the head are looked up once for each."""
+    scale = lookup(K_SCALE, (lookup(PAGES, (b, (k - 5) // 48), INT), (k - 5) % 48, h // 4), FLOAT)
+    made = make_plan(None, score * scale, "x", pages=Pages(PAGES, 48))
+    text = cpp.Kernel(made, TARGET, 64, 64, "float32", "int8").expressions()
+    assert "ahead<1>(fixed.k_scale, at(fixed.pages, fixed.b, floordiv(" in text
+    assert "gather" not in text
+    again = make_plan(None, score * lookup("t", (k // 48, k % 48), FLOAT), "x", pages=Pages(PAGES, 48))
+    assert "gather" in cpp.Kernel(again, TARGET, 64, 64, "float32", "int8").expressions()  # anyone's k begins anywhere
+
+
+def test_heads_that_share_a_key_head_are_alike():
+    def shared(scale):
+        return cpp.Kernel(make_plan(None, score * scale, "x"), TARGET, 64, 64, "float32").storage()
+
+    assert "return 4 % group == 0" in shared(lookup("t", (b, h // 4, k), FLOAT))
+    assert "return false;" in shared(lookup("t", (b, h // 4 + h, k), FLOAT))
+    assert "return false;" in shared(lookup("t", (h // 4, h // 2, k), FLOAT))
+
+
+def test_what_is_stored_has_no_gradient():
+    made = make_plan(None, None, "x", pages=Pages(PAGES, 16))
+    with pytest.raises(LoweringError, match="no gradients"):
+        cpp_backward.emit(made, TARGET, 64, 64, "float32")
 
 
 def test_a_draw_is_worked_out_in_stages():

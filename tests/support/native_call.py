@@ -37,10 +37,11 @@ def from_bfloat16(x):
 
 
 def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float32", *, sinks=None, threads=2,
-            want_top=True, variant="native", source=None):  # fmt: skip
-    """(out, lse, top) as numpy arrays; bfloat16 arrays are their bits, uint16. Any strides, of rows' entries 1."""
+            want_top=True, variant="native", source=None, stored=""):  # fmt: skip
+    """(out, lse, top) as numpy arrays; bfloat16 arrays are their bits, uint16. Any strides,
+    of rows' entries 1. `stored` is the dtype of k and v where it is not that of q."""
     g = geometry
-    library = native_build.library(source or cpp.emit(plan, target, g.head_dim, g.v_dim, dtype), variant)
+    library = native_build.library(source or cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, stored), variant)
     real = np.float64 if dtype == "float64" else np.float32
     out = np.full((g.batch, g.heads, g.q_len, g.v_dim), 7, q.dtype)
     lse = np.full((g.batch, g.heads, g.q_len), 7, real)
@@ -123,6 +124,7 @@ def record(plan, spans, g, slots, tables, real, arrays, contiguous, sinks, threa
     put("rows", spans.bounds.shape[1])
     put("records", spans.bounds.shape[2])
     put("sinks", 0 if sinks is None else address(np.ascontiguousarray(sinks, real)))
+    put("pages", len(arrays["k"]) if plan.pages is not None else 0)
     for name, x in contiguous.items():
         put(name, 0 if x is None else address(x))
     for name, x in arrays.items():
