@@ -13,7 +13,7 @@ from frisket.dsl.errors import ParameterError
 from ..attention import Attention
 from ..merge import merge
 from .jax_store import call, check_new, counted, empty, stored, written
-from .masks import CHUNK, END, START, no_room, require_room, ring, ring_padded
+from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_before, ring_padded
 
 
 @jax.tree_util.register_dataclass
@@ -76,9 +76,6 @@ class RingKVCache:
         require_room(att, self.window, 0, params)
         added, real = stored(self.arrays, k, v), counted(counts, self.batch, new)
         out, lse = merge(*self._parts(att, q, added, real, dict(params)))
-        if counts is not None:
-            meant = jnp.arange(new) < real[:, None]
-            out, lse = jnp.where(meant[..., None, None], out, 0), jnp.where(meant[:, None], lse, -jnp.inf)
         return ((out, lse) if params.get("return_lse") else out), self._written(added, real)
 
     def _parts(
@@ -88,8 +85,8 @@ class RingKVCache:
         if params.get("return_max"):
             raise ParameterError("a chunk longer than the ring has room for is read in two parts; there is no max")
         params["return_lse"] = True
-        tables = {START: self.lengths, END: self.lengths}
-        old = call(att, ring(self.window), q, self.arrays, tables, params)
+        tables = {START: self.lengths, END: self.lengths, NEW: counts}
+        old = call(att, ring_before(self.window), q, self.arrays, tables, params)
         if att.options.sinks is not None or params.get("sinks") is not None:  # they count once
             params["sinks"] = jnp.full(q.shape[2], -jnp.inf, jnp.float32)
         return old, call(att, CHUNK, q, added, {**tables, END: self.lengths + counts}, params)

@@ -25,7 +25,8 @@ from ..bind import Subject
 from ..mask import Mask, mask
 from ..parameters import names_of
 
-START, END, DEPTH, ANCESTORS = "cache_start", "cache_end", "cache_depth", "cache_ancestors"
+START, END, NEW = "cache_start", "cache_end", "cache_new"
+DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"
 BATCH, HEAD, FIRST = "cache_batch", "cache_head", "cache_first"  # numbers: where the part of a device begins
 HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
 
@@ -73,6 +74,11 @@ def ring(slots: int) -> Places:
 def ring_padded(slots: int) -> Places:
     """The same where queries past the last of a sequence see nothing."""
     return Places(APPENDED.q, ring(slots).k, PADDED.seen)
+
+
+def ring_before(slots: int) -> Places:
+    """A ring as it is before `cache_new` tokens of every sequence, those of the queries, are written."""
+    return Places(APPENDED.q, ring(slots).k, f"{APPENDED.seen} & q < {NEW}[b]")
 
 
 def placed(att: Attention, places: Places) -> Attention:

@@ -1,0 +1,102 @@
+"""A cache split over devices, in a process with eight of the CPU: beside the oracle, and what it sends."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+START = """
+import sys
+sys.path[:0] = [{tests!r}, {tests!r} + "/runtime"]
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType
+import frisket as fk
+import test_caches_jax as cases
+from frisket.caches.jax import ShardedKVCache
+from frisket.runtime.modeling.kv_cache import init_cache
+from support import llama_jax
+def auto(names, *shape):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:np.prod(shape)])
+"""
+CASES = """
+mask, score, params, sinks = cases.PROBLEMS["tables"]
+sinks = np.float32([0.5, 1, -1, 2])
+att = fk.compile(mask + " & (h + b) % 2 * 4 <= q - k + 4", score, sinks=sinks)
+given = {n: jnp.asarray(x) if isinstance(x, np.ndarray) else x for n, x in params.items()}
+wanted = cases.wanted(str(att.mask), score, params, sinks)
+
+explicit = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"))
+for how in (
+    {"mesh": auto(("dp", "sp", "tp"), 2, 2, 2), "batch_axis": "dp", "head_axis": "tp"},
+    {"mesh": explicit, "head_axis": "tp", "dtype": "int8"},
+):
+    sizes = cases.B, 64, cases.G, cases.D, cases.V
+    cache = ShardedKVCache.create(*sizes, **how)
+    if "dtype" in how:
+        wanted = cases.wanted(str(att.mask), score, params, sinks, "int8")
+    found, cache = cases.driven(cache, att, cases.COUNTS, **given)
+    cases.close(found, wanted, sinks)
+    shard = cache.k.addressable_shards[0].data.shape
+    print("split", shard == (cases.B // (2 if "batch_axis" in how else 1), 32, cases.G // 2, cases.D))
+
+# what is sent: by an append nothing, by a step one maximum of lse, and sums of lse and out
+mesh = auto(("sp",), 8)
+cache = ShardedKVCache.create(1, 1 << 15, 2, 64, mesh=mesh)
+q, k = jnp.zeros((1, 1, 4, 64)), jnp.zeros((1, 1, 2, 64))
+att = fk.compile("causal")
+append = jax.jit(ShardedKVCache.append, donate_argnums=0).lower(cache, k, k).compile()
+step = jax.jit(lambda c, q, k, v: c.attention(att, q, k, v)[::-1], donate_argnums=0).lower(cache, q, k, k).compile()
+for name, compiled in (("append", append), ("step", step)):
+    memory = compiled.memory_analysis()
+    print(name, "in place", memory.alias_size_in_bytes >= 2 * cache.k.nbytes // 8,
+          memory.temp_size_in_bytes < cache.k.nbytes // 8 // 2)
+    print("HLO", compiled.as_text())
+"""
+MODEL = """
+w, new = llama_jax.weights(), 256
+mesh = auto(("sp",), 4)
+caches = [init_cache(2, 272, llama_jax.KV_HEADS, llama_jax.DIM, mesh=mesh) for _ in w["layers"]]
+first = jnp.asarray(np.random.default_rng(5).integers(0, llama_jax.VOCAB, (2, 9)))
+tokens, logits, caches, traced = llama_jax.generated(w, fk.compile("causal"), caches, first, new)
+assert traced == [(2, 9), (2, 1)]
+n = tokens.shape[1] - 1
+positions = jnp.broadcast_to(jnp.arange(n), (2, n))
+dense = llama_jax.forward(w, tokens[:, :-1], positions, llama_jax.dense(np.tri(n, dtype=bool)))
+np.testing.assert_allclose(logits, dense, atol=2e-4)
+for bad, what in (({"axis": "tp"}, "the axes are sp: 4"), ({"batch_axis": "sp"}, "a mesh axis splits one thing")):
+    try:
+        ShardedKVCache.create(4, 16, 1, 1, mesh=mesh, **bad)
+    except fk.ShapeError as error:
+        assert what in str(error), error
+        print("refused")
+"""
+
+
+def printed(script):
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    start = START.replace("{tests!r}", repr(str(Path(__file__).resolve().parents[1])))
+    run = subprocess.run([sys.executable, "-c", start + script], env=env, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+def test_a_cache_over_devices():
+    said = printed(CASES)
+    assert said.count("split True") == 2
+    assert said.count("in place True True") == 2
+    append, step = said.split("HLO")[1:]
+    sends = re.compile(r" = (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+    assert not sends.findall(append)
+    found = sends.findall(step)
+    assert {kind for _, kind in found} == {"all-reduce"}
+    shapes = [[int(n) for n in shape.split(",")] for all_ in found for shape in re.findall(r"f32\[([\d,]+)\]", all_[0])]
+    # one maximum, one sum of lse [1, 4, 1], one sum of out [1, 1, 4, 64]
+    assert sorted(shapes) == [[1, 1, 4, 64], [1, 4, 1], [1, 4, 1]]
+
+
+@pytest.mark.matrix
+def test_a_model_over_devices():
+    assert printed(MODEL).count("refused") == 2
