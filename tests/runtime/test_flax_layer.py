@@ -1,5 +1,8 @@
 """The flax layer under every operator that runs here, with caches, packed sequences and gradients."""
 
+import runpy
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,3 +137,10 @@ def test_bad_input():
         Attention(32, heads=4, operator="friskett", rngs=nnx.Rngs(0))
     with pytest.raises(fk.ParameterError, match="counts are of new tokens for a cache"):
         layer()(jnp.asarray(X), counts=np.array([1, 2]), **VALUES)
+
+
+@pytest.mark.matrix
+def test_the_example(capsys):
+    path = Path(__file__).resolve().parents[2] / "examples" / "flax_layer.py"
+    assert runpy.run_path(str(path))["main"]("ring") < 1e-5
+    assert "ring gradients of 5 arrays\na prompt of 40 tokens and 8 steps differ" in capsys.readouterr().out
