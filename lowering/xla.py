@@ -81,9 +81,11 @@ def _attention(static: Static, numbers: Numbers, q: Any, k: Any, v: Any, sinks: 
             total = total * shrink + p.sum(-1)
             if (kept := t.survivors(env)) is not None:
                 p = jnp.where(kept, p, 0)
-            if (weights := t.weights(env)) is not None:
-                p = p * weights
             v_tile = t.keys(v, here, chunk[0], body.width)
+            if t.stored and body.partial:  # anything may stand where nothing is seen
+                v_tile = jnp.where((p == 0).all((2, 3))[..., None], 0, v_tile)
+            if (weights := t.weights(env)) is not None:
+                p = jnp.where(p == 0, 0, p * weights)
             mixed = dot(p.reshape(*q_tile.shape[:3], -1), v_tile, (3, 2)).reshape(acc.shape)
             return new, total, acc * shrink[..., None] + mixed
 

@@ -92,7 +92,7 @@ class Attention:
         token and head. With `pages` int32 [batch, pages of a sequence] k and v are pools: torch [pages, kv_heads,
         tokens, dim], JAX [pages, tokens, kv_heads, dim], with 16 tokens in a page or a multiple; key i of batch entry b
         is token i % tokens of page pages[b, i // tokens], and a number that is no page of the pool is taken for the
-        nearest. Where nothing is visible k, v and scales hold any finite numbers. Other values of scales and pages plan
+        nearest. Where nothing is visible anything may stand in k, v and scales. Other values of scales and pages plan
         and compile nothing anew. Such calls have no gradients.
         """
         if k_scale is not None or v_scale is not None or pages is not None:

@@ -167,7 +167,7 @@ def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
 
 @lru_cache(maxsize=256)
 def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
-    """The same where scales and pages are read as far from the shard's first batch entry, or head, as the position is."""
+    """The same where scales and pages are read as far from a shard's first batch entry, or head, as positions are."""
     slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(apart)]
     shift = {var(s.source[0]): var(s.source[0]) - param(s.name, INT) for s in slots if s.source}
 
