@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
+from jax.sharding import PartitionSpec
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.ir import walk
 
 from ..attention import Attention
+from ..frameworks import framework_of
 from ..jax_op import LSE, OUT, alike, of_sinks
 from ..merge import merge
 from ..parameters import digest
@@ -31,24 +35,28 @@ from .schedule import Step, steps
 
 _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
 _barrier: Any = lax.optimization_barrier
+_spec: Any = PartitionSpec
 
 
 def attend(
     att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, *, deal: Deal, axis: str = "sp",
     variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Mapping[str, str] | None = None,
-    seed: Any = None, sinks: Any = None, return_lse: bool = False, **params: Any,
+    seed: Any = None, sinks: Any = None, return_lse: bool = False, mesh: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
     """Attention of a sequence whose tokens are dealt over the devices of a mesh axis:
 
-        d = fk.parallel.deal("causal & same(doc)", 65536, ranks=8, doc=doc)
-        spec = PartitionSpec(None, "sp")  # of d.permute(q, axis=1), [batch, tokens, heads, dim]
+        att, d = fk.compile("causal & same(doc)"), fk.parallel.deal("causal & same(doc)", 65536, ranks=8, doc=doc)
+        q, k, v = (d.permute(x, axis=1) for x in (q, k, v))  # [batch, tokens, heads, dim], split over "sp"
+        spec = PartitionSpec(None, "sp")
         out = jax.shard_map(
             lambda q, k, v, doc: fk.parallel.attend(att, q, k, v, deal=d, doc=doc),
             mesh=mesh, in_specs=(spec, spec, spec, PartitionSpec()), out_specs=spec,
         )(q, k, v, doc)
 
-    The arrays are a device's own: q [batch, shard, heads, dim], k and v [batch, shard, kv_heads, dim], and so is the
-    result, with `return_lse` also lse [batch, heads, shard], natural log.
+    Inside `jax.shard_map` the arrays are a device's own: q [batch, shard, heads, dim], k and v [batch, shard, kv_heads,
+    dim], and so is the result, with `return_lse` also lse [batch, heads, shard], natural log. With `mesh` they are
+    those of all devices, in dealt order, and this calls shard_map: `attend(att, q, k, v, deal=d, doc=doc, mesh=mesh)`
+    is the same.
 
     "ring" sends between each two devices what `deal.needs` says, one step ahead of the kernels; devices whose pair
     sees nothing send nothing and run nothing. "all-gather" brings all keys to every device and runs one kernel. The
@@ -64,8 +72,15 @@ def attend(
     Raises `ShapeError` for shards that are not the deal's, `ParameterError` where the mask may show what the deal
     does not bring.
     """
-    _check(q, k, deal, axis, variant)
     axes = batch_axis, head_axis
+    if mesh is not None:
+        how = {"deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis, "head_axis": head_axis}
+        local = partial(attend, att, split=split, return_lse=return_lse, **how)
+        spec, rows = _spec(batch_axis, axis, head_axis), _spec(batch_axis, head_axis, axis)
+        tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, split or {})
+        values = {"seed": seed, "sinks": sinks, **params}
+        return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
+    _check(q, k, deal, axis, variant)
     shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, dict(split or {}), params)
     check_covered(shard.att.subject, deal, shard.given, *shard.whole_sizes)
     agree(_said(shard, q, k, v, variant))
@@ -80,6 +95,30 @@ def attend(
     learned, fixed = alike(*({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False)))
     out, lse = _differentiable(shard)(learned, fixed)
     return (out, lse) if return_lse else out
+
+
+def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, str]) -> Arrays:
+    """Of every split table its PartitionSpec, from the mesh axes of coordinates."""
+    tables: Arrays = {}
+    for e in walk(*(x for x in att.subject.exprs if x is not None)):
+        if e.op == "lookup" and e.name in split:
+            mine = [axes[a.name] if a.op == "var" and a.name in split[e.name] else None for a in e.args]
+            before = tables.get(e.name, (None,) * len(mine))
+            tables[e.name] = _spec(*(x or y for x, y in zip(mine, before, strict=True)))
+    return tables
+
+
+def _over(mesh: Any, local: Callable[..., Any], specs: Any, qkv: Any, values: Arrays, out: Any) -> Any:
+    """`local` of every device's parts. What is the host's and whole is part of the program."""
+    spec, tables = specs
+    arrays = {n: x for n, x in values.items() if framework_of(x) == "jax" or tables.get(n)}
+    rest = {n: x for n, x in values.items() if n not in arrays}
+
+    def mine(q: Any, k: Any, v: Any, arrays: Arrays) -> Any:
+        return local(q, k, v, **arrays, **rest)
+
+    ins = spec, spec, spec, {n: tables.get(n, _spec()) for n in arrays}
+    return jax.shard_map(mine, mesh=mesh, in_specs=ins, out_specs=out)(*qkv, arrays)
 
 
 def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:

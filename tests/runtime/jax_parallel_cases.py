@@ -48,6 +48,7 @@ class Case:
     dropout: float = 0.0
     sinks: bool = False
     dtype: str = "float32"
+    by_mesh: bool = False
 
 
 def table(*shape):
@@ -58,6 +59,7 @@ BY_BATCH = np.stack([DOC, np.sort(rng.integers(0, 4, LENGTH)).astype(np.int32)])
 CASES = {
     "causal": Case("causal", heads=4, kv_heads=2),
     "window": Case("causal & window(40)"),
+    "even": Case("causal & window(40)", length=256),
     "documents": Case("causal & same(doc)", params={"doc": DOC}),
     "full": Case(None),
     "prefix": Case("prefix_lm(70)", known={}),
@@ -81,8 +83,9 @@ CASES = {
     "dropout and sinks": Case("causal & window(60)", dropout=0.3, sinks=True),
     "mesh": Case("causal & q - k < 20 * (h + 1) + 7 * b", "score + slope[h] * (k - q)", {"slope": table(4)}, batch=2,
                  heads=4, kv_heads=2, mesh=(2, 2, 2), dropout=0.2, sinks=True),
-    "split heads": Case("causal", "score + slope[h] * (k - q)", {"slope": table(4)}, heads=4, kv_heads=2,
-                        mesh=(2, 2, 2), batch=2, split={"slope": "h"}),
+    "split heads": Case("causal & same(doc)", "score + slope[h] * (k - q)", {"slope": table(4), "doc": DOC}, heads=4,
+                        kv_heads=2, mesh=(2, 2, 2), batch=2, split={"slope": "h", "doc": "qk"}, by_mesh=True,
+                        dropout=0.1, sinks=True),
     "gathered": Case("causal & window(40)", variant="all-gather", kv_heads=2),
     "gathered documents": Case("causal & same(doc)", "score + column[h, k] + bias[q, k]",
                                {"doc": DOC, "column": table(2, LENGTH), "bias": table(LENGTH, LENGTH)},
@@ -131,6 +134,18 @@ def attention(case):
     wide = max(case.mesh[0], case.mesh[2]) > 1
     more = {"batch_axis": "dp", "head_axis": "tp"} if wide else {}
     spec, rows = P("dp", "sp", "tp"), P("dp", "tp", "sp")
+
+    def given(q, k, v, tables, sinks):
+        """The same by `mesh=`, with all arrays in dealt order."""
+        dealt = {n: split_axes(case, deal, n, x)[0] for n, x in tables.items()}
+        out, lse = fk.parallel.attend(
+            att, *(deal.permute(x, 1) for x in (q, k, v)), deal=deal, variant=case.variant, split=case.split,
+            return_lse=True, sinks=sinks, seed=SEEDED if case.dropout else None, mesh=mesh, **more, **dealt,
+        )  # fmt: skip
+        return deal.unpermute(out, 1), deal.unpermute(lse, 2)
+
+    if case.by_mesh:
+        return given, deal, att
 
     def run(q, k, v, tables, sinks):
         dealt = {n: split_axes(case, deal, n, x) for n, x in tables.items()}

@@ -1,0 +1,197 @@
+"""Context parallel attention of JAX: eight devices in a process of their own, and processes of `jax.distributed`."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import frisket as fk
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.show import show
+from frisket.runtime.parallel.places import Where, check_covered, placed
+
+HERE = Path(__file__).parent
+FEW = ["bytes: even", "mesh"]
+EVERY = [
+    "causal", "window", "documents", "full", "prefix", "streaming", "block diffusion", "dilated", "chunks", "offsets",
+    "prefix documents", "documents by batch", "sparse", "rows without keys", "biases", "plane", "distances",
+    "split tables", "dropout and sinks", "split heads", "gathered", "gathered documents", "short", "bfloat16",
+    "bytes: causal", "bytes: window", "bytes: gathered", "bytes: documents", "bytes: bfloat16",
+]  # fmt: skip
+
+
+def on_eight_devices(*cases, **env):
+    done = subprocess.run(
+        [sys.executable, HERE / "jax_parallel_cases.py", *cases], env={**os.environ, **env}, capture_output=True,
+        text=True, timeout=900,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == list(cases), done.stderr[-6000:]
+
+
+def test_outputs_gradients_and_bytes():
+    on_eight_devices(*FEW)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1000)
+def test_every_mask():
+    on_eight_devices(*EVERY)
+
+
+@pytest.mark.matrix
+def test_native_kernels():
+    on_eight_devices("window", FRISKET_BACKEND="cpp")
+
+
+def processes(what, codes=(0, 0)):
+    """What two processes of two devices each print."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "NPROC": "4", "JAX_PLATFORMS": "cpu"}
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-u", HERE / "jax_parallel_process.py", str(i), str(port), what], env=env,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        said = [p.communicate(timeout=120) for p in made]
+    finally:
+        for p in made:
+            p.kill()
+    assert tuple(p.returncode for p in made) == codes, said
+    return [out for out, _ in said]
+
+
+def test_processes_agree_or_say_who_does_not():
+    first, second = processes("masks")
+    assert "close" in first
+    assert "close" in second
+    told = "processes call attend with different things\n  process {} has another attention than process {}:\n    {}"
+    masks = [f"mask = q >= k & abs(q - k) < {w}" for w in (21, 22)]
+    assert told.format(1, 0, f"{masks[1]}\n    {masks[0]}") in first
+    assert told.format(0, 1, f"{masks[0]}\n    {masks[1]}") in second
+
+
+@pytest.mark.matrix
+def test_a_process_that_does_not_come_is_named():
+    first, second = processes("absent")
+    assert "process 1 has not come to this call of attend within 2 s" in first
+    assert "elsewhere" in second
+
+
+# -- without devices ------------------------------------------------------------------------------------------------
+
+
+def names(made):
+    return {t.name: (show(t.expr), t.axes) for t in made.tables}
+
+
+def test_lookups_become_tables_of_places():
+    att = fk.compile("causal & document(off)", "score + bias[h, q, k] + slope[h] * (k - q)")
+    made = placed(att, Where(100, 100), {"off": (5,), "bias": (2, 100, 100), "slope": (2,)})
+    assert names(made) == {
+        "off_of_k": ("segment(off, k)", "k"), "off_of_q": ("segment(off, q)", "q"),
+        "bias_of_hqk": ("bias[h, q, k]", "hqk"),
+    }  # fmt: skip
+    assert str(made.attention.mask) == "q_at[q] >= k_at[k] & off_of_q[q] == off_of_k[k]"
+    assert str(made.attention.score).endswith("score + bias_of_hqk[h, q, k] + slope[h] * float(k_at[k] - q_at[q])")
+    facts = {n: d.fact for n, d in made.attention.mask.origin.declared.items()}
+    assert facts == {
+        "q_at": "sorted", "k_at": "sorted", "off_of_q": "sorted", "off_of_k": "sorted", "bias_of_hqk": None
+    }  # fmt: skip
+
+
+def test_padding_and_sizes_are_the_problems():
+    made = placed(fk.compile("q + KV_LEN - Q_LEN >= k"), Where(100, 128), {})
+    assert str(made.attention.mask) == "q_at[q] + 100 - 100 >= k_at[k] & q_at[q] < 100 & k_at[k] < 100"
+    only_queries = placed(fk.compile("causal"), Where(100, 128, moved="q"), {})
+    assert str(only_queries.attention.mask) == "q_at[q] >= k & q_at[q] < 100"
+
+
+@pytest.mark.parametrize(("text", "sorted_"), [
+    ("doc[q] == doc[k]", "sorted"), ("doc[q // 2] == doc[k]", "sorted"), ("doc[q % 2] == doc[k]", None),
+    ("doc[-q] == doc[k]", None), ("doc[doc[q] + 1] == doc[k]", "sorted"),
+])  # fmt: skip
+def test_a_table_of_places_is_sorted_where_that_is_known(text, sorted_):
+    att = fk.compile(text, doc=np.arange(9) // 2)
+    declared = placed(att, Where(9, 9), {}).attention.mask.origin.declared
+    assert declared["doc_of_q"].fact == sorted_
+    unsorted = placed(fk.compile(text, doc=np.arange(9) % 4), Where(9, 9), {}).attention.mask.origin.declared
+    assert unsorted["doc_of_q"].fact is None
+
+
+def test_split_tables_are_read_at_their_own_places():
+    where = Where(64, 64, split={"rel": "qk"})
+    with pytest.raises(ParameterError, match=r"`rel` is split along q and k and read as `rel\[q - k\]`"):
+        placed(fk.compile("causal", "score + rel[q - k]"), where, {})
+    made = placed(fk.compile("causal", "score + rel[q, k]"), where, {})
+    assert made.travels == {"rel": 1}
+    assert repr(made.tables[0].expr) == "rel[place of q, place of k]"
+
+
+def covered(att, deal, given=(), batch=1, heads=1):
+    check_covered(att.subject, deal, given, batch, heads)
+
+
+def test_a_deal_has_to_bring_what_the_mask_shows():
+    deal = fk.parallel.deal("causal & window(20)", 256, 4, tile=16)
+    covered(fk.compile("causal & window(20)"), deal)
+    covered(fk.compile("causal & window(20) & same(doc)"), deal, ["doc"])
+    covered(fk.compile("causal & window(10)"), deal)  # by analysis: another clause, which shows less
+    for att in (fk.compile("causal & window(21)"), fk.compile("causal"), fk.compile(None)):
+        with pytest.raises(ParameterError, match="the deal brings what this mask shows"):
+            covered(att, deal)
+    doc = np.arange(256) // 50
+    documents = fk.parallel.deal("causal & same(doc)", 256, 4, tile=16, doc=doc)
+    covered(fk.compile("causal & same(doc)", doc=doc), documents)
+    covered(fk.compile("causal & same(doc)"), documents, ["doc"])
+    with pytest.raises(ParameterError, match="attention may show more"):
+        covered(fk.compile("causal & same(doc)", doc=np.arange(256) // 70), documents)
+    by_head = fk.parallel.deal("causal & q - k < 20 * (h + 1)", 256, 4, tile=16)
+    with pytest.raises(ParameterError, match=r"depends on h and is known for 1 of 2"):
+        covered(fk.compile("causal & q - k < 20 * (h + 1)"), by_head, heads=2)
+
+
+def test_refusals():
+    deal = fk.parallel.deal("causal", 64, 1, tile=16)
+    att, x = fk.compile("causal"), jnp.zeros((1, 64, 2, 8))
+    with pytest.raises(ParameterError, match="there is no mesh axis 'sp' here"):
+        fk.parallel.attend(att, x, x, x, deal=deal)
+    spec = PartitionSpec(None, "sp")
+    mesh = jax.make_mesh((1,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def call(x=x, **how):
+        run = jax.shard_map(
+            lambda x: fk.parallel.attend(att, x, x, x, **{"deal": deal, **how}), mesh=mesh, in_specs=spec,
+            out_specs=spec,
+        )  # fmt: skip
+        return run(x)
+
+    for how, error, text in (
+        ({"variant": "tree"}, ParameterError, 'it is "ring" or "all-gather"'),
+        ({"deal": fk.parallel.deal("causal", 64, 2, tile=16)}, ShapeError, "2 ranks, mesh axis 'sp' has 1 devices"),
+        ({"x": x[:, :32]}, ShapeError, r"they are \[batch, 64, heads, dim\]"),
+        ({"doc": jnp.zeros(64, int)}, ParameterError, "`doc` is given and neither"),
+        ({"split": {"doc": "q"}}, ParameterError, "`doc` is given and neither"),
+    ):
+        with pytest.raises(error, match=text):
+            call(**how)
+
+
+def test_steps_send_what_is_needed():
+    deal = fk.parallel.deal("causal & window(100)", 1000, ranks=4)
+    first, *rest = fk.parallel.steps(deal)
+    assert (first.shift, first.length, first.pairs, first.reads) == (0, 256, (), (True,) * 4)
+    assert [(s.shift, s.length, s.pairs, s.start, s.reads) for s in rest] == [
+        (1, 128, ((0, 1), (1, 2), (2, 3)), (128, 128, 128, 0), (False, True, True, True))
+    ]
