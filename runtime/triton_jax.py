@@ -122,7 +122,7 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
     """Why the kernels cannot run a call, or ""."""
     g = geometry
     try:
-        Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads)
+        Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype)
     except LoweringError as error:
         return str(error)
     for what, count, axis in (("heads", g.heads, 2), ("batch entries", g.batch, 0)):
@@ -153,6 +153,7 @@ def target(
     made = triton_tiles.default_target(
         geometry, dtype, keys=keys, curved=plan.score_class == "general",
         per_position=triton_tiles.loads_per_position(plan.mask, plan.score), arch=architecture(),
+        stored=bool(geometry.kv_dtype or plan.weight or plan.pages),
     )  # fmt: skip
     return _precise(made, dtype)
 

@@ -76,6 +76,8 @@ HALF: dict[str, dict[Window, dict[int, Tile]]] = {
 }
 # Few queries wait for keys, not for products: narrow tiles leave room for three stages, and spill nothing.
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
+# Of stored keys registers hold scales, pages and what is converted: with more keys the compiler spills.
+STORED, STORED_OF_FEW = 32, {64: 32, 128: 64, 256: 32}
 # float32 has no warp-group products, and takes twice the registers.
 SINGLE: dict[str, dict[int, Tile]] = {
     "forward": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 4, 2)},
@@ -91,11 +93,11 @@ def window_of(keys: float) -> Window:
 
 def default_target(
     g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, per_position: bool = False,
-    arch: str = "sm_90",
+    stored: bool = False, arch: str = "sm_90",
 ) -> Target:  # fmt: skip
     """Tiles of the forward and the backward. `keys` are those a query sees, `curved` says that the derivative of the
-    score mod is not 1, `per_position` that a table is read for every position; `arch` as in
-    `triton_report.ARCHITECTURES`.
+    score mod is not 1, `per_position` that a table is read for every position, `stored` that keys and values are as
+    caches store them; `arch` as in `triton_report.ARCHITECTURES`.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
@@ -110,7 +112,9 @@ def default_target(
     }
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv = (Target("triton", *made[n]) for n in HALF)
-    few = replace(forward, block_k=min(forward.block_k, KEYS_OF_FEW[dim]))
+    few = replace(forward, block_k=min(forward.block_k, (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim]))
+    if stored:
+        forward = replace(forward, block_k=min(forward.block_k, STORED))
     return replace(forward, dq=dq, dkv=dkv, decode=few)
 
 
@@ -195,7 +199,8 @@ def target(
     keys = keys if closed else min(keys, MEDIUM)
     loads = loads_per_position(mask, score)
     arch, curved = arch or architecture(device), score_class(score) == "general"
-    made = default_target(g, dtype, keys=keys, curved=curved, per_position=loads, arch=arch)
+    stored = bool(g.kv_dtype) or (plan is not None and plan.what.stored is not None)
+    made = default_target(g, dtype, keys=keys, curved=curved, per_position=loads, stored=stored, arch=arch)
     return tuning.applied(with_precision(made, dtype))
 
 
