@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +18,7 @@ from frisket.dsl.errors import PeerError
 
 _SHOWN = 160  # bytes of what a rank says of one thing
 _SAID = 32 + _SHOWN
+_ASKING = 2  # seconds
 _AGREEING = 1  # the tag of these messages: no other message can be taken for one of them
 _agreed: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
@@ -70,11 +72,27 @@ class Wire:
             yield
         except RuntimeError as error:  # dist.DistBackendError is one
             verb, peers = ops[0][0], sorted({rank for _, rank, _ in ops})
+            said = f"rank {self.rank} waited to {verb} {ranks(peers)}"
+            first = self._first(said)
+            why = f"{'it has' if len(peers) == 1 else 'one of them has'} ended, or has not reached this call in time"
+            before = [] if first == said else [f"before that, {first}"]
             raise PeerError(
-                f"rank {self.rank} waited to {verb} {ranks(peers)}\n"
-                f"  {'it has' if len(peers) == 1 else 'one of them has'} ended, or has not reached this call in time "
-                f"(the timeout of the process group)\n  {str(error).splitlines()[0]}"
+                "\n  ".join([said, f"{why} (the timeout of the process group)", *before, str(error).splitlines()[0]])
             ) from error
+
+    def _first(self, mine: str) -> str:
+        """What the first rank to fail has said: a rank that gives up is missed by others, which is not its fault. In a
+        thread, since who keeps the store may be the one that is lost."""
+        found: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                found.append(self.group.get_group_store().compare_set("frisket: first to fail", "", mine).decode())
+
+        asking = Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_ASKING)
+        return found[0] if found else mine
 
     def agree(self, said: Mapping[str, str], device: Any) -> None:
         """Raise `PeerError` in every rank unless all say the same; what was agreed on is not asked again."""

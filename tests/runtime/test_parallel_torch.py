@@ -68,6 +68,15 @@ def test_a_rank_that_is_lost_is_named(how):
         assert "rank 2\n" in found[r, "lost"]
 
 
+def test_a_rank_that_is_missed_says_whom_it_missed():
+    found = together(ranks.neighbours, ranks.RANKS, timeout=2, limit=60, lost=1)
+    said = found[2, "lost"].splitlines()[0]
+    assert said.startswith("rank 2 waited to ")
+    assert said.endswith("rank 3")
+    for r in (0, 1):
+        assert found[r, "lost"].splitlines()[2] == f"  before that, {said}"
+
+
 # -- in one process ---------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import time
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -221,3 +222,21 @@ def dies(rank, report):
 
 def stops(rank, report):
     lost(rank, report, stop)
+
+
+def neighbours(rank, report):
+    """Rank 3 stops; rank 2 alone reads from it, gives up and ends; rank 1 misses rank 2."""
+    deal = fk.parallel.deal("q - k < 9 & q - k > -9", LENGTH, RANKS, tile=TILE)
+    att = fk.compile(deal.mask)
+    mine = [shard(deal, x, 2, rank) for x in arrays()[:3]]
+    fk.parallel.attend(att, *mine, deal=deal)
+    dist.barrier()
+    if rank == 3:
+        stop()
+    if rank < 2:
+        time.sleep(1)  # rank 2 is the first to wait
+    try:
+        for _ in range(3):  # layers
+            fk.parallel.attend(att, *mine, deal=deal)
+    except fk.PeerError as error:
+        report("lost", str(error))
