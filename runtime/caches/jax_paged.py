@@ -23,11 +23,17 @@ class PagedKVCache:
     """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
     common.
 
-    >>> pool = PagePool(pages=256, page=16)
-    >>> cache = PagedKVCache.create(pages=256, page=16, batch=2, width=64, kv_heads=2, head_dim=64)
-    >>> copies = pool.append({"a": 1, "b": 1})  # the host hands out pages, or raises CapacityError
-    >>> cache = cache.seat(pool, ["a", "b"], 1, copies)  # rows of the batch are these sequences from here on
-    >>> out, cache = cache.attention(att, q, k, v)  # jitted, donated
+    >>> import frisket as fk
+    >>> pool = PagePool(pages=32, page=16)
+    >>> cache = PagedKVCache.create(pages=32, page=16, batch=2, width=8, kv_heads=2, head_dim=8)
+    >>> pool.allocate("a"), pool.allocate("b")
+    ([], [])
+    >>> copies = pool.append({"a": 9, "b": 9})  # the host hands out pages, or raises CapacityError
+    >>> cache = cache.seat(pool, ["a", "b"], 9, copies)  # rows of the batch are these sequences from here on
+    >>> q, k, v = jnp.ones((2, 9, 4, 8)), jnp.ones((2, 9, 2, 8)), jnp.ones((2, 9, 2, 8))
+    >>> out, cache = cache.attention(fk.compile("causal"), q, k, v)
+    >>> cache.lengths.tolist(), pool.available
+    ([9, 9], 30)
 
     The host decides with a `PagePool`; arrays hold what it decided: `pages` int32 [batch, width], the pages of every
     row in order, `room` int32 [batch], tokens those have place for, `lengths` int32 [batch]. k [pages, page, kv_heads,

@@ -19,9 +19,14 @@ from .jax_store import check_new, counted, empty, grown, read, slots, stored, wr
 class KVCache:
     """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
 
-    >>> cache = KVCache.create(batch=2, capacity=1024, kv_heads=2, head_dim=64)
-    >>> out, cache = cache.attention(att, q, k, v)  # the prompt: q, k, v [batch, tokens, heads, head_dim]
-    >>> out, cache = cache.attention(att, q, k, v)  # and every token after it, with the same mask
+    >>> import frisket as fk
+    >>> att = fk.compile("causal & window(64)")
+    >>> cache = KVCache.create(batch=2, capacity=128, kv_heads=2, head_dim=16)
+    >>> q, k, v = jnp.ones((2, 9, 4, 16)), jnp.ones((2, 9, 2, 16)), jnp.ones((2, 9, 2, 16))
+    >>> out, cache = cache.attention(att, q, k, v)  # the prompt
+    >>> out, cache = cache.attention(att, q[:, :1], k[:, :1], v[:, :1])  # a token after it, under the same mask
+    >>> out.shape, cache.lengths.tolist()
+    ((2, 1, 4, 16), [10, 10])
 
     A pytree: `append` and `attention` give a new one, which under `jax.jit` with the old one donated is the same
     memory. Growing changes no shape and compiles nothing. k [batch, capacity, kv_heads, head_dim], v likewise with

@@ -21,8 +21,12 @@ from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_bef
 class RingKVCache:
     """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
 
-    >>> cache = RingKVCache.create(batch=2, window=256, kv_heads=2, head_dim=64)
-    >>> out, cache = cache.attention(fk.compile("causal & window(256)"), q, k, v)
+    >>> import frisket as fk
+    >>> cache = RingKVCache.create(batch=1, window=16, kv_heads=2, head_dim=8)
+    >>> q, k, v = jnp.ones((1, 40, 4, 8)), jnp.ones((1, 40, 2, 8)), jnp.ones((1, 40, 2, 8))
+    >>> out, cache = cache.attention(fk.compile("causal & window(16)"), q, k, v)
+    >>> cache.k.shape, cache.lengths.tolist()
+    ((1, 16, 2, 8), [40])
 
     As `KVCache`, with the token of position p in slot `p % window`; `lengths` count what has been appended. How far
     back the mask sees is worked out from its text, at positions up to 2**20: one that sees more than the ring holds is

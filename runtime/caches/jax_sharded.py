@@ -25,9 +25,13 @@ class ShardedKVCache:
     """As `KVCache`, with positions split over the devices of a mesh axis: of n devices, device i holds positions
     [i * capacity / n, (i + 1) * capacity / n) of every sequence.
 
-    >>> mesh = jax.make_mesh((8,), ("sp",))
-    >>> cache = ShardedKVCache.create(batch=2, capacity=1 << 20, kv_heads=8, head_dim=128, mesh=mesh)
-    >>> out, cache = cache.attention(att, q, k, v)  # jitted, donated
+    >>> import frisket as fk
+    >>> mesh = jax.make_mesh((len(jax.devices()),), ("sp",))
+    >>> cache = ShardedKVCache.create(batch=1, capacity=64, kv_heads=2, head_dim=8, mesh=mesh)
+    >>> q, k, v = jnp.ones((1, 9, 4, 8)), jnp.ones((1, 9, 2, 8)), jnp.ones((1, 9, 2, 8))
+    >>> out, cache = cache.attention(fk.compile("causal"), q, k, v)
+    >>> out.shape, cache.lengths.tolist()
+    ((1, 9, 4, 8), [9])
 
     `append` writes on the device that owns a position alone and sends nothing; `attend` runs on every device over the
     positions it holds, and merges results by collectives of the size of out: one maximum and two sums. Queries and new

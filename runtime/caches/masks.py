@@ -5,7 +5,7 @@ hold some of them, in an order of their own. `placed` gives the same attention i
 
 >>> import frisket as fk
 >>> placed(fk.compile("causal & window(64)"), APPENDED)
-Attention(mask = k <= q + cache_start[b] & abs(q + cache_start[b] - k) < 64 & k < cache_end[b])
+Attention(mask = q + cache_start[b] >= k & abs(q + cache_start[b] - k) < 64 & k < cache_end[b])
 
 Tables of a call with it, Int [batch]: `cache_start`, the position of the first query of every sequence, and
 `cache_end`, how many tokens of it are stored. Other values of them compile nothing.
@@ -126,7 +126,8 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
 
 
 def _no_room(what: Subject, slots: int, new: int) -> str:
-    told = f"a ring of {slots} tokens with {new} new ones keeps {max(slots - new, 0)} before them"
+    held = f"with {new} new ones keeps {max(slots - new, 0)} before them" if new else f"keeps {slots} before new ones"
+    told = f"a ring of {slots} tokens {held}"
     help = "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"
     for part in what.parts:
         if sizes := sorted({"Q_LEN", "KV_LEN"} & uses(part.expr)):

@@ -221,7 +221,9 @@ def test_pages_that_are_not_there():
 def test_rings_ask_how_far_back_a_mask_sees():
     ring = RingKVCache.create(1, 16, G, D, V)
     new = [jnp.asarray(x[:1, :3]) for x in (Q, K, VALUES)]
-    with pytest.raises(fk.ShapeError, match="keeps 16 before them, and the mask lets query 17 see key 0, 17 before it"):
+    with pytest.raises(
+        fk.ShapeError, match="keeps 16 before new ones, and the mask lets query 17 see key 0, 17 before it"
+    ):
         ring.attention(fk.compile("causal & window(18)"), *new)
     with pytest.raises(fk.ShapeError, match="nothing but tables says how far back"):
         ring.attention(fk.compile("same(doc)"), *new, doc=jnp.zeros(99, jnp.int32))
