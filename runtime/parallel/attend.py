@@ -19,9 +19,11 @@ def attend(att: Any, q: Any, k: Any, v: Any, *, deal: Deal, variant: Variant = "
     """
     framework = framework_of(q)
     if framework == "torch":
-        from .torch_ring import attend as run
-    elif framework == "jax":
-        from .jax_ring import attend as run
-    else:
-        raise ParameterError(f"q is a {type(q).__name__}; context parallel takes arrays of torch or JAX")
-    return run(att, q, k, v, deal=deal, variant=variant, **more)
+        from . import torch_ring
+
+        return torch_ring.attend(att, q, k, v, deal=deal, variant=variant, **more)
+    if framework == "jax":
+        from . import jax_ring
+
+        return jax_ring.attend(att, q, k, v, deal=deal, variant=variant, **more)
+    raise ParameterError(f"q is a {type(q).__name__}; context parallel takes arrays of torch or JAX")

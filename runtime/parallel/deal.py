@@ -100,7 +100,7 @@ class Deal:
     @property
     def shard(self) -> int:
         """Tokens that a rank holds, with padding."""
-        return self.tiles.shape[1] * self.tile
+        return int(self.tiles.shape[1]) * self.tile
 
     @cached_property
     def order(self) -> NDArray[np.int64]:
@@ -117,7 +117,7 @@ class Deal:
     @cached_property
     def held(self) -> NDArray[np.int64]:
         """How many tokens every rank holds, without padding, int64 [ranks]."""
-        return (self.order.reshape(self.ranks, -1) < self.length).sum(axis=1)
+        return np.asarray((self.order.reshape(self.ranks, -1) < self.length).sum(axis=1))
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -208,7 +208,7 @@ class Deal:
         """int64 [ranks, ranks, 2]: `needs[r, s]` is the range of places on rank s, counted from 0, that queries of
         rank r may see; (0, 0) where they see nothing there. To the tile."""
         places = self._work.needs(self.tiles) * self.tile
-        return np.minimum(places, self.held[None, :, None])
+        return np.asarray(np.minimum(places, self.held[None, :, None]))
 
     def bytes(
         self, kv_heads: int, head_dim: int, v_dim: int, itemsize: int, variant: Variant = "ring",
@@ -275,7 +275,7 @@ def _pairs(d: Deal) -> NDArray[np.int64]:
     steps = np.zeros((d.ranks, d.tiles.size + 1), np.int64)
     np.add.at(steps, (owner[runs.row[whole]], runs.start[whole]), uses[runs.slice[whole]])
     np.add.at(steps, (owner[runs.row[whole]], runs.stop[whole]), -uses[runs.slice[whole]])
-    full = np.cumsum(steps, axis=1)[:, d.tiles].sum(axis=2) * d.tile**2
+    full = np.asarray(np.cumsum(steps, axis=1)[:, d.tiles].sum(axis=2) * d.tile**2)
     index = np.repeat(border, width)
     column = runs.start[index] + np.arange(len(index)) - np.repeat(np.cumsum(width) - width, width)
     row, s = runs.row[index], runs.slice[index]

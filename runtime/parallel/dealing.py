@@ -53,13 +53,13 @@ class Work:
         line = owner[self.row] * wide
         np.add.at(steps, line + self.start, 1)
         np.add.at(steps, line + self.stop, -1)
-        return np.cumsum(steps.reshape(self.ranks, wide), axis=1)[:, deal] > 0
+        return np.asarray(np.cumsum(steps.reshape(self.ranks, wide), axis=1)[:, deal] > 0)
 
     def needs(self, deal: Array) -> Array:
         """int64 [ranks, ranks, 2]: of the tiles that rank s holds, the places that rank r reads lie in a range."""
         read = self.reads(deal)
         hi = self.per_rank - read[..., ::-1].argmax(axis=2)
-        return np.stack([read.argmax(axis=2), hi], axis=-1) * read.any(axis=2)[..., None]
+        return np.asarray(np.stack([read.argmax(axis=2), hi], axis=-1) * read.any(axis=2)[..., None])
 
     def sent(self, deal: Array) -> int:
         """Tiles of keys that travel."""

@@ -166,7 +166,7 @@ def _unpacked(x: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return x
     batch, heads, _, dim = k.shape
     n = x.numel() // (batch * heads * (dim + v.shape[3]))
-    first, second = x.split([batch * heads * n * dim, batch * heads * n * v.shape[3]])
+    first, second = torch.split(x, [batch * heads * n * dim, batch * heads * n * v.shape[3]])
     return first.view(batch, heads, n, dim), second.view(batch, heads, n, v.shape[3])
 
 
@@ -281,7 +281,7 @@ class _Shared(torch.autograd.Function):
             [g.reshape(-1).to(torch.float64 if g.dtype == torch.float64 else torch.float32) for g in asked]
         )
         ctx.wire.add(whole)
-        parts = iter(whole.split([g.numel() for g in asked]))
+        parts = iter(torch.split(whole, [g.numel() for g in asked]))
         needed = zip(cotangents, ctx.needs_input_grad[1:], strict=True)
         return None, *(next(parts).view(g.shape).to(g.dtype) if need else None for g, need in needed)
 

@@ -30,13 +30,13 @@ def steps(deal: Deal, rank: int, variant: Variant) -> tuple[Step, ...]:
     """ "ring": the rank's own keys, then those of the rank one before, two before, ... as far as they are needed;
     "all-gather": all of them at once. Steps in which nothing moves stay: messages between two ranks, keys one way and
     gradients the other, are in one order in both only where steps have the same numbers."""
-    needs = deal.needs
+    needs = deal.needs.tolist()
     ways = [((rank - i) % deal.ranks, (rank + i) % deal.ranks) for i in range(deal.ranks)]
     rounds = [[way] for way in ways] if variant == "ring" else [ways]
     out = []
     for round in rounds:
-        come = tuple((s, *map(int, needs[rank, s])) for s, _ in round if needs[rank, s, 1])
-        go = tuple((t, *map(int, needs[t, rank])) for _, t in round if t != rank and needs[t, rank, 1])
+        come = tuple((s, a, b) for s, _ in round for a, b in [needs[rank][s]] if b)
+        go = tuple((t, a, b) for _, t in round for a, b in [needs[t][rank]] if b and t != rank)
         out.append(Step(come, go, *_in_order(deal, come)))
     return tuple(out)
 

@@ -32,7 +32,7 @@ class Wire:
                 "there is no process group: call torch.distributed.init_process_group() in every process, as under "
                 "torchrun"
             )
-        self.group = dist.group.WORLD if group is None else group
+        self.group: Any = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise PeerError("this process is not in the group")
