@@ -48,7 +48,12 @@ def by_hand(model, x, positions=None, mask=HOW["mask"], score=HOW["score"], **va
 WANTED = by_hand(layer(), X, **VALUES)
 
 
-@pytest.mark.parametrize("operator", [*CPU, "dense"])  # "frisket" is one of the others here
+USUAL = ("ring", "frisket-xla")
+
+
+@pytest.mark.parametrize(
+    "operator", [pytest.param(n, marks=() if n in USUAL else pytest.mark.matrix) for n in (*CPU, "dense")]
+)
 def test_every_operator(operator):
     if why := fk.backends().get(operator.removeprefix("frisket-"), ""):
         pytest.skip(why)
@@ -70,6 +75,7 @@ def gradients(model):
     return nnx.jit(nnx.grad(loss))(model, jnp.asarray(X))
 
 
+@pytest.mark.matrix
 def test_gradients_are_equal():
     found, wanted = (gradients(layer(n)) for n in ("ring", "frisket-xla"))
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -112,6 +118,7 @@ def test_packed_sequences():
         np.testing.assert_allclose(found[b, start:stop], alone[0], atol=1e-5)
 
 
+@pytest.mark.matrix
 def test_options():
     plain = layer(mask="causal", score=None, rotary_base=None, metadata=AttentionMetadata(softmax_scale=0.5))
     kernels = [np.asarray(p.kernel[...], np.float64) for p in (plain.query, plain.key, plain.value, plain.out)]

@@ -178,9 +178,12 @@ def rounded(x, axis, bits):
     return np.round(x / scale) * scale
 
 
+FEW = [2, pytest.param(4, marks=pytest.mark.matrix), pytest.param(7, marks=pytest.mark.matrix), 8]
+
+
 @quantized
-@pytest.mark.parametrize("bits", [2, 4, 7, 8])
-@pytest.mark.parametrize("mode", ["train", "serve", "convert"])
+@pytest.mark.parametrize("bits", FEW)
+@pytest.mark.parametrize("mode", ["train", "serve", pytest.param("convert", marks=pytest.mark.matrix)])
 def test_products_of_few_bits(bits, mode):
     a, b = rng.standard_normal((5, 64)).astype(np.float32), rng.standard_normal((64, 7)).astype(np.float32)
     dot = m.get_dot_general_by_bits(bits, mode)["dot_general"]
@@ -196,6 +199,7 @@ def test_products_of_few_bits(bits, mode):
 
 
 @quantized
+@pytest.mark.matrix
 def test_training_with_few_bits():
     a, b = rng.standard_normal((16, 64)).astype(np.float32), rng.standard_normal((64, 8)).astype(np.float32)
     dot = m.get_dot_general_by_bits(8)["dot_general"]

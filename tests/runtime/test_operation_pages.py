@@ -11,7 +11,7 @@ from frisket.operations import AttentionRegistry, OperationRegistry
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["operations.md", "sharding.md"])
+@pytest.mark.parametrize("page", [pytest.param("operations.md", marks=pytest.mark.matrix), "sharding.md"])
 def test_the_page(page, monkeypatch):
     for registry in (AttentionRegistry, OperationRegistry):  # a page may register more
         monkeypatch.setattr(registry, "_known", dict(registry._known))
