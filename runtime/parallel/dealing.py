@@ -59,7 +59,7 @@ class Work:
         """int64 [ranks, ranks, 2]: of the tiles that rank s holds, the places that rank r reads lie in a range."""
         read = self.reads(deal)
         hi = self.per_rank - read[..., ::-1].argmax(axis=2)
-        return np.asarray(np.stack([read.argmax(axis=2), hi], axis=-1) * read.any(axis=2)[..., None])
+        return np.asarray(np.stack([read.argmax(axis=2), hi], axis=-1) * np.any(read, axis=2, keepdims=True))
 
     def sent(self, deal: Array) -> int:
         """Tiles of keys that travel."""
