@@ -102,6 +102,9 @@ class PagedKVCache(Cache):
         self.overflowed.zero_()
         return self
 
+    def _beside(self, known: list[int], new: int) -> int | None:
+        return None
+
     def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
         table = self.pages if real is None else self.pages[real.row[:, 0]]
         page = table.gather(1, (token // self.page).clamp(0, self.pages.shape[1] - 1).long())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -100,6 +101,10 @@ class Cache(nn.Module):
         """Places int64 [batch, kv_heads, n] of tokens [batch, n] among all vectors."""
         return (self.first if real is None else self.first[real.row[:, 0]]) + token.unsqueeze(1)
 
+    def _beside(self, known: list[int], new: int) -> int | None:
+        """Where new tokens go in every row, if that is one place."""
+        return known[0] if known.count(known[0]) == self.batch else None
+
     def _places(self, padded: bool) -> Places:
         return PADDED if padded else APPENDED
 
@@ -116,13 +121,15 @@ class Cache(nn.Module):
         them: what does not fit is dropped, and `overflowed` [batch] is true there from then on."""
         lengths = self.lengths
         new = check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, lengths.device)
-        step, real = self._grown(new, counts)
-        if real is not None:
-            where = self._standing(lengths, real)
+        known = self.known()
+        step, real = self._grown(known, new, counts)
+        first = None if real is not None or known is None else self._beside(known, new)
+        if first is not None:
+            self._write(lambda held, x: held.narrow(2, first, new).copy_(x), k, v)
         else:
-            token = lengths.view(-1, 1)
-            where = self._where(token if new == 1 else token + torch.arange(new, device=lengths.device))
-        self._write(where.reshape(-1), k, v, real)
+            where = self._ragged(new) if real is None else self._standing(lengths, real)
+            at = where.reshape(-1)
+            self._write(lambda held, x: store.write(held, at, x, real), k, v)
         lengths.add_(step)
         return self
 
@@ -177,12 +184,11 @@ class Cache(nn.Module):
 
     # -- how ------------------------------------------------------------------------------------------------
 
-    def _grown(self, new: int, counts: Any) -> tuple[Any, Taken | None]:
+    def _grown(self, known: list[int] | None, new: int, counts: Any) -> tuple[Any, Taken | None]:
         """How many tokens there are more, a number or int32 [batch], and which those are; room is seen to."""
         number, told = None, [new] * self.batch
         if counts is not None:
             number, told = counts_of(counts, self.batch, new, self.k.device)
-        known = self.known()
         if known is None or told is None:
             number = self._clipped(torch.full_like(self.lengths, new) if number is None else number)
         else:
@@ -205,14 +211,23 @@ class Cache(nn.Module):
         if not self.lengths.is_cpu:
             self._host = known and more and [have + n for have, n in zip(known, more, strict=True)]
 
-    def _write(self, at: Tensor, k: Tensor, v: Tensor, real: Taken | None) -> None:
+    def _ragged(self, new: int) -> Tensor:
+        """The places of new tokens behind those of every sequence."""
+        token = self.lengths.view(-1, 1)
+        return self._where(token if new == 1 else token + torch.arange(new, device=token.device))
+
+    def _write(self, put: Callable[[Tensor, Tensor], object], k: Tensor, v: Tensor) -> None:
         has = self._buffers
-        for name, x in (("k", k), ("v", v)):
-            held, scales = has[name], has[f"{name}_scale"]
-            if scales is not None:
-                x, scale = store.quantised(x, held.dtype)
-                store.write(scales, at, scale, real)
-            store.write(held, at, x, real)
+        if has["k_scale"] is not None:
+            if k.shape == v.shape:  # in one, which is half as many operations
+                (k, v), scales = store.divided(torch.stack((k, v)), self.dtype)
+            else:
+                (k, *scales), (v, *more) = (store.divided(x, self.dtype) for x in (k, v))
+                scales += more
+            put(has["k_scale"], scales[0])
+            put(has["v_scale"], scales[1])
+        put(has["k"], k)
+        put(has["v"], v)
 
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
         """What is stored, asked by an attention of places."""

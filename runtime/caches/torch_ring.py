@@ -115,6 +115,10 @@ class RingKVCache(Cache):
     def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
         return super()._where(token % self.window, real)
 
+    def _beside(self, known: list[int], new: int) -> int | None:
+        first = super()._beside(known, new)
+        return None if first is None or first % self.window + new > self.window else first % self.window
+
     def _places(self, padded: bool) -> Places:
         return ring_padded(self.window) if padded else ring(self.window)
 

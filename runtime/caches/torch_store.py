@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
 from ..frameworks import FLOATS
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
+LEAST = torch.finfo(torch.float32).tiny
 PLAIN = tuple(getattr(torch, name) for name in FLOATS)
 
 
@@ -25,12 +27,21 @@ def check_dtype(dtype: torch.dtype) -> None:
 def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(stored, scale) with x = stored * scale[..., None], rounded: a float32 scale for every vector, its largest
     magnitude over the largest number of `dtype`."""
-    real, top = x.float(), NARROW[dtype]
-    scale = real.abs().amax(-1) / top
-    stored = real / scale.clamp_min(torch.finfo(torch.float32).tiny)[..., None]  # zeros have the scale 0
-    if dtype == torch.int8:
-        stored.round_()
-    return stored.clamp_(-top, top).to(dtype), scale
+    stored, scale = divided(x, dtype)
+    return stored.to(dtype), scale
+
+
+def divided(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same before it is stored, in float32."""
+    real = x if x.dtype == torch.float32 else x.float()
+    scale = real.abs().amax(-1, keepdim=True).div_(_largest(dtype, x.device))
+    stored = real / scale.clamp_min(LEAST)  # zeros have the scale 0
+    return stored.round_() if dtype == torch.int8 else stored, scale.squeeze(-1)
+
+
+@cache
+def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(NARROW[dtype], device=device)  # a number of Python's takes longer
 
 
 class Taken(NamedTuple):
