@@ -302,14 +302,19 @@ class Attention:
         self, q: Any = None, k: Any = None, v: Any = None, *, q_len: int = 4096, kv_len: int | None = None,
         batch: int = 1, heads: int = 1, kv_heads: int | None = None, head_dim: int = 64, v_dim: int | None = None,
         dtype: str = "float32", backend: str | None = None, origin: Origin = NOWHERE, sizes: Sizes | None = None,
-        layout: str | None = None, arch: str | None = None, **params: Any,
+        layout: str | None = None, arch: str | None = None, k_scale: Any = None, v_scale: Any = None,
+        pages: Any = None, **params: Any,
     ) -> Stages:  # fmt: skip
         """What becomes of the mask and score mod on the way to a kernel, a printable field per stage. Tiles of Triton
-        are those for `arch`, "sm_90" or "gfx942" for example, or for the GPU at hand."""
-        what = self.subject.bind(params)
+        are those for `arch`, "sm_90" or "gfx942" for example, or for the GPU at hand. How keys are stored is read off
+        q, k, v, scales and pages."""
+        what, live = self.subject.bind(params), live_of(k_scale, v_scale, pages)
+        if live and q is None:
+            raise ParameterError("scales and pages are those of q, k and v: give them, too")
         if q is not None:
-            given = arrays(q, k, v, layout)
+            given = arrays(q, k, v, layout, pages=pages)
             g = given.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
+            what = what.stored_as(stored(given, g, live)[0])
             name = backend or choose(self.options.backend, given.framework, given.device)
             dtype = given.dtype
         else:

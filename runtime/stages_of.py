@@ -45,6 +45,8 @@ def text_of(
         known: list[Any] = [*plan.tables, *plan.slots]
         names = {*"qkv", *(x.name for x in known if x.source in learned)}
         text = pallas_tpu.emit(plan, target, g, dtype, sinks)
+        if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
+            return text, target
         return f"{text}\n\n{pallas_tpu_backward.emit(plan, target, g, dtype, names)}", target
     if target.backend == "pallas-mosaic-gpu":
         from frisket.lowering.emit import pallas_gpu
@@ -57,7 +59,7 @@ def dims_of(g: Geometry, dtype: str, live: tuple[str, ...] = ()) -> Dims:
     """What of the shapes Triton's kernels depend on, and the slots whose values they load."""
     from frisket.lowering.emit.triton_writer import Dims
 
-    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, live=live)
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
 
 
 def few_queries(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> Shares | None:
