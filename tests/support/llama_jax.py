@@ -1,6 +1,8 @@
 """A tiny Llama of random weights: RMSNorm, rotary positions, grouped heads, SwiGLU; what its layers attend with is the
 caller's."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +16,16 @@ def weights(seed=0):
     def matrix(n, m):
         return jnp.asarray(draw.standard_normal((n, m)) / np.sqrt(n), jnp.float32)
 
-    def layer():
+    def matrices():
         sizes = {"q": (WIDTH, HEADS * DIM), "k": (WIDTH, KV_HEADS * DIM), "v": (WIDTH, KV_HEADS * DIM)}
         sizes |= {"o": (HEADS * DIM, WIDTH), "gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
         return {n: matrix(*size) for n, size in sizes.items()}
 
-    return {"embed": matrix(VOCAB, WIDTH) * 5, "layers": [layer() for _ in range(LAYERS)], "head": matrix(WIDTH, VOCAB)}
+    return {
+        "embed": matrix(VOCAB, WIDTH) * 5,
+        "layers": [matrices() for _ in range(LAYERS)],
+        "head": matrix(WIDTH, VOCAB),
+    }
 
 
 def norm(x):
@@ -35,16 +41,20 @@ def rotated(x, positions):
     )
 
 
+def layer(w, x, positions, attend):
+    y = norm(x)
+    q, k, v = ((y @ w[n]).reshape(*y.shape[:2], -1, DIM) for n in "qkv")
+    out = attend(rotated(q, positions), rotated(k, positions), v)
+    x = x + out.reshape(*x.shape[:2], -1) @ w["o"]
+    y = norm(x)
+    return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
+
+
 def forward(w, tokens, positions, attend):
-    """Logits [batch, n, VOCAB] of tokens [batch, n]; `attend(layer, q, k, v)` is attention, and keeps what it likes."""
+    """Logits [batch, n, VOCAB] of tokens [batch, n]; `attend(layer, q, k, v)` is attention."""
     x = w["embed"][tokens]
-    for i, layer in enumerate(w["layers"]):
-        y = norm(x)
-        q, k, v = ((y @ layer[n]).reshape(*y.shape[:2], -1, DIM) for n in "qkv")
-        out = attend(i, rotated(q, positions), rotated(k, positions), v)
-        x = x + out.reshape(*x.shape[:2], -1) @ layer["o"]
-        y = norm(x)
-        x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+    for i, one in enumerate(w["layers"]):
+        x = layer(one, x, positions, partial(attend, i))
     return norm(x) @ w["head"]
 
 
@@ -64,24 +74,31 @@ def generated(w, att, caches, prompt, new, seat=None):
     a token at a time behind the prompt. `seat(caches, n)` is asked before every step of n tokens."""
     traced = []
 
-    def step(caches, tokens, start):
-        traced.append(tokens.shape)
-        caches = list(caches)
+    @partial(jax.jit, donate_argnums=1)
+    def step(one, cache, x, positions):  # compiled once for all layers
+        traced.append(x.shape[:2])
 
-        def attend(i, q, k, v):
-            out, caches[i] = caches[i].attention(att, q, k, v)
+        def attend(q, k, v):
+            nonlocal cache
+            out, cache = cache.attention(att, q, k, v)
             return out
 
-        positions = start + jnp.arange(tokens.shape[1])[None] + jnp.zeros((tokens.shape[0], 1), jnp.int32)
-        logits = forward(w, tokens, positions, attend)
-        return caches, logits, logits[:, -1:].argmax(-1)
+        return layer(one, x, positions, attend), cache
 
-    run = jax.jit(step, donate_argnums=0)
+    @jax.jit
+    def last(x):
+        logits = norm(x) @ w["head"]
+        return logits, logits[:, -1:].argmax(-1)
+
     tokens, kept, chunk, at = [prompt], [], prompt, 0
     for _ in range(new):
-        caches = seat(caches, chunk.shape[1]) if seat else caches
-        caches, logits, following = run(caches, chunk, jnp.int32(at))
-        at, chunk = at + chunk.shape[1], following
+        caches = list(seat(caches, chunk.shape[1]) if seat else caches)
+        positions = at + np.arange(chunk.shape[1]) + np.zeros((len(chunk), 1), int)
+        x = w["embed"][chunk]
+        for i, one in enumerate(w["layers"]):
+            x, caches[i] = step(one, caches[i], x, positions)
+        at += chunk.shape[1]
+        logits, chunk = last(x)
         tokens.append(chunk)
         kept.append(logits)
     return jnp.concatenate(tokens, 1), jnp.concatenate(kept, 1), caches, traced
