@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.dsl.ir import TRUE
 
 from ..attention import Attention
 from ..merge import merge
@@ -26,6 +25,7 @@ from ..options import seed_of, sinks_of
 from ..parameters import digest
 from ..torch_op import Ready, cast, kept_ready
 from .deal import Deal, Variant
+from .places import check_covered
 from .torch_steps import Step, start, steps
 from .torch_wire import Wire
 
@@ -69,7 +69,8 @@ def attend(
         if name not in params:
             raise ParameterError(f"`{name}` is in `split` and is not given")
         params[name] = _Gather.apply(wire, deal, axis, params[name])  # type: ignore[no-untyped-call]
-    _check_mask(att, deal, params)
+    batch, heads = sizes = sizes or (origin[0] + q.shape[0], origin[1] + q.shape[1])
+    _check_mask(att, deal, batch, heads, params)
     learned = {n: x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)}
     flowing = [x for x in (sinks, *learned.values()) if x is not None]
     if flowing:
@@ -100,7 +101,7 @@ class Job:
     steps: tuple[Step, ...]
     seed: Any
     origin: Sizes
-    sizes: Sizes | None
+    sizes: Sizes
     params: Mapping[str, Any]
     learned: tuple[str, ...]
 
@@ -122,8 +123,7 @@ class Job:
             while len(kept) > KEPT:  # a deal for every step's documents
                 kept.pop(next(n for n in kept if isinstance(n, tuple)))
         origin = (*self.origin, *first) if plain else (*self.origin, 0, 0)
-        batch, heads = self.sizes or (self.origin[0] + q.shape[0], self.origin[1] + q.shape[1])
-        sizes = batch, heads, self.deal.length, self.deal.length
+        sizes = (*self.sizes, self.deal.length, self.deal.length)
         return kept_ready(
             kept[where], q, k, v, None, self.seed, None, False, origin, sizes, None, {**self.params, **values}
         )
@@ -334,22 +334,20 @@ def _learned(att: Attention, name: str, x: Any) -> bool:
     return name in att.subject.learnable and isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _check_mask(att: Attention, deal: Deal, params: Mapping[str, Any]) -> None:
+def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapping[str, Any]) -> None:
     """What travels is by the mask of the deal: under another one, keys would be missing."""
     mine = att.subject.mask
     given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
-    marks = [(n, x if isinstance(x, int | float) else getattr(x, "_version", 0)) for n, x in given.items()]
+    marks = [
+        ("", (batch, heads)),
+        *((n, x if isinstance(x, int | float) else getattr(x, "_version", 0)) for n, x in given.items()),
+    ]
     kept = _locals.setdefault(att, {})
     known = kept.get("mask")
     if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in given.items()):
         return
-    found = None if mine is None else mine.bind(**given)
-    if (deal.mask.expr is not TRUE) if found is None else found != deal.mask:
-        raise ParameterError(
-            f"the deal is of another mask than the attention\n  deal: {deal.mask!r}\n  attention: "
-            f"{'everything visible' if found is None else repr(found)}\n  give deal=deal.under(mask, ...), with the "
-            "values of its tables"
-        )
+    found = replace(att.subject, mask=None if mine is None else mine.bind(**given))
+    check_covered(found, deal, (), batch, heads)
     kept["mask"] = deal, marks, given
 
 
