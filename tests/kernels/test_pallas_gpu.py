@@ -25,7 +25,7 @@ from frisket.lowering.emit.expr_jnp import JNP
 from frisket.lowering.emit.pallas_gpu_expr import Expressions
 from frisket.lowering.emit.text import filled
 from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
+from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Target, make_plan
 from frisket.runtime import pallas_gpu as runtime
 from frisket.runtime.modules import load
 
@@ -296,6 +296,14 @@ def test_refusals():
     assert "head dims of kernels for Hopper are at most 256, not 320" in refusal(CASES["causal"], head_dim=320)
     assert "`sees` is indexed by q and k together" in refusal(CASES["relation"])
     assert "may leave 32 bits" in refusal(Case(causal & (q * q * q * q > k)))
+    assert refusal(CASES["causal"], kv_dtype="int8") == (
+        'kernels for Hopper read keys and values as they are, and this call has those of int8; use backend="triton"'
+    )
+    for what, plan in (
+        ("pages of them", make_plan(causal, None, pages=Pages("pages", 64))),
+        ("scales of values", make_plan(causal, None, weight=lookup("v_scale", (k,), FLOAT))),
+    ):
+        assert what in runtime.reason(plan, cases.geometry(CASES["causal"]), "bfloat16", {})
     far = Case(score=score + lookup("bias", (h, q - k), FLOAT), tables={"bias": np.zeros((2, 9), np.float32)})
     assert "values by q - k take" in refusal(far, q_len=2**20, kv_len=2**20)
     with pytest.raises(LoweringError, match="not float32"):

@@ -10,8 +10,16 @@ import pytest
 import triton
 
 import frisket as fk
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import b, h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering.emit import triton_forward
+from frisket.lowering.emit.triton_decode import emit as emit_decode
 from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.plan import Geometry, Pages, make_plan
+from frisket.runtime import triton_decode
 from frisket.runtime.triton_report import ARCHITECTURES, compile_reports
+from frisket.runtime.triton_tiles import MEDIUM, default_target
 
 GOLDEN = Path(__file__).parent.parent / "golden" / f"triton_report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
 LENGTH, HEADS = 8192, 8
@@ -22,25 +30,29 @@ MASKS = {  # the three classes of windows, spans from a table, and a score mod
     "documents": ("causal & same(doc)", None),
     "softcap": ("causal", "softcap(50)"),
 }
-ALL = list(product(ARCHITECTURES, (64, 128, 256), MASKS, KINDS))
+ALL = list(product(ARCHITECTURES, (64, 128, 256), (*MASKS, "stored"), KINDS))
 FEW = [
     ("sm_90", 64, "documents", "whole"), ("sm_90", 128, "softcap", "whole"), ("sm_90", 128, "window", "whole"),
     ("sm_90", 128, "causal", "decode"), ("sm_80", 64, "causal", "whole"), ("sm_100", 64, "causal", "whole"),
-    ("gfx942", 64, "causal", "whole"),
+    ("gfx942", 64, "causal", "whole"), ("sm_90", 128, "stored", "decode"), ("gfx942", 128, "stored", "decode"),
 ]  # fmt: skip
 
 
 def lines(arch, dim, name, kind):
     """(what begins its line, the line of the table, the report) of every kernel."""
-    mask, score = MASKS[name]
-    doc = {"doc": np.arange(LENGTH) // 700} if name == "documents" else {}
     q_len, kv_heads = KINDS[kind]
-    stages = fk.compile(mask, score, **doc).stages(
-        backend="triton", arch=arch, q_len=q_len, kv_len=LENGTH, heads=HEADS, kv_heads=kv_heads, head_dim=dim,
-        dtype="bfloat16",
-    )  # fmt: skip
-    dims = Dims(dim, dim, "bfloat16", HEADS // kv_heads)
-    for r in compile_reports(stages.source, stages.plan, stages.target, dims, arch):
+    dims = Dims(dim, dim, "bfloat16", HEADS // kv_heads, "int8" if name == "stored" else "")
+    if name == "stored":
+        made = stored(arch, dims, q_len, kv_heads)
+    else:
+        mask, mod = MASKS[name]
+        doc = {"doc": np.arange(LENGTH) // 700} if name == "documents" else {}
+        stages = fk.compile(mask, mod, **doc).stages(
+            backend="triton", arch=arch, q_len=q_len, kv_len=LENGTH, heads=HEADS, kv_heads=kv_heads, head_dim=dim,
+            dtype="bfloat16",
+        )  # fmt: skip
+        made = stages.source, stages.plan, stages.target
+    for r in compile_reports(*made, dims, arch):
         kernel = r.kernel.removeprefix("attention_")
         if kernel == "combine":  # no tile, and the same for all masks
             continue
@@ -48,6 +60,20 @@ def lines(arch, dim, name, kind):
         tile = f"{r.block_q:>3} x {r.block_k:<3} {r.warps} warps {r.stages} stages"
         used = f"{r.registers:>3} registers {r.spills:>4} spilled {r.shared:>6} shared {r.mma:>3} mma"
         yield place, f"{place} {tile} {used}", r
+
+
+def stored(arch, dims, q_len, kv_heads):
+    """(source, plan, target) of 8 bits with scales, in pages of 16."""
+    places = lookup("pages", (b, k // 16)), h // dims.group, k % 16
+    key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
+    mask = (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,)))
+    plan = make_plan(mask, score * key, weight=value, pages=Pages("pages", 16))
+    g = Geometry(1, HEADS, kv_heads, q_len, LENGTH, dims.head_dim, dims.v_dim, 0.1, kv_dtype=dims.kv_dtype)
+    target = default_target(g, dims.dtype, keys=MEDIUM, stored=True, arch=arch)
+    few = triton_decode.shares(plan, None, g, target, dims, 132) if q_len == 1 else None
+    if few is None:
+        return triton_forward.emit(plan, target, dims), plan, target
+    return emit_decode(plan, few.target, dims), plan, few.target
 
 
 def known():
