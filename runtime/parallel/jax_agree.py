@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 from jax._src import distributed  # the store that jax.distributed keeps its own state in
 
-from frisket.dsl.errors import BackendError, ParameterError
+from frisket.dsl.errors import PeerError
 
 PATIENCE = 300  # seconds, as jax.distributed waits for processes to come
 _met: set[str] = set()
@@ -18,7 +18,7 @@ _met: set[str] = set()
 
 def agree(call: Mapping[str, str]) -> None:
     """Compare what a call is made of with the other processes, the first time that this one is at such a call. Raises
-    `ParameterError` that names processes and what differs, `BackendError` that names one that does not come."""
+    `PeerError` that names processes and what differs, or one that does not come."""
     if jax.process_count() == 1:
         return
     text = json.dumps(call, sort_keys=True)
@@ -39,7 +39,7 @@ def agree(call: Mapping[str, str]) -> None:
             if theirs.get(n) != call[n]
         ]
     if wrong:
-        raise ParameterError("processes call attend with different things\n  " + "\n  ".join(wrong))
+        raise PeerError("processes call attend with different things\n  " + "\n  ".join(wrong))
 
 
 def _of(store: object, key: str, process: int) -> str:
@@ -47,7 +47,7 @@ def _of(store: object, key: str, process: int) -> str:
         found: str = store.blocking_key_value_get(key, PATIENCE * 1000)  # type: ignore[attr-defined]
         return found
     except jax.errors.JaxRuntimeError as error:
-        raise BackendError(
+        raise PeerError(
             f"process {process} has not come to this call of attend within {PATIENCE} s\n"
             "  it has died, is at other work, or has another program"
         ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from .jax_shard import Arrays, Axes, Shard, shard_of, size
 from .places import check_covered
 from .schedule import Step, steps
 
+Split: TypeAlias = Mapping[str, int | tuple[int, ...]] | None
 _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
 _barrier: Any = lax.optimization_barrier
 _spec: Any = PartitionSpec
@@ -40,7 +41,7 @@ _spec: Any = PartitionSpec
 
 def attend(
     att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, *, deal: Deal, axis: str = "sp",
-    variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Mapping[str, str] | None = None,
+    variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Split = None,
     seed: Any = None, sinks: Any = None, return_lse: bool = False, mesh: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
     """Attention of a sequence whose tokens are dealt over the devices of a mesh axis:
@@ -65,23 +66,24 @@ def attend(
 
     `batch_axis` and `head_axis` are the mesh axes over which batch entries and heads are split as well, if they are.
     Tables among `params` are whole, in the order of the sequence, on every device, and so are `sinks`; their gradients
-    are sums over all devices. `split={"bias": "q"}` says that a table is split as the arrays are along the coordinates
-    named, of b, h, q and k; those split along k travel with the keys. Positions in masks, score mods and dropout are
-    those of the sequence.
+    are sums over all devices. `split={"doc": 0, "bias": (0, 1)}` says along which axes a table is split as the arrays
+    are, dealt where it is read at q or k; one that is split along keys travels with them. Positions in masks, score
+    mods and dropout are those of the sequence.
 
     Raises `ShapeError` for shards that are not the deal's, `ParameterError` where the mask may show what the deal
     does not bring.
     """
     axes = batch_axis, head_axis
+    parts = {n: (a,) if isinstance(a, int) else tuple(a) for n, a in (split or {}).items()}
     if mesh is not None:
         how = {"deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis, "head_axis": head_axis}
         local = partial(attend, att, split=split, return_lse=return_lse, **how)
         spec, rows = _spec(batch_axis, axis, head_axis), _spec(batch_axis, head_axis, axis)
-        tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, split or {})
+        tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, parts)
         values = {"seed": seed, "sinks": sinks, **params}
         return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
     _check(q, k, deal, axis, variant)
-    shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, dict(split or {}), params)
+    shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, parts, params)
     check_covered(shard.att.subject, deal, shard.given, *shard.whole_sizes)
     agree(_said(shard, q, k, v, variant))
     arrays = {"q": q, "k": k, "v": v, **shard.given}
@@ -97,14 +99,13 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, str]) -> Arrays:
+def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[int, ...]]) -> Arrays:
     """Of every split table its PartitionSpec, from the mesh axes of coordinates."""
     tables: Arrays = {}
     for e in walk(*(x for x in att.subject.exprs if x is not None)):
         if e.op == "lookup" and e.name in split:
-            mine = [axes[a.name] if a.op == "var" and a.name in split[e.name] else None for a in e.args]
-            before = tables.get(e.name, (None,) * len(mine))
-            tables[e.name] = _spec(*(x or y for x, y in zip(mine, before, strict=True)))
+            own = split[e.name]
+            tables[e.name] = _spec(*(axes.get(a.name) if i in own else None for i, a in enumerate(e.args)))
     return tables
 
 

@@ -44,7 +44,7 @@ class Shard:
     axis: str
     whole: bool
     axes: tuple[Axes, Axes]  # of the mesh, over which batch entries and heads are split
-    split: Mapping[str, str]
+    split: Mapping[str, tuple[int, ...]]
     given: Arrays
     lengths: tuple[int, int]
 
@@ -159,8 +159,8 @@ class Shard:
 
 
 def shard_of(
-    att: Attention, q: Any, deal: Deal, axis: str, whole: bool, axes: tuple[Axes, Axes], split: dict[str, str],
-    params: dict[str, Any],
+    att: Attention, q: Any, deal: Deal, axis: str, whole: bool, axes: tuple[Axes, Axes],
+    split: dict[str, tuple[int, ...]], params: dict[str, Any],
 ) -> Shard:  # fmt: skip
     """Of the values a call brings, those of the host are bound, the others stay what they are."""
     host, given = divided({**att.traced, **params}, None, att.subject.learnable, "jax")

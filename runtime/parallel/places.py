@@ -23,7 +23,6 @@ import numpy as np
 from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, lit, lookup, make, param, substitute, uses, var, walk
 from frisket.dsl.program import Declared
-from frisket.dsl.show import show
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.driver import bind as written_out
 
@@ -41,14 +40,14 @@ AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # where 
 class Where:
     """What a call is a shard of. `moved` are the coordinates that differ between the arrays of a call and the problem:
     q and k by a table of positions, b and h by how many come before. `split` says which tables are there in parts,
-    and along which coordinates."""
+    and along which of their axes."""
 
     length: int
     places: int  # of all ranks, with padding
     batch: int = 1
     heads: int = 1
     moved: str = "qk"
-    split: Mapping[str, str] = field(default_factory=dict)
+    split: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,9 @@ class _Maker:
         for n in walk(e):
             if n.op == "lookup" and n.name in self.where.split:
                 own = self.where.split[n.name]
-                change[n] = lookup(n.name, tuple(place(a.name) if _bare(a, own) else a for a in n.args), n.type)
+                change[n] = lookup(
+                    n.name, tuple(place(a.name) if i in own else a for i, a in enumerate(n.args)), n.type
+                )
         return substitute(e, change)
 
     def _rises(self, e: Expr) -> bool:
@@ -220,19 +221,14 @@ class _Maker:
 
     def _check_split(self, e: Expr) -> None:
         for n in walk(e):
-            own = self.where.split.get(n.name, "") if n.op in ("lookup", "segment") else ""
-            if not own:
-                continue
-            mine = [i for i, a in enumerate(n.args) if _bare(a, own)]
-            if n.op == "segment" or not mine:
-                raise ParameterError(
-                    f"`{n.name}` is split along {' and '.join(own)} and read as `{show(n)}`, which may be on another "
-                    f"rank\n  give it whole: split= without `{n.name}`"
-                )
-            for i in mine:
+            own = self.where.split.get(n.name, ()) if n.op in ("lookup", "segment") else ()
+            for i in own:
+                if n.op == "segment" or i not in range(len(n.args)):
+                    raise ParameterError(f"`{n.name}` cannot be split along axis {i} as it is read; give it whole")
+                if n.args[i].op != "var":
+                    raise ParameterError(
+                        f"`{n.name}` is split along axis {i} and read there at `{n.args[i]!r}`, maybe on another "
+                        f"device\n  give it whole: split= without `{n.name}`"
+                    )
                 if n.args[i].name == "k" and self.travels.setdefault(n.name, i) != i:
-                    raise ParameterError(f"`{n.name}` is split and has keys in two axes, in `{show(e)}`; give it whole")
-
-
-def _bare(e: Expr, own: str) -> bool:
-    return e.op == "var" and e.name in own
+                    raise ParameterError(f"`{n.name}` is split along two axes of keys; give it whole")

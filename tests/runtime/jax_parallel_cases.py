@@ -79,17 +79,17 @@ CASES = {
     "distances": Case("window(40)", "score + bias[h, q - k + 40]", {"bias": table(2, 81)}),
     "split tables": Case("causal & same(doc)", "score + column[h, k] + bias[q, k]",
                          {"doc": DOC, "column": table(2, LENGTH), "bias": table(LENGTH, LENGTH)},
-                         split={"doc": "qk", "column": "k", "bias": "q"}),
+                         split={"doc": 0, "column": 1, "bias": 0}),
     "dropout and sinks": Case("causal & window(60)", dropout=0.3, sinks=True),
     "mesh": Case("causal & q - k < 20 * (h + 1) + 7 * b", "score + slope[h] * (k - q)", {"slope": table(4)}, batch=2,
                  heads=4, kv_heads=2, mesh=(2, 2, 2), dropout=0.2, sinks=True),
     "split heads": Case("causal & same(doc)", "score + slope[h] * (k - q)", {"slope": table(4), "doc": DOC}, heads=4,
-                        kv_heads=2, mesh=(2, 2, 2), batch=2, split={"slope": "h", "doc": "qk"}, by_mesh=True,
+                        kv_heads=2, mesh=(2, 2, 2), batch=2, split={"slope": 0, "doc": 0}, by_mesh=True,
                         dropout=0.1, sinks=True),
     "gathered": Case("causal & window(40)", variant="all-gather", kv_heads=2),
     "gathered documents": Case("causal & same(doc)", "score + column[h, k] + bias[q, k]",
                                {"doc": DOC, "column": table(2, LENGTH), "bias": table(LENGTH, LENGTH)},
-                               variant="all-gather", split={"doc": "qk", "column": "k"}, dropout=0.2, sinks=True),
+                               variant="all-gather", split={"doc": 0, "column": (1,)}, dropout=0.2, sinks=True),
     "short": Case("causal", length=20),
     "bfloat16": Case("causal & window(60)", dtype="bfloat16"),
 }  # fmt: skip
@@ -109,13 +109,11 @@ def arrays(case):
 
 def split_axes(case, deal, name, x):
     """(x as the call's global array has it, its PartitionSpec) of a table."""
-    own = case.split.get(name, "")
-    axes = {"doc": "q", "column": "hk", "bias": "qk", "slope": "h"}.get(name, "")
-    spec = []
-    for i, c in enumerate(axes if own else ""):
-        mine = c in own or (name == "doc" and c in "qk")
-        spec.append({"q": "sp", "k": "sp", "h": "tp"}[c] if mine else None)
-        if mine and c in "qk":
+    own, spec = case.split.get(name, ()), []
+    own = (own,) if isinstance(own, int) else own
+    for i, c in enumerate({"doc": "q", "column": "hk", "bias": "qk", "slope": "h"}[name] if own else ""):
+        spec.append({"q": "sp", "k": "sp", "h": "tp"}[c] if i in own else None)
+        if i in own and c in "qk":
             x = deal.permute(x, i)
     return x, P(*spec)
 
