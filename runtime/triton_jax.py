@@ -153,7 +153,7 @@ def target(
     made = triton_tiles.default_target(
         geometry, dtype, keys=keys, curved=plan.score_class == "general",
         per_position=triton_tiles.loads_per_position(plan.mask, plan.score), arch=architecture(),
-        stored=bool(geometry.kv_dtype or plan.weight or plan.pages),
+        stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
     )  # fmt: skip
     return _precise(made, dtype)
 

@@ -83,8 +83,12 @@ def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
             "an index of this mask may leave 32 bits, which kernels for Hopper count in; shrink the numbers in the "
             'mask, or use backend="triton"'
         )
-    for what, there in ((f"those of {geometry.kv_dtype}", geometry.kv_dtype), ("pages of them", plan.pages),
-                        ("scales of values", plan.weight)):  # fmt: skip
+    stored = {
+        f"those of {geometry.kv_dtype}": geometry.kv_dtype != "",
+        "pages of them": plan.pages is not None,
+        "scales of values": plan.weight is not None,
+    }
+    for what, there in stored.items():
         if there:
             return (
                 f'kernels for Hopper read keys and values as they are, and this call has {what}; use backend="triton"'

@@ -19,7 +19,7 @@ def emit(
     tables and slots in `wanted`. Executors print the forward and the backward as modules of their own, when each is
     first called; the kernels are these. Of stored keys and values there is the forward alone."""
     kernels = [triton_forward.kernel(plan, target, dims, sinks=sinks)]
-    if not (dims.kv_dtype or plan.weight or plan.pages):
+    if not dims.kv_dtype and plan.weight is None and plan.pages is None:
         kernels += triton_backward.kernels(plan, target, dims, wanted, dlse=False)
         kernels += triton_captured.kernels(plan, triton_captured.square(target), dims, wanted)
     return module("Attention", plan, dims, kernels)

@@ -19,7 +19,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Bounds, Target, make_plan, survives
-from frisket.runtime import triton_jax, triton_jax_call
+from frisket.runtime import triton_jax, triton_jax_call, triton_tiles
 
 triton_bf16.install()
 DROPPED = {SEED: 11, RATE: 0.3}
@@ -121,6 +121,8 @@ def test_stored_keys_and_values(name, splits):
     )  # fmt: skip
     assert out.dtype == stored.case.dtype
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
+    chosen = triton_jax.target(made.plan, cases.geometry(stored.case), "bfloat16")
+    assert chosen.block_k == triton_tiles.STORED
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 1, 30, 13)])

@@ -13,7 +13,7 @@ from frisket.dsl.evaluate import OPERATORS
 from frisket.dsl.ir import build, lit, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import expr, expr_jnp, expr_triton, triton_decode
+from frisket.lowering.emit import expr, expr_jnp, expr_triton, triton, triton_decode
 from frisket.lowering.emit.expr import COLUMN, POSITION, ROW, SCALAR, Text
 from frisket.lowering.emit.text import Names, Page
 from frisket.lowering.emit.triton_forward import emit
@@ -90,6 +90,15 @@ def test_golden_text_of_stored_keys_and_values(golden):
     few, dims = replace(TARGET, block_q=16, num_warps=4), Dims(128, 128, "bfloat16", 4, "int8")
     golden("triton_decode_stored.py", triton_decode.emit(stored(64), few, dims))
     golden("triton_stored.py", emit(stored(16), TARGET, dims))
+
+
+def test_stored_keys_and_values_have_no_backward():
+    for made, dims in (
+        (stored(16), Dims(64, 64, "float16")),
+        (make_plan(causal, None), Dims(64, 64, "float16", 1, "int8")),
+    ):
+        kernels = re.findall(r"def (attention_\w+)", triton.emit(made, TARGET, dims))
+        assert kernels == ["attention_forward"]
 
 
 def test_what_heads_of_a_tile_share_is_read_once():
