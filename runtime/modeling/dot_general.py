@@ -57,7 +57,10 @@ def _scaling(bits: int) -> str:
 def trained(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
     """The product with integers in the forward and the backward."""
     # qwix's public way to it is a flax module that it rewrites
-    from qwix._src.core.dot_general_qt import DotGeneralQtConfig, dot_general_qt
+    from qwix._src.core.dot_general_qt import (  # type: ignore[import-untyped]
+        DotGeneralQtConfig,
+        dot_general_qt,
+    )
 
     sides = ("lhs", "rhs", "dlhs_grad", "drhs_grad")
     types: dict[str, Any] = {f"{side}_qtype": jnp.int8 for side in sides}
@@ -68,7 +71,7 @@ def trained(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
 
 def rounded(x: Any, contracted: Any, bits: int) -> Any:
     """`x` as a QArray: a scale for every index of the axes that are not contracted."""
-    import qwix
+    import qwix  # type: ignore[import-untyped]
 
     kept = [i for i in range(x.ndim) if i not in contracted]
     return qwix.quantize(x, jnp.int8, channelwise_axes=kept, calibration_method=_scaling(bits))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import qwix
+import qwix  # type: ignore[import-untyped]
 from flax import nnx
 
 from frisket.dsl.errors import ParameterError

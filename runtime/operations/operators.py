@@ -32,7 +32,7 @@ class FrisketAttention(AttentionImpl):
     backend: ClassVar[str | None] = None
 
     @classmethod
-    def get_impl_name(cls) -> tuple[str, ...]:
+    def get_impl_name(cls) -> str | tuple[str, ...]:
         return "frisket", "blocksparse", "sdpa", "flash_attn2"
 
     def forward_native(

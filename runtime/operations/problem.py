@@ -59,7 +59,8 @@ def problem(
     scores = [made.score]
     if positions is not None:
         at = _by_place(tables, "positions", positions, lengths, moved)
-        masks, scores = ([None if x is None else x.at(**at) for x in xs] for xs in (masks, scores))
+        masks = [None if m is None else m.at(**at) for m in masks]
+        scores = [None if s is None else s.at(**at) for s in scores]
         flags = [m.at(**at) for m in flags]
     elif lengths[2] != lengths[3] and not moved:
         flags = [m.at(q=f"q + {lengths[3] - lengths[2]}") for m in flags]

@@ -18,7 +18,7 @@ Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]  # to what JSON has, a
 
 
 def dtype_to_json(x: Any) -> str:
-    return jnp.dtype(x).name
+    return str(jnp.dtype(x).name)
 
 
 def dtype_from_json(x: str) -> Any:

@@ -85,8 +85,8 @@ class _Dealt(FrisketAttention):
     def attend(self, found: Problem, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         arrays, deal = (query, key, value), self.deal
         if self.ranks == 1:
-            whole = arrays if deal is None else [deal.unpermute(x, 1) for x in arrays]
-            out = super().attend(found, options, *whole, how)
+            q, k, v = arrays if deal is None else (deal.unpermute(x, 1) for x in arrays)
+            out = super().attend(found, options, q, k, v, how)
             return out if deal is None else deal.permute(out, 1)
         if deal is None:
             batch, heads, length, _ = self.lengths(query, key)
@@ -101,10 +101,9 @@ class _Dealt(FrisketAttention):
         """The call on every device."""
         mesh, att = self.metadata.mesh, found.attention(options)
         assert mesh is not None  # there are several ranks
-        split, spec = self.specs(arrays[0])[0], [None] * 4
-        spec[0] = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
-        spec[1] = self.axis
-        spec[2] = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(spec[0])})
+        split = self.specs(arrays[0])[0]
+        batch = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
+        heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
         beside = {"seed": seed, "sinks": found.sinks, **found.params}
         given = {n: x for n, x in beside.items() if traced(x)}
         fixed = {n: x for n, x in beside.items() if n not in given and x is not None}
@@ -112,12 +111,13 @@ class _Dealt(FrisketAttention):
 
         def device(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
             return attend(
-                att, q, k, v, deal=deal, axis=self.axis, variant=variant, batch_axis=spec[0], head_axis=spec[2],
+                att, q, k, v, deal=deal, axis=self.axis, variant=variant, batch_axis=batch, head_axis=heads,
                 **fixed, **given,
             )  # fmt: skip
 
-        own = _spec(*spec)
-        return jax.shard_map(device, mesh=mesh, in_specs=(own, own, own, _spec()), out_specs=own)(*arrays, given)
+        own = _spec(batch, self.axis, heads, None)
+        on_devices: Any = jax.shard_map(device, mesh=mesh, in_specs=(own, own, own, _spec()), out_specs=own)
+        return on_devices(*arrays, given)
 
 
 def _known(found: Problem) -> tuple[Mask, dict[str, Any]]:

@@ -18,7 +18,9 @@ from .mesh import current_mesh
 from .names import EMPTY, EMPTY_VAL, GENERATION_MODES, MODE_DECODE, MODE_TRAIN, MODES, DynamicShardingAxes
 
 MeshAxes = str | tuple[str, ...] | None
-_spec: Any = PartitionSpec  # JAX types some of its functions too narrowly
+_spec: Any = PartitionSpec  # JAX leaves some of its functions untyped, and types others too narrowly
+_reshard: Any = jax.sharding.reshard
+_constrain: Any = jax.lax.with_sharding_constraint
 
 FIELDS = {  # semantic axis -> field of a PartitionAxis
     n.BATCH: "batch_axis", n.LENGTH: "sequence_axis", n.QUERY_LENGTH: "query_sequence_axis",
@@ -159,15 +161,14 @@ class PartitionManager:
         On a mesh, names it has not are left out, no axis splits two dimensions (the first has it), and with a `shape`
         an axis that does not divide its dimension is left out too: that dimension is on every device of the axis.
         """
-        if dynamic_axes is EMPTY_VAL and hasattr(axes, "axes"):
-            dynamic_axes = axes
-        if dynamic_axes is not EMPTY_VAL:
-            axes, mode = dynamic_axes.axes, dynamic_axes.mode if mode is EMPTY_VAL else mode
+        form: Any = axes if dynamic_axes is EMPTY_VAL and hasattr(axes, "axes") else dynamic_axes
+        if form is not EMPTY_VAL:
+            axes, mode = form.axes, form.mode if mode is EMPTY_VAL else mode
         if axes is EMPTY_VAL or mode is EMPTY_VAL:
             raise ParameterError("give axes and mode, or dynamic_axes: resolve([BATCH, EMBED], MODE_TRAIN)")
         if shape is not None and len(shape) != len(axes):
             raise ShapeError(f"{len(axes)} axes, {list(axes)}, for an array of {len(shape)} dimensions, {list(shape)}")
-        found = self.paxis.resolve_axis(axes, _told(mode, shape) if isinstance(mode, int) else mode)
+        found = self.paxis.resolve_axis([*axes], _told(mode, shape) if isinstance(mode, int) else mode)
         mesh = self.mesh if self.mesh is not None else current_mesh()
         return self.fit(found, shape, mesh) if mesh is not None else _spec(*found)
 
@@ -199,7 +200,7 @@ class PartitionManager:
         sharding = NamedSharding(mesh, self.fit(spec, x.shape, mesh))
         if isinstance(x, jax.core.Tracer):
             explicit = all(t == jax.sharding.AxisType.Explicit for t in mesh.axis_types)
-            return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
+            return _reshard(x, sharding) if explicit else _constrain(x, sharding)
         return jax.device_put(x, sharding)
 
     def __enter__(self) -> PartitionManager:

@@ -55,7 +55,9 @@ def modes():
         op = AttentionRegistry.create("frisket-xla", AttentionMetadata(mesh=mesh))
         lengths = {s.MODE_TRAIN: LENGTH, s.MODE_PREFILL: LENGTH, s.MODE_DECODE: 1, s.MODE_INSERT: 5}
         for mode, q_len in lengths.items():
-            if mode in (s.MODE_PREFILL, s.MODE_INSERT) and not ALL:
+            if dims != USUAL and mode in (s.MODE_PREFILL, s.MODE_INSERT):  # split as training and decoding are
+                continue
+            if not ALL and mode in (s.MODE_PREFILL, s.MODE_INSERT):
                 continue
             q, k, v = arrays(q_len, max(batch, 2))
             place = {"origin": (0, 0, LENGTH - q_len, 0), "sizes": (len(q), 4, LENGTH, LENGTH)}

@@ -178,7 +178,7 @@ def rounded(x, axis, bits):
     return np.round(x / scale) * scale
 
 
-FEW = [2, pytest.param(4, marks=pytest.mark.matrix), pytest.param(7, marks=pytest.mark.matrix), 8]
+FEW = [*(pytest.param(n, marks=pytest.mark.matrix) for n in (2, 4, 7)), 8]
 
 
 @quantized
@@ -213,6 +213,7 @@ def test_training_with_few_bits():
 
 
 @quantized
+@pytest.mark.matrix
 def test_converted_weights_serve():
     from flax import nnx
 
