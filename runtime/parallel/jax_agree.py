@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from jax._src import distributed  # the store that jax.distributed keeps its own state in
@@ -27,7 +28,7 @@ def agree(call: Mapping[str, str]) -> None:
         return
     mine, room = jax.process_index(), f"frisket/attend/{len(_met)}"
     _met.add(key)
-    store = distributed.global_state.client
+    store: Any = distributed.global_state.client
     store.key_value_set(f"{room}/{mine}", text)
     others = range(1, jax.process_count()) if mine == 0 else [0]  # all with process 0: as many messages as processes
     wrong = []
@@ -42,9 +43,9 @@ def agree(call: Mapping[str, str]) -> None:
         raise PeerError("processes call attend with different things\n  " + "\n  ".join(wrong))
 
 
-def _of(store: object, key: str, process: int) -> str:
+def _of(store: Any, key: str, process: int) -> str:
     try:
-        found: str = store.blocking_key_value_get(key, PATIENCE * 1000)  # type: ignore[attr-defined]
+        found: str = store.blocking_key_value_get(key, PATIENCE * 1000)
         return found
     except jax.errors.JaxRuntimeError as error:
         raise PeerError(

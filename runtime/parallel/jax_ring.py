@@ -36,6 +36,8 @@ from .schedule import Step, steps
 Split: TypeAlias = Mapping[str, int | tuple[int, ...]] | None
 _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
 _barrier: Any = lax.optimization_barrier
+_ppermute: Any = lax.ppermute
+_psum_scatter: Any = lax.psum_scatter
 _spec: Any = PartitionSpec
 
 
@@ -76,7 +78,13 @@ def attend(
     axes = batch_axis, head_axis
     parts = {n: (a,) if isinstance(a, int) else tuple(a) for n, a in (split or {}).items()}
     if mesh is not None:
-        how = {"deal": deal, "axis": axis, "variant": variant, "batch_axis": batch_axis, "head_axis": head_axis}
+        how: dict[str, Any] = {
+            "deal": deal,
+            "axis": axis,
+            "variant": variant,
+            "batch_axis": batch_axis,
+            "head_axis": head_axis,
+        }
         local = partial(attend, att, split=split, return_lse=return_lse, **how)
         spec, rows = _spec(batch_axis, axis, head_axis), _spec(batch_axis, head_axis, axis)
         tables = _specs({"b": batch_axis, "h": head_axis, "q": axis, "k": axis}, att, parts)
@@ -119,7 +127,8 @@ def _over(mesh: Any, local: Callable[..., Any], specs: Any, qkv: Any, values: Ar
         return local(q, k, v, **arrays, **rest)
 
     ins = spec, spec, spec, {n: tables.get(n, _spec()) for n in arrays}
-    return jax.shard_map(mine, mesh=mesh, in_specs=ins, out_specs=out)(*qkv, arrays)
+    run: Any = jax.shard_map(mine, mesh=mesh, in_specs=ins, out_specs=out)
+    return run(*qkv, arrays)
 
 
 def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
@@ -216,7 +225,8 @@ class _Ring:
             found = {"q": dq, **dvalues}
             return sums | {n: sums[n] + x.astype(real) for n, x in found.items()}, dkeys
 
-        return self._walk(own, sums, step, tuple(n for n in self.axis if n in learned))
+        found: Arrays = self._walk(own, sums, step, tuple(n for n in self.axis if n in learned))
+        return found
 
     def _walk(self, own: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
         """`step(keys, k_at, state)` of every step gives the next state and gradients of the keys, which are added to
@@ -254,13 +264,13 @@ class _Ring:
             return own
         start = self.shard.of_rank(np.array(step.start, np.int32))
         part = {n: lax.dynamic_slice_in_dim(x, start, step.length, self.axis[n]) for n, x in own.items()}
-        sent: Arrays = lax.ppermute(part, self.shard.axis, step.pairs)
+        sent: Arrays = _ppermute(part, self.shard.axis, step.pairs)
         return sent
 
     def _home(self, step: Step, back: Arrays, sums: Arrays) -> Arrays:
         """Sums with the gradients that come back to the rank whose keys they are of."""
         if step.shift:
-            back = lax.ppermute(back, self.shard.axis, [(to, own) for own, to in step.pairs])
+            back = _ppermute(back, self.shard.axis, [(to, own) for own, to in step.pairs])
         start = self.shard.of_rank(np.array(step.start, np.int32))
         for n, x in back.items():
             part = lax.dynamic_slice_in_dim(sums[n], start, step.length, self.axis[n])
@@ -305,7 +315,7 @@ class _Gathered:
         deal = self.shard.deal
         width = [(0, len(deal.order) - deal.length if i == axis else 0) for i in range(x.ndim)]
         dealt = _tiles(jnp.pad(x, width), deal.tiles.reshape(-1), deal.tile, axis)
-        return lax.psum_scatter(dealt, self.shard.axis, scatter_dimension=axis, tiled=True)
+        return _psum_scatter(dealt, self.shard.axis, scatter_dimension=axis, tiled=True)
 
 
 def _beside(arrays: Arrays) -> Arrays:

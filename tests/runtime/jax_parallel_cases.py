@@ -222,7 +222,7 @@ def bytes_sent(name, case):
     spec = P(None, "sp")
 
     def local(q, k, v):
-        return fk.parallel.attend(att, q, k, v, deal=deal, variant=case.variant)
+        return fk.parallel.attend(att, q, k, v, deal=deal, variant=case.variant, **case.params)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     dealt = [jax.device_put(deal.permute(x, 1), jax.NamedSharding(mesh, spec)) for x in (*qkv, dout)]
