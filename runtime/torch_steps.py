@@ -73,9 +73,9 @@ class Step:
         sinks = self.options.sinks if sinks is None else sinks
         if sinks is not None:
             sinks = sinks_of(sinks, q.shape[1], "torch", "float64" if ready.double else "float32", q.device)
-        return ready.forward(
-            ready.plan, spans, ready.geometry, q, k, v, slots, held, ready.target, sinks=sinks, top=top
-        )
+        given = ready.plan, spans, ready.geometry, q, k, v, slots, held, ready.target
+        found: tuple[Tensor, Tensor, Tensor | None] = ready.forward(*given, sinks=sinks, top=top)
+        return found
 
 
 def step_of(

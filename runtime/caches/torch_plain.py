@@ -186,7 +186,8 @@ class Cache(nn.Module):
 
     def _grown(self, known: list[int] | None, new: int, counts: Any) -> tuple[Any, Taken | None]:
         """How many tokens there are more, a number or int32 [batch], and which those are; room is seen to."""
-        number, told = None, [new] * self.batch
+        number: Tensor | None = None
+        told: list[int] | None = [new] * self.batch
         if counts is not None:
             number, told = counts_of(counts, self.batch, new, self.k.device)
         if known is None or told is None:
@@ -217,28 +218,28 @@ class Cache(nn.Module):
         return self._where(token if new == 1 else token + torch.arange(new, device=token.device))
 
     def _write(self, put: Callable[[Tensor, Tensor], object], k: Tensor, v: Tensor) -> None:
-        has = self._buffers
+        has: dict[str, Any] = self._buffers
         if has["k_scale"] is not None:
             if k.shape == v.shape:  # in one, which is half as many operations
-                (k, v), scales = store.divided(torch.stack((k, v)), self.dtype)
+                (k, v), (k_scale, v_scale) = store.divided(torch.stack((k, v)), self.dtype)
             else:
-                (k, *scales), (v, *more) = (store.divided(x, self.dtype) for x in (k, v))
-                scales += more
-            put(has["k_scale"], scales[0])
-            put(has["v_scale"], scales[1])
+                (k, k_scale), (v, v_scale) = (store.divided(x, self.dtype) for x in (k, v))
+            put(has["k_scale"], k_scale)
+            put(has["v_scale"], v_scale)
         put(has["k"], k)
         put(has["v"], v)
 
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
         """What is stored, asked by an attention of places."""
-        has, sizes = self._buffers, self._sizes(q)
-        k, v = has["k"], has["v"]
+        has: dict[str, Any] = self._buffers
+        k, v, sizes = has["k"], has["v"], self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.subject.names}  # a mask need not ask for all
         live = live_of(has["k_scale"], has["v_scale"], has["pages"])
         given = {n: x for n, x in params.items() if n not in ASKED} if params else params
         step = step_of(self._steps, att, q, k, v, sizes, live, tables, given)
         if step is None:
-            return att(q, k, v, sizes=sizes, **{WORDS[n]: x for n, x in live.items()}, **tables, **params)
+            more: dict[str, Any] = {**{WORDS[n]: x for n, x in live.items()}, **tables, **params}
+            return att(q, k, v, sizes=sizes, **more)
         lse, top, sinks = map(params.get, ASKED)
         return results(step(q, k, v, live, tables, sinks, bool(top)), bool(lse), bool(top))
 

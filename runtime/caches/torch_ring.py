@@ -90,8 +90,8 @@ class RingKVCache(Cache):
             (k, scales["k_scale"]), (v, scales["v_scale"]) = (store.quantised(x, self.dtype) for x in (k, v))
         else:
             k, v = k.to(self.dtype), v.to(self.dtype)
-        tables = {START: start, END: start + number}
-        return old, placed(att, CHUNK)(q, k, v, **scales, **tables, **params)
+        params |= {**scales, START: start, END: start + number}
+        return old, placed(att, CHUNK)(q, k, v, **params)
 
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
         raise ParameterError("a ring has overwritten its oldest tokens with the drafts; take a KVCache")

@@ -103,6 +103,7 @@ def _wrong(what: str, x: Any, batch: int) -> ShapeError:
 def on(device: torch.device, x: Any, told: list[int] | None) -> Tensor:
     """int32 [batch] on a device; nothing waits for it."""
     if told is None:
+        assert isinstance(x, Tensor)
         return x.to(device, torch.int32)
     return torch.tensor(told, dtype=torch.int32).to(device, non_blocking=True)
 
