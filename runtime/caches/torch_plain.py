@@ -248,7 +248,7 @@ class Cache(nn.Module):
         return self.batch, q.shape[1], self.capacity, self.capacity
 
     def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
-        super()._load_from_state_dict(*given, **more)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(*given, **more)
         self._host = self.lengths.tolist()
 
     def _apply(self, *given: Any, **more: Any) -> Self:
