@@ -163,7 +163,7 @@ def _padded(copies: list[Copy], pages: int) -> tuple[Any, Any]:
 
 
 def _copy(cache: PagedKVCache, source: Any, target: Any) -> PagedKVCache:
-    moved = {
+    moved: dict[str, Any] = {
         n: x if x is None else x.at[target].set(x[source], mode="drop", unique_indices=True)
         for n, x in cache.arrays.items()
     }

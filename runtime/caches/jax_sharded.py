@@ -8,15 +8,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..attention import Attention
 from .jax_store import call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
+
+lax: Any = jax.lax  # JAX leaves some of its functions untyped
+reshard: Any = jax.sharding.reshard
+P: Any = jax.sharding.PartitionSpec
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +77,8 @@ class ShardedKVCache:
 
         made = jax.eval_shape(put)
         made = replace(made, **{n: NamedSharding(mesh, s) for n, s in made._specs.items() if s is not None})
-        return jax.jit(put, out_shardings=made)()  # made where it is to be: no device holds all of it
+        found: ShardedKVCache = jax.jit(put, out_shardings=made)()  # where it is to be: no device holds all of it
+        return found
 
     batch = property(lambda self: self.k.shape[0])
     capacity = property(lambda self: self.k.shape[1])
@@ -160,9 +163,7 @@ class ShardedKVCache:
 
 
 def _split(x: Any, spec: Any, mesh: Mesh) -> Any:
-    return (
-        x if isinstance(spec, dict) else jax.sharding.reshard(x, jax.tree.map(lambda _: NamedSharding(mesh, spec), x))
-    )
+    return x if isinstance(spec, dict) else reshard(x, jax.tree.map(lambda _: NamedSharding(mesh, spec), x))
 
 
 def _merged(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:

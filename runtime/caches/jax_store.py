@@ -6,7 +6,7 @@ Arrays are [rows, places, kv_heads, dim], scales [rows, places, kv_heads]; a row
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ..parameters import traced
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
 
 BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
-C = TypeVar("C")
+finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
 
 def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: Any) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     float8_e5m2."""
     x = x.astype(jnp.float32)
     whole = jnp.issubdtype(dtype, jnp.integer)
-    most = 127.0 if whole else float(jnp.finfo(dtype).max)
+    most = 127.0 if whole else float(finfo(dtype).max)
     scale = jnp.abs(x).max(-1) / most
     values = x / jnp.where(scale == 0, 1, scale)[..., None]
     values = jnp.round(values) if whole else values
@@ -91,7 +91,8 @@ def counted(counts: Any, batch: int, new: int) -> jax.Array:
         raise ShapeError(f"counts are {counts.dtype}{list(counts.shape)}; they are integers [batch] = [{batch}]")
     if not traced(counts) and bool(((counts < 0) | (counts > new)).any()):
         raise ShapeError(f"counts are {np.asarray(counts)}, of {new} new tokens; each is from 0 to {new}")
-    return counts.astype(jnp.int32)
+    found: jax.Array = counts.astype(jnp.int32)
+    return found
 
 
 def grown(lengths: jax.Array, counts: jax.Array, room: Any) -> tuple[jax.Array, jax.Array]:

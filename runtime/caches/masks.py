@@ -141,7 +141,8 @@ def _no_room(what: Subject, slots: int, new: int) -> str:
         return f"{told}; how far back the mask sees is not known: {error}\n  {help}"
     if answer:
         return ""
-    _, _, q, k = answer.witness
+    witness: Any = answer.witness
+    _, _, q, k = witness
     return f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {what.mask}\n  {help}"
 
 
