@@ -104,7 +104,9 @@ def _check(name: str, x: Any, given: Arrays) -> None:
         raise ShapeError(f"{word} is on {x.device}, q on {given.q.device}; move them to one")
     if name == PAGES:
         if dtype != "int32":
-            raise ShapeError(f"pages are {dtype}; they are int32 [batch, pages of a sequence]: {_cast(given, 'int32')}")
+            raise ShapeError(
+                f"pages are {dtype}; they are int32 [batch, pages of a sequence]: pages{_cast(given, 'int32')}"
+            )
         return
     if dtype != "float32" and not dtype == given.dtype == "float64":
         raise ShapeError(f"{word} is {dtype}; it is float32: {word}{_cast(given, 'float32')}")
