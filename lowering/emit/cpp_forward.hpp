@@ -239,17 +239,22 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
 }
 
 // Values that no row of the item sees may be anything, as memory is that was never written to, and 0 times NaN is NaN:
-// a copy of the tile has zeros for them.
+// where they are not finite a copy of the tile has zeros for them.
 static void hide(Worker &w, Tile &tile, int rows) {
+    if (EIGHT == 1) return;  // whole numbers are finite
     int lo = VECTORS, hi = 0;
     for (int g = 0; g < rows; g += GROUP) {
         if (w.from[g] == w.to[g]) continue;
         lo = w.from[g] < lo ? w.from[g] : lo, hi = w.to[g] > hi ? w.to[g] : hi;
     }
-    bool hidden = false;
-    for (int j = lo; j < hi; j++) hidden |= any(~load<Bits>(w.some + j * LANES));
-    if (!hidden) return;
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
+    Bits odd = {};
+    for (int64_t i = lo * LANES; i < end; i++)
+        for (int d = 0; d < V_DIM && !w.some[i]; d += LANES) {
+            const Vec x = load_reals(tile.v.row(i) + d, V_DIM - d);
+            odd |= x - x != 0;
+        }
+    if (!any(odd)) return;
     for (int64_t i = lo * LANES / PAIR; i * PAIR < end; i++) {
         Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
 #if PAIRS

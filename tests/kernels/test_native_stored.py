@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from support import brute, native_call
 from support.attention_cases import shared
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, function, h, k, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.plan import K_SCALE, PAGES, RATE, SEED, V_SCALE, Geometry, Pages, Target, make_plan, survives
+from frisket.runtime import native_build, native_cpu, native_torch
+
+pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
 EIGHT = ("int8", "float8_e4m3fn", "float8_e5m2")
 TO = {"bfloat16": native_call.bfloat16, "float16": np.float16, "float32": np.float32, "float64": np.float64}
@@ -194,7 +201,80 @@ def exact_of(x, dtype):
     return np.asarray(native_call.from_bfloat16(x) if dtype == "bfloat16" else x, np.float64)
 
 
-@pytest.mark.parametrize("name", CASES)
+USUAL = ("decode-large-pages", "decode-bfloat16", "many-rows-of-a-head", "prefill-pages", "prefill-bfloat16-holes")
+HERE = [v for v in native_cpu.VARIANTS if v != "native" and not native_cpu.lacking(v)]
+
+
+@pytest.mark.parametrize("name", [n if n in USUAL else pytest.param(n, marks=pytest.mark.matrix) for n in CASES])
 def test_stored(name):
     made = Problem(CASES[name])
     made.check(made.run())
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["decode-large-pages", "decode-bfloat16", "prefill-bfloat16-pages"])
+@pytest.mark.parametrize("variant", HERE)
+def test_variants(variant, name):
+    made = Problem(CASES[name])
+    made.check(made.run(variant=variant))
+
+
+@pytest.mark.parametrize("variant", ["native", *(pytest.param(v, marks=pytest.mark.matrix) for v in HERE)])
+@pytest.mark.parametrize(
+    "stored", [EIGHT[1], *(pytest.param(x, marks=pytest.mark.matrix) for x in (EIGHT[0], EIGHT[2]))]
+)
+def test_all_numbers_of_eight_bits(stored, variant):
+    """A query that sees one key gets its value: each of the 256 there are, NaN, infinities, subnormal ones too."""
+    made = Problem(Case(q_len=1, q0=0, kv_len=16, heads=1, kv_heads=1, v_dim=256, stored=stored, scales=False))
+    made.v[0, 0, 0] = np.arange(256, dtype=np.uint8).view(made.v.dtype)
+    out, *_ = made.run(variant=variant)
+    np.testing.assert_array_equal(out[0, 0, 0], made.v[0, 0, 0].astype(np.float32))
+
+
+# -- called as users call it ------------------------------------------------------------------------------------------
+
+
+def cached(length, pages):
+    """q, k, v, k_scale, v_scale, the table of pages, and what comes out, heads before tokens."""
+    draw, page = np.random.default_rng(length), 16
+    starts = np.array([length // 2, length - 1], np.int32)
+    q = draw.standard_normal((2, 4, 1, 64)).astype(np.float32)
+    k, v = (draw.integers(-127, 128, (pages, 2, page, 64)).astype(np.int8) for _ in "kv")
+    k_scale, v_scale = (draw.random((pages, 2, page), np.float32) / 100 for _ in "kv")
+    table = draw.permutation(pages)[: 2 * (length // page)].reshape(2, -1).astype(np.int32)
+
+    def laid(x, scale):
+        found = (x * scale[..., None])[table]
+        return found.swapaxes(1, 2).reshape(2, 2, length, 64)
+
+    mask = fk.mask("k <= start[b]", start=starts)
+    want = fk.reference(q, laid(k, k_scale), laid(v, v_scale), mask=mask, layout="bhsd")
+    return (q, k, v, k_scale, v_scale, table), starts, want
+
+
+def test_torch_calls_compile_one_kernel(monkeypatch):
+    """Lengths, pools, tables and values are none of its text's business."""
+    texts = []
+    build = native_torch.library
+    monkeypatch.setattr(native_torch, "library", lambda text: texts.append(text) or build(text))
+    att = fk.compile("causal", backend="cpp")
+    for length, pages in ((96, 14), (160, 20), (48, 50)):
+        arrays, starts, want = cached(length, pages)
+        q, k, v, k_scale, v_scale, table = map(torch.from_numpy, arrays)
+        step = att.at(q="q + start[b]", start=torch.from_numpy(starts))
+        out = step(q, k, v, k_scale=k_scale, v_scale=v_scale, pages=table)
+        np.testing.assert_allclose(out.numpy(), want, rtol=0, atol=4e-6)
+    assert len(set(texts)) == 1
+
+
+def test_jax_calls():
+    arrays, starts, want = cached(96, 14)
+    q, k, v, k_scale, v_scale = (jnp.asarray(x.swapaxes(1, 2)) for x in arrays[:5])
+    att = fk.compile("causal", backend="cpp").at(q="q + start[b]", start=jnp.asarray(starts))
+
+    def call(q, k, v):
+        return att(q, k, v, k_scale=k_scale, v_scale=v_scale, pages=jnp.asarray(arrays[5]))
+
+    again = jax.vmap(call)(*(jnp.stack([x, x]) for x in (q, k, v)))
+    for out in (call(q, k, v), jax.jit(call)(q, k, v), again[0], again[1]):
+        np.testing.assert_allclose(np.asarray(out).swapaxes(1, 2), want, rtol=0, atol=4e-6)
