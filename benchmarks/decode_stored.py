@@ -1,0 +1,88 @@
+"""A step of decoding on stored keys and values, by the native kernels: `python benchmarks/decode_stored.py`.
+
+One query over a cache, 8 query heads, 2 key heads. "pages": a pool whose pages lie in any order, against one array of
+the same entries, at most 1.15 times its time. "entries": 8 bits with a scale for every token and head, bfloat16 and
+float32, each against float32. The calls of a row run turn about on one thread, whose own time is taken; a figure is
+the median over rounds of the ratio, with the 95 % interval of that median, and "gb_s" is what is read of keys and
+values in a second.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from machine import median_ratio, processor_seconds, rounds_of, run_parts
+
+import frisket as fk
+
+HEADS, KV_HEADS = 8, 2
+CACHES = [(1, 4096), (1, 32768), (8, 4096)]  # sequences, tokens of each
+DTYPES = {
+    "float32": (torch.float32, torch.float32), "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.float32, torch.int8), "float8_e4m3fn": (torch.float32, torch.float8_e4m3fn),
+    "float8_e5m2": (torch.float32, torch.float8_e5m2), "int8 beside bfloat16": (torch.bfloat16, torch.int8),
+}  # fmt: skip
+ATTENTION = fk.compile("causal", backend="cpp")
+Call = Callable[[], Any]
+
+
+def step(batch: int, length: int, dim: int, dtype: str, page: int = 0) -> tuple[Call, int]:
+    """A call, and how many bytes of keys and values it reads."""
+    of_query, stored = DTYPES[dtype]
+    q = torch.randn(batch, HEADS, 1, dim).to(of_query)
+    shape = (batch * length // page, KV_HEADS, page, dim) if page else (batch, KV_HEADS, length, dim)
+    more = {}
+    if stored != of_query:
+        more = {name: torch.rand(shape[:3]) / 100 for name in ("k_scale", "v_scale")}
+    if page:
+        more["pages"] = torch.randperm(shape[0]).reshape(batch, -1).int()
+    k, v = (
+        torch.randint(-127, 128, shape, dtype=stored) if stored == torch.int8 else torch.randn(shape).to(stored)
+        for _ in "kv"
+    )
+    call = partial(ATTENTION, q, k, v, origin=(0, 0, length - 1, 0), **more)
+    return call, 2 * k.numel() * k.element_size()
+
+
+def compared(steps: dict[str, tuple[Call, int]], against: str, rounds: int) -> dict[str, Any]:
+    with torch.no_grad():
+        times = rounds_of({name: call for name, (call, _) in steps.items()}, rounds, clock=processor_seconds)
+    return {
+        "ms": {n: 1e3 * statistics.median(x) for n, x in times.items()},
+        "gb_s": {n: steps[n][1] / statistics.median(x) / 1e9 for n, x in times.items()},
+        f"time / {against}": {n: median_ratio(x, times[against]) for n, x in times.items() if n != against},
+    }
+
+
+def pages(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    for batch, length in CACHES[1:]:
+        for dtype in ("float32", "bfloat16", "int8"):
+            steps = {"contiguous": step(batch, length, 128, dtype)}
+            steps |= {f"pages of {page}": step(batch, length, 128, dtype, page) for page in (16, 64, 128)}
+            yield f"{batch} x {length}, 128, {dtype}", compared(steps, "contiguous", rounds)
+
+
+def entries(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    for batch, length in CACHES:
+        for dim in (64, 128):
+            steps = {dtype: step(batch, length, dim, dtype) for dtype in DTYPES}
+            yield f"{batch} x {length}, {dim}", compared(steps, "float32", rounds)
+
+
+def head(part: str) -> dict[str, Any]:
+    goals = {"pages": "at most 1.15 x contiguous", "entries": "8 bits faster than float32"}
+    return {"heads": HEADS, "kv_heads": KV_HEADS, "threads": torch.get_num_threads(), "goal": goals[part]}
+
+
+def shown(name: str, row: dict[str, Any]) -> str:
+    ratios = next(x for n, x in row.items() if n.startswith("time"))
+    return f"{name:28}" + "  ".join(f"{n} {x[0]:.2f}" for n, x in ratios.items())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_parts(__doc__, {"pages": pages, "entries": entries}, "decode-stored", head, shown)
