@@ -35,7 +35,7 @@ def run(stored, made, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", some(ALL, "small pages", "tiles of a page", "wide float8", "scales alone"))
+@pytest.mark.parametrize("name", some(ALL, "small pages", "tiles of a page", "wide float8", "no end"))
 def test_every_way_to_store(name):
     stored = ALL[name]
     made = stored_cases.problem(stored, "bshd")

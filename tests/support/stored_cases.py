@@ -57,6 +57,11 @@ STORED = {
     "many queries": Stored(decode((150, 90), 70, heads=2, kv_heads=1, block=(32, 32)), "int8", page=32),
     "many queries, small pages": Stored(decode((150, 90), 70, heads=2, block=(32, 64), dim=96), "int8", page=16),
     "a head each": Stored(decode((150, 37), heads=2), "int8", page=16),
+    # Rows of a tile that are no queries see what was never written.
+    "no end": Stored(
+        Case(k <= q, heads=4, batch=2, q_len=3, kv_len=96, origin=(0, 0, 34, 0), sizes=(2, 4, 96, 96), block=(16, 32)),
+        page=32,
+    ),
     "no mask": Stored(Case(heads=4, batch=2, q_len=3, kv_len=96, block=(16, 32)), "int8", page=32),
 }  # fmt: skip
 
