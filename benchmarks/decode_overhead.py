@@ -2,11 +2,11 @@
 
 A step appends one token to every sequence of a cache and attends with its query, at positions that are another at
 every step. Beside it runs the same kernel on the same arrays at positions that the host knows, planned once. Parts,
-each a key of results/decode-overhead.json, microseconds, medians over rounds that take turns:
+each a key of results/decode-overhead.json, microseconds, over rounds that take turns:
 
-- jax: one jitted step with the cache donated; append alone, and a jitted step that does nothing, beside it.
+- jax: medians; one jitted step with the cache donated; append alone, and a jitted step that does nothing, beside it.
 - torch: one eager step; append alone beside it. Attention is the kernel's executor, called with all that it takes;
-  time of this process alone, on one thread.
+  time of this process alone, on one thread, in the round that was disturbed least.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ def rows(
     case: Callable[[int, str, str], tuple[dict[str, Callable[[], Any]], float]],
     rounds: int,
     clock: Callable[[Callable[[], Any]], float] = seconds,
+    of: Callable[[list[float]], float] = statistics.median,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A row for each case, from the calls to be timed, of STEPS steps each, and the figure to reach."""
     for name, what in CASES.items():
         calls, goal = case(*what)
         times = {n: [1e6 * x / STEPS for x in found] for n, found in rounds_of(calls, rounds, clock=clock).items()}
-        beside = statistics.median(a - b for a, b in zip(times["step"], times["attention"], strict=True))
-        medians = {f"{n}_us": round(statistics.median(found), 1) for n, found in times.items()}
-        yield name, {**medians, "overhead_us": round(beside, 1), "goal_us": goal}
+        beside = of(times["step"]) - of(times["attention"])
+        found = {f"{n}_us": round(of(each), 1) for n, each in times.items()}
+        yield name, {**found, "overhead_us": round(beside, 1), "goal_us": goal}
 
 
 def in_jax(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], Any]], float]:
@@ -136,7 +137,10 @@ def in_torch(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], 
     return {n: steps(n) for n in run}, 100
 
 
-PARTS = {"jax": lambda rounds: rows(in_jax, rounds), "torch": lambda rounds: rows(in_torch, rounds, processor_seconds)}
+PARTS = {
+    "jax": lambda rounds: rows(in_jax, rounds),
+    "torch": lambda rounds: rows(in_torch, rounds, processor_seconds, min),
+}
 
 if __name__ == "__main__":
     run_parts(__doc__, PARTS, "decode-overhead", lambda part: {"steps": STEPS, "capacity": CAPACITY})
