@@ -16,7 +16,7 @@ from ..stored import WORDS, live_of
 from ..torch_steps import Step, step_of
 from . import torch_store as store
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
-from .torch_store import NARROW, Taken, ancestors, check_dtype, check_new, counts_of, numbers, on, taken
+from .torch_store import NARROW, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
 
 ASKED = "return_lse", "return_max", "sinks"  # of a call, beside parameters
 
@@ -39,11 +39,11 @@ class Cache(nn.Module):
     slots: int | None  # of a ring: how many tokens are kept
 
     def __init__(
-        self, batch: int, rows: int, tokens: int, kv_heads: int, head_dim: int, v_dim: int | None, dtype: torch.dtype,
-        device: Any,
+        self, batch: int, rows: int, tokens: int, kv_heads: int, head_dim: int, v_dim: int | None,
+        dtype: torch.dtype | str, device: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        check_dtype(dtype)
+        dtype = stored_dtype(dtype)
         v_dim = head_dim if v_dim is None else v_dim
         if min(batch, rows, tokens, kv_heads, head_dim, v_dim) < 1:
             raise ShapeError(
@@ -221,7 +221,8 @@ class Cache(nn.Module):
         has: dict[str, Any] = self._buffers
         if has["k_scale"] is not None:
             if k.shape == v.shape:  # in one, which is half as many operations
-                (k, v), (k_scale, v_scale) = store.divided(torch.stack((k, v)), self.dtype)
+                both, scales = store.divided(torch.stack((k, v)), self.dtype)
+                (k, v), (k_scale, v_scale) = both.unbind(0), scales.unbind(0)
             else:
                 (k, k_scale), (v, v_scale) = (store.divided(x, self.dtype) for x in (k, v))
             put(has["k_scale"], k_scale)
@@ -282,15 +283,15 @@ class KVCache(Cache):
 
     def __init__(
         self, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype = torch.float32, device: Any = None,
+        dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(batch, batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
 
     @classmethod
     def create(
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype = torch.float32, device: Any = None,
+        dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> Self:  # fmt: skip
-        """An empty cache; `dtype` a float, or torch.int8, torch.float8_e4m3fn or torch.float8_e5m2 for 8 bits with
+        """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2, by name or torch's own, for 8 bits with
         scales."""
         return cls(batch, capacity, kv_heads, head_dim, v_dim, dtype, device)
