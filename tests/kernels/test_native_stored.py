@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support import brute, native_call
+from support import brute, native_call, native_image
 from support.attention_cases import shared
 
 import frisket as fk
@@ -18,6 +18,7 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, function, h, k, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
+from frisket.lowering.emit import cpp
 from frisket.lowering.plan import K_SCALE, PAGES, RATE, SEED, V_SCALE, Geometry, Pages, Target, make_plan, survives
 from frisket.runtime import native_build, native_cpu, native_torch
 
@@ -229,6 +230,41 @@ def test_all_numbers_of_eight_bits(stored, variant):
     made.v[0, 0, 0] = np.arange(256, dtype=np.uint8).view(made.v.dtype)
     out, *_ = made.run(variant=variant)
     np.testing.assert_array_equal(out[0, 0, 0], made.v[0, 0, 0].astype(np.float32))
+
+
+class Watched(native_image.Problem):
+    """The same for a program of its own, each array with an end that a sanitizer watches."""
+
+    def __init__(self, made):
+        self.made, self.g, self.plan, self.spans, self.sinks = made, made.g, made.plan(), made.spans(), None
+        self.q, self.k, self.v = made.q, made.k, made.v
+        self.dtype, self.real = made.q.dtype, np.dtype("float64" if made.case.dtype == "float64" else "float32")
+        self.params = {SEED: 5, RATE: float(np.float32(made.case.rate))}
+
+    def source(self, kind):
+        c = self.made.case
+        return cpp.emit(self.plan, Target("cpp", *c.tile), c.dim, c.v_dim, c.dtype, c.stored)
+
+    def _fields(self):
+        return super()._fields() | {"pages": [len(self.k)]}
+
+    def _tables(self):
+        words = []
+        for t in self.plan.tables:
+            x = np.ascontiguousarray(self.made.tables[t.source], self.real if t.type is FLOAT else np.int32)
+            words += [x, *x.shape, *(n // x.itemsize for n in x.strides)]
+        return words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sanitizer", ["address", "undefined", "thread"])
+def test_sanitizers(sanitizer, name, tmp_path):
+    flags = "-O1", "-g1", "-march=native", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"
+    made = Problem(CASES[name])
+    runner = native_image.program(tmp_path, native_build.compiler(), flags, threads=4)
+    found = Watched(made).run(runner, backward=False)
+    made.check([found[n] for n in ("out", "lse", "top")])
 
 
 # -- called as users call it ------------------------------------------------------------------------------------------
