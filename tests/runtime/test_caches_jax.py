@@ -207,8 +207,9 @@ def test_pages_that_are_not_there():
     full = jax.jit(PagedKVCache.append)(cache, *new)
     assert full.overflowed.tolist() == [True]
     assert full.lengths.tolist() == [16]
-    other = 1 - pool.pages_of("a")[0]
-    assert not full.k[other].any()  # nothing of somebody else's page is written
+    page = pool.pages_of("a")[0]
+    np.testing.assert_array_equal(full.k[page], K[0, :16])  # nothing is written where there is no page
+    assert not full.k[1 - page].any()
     with pytest.raises(fk.ShapeError, match="this cache has 1 rows and 2 pages of 16"):
         cache.seat(PagePool(3, 16), ["a"])
     with pytest.raises(fk.ShapeError, match="a multiple of 16"):
