@@ -48,7 +48,7 @@ class PagedKVCache(Cache):
 
     def __init__(
         self, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype = torch.float32, device: Any = None,
+        dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> None:  # fmt: skip
         if page % 16 or width < 1:
             raise ShapeError(
@@ -64,7 +64,7 @@ class PagedKVCache(Cache):
     @classmethod
     def create(
         cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype = torch.float32, device: Any = None,
+        dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> Self:  # fmt: skip
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""

@@ -292,6 +292,6 @@ class KVCache(Cache):
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
         dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> Self:  # fmt: skip
-        """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2, by name or torch's own, for 8 bits with
-        scales."""
+        """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales, by its name or
+        torch's own."""
         return cls(batch, capacity, kv_heads, head_dim, v_dim, dtype, device)

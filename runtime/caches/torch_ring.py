@@ -35,7 +35,7 @@ class RingKVCache(Cache):
 
     def __init__(
         self, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype = torch.float32, device: Any = None,
+        dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> None:  # fmt: skip
         super().__init__(batch, batch, window, kv_heads, head_dim, v_dim, dtype, device)
         self.window = self.slots = window
@@ -43,7 +43,7 @@ class RingKVCache(Cache):
     @classmethod
     def create(
         cls, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: torch.dtype = torch.float32, device: Any = None,
+        dtype: torch.dtype | str = torch.float32, device: Any = None,
     ) -> Self:  # fmt: skip
         """An empty ring of `window` tokens a sequence; `dtype` as for `KVCache`."""
         return cls(batch, window, kv_heads, head_dim, v_dim, dtype, device)

@@ -18,10 +18,13 @@ LEAST = torch.finfo(torch.float32).tiny
 PLAIN = tuple(getattr(torch, name) for name in FLOATS)
 
 
-def check_dtype(dtype: torch.dtype) -> None:
-    if dtype not in NARROW and dtype not in PLAIN:
-        known = ", ".join(str(d).removeprefix("torch.") for d in (*PLAIN, *NARROW))
-        raise ParameterError(f"dtype is {dtype}; caches hold {known}")
+def stored_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """`dtype`, or the one of that name."""
+    held = {str(d).removeprefix("torch."): d for d in (*PLAIN, *NARROW)}
+    name = str(dtype).removeprefix("torch.")
+    if name not in held:
+        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(held)}")
+    return held[name]
 
 
 def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

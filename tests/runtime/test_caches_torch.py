@@ -443,6 +443,7 @@ def test_what_caches_refuse(called):
     att = fk.compile("causal")
     for wrong, error, text in (
         (lambda: KVCache.create(1, 8, 1, 8, dtype=torch.int32), fk.ParameterError, "caches hold float16"),
+        (lambda: KVCache.create(1, 8, 1, 8, dtype="int4"), fk.ParameterError, "caches hold float16"),
         (lambda: KVCache.create(1, 0, 1, 8), fk.ShapeError, "each of them is at least 1"),
         (lambda: PagedKVCache.create(4, 8, 1, 2, 1, 8), fk.ShapeError, "a multiple of 16 tokens"),
         (lambda: cache.append(k[:2], v[:2]), fk.ShapeError, r"\[batch, kv_heads, new, dim\] = \[3, 2, 80, 16\]"),
