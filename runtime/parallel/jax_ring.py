@@ -140,6 +140,12 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
         raise ParameterError(
             f"there is no mesh axis {axis!r} here\n  call attend inside jax.shard_map over a mesh that has it: axis="
         ) from None
+    mesh = jax.sharding.get_abstract_mesh()
+    if left := [n for n in mesh.axis_names if n not in mesh.manual_axes]:
+        raise ParameterError(
+            f"jax.shard_map leaves mesh axis {left[0]!r} to automatic sharding\n"
+            "  without axis_names= it takes all axes, and arrays are split by its in_specs"
+        )
     if ranks != deal.ranks:
         raise ShapeError(f"the deal is of {deal.ranks} ranks, mesh axis {axis!r} has {ranks} devices")
     if q.ndim != 4 or k.ndim != 4 or q.shape[1] != deal.shard or k.shape[1] != deal.shard:

@@ -188,6 +188,18 @@ def test_refusals():
             call(**how)
 
 
+def test_every_axis_of_the_mesh_is_manual():
+    deal, att, x = fk.parallel.deal("causal", 64, 1, tile=16), fk.compile("causal"), jnp.zeros((1, 64, 2, 8))
+    mesh = jax.make_mesh((1, 1), ("sp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = PartitionSpec(None, "sp")
+    run = jax.shard_map(
+        lambda x: fk.parallel.attend(att, x, x, x, deal=deal), mesh=mesh, in_specs=spec, out_specs=spec,
+        axis_names={"sp"},
+    )  # fmt: skip
+    with pytest.raises(ParameterError, match="leaves mesh axis 'tp' to automatic sharding"):
+        jax.jit(run)(x)
+
+
 def test_steps_send_what_is_needed():
     deal = fk.parallel.deal("causal & window(100)", 1000, ranks=4)
     first, *rest = fk.parallel.steps(deal)
