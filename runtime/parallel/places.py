@@ -9,7 +9,7 @@ would find in `doc`: places rise with positions, and a sorted table stays sorted
 >>> made.attention
 Attention(mask = q_at[q] >= k_at[k] & doc_of_q[q] == doc_of_k[k])
 >>> [(t.name, t.expr, t.axes) for t in made.tables]
-[('doc_of_k', doc[k], 'k'), ('doc_of_q', doc[q], 'q')]
+[('doc_of_q', doc[q], 'q'), ('doc_of_k', doc[k], 'k')]
 """
 
 from __future__ import annotations
