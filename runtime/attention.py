@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import FrisketError, LoweringError, ParameterError, ShapeError
-from frisket.lowering.plan import Geometry, Origin, Sizes
+from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
-from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, storing, target_of
+from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
 from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
@@ -25,7 +25,7 @@ from .parameters import learns, names_of, traced
 from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
-from .stored import PAGES, Stored, live_of, parted, stored
+from .stored import Stored, live_of, parted, stored
 from .torch_spec import spec_of
 
 NOWHERE: Origin = (0, 0, 0, 0)
@@ -147,8 +147,6 @@ class Attention:
         if given.framework == "torch":
             torch_op().refuse_ambiguous(self.subject, {**self.subject.captured, **params})
         plan = plan or self._plan_for(geometry, params, given.framework, how)
-        if how is not None or given.kv_dtype:
-            backend = storing(backend, self.options.backend, plan, geometry, given, live)
         return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)
 
     def run(self, call: Call) -> tuple[Any, Any, Any]:

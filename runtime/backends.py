@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
@@ -14,10 +13,7 @@ from . import native_build
 from .settings import BACKENDS, TIERS, Settings
 
 if TYPE_CHECKING:
-    from frisket.lowering.plan import Geometry
-
     from .call import AnyPlan
-    from .frameworks import Arrays
     from .options import Options
 
 LATER = {"gluon": "the Gluon kernels come in a later version"}
@@ -114,8 +110,6 @@ REASONS: dict[str, Callable[[], str]] = {
     "pallas-mosaic-gpu": _mosaic_gpu,
     "dense": lambda: "",
 }
-STORING = {  # modules that say what their kernels cannot do of keys and values that are stored; the others can all
-}
 OF_FRAMEWORK = {
     "torch": ("aten", "cpp", "triton", "dense"),
     "jax": ("xla", "cpp", "triton", *PALLAS, "dense"),
@@ -152,23 +146,6 @@ def choose(name: str | None, framework: str, device: str) -> str:
     if framework == "torch" and name in ("aten", "cpp") and device != "cpu":
         raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take 'triton', or move q, k and v")
     return name
-
-
-def storing(
-    name: str, asked: str | None, plan: AnyPlan, geometry: Geometry, given: Arrays, live: Mapping[str, Any]
-) -> str:
-    """The backend of a call whose keys and values are stored: `name`, or the library where its kernels cannot and
-    nobody `asked` for them. What JAX runs on a platform `jax_platforms` says."""
-    if name not in STORING or given.framework == "jax":
-        return name
-    kernel = plan.kernel
-    shapes = {t.name: tuple(live[t.source].shape) for t in kernel.tables if t.source in live}
-    why = importlib.import_module(STORING[name]).reason(kernel, geometry, given.dtype, shapes)
-    if not why:
-        return name
-    if name == "cpp" and not (asked or Settings.read().backend):
-        return "aten"
-    raise BackendError(f"backend {name!r} cannot run this: {why}")
 
 
 def _lowerable(name: str) -> str:

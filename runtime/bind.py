@@ -121,7 +121,7 @@ class Subject:
 
     def beside(self, tables: Mapping[str, Any]) -> dict[str, Any]:
         """What `make_plan` takes beside them."""
-        at = self.places and tuple(written_out(p.expr, tables) for p in self.places)
+        at = None if self.places is None else tuple(written_out(p.expr, tables) for p in self.places)
         how = self.stored
         return {"at": at, "weight": how and how.weight, "pages": how and how.pages}
 
@@ -210,11 +210,6 @@ class Fixed:
     def names(self) -> frozenset[str]:
         seen = self.simplified[0]
         return frozenset() if seen is None else frozenset(names_of(seen))
-
-    @cached_property
-    def kernel(self) -> LoopPlan:
-        """What kernels do, whatever the lengths."""
-        return self.inputs(None, False, {}, False).plan
 
     @cached_property
     def few(self) -> Few | None:

@@ -141,11 +141,6 @@ class FlatPlan:
         return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in given.items()}, {})
 
     @property
-    def kernel(self) -> LoopPlan:
-        """What kernels do, whatever the tiles."""
-        return self.laid.plan
-
-    @property
     def what(self) -> Subject:
         """The subject, without values that live elsewhere."""
         return self.key.what

@@ -7,7 +7,7 @@ from typing import Any
 
 from frisket.dsl.ir import Expr
 from frisket.lowering.aten_expr import distance_only
-from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, Target
+from frisket.lowering.plan import Origin, Sizes, Spans, Target
 
 from .bind import Subject, Work, fixed_of, work
 from .stored import Stored
@@ -55,11 +55,6 @@ class Plan:
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         """Mask and score mod after the rules."""
         return fixed_of(self.subject).simplified
-
-    @property
-    def kernel(self) -> LoopPlan:
-        """What kernels do, whatever the lengths and tiles."""
-        return fixed_of(self.subject).kernel
 
     @property
     def what(self) -> Subject:

@@ -74,12 +74,9 @@ def backend_on(
                 f"backend {named!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
                 "  without a backend each platform has its own"
             )
-        if named == "cpp" and (why := _reason(named, plan, geometry, dtype, shapes, wanted)):
-            raise BackendError(f"backend {named!r} cannot run this: {why}")
         return named
     if platform == "cpu":  # kernels of this machine do not travel
-        fit = not (exported or native_build.reason() or _reason("cpp", plan, geometry, dtype, shapes, wanted))
-        return "cpp" if fit else "xla"
+        return "xla" if exported or native_build.reason() else "cpp"
     lacks = []
     for backend in (b for b in FIRST.get(platform, ()) if not _unfit(b)):
         why = missing(backend) or _reason(backend, plan, geometry, dtype, shapes, wanted)

@@ -43,11 +43,6 @@ INT32 = np.iinfo(np.int32)
 EMIT = {"forward": cpp.emit, "backward": cpp_backward.emit}
 
 
-def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why the kernels cannot run a call: they run all."""
-    return ""
-
-
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,

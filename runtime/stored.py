@@ -54,8 +54,9 @@ class Stored:
 
     def _scale(self, name: str) -> Expr:
         """Of the value at hand: an array as the keys are, without their dim."""
-        b, h = (_since(var(n), start) for n, start in zip("bh", self.first))
-        k = var("k") - lookup(FIRST, (b,), INT) if self.first[2] is None else _since(var("k"), self.first[2])
+        b, h, k = (_since(var(n), start or 0) for n, start in zip("bhk", self.first))
+        if self.first[2] is None:
+            k = k - lookup(FIRST, (b,), INT)
         head = h if self.group == 1 else h // self.group
         if self.page:
             b, k = lookup(PAGES, (b, k // self.page), INT), k % self.page

@@ -33,7 +33,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
         *given, out, lse = ctx.saved_tensors
-        refuse_stored(*given[:2], ctx.said[2])
+        refuse_stored(given[0], given[1], ctx.said[2])
         floating = [x is not None and x.is_floating_point() for x in given]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
         found = iter(Backward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, *given))  # type: ignore[no-untyped-call]

@@ -171,7 +171,8 @@ def test_anything_may_stand_where_nothing_is_visible(name, framework):
     q = made.q.swapaxes(1, 2) if framework == "torch" else made.q
     read = {*att.subject.names, "k_scale", "v_scale", "pages"}
     tables = {n: array(x, framework) for n, x in made.tables.items() if n in read}
-    out, lse = att(*(array(x, framework) for x in (q, made.k, made.v)), return_lse=True, **tables)
+    arrays = (array(x, framework) for x in (q, made.k, made.v))
+    out, lse = att(*arrays, return_lse=True, origin=case.origin, sizes=case.sizes, **tables)
     out = out.float() if framework == "torch" else np.asarray(out, np.float64).swapaxes(1, 2)
     stored_cases.check(stored, made, out, lse)
 
