@@ -72,7 +72,9 @@ CASES = {
     "prefill-plain-pages": PREFILL.but(page=16, stored="", scales=False, dim=40, v_dim=72),
     "prefill-bfloat16-pages": PREFILL.but(dtype="bfloat16", stored="float8_e4m3fn", page=16),
     "prefill-holes": PREFILL.but(mask=causal & (k % 3 > 0), stored="", scales=False),
-    "prefill-bfloat16-holes": PREFILL.but(mask=causal & (k % 3 > 0), dtype="bfloat16", page=32),
+    "prefill-bfloat16-holes": PREFILL.but(
+        mask=causal & (k % 3 > 0), dtype="bfloat16", stored="float8_e4m3fn", page=32
+    ),
     "decode-holes": DECODE.but(mask=causal & (k % 3 > 0), stored="", page=16),
     "window-softcap": PREFILL.but(mask=causal & (q - k < 70), mod=20.0 * function("tanh", score / 20.0), page=16),
     "heads-differ": DECODE.but(mask=causal & (q - k < 100 * (h + 1)), page=16, q_len=3),
