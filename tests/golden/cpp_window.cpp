@@ -730,7 +730,7 @@ INLINE Vec load_all(const Stored *from) {
 #if EIGHT == 1
     return cast<Vec>(widened_eights(from));
 #elif EIGHT == 2
-    // As float16, whose exponents are 8 larger; but where that has 480 this one has NaN, here one that fits bfloat16 too.
+    // As float16, whose exponents are 8 larger; but its 480 stands for NaN, here one that fits bfloat16 too.
     const Halves x = (Halves)eights_by_two(from);
     return cast<Vec>(of_float16((x & 0x7F) == 0x7F ? (x & 0x8000) | 0x7E00 : x << 7 & 0xBFFF) * 256.0f);
 #else
