@@ -19,6 +19,8 @@ from typing import Any
 
 from frisket.dsl.errors import FrisketError, ParameterError, ShapeError
 from frisket.dsl.ir import uses
+from frisket.dsl.program import Declared
+from frisket.dsl.types import INT
 
 from ..attention import Attention
 from ..bind import Subject
@@ -28,6 +30,8 @@ from ..parameters import names_of
 START, END, NEW = "cache_start", "cache_end", "cache_new"
 DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"
 BATCH, HEAD, FIRST = "cache_batch", "cache_head", "cache_first"  # numbers: where the part of a device begins
+POSITIONS = (START, END, DEPTH, FIRST)
+LONGEST = 1 << 28  # tokens of a sequence: planners that count in 32 bits take their differences for what they are
 HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
 
 
@@ -102,6 +106,8 @@ def _placed(att: Attention, places: Places) -> Attention:
     here = mask(places.seen)
     moved = {n: x for n in "bhqk" if (x := getattr(places, n)) != n}
     seen = here if att.mask is None else att.mask.at(**moved) & here
+    known = {n: Declared(rank, INT, most=LONGEST) for n, (rank, _) in names_of(seen.expr).items() if n in POSITIONS}
+    seen = Mask(seen.expr, seen.params, replace(seen.origin, declared={**seen.origin.declared, **known}))
     return Attention(Subject(seen, att.score and att.score.at(**moved)), att.options)
 
 

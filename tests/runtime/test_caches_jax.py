@@ -10,6 +10,7 @@ from support import llama_jax
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
+from frisket.runtime.caches.masks import APPENDED, PADDED, SHARD, placed, ring
 from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24
@@ -142,6 +143,17 @@ def test_a_step_keeps_no_copy_of_the_cache(dtype):
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in jax.tree.leaves(cache))
     assert memory.temp_size_in_bytes < 4 * cache.k.size // 16  # of one float32 copy of k
     assert step.as_text().partition("\n")[0].count("-alias)") == len(jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize(("places", "keys"), [(APPENDED, 1024), (PADDED, 1024), (SHARD, 1024), (ring(256), 256)])
+def test_a_step_reads_the_tiles_of_its_window(places, keys):
+    att = placed(fk.compile("causal & window(64)"), places)
+    known = {"cache_first": jnp.int32(0), "cache_batch": 0, "cache_head": 0}
+    tables = {n: x for n, x in known.items() if n in att.subject.names}
+    start = jnp.array([900])
+    plan = att.plan(1, keys, 1, 4, cache_start=start, cache_end=start + 1, flat=True, **tables)
+    read = np.asarray(plan.rows((16, 64)).bounds)[..., 3] - np.asarray(plan.rows((16, 64)).bounds)[..., 0]
+    assert read.sum() == 2  # positions 837..900 are in two tiles of 64
 
 
 def test_growing_compiles_nothing():
