@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, Self
 
@@ -73,8 +73,8 @@ class AttentionMetadata(Record):
 
     - `runtime_dtype` None: what q, k and v are brought to, and the result has; None keeps their own.
     - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits, in float64 beside float64.
-    - `mesh` the one at hand, or None: nothing is split. `partition_axis`, `partition_manager` say how over a mesh;
-      `sequence_axis_name` "sp" is the axis of ring attention, which sends keys round, or, where
+    - `mesh` that of `partition_manager`, or the one at hand, or None: nothing is split. `partition_axis`, or a
+      `partition_manager`, whose axis it is, say how over a mesh; `sequence_axis_name` "sp" is the axis of ring attention, which sends keys round, or, where
       `scan_ring_attention` is False, gathers them.
     - `backend` None: the platform of arrays; `platform` None: the first kernels that can.
     - `softmax_scale` None: 1 / sqrt(head_dim). `dropout_prob` 0.
@@ -108,19 +108,26 @@ class AttentionMetadata(Record):
         "partition_axis": (asdict, lambda x: PartitionAxis(**x)),
         "partition_manager": (lambda x: asdict(x.paxis), lambda x: PartitionManager(PartitionAxis(**x))),
         "base_config": (lambda x: None, lambda x: None),  # all that is taken from it is in the fields
+        **dict.fromkeys(("softmax_scale", "dropout_prob"), (float, float)),  # numbers of numpy or JAX too
+        **dict.fromkeys(("blocksize_q", "blocksize_k", "blocksize_b"), (int, int)),
     }
 
     def __post_init__(self) -> None:
         if isinstance(self.base_config, dict):
             raise ParameterError("base_config is a dict; it is an object whose attributes are read")
+        if self.partition_axis not in (EMPTY_VAL, None) and self.partition_manager is EMPTY_VAL:
+            self.partition_manager = None  # what is given goes before the manager of a config
+        given = self.partition_manager not in (EMPTY_VAL, None) and self.partition_axis not in (EMPTY_VAL, None)
         for name, (default, pickup) in DEFAULTS.items():
             self.set_attrs_carefully(name, default, pickup)
-        if self.mesh is None:
-            self.mesh = current_mesh()
         if self.partition_axis is None or isinstance(self.partition_axis, dict):
             self.partition_axis = PartitionAxis(**(self.partition_axis or {}))
         manager = self.partition_manager or PartitionManager(self.partition_axis)
-        self.partition_manager = manager if manager.mesh is not None else PartitionManager(manager.paxis, self.mesh)
+        if given and manager.paxis != self.partition_axis:
+            raise ParameterError("partition_axis is not that of partition_manager; give one of them")
+        if self.mesh is None:
+            self.mesh = current_mesh() if manager.mesh is None else manager.mesh
+        self.partition_axis, self.partition_manager = manager.paxis, replace(manager, mesh=self.mesh)
         for name in ("runtime_dtype", "runtime_softmax_dtype"):
             setattr(self, name, _dtype(name, getattr(self, name)))
         self.platform = _member(Platform, "platform", self.platform)
@@ -138,6 +145,15 @@ class AttentionMetadata(Record):
             return
         config = self.base_config if use_base_config else None
         setattr(self, attr, getattr(config, pickup_name or attr, default))
+
+    def replace(self, **changes: Any) -> Self:
+        """The same with other values; another `partition_axis` or `mesh` is that of the partition manager too."""
+        manager = changes.get("partition_manager")
+        if manager is not None:
+            changes = {"partition_axis": None, "mesh": manager.mesh or self.mesh} | changes
+        elif "partition_axis" in changes:
+            changes["partition_manager"] = None
+        return super().replace(**changes)
 
     @classmethod
     def from_config(cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0) -> Self:

@@ -65,7 +65,10 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError:
+            values = None
         if not isinstance(values, dict):
             raise ParameterError(f"this is no {cls.__name__}: {text[:80]!r}")
         cls._check(values)

@@ -198,6 +198,39 @@ def test_metadata_goes_through_dicts_and_json():
     assert (changed.softmax_scale, full.softmax_scale, changed.backend) == (2.0, 0.25, full.backend)
 
 
+def test_the_partition_manager_is_of_the_mesh_and_the_axes():
+    """Operators ask the metadata for the mesh and its manager to split: there is one answer."""
+    one, other = create_mesh((1, 1), ("x", "y")), create_mesh((1, 1), ("tp", "dp"))
+    axes, by_head = s.PartitionAxis(head_axis="dp"), s.PartitionAxis(head_axis="x")
+    mine, theirs = s.PartitionManager(axes, other), s.PartitionManager(by_head, one)
+    metadata = AttentionMetadata(mesh=one)
+
+    def fields(x):
+        assert (x.partition_manager.mesh, x.partition_manager.paxis) == (x.mesh, x.partition_axis)
+        return x.mesh, x.partition_axis
+
+    assert fields(metadata) == (one, s.PartitionAxis())
+    assert fields(metadata.replace(mesh=other)) == (other, s.PartitionAxis())
+    assert fields(metadata.replace(partition_axis=by_head)) == (one, by_head)
+    assert fields(metadata.replace(partition_manager=mine)) == (other, axes)
+    assert fields(AttentionMetadata(partition_manager=mine)) == (other, axes)
+    assert fields(AttentionMetadata(partition_manager=mine, mesh=one)) == (one, axes)
+    config = SimpleNamespace(partition_manager=mine, partition_axis=axes)
+    assert fields(AttentionMetadata(base_config=config)) == (other, axes)
+    assert fields(AttentionMetadata(base_config=config, partition_axis=by_head, mesh=one)) == (one, by_head)
+    assert fields(AttentionMetadata(base_config=config, partition_manager=theirs)) == (one, by_head)
+    with pytest.raises(fk.ParameterError, match="give one of them"):
+        AttentionMetadata(partition_manager=mine, partition_axis=by_head)
+
+
+def test_numbers_of_libraries_go_through_json():
+    given = {"softmax_scale": jnp.float32(0.5), "dropout_prob": np.float32(0.25), "blocksize_q": np.int64(32)}
+    found = AttentionMetadata.from_json(AttentionMetadata(**given, blocksize_k=64).to_json())
+    assert (found.softmax_scale, found.dropout_prob, found.tile) == (0.5, 0.25, (32, 64))
+    with pytest.raises(fk.ParameterError, match="no AttentionMetadata"):
+        AttentionMetadata.from_json('{"softmax_scale": 0.5')
+
+
 @pytest.mark.parametrize("bthd", [True, False])
 @pytest.mark.parametrize("mni", [True, False])
 @pytest.mark.parametrize("mode", [s.MODE_TRAIN, s.MODE_PREFILL, s.MODE_DECODE, s.MODE_INSERT])
