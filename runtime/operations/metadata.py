@@ -74,8 +74,8 @@ class AttentionMetadata(Record):
     - `runtime_dtype` None: what q, k and v are brought to, and the result has; None keeps their own.
     - `runtime_softmax_dtype` float32: no kernel of frisket has a softmax of fewer bits, in float64 beside float64.
     - `mesh` that of `partition_manager`, or the one at hand, or None: nothing is split. `partition_axis`, or a
-      `partition_manager`, whose axis it is, say how over a mesh; `sequence_axis_name` "sp" is the axis of ring attention, which sends keys round, or, where
-      `scan_ring_attention` is False, gathers them.
+      `partition_manager`, whose axis it is, say how over a mesh; `sequence_axis_name` "sp" is the axis of ring
+      attention, which sends keys round, or, where `scan_ring_attention` is False, gathers them.
     - `backend` None: the platform of arrays; `platform` None: the first kernels that can.
     - `softmax_scale` None: 1 / sqrt(head_dim). `dropout_prob` 0.
     - `blocksize_q`, `blocksize_k` None: tiles of queries and keys, in tokens, by the mask at hand; both or none.
