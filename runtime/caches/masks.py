@@ -106,7 +106,8 @@ def _placed(att: Attention, places: Places) -> Attention:
     here = mask(places.seen)
     moved = {n: x for n in "bhqk" if (x := getattr(places, n)) != n}
     seen = here if att.mask is None else att.mask.at(**moved) & here
-    known = {n: Declared(rank, INT, most=LONGEST) for n, (rank, _) in names_of(seen.expr).items() if n in POSITIONS}
+    ranks = {n: rank for n, (rank, _) in names_of(seen.expr).items() if n in POSITIONS and rank is not None}
+    known = {n: Declared(rank, INT, most=LONGEST) for n, rank in ranks.items()}
     seen = Mask(seen.expr, seen.params, replace(seen.origin, declared={**seen.origin.declared, **known}))
     return Attention(Subject(seen, att.score and att.score.at(**moved)), att.options)
 

@@ -20,7 +20,7 @@ PLAIN = tuple(getattr(torch, name) for name in FLOATS)
 
 def stored_dtype(dtype: torch.dtype | str) -> torch.dtype:
     """`dtype`, or the one of that name."""
-    held = {str(d).removeprefix("torch."): d for d in (*PLAIN, *NARROW)}
+    held: dict[str, torch.dtype] = {str(d).removeprefix("torch."): d for d in (*PLAIN, *NARROW)}
     name = str(dtype).removeprefix("torch.")
     if name not in held:
         raise ParameterError(f"dtype is {dtype}; caches hold {', '.join(held)}")

@@ -116,7 +116,8 @@ class AttentionMetadata(Record):
         if isinstance(self.base_config, dict):
             raise ParameterError("base_config is a dict; it is an object whose attributes are read")
         if self.partition_axis not in (EMPTY_VAL, None) and self.partition_manager is EMPTY_VAL:
-            self.partition_manager = None  # what is given goes before the manager of a config
+            # what is given goes before the manager of a config
+            self.partition_manager = None  # type: ignore[assignment]
         given = self.partition_manager not in (EMPTY_VAL, None) and self.partition_axis not in (EMPTY_VAL, None)
         for name, (default, pickup) in DEFAULTS.items():
             self.set_attrs_carefully(name, default, pickup)

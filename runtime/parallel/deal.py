@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,19 +139,7 @@ class Deal:
         places hold `fill`. Split evenly, rank r's part is what it holds."""
         axis = self._axis(x, axis, self.length, "permute takes whole sequences")
         taken = _take(x, np.minimum(self.order, self.length - 1), axis)
-        inside = self.order < self.length
-        if inside.all():
-            return taken
-        inside = inside.reshape(-1, *[1] * (len(x.shape) - axis - 1))
-        if framework_of(x) == "torch":
-            import torch
-
-            return taken.where(torch.as_tensor(inside, device=x.device), torch.as_tensor(fill, dtype=x.dtype))
-        if framework_of(x) == "jax":
-            import jax.numpy as jnp
-
-            return jnp.where(inside, taken, jnp.asarray(fill, x.dtype))
-        return np.where(inside, taken, np.asarray(fill, taken.dtype))
+        return _filled(taken, self.order >= self.length, axis, fill)
 
     def unpermute(self, x: Any, axis: int) -> Any:
         """Dealt arrays in the order of the sequence, padding cut off: the inverse of `permute`."""
@@ -164,19 +152,9 @@ class Deal:
         axis = self._axis(x, axis, self.length, "labels takes whole sequences")
         if not 0 <= shift <= self.length:
             raise ParameterError(f"shift is {shift}; it is how many tokens a label is ahead, 0..{self.length}")
-        moved = _take(x, np.minimum(np.arange(self.length) + shift, self.length - 1), axis)
-        ended = (np.arange(self.length) + shift >= self.length).reshape(-1, *[1] * (len(x.shape) - axis - 1))
-        if framework_of(x) == "torch":
-            import torch
-
-            moved = moved.masked_fill(torch.as_tensor(ended, device=x.device), fill)
-        elif framework_of(x) == "jax":
-            import jax.numpy as jnp
-
-            moved = jnp.where(ended, jnp.asarray(fill, x.dtype), moved)
-        else:
-            moved = np.where(ended, np.asarray(fill, moved.dtype), moved)
-        return self.permute(moved, axis, fill)
+        ahead = np.arange(self.length) + shift
+        moved = _take(x, np.minimum(ahead, self.length - 1), axis)
+        return self.permute(_filled(moved, ahead >= self.length, axis, fill), axis, fill)
 
     def _axis(self, x: Any, axis: int, size: int, what: str) -> int:
         if not -len(x.shape) <= axis < len(x.shape) or x.shape[axis] != size:
@@ -221,8 +199,7 @@ class Deal:
         "ring", at every step the longest need of that step, between the ranks that need anything; with
         "all-gather", whole shards to everybody.
         """
-        if variant not in ("ring", "all-gather"):
-            raise ParameterError(f'variant is {variant!r}; it is "ring" or "all-gather"')
+        check_variant(variant)
         size = self.needs[..., 1] - self.needs[..., 0]
         if padded and variant == "all-gather":
             size = np.full_like(size, self.shard)
@@ -247,6 +224,27 @@ class Deal:
         values = [(n, digest(x)) for n, x in sorted(self.mask.params.items())]
         said = f"{self.length} {self.tile} {self.ranks} {self.batch} {self.heads} {self.mask} {values}".encode()
         return hashlib.sha256(said + self.tiles.astype("<i8").tobytes()).hexdigest()
+
+
+def check_variant(variant: Any) -> None:
+    if variant not in get_args(Variant):
+        raise ParameterError(f'variant is {variant!r}; it is "ring" or "all-gather"')
+
+
+def _filled(x: Any, where: NDArray[np.bool_], axis: int, fill: float) -> Any:
+    """`x` with `fill` at the places `where` of an axis."""
+    if not where.any():
+        return x
+    where = where.reshape(-1, *[1] * (len(x.shape) - axis - 1))
+    if framework_of(x) == "torch":
+        import torch
+
+        return x.masked_fill(torch.as_tensor(where, device=x.device), fill)
+    if framework_of(x) == "jax":
+        import jax.numpy as jnp
+
+        return jnp.where(where, jnp.asarray(fill, x.dtype), x)
+    return np.where(where, np.asarray(fill, x.dtype), x)
 
 
 def _take(x: Any, index: NDArray[np.int64], axis: int) -> Any:

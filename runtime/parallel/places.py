@@ -197,8 +197,8 @@ class _Maker:
         if e.op in ("segment", "lookup"):
             return len(e.args) == 1 and (e.op == "segment" or self._sorted(e.name)) and self._rises(e.args[0])
         if e.op in ("add", "sub", "floordiv"):
-            positive = e.op != "floordiv" or e.args[1].name > 0 if e.args[1].op == "lit" else False
-            return positive and self._rises(e.args[0])
+            by = e.args[1]
+            return by.op == "lit" and (e.op != "floordiv" or by.name > 0) and self._rises(e.args[0])
         return False
 
     def _sorted(self, name: str) -> bool:

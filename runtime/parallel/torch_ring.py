@@ -24,7 +24,7 @@ from ..merge import merge
 from ..options import seed_of, sinks_of
 from ..parameters import digest
 from ..torch_op import Ready, cast, kept_ready
-from .deal import Deal, Variant
+from .deal import Deal, Variant, check_variant
 from .places import check_covered
 from .torch_steps import Step, start, steps
 from .torch_wire import Wire
@@ -58,7 +58,7 @@ def attend(
     """
     wire = Wire(group)
     q, k, v = cast(q, k, v)
-    _check(att, q, k, v, deal, wire, variant)
+    _check(q, k, v, deal, wire, variant)
     seed = seed_of(seed, att.options.dropout, "torch")
     sinks = att.options.sinks if sinks is None else sinks
     if sinks is not None:
@@ -114,10 +114,8 @@ class Job:
         kept = _locals.setdefault(self.att, {})
         where = "plain" if plain else (self.deal.digest, self.wire.rank, self.variant, i)
         if where not in kept:
-            options = replace(
-                self.att.options, sinks=None
-            )  # sinks are one more part of the softmax, counted at the end
-            bare = Attention(self.att.subject, options)
+            # sinks are one more part of the softmax, counted at the end
+            bare = Attention(self.att.subject, replace(self.att.options, sinks=None))
             tables = {"dealt_q": at, "dealt_k": self.steps[i].keys}
             kept[where] = bare if plain else bare.at(q="dealt_q[q]", k="dealt_k[k]", **tables)
             while len(kept) > KEPT:  # a deal for every step's documents
@@ -313,9 +311,8 @@ class _Gather(torch.autograd.Function):
 # -- checks -------------------------------------------------------------------------------------------
 
 
-def _check(att: Attention, q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Variant) -> None:
-    if variant not in ("ring", "all-gather"):
-        raise ParameterError(f'variant is {variant!r}; it is "ring" or "all-gather"')
+def _check(q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Variant) -> None:
+    check_variant(variant)
     if deal.ranks != wire.size:
         raise ShapeError(
             f"the deal is for {deal.ranks} ranks, the group has {wire.size}: deal(mask, length, {wire.size})"
