@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import walk
@@ -27,10 +27,10 @@ from ..frameworks import framework_of
 from ..jax_op import LSE, OUT, alike, of_sinks
 from ..merge import merge
 from ..parameters import digest
-from .deal import Deal, Variant
+from .deal import Deal, Variant, check_variant
 from .jax_agree import agree
 from .jax_shard import Arrays, Axes, Shard, shard_of, size
-from .places import check_covered
+from .places import check_covered, check_sides
 from .schedule import Step, steps
 
 Split: TypeAlias = Mapping[str, int | tuple[int, ...]] | None
@@ -38,6 +38,7 @@ _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped
 _barrier: Any = lax.optimization_barrier
 _ppermute: Any = lax.ppermute
 _psum_scatter: Any = lax.psum_scatter
+_reshard: Any = jax.sharding.reshard
 _spec: Any = PartitionSpec
 
 
@@ -68,7 +69,7 @@ def attend(
 
     `batch_axis` and `head_axis` are the mesh axes over which batch entries and heads are split as well, if they are.
     Tables among `params` are whole, in the order of the sequence, on every device, and so are `sinks`; their gradients
-    are sums over all devices. `split={"doc": 0, "bias": (0, 1)}` says along which axes a table is split as the arrays
+    are sums over all devices. `split={"doc": 0, "bias": (1, 2)}` says along which axes a table is split as the arrays
     are, dealt where it is read at q or k; one that is split along keys travels with them. Positions in masks, score
     mods and dropout are those of the sequence.
 
@@ -113,6 +114,7 @@ def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[i
     for e in walk(*(x for x in att.subject.exprs if x is not None)):
         if e.op == "lookup" and e.name in split:
             own = split[e.name]
+            check_sides(e, own)
             tables[e.name] = _spec(*(axes.get(a.name) if i in own else None for i, a in enumerate(e.args)))
     return tables
 
@@ -127,13 +129,15 @@ def _over(mesh: Any, local: Callable[..., Any], specs: Any, qkv: Any, values: Ar
         return local(q, k, v, **arrays, **rest)
 
     ins = spec, spec, spec, {n: tables.get(n, _spec()) for n in arrays}
+    given = *qkv, arrays
+    if any(t == AxisType.Explicit for t in mesh.axis_types):  # there shard_map takes nothing that is split otherwise
+        given = _reshard(given, jax.tree.map(partial(NamedSharding, mesh), ins))
     run: Any = jax.shard_map(mine, mesh=mesh, in_specs=ins, out_specs=out)
-    return run(*qkv, arrays)
+    return run(*given)
 
 
 def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
-    if variant not in ("ring", "all-gather"):
-        raise ParameterError(f'variant is {variant!r}; it is "ring" or "all-gather"')
+    check_variant(variant)
     try:
         ranks = size(axis)
     except NameError:
@@ -237,6 +241,8 @@ class _Ring:
     def _walk(self, own: Arrays, state: Any, step: Callable[..., Any], returned: tuple[str, ...]) -> Any:
         """`step(keys, k_at, state)` of every step gives the next state and gradients of the keys, which are added to
         the state of the rank that they are of, where any are `returned`."""
+        if not self.steps:  # the mask shows nothing
+            return state
         shard, ahead = self.shard, self._sent(own, self.steps[0])
         for i, now in enumerate(self.steps):
             keys, k_at = ahead, self._positions(now)

@@ -131,6 +131,15 @@ def check_covered(what: Subject, deal: Deal, given: Collection[str], batch: int,
     )
 
 
+def check_sides(read: Expr, own: tuple[int, ...]) -> None:
+    """Raise `ParameterError` where a table is split along queries and keys: a rank would have one square of it."""
+    if {"q", "k"} <= {a.name for i, a in enumerate(read.args) if i in own and a.op == "var"}:
+        raise ParameterError(
+            f"`{read.name}` is split along queries and along keys; a rank needs its queries' rows of every key\n"
+            f"  split one of these axes: `{read.name}` is read as {read!r}"
+        )
+
+
 def _clauses(e: Expr) -> tuple[Expr, ...]:
     return e.args if e.op == "and" else () if e is TRUE else (e,)
 
@@ -222,6 +231,7 @@ class _Maker:
     def _check_split(self, e: Expr) -> None:
         for n in walk(e):
             own = self.where.split.get(n.name, ()) if n.op in ("lookup", "segment") else ()
+            check_sides(n, own)
             for i in own:
                 if n.op == "segment" or i not in range(len(n.args)):
                     raise ParameterError(f"`{n.name}` cannot be split along axis {i} as it is read; give it whole")

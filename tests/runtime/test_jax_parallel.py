@@ -134,9 +134,18 @@ def test_split_tables_are_read_at_their_own_places():
     where = Where(64, 64, split={"rel": (0, 1)})
     with pytest.raises(ParameterError, match="`rel` is split along axis 0 and read there at `q - k`"):
         placed(fk.compile("causal", "score + rel[q - k]"), where, {})
-    made = placed(fk.compile("causal", "score + rel[q, k]"), where, {})
-    assert made.travels == {"rel": 1}
-    assert repr(made.tables[0].expr).splitlines()[-1] == "rel[place of q, place of k]"
+    plane = fk.compile("causal", "score + rel[q, k]")
+    for own, travels, read in ((0,), {}, "rel[place of q, k]"), ((1,), {"rel": 1}, "rel[q, place of k]"):
+        made = placed(plane, Where(64, 64, split={"rel": own}), {})
+        assert made.travels == travels
+        assert repr(made.tables[0].expr).splitlines()[-1] == read
+    with pytest.raises(ParameterError, match="`rel` is split along queries and along keys"):
+        placed(plane, where, {})
+    x, mesh = jnp.zeros((1, 64, 1, 8)), jax.make_mesh((1,), ("sp",))
+    with pytest.raises(ParameterError, match="`rel` is split along queries and along keys"):
+        fk.parallel.attend(
+            plane, x, x, x, deal=fk.parallel.deal("causal", 64, 1), mesh=mesh, split={"rel": (0, 1)}, rel=x[0, :, 0]
+        )
 
 
 def covered(att, deal, given=(), batch=1, heads=1):
@@ -198,6 +207,19 @@ def test_every_axis_of_the_mesh_is_manual():
     )  # fmt: skip
     with pytest.raises(ParameterError, match="leaves mesh axis 'tp' to automatic sharding"):
         jax.jit(run)(x)
+
+
+@pytest.mark.parametrize("variant", ["ring", "all-gather"])
+def test_a_mask_that_shows_nothing(variant):
+    deal, att = fk.parallel.deal("q < 0", 60, 1, tile=16), fk.compile("q < 0", backend="xla")
+    x = jnp.ones((1, 64, 2, 8))
+    mesh = jax.make_mesh((1,), ("sp",))
+
+    def total(q, k, v, sinks):
+        return fk.parallel.attend(att, q, k, v, deal=deal, mesh=mesh, variant=variant, sinks=sinks).sum()
+
+    for found in (total(x, x, x, None), *jax.grad(total, (0, 1, 2, 3))(x, x, x, jnp.ones(2))):
+        assert (found == 0).all()
 
 
 def test_steps_send_what_is_needed():
