@@ -214,7 +214,7 @@ def test_stored(name):
     made.check(made.run())
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode-large-pages", "decode-bfloat16", "prefill-bfloat16-pages"])
 @pytest.mark.parametrize("variant", HERE)
 def test_variants(variant, name):
@@ -222,7 +222,7 @@ def test_variants(variant, name):
     made.check(made.run(variant=variant))
 
 
-@pytest.mark.parametrize("variant", ["native", *(pytest.param(v, marks=pytest.mark.matrix) for v in HERE)])
+@pytest.mark.parametrize("variant", ["native", *(pytest.param(v, marks=pytest.mark.slow) for v in HERE)])
 @pytest.mark.parametrize(
     "stored", [EIGHT[1], *(pytest.param(x, marks=pytest.mark.matrix) for x in (EIGHT[0], EIGHT[2]))]
 )

@@ -56,10 +56,11 @@ for name, compiled in (("append", append), ("step", step)):
     print("HLO", compiled.as_text())
 """
 MODEL = """
-w, new = llama_jax.weights(), 256
-mesh = auto(("sp",), 4)
+new, mesh = 256, auto(("sp",), 4)
+whole = jax.NamedSharding(mesh, jax.P())  # on all devices from the start: layers are alike
+w = jax.device_put(llama_jax.weights(), whole)
 caches = [init_cache(2, 272, llama_jax.KV_HEADS, llama_jax.DIM, mesh=mesh) for _ in w["layers"]]
-first = jnp.asarray(np.random.default_rng(5).integers(0, llama_jax.VOCAB, (2, 9)))
+first = jnp.asarray(np.random.default_rng(5).integers(0, llama_jax.VOCAB, (2, 9)), device=whole)
 tokens, logits, caches, traced = llama_jax.generated(w, fk.compile("causal"), caches, first, new)
 assert traced == [(2, 9), (2, 1)]
 n = tokens.shape[1] - 1
