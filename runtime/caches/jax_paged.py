@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,13 @@ import numpy as np
 from frisket.dsl.errors import CapacityError, ShapeError
 
 from ..attention import Attention
-from .jax_store import check_new, counted, empty, grown, read, slots, stored, written
+from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 from .pool import Copy, PagePool
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class PagedKVCache:
+class PagedKVCache(Cache):
     """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
     common.
 
@@ -58,7 +58,7 @@ class PagedKVCache:
     def create(
         cls, pages: int, page: int, batch: int, width: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
         dtype: Any = jnp.float32,
-    ) -> PagedKVCache:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """An empty pool of `pages` pages of `page` tokens, a multiple of 16, for `batch` rows of at most `width` pages
         each; `dtype` as for `KVCache`."""
         if page % 16 or batch < 1 or width < 1:
@@ -71,16 +71,10 @@ class PagedKVCache:
         return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=none, lengths=none,
                    overflowed=jnp.zeros(batch, bool))  # fmt: skip
 
-    batch = property(lambda self: self.pages.shape[0])
     page = property(lambda self: self.k.shape[1])
     capacity = property(lambda self: self.pages.shape[1] * self.page)
 
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """k, v and their scales, None where there are none."""
-        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
-
-    def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> PagedKVCache:
+    def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
         or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
         `pool.append` gave back, done here, in place of the old cache's memory."""
@@ -106,7 +100,7 @@ class PagedKVCache:
         fresh = {"pages": table, "room": room, "lengths": lengths, "overflowed": np.zeros(self.batch, bool)}
         return replace(cache, **{n: jnp.asarray(x) for n, x in fresh.items()})
 
-    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> PagedKVCache:
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """As `KVCache.append`, into the pages of each row."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
@@ -119,17 +113,9 @@ class PagedKVCache:
         arrays = {**self.arrays, "pages": self.pages}
         return read(att, q, arrays, self.lengths, self.capacity, counts, tree, params)
 
-    def attention(
-        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
-        **params: Any,
-    ) -> tuple[Any, PagedKVCache]:  # fmt: skip
-        """(out, cache): `append`, then `attend`."""
-        cache = self.append(k, v, counts)
-        return cache.attend(att, q, counts, tree=tree, **params), cache
-
-    def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> PagedKVCache:
+    def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
         """As `KVCache.keep`; the pool's lengths follow by `pool.truncate`."""
-        path = jnp.asarray(path, jnp.int32)
+        path = pathed(path, self.batch)
         counts = counted(counts, *path.shape)
         start = self.lengths - drafted
         page, place = self._found(start[:, None] + path)

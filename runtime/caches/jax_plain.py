@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from frisket.dsl.errors import ShapeError
-
 from ..attention import Attention
-from .jax_store import check_new, counted, empty, grown, read, slots, stored, written
+from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class KVCache:
+class KVCache(Cache):
     """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
 
     >>> import frisket as fk
@@ -50,20 +48,14 @@ class KVCache:
     def create(
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
         dtype: Any = jnp.float32,
-    ) -> KVCache:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """An empty cache; `dtype` a float, or int8, float8_e4m3fn or float8_e5m2 for 8 bits with scales."""
         arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
         return cls(**arrays, lengths=jnp.zeros(batch, jnp.int32), overflowed=jnp.zeros(batch, bool))
 
-    batch = property(lambda self: self.k.shape[0])
     capacity = property(lambda self: self.k.shape[1])
 
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """k, v and their scales, None where there are none."""
-        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
-
-    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> KVCache:
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """The cache with new tokens behind those of every sequence: k [batch, new, kv_heads, head_dim], v likewise.
         `counts` int [batch] says how many of the new tokens are real, those in front; None: all."""
         new = check_new(self.arrays, self.batch, k, v)
@@ -83,33 +75,17 @@ class KVCache:
         the first draft plus its depth."""
         return read(att, q, self.arrays, self.lengths, self.capacity, counts, tree, params)
 
-    def attention(
-        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
-        **params: Any,
-    ) -> tuple[Any, KVCache]:  # fmt: skip
-        """(out, cache): `append`, then `attend`."""
-        cache = self.append(k, v, counts)
-        return cache.attend(att, q, counts, tree=tree, **params), cache
-
-    def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> KVCache:
+    def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
         """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
         [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
         the path are meant."""
-        path = jnp.asarray(path, jnp.int32)
-        if path.ndim != 2 or path.shape[0] != self.batch:
-            raise ShapeError(f"a path of {list(path.shape)} for {self.batch} sequences; it is [batch, nodes]")
+        path = pathed(path, self.batch)
         counts = counted(counts, *path.shape)
         start = self.lengths - drafted
         rows = jnp.arange(self.batch)[:, None], start[:, None] + path
         kept = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
         arrays = written(self.arrays, kept, slots(start, counts, path.shape[1], self.capacity))
         return replace(self, **arrays, lengths=start + counts)
-
-    def truncate(self, lengths: Any) -> KVCache:
-        """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer: 0 empties a row for
-        another sequence."""
-        lengths = jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32))
-        return replace(self, lengths=lengths, overflowed=self.overflowed & (lengths > 0))
 
 
 __all__ = ["KVCache"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,14 @@ from frisket.dsl.errors import ParameterError
 
 from ..attention import Attention
 from ..merge import merge
-from .jax_store import call, check_new, counted, empty, stored, written
+from ..parameters import traced
+from .jax_store import Cache, call, check_new, counted, empty, stored, written
 from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_before, ring_padded
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class RingKVCache:
+class RingKVCache(Cache):
     """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
 
     >>> import frisket as fk
@@ -42,19 +43,13 @@ class RingKVCache:
     @classmethod
     def create(
         cls, batch: int, window: int, kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: Any = jnp.float32
-    ) -> RingKVCache:
+    ) -> Self:
         """An empty ring of `window` tokens a sequence; `dtype` as for `KVCache`."""
         return cls(**empty((batch, window, kv_heads), head_dim, v_dim, dtype), lengths=jnp.zeros(batch, jnp.int32))
 
-    batch = property(lambda self: self.k.shape[0])
     window = property(lambda self: self.k.shape[1])
 
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """k, v and their scales, None where there are none."""
-        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
-
-    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> RingKVCache:
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """As `KVCache.append`; new tokens take the place of the oldest."""
         new = check_new(self.arrays, self.batch, k, v)
         return self._written(stored(self.arrays, k, v), counted(counts, self.batch, new))
@@ -68,15 +63,21 @@ class RingKVCache:
         tables = {START: self.lengths - counted(counts, batch, new), END: self.lengths}
         return call(att, where, q, self.arrays, tables, params)
 
+    def truncate(self, lengths: Any) -> Self:
+        """Empty the sequences with 0 in `lengths`; others keep theirs, what a ring has overwritten is gone."""
+        partly = (jnp.asarray(lengths) > 0) & (jnp.asarray(lengths) < self.lengths)
+        if not traced(partly) and bool(partly.any()):
+            raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
+        return replace(self, lengths=jnp.where(jnp.asarray(lengths) > 0, self.lengths, 0))
+
     def attention(
         self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
-    ) -> tuple[Any, RingKVCache]:
+    ) -> tuple[Any, Self]:
         """(out, cache): the new tokens appended, and attention of their queries. A chunk that leaves no room for what
         it sees is read beside the ring as it was, and the two are merged."""
         new = check_new(self.arrays, self.batch, k, v)
         if not no_room(att, self.window, new, params):
-            cache = self.append(k, v, counts)
-            return cache.attend(att, q, counts, **params), cache
+            return super().attention(att, q, k, v, counts, **params)
         require_room(att, self.window, 0, params)
         added, real = stored(self.arrays, k, v), counted(counts, self.batch, new)
         out, lse = merge(*self._parts(att, q, added, real, dict(params)))
@@ -95,7 +96,7 @@ class RingKVCache:
             params["sinks"] = jnp.full(q.shape[2], -jnp.inf, jnp.float32)
         return old, call(att, CHUNK, q, added, {**tables, END: self.lengths + counts}, params)
 
-    def _written(self, added: dict[str, Any], counts: jax.Array) -> RingKVCache:
+    def _written(self, added: dict[str, Any], counts: jax.Array) -> Self:
         size = self.window
         i = jnp.arange(added["k"].shape[1], dtype=jnp.int32)
         kept = (i < counts[:, None]) & (i >= counts[:, None] - size)  # of the real ones, those that stay

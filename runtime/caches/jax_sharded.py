@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..attention import Attention
-from .jax_store import call, check_new, counted, empty, grown, stored, written
+from .jax_store import Cache, call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
 
 lax: Any = jax.lax  # JAX leaves some of its functions untyped
@@ -23,7 +23,7 @@ P: Any = jax.sharding.PartitionSpec
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class ShardedKVCache:
+class ShardedKVCache(Cache):
     """As `KVCache`, with positions split over the devices of a mesh axis: of n devices, device i holds positions
     [i * capacity / n, (i + 1) * capacity / n) of every sequence.
 
@@ -57,7 +57,7 @@ class ShardedKVCache:
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
         dtype: Any = jnp.float32, *, mesh: Mesh, axis: str = "sp", batch_axis: str | None = None,
         head_axis: str | None = None,
-    ) -> ShardedKVCache:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """An empty cache on the devices of `mesh`; `dtype` as for `KVCache`."""
         split = {"capacity": (axis, capacity), "batch": (batch_axis, batch), "kv_heads": (head_axis, kv_heads)}
         used = {what: pair for what, pair in split.items() if pair[0] is not None}
@@ -70,7 +70,7 @@ class ShardedKVCache:
         if len({name for name, _ in used.values()}) < len(used):
             raise ShapeError(f"a mesh axis splits one thing: {axis!r}, {batch_axis!r}, {head_axis!r}")
 
-        def put() -> ShardedKVCache:
+        def put() -> Self:
             arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
             rows = {"lengths": jnp.zeros(batch, jnp.int32), "overflowed": jnp.zeros(batch, bool)}
             return cls(**arrays, **rows, mesh=mesh, axis=axis, batch_axis=batch_axis, head_axis=head_axis)
@@ -80,13 +80,7 @@ class ShardedKVCache:
         found: ShardedKVCache = jax.jit(put, out_shardings=made)()  # where it is to be: no device holds all of it
         return found
 
-    batch = property(lambda self: self.k.shape[0])
     capacity = property(lambda self: self.k.shape[1])
-
-    @property
-    def arrays(self) -> dict[str, Any]:
-        """k, v and their scales, None where there are none."""
-        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
     @property
     def _specs(self) -> dict[str, Any]:
@@ -95,7 +89,7 @@ class ShardedKVCache:
         rows = P(self.batch_axis)
         return found | {"k": P(*place, None), "v": P(*place, None), "lengths": rows, "overflowed": rows}
 
-    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> ShardedKVCache:
+    def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """As `KVCache.append`."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
@@ -142,13 +136,6 @@ class ShardedKVCache:
         run = self._mapped(look, (specs, queries, rows, rows, P()), results)
         out, lse = run(self.arrays, q, starts, self.lengths, params)
         return (out, lse) if told else out
-
-    def attention(
-        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
-    ) -> tuple[Any, ShardedKVCache]:
-        """(out, cache): `append`, then `attend`."""
-        cache = self.append(k, v, counts)
-        return cache.attend(att, q, counts, **params), cache
 
     def _first(self, axis: str | None, mine: int) -> Any:
         return jnp.int32(0) if axis is None else lax.axis_index(axis) * mine

@@ -6,6 +6,7 @@ Arrays are [rows, places, kv_heads, dim], scales [rows, places, kv_heads]; a row
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ import numpy as np
 from frisket.dsl.errors import CapacityError, ShapeError
 
 from ..attention import Attention
+from ..frameworks import BYTES
 from ..parameters import traced
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
 
-BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
 
 
@@ -33,6 +34,36 @@ def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: 
     made = {n: jnp.zeros((*shape, dim), kind) for n, dim in (("k", head_dim), ("v", v_dim))}
     scales = {f"{n}_scale": jnp.zeros(shape, jnp.float32) if kind.name in BYTES else None for n in "kv"}
     return made | scales
+
+
+class Cache:
+    """What caches of JAX have in common; they are pytrees whose leaves are arrays such as these."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    lengths: jax.Array
+
+    batch = property(lambda self: self.lengths.shape[0])
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """k, v and their scales, None where there are none."""
+        return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+
+    def attention(
+        self: Any, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
+    ) -> tuple[Any, Any]:
+        """(out, cache): `append`, then `attend`, with the same keywords."""
+        cache = self.append(k, v, counts)
+        return cache.attend(att, q, counts, **params), cache
+
+    def truncate(self: Any, lengths: Any) -> Any:
+        """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer: 0 empties a row for
+        another sequence."""
+        lengths = jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32))
+        return replace(self, lengths=lengths, overflowed=self.overflowed & (lengths > 0))
 
 
 def quantized(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -92,6 +123,15 @@ def counted(counts: Any, batch: int, new: int) -> jax.Array:
     if not traced(counts) and bool(((counts < 0) | (counts > new)).any()):
         raise ShapeError(f"counts are {np.asarray(counts)}, of {new} new tokens; each is from 0 to {new}")
     found: jax.Array = counts.astype(jnp.int32)
+    return found
+
+
+def pathed(path: Any, batch: int) -> jax.Array:
+    """Nodes of a tree that stay, int32 [batch, nodes]."""
+    path = jnp.asarray(path)
+    if path.ndim != 2 or path.shape[0] != batch or not jnp.issubdtype(path.dtype, jnp.integer):
+        raise ShapeError(f"path is {path.dtype}{list(path.shape)}; it is nodes, integers [{batch}, m]")
+    found: jax.Array = path.astype(jnp.int32)
     return found
 
 

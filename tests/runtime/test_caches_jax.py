@@ -246,6 +246,9 @@ def test_rings_ask_how_far_back_a_mask_sees():
     with pytest.raises(fk.ShapeError, match="with 3 new ones keeps 13 before them"):
         later.attend(fk.compile("causal & window(16)"), new[0])
     assert later.attend(fk.compile("causal & window(14)"), new[0]).shape == (1, 3, H, V)
+    assert [int(later.truncate(n).lengths[0]) for n in (0, 3, 9)] == [0, 3, 3]
+    with pytest.raises(fk.ParameterError, match="can only be emptied"):
+        later.truncate([2])
 
 
 # -- drafts ----------------------------------------------------------------------------------------------
@@ -391,6 +394,10 @@ def test_what_caches_refuse():
     ):
         with pytest.raises(fk.ShapeError, match=what):
             cache.append(*given)
+    for one in (cache, PagedKVCache.create(2, 16, B, 1, G, D, V)):
+        for path in ([0, 1], [[0, 1]], [[0.0], [1.0]]):
+            with pytest.raises(fk.ShapeError, match=r"it is nodes, integers \[2, m\]"):
+                one.keep(jnp.array(path), 1)
     with pytest.raises(fk.ShapeError, match="a cache of int32"):
         KVCache.create(B, 16, G, D, dtype="int32")
     with pytest.raises(fk.ShapeError, match="every size is at least 1"):
