@@ -40,11 +40,11 @@ def forward(
     with torch.no_grad():
         done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
         found = done.everything(sinks, top)
-        # A NaN may come from a masked position (inf or NaN in K): then masks have to overwrite, not to be added. In a
-        # cache there may be anything in V, too, and beside a careless mask that is the same question.
-        rows = found[0] if done.stored else found[1]
-        if not done.careful and plan.mask is not None and bool(rows.isnan().any()):
+        # A NaN may come from a masked position: inf or NaN in K, where masks have to overwrite, not to be added, or in
+        # V, as in a cache that is used again.
+        if not (done.careful and done.clean) and plan.mask is not None and bool(found[0].isnan().any()):
             done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=True)
+            done.clean = True
             found = done.everything(sinks, top)
     return found
 
@@ -132,7 +132,7 @@ class _Forward(Tiles):
                 total = share if total is None else total.add_(share)
                 if self.kept is not None:
                     self.cells(block, t).mul_(self.survivors(block, piece))
-                hidden = t == 0 if self.stored and self.careful else None
+                hidden = t == 0 if self.careful and self.clean else None
                 if self.weight is not None:
                     self.cells(block, t).mul_(self.weights(block, piece))
                 value = self.keys(self.values, block, piece, self.given if self.half else self.dtype)

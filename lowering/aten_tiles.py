@@ -58,8 +58,8 @@ class Tiles:
         # as it is, where the processor has it: weights are rounded, sums stay float32.
         self.half = self.given == torch.bfloat16 and _fast_bfloat16()
         self.given_k, self.given_v = qkv[1:]
-        # keys and values are read tile by tile, and anything may stand where nothing is seen
-        self.stored = bool(plan.page or plan.weight is not None or geometry.kv_dtype)
+        self.stored = bool(plan.page or plan.weight is not None or geometry.kv_dtype)  # they are read tile by tile
+        self.clean = self.stored  # values that nobody sees are 0: anything may stand in a cache where nothing is seen
         self.pages = tables[plan.pages].long() if plan.pages is not None else None
         self.q = self.grouped(self.worked(qkv[0]))
         self.k = qkv[1] if self.stored else self.worked(qkv[1])

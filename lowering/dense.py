@@ -118,7 +118,8 @@ def attention(
     q, k, v = _per_query_head(rounded, q, k, v)
     with np.errstate(all="ignore"):
         rows = _rows(q, k, mask, score, rounded=rounded, **options)
-        return rounded(rounded(rows.drop * rows.p) @ v), rows.lse
+        unseen = (rows.p == 0).all(axis=2)[..., None]  # by every query: anything may stand there
+        return rounded(rounded(rows.drop * rows.p) @ np.where(unseen, v.dtype.type(0), v)), rows.lse
 
 
 def top(q: Array, k: Array, mask: Expr | None, score: Expr | None, **options: Any) -> Array:

@@ -82,7 +82,7 @@ def _attention(static: Static, numbers: Numbers, q: Any, k: Any, v: Any, sinks: 
             if (kept := t.survivors(env)) is not None:
                 p = jnp.where(kept, p, 0)
             v_tile = t.keys(v, here, chunk[0], body.width)
-            if t.stored and body.partial:  # anything may stand where nothing is seen
+            if body.partial:  # anything may stand where nothing is seen, as in a cache that is used again
                 v_tile = jnp.where((p == 0).all((2, 3))[..., None], 0, v_tile)
             if (weights := t.weights(env)) is not None:
                 p = jnp.where(p == 0, 0, p * weights)

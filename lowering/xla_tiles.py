@@ -132,7 +132,6 @@ class Tiles:
         self.length = -(-self.q_len // static.block_q) * static.block_q
         plan = static.plan
         self.tables = {t.name: array for t, array in zip(plan.tables, numbers.tables, strict=True)}
-        self.stored = plan.pages is not None or plan.weight is not None or k.dtype != q.dtype
         self.pages = None if plan.pages is None else self.tables[plan.pages]
         if self.pages is not None:
             self.kv_len = self.pages.shape[1] * plan.page

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -247,6 +248,22 @@ def test_masked_positions_never_contribute(mask, poison):
     got, want = run(MASKS[mask], None, g, block=(64, 64), shared=True, change=poisoned)
     assert np.isfinite(got[0][:, :, :500]).all()
     check([x[:, :, :500] for x in got], [x[:, :, :500] for x in want], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("changed", [None, score * 2.0, where(k % 2 == 0, score, -score / (q - k))])
+def test_values_that_nobody_sees_may_be_anything(changed):
+    """As in the buffer of a cache, behind its tokens."""
+    g = Geometry(2, 4, 2, 40, 200, 16, 24, 0.25)
+
+    def filled(x, y, z, tail):
+        z[:, :, 40:] = tail
+        return x, y, z
+
+    _, want = run(MASKS["causal"], changed, g)
+    for tail in (math.nan, math.inf):
+        got, oracle = run(MASKS["causal"], changed, g, change=partial(filled, tail=tail))
+        check(got, want, tolerance=1e-5)
+        check(got, oracle, tolerance=1e-5)
 
 
 def test_an_empty_row_is_zero_and_minus_infinity():
