@@ -16,6 +16,7 @@ from ..stored import WORDS, live_of
 from ..torch_steps import Step, step_of
 from . import torch_store as store
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
+from .torch_native import append as native_append
 from .torch_store import NARROW, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
 
 ASKED = "return_lse", "return_max", "sinks"  # of a call, beside parameters
@@ -122,15 +123,11 @@ class Cache(nn.Module):
         lengths = self.lengths
         new = check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, lengths.device)
         known = self.known()
-        step, real = self._grown(known, new, counts)
-        first = None if real is not None or known is None else self._beside(known, new)
-        if first is not None:
-            self._write(lambda held, x: held.narrow(2, first, new).copy_(x), k, v)
-        else:
-            where = self._ragged(new) if real is None else self._standing(lengths, real)
-            at = where.reshape(-1)
-            self._write(lambda held, x: store.write(held, at, x, real), k, v)
-        lengths.add_(step)
+        more = self._grown(known, new, counts)
+        number = None if isinstance(more, int) else more
+        if not native_append(self._buffers, k, v, number, self.slots is not None):
+            self._append(known, new, number, k, v)
+        lengths.add_(more)
         return self
 
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
@@ -184,8 +181,8 @@ class Cache(nn.Module):
 
     # -- how ------------------------------------------------------------------------------------------------
 
-    def _grown(self, known: list[int] | None, new: int, counts: Any) -> tuple[Any, Taken | None]:
-        """How many tokens there are more, a number or int32 [batch], and which those are; room is seen to."""
+    def _grown(self, known: list[int] | None, new: int, counts: Any) -> int | Tensor:
+        """How many tokens there are more, int32 [batch], or a number where all are kept; room is seen to."""
         number: Tensor | None = None
         told: list[int] | None = [new] * self.batch
         if counts is not None:
@@ -197,7 +194,17 @@ class Cache(nn.Module):
         self._tell(known, told)
         if number is None and self.slots is not None and new > self.slots:
             number = torch.full_like(self.lengths, new)
-        return (new, None) if number is None else (number, taken(number, new, self.slots))
+        return new if number is None else number
+
+    def _append(self, known: list[int] | None, new: int, number: Tensor | None, k: Tensor, v: Tensor) -> None:
+        """`append` in operations of torch."""
+        first = None if number is not None or known is None else self._beside(known, new)
+        if first is not None:
+            self._write(lambda held, x: held.narrow(2, first, new).copy_(x), k, v)
+            return
+        real = None if number is None else taken(number, new, self.slots)
+        at = (self._ragged(new) if real is None else self._standing(self.lengths, real)).reshape(-1)
+        self._write(lambda held, x: store.write(held, at, x, real), k, v)
 
     def _standing(self, start: Tensor, real: Taken) -> Tensor:
         """The places of tokens behind `start`; where none is real, of any that there are."""

@@ -1,0 +1,65 @@
+"""New tokens of a step written into a cache of torch on the CPU by one function in C++."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from .. import native_build
+from ..frameworks import in_graph
+
+CALL = struct.Struct("27q")
+FROM = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+TO = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+FEW = 64  # new tokens: for more, operations of torch take no longer and use all threads
+
+
+def append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, ring: bool) -> bool:
+    """Whether new tokens k [batch, kv_heads, new, head_dim] and v, or the first `counts` int32 [batch] of them, now are
+    in the buffers `has` of a cache, behind those that are there, quantised where it has 8 bits. False, and nothing is
+    written, where operations of torch have to do it: beside another dtype, on a GPU, in a graph, without a compiler,
+    many tokens, and where there is no place for them."""
+    held, dtype = has["k"], k.dtype
+    batch, heads, new, dim = k.shape
+    plain = held.dtype == dtype
+    if new > FEW or not held.is_cpu or v.dtype != dtype or not (plain or (dtype in FROM and held.dtype in TO)):
+        return False
+    if in_graph(k) or not type(k) is type(v) is type(held) is Tensor:
+        return False
+    run = _function()
+    if run is None:
+        return False
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    values, scales, pages = has["v"], (has["k_scale"], has["v_scale"]), has["pages"]
+    written = [held, values, *(x for x in scales if x is not None)]
+    words = CALL.pack(
+        batch, heads, new, held.shape[0], held.shape[2], ring, 0 if pages is None else pages.shape[1],
+        has["lengths"].data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(held.dtype, 0), dtype.itemsize,
+        k.data_ptr(), *k.stride()[:3], dim, held.data_ptr(), _at(scales[0]),
+        v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), _at(scales[1]),
+    )  # fmt: skip
+    if not run(words):
+        return False
+    increment_version(written)  # who keeps a conversion of them sees it
+    return True
+
+
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+@cache
+def _function() -> Any:
+    if native_build.reason():
+        return None
+    text = resources.files(__package__).joinpath("torch_native.cpp").read_text(encoding="utf-8")
+    run = native_build.library(text).frisket_append
+    run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_char_p]
+    return run
