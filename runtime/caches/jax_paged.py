@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from frisket.dsl.errors import CapacityError, ShapeError
+from frisket.dsl.errors import ShapeError
 
 from ..attention import Attention
 from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
-from .pool import Copy, PagePool
+from .pool import Copy, PagePool, seated
 
 
 @jax.tree_util.register_dataclass
@@ -78,24 +78,7 @@ class PagedKVCache(Cache):
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
         or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
         `pool.append` gave back, done here, in place of the old cache's memory."""
-        if (pool.pages, pool.page) != self.k.shape[:2] or len(sequences) != self.batch:
-            raise ShapeError(
-                f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
-                f"{self.batch} rows and {self.k.shape[0]} pages of {self.page}"
-            )
-        width = self.pages.shape[1]
-        table, room = np.zeros((self.batch, width), np.int32), np.zeros(self.batch, np.int32)
-        lengths = np.zeros(self.batch, np.int32)
-        added = np.broadcast_to(new, self.batch)
-        for b, s in enumerate(sequences):
-            if s is None:
-                continue
-            held = pool.pages_of(s)
-            if len(held) > width:
-                raise CapacityError(
-                    f"the sequence {s!r} has {len(held)} pages, a row of this cache {width}; make one of a larger width"
-                )
-            table[b, : len(held)], room[b], lengths[b] = held, len(held) * pool.page, pool.length(s) - added[b]
+        table, room, lengths = seated(pool, sequences, new, *self.k.shape[:2], *self.pages.shape)
         cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
         fresh = {"pages": table, "room": room, "lengths": lengths, "overflowed": np.zeros(self.batch, bool)}
         return replace(cache, **{n: jnp.asarray(x) for n, x in fresh.items()})

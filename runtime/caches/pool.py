@@ -194,4 +194,32 @@ class PagePool:
                 self._free.append(page)
 
 
+def seated(
+    pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """What a cache of `pages` pages of `page` tokens, with `batch` rows of `width` pages, holds of sequences, one a
+    row, None for an empty one: pages int32 [batch, width], how many tokens those have place for int32 [batch], and how many
+    are stored, without the `new` ones, int32 [batch]."""
+    if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
+        raise ShapeError(
+            f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
+            f"{batch} rows and {pages} pages of {page}"
+        )
+    table, (room, lengths) = np.zeros((batch, width), np.int32), np.zeros((2, batch), np.int32)
+    for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(new, batch), strict=True)):
+        if s is None:
+            continue
+        held, tokens = pool.pages_of(s), pool.length(s)
+        if len(held) > width:
+            raise CapacityError(
+                f"the sequence {s!r} has {len(held)} pages, a row of this cache {width}; make one of a larger width"
+            )
+        if not 0 <= more <= tokens:
+            raise ShapeError(
+                f"{more} new tokens of the sequence {s!r}, which has {tokens}; append them to the pool first"
+            )
+        table[b, : len(held)], room[b], lengths[b] = held, len(held) * page, tokens - more
+    return table, room, lengths
+
+
 __all__ = ["PagePool"]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from frisket.dsl.errors import CapacityError, ShapeError
+from frisket.dsl.errors import ShapeError
 
-from .pool import Copy, PagePool
+from .pool import Copy, PagePool, seated
 from .torch_plain import Cache
 from .torch_store import Taken
 
@@ -74,31 +73,14 @@ class PagedKVCache(Cache):
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
         or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
         `pool.append` gave back, done here."""
-        if (pool.pages, pool.page) != (self.k.shape[0], self.page) or len(sequences) != self.batch:
-            raise ShapeError(
-                f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
-                f"{self.batch} rows and {self.k.shape[0]} pages of {self.page}"
-            )
-        table = np.zeros(self.pages.shape, np.int32)
-        rooms, lengths = [0] * self.batch, [0] * self.batch
-        added = np.broadcast_to(new, self.batch).tolist()
-        for b, s in enumerate(sequences):
-            if s is None:
-                continue
-            held = pool.pages_of(s)
-            if len(held) > table.shape[1]:
-                raise CapacityError(
-                    f"the sequence {s!r} has {len(held)} pages, a row of this cache {table.shape[1]}; make one of a "
-                    "larger width"
-                )
-            table[b, : len(held)], rooms[b], lengths[b] = held, len(held) * pool.page, pool.length(s) - added[b]
+        found = seated(pool, sequences, new, self.k.shape[0], self.page, *self.pages.shape)
         for source, target in copies:
             for x in (self.k, self.v, self.k_scale, self.v_scale):
                 if x is not None:
                     x[target] = x[source]
-        self._host, self._rooms = lengths, rooms
-        for buffer, values in ((self.pages, table), (self.room, rooms), (self.lengths, lengths)):
-            buffer.copy_(torch.from_numpy(np.asarray(values, np.int32)), non_blocking=True)
+        _, self._rooms, self._host = (x.tolist() for x in found)
+        for buffer, values in zip((self.pages, self.room, self.lengths), found, strict=True):
+            buffer.copy_(torch.from_numpy(values), non_blocking=True)
         self.overflowed.zero_()
         return self
 

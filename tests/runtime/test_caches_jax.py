@@ -11,6 +11,7 @@ import frisket as fk
 from frisket.caches import PagePool
 from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
 from frisket.runtime.caches.masks import APPENDED, PADDED, SHARD, placed, ring
+from frisket.runtime.caches.pool import seated
 from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24
@@ -224,6 +225,10 @@ def test_pages_that_are_not_there():
     assert not full.k[1 - page].any()
     with pytest.raises(fk.ShapeError, match="this cache has 1 rows and 2 pages of 16"):
         cache.seat(PagePool(3, 16), ["a"])
+    with pytest.raises(fk.ShapeError, match="17 new tokens of the sequence 'a', which has 16; append them"):
+        cache.seat(pool, ["a"], 17)
+    with pytest.raises(fk.CapacityError, match="'a' has 1 pages, a row of this cache 0"):
+        seated(pool, ["a"], 0, 2, 16, 1, 0)
     with pytest.raises(fk.ShapeError, match="a multiple of 16"):
         PagedKVCache.create(2, 24, 1, 2, G, D)
 
