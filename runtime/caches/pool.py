@@ -198,8 +198,8 @@ def seated(
     pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
     """What a cache of `pages` pages of `page` tokens, with `batch` rows of `width` pages, holds of sequences, one a
-    row, None for an empty one: pages int32 [batch, width], how many tokens those have place for int32 [batch], and how many
-    are stored, without the `new` ones, int32 [batch]."""
+    row, None for an empty one: pages int32 [batch, width], the tokens that those have place for int32 [batch], and
+    the tokens stored, without the `new` ones, int32 [batch]."""
     if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
         raise ShapeError(
             f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
