@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import param, substitute, walk
 from frisket.dsl.types import INT
 from frisket.lowering.emit.expr_jnp import evaluate
@@ -23,7 +22,7 @@ from ..jax_call import narrowed
 from ..jax_op import alike, prepared
 from ..jax_primitives import Task, bound
 from .deal import Deal
-from .places import AT, Placed, Table, Where, placed
+from .places import AT, Placed, Table, Where, check_names, placed
 
 Arrays = dict[str, Any]
 Axes = str | tuple[str, ...] | None
@@ -165,10 +164,7 @@ def shard_of(
     """Of the values a call brings, those of the host are bound, the others stay what they are."""
     host, given = divided({**att.traced, **params}, None, att.subject.learnable, "jax")
     given |= {n: host.pop(n) for n in split if n in host}
-    if unused := [n for n in (*split, *given) if n not in att.subject.names]:
-        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it")
+    check_names(att.subject, {**host, **given}, split)
     what = att.subject.without(given).bind(host)
-    if missing := [n for p in what.parts for n in p.unbound if n not in given]:
-        raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
     arrays = {n: jnp.asarray(x) for n, x in given.items()}
     return Shard(Attention(what, att.options), deal, axis, whole, axes, split, arrays, (q.shape[0], q.shape[2]))

@@ -131,6 +131,14 @@ def check_covered(what: Subject, deal: Deal, given: Collection[str], batch: int,
     )
 
 
+def check_names(what: Subject, given: Collection[str], split: Collection[str] = ()) -> None:
+    """Raise `ParameterError` unless `given` are names that are read, and all that have no value yet."""
+    if unused := [n for n in (*split, *given) if n not in what.names]:
+        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it")
+    if missing := [n for p in what.parts for n in p.unbound if n not in given]:
+        raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
+
+
 def check_sides(read: Expr, own: tuple[int, ...]) -> None:
     """Raise `ParameterError` where a table is split along queries and keys: a rank would have one square of it."""
     if {"q", "k"} <= {a.name for i, a in enumerate(read.args) if i in own and a.op == "var"}:

@@ -7,7 +7,8 @@ and values travel again, and their gradients home.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +26,7 @@ from ..options import seed_of, sinks_of
 from ..parameters import digest
 from ..torch_op import Ready, cast, kept_ready
 from .deal import Deal, Variant, check_variant
-from .places import check_covered
+from .places import check_covered, check_names
 from .torch_steps import Step, start, steps
 from .torch_wire import Wire
 
@@ -68,7 +69,10 @@ def attend(
     for name, axis in (split or {}).items():
         if name not in params:
             raise ParameterError(f"`{name}` is in `split` and is not given")
-        params[name] = _Gather.apply(wire, deal, axis, params[name])  # type: ignore[no-untyped-call]
+        if not isinstance(axis, int):
+            raise ParameterError(f"`{name}` is split along {axis!r}; that is one of its axes: split={{{name!r}: 0}}")
+        mine = torch.as_tensor(params[name], device=q.device)
+        params[name] = _Gather.apply(wire, deal, axis, mine)  # type: ignore[no-untyped-call]
     batch, heads = sizes = sizes or (origin[0] + q.shape[0], origin[1] + q.shape[1])
     _check_mask(att, deal, batch, heads, params)
     learned = {n: x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)}
@@ -126,7 +130,7 @@ class Job:
             kept[where], q, k, v, None, self.seed, None, False, origin, sizes, None, {**self.params, **values}
         )
 
-    def keys(self, k: Tensor, v: Tensor) -> Any:
+    def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:
         """The steps with the keys and values of each, those of the next underway: (number, k, v) in turn."""
         underway = self._start(0, k, v)
         for i in range(len(self.steps)):
@@ -134,11 +138,15 @@ class Job:
             wait()
             if i + 1 < len(self.steps):
                 underway = self._start(i + 1, k, v)
-            if self.steps[i].come:
-                pairs = [_unpacked(x, k, v) for x in found]
-                yield i, *(_parts(xs, self.steps[i]) for xs in zip(*pairs, strict=True))
-            else:
-                yield i, None, None
+            try:
+                if self.steps[i].come:
+                    pairs = [_unpacked(x, k, v) for x in found]
+                    yield i, *(_parts(xs, self.steps[i]) for xs in zip(*pairs, strict=True))
+                else:
+                    yield i, None, None
+            except GeneratorExit:  # an error of this step: no later message may be taken for one that is underway
+                underway[1]()
+                raise
 
     def _start(self, i: int, k: Tensor, v: Tensor) -> tuple[list[Any], Callable[[], None]]:
         step, mine = self.steps[i], self.wire.rank
@@ -184,12 +192,13 @@ class _Ring(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
         named = dict(zip(job.learned, values, strict=True))
         ctx.ready = [None] * len(job.steps)
-        for i, keys, vals in job.keys(k, v):
-            if keys is None:
-                continue
-            ready = ctx.ready[i] = job.ready(i, q, keys, vals, named)
-            mine, its, _ = ready.run(job.seed, False, q, keys, vals, None, *(named[n] for _, n in ready.live))
-            out, lse = merge((out, lse), (mine.to(wide), its.to(wide)))
+        with closing(job.keys(k, v)) as brought:
+            for i, keys, vals in brought:
+                if keys is None:
+                    continue
+                ready = ctx.ready[i] = job.ready(i, q, keys, vals, named)
+                mine, its, _ = ready.run(job.seed, False, q, keys, vals, None, *(named[n] for _, n in ready.live))
+                out, lse = merge((out, lse), (mine.to(wide), its.to(wide)))
         out = out.to(q.dtype)
         ctx.job = job
         ctx.save_for_backward(q, k, v, out, lse, *values)
@@ -348,13 +357,19 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
     kept["mask"] = deal, marks, given
 
 
+def _kind(x: Any) -> str:
+    """What ranks have to have in common of a value that is given: gradients are summed over all of them."""
+    learned = ", learned" if getattr(x, "requires_grad", False) else ""
+    return f"{x.dtype}{list(x.shape)}{learned}" if hasattr(x, "shape") else repr(x)
+
+
 def _agree(
     wire: Wire, att: Attention, q: Tensor, k: Tensor, v: Tensor, deal: Deal, variant: Variant, sizes: Any,
     params: Mapping[str, Any], sinks: Any,
 ) -> None:  # fmt: skip
     """Exchange what every rank is about to do, the first time it does."""
     flows = [x.requires_grad for x in (q, k, v)], sinks is not None, torch.is_grad_enabled()
-    given = {n: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x) for n, x in sorted(params.items())}
+    given = {n: _kind(x) for n, x in sorted(params.items())}
     kept = _locals.setdefault(att, {})
     agreed = kept.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
     key = str((deal.digest, q.shape, k.shape, v.shape, q.dtype, variant, sizes, flows, given))
@@ -376,4 +391,5 @@ def _agree(
         },
         q.device,
     )
+    check_names(att.subject, {**att.learned, **params})
     agreed.add(key)

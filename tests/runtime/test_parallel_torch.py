@@ -51,7 +51,15 @@ def test_bytes_on_the_wire_are_those_planned(said):
         assert planned[r] <= said[r, "on the wire"] < planned[r] + 20_000
 
 
-@pytest.mark.parametrize("name", ["mask", "lengths", "dtype", "dropout"])
+def test_what_all_ranks_get_wrong_is_said_in_each(said):
+    """And leaves no message behind: the calls after it are right."""
+    for r in range(ranks.RANKS):
+        assert said[r, ("wrong", "axes")].startswith("`bias` is a table with 2 axes")
+        assert said[r, ("wrong", "name")].startswith("`bais` is given and neither")
+        assert said[r, ("wrong", "no")].startswith("`bias` has no value")
+
+
+@pytest.mark.parametrize("name", ["mask", "lengths", "dtype", "dropout", "learned"])
 def test_ranks_that_differ_are_named(said, name):
     for r in range(ranks.RANKS):
         text = said[r, ("refused", name)]
@@ -109,6 +117,8 @@ def test_what_does_not_fit_is_refused(alone):
     fk.parallel.attend(fk.compile("causal & window(9)"), q, q, q, deal=deal)  # shows less than the deal brings
     with pytest.raises(ParameterError, match="variant"):
         fk.parallel.attend(att, q, q, q, deal=deal, variant="tree")
+    with pytest.raises(ParameterError, match=r"`doc` is split along \(0, 1\); that is one of its axes"):
+        fk.parallel.attend(fk.compile("same(doc)"), q, q, q, deal=deal, split={"doc": (0, 1)}, doc=torch.zeros(128))
     with pytest.raises(ShapeError, match="one dtype"):
         fk.parallel.attend(att, q, q, q.double(), deal=deal)
     with pytest.raises(ParameterError, match=r"attention may show more(.|\n)*deal.under"):

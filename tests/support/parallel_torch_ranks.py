@@ -170,6 +170,19 @@ def traffic(rank, report):
     report("on the wire", acknowledged() - before)
 
 
+def refusal(rank, report):
+    """Calls that all ranks get wrong, in which keys may be underway already, leave nothing behind: what comes next
+    works."""
+    deal = fk.parallel.deal("causal", LENGTH, RANKS, tile=TILE)
+    mine = [shard(deal, x, 2, rank) for x in arrays()[:3]]
+    att = fk.compile("causal", "score + bias[q, k]")
+    for name, given in (("axes", {"bias": torch.ones(5)}), ("name", {"bias": torch.ones(9, 9), "bais": 1}), ("no", {})):
+        try:
+            fk.parallel.attend(att, *mine, deal=deal, **given)
+        except fk.ParameterError as error:
+            report(("wrong", name), str(error))
+
+
 def disagreement(rank, report):
     """Every rank learns who asks for what; the group works on."""
     q, k, v, *_ = arrays()
@@ -180,6 +193,12 @@ def disagreement(rank, report):
         "dtype": lambda: ("causal", LENGTH, {}, torch.float64 if odd else torch.float32),
         "dropout": lambda: ("causal", LENGTH, {"dropout": 0.5 if odd else 0.0}, torch.float32),
     }
+    score = fk.compile("causal", "score + bias[h]")
+    bias, deal = torch.zeros(HEADS, requires_grad=odd), fk.parallel.deal("causal", LENGTH, RANKS, tile=TILE)
+    try:
+        fk.parallel.attend(score, *(shard(deal, x, 2, rank) for x in (q, k, v)), deal=deal, bias=bias)
+    except fk.PeerError as error:
+        report(("refused", "learned"), str(error))
     for name, call in calls.items():
         mask, length, options, dtype = call()
         deal = fk.parallel.deal(mask, length, RANKS, tile=TILE)
@@ -191,7 +210,7 @@ def disagreement(rank, report):
 
 
 def all_checks(rank, report):
-    for part in (agreement, traffic, disagreement):
+    for part in (agreement, refusal, traffic, disagreement):
         try:
             part(rank, report)
         except Exception:
