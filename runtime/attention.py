@@ -29,6 +29,7 @@ from .stored import Stored, live_of, parted, stored
 from .torch_spec import spec_of
 
 NOWHERE: Origin = (0, 0, 0, 0)
+KEPT = 32  # plans of an attention, and places it was moved to
 
 
 class Attention:
@@ -220,7 +221,7 @@ class Attention:
             plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None, how)
             if key is not None:  # without values: those of a step hold its graph, or its trace
                 self._plans[key] = plan.again({}) if isinstance(plan, FlatPlan) else plan
-                while len(self._plans) > 32:
+                while len(self._plans) > KEPT:
                     self._plans.popitem(last=False)
         return plan.again(given) if isinstance(plan, FlatPlan) else plan
 
@@ -280,6 +281,8 @@ class Attention:
             return Attention(moved(self.subject, coordinates), self.options)
         if texts not in self._moved:
             self._moved[texts] = Attention(moved(self.subject, coordinates), self.options)
+            if len(self._moved) > KEPT:  # other numbers at every step
+                del self._moved[next(iter(self._moved))]
         return self._moved[texts]
 
     # -- looking ----------------------------------------------------------------------------------

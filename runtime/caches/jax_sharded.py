@@ -70,14 +70,14 @@ class ShardedKVCache(Cache):
         if len({name for name, _ in used.values()}) < len(used):
             raise ShapeError(f"a mesh axis splits one thing: {axis!r}, {batch_axis!r}, {head_axis!r}")
 
-        def put() -> Self:
+        def put() -> Any:
             arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
             rows = {"lengths": jnp.zeros(batch, jnp.int32), "overflowed": jnp.zeros(batch, bool)}
             return cls(**arrays, **rows, mesh=mesh, axis=axis, batch_axis=batch_axis, head_axis=head_axis)
 
         made = jax.eval_shape(put)
         made = replace(made, **{n: NamedSharding(mesh, s) for n, s in made._specs.items() if s is not None})
-        found: ShardedKVCache = jax.jit(put, out_shardings=made)()  # where it is to be: no device holds all of it
+        found: Self = jax.jit(put, out_shardings=made)()  # where it is to be: no device holds all of it
         return found
 
     capacity = property(lambda self: self.k.shape[1])

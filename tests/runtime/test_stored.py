@@ -425,6 +425,9 @@ def test_names_of_positions_are_kept_apart():
     np.testing.assert_array_equal(other.mask.params["doc_2"], ORDER)
     assert str(att.at(q="q + 1").at(q="2 * q").mask) == "doc[2 * q + 1] == doc[k]"
     assert att.at(q="q + s[b]") is att.at(q="q + s[b]")
+    first, *_ = [att.at(q=n) for n in range(40)]  # another number at every step: the oldest are let go
+    assert att.at(q=39) is att.at(q=39)
+    assert att.at(q=0) is not first
     with pytest.raises(ParameterError, match="`pos` is given and no coordinate uses it"):
         att.at(q="q + 1", pos=ORDER)
     with pytest.raises(ParameterError, match=r"at\(\) takes coordinates"):
