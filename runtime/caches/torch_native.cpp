@@ -20,12 +20,7 @@ struct Append {  // words of torch_native.py, in this order
     Array arrays[2];
 };
 
-static int64_t last(const Append &a, int64_t b) { return a.counts ? a.counts[b] : a.given; }
-
-static int64_t first(const Append &a, int64_t b) {  // a ring keeps the last
-    const int64_t n = last(a, b);
-    return a.ring && n > a.room ? n - a.room : 0;
-}
+static int64_t real(const Append &a, int64_t b) { return a.counts ? a.counts[b] : a.given; }
 
 // The row and the token in it of new token i; false: there is no such place.
 static bool place(const Append &a, int64_t b, int64_t i, int64_t *row, int64_t *token) {
@@ -36,7 +31,7 @@ static bool place(const Append &a, int64_t b, int64_t i, int64_t *row, int64_t *
     return *row >= 0 && *row < a.rows && *token < a.room;
 }
 
-static float real(uint32_t bits) {
+static float number(uint32_t bits) {
     float x;
     memcpy(&x, &bits, sizeof x);
     return x;
@@ -58,14 +53,14 @@ struct Float16 {
     static float load(uint16_t x) {
         const uint32_t magnitude = uint32_t(x & 0x7fff) << 13, sign = uint32_t(x & 0x8000) << 16;
         const bool finite = magnitude < 0x0f800000;
-        const uint32_t found = finite ? bits(real(magnitude) * 0x1p112f) : magnitude | 0x7f800000;
-        return real(found | sign);
+        const uint32_t found = finite ? bits(number(magnitude) * 0x1p112f) : magnitude | 0x7f800000;
+        return number(found | sign);
     }
 };
 
 struct Bfloat16 {
     typedef uint16_t Entry;
-    static float load(uint16_t x) { return real(uint32_t(x) << 16); }
+    static float load(uint16_t x) { return number(uint32_t(x) << 16); }
 };
 
 struct Int8 {
@@ -81,7 +76,8 @@ template <int MANTISSA, int BIAS, int LARGEST> struct Float8 {
         const uint32_t all = bits(x), magnitude = all & 0x7fffffff;
         const uint32_t rounded = (magnitude + (1u << (drop - 1)) - 1 + (magnitude >> drop & 1)) >> drop;
         const uint32_t normal = rounded - ((127 - BIAS) << MANTISSA);
-        const uint32_t small = uint32_t(int32_t(rintf(fminf(real(magnitude), 1) * real((126 + BIAS + MANTISSA) << 23))));
+        const float steps = fminf(number(magnitude), 1) * number((126 + BIAS + MANTISSA) << 23);
+        const uint32_t small = uint32_t(int32_t(rintf(steps)));
         const uint32_t found = magnitude < uint32_t(128 - BIAS) << 23 ? small : normal;
         return uint8_t((magnitude > 0x7f800000 ? 0x7f : found) | (all >> 24 & 0x80));
     }
@@ -94,7 +90,7 @@ template <typename From, typename To> static void quantise(const char *given, ch
         const uint32_t magnitude = bits(From::load(x[d])) & 0x7fffffff;
         most = magnitude > most ? magnitude : most;
     }
-    const float found = *scale = real(most) / To::largest(), least = 0x1p-126f, by = found < least ? least : found;
+    const float found = *scale = number(most) / To::largest(), least = 0x1p-126f, by = found < least ? least : found;
     for (int64_t d = 0; d < dim; d++) held[d] = char(To::store(From::load(x[d]) / by));
 }
 
@@ -112,10 +108,10 @@ extern "C" int64_t frisket_append(const Append *call) {
     const Append &a = *call;
     int64_t row, token;
     for (int64_t b = 0; b < a.batch; b++)
-        for (int64_t i = first(a, b); i < last(a, b); i++)
+        for (int64_t i = 0; i < real(a, b); i++)
             if (!place(a, b, i, &row, &token)) return 0;
     for (int64_t b = 0; b < a.batch; b++)
-        for (int64_t i = first(a, b); i < last(a, b); i++) {
+        for (int64_t i = 0; i < real(a, b); i++) {  // in a ring the last stay
             place(a, b, i, &row, &token);
             for (int64_t h = 0; h < a.heads; h++)
                 for (const Array &x : a.arrays) {
