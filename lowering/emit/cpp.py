@@ -72,9 +72,10 @@ class Kernel:
         self.names = self._named()
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64)
         self.taken = Names({*KEYWORDS, *NUMBERS, *self.names.values()})
+        scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
         self.printed = expr.printed(
             list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
-            inner=list(self.ready.values()), when=expr_cpp.WHEN,
+            inner=list(self.ready.values()), when=expr_cpp.WHEN, kept=[] if scale is None else [scale],
         )  # fmt: skip
         self.used = frozenset[str]().union(*map(uses, self.ready.values()))
         self.page = Page()
