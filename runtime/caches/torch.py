@@ -15,5 +15,6 @@ torch.Size([2, 4, 9, 16])
 from .torch_paged import PagedKVCache as PagedKVCache
 from .torch_plain import KVCache as KVCache
 from .torch_ring import RingKVCache as RingKVCache
+from .torch_store import quantized as quantized
 
-__all__ = ["KVCache", "PagedKVCache", "RingKVCache"]
+__all__ = ["KVCache", "PagedKVCache", "RingKVCache", "quantized"]

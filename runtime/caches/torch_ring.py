@@ -87,7 +87,7 @@ class RingKVCache(Cache):
             params["sinks"] = torch.full((q.shape[1],), -torch.inf, device=q.device)
         scales: dict[str, Any] = {}
         if self.k_scale is not None:
-            (k, scales["k_scale"]), (v, scales["v_scale"]) = (store.quantised(x, self.dtype) for x in (k, v))
+            (k, scales["k_scale"]), (v, scales["v_scale"]) = (store.quantized(x, self.dtype) for x in (k, v))
         else:
             k, v = k.to(self.dtype), v.to(self.dtype)
         params |= {**scales, START: start, END: start + number}

@@ -27,7 +27,7 @@ def stored_dtype(dtype: torch.dtype | str) -> torch.dtype:
     return held[name]
 
 
-def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(stored, scale) with x = stored * scale[..., None], rounded: a float32 scale for every vector, its largest
     magnitude over the largest number of `dtype`."""
     stored, scale = divided(x, dtype)

@@ -15,7 +15,7 @@ from frisket.runtime.native_build import reason
 
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
-quantised = pytest.importorskip("frisket.runtime.caches.torch_store").quantised
+quantized = caches.quantized
 llama_torch = pytest.importorskip("support.llama_torch")
 torch_steps = pytest.importorskip("frisket.runtime.torch_steps")
 native_torch = pytest.importorskip("frisket.runtime.native_torch")
@@ -50,7 +50,7 @@ def streams(seed=0):
 def kept(x, dtype):
     """What a cache of `dtype` holds of x, in float64."""
     if dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2):
-        stored, scale = quantised(x, dtype)
+        stored, scale = quantized(x, dtype)
         return stored.double() * scale.double()[..., None]
     return x.to(dtype).double()
 
@@ -187,7 +187,7 @@ def test_eight_bits_are_near_the_numbers(dtype, bound):
 def test_a_vector_of_zeros_and_the_largest_number():
     x = torch.tensor([[0.0, 0.0], [-3e38, 1.0], [1e-38, -1e-38]])
     for name in ("int8", "float8_e4m3fn", "float8_e5m2"):
-        stored, scale = quantised(x, DTYPES[name])
+        stored, scale = quantized(x, DTYPES[name])
         assert stored.dtype == DTYPES[name]
         assert torch.isfinite(scale).all()
         assert not stored[0].float().any()
