@@ -13,7 +13,7 @@ import numpy as np
 from frisket.dsl.errors import ShapeError
 
 from ..attention import Attention
-from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
+from .jax_store import Cache, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
 from .pool import Copy, PagePool, seated
 
 
@@ -100,7 +100,7 @@ class PagedKVCache(Cache):
         """As `KVCache.keep`; the pool's lengths follow by `pool.truncate`."""
         path = pathed(path, self.batch)
         counts = counted(counts, *path.shape)
-        start = self.lengths - drafted
+        start = self.lengths - numbers("drafted", drafted, self.batch)
         page, place = self._found(start[:, None] + path)
         kept = {n: None if x is None else x[page, place] for n, x in self.arrays.items()}
         arrays = self._put(kept, slots(start, counts, path.shape[1], self.capacity))

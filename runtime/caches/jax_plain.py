@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention import Attention
-from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
+from .jax_store import Cache, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
 
 
 @jax.tree_util.register_dataclass
@@ -81,7 +81,7 @@ class KVCache(Cache):
         the path are meant."""
         path = pathed(path, self.batch)
         counts = counted(counts, *path.shape)
-        start = self.lengths - drafted
+        start = self.lengths - numbers("drafted", drafted, self.batch)
         rows = jnp.arange(self.batch)[:, None], start[:, None] + path
         kept = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
         arrays = written(self.arrays, kept, slots(start, counts, path.shape[1], self.capacity))

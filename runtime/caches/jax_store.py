@@ -62,7 +62,7 @@ class Cache:
     def truncate(self: Any, lengths: Any) -> Any:
         """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer: 0 empties a row for
         another sequence."""
-        lengths = jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32))
+        lengths = jnp.minimum(self.lengths, numbers("lengths", lengths, self.batch))
         return replace(self, lengths=lengths, overflowed=self.overflowed & (lengths > 0))
 
 
@@ -126,6 +126,17 @@ def counted(counts: Any, batch: int, new: int) -> jax.Array:
     return found
 
 
+def numbers(what: str, x: Any, batch: int) -> jax.Array:
+    """One integer for each sequence, int32 [batch] or [], from 0; inside of a trace their values are not looked at."""
+    x = jnp.asarray(x)
+    if x.shape not in ((), (batch,)) or not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ShapeError(f"{what} are {x.dtype}{list(x.shape)}; they are one integer, or [batch] = [{batch}]")
+    if not traced(x) and bool((x < 0).any()):
+        raise ShapeError(f"{what} are {np.asarray(x)}; each is 0 or more")
+    found: jax.Array = x.astype(jnp.int32)
+    return found
+
+
 def pathed(path: Any, batch: int) -> jax.Array:
     """Nodes of a tree that stay, int32 [batch, nodes]."""
     path = jnp.asarray(path)
@@ -179,7 +190,10 @@ def read(
     where: Places = APPENDED if counts is None else PADDED
     tables = {START: lengths - counted(counts, batch, new), END: lengths}
     if tree is not None:
-        tables[ANCESTORS], tables[DEPTH] = ancestors(tree)
+        tables[ANCESTORS], depth = ancestors(tree)
+        if depth.shape not in ((new,), (batch, new)):
+            raise ShapeError(f"a tree of {depth.shape} nodes for {batch} x {new} queries")
+        tables[DEPTH] = depth
         where = TREE if tables[DEPTH].ndim == 1 else TREES
     return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
 

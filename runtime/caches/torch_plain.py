@@ -142,7 +142,10 @@ class Cache(nn.Module):
         tables = {START: self.lengths - number, END: self.lengths}
         places = self._places(counts is not None)
         if tree is not None:
-            tables[ANCESTORS], tables[DEPTH] = ancestors(tree, q.device)
+            tables[ANCESTORS], depth = ancestors(tree, q.device)
+            if tuple(depth.shape) not in ((q.shape[2],), (self.batch, q.shape[2])):
+                raise ShapeError(f"a tree of {tuple(depth.shape)} nodes for {self.batch} x {q.shape[2]} queries")
+            tables[DEPTH] = depth
             places = TREE if tables[DEPTH].ndim == 1 else TREES
         return self._read(placed(att, places), q, tables, params)
 
@@ -161,7 +164,9 @@ class Cache(nn.Module):
             raise ShapeError(f"path is {path.dtype} {tuple(path.shape)}; it is nodes, integers [{self.batch}, m]")
         m = path.shape[1]
         number, told = counts_of([m] * self.batch if counts is None else counts, self.batch, m, path.device)
-        drafts = numbers("drafted", drafted, self.batch)
+        drafts, known = numbers("drafted", drafted, self.batch), self.known()
+        if drafts and known and any(not 0 <= n <= have for n, have in zip(drafts, known, strict=True)):
+            raise ShapeError(f"drafted are {drafts}, the last of {known} tokens; there are not as many")
         start, real = self.lengths - on(path.device, drafted, drafts), taken(number, m)
         source, target = self._where(start[:, None] + path), self._standing(start, real)
         for x in (self.k, self.v, self.k_scale, self.v_scale):
@@ -174,6 +179,8 @@ class Cache(nn.Module):
         """Keep the first `lengths` [batch] (or one number) tokens of every sequence, or all where there are fewer:
         0 empties a row for another sequence."""
         told, known = numbers("lengths", lengths, self.batch), self.known()
+        if told is not None and min(told) < 0:
+            raise ShapeError(f"lengths are {told}; each is 0 or more")
         kept = torch.minimum(self.lengths, on(self.k.device, lengths, told))
         self._shorten(kept, told and known and [min(0, n - have) for n, have in zip(told, known, strict=True)])
         self.overflowed &= self.lengths > 0

@@ -403,6 +403,13 @@ def test_what_caches_refuse():
         for path in ([0, 1], [[0, 1]], [[0.0], [1.0]]):
             with pytest.raises(fk.ShapeError, match=r"it is nodes, integers \[2, m\]"):
                 one.keep(jnp.array(path), 1)
+        for wrong in (-1, 1.5, [[1], [1]], [1, 2, 3]):
+            with pytest.raises(fk.ShapeError, match="lengths are"):
+                one.truncate(wrong)
+        with pytest.raises(fk.ShapeError, match=r"a tree of \(2,\) nodes for 2 x 1 queries"):
+            one.attend(fk.compile("causal"), q, tree=[-1, 0])
+        with pytest.raises(fk.ShapeError, match="drafted are"):
+            one.keep([[0], [0]], [1.0, 2.0])
     with pytest.raises(fk.ShapeError, match="a cache of int32"):
         KVCache.create(B, 16, G, D, dtype="int32")
     with pytest.raises(fk.ShapeError, match="every size is at least 1"):
