@@ -247,6 +247,13 @@ def conj(*args: Expr) -> Expr:
     return _junction("and", args, TRUE, FALSE)
 
 
+def clauses(e: Expr) -> tuple[Expr, ...]:
+    """The terms that `conj` joins to `e`: none of True, an expression that is no `and` itself."""
+    if e.op == "and":
+        return tuple(c for x in e.args for c in clauses(x))
+    return () if e is TRUE else (e,)
+
+
 def disj(*args: Expr) -> Expr:
     """`or` over any number of terms; constants drop out."""
     return _junction("or", args, FALSE, TRUE)

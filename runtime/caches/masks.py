@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
 from frisket.dsl.errors import FrisketError, ParameterError, ShapeError
-from frisket.dsl.ir import uses
+from frisket.dsl.ir import clauses, uses
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 
@@ -155,14 +157,8 @@ def _no_room(what: Subject, slots: int, new: int) -> str:
 
 def _of_numbers(seen: Mask | None) -> Mask | None:
     """The clauses of a mask that read numbers alone, all known: it shows what they show, or less."""
-    todo, found = [] if seen is None else [seen.expr], None
-    while todo:
-        e = todo.pop()
-        if e.op == "and":
-            todo += e.args
-            continue
-        assert seen is not None
-        one = Mask(e, {n: x for n, x in seen.params.items() if n in names_of(e)})
-        if not one.unbound and not one.tables:
-            found = one if found is None else found & one
-    return found
+    if seen is None:
+        return None
+    parts = (Mask(e, {n: x for n, x in seen.params.items() if n in names_of(e)}) for e in clauses(seen.expr))
+    known = [p for p in parts if not p.unbound and not p.tables]
+    return reduce(and_, known) if known else None

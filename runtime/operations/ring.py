@@ -125,17 +125,11 @@ def _known(found: Problem) -> tuple[Mask, dict[str, Any]]:
     if found.mask is None:
         return Mask(ir.TRUE), {}
     values = {n: np.asarray(x) if hasattr(x, "ndim") else x for n, x in found.params.items() if not traced(x)}
-    kept: Any = ir.TRUE
-    for clause in _clauses(found.mask.expr):
-        if not names_of(clause).keys() & {n for n, x in found.params.items() if traced(x)}:
-            kept = clause if kept is ir.TRUE else ir.build("and", kept, clause)
+    unknown = {n for n, x in found.params.items() if traced(x)}
+    kept = ir.conj(*(e for e in ir.clauses(found.mask.expr) if not names_of(e).keys() & unknown))
     names = names_of(kept)
     bound = {n: x for n, x in found.mask.params.items() if n in names}
     return Mask(kept, bound), {n: x for n, x in values.items() if n in names}
-
-
-def _clauses(e: Any) -> list[Any]:
-    return [c for x in e.args for c in _clauses(x)] if e.op == "and" else [e]
 
 
 def _tile(length: int, ranks: int) -> int:

@@ -21,7 +21,22 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import FrisketError, ParameterError
-from frisket.dsl.ir import COORDINATES, SIZES, TRUE, Expr, conj, lit, lookup, make, param, substitute, uses, var, walk
+from frisket.dsl.ir import (
+    COORDINATES,
+    SIZES,
+    TRUE,
+    Expr,
+    clauses,
+    conj,
+    lit,
+    lookup,
+    make,
+    param,
+    substitute,
+    uses,
+    var,
+    walk,
+)
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.driver import bind as written_out
@@ -113,12 +128,12 @@ def check_covered(what: Subject, deal: Deal, given: Collection[str], batch: int,
                 f"the deal's mask depends on {c} and is known for {have} of {n}\n  {theirs}\n"
                 f"  deal(..., batch={batch}, heads={heads})"
             )
-    seen = _clauses(mine.expr)
+    seen = clauses(mine.expr)
 
     def same(n: str) -> bool:
         return n in given or digest(mine.params.get(n)) == digest(theirs.params.get(n))
 
-    if all(e in seen and all(map(same, names_of(e))) for e in _clauses(theirs.expr)):
+    if all(e in seen and all(map(same, names_of(e))) for e in clauses(theirs.expr)):
         return
     try:
         if not mine.unbound and mine.implies(theirs, deal.length, deal.length, batch=batch, heads=heads):
@@ -146,10 +161,6 @@ def check_sides(read: Expr, own: tuple[int, ...]) -> None:
             f"`{read.name}` is split along queries and along keys; a rank needs its queries' rows of every key\n"
             f"  split one of these axes: `{read.name}` is read as {read!r}"
         )
-
-
-def _clauses(e: Expr) -> tuple[Expr, ...]:
-    return e.args if e.op == "and" else () if e is TRUE else (e,)
 
 
 class _Maker:
