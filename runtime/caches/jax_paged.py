@@ -87,7 +87,7 @@ class PagedKVCache(Cache):
         """As `KVCache.append`, into the pages of each row."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
-        lengths, over = grown(self.lengths, counts, self.room)
+        lengths, over = grown(self.lengths, counts, self.room, "let its pool hand out pages, and `seat` it")
         arrays = self._put(stored(self.arrays, k, v), slots(self.lengths, counts, new, self.capacity))
         return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
 

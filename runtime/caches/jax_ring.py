@@ -13,7 +13,7 @@ from frisket.dsl.errors import ParameterError
 from ..attention import Attention
 from ..merge import merge
 from ..parameters import traced
-from .jax_store import Cache, call, check_new, counted, empty, stored, written
+from .jax_store import Cache, call, check_new, counted, empty, numbers, stored, written
 from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_before, ring_padded
 
 
@@ -57,6 +57,8 @@ class RingKVCache(Cache):
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
         """As `KVCache.attend`; `ShapeError` where what the last tokens see may have been overwritten by them:
         `attention` reads it before."""
+        if "tree" in params:
+            raise ParameterError("drafts of a tree would overwrite the oldest tokens of a ring; take a KVCache")
         batch, new, _, _ = q.shape
         require_room(att, self.window, new, params)
         where = ring(self.window) if counts is None else ring_padded(self.window)
@@ -65,10 +67,11 @@ class RingKVCache(Cache):
 
     def truncate(self, lengths: Any) -> Self:
         """Empty the sequences with 0 in `lengths`; others keep theirs, what a ring has overwritten is gone."""
-        partly = (jnp.asarray(lengths) > 0) & (jnp.asarray(lengths) < self.lengths)
+        lengths = numbers("lengths", lengths, self.batch)
+        partly = (lengths > 0) & (lengths < self.lengths)
         if not traced(partly) and bool(partly.any()):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
-        return replace(self, lengths=jnp.where(jnp.asarray(lengths) > 0, self.lengths, 0))
+        return replace(self, lengths=jnp.where(lengths > 0, self.lengths, 0))
 
     def attention(
         self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any

@@ -146,7 +146,9 @@ def pathed(path: Any, batch: int) -> jax.Array:
     return found
 
 
-def grown(lengths: jax.Array, counts: jax.Array, room: Any) -> tuple[jax.Array, jax.Array]:
+def grown(
+    lengths: jax.Array, counts: jax.Array, room: Any, larger: str = "make a cache of a larger capacity"
+) -> tuple[jax.Array, jax.Array]:
     """(lengths with `counts` more, whether a sequence has more than `room`). Outside of `jax.jit` too many are a
     `CapacityError`; in a trace nothing can be raised, and tokens without room are dropped."""
     wanted = lengths + counts
@@ -156,7 +158,7 @@ def grown(lengths: jax.Array, counts: jax.Array, room: Any) -> tuple[jax.Array, 
         most = int(np.broadcast_to(np.asarray(room), over.shape)[b])
         raise CapacityError(
             f"sequence {b} has {int(lengths[b])} tokens and {int(counts[b])} new ones, the cache has room for {most}\n"
-            "  make a cache of a larger capacity; nothing has changed"
+            f"  {larger}; nothing has changed"
         )
     return jnp.minimum(wanted, room), over
 

@@ -215,7 +215,7 @@ def test_pages_that_are_not_there():
     pool.allocate("a", 16)
     cache = PagedKVCache.create(2, 16, 1, 2, G, D, V).seat(pool, ["a"], 16)
     new = jnp.asarray(K[:1, :17]), jnp.asarray(VALUES[:1, :17])
-    with pytest.raises(fk.CapacityError, match="room for 16"):
+    with pytest.raises(fk.CapacityError, match="room for 16\n  let its pool hand out pages"):
         cache.append(*new)
     full = jax.jit(PagedKVCache.append)(cache, *new)
     assert full.overflowed.tolist() == [True]
@@ -254,6 +254,10 @@ def test_rings_ask_how_far_back_a_mask_sees():
     assert [int(later.truncate(n).lengths[0]) for n in (0, 3, 9)] == [0, 3, 3]
     with pytest.raises(fk.ParameterError, match="can only be emptied"):
         later.truncate([2])
+    with pytest.raises(fk.ShapeError, match="each is 0 or more"):
+        later.truncate(-1)
+    with pytest.raises(fk.ParameterError, match="take a KVCache"):
+        later.attend(fk.compile("causal & window(4)"), new[0], tree=[-1, 0, 0])
 
 
 # -- drafts ----------------------------------------------------------------------------------------------
