@@ -92,8 +92,10 @@ def _flags(causal: bool, window: Any) -> list[Mask]:
         raise ParameterError(f"causal is {causal!r}; it is True or False")
     found = [as_mask("causal")] if causal else []
     if window is not None:
-        left, right = (window, window) if isinstance(window, int) else window
-        found.append(as_mask(f"sliding({int(left)}, {int(right)})"))
+        sides = window if isinstance(window, tuple | list) else (window, window)
+        if len(sides) != 2 or not all(isinstance(n, int | np.integer) for n in sides):
+            raise ParameterError(f"sliding_window is {window!r}; it is an int, or (before, after) in tokens")
+        found.append(as_mask(f"sliding({sides[0]}, {sides[1]})"))
     return found
 
 

@@ -159,7 +159,7 @@ def check_sides(read: Expr, own: tuple[int, ...]) -> None:
     if {"q", "k"} <= {a.name for i, a in enumerate(read.args) if i in own and a.op == "var"}:
         raise ParameterError(
             f"`{read.name}` is split along queries and along keys; a rank needs its queries' rows of every key\n"
-            f"  split one of these axes: `{read.name}` is read as {read!r}"
+            f"  it is read at [{', '.join(repr(a).splitlines()[-1] for a in read.args)}]; split one of these axes"
         )
 
 

@@ -367,6 +367,15 @@ def test_the_last_query_is_at_the_last_key(q_len):
     close(op(q, k, v, "sliding(9, 0)", causal=True, positions=at), wanted)
 
 
+def test_a_window_is_a_number_or_two():
+    q = jnp.ones((1, 8, 2, 8))
+    op = AttentionRegistry.create("dense")
+    assert op(q, q, q, sliding_window=np.int64(2)).attention_outputs.shape == q.shape
+    for window in ("4", (1, 2, 3), 1.5):
+        with pytest.raises(fk.ParameterError, match="it is an int, or"):
+            op(q, q, q, sliding_window=window)
+
+
 def test_sinks_of_a_head_are_one():
     op, many = AttentionRegistry.create("dense"), rng.standard_normal((4, 3)).astype(np.float32)
     wanted = fk.reference(Q, K, V, layout="bshd", sinks=np.log(np.exp(many).sum(1)))
