@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from numbers import Real
 from operator import and_
 from typing import Any
 
@@ -126,7 +127,7 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""
-    numbers = {n: x for n, x in params.items() if isinstance(x, int | float) and n in att.subject.names}
+    numbers = {n: x for n, x in params.items() if isinstance(x, Real) and n in att.subject.names}
     key = "room", slots, new, tuple(numbers.items())
     if key not in att.ready:
         att.ready[key] = _no_room(att.subject.bind(numbers), slots, new)

@@ -251,6 +251,7 @@ def test_rings_ask_how_far_back_a_mask_sees():
     with pytest.raises(fk.ShapeError, match="with 3 new ones keeps 13 before them"):
         later.attend(fk.compile("causal & window(16)"), new[0])
     assert later.attend(fk.compile("causal & window(14)"), new[0]).shape == (1, 3, H, V)
+    assert later.attend(fk.compile("causal & window(w)"), new[0], w=np.int64(14)).shape == (1, 3, H, V)
     assert [int(later.truncate(n).lengths[0]) for n in (0, 3, 9)] == [0, 3, 3]
     with pytest.raises(fk.ParameterError, match="can only be emptied"):
         later.truncate([2])
