@@ -209,7 +209,7 @@ def test_every_axis_of_the_mesh_is_manual():
         jax.jit(run)(x)
 
 
-@pytest.mark.parametrize("variant", ["ring", "all-gather"])
+@pytest.mark.parametrize("variant", ["ring", pytest.param("all-gather", marks=pytest.mark.matrix)])
 def test_a_mask_that_shows_nothing(variant):
     deal, att = fk.parallel.deal("q < 0", 60, 1, tile=16), fk.compile("q < 0", backend="xla")
     x = jnp.ones((1, 64, 2, 8))
