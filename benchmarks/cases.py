@@ -178,7 +178,7 @@ def sequences(s: int) -> dict[str, Case]:
 
     def pages() -> Params:
         order = np.random.default_rng(5).permutation(16).reshape(4, 4).astype(np.int32)
-        return {"qoff": cumulative(asked), "pages": order, "size": cached.astype(np.int32)}
+        return {"qoff": cumulative(asked), "order": order, "size": cached.astype(np.int32)}
 
     return {
         "block_diagonal(qoff, koff)": Case("block_diagonal(qoff, koff)", s, int(k_lens.sum()), lambda: both),
@@ -203,7 +203,7 @@ def sequences(s: int) -> dict[str, Case]:
         },
         **{
             f"paged_keys{more}(qoff, pages, len, t)": Case(
-                f"paged_keys{more}(qoff, pages, size, {page})", queries, 16 * page, pages
+                f"paged_keys{more}(qoff, order, size, {page})", queries, 16 * page, pages
             )
             for more in ("", "_causal")
         },

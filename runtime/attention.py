@@ -25,7 +25,7 @@ from .parameters import learns, names_of, traced
 from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
-from .stored import Stored, live_of, parted, stored
+from .stored import Stored, live_of, parted, refuse_taken, stored
 from .torch_spec import spec_of
 
 NOWHERE: Origin = (0, 0, 0, 0)
@@ -98,6 +98,8 @@ class Attention:
         """
         if k_scale is not None or v_scale is not None or pages is not None:
             params |= live_of(k_scale, v_scale, pages)
+            if not in_graph(q):
+                refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.subject)
         what = plan, seed, sinks, return_max, origin, sizes, layout, params
         if in_graph(q):
             from .torch_library import traced_call

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import BackwardError, ShapeError
+from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
 from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.plan import FIRST, K_SCALE, LIVE, PAGES, V_SCALE, Geometry, Pages
@@ -71,6 +71,16 @@ def live_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
     """Those that are given, by the sources of their tables."""
     given = {K_SCALE: k_scale, V_SCALE: v_scale, PAGES: pages}
     return {n: x for n, x in given.items() if x is not None}
+
+
+def refuse_taken(given: Mapping[str, Any], what: Any) -> None:
+    """Refuse one of `given` that a mask or score mod waits for under the same name."""
+    for name, x in given.items():
+        if x is not None and any(name in p.unbound for p in what.parts):
+            raise ParameterError(
+                f"`{name}` is a parameter of the mask or score mod, and of a call it says how keys are stored\n"
+                f"  rename it in the text, for example `my_{name}`, or bind it there: frisket.mask(..., {name}=...)"
+            )
 
 
 def parted(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

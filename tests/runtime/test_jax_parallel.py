@@ -40,7 +40,6 @@ def test_outputs_gradients_and_bytes():
 
 
 @pytest.mark.matrix
-@pytest.mark.timeout(1000)
 def test_every_mask():
     on_eight_devices(*EVERY)
 

@@ -444,3 +444,11 @@ def test_a_plan_is_for_its_positions():
     torch.testing.assert_close(there(q, q, q, seed=5), want)
     run = torch.compile(lambda q: there(q, q, q, seed=5), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(q), want)
+
+
+def test_a_name_of_the_masks_own():
+    q = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(fk.ParameterError, match="rename it in the text, for example `my_pages`"):
+        fk.attention(q, q, q, "k < pages[q]", pages=torch.arange(4))
+    bound = fk.mask("k < pages[q]", pages=np.arange(4))
+    assert fk.attention(q, q, q, bound).shape == q.shape
