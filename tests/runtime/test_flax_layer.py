@@ -83,7 +83,11 @@ def test_gradients_are_equal():
         assert np.abs(y).max() > 1e-5
 
 
-@pytest.mark.parametrize("steps", [(22, 1, 1), pytest.param((10, 1, 1, 7, 5), marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param((22, 1, 1), marks=pytest.mark.slow), pytest.param((10, 1, 1, 7, 5), marks=pytest.mark.matrix)],
+    ids=str,
+)
 def test_with_a_cache(steps):
     model, at = layer(), 0
     cache = model.empty_cache(2, 32)

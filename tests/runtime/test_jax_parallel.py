@@ -71,6 +71,7 @@ def processes(what, codes=(0, 0)):
     return [out for out, _ in said]
 
 
+@pytest.mark.matrix
 def test_processes_agree_or_say_who_does_not():
     first, second = processes("masks")
     assert "close" in first

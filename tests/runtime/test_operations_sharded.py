@@ -13,8 +13,8 @@ SCRIPT = Path(__file__).with_name("operations_on_a_mesh.py")
 @pytest.mark.parametrize(
     ("which", "checks"),
     [
-        ("usual", ["managers", "modes", "rings"]),
-        pytest.param("all", ["managers", "modes", "rings", "gradients", "partial fit"], marks=pytest.mark.matrix),
+        pytest.param("usual", ["managers", "modes", "rings"], marks=pytest.mark.matrix),
+        pytest.param("all", ["managers", "modes", "rings", "gradients", "partial fit"], marks=pytest.mark.slow),
     ],
 )
 def test_on_a_mesh(which, checks):

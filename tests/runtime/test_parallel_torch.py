@@ -68,7 +68,7 @@ def test_ranks_that_differ_are_named(said, name):
         assert "rank 2: " in text
 
 
-@pytest.mark.parametrize("how", ["dies", "stops"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("stops", marks=pytest.mark.matrix)])
 def test_a_rank_that_is_lost_is_named(how):
     found = together(getattr(ranks, how), ranks.RANKS, timeout=2, limit=60, lost=1)
     for r in (0, 1, 3):
@@ -76,6 +76,7 @@ def test_a_rank_that_is_lost_is_named(how):
         assert "rank 2\n" in found[r, "lost"]
 
 
+@pytest.mark.matrix
 def test_a_rank_that_is_missed_says_whom_it_missed():
     found = together(ranks.neighbours, ranks.RANKS, timeout=2, limit=60, lost=1)
     said = found[2, "lost"].splitlines()[0]

@@ -28,11 +28,12 @@ def together(work: Callable[..., None], count: int, timeout: float, limit: float
             p.start()
         found, end = {}, time.monotonic() + limit
         done: set[int] = set()
-        while len(done) < count - lost and time.monotonic() < end:
+        gone: set[int] = set()  # without a word: of these may be those that are to be lost
+        while len(done) < count - lost and len(done | gone) < count and time.monotonic() < end:
             try:
                 rank, name, value = said.get(timeout=0.2)
             except queue.Empty:
-                done |= {r for r, p in enumerate(processes) if p.exitcode not in (None, 0)}
+                gone |= {r for r, p in enumerate(processes) if p.exitcode not in (None, 0)}
                 continue
             if name == "done":
                 done.add(rank)
