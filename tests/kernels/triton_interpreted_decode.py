@@ -128,5 +128,5 @@ def test_keys_and_values_of_8_bits_are_for_the_forward():
         fk.attention(q.requires_grad_(), k, k, "causal", backend="triton")
     assert str(caught.value) == (
         "keys and values of float8_e5m2 are for the forward alone, without gradients\n"
-        "  convert them: k.to(q.dtype), v.to(q.dtype), or write `with torch.no_grad():`"
+        "  train with keys and values as they are; for the forward alone write with torch.no_grad():"
     )
