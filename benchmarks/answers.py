@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from layout import milliseconds
-from machine import save
+from store import save
 
 import frisket as fk
 

@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 import numpy as np
-from machine import save
+from store import save
 
 import frisket as fk
 from frisket.runtime.parallel import dealing

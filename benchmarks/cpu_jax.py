@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from cpu import TIERS, medians, shown
-from machine import median_ratio, rounds_of, run_parts
+from store import run_parts
 
 import frisket as fk
+from frisket.runtime.bench.machine import median_ratio, rounds_of
 
 Call = Callable[[], Any]
 LENGTH, HEADS, DIM, WINDOW, CAP, DOCUMENTS = 4096, 8, 64, 256, 50.0, 16

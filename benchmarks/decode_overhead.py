@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from machine import processor_seconds, rounds_of, run_parts, seconds
+from store import run_parts
 
 import frisket as fk
+from frisket.runtime.bench.machine import processor_seconds, rounds_of, seconds
 
 HEADS, KV_HEADS, DIM, CAPACITY, STEPS = 8, 2, 64, 1024, 50
 CASES = {

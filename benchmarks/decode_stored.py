@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from machine import median_ratio, processor_seconds, rounds_of, run_parts
+from store import run_parts
 
 import frisket as fk
+from frisket.runtime.bench.machine import median_ratio, processor_seconds, rounds_of
 
 HEADS, KV_HEADS = 8, 2
 CACHES = [(1, 4096), (1, 32768), (8, 4096)]  # sequences, tokens of each

@@ -14,11 +14,12 @@ import torch
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import process_mask
 from layout import milliseconds
-from machine import save, turn_about
+from store import save
 from torch.nn.attention.flex_attention import create_block_mask
 
 import frisket as fk
 from frisket.dsl.errors import ExportError
+from frisket.runtime.bench.machine import turn_about
 
 EXPORTS: dict[str, Callable[[Any], Any]] = {
     "to_varlen": lambda layout: layout.to_varlen(),

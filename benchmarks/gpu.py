@@ -37,7 +37,9 @@ from typing import Any
 from cpu import rounded
 from gpu_parts import PARTS
 from gpu_scale import DRY, FULL, Scale
-from machine import RESULTS, described, merge
+from store import RESULTS, merge
+
+from frisket.runtime.bench.machine import described
 
 READY = "== ready =="
 SAME = ("gpu", "torch", "jax", "triton")  # what rows that are kept have in common with this machine

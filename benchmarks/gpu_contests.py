@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from gpu_masks import DOCUMENTS, contests, flex, ours, peers, visible_pairs
 from gpu_scale import Call, Measure, Scale, compared, drawn, on_device, same
-from machine import rounds_of
+
+from frisket.runtime.bench.machine import rounds_of
 
 # -- forward and backward ---------------------------------------------------------------------------------
 

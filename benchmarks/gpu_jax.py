@@ -19,9 +19,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch has som
 
 import numpy as np
 from gpu_scale import Call, Measure, Scale
-from machine import median_ratio, rounds_of, seconds
 
 import frisket as fk
+from frisket.runtime.bench.machine import median_ratio, rounds_of, seconds
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 OURS = ("pallas-mosaic-gpu", "triton")

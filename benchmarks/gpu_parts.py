@@ -18,10 +18,10 @@ import gpu_jax
 import torch
 from gpu_contests import contest, contest_rows, decode, decode_rows, tune, tune_rows
 from gpu_scale import Measure, Part, Scale, drawn, on_device, same
-from machine import fresh, rounds_of
 
 import frisket as fk
 from frisket.lowering.plan import Geometry
+from frisket.runtime.bench.machine import fresh, rounds_of
 from frisket.runtime.triton_tiles import target
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from machine import median_ratio, rounds_of, seconds
+
+from frisket.runtime.bench.machine import median_ratio, rounds_of, seconds
 
 Call = Callable[[], Any]
 Measure = Callable[[], dict[str, Any]]

@@ -22,10 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from machine import median_ratio, rounds_of, run_parts
+from store import run_parts
 
 import frisket as fk
 from frisket.runtime import native_jax
+from frisket.runtime.bench.machine import median_ratio, rounds_of
 
 Call = Callable[[], Any]
 GOAL = 1.5  # seconds

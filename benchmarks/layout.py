@@ -17,10 +17,11 @@ from typing import Any
 
 import cases
 import numpy as np
-from machine import fresh, save, seconds, turn_about
+from store import save
 
 import frisket as fk
 from frisket.lowering.simplify import prepare
+from frisket.runtime.bench.machine import fresh, seconds, turn_about
 
 TILE = 128
 LENGTHS = (2**12, 2**16, 2**20)

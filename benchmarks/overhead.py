@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from machine import save
+from store import save
 from support import triton_null
 
 import frisket as fk

@@ -23,12 +23,13 @@ import numpy as np
 from cases import labels, offsets
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_info
-from machine import merge, processor_seconds, turn_about
+from store import merge
 
 import frisket as fk
 from frisket.lowering.emit.pallas_walk import walk
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime import modules, pallas_tpu, pallas_tpu_backward
+from frisket.runtime.bench.machine import processor_seconds, turn_about
 
 BLOCK = (512, 512)
 LENGTHS = {2**14: 3, 2**16: 1}  # and how often they are timed: splash attention takes most of a minute
