@@ -31,8 +31,17 @@ from .save import save
 if TYPE_CHECKING:
     from ..layout import Layout
 
+ROOM = str(__package__)
 STILL = 128  # cells along each axis of the picture in a notebook
 PACKED = 64 << 20  # bytes of packed runs in one page
+POLICY = (
+    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
+    "script-src 'unsafe-inline'; img-src data:\">\n"
+)
+START = """
+wire();
+opened(JSON.parse($("data").textContent)).then(show).then(() => { document.documentElement.dataset.ready = "yes"; });
+"""
 
 
 def to_html(layout: Layout, path: str | Path | None = None) -> str:
@@ -45,6 +54,29 @@ def to_html(layout: Layout, path: str | Path | None = None) -> str:
     where = None if path is None else Path(path)
     if where is not None and where.suffix.lower() not in (".html", ".htm"):
         raise ParameterError(f"cannot write {where.name!r}: name it .html; for .png and .svg there is `plot`")
+    found = data(layout)
+    page = filled(
+        policy=POLICY, title=escape(short(found["mask"]["text"], 80)), data=script(found), start=START,
+        still=notebook(layout), **said(layout),
+    )  # fmt: skip
+    if where is not None:
+        save(where, page.encode())
+    return page
+
+
+def filled(**parts: str) -> str:
+    """page.html with its places filled; what is not given stays empty."""
+    known = {"light": _variables(LIGHT), "dark": _variables(DARK), **parts}
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        return file(ROOM, name) if name.endswith(".js") else known.get(name, "")
+
+    return re.sub(r"\{\{([\w.]+)\}\}", part, file(ROOM, "page.html"))
+
+
+def data(layout: Layout) -> dict[str, Any]:
+    """What the scripts of the page draw and ask."""
     runs = portable.runs(layout)
     size = sum(len(array["data"]) for array in runs.values())
     if size > PACKED:
@@ -53,26 +85,23 @@ def to_html(layout: Layout, path: str | Path | None = None) -> str:
             "lay out a part with `origin` and `sizes`"
         )
     b, h, q, k = layout.origin
-    mask = portable.mask(layout)
-    data = {
+    return {
         "qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
         "block": layout.block, "rows": layout.rows, "columns": layout.columns,
         "origin": {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)},
-        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": runs, "mask": mask,
+        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": runs, "mask": portable.mask(layout),
     }  # fmt: skip
-    parts = {
-        "title": escape(_short(mask["text"], 80)),
-        "light": _variables(LIGHT), "dark": _variables(DARK),
-        "shape": escape(_shape(layout)), "block": "{:,} × {:,}".format(*layout.block),
-        "tiles": _tiles(layout), "facts": _facts(layout), "still": notebook(layout),
-        # `<` ends a script wherever it stands: in text and names it is written otherwise
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "mask.js": _file("mask.js"), "map.js": _file("map.js"), "panel.js": _file("panel.js"),
-    }  # fmt: skip
-    page = re.sub(r"\{\{([\w.]+)\}\}", lambda found: parts[found[1]], _file("page.html"))
-    if where is not None:
-        save(where, page.encode())
-    return page
+
+
+def said(layout: Layout) -> dict[str, str]:
+    """What the page says in words, as HTML."""
+    block = "{:,} × {:,}".format(*layout.block)
+    return {"shape": escape(_shape(layout)), "block": block, "tiles": _tiles(layout), "facts": _facts(layout)}
+
+
+def script(value: Any) -> str:
+    """JSON inside a page: `<` ends a script wherever it stands, so in text and names it is written otherwise."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def notebook(layout: Layout) -> str:
@@ -81,7 +110,7 @@ def notebook(layout: Layout) -> str:
     longest = max(layout.q_len, layout.kv_len)
     width, height = (max(24, round(220 * n / longest)) for n in (layout.kv_len, layout.q_len))
     source = "data:image/png;base64," + base64.b64encode(png(panel.colours)).decode("ascii")
-    text = _short(" ".join(repr(layout.written).split()), 160)
+    text = short(" ".join(repr(layout.written).split()), 160)
     note = (
         "" if panel.tiles == (1, 1) else "one dot shows {} × {} tiles, deeper where more are read".format(*panel.tiles)
     )
@@ -103,7 +132,7 @@ def _starts(origin: Any) -> list[int]:
     return [start(origin, b) for b in range(len(np.atleast_1d(origin)))]
 
 
-def _short(text: str, most: int) -> str:
+def short(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
@@ -152,13 +181,14 @@ def _facts(layout: Layout) -> str:
     rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]
     rows += [("with", f"{name} = {value}") for name, value in layout.params.items()]
     rows += [("", f"{n}: {t.array.dtype}[{', '.join(map(str, t.array.shape))}]") for n, t in layout.tables.items()]
-    return _table(rows)
+    return table(rows)
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> str:
+def table(rows: Iterable[tuple[str, str]]) -> str:
     return "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
 
 
 @cache
-def _file(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+def file(package: str, name: str) -> str:
+    """The text of a part of the page."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")

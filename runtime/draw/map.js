@@ -1,20 +1,20 @@
 "use strict";
 // The map: tiles from far away, single tokens close up. What is drawn comes in pieces that are made once, a few
-// milliseconds at a time, and kept: chunks of CHUNK x CHUNK cells, where a cell is 2^level tiles, and patches of
-// PATCH x PATCH tokens. Positions are counted from the upper left corner of the layout; what people read and type
-// is global, `origin` away.
+// milliseconds in every frame, and kept: chunks of CHUNK x CHUNK cells, where a cell is 2^level tiles, and patches of
+// PATCH x PATCH tokens. Those of an earlier layout stand in for pieces that are still to come. Positions are counted
+// from the upper left corner of the layout; what people read and type is global, `origin` away.
 
 const CHUNK = 256, PATCH = 128, KEPT = 400, SLICE = 12; // cells, tokens, pieces, milliseconds per frame
 const LEFT = 78, TOP = 30; // of the rulers, in CSS pixels
 const EMPTY = 0, PARTIAL = 1, FULL = 2, KINDS = ["empty", "partial", "full"];
 const $ = (id) => document.getElementById(id);
-const data = JSON.parse($("data").textContent);
 const canvas = $("map"), context = canvas.getContext("2d");
 const view = { q: 0, k: 0, scale: 1, b: 0, h: 0, width: 0, height: 0, fit: 1 };
 const at = { q: -1, k: -1, pinned: false };
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 const number = new Intl.NumberFormat("en").format;
-let runs = null, mask = null, colours = null, pieces = new Map(), wanted = [], drawing = 0;
+let data = null, runs = null, mask = null, colours = null, drawing = 0;
+let pieces = new Map(), earlier = new Map(), wanted = [], until = 0; // made, of the layout before, still to make, till when
 
 const clamp = (x, lo, hi) => Math.max(lo, Math.min(hi, x));
 const originOf = (axis) => { const o = data.origin[axis]; return o[Math.min(view.b, o.length - 1)]; };
@@ -127,26 +127,24 @@ function painted(width, height, paint) {
   return to;
 }
 
-// A piece if it is there; else it is put on the list of those to make.
+// A piece that is there or can be made in this frame; else it is put on the list, and an earlier one is shown.
 function piece(name, make) {
-  const key = `${view.b}.${view.h}.${name}`;
-  if (!pieces.has(key)) {
-    wanted.push([key, make]);
-    return null;
+  const key = `${view.b}.${view.h}.${name}`, kept = pieces.has(key);
+  if (!kept && performance.now() >= until) {
+    wanted.push(key);
+    return earlier.get(key) ?? null;
   }
-  const found = pieces.get(key);
+  const found = kept ? pieces.get(key) : make();
   pieces.delete(key); // the oldest come first
   pieces.set(key, found);
+  if (pieces.size > KEPT) pieces.delete(pieces.keys().next().value);
   return found;
 }
 
-function makeSome() {
-  const until = performance.now() + SLICE;
-  while (wanted.length && performance.now() < until) {
-    const [key, make] = wanted.shift();
-    if (!pieces.has(key)) pieces.set(key, make());
-    if (pieces.size > KEPT) pieces.delete(pieces.keys().next().value);
-  }
+// The layout has changed: `alike` where the old pieces still lie at the same places.
+function outdate(alike) {
+  earlier = alike ? new Map([...earlier, ...pieces]) : new Map();
+  pieces = new Map();
 }
 
 // -- drawing ---------------------------------------------------------------------------------------------
@@ -167,23 +165,24 @@ function recolour() {
   const palette = data.palettes[darkness.matches ? "dark" : "light"];
   colours = { css: palette };
   for (const name of ["full", "partial", "tint", "empty"]) colours[name] = packed(palette[name]);
-  pieces.clear();
+  outdate(false);
   redraw();
 }
 
 function redraw() {
   drawing ||= requestAnimationFrame(() => {
     drawing = 0;
+    if (!runs) return; // nothing to draw yet
     draw();
-    if (!wanted.length) return;
-    makeSome();
-    redraw();
+    if (wanted.length) redraw();
+    else earlier = new Map();
   });
 }
 
 function draw() {
   const ratio = devicePixelRatio || 1, c = context, css = colours.css;
   wanted = [];
+  until = performance.now() + SLICE;
   c.setTransform(ratio, 0, 0, ratio, 0, 0);
   c.fillStyle = css.paper;
   c.fillRect(0, 0, view.width, view.height);

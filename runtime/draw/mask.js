@@ -371,7 +371,10 @@ async function unpacked({ type, data }) {
 
 async function unpackedMask({ nodes, tables, clauses }) {
   const open = {};
-  for (const [name, { shape, array }] of Object.entries(tables)) open[name] = { shape, values: await unpacked(array) };
+  for (const [name, { shape, array }] of Object.entries(tables)) {
+    array.values ??= await unpacked(array); // kept: the next mask may read the same table
+    open[name] = { shape, values: array.values };
+  }
   return new Mask({ nodes, tables: open, clauses });
 }
 

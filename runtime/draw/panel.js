@@ -41,6 +41,7 @@ function explained(position, kind) {
 
 // The mask's text, cut where a clause begins or ends.
 function writeText() {
+  $("text").replaceChildren();
   const { text, spans } = data.mask, edges = new Set([0, text.length]);
   for (const places of Object.values(spans)) for (const [start, stop] of places) edges.add(start).add(stop);
   const cuts = [...edges].sort((x, y) => x - y);
@@ -57,6 +58,7 @@ function writeText() {
 // -- moving about ---------------------------------------------------------------------------------------
 
 function moveTo(q, k, scale) {
+  if (!data) return;
   view.scale = clamp(scale, view.fit * 0.5, Math.max(64, view.fit));
   const wide = (view.width - LEFT) / sx(), high = (view.height - TOP) / sy();
   // a quarter of the window at least stays on the matrix; what fits whole keeps to the corner
@@ -72,8 +74,14 @@ function zoom(factor, x = (LEFT + view.width) / 2, y = (TOP + view.height) / 2) 
 }
 
 function fit() {
+  refit(true);
+}
+
+// The scale that shows everything is another one: take it, or stay.
+function refit(fitted) {
   view.fit = Math.min((view.width - LEFT - 12) / data.kvLen, (view.height - TOP - 12) / data.qLen);
-  moveTo(0, 0, view.fit);
+  if (fitted) moveTo(0, 0, view.fit);
+  else moveTo(view.q, view.k, view.scale);
 }
 
 // Close enough to see single tokens, around the position asked for or the middle of the window.
@@ -85,14 +93,12 @@ function toTokens() {
 
 function resize() {
   const box = canvas.parentElement.getBoundingClientRect(), ratio = devicePixelRatio || 1;
-  const first = view.width === 0;
-  const fitted = view.scale === view.fit;
+  const fitted = view.width === 0 || view.scale === view.fit;
   view.width = box.width;
   view.height = box.height;
   canvas.width = Math.round(box.width * ratio);
   canvas.height = Math.round(box.height * ratio);
-  if (first || fitted) fit();
-  else moveTo(view.q, view.k, view.scale);
+  if (data) refit(fitted);
 }
 
 const fingers = new Map();
@@ -162,9 +168,8 @@ canvas.addEventListener("keydown", (event) => {
 
 // -- the panel -------------------------------------------------------------------------------------------
 
-function field(id, first, count, chosen) {
+function field(id, chosen) {
   const input = $(id);
-  Object.assign(input, { min: first, max: first + count - 1 });
   input.addEventListener("change", () => {
     input.value = clamp(Math.floor(Number(input.value)) || 0, Number(input.min), Number(input.max));
     chosen(Number(input.value) - Number(input.min));
@@ -180,40 +185,62 @@ function ask() {
 
 function changeSlice(b, h) {
   Object.assign(view, { b, h });
-  Object.assign($("q"), { min: originOf("q"), max: originOf("q") + data.qLen - 1 });
-  Object.assign($("k"), { min: originOf("k"), max: originOf("k") + data.kvLen - 1 });
+  limits();
   if (at.q >= 0) inspect(at.q, at.k, true);
   redraw();
 }
 
-function wire() {
-  field("q", originOf("q"), data.qLen, ask);
-  field("k", originOf("k"), data.kvLen, ask);
-  field("b", data.origin.b, data.batch, (b) => changeSlice(b, view.h));
-  field("h", data.origin.h, data.heads, (h) => changeSlice(view.b, h));
-  Object.assign($("q"), { value: originOf("q") });
-  Object.assign($("k"), { value: originOf("k") });
-  Object.assign($("b"), { value: data.origin.b });
-  Object.assign($("h"), { value: data.origin.h });
+// What can be typed.
+function limits() {
+  const sides = { q: [originOf("q"), data.qLen], k: [originOf("k"), data.kvLen], b: [data.origin.b, data.batch], h: [data.origin.h, data.heads] };
+  for (const [id, [min, count]] of Object.entries(sides)) Object.assign($(id), { min, max: min + count - 1 });
+  $("b").value = data.origin.b + view.b;
+  $("h").value = data.origin.h + view.h;
+  if (at.q < 0) Object.assign($("q"), { value: originOf("q") });
+  if (at.q < 0) Object.assign($("k"), { value: originOf("k") });
   $("slices").hidden = data.batch * data.heads === 1;
+  $("tokens").disabled = !data.mask.program;
+}
+
+function wire() {
+  field("q", ask);
+  field("k", ask);
+  field("b", (b) => changeSlice(b, view.h));
+  field("h", (h) => changeSlice(view.b, h));
+  $("position").addEventListener("submit", (event) => event.preventDefault());
   $("in").addEventListener("click", () => zoom(1.5));
   $("out").addEventListener("click", () => zoom(1 / 1.5));
   $("fit").addEventListener("click", fit);
   $("tokens").addEventListener("click", toTokens);
-  $("tokens").disabled = !data.mask.program;
   darkness.addEventListener("change", recolour);
   new ResizeObserver(resize).observe(canvas.parentElement);
   pin(false);
 }
 
-async function begin() {
-  writeText();
-  const opened = Object.entries(data.runs).map(async ([name, array]) => [name, await unpacked(array)]);
-  runs = Object.fromEntries(await Promise.all(opened));
-  if (data.mask.program) mask = await unpackedMask(data.mask.program);
-  wire();
-  recolour();
-  resize();
-  document.documentElement.dataset.ready = "yes";
+// -- a layout ----------------------------------------------------------------------------------------------
+
+// Unpacked, before anything of the one on the page changes.
+async function opened(next) {
+  const arrays = Object.entries(next.runs).map(async ([name, array]) => [name, await unpacked(array)]);
+  const program = next.mask.program && (await unpackedMask(next.mask.program));
+  return { data: next, runs: Object.fromEntries(await Promise.all(arrays)), mask: program };
 }
-begin();
+
+// On the page, in place of the one before: where its sides are as long, nothing moves.
+function show(next) {
+  const sides = (one) => one && JSON.stringify([one.qLen, one.kvLen, one.batch, one.heads, one.block, one.origin]);
+  const first = !data, alike = sides(data) === sides(next.data), fitted = view.scale === view.fit;
+  ({ data, runs, mask } = next);
+  view.b = Math.min(view.b, data.batch - 1);
+  view.h = Math.min(view.h, data.heads - 1);
+  writeText();
+  limits();
+  if (first) {
+    recolour();
+    resize();
+  }
+  outdate(alike);
+  if (!alike && !first) refit(fitted);
+  if (at.q >= 0) inspect(Math.min(at.q, data.qLen - 1), Math.min(at.k, data.kvLen - 1));
+  redraw();
+}
