@@ -35,7 +35,7 @@ ROOM = str(__package__)
 STILL = 128  # cells along each axis of the picture in a notebook
 PACKED = 64 << 20  # bytes of packed runs in one page
 POLICY = (
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; img-src data:\">\n"
 )
 START = """
