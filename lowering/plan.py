@@ -104,6 +104,7 @@ class LoopPlan:
     weight: Expr | None = None  # what its weight is multiplied with, once summed: the scale of a stored value
     pages: str | None = None  # the table that says where pages of keys are, see `Pages`
     page: int = 0  # tokens of a page
+    unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
 
     @property
     def rate(self) -> str | None:
@@ -119,6 +120,8 @@ class LoopPlan:
             lines.append(f"weight   {show(self.weight, self._names())}")
         if self.pages is not None:
             lines.append(f"pages    of {self.page} keys, by {self.pages}")
+        if self.unwritten:
+            lines.append("unseen   keys may hold anything")
         if self.bounds is None:
             lines.append("bounds   read from the span table")
         else:
@@ -220,6 +223,7 @@ def make_plan(
     at: tuple[Expr, ...] | None = None,
     weight: Expr | None = None,
     pages: Pages | None = None,
+    unwritten: bool = False,
 ) -> LoopPlan:
     """The plan of a simplified mask and score mod, reductions written out.
 
@@ -228,7 +232,7 @@ def make_plan(
     decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28). `dropout` adds a random
     draw for every position, from a seed and global coordinates: the same on any backend, tile and shard; `at` are those
     of (q, k), or of (b, h, q, k), where the arrays hold positions in another order. `weight` and `pages` are of stored
-    keys and values.
+    keys and values; those that no query sees may hold anything, and with `unwritten` plain ones may as well.
 
     >>> from frisket.dsl.sugar import q, k
     >>> make_plan((q >= k) & (q - k <= 255), None).mask
@@ -267,6 +271,7 @@ def make_plan(
         weight=scaled,
         pages=None if paged is None else paged.name,
         page=pages.size if pages else 0,
+        unwritten=unwritten or weight is not None or pages is not None,
     )
 
 

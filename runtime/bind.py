@@ -47,6 +47,7 @@ class Subject:
     places: tuple[Bound, ...] | None = None  # of the problem at q and k, or at b, h, q and k, of the arrays: mask and
     # score mod speak of them already, dropout draws there
     stored: Stored | None = None  # how keys and values are stored
+    unwritten: bool = False  # those that no query sees may hold anything, see `LoopPlan`
 
     @property
     def parts(self) -> list[Bound]:
@@ -109,7 +110,7 @@ class Subject:
         """The same with every part changed."""
         mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
         places = None if self.places is None else tuple(change(p) for p in self.places)
-        return Subject(mask, score, places, self.stored)
+        return replace(self, mask=mask, score=score, places=places)
 
     def stored_as(self, how: Stored | None) -> Subject:
         """The same of keys and values that are stored."""
@@ -123,7 +124,7 @@ class Subject:
         """What `make_plan` takes beside them."""
         at = None if self.places is None else tuple(written_out(p.expr, tables) for p in self.places)
         how = self.stored
-        return {"at": at, "weight": how and how.weight, "pages": how and how.pages}
+        return {"at": at, "weight": how and how.weight, "pages": how and how.pages, "unwritten": self.unwritten}
 
     def require_bound(self) -> None:
         for p in self.parts:

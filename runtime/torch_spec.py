@@ -2,7 +2,7 @@
 
 >>> from .entry import compile
 >>> print(compile("causal & window(w)", "softcap(5)", w=4).spec)
-scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None deterministic=True score=-1 at=-
+scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None deterministic=True unwritten=False score=-1 at=-
 param w: int = 4
 mask = q >= k & abs(q - k) < w
 score = 5 * tanh(score / 5)
@@ -35,14 +35,14 @@ from .tuning import Tuning
 if TYPE_CHECKING:
     from .attention import Attention
 
-HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} score={} at={}\n"
+HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} unwritten={} score={} at={}\n"
 _HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
 
 
 def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
     """The text of an attention."""
     tile = None if o.tile is None else "x".join(map(str, o.tile))
-    options = o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, o.deterministic
+    options = o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, o.deterministic, what.unwritten
     _, names = declarations(what, learned)
     places = [show(e, names) for e in what.positions or ()]
     lengths = ",".join(str(len(x)) for x in places) or "-"
@@ -99,7 +99,7 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
     from .attention import Attention
 
     said = (None if x == "None" else x for x in found.groups())
-    scale, gqa, backend, tile, dropout, tuning, deterministic, score, places = said
+    scale, gqa, backend, tile, dropout, tuning, deterministic, unwritten, score, places = said
     options = Options(
         None if scale is None else float(scale), gqa == "True", backend,
         None if tile is None else tuple(map(int, tile.split("x"))),  # type: ignore[arg-type]
@@ -112,7 +112,8 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
         lines = [x for x in text.splitlines(keepends=True) if x.startswith("param ")]
         made = program(text) if len("".join(lines)) < len(text) else Program()
         moved = tuple(_place("".join(lines), x) for x in others) or None
-        return Attention(replace(joined(made.mask, made.score), places=moved), options)
+        what = replace(joined(made.mask, made.score), places=moved, unwritten=unwritten == "True")
+        return Attention(what, options)
     from .entry import attention_for
 
     return attention_for(text[:at] or None, text[at:] or None, options, {n: np.ones((1,) * r, t) for n, r, t in kinds})

@@ -87,6 +87,7 @@ def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str,
         f"those of {geometry.kv_dtype}": geometry.kv_dtype != "",
         "pages of them": plan.pages is not None,
         "scales of values": plan.weight is not None,
+        "some that may never have been written": plan.mask is not None and plan.unwritten,
     }
     for what, there in stored.items():
         if there:

@@ -113,7 +113,7 @@ def emit(
     marks = [str(i) for i in range(parts)] if parts > 1 else [""]
     key, value = ([f"{n}{mark}_ref" for mark in marks] for n in "kv")
     refs = [*numbers, *(f"{n}_ref" for n in inputs.scalars), "q_ref", *key, *value]
-    unwritten = plan.mask is not None and (plan.pages is not None or plan.weight is not None)
+    unwritten = plan.mask is not None and plan.unwritten
     lengths = ["q_len", "kv_len"] if unwritten else ["kv_len"]
     blocks = inputs.blocks
     shapes = [f"{n}_shape" for n in inputs.picked]

@@ -94,7 +94,7 @@ class Forward(Rows):
         self.cast = ".to(Q.dtype.element_ty)" if dims.kv_dtype else ""
         self.paged, self.page_size = plan.pages is not None, plan.page
         self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
-        self.unwritten = plan.mask is not None and (self.paged or bool(self.weight))  # keys in a border tile may be so
+        self.unwritten = plan.mask is not None and plan.unwritten  # keys in a border tile may be so
 
     def kernel(self) -> Kernel:
         with self.page.block(self._signature()):

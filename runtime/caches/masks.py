@@ -112,7 +112,7 @@ def _placed(att: Attention, places: Places) -> Attention:
     ranks = {n: rank for n, (rank, _) in names_of(seen.expr).items() if n in POSITIONS and rank is not None}
     known = {n: Declared(rank, INT, most=LONGEST) for n, rank in ranks.items()}
     seen = Mask(seen.expr, seen.params, replace(seen.origin, declared={**seen.origin.declared, **known}))
-    return Attention(Subject(seen, att.score and att.score.at(**moved)), att.options)
+    return Attention(Subject(seen, att.score and att.score.at(**moved), unwritten=True), att.options)
 
 
 def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> None:

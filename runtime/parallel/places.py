@@ -15,7 +15,7 @@ Attention(mask = q_at[q] >= k_at[k] & doc_of_q[q] == doc_of_k[k])
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
         return kind(e, {n: x for n, x in values.items() if n in held}, origin)
 
     places = tuple(bound(Bound, made.at[c]) for c in COORDINATES) if att.options.dropout else None
-    subject = Subject(bound(Mask, seen), bound(ScoreMod, score), places)
+    subject = replace(what, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
     return Placed(Attention(subject, att.options), tuple(made.tables.values()), made.travels)
 
 

@@ -302,6 +302,7 @@ def test_refusals():
     for what, plan in (
         ("pages of them", make_plan(causal, None, pages=Pages("pages", 64))),
         ("scales of values", make_plan(causal, None, weight=lookup("v_scale", (k,), FLOAT))),
+        ("some that may never have been written", make_plan(causal, None, unwritten=True)),
     ):
         assert what in runtime.reason(plan, cases.geometry(CASES["causal"]), "bfloat16", {})
     far = Case(score=score + lookup("bias", (h, q - k), FLOAT), tables={"bias": np.zeros((2, 9), np.float32)})

@@ -16,7 +16,7 @@ INTERPRETED = {
         "parts_of_packed_heads[4-17-2]", "parts_with_everything[gqa]",
         "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
     ),
-    "kernels/triton_interpreted_stored.py": ("parts[no end]",),
+    "kernels/triton_interpreted_stored.py": ("parts[no end]", "forward[as they are]"),
     "kernels/triton_backward_interpreted.py": (
         "every_case[softcap]", "captured[by row]", "captured_in_half_precision[by column, gqa bfloat16]",
         "sums_with_sinks_and_dropout[gqa-True-0.6]", "sums_with_sinks_and_dropout[empty-False-0.3]",

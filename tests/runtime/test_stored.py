@@ -16,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import frisket as fk
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
 from frisket.runtime.attention import Attention
-from frisket.runtime.bind import Subject
+from frisket.runtime.bind import Subject, fixed_of
+from frisket.runtime.caches.masks import APPENDED
+from frisket.runtime.caches.masks import placed as placed_in
 from frisket.runtime.mask import Mask, ScoreMod
 from frisket.runtime.options import Options
+from frisket.runtime.torch_spec import attention_of, spec_of
 
 FRAMEWORKS = ("torch", "jax")
 EIGHT = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -167,7 +170,7 @@ def test_anything_may_stand_where_nothing_is_visible(name, framework):
     case, made = stored.case, stored_cases.problem(stored, "bhsd" if framework == "torch" else "bshd")
     score = None if case.score is None else ScoreMod(case.score)
     mask = None if case.mask is None else Mask(case.mask)
-    att = Attention(Subject(mask, score), Options(backend="library"))
+    att = Attention(Subject(mask, score, unwritten=True), Options(backend="library"))
     q = made.q.swapaxes(1, 2) if framework == "torch" else made.q
     read = {*att.subject.names, "k_scale", "v_scale", "pages"}
     tables = {n: array(x, framework) for n, x in made.tables.items() if n in read}
@@ -175,6 +178,18 @@ def test_anything_may_stand_where_nothing_is_visible(name, framework):
     out, lse = att(*arrays, return_lse=True, origin=case.origin, sizes=case.sizes, **tables)
     out = out.float() if framework == "torch" else np.asarray(out, np.float64).swapaxes(1, 2)
     stored_cases.check(stored, made, out, lse)
+
+
+def test_kernels_know_what_caches_may_hold():
+    """Whatever becomes of an attention of places on the way to them."""
+    att = placed_in(fk.compile("causal & window(w)"), APPENDED)
+    tables = {"cache_start": np.array([7, 0]), "cache_end": np.array([8, 1])}
+    again = attention_of(spec_of(att.subject, att.options, ()), tuple((n, 1, int) for n in tables) + (("w", 0, int),))
+    for made in (att, att.at(k="k"), again):
+        assert fixed_of(made.subject.bind({"w": 4, **tables})).inputs(None, True, {}, False).plan.unwritten
+        there = {n: jnp.asarray(x) for n, x in tables.items()}
+        assert made.plan(1, 32, 2, 1, flat=True, w=4, **there).laid.plan.unwritten
+    assert not fixed_of(fk.compile("causal").subject).inputs(None, True, {}, False).plan.unwritten
 
 
 def test_whole_numbers_are_what_they_are_without_a_scale():

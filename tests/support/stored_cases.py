@@ -51,6 +51,7 @@ STORED = {
     "large pages": Stored(decode((256, 70), 2, kv_len=256), "int8", page=128),
     "pages alone": Stored(decode((150, 37), 2), scales=False, page=32),
     "scales alone": Stored(decode((150, 37), 2)),
+    "as they are": Stored(decode((150, 37), 3), scales=False),
     "float8": Stored(decode((150, 37), 3, dtype="bfloat16"), "float8_e4m3fn", page=32),
     "wide float8": Stored(decode((150, 37), 3, dtype="float16"), "float8_e5m2"),
     "half": Stored(decode((150, 37), 3, kv_len=192, dtype="bfloat16", dim=40, v_dim=72), "int8", page=64),
@@ -116,7 +117,7 @@ def problem(stored: Stored, layout: str = "bhsd") -> Problem:
     limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *tables), 2.0**14)
     made = make_plan(
         case.mask, scaled, "stored", limits=limits, weight=weight,
-        pages=Pages("pages", stored.page) if stored.page else None,
+        pages=Pages("pages", stored.page) if stored.page else None, unwritten=True,
     )  # fmt: skip
     return Problem(made, query, *(_laid(x, layout) for x in arrays.values()), tables, want, want_lse)
 
