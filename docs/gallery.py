@@ -1,10 +1,13 @@
-"""The gallery of the library: `python docs/gallery.py` writes docs/gallery.md and its pictures, docs/gallery/*.png.
+"""The gallery of the library: `python docs/gallery.py` writes docs/gallery.md, and for each part of the library a page
+and its pictures in docs/gallery/.
 
-Text comes from dsl/library.frisket and docs/peers.frisket, what is drawn from benchmarks/cases.py and peer_cases.py.
+Text comes from dsl/library.frisket and docs/peers.frisket, what is drawn and counted from benchmarks/cases.py and
+peer_cases.py.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -34,60 +37,113 @@ LONGER = {  # pictures that need more tokens than 64: (tokens, tile)
 }
 CURVES = {"softcap(c)": 150.0, "softcap_fraction(c)": 150.0}  # scores drawn, where more than 4
 TALL = 3  # curves are drawn up to this many times the largest score
+COUNTED = 4096  # tokens, at which tiles are counted
 INTRO = """\
 # The library, in pictures
 
-Every entry of [the library](../dsl/library.frisket): a sentence, a formula, where it comes from, its text in
-[the language](language.md), and what it looks like on a few tokens. `frisket.library()` gives the same in Python.
-The last two parts are no library entries but [a collection](peers.frisket) of what the test suites of PyTorch and
-FlashAttention try. Written by `python docs/gallery.py`.
+Every mask and score mod that has a name: a sentence, a formula, where it comes from, its text in
+[the language](language.md), what it looks like on a few tokens, and how much of dense attention is left to compute.
+The text is [dsl/library.frisket](../dsl/library.frisket); `frisket.library()` gives it in Python, and on the command
+line `frisket library NAME`. The last two parts are no library entries but [a collection](peers.frisket), to copy from,
+of what the test suites of PyTorch and FlashAttention try.
 
 Queries run down and keys to the right, in tiles. Dark orange is visible; light orange is hidden in a tile that a
 kernel reads and masks; dark blue tiles are visible whole and read without a mask; grey tiles are never read. Where
 batch entries or heads differ, each has its own square. Score mods that know positions are drawn as what becomes of a
 score of 1 in head 0 (orange more, violet less, white 1, grey hidden); the others as a curve, one line for each head.
 """
+HEAD = """\
+# {section}
+
+A part of [the library](../gallery.md), which says how to read the pictures.
+"""
 
 
-def page() -> str:
-    parts = [INTRO]
-    for section, entries in groupby(everything(), key=lambda e: e.section):
-        parts.append(f"## {section}\n")
-        parts += [shown(entry) for entry in entries]
-    return "\n".join(parts)
+def pages() -> dict[str, str]:
+    """Path inside docs/ -> text: the overview, and a page for each part of the library."""
+    overview, parts = [INTRO], {}
+    for section, group in groupby(everything(), key=lambda e: e.section):
+        entries, place = list(group), f"gallery/{slug(section)}.md"
+        parts[place] = "\n".join([HEAD.format(section=section), *(shown(entry) for entry in entries)])
+        overview += [f"## [{section}]({place})\n", " ".join(thumbnail(e, place) for e in entries) + "\n"]
+    return {"gallery.md": "\n".join(overview), **parts}
 
 
 def everything() -> list[Entry]:
     return [*fk.library().values(), *peer_cases.entries().values()]
 
 
+def slug(heading: str) -> str:
+    """The anchor that GitHub and mkdocs give a heading."""
+    return re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-")
+
+
+def thumbnail(entry: Entry, place: str) -> str:
+    picture = "" if drawn(entry) is None else f"![{entry.signature}](gallery/{file(entry)})<br>"
+    return f"[{picture}{entry.name}]({place}#{slug(entry.signature)})"
+
+
 def shown(entry: Entry) -> str:
     lines = [f"### `{entry.signature}`", ""]
     if (one := drawn(entry)) is not None:
-        lines += [f"![{entry.name}](gallery/{file(entry)})", ""]
-    lines += [entry.sentence, "", f"- {entry.formula}", f"- {entry.source}"]
-    if one is not None:
-        sizes = "" if is_mod(entry) else f" on {one.q_len} queries, {one.kv_len} keys"
-        lines.append(f"- drawn: `{one.text.splitlines()[-1]}`{sizes}")
-    return "\n".join([*lines, "", "```frisket", entry.text, "```", ""])
+        lines += [f"![{entry.name}]({file(entry)})", ""]
+    lines += [entry.sentence, "", f"- Formula: {entry.formula}", f"- From: {entry.source}"]
+    if one is not None and not is_mod(entry):
+        lines += [f"- Drawn: {one.q_len} queries, {one.kv_len} keys", f"- {counted(entry)}"]
+    return "\n".join([*lines, "", *code(entry, one), ""])
+
+
+def code(entry: Entry, one: cases.Case | None) -> list[str]:
+    """The definition, and how what is drawn is written: in Python, or beside a definition that has no name there."""
+    text = entry.text
+    if one is None:
+        return ["```frisket", text, "```"]
+    if entry.signature not in fk.library():
+        kind = "score" if is_mod(entry) else "mask"
+        return ["```frisket", text, "", f"{kind} = {one.text.splitlines()[-1]}", "```"]
+    values = "".join(f", {n}={n if isinstance(x, np.ndarray) else repr(x)}" for n, x in one.params.items())
+    kinds = "; ".join(f"{n}: {kind_of(x)}" for n, x in one.params.items() if isinstance(x, np.ndarray))
+    call = f'fk.{"score" if is_mod(entry) else "mask"}("{one.text}"{values})' + (f"  # {kinds}" if kinds else "")
+    return ["```frisket", text, "```", "", "```python", call, "```"]
+
+
+def kind_of(x: np.ndarray) -> str:
+    name = {"b": "bool", "i": "int", "u": "int", "f": "float"}[x.dtype.kind]
+    return f"{name}[{', '.join(map(str, x.shape))}]"
+
+
+@cache
+def counted(entry: Entry) -> str:
+    """What is left of dense attention at COUNTED tokens, by its layout in tiles of 128."""
+    one = masks(COUNTED)[entry.signature]
+    layout = one.mask.layout(**one.lengths)
+    pairs = one.batch * one.heads * one.q_len * one.kv_len
+    seen, read = (f"{100 * share:.3g} %" for share in (layout.visible_pairs / pairs, layout.density))
+    saved = f"{1 / layout.density:.3g} times fewer FLOPs than dense attention" if layout.density < 1 else "none saved"
+    return (
+        f"FLOPs: of {one.q_len:,} × {one.kv_len:,} pairs `{one.text.splitlines()[-1]}` shows {seen}; {read} are in "
+        f"tiles that are computed, {saved}"
+    )
 
 
 def is_mod(entry: Entry) -> bool:
-    return entry.signature in _cases(LENGTH)[1]
+    return entry.signature in mods(LENGTH)
 
 
 def drawn(entry: Entry) -> cases.Case | None:
     """The case whose picture stands for an entry; definitions that are for use in others have none."""
-    masks, mods = _cases(LONGER.get(entry.signature, (LENGTH, TILE))[0])
-    return {**masks, **mods}.get(entry.signature)
+    length = LONGER.get(entry.signature, (LENGTH, TILE))[0]
+    return {**masks(length), **mods(length)}.get(entry.signature)
 
 
 @cache
-def _cases(length: int) -> tuple[dict[str, cases.Case], dict[str, cases.Case]]:
-    return (
-        {**cases.masks(length), **peer_cases.masks(length)},
-        {**cases.mods(length), **peer_cases.mods(length // 2)},
-    )
+def masks(length: int) -> dict[str, cases.Case]:
+    return {**cases.masks(length), **peer_cases.masks(length)}
+
+
+@cache
+def mods(length: int) -> dict[str, cases.Case]:
+    return {**cases.mods(length), **peer_cases.mods(length // 2)}
 
 
 def file(entry: Entry) -> str:
@@ -137,14 +193,15 @@ def mod_picture(signature: str, one: cases.Case, path: Path) -> None:
 def main() -> None:
     folder = HERE / "gallery"
     folder.mkdir(exist_ok=True)
-    names = set()
+    kept = set()
     for name, write in pictures():
         write(folder / name)
-        names.add(name)
-    for stray in folder.glob("*.png"):
-        if stray.name not in names:
-            stray.unlink()
-    (HERE / "gallery.md").write_text(page(), encoding="utf-8")
+        kept.add(folder / name)
+    for place, text in pages().items():
+        (HERE / place).write_text(text, encoding="utf-8")
+        kept.add(HERE / place)
+    for stray in set(folder.iterdir()) - kept:
+        stray.unlink()
 
 
 if __name__ == "__main__":
