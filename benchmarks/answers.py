@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from layout import milliseconds
-from store import save
+from store import keep, shown
 
 import frisket as fk
 
@@ -48,14 +48,13 @@ QUESTIONS: dict[str, Callable[[fk.Mask, int], Any]] = {
 
 
 def main() -> None:
-    found: dict[str, Any] = {}
     for n in LENGTHS:
-        found[f"{n} tokens"] = rows = {}
+        rows = {}
         for name, mask in masks(n).items():
-            rows[name] = {q: milliseconds(lambda a=ask, m=mask, s=n: a(m, s), rounds=3) for q, ask in QUESTIONS.items()}
-            rows[name]["pairs"] = mask.visible_pairs(n, n)
-            print(n, name, {q: round(x, 2) for q, x in rows[name].items()}, flush=True)
-    save("answers", {"milliseconds": found})
+            ms = {q: milliseconds(lambda a=ask, m=mask, s=n: a(m, s), rounds=3) for q, ask in QUESTIONS.items()}
+            rows[name] = {"figures": {"ms": ms, "pairs": {"visible": mask.visible_pairs(n, n)}}}
+            print(n, shown(name, rows[name]), flush=True)
+        keep("answers", f"{n} tokens", rows, {"tokens": n, "rounds": 3})
 
 
 if __name__ == "__main__":

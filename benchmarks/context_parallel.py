@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 import numpy as np
-from store import save
+from store import keep
 
 import frisket as fk
 from frisket.runtime.parallel import dealing
@@ -102,28 +102,28 @@ def main() -> None:
         if "doc" in mask.params:
             deals["per document"] = per_document(work, mask.params["doc"])
         ring = (RANKS - 1) * len(work.cost)
-        rows = {
-            n: {
-                "imbalance": work.imbalance(x),
-                "sent, of a full ring": work.sent(x) / ring,
-                "seen, of a full ring": (work.reads(x).sum() - np.trace(work.reads(x).sum(axis=2))) / ring,
-            }
-            for n, x in deals.items()
+        reads = {n: work.reads(x) for n, x in deals.items()}
+        figures = {
+            "imbalance": {n: work.imbalance(x) for n, x in deals.items()},
+            "sent, of a full ring": {n: work.sent(x) / ring for n, x in deals.items()},
+            "seen, of a full ring": {n: (x.sum() - np.trace(x.sum(axis=2))) / ring for n, x in reads.items()},
         }
         sent = int(d.bytes(KV_HEADS, DIM, DIM, ITEM).sum())
         full = RANKS * (RANKS - 1) * d.shard * KV_HEADS * 2 * DIM * ITEM
-        found[name] = {
-            "deals": rows, "seconds to deal": round(seconds, 3), "visible pairs": int(d.cost.sum()),
-            "bytes sent": sent, "bytes of a full ring": full, "pieces per rank": sum(map(len, d.owned)) / RANKS,
+        figures |= {
+            "s": {"to deal": round(seconds, 3)}, "pairs": {"visible": int(d.cost.sum())},
+            "bytes": {"sent": sent, "of a full ring": full}, "pieces": {"of a rank": sum(map(len, d.owned)) / RANKS},
         }  # fmt: skip
+        found[name] = {"figures": figures}
         print(f"{name}: {seconds:.2f} s, {sent / 2**30:.2f} GiB of {full / 2**30:.0f} GiB", flush=True)
-        for n, row in rows.items():
-            sent_, seen = row["sent, of a full ring"], row["seen, of a full ring"]
-            print(f"  {n:20} imbalance {row['imbalance']:7.4f}   sent {sent_:8.4%} of a full ring, seen {seen:8.4%}")
-        if rows["frisket"]["imbalance"] >= dealing.BALANCED:
+        for n in deals:
+            imbalance, sent_, seen = (figures[x][n] for x in [*figures][:3])
+            print(f"  {n:20} imbalance {imbalance:7.4f}   sent {sent_:8.4%} of a full ring, seen {seen:8.4%}")
+        if figures["imbalance"]["frisket"] >= dealing.BALANCED:
             raise SystemExit(f"{name}: no balanced deal")
     what = {"tokens": LENGTH, "ranks": RANKS, "tile": TILE, "kv_heads": KV_HEADS, "head_dim": DIM, "itemsize": ITEM}
-    save("context-parallel", {"what": what, "masks": found, "reported elsewhere": REPORTED})
+    notes = {f"reported elsewhere: {n}": text for n, text in REPORTED.items()}
+    keep("context-parallel", "deals", found, {**what, "rounds": 1}, notes=notes)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from store import merge
+from store import keep, shown
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
-from frisket.runtime.bench.machine import fresh, median_ratio, rounds_of
+from frisket.runtime.bench.machine import fresh, median_ratio, rounds_of, row
 
 BATCH, HEADS, LENGTH, DIM = 1, 8, 4096, 64
 DOCUMENTS, SIDE, KERNEL = 16, 64, 13
@@ -79,7 +79,7 @@ def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @dataclass(frozen=True)
 class Contest:
-    """One mask; `goals` by (peer, tier)."""
+    """One mask; `goals` by (peer, tier); `share` of the matrix product's rate that the native tier is to reach."""
 
     mask: str
     peer_mask: Any
@@ -88,6 +88,7 @@ class Contest:
     params: dict[str, Any] = field(default_factory=dict)
     goals: dict[tuple[str, str], float] = field(default_factory=dict)
     peers: tuple[str, ...] = ("flex",)
+    share: float | None = None
 
 
 def _flex(library: float | None, native: float) -> dict[tuple[str, str], float]:
@@ -97,7 +98,7 @@ def _flex(library: float | None, native: float) -> dict[tuple[str, str], float]:
 FORWARD = {
     "causal": Contest(
         "causal", causal, goals={("is_causal", "library"): 1.0, ("is_causal", "native"): 1.2, ("flex", "native"): 1.75},
-        peers=("is_causal", "flex", "dense mask"),
+        peers=("is_causal", "flex", "dense mask"), share=0.85,
     ),
     "causal & window(256)": Contest(
         "causal & window(256)", window, goals={**_flex(1.3, 1.9), ("dense mask", "native"): 14.0},
@@ -211,10 +212,14 @@ def decode(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
             best = "read" if statistics.median(times["read"]) < statistics.median(times["sum"]) else "sum"
             share = median_ratio(times[best], times[tier])
             read = 4 * flat.numel() / min(times["read"] + times["sum"]) / 1e9
-            yield tier, {
-                "ms": medians(times), "bandwidth_gb_s": read, "share_of_bandwidth": share, "goal": goal,
-                "SDPA / frisket": median_ratio(times["SDPA"], times[tier]),
-            }  # fmt: skip
+            yield (
+                tier,
+                {
+                    "figures": {"ms": medians(times), "gb_s": {"bandwidth": read}},
+                    "ratios": {f"{best} / {tier}": share, f"SDPA / {tier}": median_ratio(times["SDPA"], times[tier])},
+                    "goals": at_least({f"{best} / {tier}": goal}),
+                },
+            )
 
 
 LONG = """
@@ -246,12 +251,20 @@ def long(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
             pairs = {n: fk.mask("causal & window(1024)").layout(n, n).visible_pairs for n in (LENGTH, 65536)}
             times = rounds_of({"4k": partial(attention, *small), "64k": partial(attention, *large)}, rounds)
             each = [x * pairs[LENGTH] / pairs[65536] for x in times["64k"]]
-            found = {"ms": medians(times), "64k / 4k a visible pair": median_ratio(each, times["4k"])}
+            beyond = {}
             for learns, arrays in ((False, 1), (True, 4)):  # out; out and three gradients (the cotangent is expanded)
                 text = LONG.format(threads=torch.get_num_threads(), length=65536, learns=learns, tier=tier)
-                beyond = float(fresh(text)) - arrays * large[0].numel() * 4 / 2**20
-                found["backward_mb" if learns else "forward_mb"] = beyond
-            yield tier, {**found, "goal": "1.1 times, 200 MB"}
+                held = float(fresh(text)) - arrays * large[0].numel() * 4 / 2**20
+                beyond["forward and backward" if learns else "forward"] = held
+            pair = "64k / 4k, a visible pair"
+            yield (
+                tier,
+                {
+                    "figures": {"ms": medians(times), "MB beyond results": beyond},
+                    "ratios": {pair: median_ratio(each, times["4k"])},
+                    "goals": {"at most": {"ratios": {pair: 1.1}, "MB beyond results": dict.fromkeys(beyond, 200)}},
+                },
+            )
 
 
 def overhead(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -260,7 +273,8 @@ def overhead(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     learned = [x.clone().requires_grad_() for x in arrays]
     cotangent = torch.ones(1, 1, 16, 16)
     torch.set_num_threads(1)
-    for tier, goals in (("library", (None, None)), ("native", (30.0, 60.0))):
+    goals = {"native": {"forward": 30.0, "with gradients": 60.0}}
+    for tier in TIERS:
         attention = fk.compile("causal", backend=tier)
         calls = {
             "forward": partial(attention, *arrays),
@@ -270,7 +284,8 @@ def overhead(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
         }
         calls = {n: repeated(c, 50) for n, c in calls.items()}
         times = {n: [x / 50 for x in t] for n, t in rounds_of(calls, rounds).items()}
-        yield tier, {"us": {n: 1e3 * x for n, x in medians(times).items()}, "goals": goals}
+        us = {n: 1e3 * x for n, x in medians(times).items()}
+        yield tier, {"figures": {"us": us}, "goals": {"at most": {"us": goals.get(tier, {})}}}
 
 
 def repeated(call: Call, n: int) -> Call:
@@ -303,17 +318,18 @@ def first(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The first call of a process that has torch already: cold, and with kernels on disk; less a second call."""
     import tempfile
 
-    for tier, goals in (("library", (50, 50)), ("native", (1500, 50))):
+    for tier, goal in (("library", 50), ("native", 1500)):
         cold = []
         for _ in range(3):
             with tempfile.TemporaryDirectory() as folder:
                 cold.append(milliseconds(tier, folder))
         with tempfile.TemporaryDirectory() as folder:
             warm = [milliseconds(tier, folder) for _ in range(6)][1:]
-        yield tier, {
-            "import_ms": statistics.median(x[0] for x in warm), "cold_ms": statistics.median(x[1] - x[2] for x in cold),
-            "from_disk_ms": statistics.median(x[1] - x[2] for x in warm), "goals_ms": goals,
+        ms = {
+            "import": statistics.median(x[0] for x in warm), "cold": statistics.median(x[1] - x[2] for x in cold),
+            "from disk": statistics.median(x[1] - x[2] for x in warm),
         }  # fmt: skip
+        yield tier, {"figures": {"ms": ms}, "goals": {"at most": {"ms": {"cold": goal, "from disk": 50}}}}
 
 
 def milliseconds(tier: str, folder: str) -> list[float]:
@@ -334,44 +350,30 @@ def same(calls: dict[str, Call]) -> None:
 def compared(calls: dict[str, Call], case: Contest, rounds: int, products: int) -> dict[str, Any]:
     """Times, ratios and the share of the matrix product's rate; `products` are the matrix products of the work."""
     times = rounds_of(calls, rounds)
-    tiers = [t for t in TIERS if t in times]
-    peers = [n for n in times if n not in (*TIERS, "product")]
+    product = times.pop("product")
+    found = row(times, TIERS)
     pairs = fk.compile(case.mask, case.score, **case.params).mask.layout(LENGTH, LENGTH).visible_pairs
     work = 2 * products * DIM * BATCH * HEADS * pairs
-    rate = 2 * 1024**3 / min(times["product"])
-    return {
-        "ms": medians(times),
-        "ratios": {f"{p} / {t}": median_ratio(times[p], times[t]) for t in tiers for p in peers},
-        "goals": {f"{p} / {t}": goal for (p, t), goal in case.goals.items()},
-        "product_gflops": rate / 1e9,
-        "share_of_product": {t: work / statistics.median(times[t]) / rate for t in tiers},
+    rate = 2 * 1024**3 / min(product)
+    found["figures"] |= {
+        "gflops": {"product": rate / 1e9},
+        SHARE: {t: work / statistics.median(times[t]) / rate for t in TIERS if t in times},
     }
+    found["figures"]["ms"]["product"] = 1e3 * statistics.median(product)
+    share = {} if case.share is None else {SHARE: {"native": case.share}}
+    return found | {"goals": at_least({f"{p} / {t}": goal for (p, t), goal in case.goals.items()}, share)}
+
+
+SHARE = "share of the product's rate"
+
+
+def at_least(ratios: dict[str, float | None], more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The goals of a row."""
+    return {"at least": {"ratios": {n: x for n, x in ratios.items() if x is not None}, **(more or {})}}
 
 
 def medians(times: dict[str, list[float]]) -> dict[str, float]:
     return {n: 1e3 * statistics.median(t) for n, t in times.items()}
-
-
-def shown(name: str, row: dict[str, Any]) -> str:
-    lines = [name]
-    for key, value in row.items():
-        if key == "ratios":
-            for pair, (middle, low, high) in value.items():
-                goal = row["goals"].get(pair)
-                lines.append(
-                    f"    {pair:24} {middle:6.2f}  [{low:.2f}, {high:.2f}]" + (f"  goal {goal}" if goal else "")
-                )
-        elif key != "goals":
-            lines.append(f"    {key:24} {rounded(value)}")
-    return "\n".join(lines)
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return ", ".join(f"{n} {rounded(x)}" for n, x in value.items())
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(str(rounded(x)) for x in value) + "]"
-    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 PARTS = {f.__name__: f for f in (forward, backward, bf16, decode, long, overhead, first)}
@@ -388,12 +390,13 @@ def main() -> int:
         torch.set_num_threads(args.threads)
         print(f"== {name}", flush=True)
         rows = {}
-        for row, found in PARTS[name](args.rounds, args.only):
-            rows[row] = found
-            print(shown(row, found), flush=True)
+        for of, found in PARTS[name](args.rounds, args.only):
+            rows[of] = found
+            print(shown(of, found), flush=True)
             if not args.only:
-                shape = [BATCH, HEADS, LENGTH, DIM]
-                merge("cpu-torch", name, {"threads": args.threads, "shape": shape, "rows": rows})
+                settings = {"threads": args.threads, "shape": [BATCH, HEADS, LENGTH, DIM], "rounds": args.rounds}
+                settings["dtype"] = "bfloat16" if name == "bf16" else "float32"
+                keep("cpu-torch", name, rows, settings)
     return 0
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cpu import TIERS, medians, shown
+from cpu import TIERS, at_least
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime.bench.machine import median_ratio, rounds_of
+from frisket.runtime.bench.machine import raced, rounds_of
 
 Call = Callable[[], Any]
 LENGTH, HEADS, DIM, WINDOW, CAP, DOCUMENTS = 4096, 8, 64, 256, 50.0, 16
@@ -72,7 +72,7 @@ def rested(call: Call) -> Call:
     return lambda: jax.block_until_ready(call())
 
 
-def raced(name: str, part: str, calls: dict[str, Call], rounds: int) -> dict[str, Any]:
+def beside(name: str, part: str, calls: dict[str, Call], rounds: int) -> dict[str, Any]:
     """First calls, then agreement, then turn about."""
     firsts, results = {}, {}
     for who, call in calls.items():
@@ -81,19 +81,17 @@ def raced(name: str, part: str, calls: dict[str, Call], rounds: int) -> dict[str
         firsts[who] = time.perf_counter() - start
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), *(results[w] for w in ("library", "peer")))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4), *(results[w] for w in ("native", "peer")))
-    times = rounds_of({w: rested(c) for w, c in calls.items()}, rounds, REST)
+    found = raced({w: rested(c) for w, c in calls.items()}, rounds, TIERS, REST)
+    found["figures"]["s, first call"] = firsts
     goals = dict(zip(TIERS, GOALS[part].get(name, ()), strict=False))
-    return {
-        "ms": medians(times), "ratios": {f"peer / {t}": median_ratio(times["peer"], times[t]) for t in TIERS},
-        "goals": {f"peer / {t}": goal for t, goal in goals.items()}, "first_call_s": firsts,
-    }  # fmt: skip
+    return found | {"goals": at_least({f"peer / {t}": goal for t, goal in goals.items()})}
 
 
 def forward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     arrays = drawn(1, LENGTH, HEADS, DIM)
     for name, (ours, peer) in contests().items():
         calls = {t: partial(jax.jit(ours(t)), *arrays) for t in TIERS} | {"peer": partial(jax.jit(peer), *arrays)}
-        yield name, raced(name, "forward", calls, rounds)
+        yield name, beside(name, "forward", calls, rounds)
 
 
 def backward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -106,7 +104,7 @@ def backward(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
     for name, (ours, peer) in list(contests().items())[:2]:
         calls = {t: both(ours(t)) for t in TIERS} | {"peer": both(peer)}
-        yield name, raced(name, "backward", calls, rounds)
+        yield name, beside(name, "backward", calls, rounds)
 
 
 def overhead(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -123,11 +121,12 @@ def overhead(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
         return run
 
     times = rounds_of({n: many(c) for n, c in calls.items()}, rounds)
-    yield "16 tokens", {"us": {n: 1e6 * statistics.median(t) / 50 for n, t in times.items()}, "goals": (None, 40.0)}
+    us = {n: 1e6 * statistics.median(t) / 50 for n, t in times.items()}
+    yield "16 tokens", {"figures": {"us": us}, "goals": {"at most": {"us": {"native": 40.0}}}}
 
 
 PARTS = {f.__name__: f for f in (forward, backward, overhead)}
 
 
 if __name__ == "__main__":
-    run_parts(__doc__, PARTS, "cpu-jax", lambda _: {"shape": [1, HEADS, LENGTH, DIM], "dtype": "float32"}, shown)
+    run_parts(__doc__, PARTS, "cpu-jax", lambda _: {"shape": [1, HEADS, LENGTH, DIM], "dtype": "float32"})

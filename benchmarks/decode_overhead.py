@@ -47,8 +47,14 @@ def rows(
         calls, goal = case(*what)
         times = {n: [1e6 * x / STEPS for x in found] for n, found in rounds_of(calls, rounds, clock=clock).items()}
         beside = of(times["step"]) - of(times["attention"])
-        found = {f"{n}_us": round(of(each), 1) for n, each in times.items()}
-        yield name, {**found, "overhead_us": round(beside, 1), "goal_us": goal}
+        found = {n: round(of(each), 1) for n, each in times.items()}
+        yield (
+            name,
+            {
+                "figures": {"us": {**found, "overhead": round(beside, 1)}},
+                "goals": {"at most": {"us": {"overhead": goal}}},
+            },
+        )
 
 
 def in_jax(batch: int, dtype: str, mask: str) -> tuple[dict[str, Callable[[], Any]], float]:

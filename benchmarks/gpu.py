@@ -34,10 +34,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpu import rounded
 from gpu_parts import PARTS
 from gpu_scale import DRY, FULL, Scale
-from store import RESULTS, merge
+from store import RESULTS, keep, shown
 
 from frisket.runtime.bench.machine import described
 
@@ -100,9 +99,8 @@ class Child:
 def kept(part: str, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
     """Rows that this machine has measured before."""
     path = folder / "gpu.json"
-    known = json.loads(path.read_text()).get(part, {}) if path.exists() else {}
-    was = {**known.get("machine", {}), **known.get("device", {})}
-    return known.get("rows", {}) if known and all(was.get(n) == machine.get(n) for n in SAME) else {}
+    known = json.loads(path.read_text())["parts"].get(part) if path.exists() else None
+    return known["rows"] if known and all(known["machine"].get(n) == machine.get(n) for n in SAME) else {}
 
 
 def measured(part: str, names: list[str], workers: int, end: float, dry: bool) -> Iterator[tuple[str, Any]]:
@@ -122,13 +120,9 @@ def measured(part: str, names: list[str], workers: int, end: float, dry: bool) -
         longest = max(longest, time.monotonic() - start)
 
 
-def shown(found: dict[str, Any], indent: str = "    ") -> Iterator[str]:
-    for key, value in found.items():
-        if isinstance(value, dict) and any(isinstance(x, dict) for x in value.values()):
-            yield f"{indent}{key}"
-            yield from shown(value, indent + "    ")
-        else:
-            yield f"{indent}{key:24} {rounded(value)}"
+def failures(found: dict[str, Any]) -> bool:
+    """Whether a row of a correctness part has a case that failed."""
+    return bool(found.get("figures", {}).get("cases", {}).get("failed"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,18 +148,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     done = {} if args.again else kept(args.part, args.into, {**described(), **here})
     names = [n for n in PARTS[args.part].rows(scale) if args.only in n]
-    left, failed = [n for n in names if n not in done or done[n].get("failures")], 0
+    left, failed = [n for n in names if n not in done or failures(done[n])], 0
     for name, found in measured(args.part, list(left), args.workers, end, args.dry):
         left.remove(name)
-        print(name, flush=True)
         if isinstance(found, str):
             failed += 1
-            print("    FAILED\n    " + found.replace("\n", "\n    "), flush=True)
+            print(f"{name}\n    FAILED\n    " + found.replace("\n", "\n    "), flush=True)
             continue
         done[name] = found
-        print("\n".join(shown(found)), flush=True)
-        failed += bool(found.get("failures"))
-        merge("gpu", args.part, {"device": here, "rows": done}, args.into)
+        print(shown(name, found), flush=True)
+        failed += failures(found)
+        settings = {"rounds": scale.rounds, "dtype": str(scale.dtype).removeprefix("torch.")}
+        keep("gpu", args.part, done, settings, device=here, folder=args.into)
     if left:
         print(f"{len(left)} rows are left: run this command again", flush=True)
     return 1 if failed else 0

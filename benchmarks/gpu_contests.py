@@ -30,7 +30,7 @@ def contest(direction: int, row: str, scale: Scale) -> Measure:
     """`direction` 0: the forward; 1: the gradients of q, k and v alone."""
     name, _, dim = row.rpartition(", D ")
     made = {n: Contestants(name, n, int(dim), scale, direction) for n in scale.lengths}
-    return lambda: {str(n): c.measured() for n, c in made.items()}
+    return lambda: {"rows": {str(n): c.measured() for n, c in made.items()}}
 
 
 class Contestants:
@@ -78,7 +78,7 @@ class Contestants:
         self.calls.clear()
         if self.scale.device == "cuda":
             torch.cuda.empty_cache()
-        return found | ({"failed": self.failed} if self.failed else {})
+        return found | ({"notes": self.failed} if self.failed else {})
 
 
 # -- decode -----------------------------------------------------------------------------------------------
@@ -116,8 +116,10 @@ def decode(row: str, scale: Scale) -> Measure:
         rate = space.numel() / times.pop("copy")  # read and written
         read = 2 * int(batch) * kv_heads * seen * dim * arrays[1].element_size()
         return {
-            "us": {n: 1e6 * t for n, t in times.items()}, "copy_gb_s": rate / 1e9,
-            "share_of_bandwidth": {n: read / t / rate for n, t in times.items()},
+            "figures": {
+                "us": {n: 1e6 * t for n, t in times.items()}, "gb_s": {"copy": rate / 1e9},
+                "share of bandwidth": {n: read / t / rate for n, t in times.items()},
+            },
         }  # fmt: skip
 
     return measure
@@ -167,6 +169,7 @@ def tune(row: str, scale: Scale) -> Measure:
     def measure() -> dict[str, Any]:
         times = rounds_of(calls, scale.rounds, clock=on_device)
         ms = {n: 1e3 * statistics.median(t) for n, t in times.items()}
-        return {"ms": dict(sorted(ms.items(), key=lambda x: x[1])), "failed": failed}
+        best_first = dict(sorted(ms.items(), key=lambda x: x[1]))
+        return {"figures": {"ms": best_first}} | ({"notes": failed} if failed else {})
 
     return measure

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,10 +17,10 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch has some of the memory, too
 
 import numpy as np
-from gpu_scale import Call, Measure, Scale
+from gpu_scale import Call, Measure, Scale, reached
 
 import frisket as fk
-from frisket.runtime.bench.machine import median_ratio, rounds_of, seconds
+from frisket.runtime.bench.machine import rounds_of, row, seconds
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 OURS = ("pallas-mosaic-gpu", "triton")
@@ -81,7 +80,8 @@ def correctness(row: str, scale: Scale) -> Measure:
             else:
                 passed += 1
         took = time.perf_counter() - start
-        return {"passed": passed, "refused": refused, "failures": sorted(bad), "errors": bad, "seconds": took}
+        cases = {"passed": passed, "refused": len(refused), "failed": len(bad)}
+        return {"figures": {"cases": cases, "s": {"took": took}}, "notes": {**refused, **bad}}
 
     return measure
 
@@ -181,20 +181,17 @@ class Contestants:
 
     def measured(self) -> dict[str, Any]:
         if not self.calls:
-            return {"failed": self.failed}
+            return {"notes": self.failed}
         pairs = fk.mask(MASKS[self.mask][0]).visible_pairs(self.length, self.length)
         work = (4, 10)[self.direction] * self.batch * self.heads * pairs * self.dim
         times = rounds_of(self.calls, self.scale.rounds, clock=seconds if self.scale.dry else in_a_row)
-        middle = {n: statistics.median(t) for n, t in times.items()}
         best = next(iter(self.calls))
-        found: dict[str, Any] = {
-            "tflops": {n: work / t / 1e12 for n, t in middle.items()}, "ms": {n: 1e3 * t for n, t in middle.items()},
-            "ratios": {n: median_ratio(times[n], times[best]) for n in times if n != best},
-        }  # fmt: skip
+        found = row(times, [best])
+        found["figures"]["tflops"] = {n: work / ms / 1e9 for n, ms in found["figures"]["ms"].items()}
         goals = GOALS.get((self.mask, self.dim, self.length))
-        found |= {} if goals is None else {"goal_tflops": goals[self.direction]}
+        found |= {} if goals is None else {"goals": reached(goals[self.direction], best)}
         self.calls.clear()
-        return found | ({"failed": self.failed} if self.failed else {})
+        return found | ({"notes": self.failed} if self.failed else {})
 
 
 def _given(run: Callable[..., Any], arguments: Any) -> Any:
@@ -243,7 +240,7 @@ def contest(direction: int, row: str, scale: Scale) -> Measure:
 
     def measure() -> dict[str, Any]:  # a length at a time: pullbacks hold what they were given
         made = ((n, Contestants(mask, n, max(1, scale.tokens // n), int(dim), scale, direction)) for n in lengths)
-        return {str(n): c.measured() for n, c in made}
+        return {"rows": {str(n): c.measured() for n, c in made}}
 
     return measure
 
@@ -264,14 +261,15 @@ def window(row: str, scale: Scale) -> Measure:
 
     def measure() -> dict[str, Any]:
         found = {n: Contestants("window 1024", n, 1, dim, scale, 1).measured() for n in lengths}
-        names = list(dict.fromkeys(name for x in found.values() for name in x.get("ms", {})))
-        each = {b: {n: 1024 * x["ms"][b] / n for n, x in found.items() if b in x.get("ms", {})} for b in names}
-        settled = {b: [t for n, t in x.items() if n >= 16384 or scale.dry] for b, x in each.items()}
+        ms = {n: x.get("figures", {}).get("ms", {}) for n, x in found.items()}
+        settled: dict[str, list[float]] = {}
+        for n, by in ms.items():
+            found[n].get("figures", {})["ms of 1024 tokens"] = {b: 1024 * t / n for b, t in by.items()}
+            for b, t in by.items():
+                settled.setdefault(b, []).extend([t / n] if n >= 16384 or scale.dry else [])
+        spread = {b: max(x) / min(x) for b, x in settled.items() if x}
         return {
-            "ms": {b: {str(n): x["ms"][b] for n, x in found.items() if b in x.get("ms", {})} for b in names},
-            "ms_of_1024_tokens": {b: {str(n): t for n, t in x.items()} for b, x in each.items()},
-            "spread": {b: max(x) / min(x) for b, x in settled.items() if x},
-            "failed": {str(n): x["failed"] for n, x in found.items() if "failed" in x},
+            "rows": {**{str(n): x for n, x in found.items()}, "spread": {"figures": {"largest / smallest": spread}}}
         }
 
     return measure

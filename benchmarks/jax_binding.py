@@ -57,9 +57,15 @@ def trace(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
                 json.loads(subprocess.check_output([sys.executable, "-c", FIRST, platform, what], text=True))
                 for _ in range(max(1, rounds // 3))
             ]
-            names = "first_s", "first_processor_s", "another_shape_s", "another_shape_processor_s"
+            names = "first", "first, of the processor", "another shape", "another shape, of the processor"
             times = (statistics.median(x) for x in zip(*runs, strict=True))
-            yield f"{what}, {platform}", {**dict(zip(names, times, strict=True)), "goal_s": GOAL}
+            yield (
+                f"{what}, {platform}",
+                {
+                    "figures": {"s": dict(zip(names, times, strict=True))},
+                    "goals": {"at most": {"s": dict.fromkeys(names[:2], GOAL)}},
+                },
+            )
 
 
 def drawn() -> list[Any]:
@@ -95,19 +101,19 @@ def many(call: Call) -> Call:
     return run
 
 
-def raced(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
+def beside(calls: dict[str, Call], rounds: int) -> dict[str, Any]:
     times = rounds_of({n: many(c) for n, c in calls.items()}, rounds)
-    ours, other = times["frisket"], next(t for n, t in times.items() if n != "frisket")
+    other = next(n for n in times if n != "frisket")
     return {
-        "us": {n: 1e6 * statistics.median(t) / REPEATED for n, t in times.items()},
-        "frisket / other": median_ratio(ours, other),
+        "figures": {"us": {n: 1e6 * statistics.median(t) / REPEATED for n, t in times.items()}},
+        "ratios": {f"frisket / {other}": median_ratio(times["frisket"], times[other])},
     }
 
 
 def dispatch(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     arrays, att = drawn(), fk.compile("causal", backend="cpp")
     calls = {"frisket": partial(jax.jit(att), *arrays), "the custom call alone": partial(bare(att, arrays), *arrays)}
-    yield "16 tokens, under jit", raced(calls, rounds)
+    yield "16 tokens, under jit", beside(calls, rounds)
 
 
 def eager(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,7 +121,7 @@ def eager(rounds: int) -> Iterator[tuple[str, dict[str, Any]]]:
     add = jax.jit(jnp.add)
     yield (
         "16 tokens, outside of jit",
-        raced({"frisket": partial(att, *arrays), "one addition": partial(add, *arrays[:2])}, rounds),
+        beside({"frisket": partial(att, *arrays), "one addition": partial(add, *arrays[:2])}, rounds),
     )
 
 

@@ -1,4 +1,4 @@
-"""Layouts, the front end and the import, beside peers where they can run: `python benchmarks/layout.py`.
+"""Layouts, the front end and the import, beside peers where they can run: `python benchmarks/layout.py [PART ...]`.
 
 Peers are timed in this process, turn about with ours. `create_block_mask` evaluates every element, so it is
 asked for 4k and 8k only; 32k takes it most of a minute and 10 GB.
@@ -7,9 +7,9 @@ asked for 4k and 8k only; 32k takes it most of a minute and 10 GB.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from typing import Any
 
 import cases
 import numpy as np
-from store import save
+from store import keep, shown
 
 import frisket as fk
 from frisket.lowering.simplify import prepare
-from frisket.runtime.bench.machine import fresh, seconds, turn_about
+from frisket.runtime.bench.machine import fresh, raced, rounds_of, row, seconds
 
 TILE = 128
 LENGTHS = (2**12, 2**16, 2**20)
@@ -44,7 +44,12 @@ def growth() -> dict[str, Any]:
         lengths = [2**i for i in range(16, 24)]
         times = [milliseconds(lambda n=n, m=m: m.layout(n, n, block=TILE)) for n in lengths]
         slopes[text] = float(np.polyfit([math.log(n) for n in lengths], [math.log(t) for t in times], 1)[0])
-    return {"window_ms": figures, "window_peak_mb": held, "slope_64k_8M": slopes}
+    rows: dict[str, Any] = {text: {"figures": {"slope": {"64k to 8M tokens": x}}} for text, x in slopes.items()}
+    rows["causal & window(1024)"]["figures"] |= {
+        "ms": {f"{n:,} tokens": x for n, x in figures.items()},
+        "MB at most": {f"{n:,} tokens": x for n, x in held.items()},
+    }
+    return rows
 
 
 def library() -> dict[str, Any]:
@@ -52,9 +57,9 @@ def library() -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for n in LENGTHS:
         for name, case in cases.masks(n).items():
-            found = figures(case.mask, case.lengths) if case.fits else {"n/a": case.data}
-            rows.setdefault(name, {})[n] = found
-            print(n, name, found, flush=True)
+            found = figures(case.mask, case.lengths) if case.fits else {"notes": {"not measured": case.data}}
+            rows.setdefault(name, {"rows": {}})["rows"][f"{n:,} tokens"] = found
+            print(n, shown(name, found), flush=True)
     return rows
 
 
@@ -82,14 +87,14 @@ def figures(mask: fk.Mask, lengths: dict[str, int]) -> dict[str, Any]:
     rounds = 3 if first < 2000 else 1
     again = statistics.median(1e3 * seconds(lambda: mask.layout(**lengths, block=TILE)) for _ in range(rounds))
     return {
-        "ms": round(again, 2),
-        "first_ms": round(first, 2),
-        "method": made.analysis.method,
-        "spans": int(made.spans.count.sum()),
-        "exact": made.exact,
-        "settled": made.analysis.settled,
-        "peak_mb": round(peak(lambda: mask.layout(**lengths, block=TILE)), 2),
-    }  # fmt: skip
+        "figures": {
+            "ms": {"again": round(again, 2), "first": round(first, 2)},
+            "spans": {"all": int(made.spans.count.sum())},
+            "tiles settled one by one": {"all": made.analysis.settled},
+            "MB at most": {"held": round(peak(lambda: mask.layout(**lengths, block=TILE)), 2)},
+        },
+        "notes": {"method": made.analysis.method, "exact": made.exact},
+    }
 
 
 def peak(run: Callable[[], Any]) -> float:
@@ -121,10 +126,11 @@ def peers() -> dict[str, Any]:
             ),
         }  # fmt: skip
         for name, (ours, theirs) in masks.items():
-            out[f"create_block_mask {name} {n}"] = turn_about(
-                lambda m=ours, n=n: m.layout(n, n, block=TILE),
-                lambda f=theirs, n=n: create_block_mask(f, None, None, n, n, device="cpu"), 3,
-            )  # fmt: skip
+            calls = {
+                "frisket": lambda m=ours, n=n: m.layout(n, n, block=TILE),
+                "create_block_mask": lambda f=theirs, n=n: create_block_mask(f, None, None, n, n, device="cpu"),
+            }
+            out[f"{name}, {n:,} tokens"] = {"rows": {"create_block_mask": raced(calls, 3)}}
 
         widths = itertools.count(1000)  # never one it has seen: process_mask remembers its answers
 
@@ -135,11 +141,12 @@ def peers() -> dict[str, Any]:
         def laid_out(n: int = n, widths: Any = widths) -> Any:
             return fk.mask("causal & window(w)", w=next(widths)).layout(n, n, block=TILE)
 
-        out[f"splash process_mask window {n}"] = turn_about(laid_out, processed, 3)
+        beside = raced({"frisket": laid_out, "process_mask": processed}, 3)
+        out[f"window, {n:,} tokens"]["rows"]["splash process_mask"] = beside
     return out
 
 
-def front_end() -> dict[str, float]:
+def front_end() -> dict[str, Any]:
     """Parse, check and simplify a mask of 30 comparisons, each time with numbers never seen before."""
 
     def text(i: int) -> str:
@@ -150,41 +157,41 @@ def front_end() -> dict[str, float]:
     from frisket.dsl.program import read
 
     fk.mask("causal")
-    times: dict[str, list[float]] = {"parse_ms": [], "check_and_simplify_ms": []}
+    times: dict[str, list[float]] = {"parse": [], "check and simplify": []}
     for i in range(30):
         source = text(i)
         start = time.perf_counter()
         parse(source)
         middle = time.perf_counter()
         prepare(read(source, kind="mask").mask, None)  # parses again
-        times["parse_ms"].append(1e3 * (middle - start))
-        times["check_and_simplify_ms"].append(1e3 * (time.perf_counter() - middle - (middle - start)))
-    return {**{n: statistics.median(x) for n, x in times.items()}, "first_ms": times["check_and_simplify_ms"][0]}
+        times["parse"].append(1e3 * (middle - start))
+        times["check and simplify"].append(1e3 * (time.perf_counter() - middle - (middle - start)))
+    ms = {n: statistics.median(x) for n, x in times.items()}
+    ms["check and simplify, first"] = times["check and simplify"][0]
+    return {"30 comparisons": {"figures": {"ms": ms}}}
 
 
-def imports(rounds: int = 9) -> dict[str, float]:
+def imports(rounds: int = 9) -> dict[str, Any]:
     """Import time of frisket, its names loaded, against numpy and lark together, each in a fresh process."""
 
-    def run(what: str) -> float:
-        code = f"import time; t = time.perf_counter(); {what}; print(time.perf_counter() - t)"
-        return float(fresh(code))
+    calls = {"frisket": "import frisket; frisket.mask; frisket.attention", "numpy and lark": "import numpy, lark"}
 
-    run("import frisket; frisket.mask; frisket.attention")
-    pairs = [(run("import frisket; frisket.mask; frisket.attention"), run("import numpy, lark")) for _ in range(rounds)]
-    return {
-        "frisket_ms": 1e3 * statistics.median(a for a, _ in pairs),
-        "numpy_lark_ms": 1e3 * statistics.median(b for _, b in pairs),
-        "ratio": statistics.median(a / b for a, b in pairs),
-    }
+    def inside(what: str) -> float:
+        return float(fresh(f"import time; t = time.perf_counter(); {what}; print(time.perf_counter() - t)"))
+
+    return {"import frisket": row(rounds_of(calls, rounds, clock=inside), ours=["numpy and lark"])}
 
 
 def main() -> None:
-    found = {
-        "import": imports(), "front_end": front_end(), "growth": growth(), "targets": targets(), "peers": peers(),
-        "library": library(),
+    parts: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {  # and rounds
+        "import": (imports, 9), "front_end": (front_end, 30), "growth": (growth, 7), "targets": (targets, 3),
+        "peers": (peers, 3), "library": (library, 3),
     }  # fmt: skip
-    print(json.dumps(found, indent=1))
-    save("layout", found)
+    for part in sys.argv[1:] or parts:
+        measure, rounds = parts[part]
+        rows = measure()
+        print(*(shown(name, row) for name, row in rows.items()), sep="\n", flush=True)
+        keep("layout", part, rows, {"rounds": rounds, "tile": TILE})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
-from store import save
+from store import keep, shown
 from support import triton_null
 
 import frisket as fk
@@ -79,9 +79,9 @@ def main() -> None:
     backends.REASONS["triton"] = lambda: ""
     found = {}
     for name, case in cases().items():
-        found[name] = {n: round(x, 1) for n, x in figures(*case).items()}
-        print(f"{name:20}", *(f"{n} {x:6.1f}" for n, x in found[name].items()), flush=True)
-    save("overhead", {"shape": [1, H, S, 64], "dtype": "bfloat16", "microseconds": found})
+        found[name] = {"figures": {"us": {n: round(x, 1) for n, x in figures(*case).items()}}}
+        print(shown(name, found[name]), flush=True)
+    keep("overhead", "host", found, {"shape": [1, H, S, 64], "dtype": "bfloat16", "rounds": ROUNDS})
 
 
 if __name__ == "__main__":

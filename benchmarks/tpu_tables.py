@@ -23,13 +23,13 @@ import numpy as np
 from cases import labels, offsets
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_info
-from store import merge
+from store import keep, shown
 
 import frisket as fk
 from frisket.lowering.emit.pallas_walk import walk
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime import modules, pallas_tpu, pallas_tpu_backward
-from frisket.runtime.bench.machine import processor_seconds, turn_about
+from frisket.runtime.bench.machine import processor_seconds, raced
 
 BLOCK = (512, 512)
 LENGTHS = {2**14: 3, 2**16: 1}  # and how often they are timed: splash attention takes most of a minute
@@ -102,20 +102,22 @@ def tables() -> dict[str, Any]:
     """Milliseconds of both at 16k and 64k, and ours at 1M, where splash attention would take hours."""
     found: dict[str, Any] = {}
     for name, mask in MASKS.items():
-        found[name] = {}
+        rows = {}
         for n, rounds in LENGTHS.items():
             if name in ("documents", "prefix") and n > 2**14:
                 continue  # bools of all pairs: 4 GiB
-            found[name][n] = turn_about(
-                partial(laid_out, mask.text, mask.params(n), n), partial(processed, mask.splash(n)), rounds,
-                clock=processor_seconds,
-            )  # fmt: skip
-            print(name, n, found[name][n], flush=True)
+            calls = {
+                "frisket": partial(laid_out, mask.text, mask.params(n), n),
+                "splash": partial(processed, mask.splash(n)),
+            }
+            rows[f"{n:,} tokens"] = raced(calls, rounds, clock=processor_seconds)
         longest = partial(laid_out, mask.text, mask.params(LONGEST), LONGEST)
         times = [1e3 * processor_seconds(longest) for _ in range(9)]
-        found[name][LONGEST] = {"frisket_ms": statistics.median(times), "first_ms": times[0]}
-        print(name, LONGEST, found[name][LONGEST], flush=True)
-    return {"block": BLOCK, "masks": found}
+        middle = {"frisket": statistics.median(times), "frisket, first": times[0]}
+        rows[f"{LONGEST:,} tokens"] = {"figures": {"ms": middle}}
+        found[name] = {"rows": rows}
+        print(shown(name, found[name]), flush=True)
+    return found
 
 
 # -- visits -----------------------------------------------------------------------------------------
@@ -192,14 +194,21 @@ def of_pallas_gpu() -> dict[str, int]:
 def visits() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, mask in MASKS.items():
-        found[name] = {
-            "frisket": ours(mask), "splash": of_splash(mask.splash(TOKENS)),
-            "flex_attention": of_flex(mask.flex(mask.params(TOKENS))),
-        }  # fmt: skip
-        print(name, found[name], flush=True)
-    return {"tokens": TOKENS, "tile": TILE, "pallas.ops.gpu.attention": of_pallas_gpu(), "masks": found}
+        visited, splash_ = ours(mask), of_splash(mask.splash(TOKENS))
+        figures = {
+            "tiles with a visible pair": {"all": visited.pop("visible")},
+            "tiles computed": {f"frisket, {kernel}": n for kernel, n in visited.items()}
+            | {f"splash, {kernel}": x["computed"] for kernel, x in splash_.items()}
+            | {f"flex_attention, {kernel}": n for kernel, n in of_flex(mask.flex(mask.params(TOKENS))).items()},
+            "steps of the grid": {f"splash, {kernel}": x["steps"] for kernel, x in splash_.items()},
+        }
+        found[name] = {"figures": figures}
+        print(shown(name, found[name]), flush=True)
+    found["pallas.ops.gpu.attention"] = {"figures": {"tiles computed": of_pallas_gpu()}}
+    return found
 
 
 if __name__ == "__main__":
     for part in sys.argv[1:] or ["tables", "visits"]:
-        merge("tpu-tables", part, {"tables": tables, "visits": visits}[part]())
+        settings = {"tables": {"block": BLOCK, "rounds": None}, "visits": {"tokens": TOKENS, "tile": TILE, "rounds": 1}}
+        keep("tpu-tables", part, {"tables": tables, "visits": visits}[part](), settings[part])

@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -52,47 +52,39 @@ def processor_seconds(run: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def turn_about(
-    ours: Callable[[], Any], peer: Callable[[], Any], rounds: int, rest: float = 0.0,
-    clock: Callable[[Callable[[], Any]], float] = seconds,
-) -> dict[str, float]:  # fmt: skip
-    """Median milliseconds of both, and the median of the ratios peer / ours, after a warm-up of each. Who goes
-    first changes: the second finds warm caches. `rest` is the pause before each call, in seconds, where one
-    gives memory back after it has answered; `clock` is what takes the time of a call."""
-
-    def rested(run: Callable[[], Any]) -> float:
-        time.sleep(rest)
-        return clock(run)
-
-    ours()
-    peer()
-    pairs = []
-    for i in range(rounds):
-        first, second = (rested(run) for run in ((ours, peer) if i % 2 else (peer, ours)))
-        pairs.append((first, second) if i % 2 else (second, first))
-    return {
-        "frisket_ms": 1e3 * statistics.median(a for a, _ in pairs),
-        "peer_ms": 1e3 * statistics.median(b for _, b in pairs),
-        "ratio": statistics.median(b / a for a, b in pairs),
-    }
-
-
 def rounds_of(
-    calls: dict[str, Callable[[], Any]], rounds: int, rest: float = 0.0,
-    clock: Callable[[Callable[[], Any]], float] = seconds,
+    calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Callable[[Any], float] = seconds
 ) -> dict[str, list[float]]:  # fmt: skip
-    """Seconds of every call in every round, after a warm-up of each; the order is another one in every round.
-    `rest` as in `turn_about`, `clock` is what takes the time of a call."""
+    """Seconds of every call in every round, after a warm-up of each; the order is another one in every round, for
+    the second finds warm caches. `rest` is the pause before each call, in seconds, where one gives memory back after
+    it has answered; `clock` is what takes the time of a call."""
     order, draw = list(calls), random.Random(0)
     times: dict[str, list[float]] = {n: [] for n in calls}
     for call in calls.values():
-        call()
+        clock(call)
     for _ in range(rounds):
         draw.shuffle(order)
         for name in order:
             time.sleep(rest)
             times[name].append(clock(calls[name]))
     return times
+
+
+def raced(
+    calls: Mapping[str, Any], rounds: int, ours: Sequence[str] = ("frisket",), rest: float = 0.0,
+    clock: Callable[[Any], float] = seconds,
+) -> dict[str, Any]:  # fmt: skip
+    """A row of results: median milliseconds of every call, and the ratios "peer / ours" of what is not ours."""
+    return row(rounds_of(calls, rounds, rest, clock), ours)
+
+
+def row(times: dict[str, list[float]], ours: Sequence[str] = ("frisket",)) -> dict[str, Any]:
+    """The same of times that were taken, in seconds."""
+    peers = [n for n in times if n not in ours]
+    return {
+        "figures": {"ms": {n: 1e3 * statistics.median(t) for n, t in times.items()}},
+        "ratios": {f"{p} / {o}": median_ratio(times[p], times[o]) for o in ours if o in times for p in peers},
+    }
 
 
 def median_ratio(above: list[float], below: list[float]) -> tuple[float, float, float]:

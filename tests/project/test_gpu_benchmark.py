@@ -37,14 +37,15 @@ def test_every_part_that_runs_in_its_own_process():
         ("forward", "sinks, window 1024, D 16"), ("backward", "ALiBi, causal, D 16"), ("decode", "causal, batch 1"),
         ("layout", "documents, 512 tokens"), ("tune", "dkv, causal, D 16"),
     )  # fmt: skip
-    assert set(forward["48"]["tflops"]) == {"frisket", "flex", "dense"}
-    pairs, took = 48 * 49 / 2, forward["48"]["ms"]["frisket"] / 1e3
-    assert forward["48"]["tflops"]["frisket"] == pytest.approx(4 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
-    assert set(backward["48"]["ratios"]) == {"dense"}
-    assert "FlexAttention does not support backward on CPU" in backward["48"]["failed"]["flex"]
-    assert set(decode["share_of_bandwidth"]) == {"frisket", "flex", "SDPA"}
-    assert layout["synchronizes"] is False
-    assert set(tune["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
+    found = forward["rows"]["48"]["figures"]
+    assert set(found["tflops"]) == {"frisket", "flex", "dense"}
+    pairs, took = 48 * 49 / 2, found["ms"]["frisket"] / 1e3
+    assert found["tflops"]["frisket"] == pytest.approx(4 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
+    assert set(backward["rows"]["48"]["ratios"]) == {"dense / frisket"}
+    assert "FlexAttention does not support backward on CPU" in backward["rows"]["48"]["notes"]["flex"]
+    assert set(decode["figures"]["share of bandwidth"]) == {"frisket", "flex", "SDPA"}
+    assert layout["notes"]["synchronizes"] is False
+    assert set(tune["figures"]["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
 
 
 @pytest.mark.matrix
@@ -53,12 +54,12 @@ def test_every_part_of_jax():
         ("jax-forward", "window 1024, D 16"), ("jax-backward", "causal, D 16"), ("jax-window", "window 1024, D 16"),
         ("jax-correctness", "triton, forward, float32"),
     )  # fmt: skip
-    assert set(forward["48"]["tflops"]) == {"triton", "xla"}
-    pairs, took = 48 * 49 / 2, backward["48"]["ms"]["triton"] / 1e3
-    assert backward["48"]["tflops"]["triton"] == pytest.approx(10 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
-    assert set(window["ms"]["triton"]) == {"48", "96"}
-    assert correct["passed"] == 2
-    assert correct["failures"] == []
+    assert set(forward["rows"]["48"]["figures"]["tflops"]) == {"triton", "xla"}
+    found = backward["rows"]["48"]["figures"]
+    pairs, took = 48 * 49 / 2, found["ms"]["triton"] / 1e3
+    assert found["tflops"]["triton"] == pytest.approx(10 * 2 * 16 * pairs / took / 1e12)  # 2 heads of 16
+    assert set(window["rows"]) == {"48", "96", "spread"}
+    assert correct["figures"]["cases"] == {"passed": 2, "refused": 0, "failed": 0}
 
 
 def test_rows_are_kept_and_resumed(tmp_path):
@@ -67,14 +68,14 @@ def test_rows_are_kept_and_resumed(tmp_path):
     first, again = python("-c", twice).split("status 0\n")[:2]
     assert first.startswith("full, D 16\n    48\n")
     assert again == ""
-    found = json.loads((tmp_path / "gpu.json").read_text())["forward"]
-    assert found["device"]["gpu"] == "none: Triton's interpreter"
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]["forward"]
+    assert found["machine"]["gpu"] == "none: Triton's interpreter"
     assert list(found["rows"]) == ["full, D 16"]
 
 
 @pytest.mark.slow
 def test_parts_that_start_others():
     first, correct = measured(("first", "frisket, with gradients"), ("correctness", "triton_interpreted.py"))
-    assert first["cold_s"] > 0
-    assert correct["passed"] > 0
-    assert correct["failures"] == []
+    assert first["figures"]["s"]["cold"] > 0
+    assert correct["figures"]["cases"]["passed"] > 0
+    assert correct["figures"]["cases"]["failed"] == 0

@@ -10,12 +10,13 @@ def test_tables_and_visits(monkeypatch):
     monkeypatch.setattr(tpu_tables, "LENGTHS", {2048: 1})
     monkeypatch.setattr(tpu_tables, "LONGEST", 4096)
     monkeypatch.setattr(tpu_tables, "TOKENS", 1024)
-    for found in tpu_tables.tables()["masks"].values():
-        assert set(found) == {2048, 4096}
-        assert found[4096]["frisket_ms"] > 0
-    for found in tpu_tables.visits()["masks"].values():
-        visible = found["frisket"]["visible"]
-        assert found["frisket"] == dict.fromkeys(("visible", "forward", "dq", "dkv"), visible)
-        assert found["flex_attention"] == {"dq": visible, "dkv": visible}
-        for kernel in found["splash"].values():
-            assert kernel["computed"] == visible <= kernel["steps"]
+    for found in tpu_tables.tables().values():
+        assert set(found["rows"]) == {"2,048 tokens", "4,096 tokens"}
+        assert found["rows"]["4,096 tokens"]["figures"]["ms"]["frisket"] > 0
+    found = tpu_tables.visits()["documents"]["figures"]
+    visible = found["tiles with a visible pair"]["all"]
+    kernels = ["forward, dq", "dkv", "dq, dk and dv in one"]
+    ours = [f"frisket, {kernel}" for kernel in ("forward", "dq", "dkv")]
+    theirs = [*(f"splash, {kernel}" for kernel in kernels), "flex_attention, dq", "flex_attention, dkv"]
+    assert found["tiles computed"] == dict.fromkeys([*ours, *theirs], visible)
+    assert all(steps >= visible for steps in found["steps of the grid"].values())
