@@ -96,6 +96,10 @@ class BackendError(FrisketError, RuntimeError):
     """A backend is unknown, or not usable here."""
 
 
+class MissingPackageError(ModuleNotFoundError, BackendError):
+    """An optional package is not installed; the text names the extra that brings it."""
+
+
 class BackwardError(FrisketError, NotImplementedError):
     """Gradients are asked of a forward-only backend."""
 

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError, ParameterError
+from frisket.dsl.errors import ParameterError
 
+from ..extras import extras
 from .palette import DARK, LIGHT, Palette
 from .pixels import Panel, panels, start
 from .save import save
@@ -55,7 +56,7 @@ def plot(
     `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up
     to six. `tokens` draws positions instead of tiles: the default where there are few. `size` is the longer side
     of one picture in inches. Equal layouts give equal bytes. Raises `ParameterError` for other suffixes, places
-    that cannot be written and options that do not fit, `BackendError` without matplotlib.
+    that cannot be written and options that do not fit, `MissingPackageError` without matplotlib.
     """
     where = None if path is None else Path(path)
     if where is not None and where.suffix.lower() not in SUFFIXES:
@@ -66,10 +67,8 @@ def plot(
     fine = _fine(layout, style, tokens)
     batches, heads = _chosen("b", b, layout.batch), _chosen("h", h, layout.heads)
     drawn = panels(layout, style.palette, batches, heads, fine=fine, cells=style.pixels, most=PANELS)
-    try:
+    with extras():
         import matplotlib as mpl
-    except ImportError:
-        raise BackendError("plot needs matplotlib: pip install 'frisket[plot]'") from None
     with mpl.rc_context():
         mpl.rcdefaults()  # the same picture whatever style the caller has set
         mpl.rcParams["svg.hashsalt"] = "frisket"

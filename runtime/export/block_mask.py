@@ -17,6 +17,7 @@ from frisket.lowering.emit.expr_torch import mask_mod
 from frisket.lowering.plan import Sizes, make_plan
 from frisket.lowering.simplify import simplify
 
+from ..extras import extras
 from ..layout import Layout
 from ..modules import load
 from .tile_lists import Lists, both_ways
@@ -38,7 +39,8 @@ def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: boo
     Raises `ExportError` for a layout that is not exact (its lists would not be the same) and for lists beyond
     8 GiB.
     """
-    from torch.nn.attention.flex_attention import BlockMask
+    with extras():
+        from torch.nn.attention.flex_attention import BlockMask
 
     lists = exact_lists(layout, device, apart=separate_full_blocks)
     none = Lists(None, None)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 
+from ..extras import extras
 from ..layout import Layout
 from .bsr import BSR, to_bsr
 from .visible import why
@@ -58,7 +59,8 @@ def to_splash(layout: Layout, fused: bool = False) -> Splash:
     key (splash attention would let them see keys it should hide), and more than 2**26 entries or 2**28 elements of
     cut tiles. Source: `splash_attention_mask_info` of JAX's Pallas operators.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+    with extras():
+        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     _check_lengths(layout)
     bsr = to_bsr(layout, bits=True)

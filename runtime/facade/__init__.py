@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from frisket.dsl.errors import LoweringError as LoweringError
     from frisket.dsl.errors import MaskSyntaxError as MaskSyntaxError
     from frisket.dsl.errors import MismatchError as MismatchError
+    from frisket.dsl.errors import MissingPackageError as MissingPackageError
     from frisket.dsl.errors import ParameterError as ParameterError
     from frisket.dsl.errors import PeerError as PeerError
     from frisket.dsl.errors import ShapeError as ShapeError
@@ -53,7 +54,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "frisket.dsl.errors": (
         "BackendError BudgetError CapacityError EvaluationError ExportError FrisketError LoweringError MaskSyntaxError "
-        "MismatchError ParameterError PeerError ShapeError TraceError Undecided"
+        "MismatchError MissingPackageError ParameterError PeerError ShapeError TraceError Undecided"
     ),
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",

@@ -5,9 +5,12 @@
 67.1875
 """
 
-from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
-from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
-from torch.nn.attention.flex_attention import FlexKernelOptions as FlexKernelOptions
+from frisket.runtime.extras import extras
+
+with extras():
+    from torch.nn.attention.flex_attention import AuxOutput as AuxOutput
+    from torch.nn.attention.flex_attention import AuxRequest as AuxRequest
+    from torch.nn.attention.flex_attention import FlexKernelOptions as FlexKernelOptions
 
 from frisket.runtime.flex import pytree as pytree  # a BlockMask is one from here on
 from frisket.runtime.flex.attention import flex_attention as flex_attention

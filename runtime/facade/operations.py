@@ -8,7 +8,11 @@
 (1, 256, 8, 64)
 """
 
-from frisket.runtime.operations import operators as operators  # registered by being imported
+from frisket.runtime.extras import extras
+
+with extras():
+    from frisket.runtime.operations import operators as operators  # registered by being imported
+
 from frisket.runtime.operations import ring as ring
 from frisket.runtime.operations.attention import AttentionImpl as AttentionImpl
 from frisket.runtime.operations.base import AttentionRegistry as AttentionRegistry

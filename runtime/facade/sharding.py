@@ -5,7 +5,11 @@
 P(('fsdp', 'dp'), 'sp', 'tp', None)
 """
 
-from frisket.runtime.sharding.mesh import current_mesh as current_mesh
+from frisket.runtime.extras import extras
+
+with extras():
+    from frisket.runtime.sharding.mesh import current_mesh as current_mesh
+
 from frisket.runtime.sharding.names import BATCH as BATCH
 from frisket.runtime.sharding.names import BIAS_HEAD_SEQ as BIAS_HEAD_SEQ
 from frisket.runtime.sharding.names import BIAS_KV_SEQ as BIAS_KV_SEQ

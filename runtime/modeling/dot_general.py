@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from frisket.dsl.errors import BackendError, BackwardError, ParameterError
+from frisket.dsl.errors import BackwardError, ParameterError
+
+from ..extras import extras
 
 MODES = ("train", "serve", "convert")
 BITS = range(2, 9)
@@ -42,9 +43,8 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
         return {}
     if bits not in BITS:
         raise ParameterError(f"bits is {bits!r}; there are products of 2 to 8 bits")
-    if importlib.util.find_spec("qwix") is None:
-        raise BackendError("products of few bits need qwix, which is not installed: pip install 'frisket[quantized]'")
-    from .dot_general_qwix import DotGeneral
+    with extras():
+        from .dot_general_qwix import DotGeneral
 
     return {"dot_general": DotGeneral(bits, mode)}
 

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib.util
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -239,8 +240,9 @@ def test_layers_of_their_own_product():
 
 
 def test_without_qwix(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(fk.BackendError, match=r"pip install 'frisket\[quantized\]'"):
+    monkeypatch.setitem(sys.modules, "qwix", None)
+    monkeypatch.delitem(sys.modules, "frisket.runtime.modeling.dot_general_qwix", raising=False)
+    with pytest.raises(fk.MissingPackageError, match=r"pip install 'frisket\[quantized\]'"):
         m.get_dot_general_by_bits(8)
 
 

@@ -1,4 +1,7 @@
 """Caches of keys and values for JAX: pytrees to append to under `jax.jit`."""
 
-from frisket.runtime.caches.jax import *  # noqa: F403
-from frisket.runtime.caches.jax import __all__ as __all__
+from frisket.runtime.extras import extras
+
+with extras():
+    from frisket.runtime.caches.jax import *  # noqa: F403
+    from frisket.runtime.caches.jax import __all__ as __all__

@@ -1,0 +1,71 @@
+"""What needs a package that is not installed says which extra brings it."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from frisket.dsl.errors import BackendError, MissingPackageError
+from frisket.runtime.extras import EXTRAS, extras
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+# a statement, and the extra it asks for where nothing is installed
+ASKED = {
+    "import frisket.flex": "torch",
+    "from frisket.caches.torch import KVCache": "torch",
+    "from frisket.caches.jax import KVCache": "jax",
+    "from frisket.operations import AttentionRegistry": "jax",
+    "import frisket as fk; fk.sharding": "jax",
+    "import frisket as fk; fk.modeling": "jax",
+    "import frisket as fk; fk.mask('causal').layout(128, 128).to_block_mask()": "torch",
+    "import frisket as fk; fk.mask('causal').layout(128, 128).to_splash()": "jax",
+    "import frisket as fk; fk.mask('causal').layout(128, 128).plot()": "plot",
+}
+PROGRAM = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Hidden(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name in {hidden!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+for statement in {statements!r}:
+    try:
+        exec(statement)
+    except ImportError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_doors_and_methods_name_the_extra():
+    program = PROGRAM.format(hidden=set(EXTRAS), statements=list(ASKED))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(ASKED), done.stdout
+    for line, (statement, extra) in zip(lines, ASKED.items(), strict=True):
+        assert line.startswith("MissingPackageError "), (statement, line)
+        assert line.endswith(f"is not installed: pip install 'frisket[{extra}]'"), (statement, line)
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_the_extra_brings_the_package(package):
+    assert any(requirement.startswith(package) for requirement in OPTIONAL[EXTRAS[package]])
+
+
+def test_it_is_an_import_error_and_one_of_ours():
+    with pytest.raises(MissingPackageError) as caught, extras():
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value, BackendError)
+    assert caught.value.name == "torch"
+
+
+def test_other_modules_are_missed_as_ever():
+    with pytest.raises(ModuleNotFoundError) as caught, extras():
+        import frisket.no_such_module  # noqa: F401
+    assert not isinstance(caught.value, MissingPackageError)
