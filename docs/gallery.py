@@ -103,8 +103,8 @@ def code(entry: Entry, one: cases.Case | None) -> list[str]:
         return ["```frisket", text, "", f"{kind} = {one.text.splitlines()[-1]}", "```"]
     values = "".join(f", {n}={n if isinstance(x, np.ndarray) else repr(x)}" for n, x in one.params.items())
     kinds = "; ".join(f"{n}: {kind_of(x)}" for n, x in one.params.items() if isinstance(x, np.ndarray))
-    call = f'fk.{"score" if is_mod(entry) else "mask"}("{one.text}"{values})' + (f"  # {kinds}" if kinds else "")
-    return ["```frisket", text, "```", "", "```python", call, "```"]
+    call = f'fk.{"score" if is_mod(entry) else "mask"}("{one.text}"{values})'
+    return ["```frisket", text, "```", "", "```python", *([f"# {kinds}"] if kinds else []), call, "```"]
 
 
 def kind_of(x: np.ndarray) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import doctest
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,11 +264,3 @@ def test_heads_that_differ():
 def test_where_heads_first_differ(text, q, k):
     with pytest.raises(ExportError, match=f"at b = 0, h = 1, q = {q}, k = {k} the mask is hidden"):
         fk.mask(f"causal & (h == 0 | {text})").layout(48, 48, heads=2).to_slices()
-
-
-def test_the_page_on_exports_prints_what_it_shows():
-    page = Path(__file__).resolve().parents[2] / "docs" / "exports.md"
-    text = page.read_text(encoding="utf-8").replace("```", "\n")
-    session = doctest.DocTestParser().get_doctest(text, {}, page.name, str(page), 0)
-    assert len(session.examples) == 6
-    assert doctest.DocTestRunner().run(session).failed == 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 import functools
 import math
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -150,14 +147,3 @@ def test_only_masks_are_joined(join):
     with pytest.raises(RuntimeError, match=r"_masks of int: 3\n  all inputs are mask_mods") as e:
         join(causal, 3)
     assert isinstance(e.value, fk.FrisketError)
-
-
-def test_the_page_prints_what_it_shows():
-    page = Path(__file__).resolve().parents[2] / "docs" / "flex.md"
-    parser, runner, names = doctest.DocTestParser(), doctest.DocTestRunner(), {}
-    for block in re.findall(r"```python\n(>>> .*?)```", page.read_text(encoding="utf-8"), re.S):
-        session = parser.get_doctest(block, names, "flex.md", str(page), 0)
-        runner.run(session, clear_globs=False)
-        names = session.globs  # the next block goes on
-    assert runner.summarize(verbose=False) == (0, runner.tries)
-    assert runner.tries > 5

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import tracemalloc
 from itertools import pairwise
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import readme
 import torch
 
 import frisket as fk
@@ -199,11 +196,3 @@ def test_what_is_refused():
         fk.parallel.deal("causal & same(doc)", 64, 2)
     with pytest.raises(BudgetError, match="border tiles"):
         _ = fk.parallel.deal("causal & (q - k) % 16 == 0", 1 << 15, 4, tile=16).pairs
-
-
-def test_the_page_prints_what_it_shows():
-    page = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
-    session = next(block for block in readme.blocks("python", page) if block.startswith(">>> "))
-    runner = doctest.DocTestRunner()
-    runner.run(doctest.DocTestParser().get_doctest(session, {}, "parallel", str(page), 0))
-    assert runner.summarize(verbose=False) == (0, 9)
