@@ -1,4 +1,4 @@
-"""Attention as a layer of flax nnx.
+"""Attention for flax: a layer of nnx, and `attention_fn` for flax's own layers, those of linen too.
 
 >>> import jax.numpy as jnp
 >>> from flax import nnx
@@ -20,6 +20,10 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.modeling import apply_rotary_pos_emb, rotary_tables
 from frisket.runtime.caches.jax import KVCache
 from frisket.runtime.mask import MaskLike, ScoreLike
+
+from .flax_attention import AttentionFn, attention_fn
+
+__all__ = ["Attention", "AttentionFn", "attention_fn"]
 
 
 class Attention(nnx.Module):

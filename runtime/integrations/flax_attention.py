@@ -1,0 +1,212 @@
+"""What flax's own layers take as `attention_fn`: attention under a mask in text, and what the layer passes besides.
+
+>>> import jax.numpy as jnp
+>>> from flax import nnx
+>>> attend = attention_fn("causal & window(w)", w=256)
+>>> layer = nnx.MultiHeadAttention(num_heads=4, in_features=64, decode=False, attention_fn=attend, rngs=nnx.Rngs(0))
+>>> layer(jnp.ones((2, 16, 64))).shape
+(2, 16, 64)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.backends import check_name
+from frisket.runtime.bind import subject
+from frisket.runtime.entry import attention_for
+from frisket.runtime.mask import Mask, MaskLike, ScoreLike, ScoreMod
+from frisket.runtime.mask import mask as as_mask
+from frisket.runtime.mask import score as as_score
+from frisket.runtime.options import Options, rate_of
+from frisket.runtime.parameters import traced
+
+MASK, BIAS, STEP = "flax_mask", "flax_bias", "flax_step"  # names of what a layer passes
+
+
+def attention_fn(
+    mask: MaskLike | None = None, score: ScoreLike | None = None, *, scale: float | None = None,
+    backend: str | None = None, decode: bool = True, **params: Any,
+) -> AttentionFn:  # fmt: skip
+    """`attention_fn("causal & window(w)", w=256)`: for `attention_fn=` of `nnx.MultiHeadAttention` and of linen's
+    `MultiHeadDotProductAttention`.
+
+    `mask`, `score`, `scale` (1 / sqrt(head_dim) unless given), `backend` and `params` are those of `fk.attention`.
+    Equal ones make equal functions, so that models made of them are equal to `nnx.jit`. `decode=False` is for layers
+    that attend from a single query to several keys and do not decode: see `AttentionFn.__call__`.
+    """
+    check_name(backend)
+    for name, x in params.items():
+        if traced(x):
+            _refuse_traced(name)
+    made = subject(mask, score, params)
+    for name, x in made.captured.items():
+        if traced(x):
+            _refuse_traced(name)
+    return AttentionFn(made.mask, made.score, Options(scale, backend=backend), decode)
+
+
+def _refuse_traced(name: str) -> None:
+    raise ParameterError(
+        f"`{name}` is traced by jax.jit or another transform, and a layer outlives that; name it in the text and give "
+        f'the array with every call of the layer: layer(x, mask={{"{name}": {name}}})'
+    )
+
+
+@dataclass(frozen=True)
+class AttentionFn:
+    """Attention as a layer of flax calls it; made by `attention_fn`."""
+
+    mask: Mask | None
+    score: ScoreMod | None
+    options: Options
+    decode: bool
+
+    def __call__(
+        self, query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, broadcast_dropout: bool = True,
+        dropout_rng: Any = None, dropout_rate: float = 0.0, deterministic: bool = False, dtype: Any = None,
+        precision: Any = None, module: Any = None, is_causal: bool = False, force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None, qk_attn_weights_einsum: Any = None, attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:  # fmt: skip
+        """Attention of query [batch..., q_len, heads, dim] over key and value [batch..., kv_len, kv_heads, dim], with
+        any number of batch axes; to masks and score mods they are one, b.
+
+        `mask`, which `layer(x, mask=...)` passes on, is joined to this function's own:
+
+        - an array, broadcast to [batch..., heads, q_len, kv_len] as in flax; what is not 0 is seen. It is read as a
+          table, tile by tile, and never copied to that shape;
+        - a dict of values for names in this function's texts, `mask={"doc": doc}`: other ones at every step. With
+          "mask" it may hold one of these masks too, with "sinks" attention sinks [heads];
+        - a text, a function or an `fk.Mask`.
+
+        One query over several keys and an array of a mask are a step of flax's cache: its position is that of the last
+        key that the array shows, unless `decode=False`. Otherwise queries and keys both count from 0, as `is_causal`
+        does. A query that sees no key gives 0, in flax the mean of all values.
+
+        `bias` is added behind the score mod. Dropout is drawn from the key for every position, batch entry and head,
+        `broadcast_dropout` or not: no random numbers are stored that sharing would save. Softmax is in float32 and
+        products of float32 are exact, whatever `force_fp32_for_softmax` and `precision` say. Attention weights are
+        never made, so `sow_weights` is refused, and so are einsums of the caller's.
+        """
+        _refuse(module, "sow_weights=True", "attention weights are never made, so that there is nothing to sow")
+        for n, x in (
+            ("einsum_dot_general", einsum_dot_general),
+            ("qk_attn_weights_einsum", qk_attn_weights_einsum),
+            ("attn_weights_value_einsum", attn_weights_value_einsum),
+        ):
+            _refuse(x, n, "the products are part of one kernel, and no einsum of their own")
+        query, key, value = _promoted(dtype, query, key, value)
+        lead, lengths = _lengths(query, key, value)
+        values = dict(mask) if isinstance(mask, Mapping) else {}
+        given, sinks = values.pop("mask", None) if isinstance(mask, Mapping) else mask, values.pop("sinks", None)
+        array = given if hasattr(given, "shape") else None
+        step = self.decode and array is not None and lengths[2] == 1 < lengths[3]
+        text = _both(self.mask, "causal" if is_causal else None)
+        text = _both(text, given if array is None else None)
+        mod = self.score
+        self._check_names(text, mod, values)
+        tables: dict[str, Any] = {}
+        if step:
+            tables[STEP] = _last_seen(array)
+            text, mod = (None if x is None else x.at(q=f"q + {STEP}") for x in (text, mod))
+            if not any(x is not None and STEP in x.unbound for x in (text, mod)):
+                del tables[STEP]
+        if array is not None:
+            where, tables[MASK] = _table(MASK, jnp.asarray(array) != 0, lead, lengths)
+            text = _both(text, where)
+        if bias is not None:
+            where, tables[BIAS] = _table(BIAS, jnp.asarray(bias), lead, lengths)
+            added = as_score(f"score + {where}")
+            mod = added if mod is None else mod.then(added)
+        options, seed = self._drop(0.0 if deterministic else dropout_rate, dropout_rng)
+        att = attention_for(text, mod, options, {**values, **tables})
+        batch, heads, _, kv_len = lengths
+        out: jax.Array = att(
+            *(x.reshape(batch, *x.shape[-3:]) for x in (query, key, value)), seed=seed, sinks=sinks, layout="bshd",
+            sizes=(batch, heads, kv_len, kv_len) if step else None, **values, **tables,
+        )  # fmt: skip
+        return out.reshape(*lead, *out.shape[1:])
+
+    def _drop(self, rate: Any, key: Any) -> tuple[Options, Any]:
+        """Options with dropout, and its seed."""
+        rate = rate_of(rate)
+        if rate and key is None:
+            raise ParameterError("dropout draws from a key: dropout_rng=jax.random.key(0), another one at every step")
+        options = Options(self.options.scale, backend=self.options.backend, dropout=rate)
+        return options, jax.random.randint(key, (), 0, 2**31 - 1) if rate else None
+
+    def _check_names(self, text: Mask | None, mod: ScoreMod | None, values: Mapping[str, Any]) -> None:
+        """Names without a value are told in the words of a layer."""
+        for made in (text, mod):
+            for n in () if made is None else made.unbound:
+                if n in (MASK, BIAS, STEP):
+                    raise ParameterError(f"`{n}` is the name of what a layer passes as an array; call it otherwise")
+                if n not in values:
+                    raise ParameterError(
+                        f"`{n}` has no value; give it once, attention_fn(..., {n}=...), or with every call of the "
+                        f'layer: layer(x, mask={{"{n}": ...}})'
+                    )
+
+
+def _refuse(x: Any, name: str, why: str) -> None:
+    if x is not None:
+        raise ParameterError(f"{name} is for flax's own dot_product_attention: here {why}")
+
+
+def _both(mask: Mask | None, other: MaskLike | None) -> Mask | None:
+    if mask is None or other is None:
+        return mask if other is None else as_mask(other)
+    return mask & other
+
+
+def _promoted(dtype: Any, *arrays: Any) -> list[jax.Array]:
+    """In one dtype, as flax's layers promote: that of the computation, or of all of them."""
+    dtype = jnp.result_type(*arrays) if dtype is None else dtype
+    dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
+    return [jnp.asarray(x, dtype) for x in arrays]
+
+
+def _lengths(query: Any, key: Any, value: Any) -> tuple[tuple[int, ...], tuple[int, int, int, int]]:
+    """The batch axes, and (batch, heads, q_len, kv_len)."""
+    lead = query.shape[:-3]
+    if min(x.ndim for x in (query, key, value)) < 3 or not lead == key.shape[:-3] == value.shape[:-3]:
+        raise ShapeError(
+            f"query, key and value are {list(query.shape)}, {list(key.shape)} and {list(value.shape)}; they are "
+            "[batch..., length, heads, dim], with the same batch axes"
+        )
+    return lead, (math.prod(lead), query.shape[-2], query.shape[-3], key.shape[-3])
+
+
+def _last_seen(mask: Any) -> jax.Array:
+    """The last key that an array of a mask shows to anybody: in flax's cache, the one just written."""
+    seen = (jnp.asarray(mask) != 0).any(tuple(range(mask.ndim - 1)))
+    return seen.shape[0] - 1 - jnp.argmax(seen[::-1]).astype(jnp.int32)
+
+
+def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:
+    """What reads an array broadcast to [batch..., heads, q_len, kv_len] at b, h, q and k, and the array for it."""
+    full = (*lead, *lengths[1:])
+    shape = (1,) * (len(full) - x.ndim) + x.shape
+    if len(shape) > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):
+        raise ShapeError(
+            f"the {name.removeprefix('flax_')} is {list(x.shape)} for [batch..., heads, q_len, kv_len] = {list(full)}; "
+            "it is broadcast to that, each axis of its length or 1"
+        )
+    rest, own = shape[len(lead) :], shape[: len(lead)]
+    index = ["0" if n == 1 else c for c, n in zip("hqk", rest, strict=True)]
+    if own == lead or math.prod(own) == 1:
+        x = x.reshape(math.prod(own), *rest)
+        index.insert(0, "0" if x.shape[0] == 1 else "b")
+    else:  # b counts the batch axes in a row
+        strides = np.cumprod((1, *lead[:0:-1]))[::-1]
+        x = x.reshape(shape)
+        index[:0] = ["0" if n == 1 else f"b // {s} % {n}" for n, s in zip(own, strides, strict=True)]
+    return f"{name}[{', '.join(index)}]", x
