@@ -1,0 +1,121 @@
+"""frisket as an attention implementation of Hugging Face transformers.
+
+>>> import frisket.integrations.transformers
+>>> from transformers import LlamaConfig, LlamaForCausalLM
+>>> frisket.integrations.transformers.register()
+>>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+>>> model = LlamaForCausalLM._from_config(config, attn_implementation="frisket")
+>>> model.config.frisket_mask = "causal & window(256)"  # unless said, what the model has itself
+
+The mask that transformers makes reaches the kernels as an expression: no dense mask is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.attention import Attention
+from frisket.runtime.entry import attention as called
+from frisket.runtime.entry import attention_for
+from frisket.runtime.frameworks import in_graph
+from frisket.runtime.options import Options, rate_of
+
+from .transformers_config import program
+from .transformers_masks import SymbolicMask, dense, is_causal_text, symbolic
+
+NAME = "frisket"
+
+
+def register() -> None:
+    """Make `attn_implementation="frisket"` known to transformers: for `from_pretrained`, `_from_config` and
+    `model.set_attn_implementation`. Once is enough, more do no harm."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, symbolic)
+
+
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, is_causal: bool | None = None,
+    frisket_params: Mapping[str, Any] | None = None, **rest: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """The attention of one layer, which models call: query [batch, heads, q_len, head_dim], key and value [batch,
+    kv_heads, kv_len, head_dim] to (out [batch, q_len, heads, head_dim], None).
+
+    `attention_mask` is what `symbolic` has made, a tensor of 4 axes that the call brings, or None: then it is causal
+    if `is_causal`, or the module's own, is true, as for transformers' sdpa. `s_aux` [heads] are sinks. To scores
+    `softcap` is applied first, then `position_bias` is added, then comes `frisket_score`. `frisket_params` are values
+    of names in the texts, beside those of `config.frisket_params`.
+    """
+    given = _given(module, query, key, attention_mask, is_causal)
+    _refuse(rest, given)
+    text, score, values = program(module, given, query.shape[1], softcap, position_bias, frisket_params)
+    if in_graph(query):
+        out = called(
+            query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=given.origin, **values
+        )
+    else:
+        values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
+        att = attention_for(text, score, Options(scaling, dropout=rate_of(dropout)), values)
+        out = att(query, key, value, plan=_plan(att, given, query, values), sinks=s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _plan(att: Attention, given: SymbolicMask, query: Tensor, values: dict[str, Any]) -> Any:
+    """Made once for all layers that are alike."""
+    key = att, query.shape[1], *((n, id(x)) for n, x in values.items())
+    if key not in given.kept:
+        plan = att.plan(given.q_len, given.kv_len, query.shape[0], query.shape[1], origin=given.origin, **values)
+        given.kept[key] = plan, values  # which live as long: no other value has their id
+    return given.kept[key][0]
+
+
+# -- the mask ---------------------------------------------------------------------------------------------------------
+
+
+def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bool | None) -> SymbolicMask:
+    """The mask of a layer, whatever stands for it."""
+    if isinstance(given, SymbolicMask):
+        if (q.shape[2], k.shape[2]) != (given.q_len, given.kv_len):
+            raise ShapeError(
+                f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {given.q_len} x "
+                f"{given.kv_len} that transformers has made\n  give every layer the mask made for its cache"
+            )
+        if causal is False and is_causal_text(given.structure):
+            raise ParameterError(
+                "is_causal=False is given to a model whose mask is causal\n  write model.config.is_causal = False"
+            )
+        return given
+    if isinstance(given, Tensor):
+        return dense(given, q, k)
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return SymbolicMask("q >= k" if causal and q.shape[2] > 1 else "", q.shape[0], q.shape[2], k.shape[2])
+
+
+REFUSED = {
+    "output_attentions": "no weights are ever written out: load the model with attn_implementation='eager' to see them",
+    "head_mask": "prune heads with the model's own means, or leave out head_mask",
+    "layer_head_mask": "prune heads with the model's own means, or leave out head_mask",
+    "indices": "this model chooses keys by itself: load it with attn_implementation='eager'",
+    "block_indices": "this model chooses keys by itself: load it with attn_implementation='eager'",
+    "cache": "continuous batching keeps pages of its own: use `generate`",
+}
+
+
+def _refuse(rest: Mapping[str, Any], given: SymbolicMask) -> None:
+    for name, way_out in REFUSED.items():
+        if rest.get(name) is not None and rest[name] is not False:
+            raise ParameterError(f"attn_implementation='frisket' does not take {name}\n  {way_out}")
+    lengths = rest.get("cu_seq_lens_q")
+    if lengths is not None and lengths.shape[0] > 2 and given.structure and not given.documents:
+        raise ParameterError(
+            "cu_seq_lens_q says that several documents are packed in a row, and the mask does not\n"
+            "  give position_ids that begin at 0 with every document, and no attention_mask"
+        )

@@ -1,0 +1,130 @@
+"""What a model's config adds to its attention: `frisket_mask`, `frisket_score`, `frisket_params`.
+
+>>> from transformers import LlamaConfig
+>>> config = LlamaConfig(frisket_mask="causal & q - k < w", frisket_params={"w": 256})
+>>> config.to_diff_dict()["frisket_mask"]
+'causal & q - k < w'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import FrisketError, ParameterError
+from frisket.lowering.plan import whole
+from frisket.runtime.mask import mask, score
+
+from .transformers_masks import POSITIONS, SymbolicMask
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@lru_cache(maxsize=256)
+def canonical(text: str, kind: str) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]:
+    """A user's program as one expression: its text, the names it reads, and the values it gives some of them."""
+    try:
+        made = (mask if kind == "mask" else score)(text)
+    except FrisketError as error:
+        error.add_note(f"in config.frisket_{kind}")
+        raise
+    return str(made), (*made.unbound, *made.params), tuple(made.params.items())
+
+
+def program(
+    module: torch.nn.Module, given: SymbolicMask, heads: int, softcap: float | None, bias: Tensor | None,
+    params: Mapping[str, Any] | None,
+) -> tuple[str | None, str | None, dict[str, Any]]:  # fmt: skip
+    """The texts of a layer's mask and score mod, and values for the names in them."""
+    config = getattr(module, "config", None)
+    steps = [f"softcap({float(softcap)!r})"] if softcap is not None else []
+    if given.bias:
+        steps.append(f"(score + {given.bias})")
+    places: dict[str, Any] = {}
+    if bias is not None:
+        index = ", ".join(["0" if n == 1 else x for n, x in zip(POSITIONS, bias.shape[:2])])
+        steps.append(f"(score + position_bias[{index}, q - q_start, k - k_start])")
+        places = {"position_bias": bias, "q_start": given.origin[2], "k_start": given.origin[3]}
+    structure, theirs = given.structure, _said(config, module, "frisket_mask")
+    names: list[str] = []
+    values: dict[str, Any] = {}
+    if theirs is not None:
+        structure, used, own = canonical(theirs, "mask")
+        names.extend(used)
+        values.update(own)
+    if (mod := _said(config, module, "frisket_score")) is not None:
+        text, used, own = canonical(mod, "score")
+        steps.append(f"({text})")
+        names.extend(used)
+        values.update(own)
+    values.update(_values(config, params, names))
+    shown = given.text(structure)
+    tables = {**given.read_by(shown), **places}
+    if given.bias:
+        tables.update(given.tables)
+    if taken := [n for n in names if n in tables]:
+        raise ParameterError(f"`{taken[0]}` is a name of the plug-in's own here; call yours something else")
+    if theirs is not None:
+        _check_place(structure, values, given, heads)
+    return shown or None, " then ".join(steps) or None, {**tables, **values}
+
+
+def _said(config: Any, module: torch.nn.Module, name: str) -> str | None:
+    """What the config says for a layer: a text for all, or texts by the type of layer."""
+    said = getattr(config, name, None)
+    if isinstance(said, dict):
+        types = getattr(config, "layer_types", None)
+        known = {FULL, SLIDING} if types is None else set(types)
+        for kind in said:
+            if kind not in known:
+                raise ParameterError(
+                    f"config.{name} names {kind!r}; the layers of this model are {', '.join(sorted(known))}"
+                )
+        if types is not None:
+            said = said.get(types[module.layer_idx])
+        else:
+            said = said.get(FULL if getattr(config, "sliding_window", None) is None else SLIDING)
+    if said is not None and not isinstance(said, str):
+        raise ParameterError(
+            f"config.{name} is {said!r}; it is a text, or a dict of texts by type of layer, which configs can save\n"
+            f"  the text of a mask or score mod of frisket is str(it)"
+        )
+    if said is not None and getattr(config, "is_encoder_decoder", False):
+        raise ParameterError(f"config.{name} is set, and an encoder-decoder has attention of three kinds: leave it out")
+    return said
+
+
+def _values(config: Any, params: Mapping[str, Any] | None, names: list[str]) -> dict[str, Any]:
+    """Values of the user's names: those of the config, and of the call."""
+    found = {**(getattr(config, "frisket_params", None) or {}), **(params or {})}
+    unused = [n for n in found if n not in names]
+    if unused and not isinstance(getattr(config, "frisket_mask", None), dict):  # another layer's may read it
+        raise ParameterError(
+            f"`{unused[0]}` is in frisket_params, and neither frisket_mask nor frisket_score of the config reads it; "
+            "the names there are " + (", ".join(sorted(names)) or "none")
+        )
+    return {n: x for n, x in found.items() if n in names}
+
+
+def _check_place(text: str, values: Mapping[str, Any], given: SymbolicMask, heads: int) -> None:
+    """Refuse a user's mask where it has no meaning, or shows keys that the cache of a sliding window has dropped."""
+    if "attention_mask" in given.tables:
+        raise ParameterError(
+            "config.frisket_mask is set, and this call brings an attention_mask of 4 axes: leave out one of them"
+        )
+    if not given.kv_offset:
+        return
+    made = mask(text, **{n: x for n, x in values.items() if n in canonical(text, "mask")[1]})
+    _, _, q, k = given.origin
+    full = whole((0, 0, q, k), (given.batch, heads, given.q_len, given.kv_len))
+    if made.layout(given.q_len, k, given.batch, heads, origin=(0, 0, q, 0), sizes=full).visible_pairs:
+        raise ParameterError(
+            f"config.frisket_mask shows query {q} keys before {k}, which the cache of this sliding-window layer has "
+            f"dropped: {text}\n  give past_key_values=transformers.DynamicCache(), which keeps all, or raise "
+            "config.sliding_window"
+        )
