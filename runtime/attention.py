@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
-from .frameworks import Arrays, arrays, device_of, framework_of, in_graph, turn
+from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph, turn
 from .host_plan import Plan
 from .moved import moved
 from .options import Options, seed_of, sinks_of
@@ -69,6 +69,15 @@ class Attention:
 
     # -- running ----------------------------------------------------------------------------------
 
+    # what comes back, for type checkers: `given` are the other keywords of the method below
+    @overload
+    def __call__(self, q: Array, k: Any, v: Any, *, return_max: bool, **given: Any) -> Any: ...
+    @overload
+    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: Literal[True], **given: Any) -> tuple[Array, Array]: ...
+    @overload
+    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: Literal[False] = ..., **given: Any) -> Array: ...
+    @overload
+    def __call__(self, q: Array, k: Any, v: Any, *, return_lse: bool, **given: Any) -> Any: ...
     def __call__(
         self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
         return_lse: bool = False, return_max: bool = False, origin: Origin | None = None, sizes: Sizes | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from .backends import check_name
 from .bind import check_tile, subject
 from .call import results
 from .checking import oracle
-from .frameworks import arrays, in_graph, turn
+from .frameworks import Array, arrays, in_graph, turn
 from .mask import MaskLike, Program, ScoreLike
 from .options import Options, flag, rate_of, seed_of, sinks_of
 from .parameters import as_value, learns, traced
@@ -49,6 +49,27 @@ def compile(
 _compiled: OrderedDict[Any, Attention] = OrderedDict()
 
 
+# What comes back, for type checkers: `given` are the other arguments of the function below.
+@overload
+def attention(
+    q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
+    scale: float | None = None, enable_gqa: bool = True, *, return_max: bool, **given: Any,
+) -> Any: ...  # fmt: skip
+@overload
+def attention(
+    q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
+    scale: float | None = None, enable_gqa: bool = True, *, return_lse: Literal[True], **given: Any,
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def attention(
+    q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
+    scale: float | None = None, enable_gqa: bool = True, *, return_lse: Literal[False] = ..., **given: Any,
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    q: Array, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
+    scale: float | None = None, enable_gqa: bool = True, *, return_lse: bool, **given: Any,
+) -> Any: ...  # fmt: skip
 def attention(
     q: Any, k: Any, v: Any, mask: MaskLike | Program | None = None, score: ScoreLike | None = None,
     scale: float | None = None, enable_gqa: bool = True, backend: str | None = None, dropout: float = 0.0,

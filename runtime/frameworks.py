@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from frisket.lowering.plan import Geometry, Origin, Sizes
 
 from .parameters import learns, traced
 
+Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")

@@ -9,10 +9,10 @@ import numpy as np
 
 from frisket.dsl.errors import ShapeError
 
-from .frameworks import FLOATS, LAYOUTS, NATURAL, check_layout, framework_of
+from .frameworks import FLOATS, LAYOUTS, NATURAL, Array, check_layout, framework_of
 
 
-def merge(*parts: tuple[Any, Any], layout: str | None = None) -> tuple[Any, Any]:
+def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array, Array]:
     """`out, lse = merge((out1, lse1), (out2, lse2), ...)`: attention over the keys of all parts, from each part's own.
 
     `out` is (batch, heads, length, dim) in torch and (batch, length, heads, dim) in JAX unless `layout` says
@@ -26,8 +26,9 @@ def merge(*parts: tuple[Any, Any], layout: str | None = None) -> tuple[Any, Any]
     for parts that do not fit together.
     """
     xp, layout = _checked(parts, layout)
-    wide = xp.float64 if str(parts[0][0].dtype).endswith("float64") else xp.float32
-    kind = parts[0][0].dtype
+    first: Any = parts[0][0]
+    wide = xp.float64 if str(first.dtype).endswith("float64") else xp.float32
+    kind = first.dtype
     lses = [_cast(lse, wide) for _, lse in parts]
     highest = _constant(lses[0])
     for lse in lses[1:]:

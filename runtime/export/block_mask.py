@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,8 +22,11 @@ from ..layout import Layout
 from ..modules import load
 from .tile_lists import Lists, both_ways
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
-def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: bool = True) -> Any:
+
+def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
     """torch's `BlockMask`, as `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE=block)` makes it.
 
     >>> import frisket as fk
@@ -100,7 +103,7 @@ def written(
     read = {n: read[n] for n in kinds}  # the simplifier may have dropped some
     source = mask_mod(mask, {n: t.shape for n, t in read.items()}, reach=reach, int64=plan.int64, title=title)
     arguments = (_tensor(torch, t, kinds[n][1], device, as_they_are.get(n)) for n, t in read.items())
-    made = load(source, torch=torch, math=math)["make"](*arguments)
+    made = load(source, importable=True, torch=torch, math=math)["make"](*arguments)
     made.source = source
     return made  # type: ignore[no-any-return]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,26 @@ from .pair import pair_of
 from .score_mod import scored, traced
 
 
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *,
+    return_aux: None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = ..., kernel_options: FlexKernelOptions | None = None, *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
+    block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: Literal[True], kernel_options: FlexKernelOptions | None = None, return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flex_attention(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
     block_mask: TorchBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
