@@ -4,7 +4,8 @@
 >>> main(["show", "q - k"])  # the error goes to stderr
 2
 
-Exit status: 0 good, 1 mismatch with the oracle, 2 bad input.
+Exit status: 0 good, 1 mismatch with the oracle, 2 bad input. A command `show` is `show(args, console)` of the module
+cli_show, with `add_show(parser)` for its options; the module is imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -14,48 +15,111 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
+from frisket import __version__
 from frisket.dsl.errors import FrisketError, MismatchError
 
-from .cli_answer import Answer
+from .cli_answer import BAD, Answer, Piece, Row
+from .cli_options import Parser, meant
 
-PLAIN = str.maketrans({"×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'"})
+PLAIN = str.maketrans({
+    "×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'", "✓": "+", "✗": "-",
+    "█": "#", "▓": "%", "▒": "+", "░": "-",
+})  # fmt: skip
+NARROW = 100  # lines of words are folded at this many columns, where the terminal is not narrower still
+
+
+@dataclass(frozen=True)
+class Command:
+    name: str
+    takes: str
+    help: str
+    group: str
+
+
+LOOK, RUN, SEE = "See what a mask does", "Run it", "Look inside"
+COMMANDS = {
+    c.name: c
+    for c in (
+        Command("show", "EXPR", "how much it shows, what is read and saved, and the picture of its tiles", LOOK),
+        Command("explain", "EXPR", "why a query sees a key or not; or every stage from the text to a kernel", LOOK),
+        Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK),
+        Command("explore", "EXPR", "the mask in a browser: edit it, and see errors, tiles and cost at once", LOOK),
+        Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK),
+        Command("check", "EXPR", "every kernel that runs here, beside a float64 interpreter", RUN),
+        Command("run", "EXPR --tokens FILE ...", "attention over files packed into one sequence", RUN),
+        Command("emit", "EXPR --backend BACKEND", "the source text of a kernel, or what it takes of a GPU", SEE),
+        Command("doctor", "", "what is installed, what runs here, and what is missing for the rest", SEE),
+        Command("completion", "SHELL", "a script that completes commands, options and names", SEE),
+    )
+}
+HEAD = "Attention masks and score modifiers, from a line of text to a kernel."
+FOOT = """\
+EXPR is text such as 'causal & window(256)', a .frisket file, or - for standard input.
+
+examples:
+  frisket show 'causal & window(256)' --q-len 1048576
+  frisket explain 'causal & window(w)' --set w=256 --q 300 --k 17
+  frisket library window"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit status; prints, and raises nothing for bad input."""
+    if hasattr(sys.stdout, "reconfigure"):  # a name of a file may hold what the locale cannot say
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args = parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed its usage, or the help
-        return int(stop.code or 0)
-    try:
+        args = arguments(sys.argv[1:] if argv is None else list(argv))
         answer: Answer = args.command(args, console())
         write(answer, as_json=args.json)
+        sys.stdout.flush()
         return answer.status
+    except SystemExit as stop:  # argparse has printed what is wrong, or the help
+        return int(stop.code or 0)
     except BrokenPipeError:  # `frisket … | head` is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except FrisketError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        complain(type(error).__name__, str(error))
         return 1 if isinstance(error, MismatchError) else 2
     except OSError as error:
-        print(f"cannot read {error.filename}: {error.strerror}", file=sys.stderr)
+        complain(f"cannot read {error.filename}" if error.filename else "cannot write", str(error.strerror))
         return 2
     except MemoryError as error:
-        print(f"not enough memory: {error}\n  ask for smaller lengths, or larger tiles with --block", file=sys.stderr)
+        complain("not enough memory", f"{error}\n  ask for smaller lengths, or larger tiles with --block")
         return 2
     except KeyboardInterrupt:
         return 130
 
 
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """The arguments of one command, whose module is imported for its options."""
+    asked = argv[0] if argv else ""
+    top = parser(asked)
+    if asked and not asked.startswith("-") and asked not in COMMANDS:
+        top.error(f"there is no command {asked!r}{meant(asked, COMMANDS)}")
+    args, rest = top.parse_known_args(argv)
+    if not hasattr(args, "command"):
+        top.print_help(sys.stderr)
+        raise SystemExit(2)
+    if rest:
+        args.parser.left_over(rest)
+    return args
+
+
 def console() -> Console:
-    """Colour on terminals only (rich also obeys NO_COLOR); lines are never folded or cut."""
+    """Colour on terminals only (rich also obeys NO_COLOR and FORCE_COLOR); lines are never cut."""
     return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def complain(name: str, message: str) -> None:
+    err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    show(err, Text.assemble((name, BAD), ": ", message))
 
 
 def write(answer: Answer, *, as_json: bool) -> None:
@@ -64,138 +128,57 @@ def write(answer: Answer, *, as_json: bool) -> None:
         return
     out = console()
     for piece in answer.text:
-        text = piece if isinstance(piece, Text) else Text(str(piece))
-        if out.options.ascii_only:
-            text = Text.assemble(*((s.text.translate(PLAIN), s.style or "") for s in text.render(out)))
-            text.rstrip()
-        out.print(text)
+        show(out, piece)
 
 
-# -- arguments ------------------------------------------------------------------------------------
+def show(out: Console, piece: Piece) -> None:
+    """Print, in characters the locale has; rows of words are folded where a person reads them."""
+    if isinstance(piece, Row):
+        piece = Row(piece.name, ascii_of(piece.value)) if out.options.ascii_only else piece
+        if out.is_terminal and sys.stdout.isatty():
+            return out.print(piece.wrapped(), soft_wrap=False, width=min(out.width, NARROW))
+        piece = piece.plain()
+    text = piece if isinstance(piece, Text) else Text(piece)
+    if out.options.ascii_only:
+        text = ascii_of(text)
+        text.rstrip()
+    return out.print(text)
 
 
-def parser() -> argparse.ArgumentParser:
-    from . import cli_commands as commands
-    from .cli_check import check
-    from .cli_doctor import doctor
-    from .cli_library import library
-    from .cli_plot import plot
-    from .cli_run import run
+def ascii_of(text: Text) -> Text:
+    """Every character as one or more of ASCII, colours where they were."""
+    return Text.assemble(*((str(s.text).translate(PLAIN), s.style or "") for s in text.render(Console())))
 
-    top = argparse.ArgumentParser(
-        prog="frisket", description="Attention masks and score modifiers, from a line of text to a kernel."
-    )
-    sub = top.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, does: Any, help: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        p = sub.add_parser(name, help=help, description=help, parents=parents)
-        p.set_defaults(command=does)
-        p.add_argument("--json", action="store_true", help="print one JSON object")
-        return p
+# -- parsers ------------------------------------------------------------------------------------------
 
-    subject, sizes = subject_options(), size_options()
-    show = command("show", commands.show, "the simplified text, its facts, and the tile picture", subject, sizes)
-    add_slice(show)
-    explain = command("explain", commands.explain, "the stages; with --q and --k, why", subject, sizes)
-    explain.add_argument("--q", type=natural, help="a query position")
-    explain.add_argument("--k", type=natural, help="a key position")
-    explain.add_argument("--tile", type=tile, metavar="I,J", help="a tile: its row and column")
-    explain.add_argument("--backend", help="whose target and source to show; default: the library calls of torch")
-    add_slice(explain)
-    add_plot(command("plot", plot, "a picture, or a page to zoom into and ask", subject, sizes))
-    command("check", check, "what runs here against the float64 interpreter", subject, sizes)
-    chosen = subject_options(block=None)
-    emit = command("emit", emitted, "the source text of the kernel, or what it takes of a GPU", chosen, sizes)
-    emit.add_argument("--backend", required=True, help="cpp, triton or pallas-tpu")
-    emit.add_argument("--kv-heads", type=positive, help="default: --heads")
-    emit.add_argument("--head-dim", type=positive, default=64)
-    emit.add_argument("--v-dim", type=positive, help="default: --head-dim")
-    emit.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16 (default: %(default)s)")
-    emit.add_argument("--report", action="store_true", help="compile for triton: registers, spills, shared memory")
-    emit.add_argument("--arch", nargs="+", metavar="GPU", help="sm_80, sm_90, sm_100, gfx942; several with --report")
-    add_run(command("run", run, "attention over packed files, timed and checked", subject))
-    command("library", library, "the entries of the library").add_argument("name", nargs="?", help="one, in full")
-    command("doctor", doctor, "what is installed and what runs here")
+
+def parser(*filled: str) -> Parser:
+    """The parser of all commands, with the options of those named."""
+    top = Parser(prog="frisket", usage="frisket COMMAND [options]", description=described(), epilog=FOOT)
+    top.add_argument("--version", action="version", version=f"frisket {__version__}")
+    sub = top.add_subparsers(prog="frisket", metavar="COMMAND", help=argparse.SUPPRESS)
+    for c in COMMANDS.values():
+        usage = " ".join(filter(None, ("frisket", c.name, c.takes, "[options]")))
+        p = sub.add_parser(c.name, help=c.help, usage=usage, description=c.help[0].upper() + c.help[1:] + ".")
+        if c.name in filled:
+            fill(p, c)
     return top
 
 
-def emitted(args: argparse.Namespace, console: Console) -> Answer:
-    from . import cli_commands, cli_report
-
-    return (cli_report.report if args.report else cli_commands.emit)(args, console)
-
-
-def subject_options(block: tuple[int, int] | None = (128, 128)) -> argparse.ArgumentParser:
-    """`block` is the tile where none is given; None: the backend's choice."""
-    p = argparse.ArgumentParser(add_help=False)
-    p.add_argument("expr", metavar="EXPR", help="a mask, a score mod, or a .frisket file")
-    p.add_argument("--score", metavar="EXPR", help="a score mod beside the mask")
-    p.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar")
-    p.add_argument("--table", action="append", default=[], metavar="NAME=FILE.npy", help="bind a table")
-    p.add_argument("--block", type=tile_size, default=block, metavar="N or QxK", help="tile in tokens")
-    return p
+def fill(p: Parser, c: Command) -> None:
+    module = import_module(f".cli_{c.name}", __package__)
+    getattr(module, f"add_{c.name}")(p)
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    p.set_defaults(command=getattr(module, c.name), parser=p)
 
 
-def size_options() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(add_help=False)
-    p.add_argument("--q-len", type=positive, metavar="TOKENS")
-    p.add_argument("--kv-len", type=positive, metavar="TOKENS", help="default: --q-len")
-    p.add_argument("--batch", type=positive, default=1)
-    p.add_argument("--heads", type=positive, default=1)
-    return p
-
-
-def add_slice(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--b", type=natural, default=0, help="which batch entry (default: %(default)s)")
-    p.add_argument("--h", type=natural, default=0, help="which head (default: %(default)s)")
-
-
-def add_plot(p: argparse.ArgumentParser) -> None:
-    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .html")
-    p.add_argument("--b", type=natural, help="one batch entry (default: all that differ)")
-    p.add_argument("--h", type=natural, help="one head (default: all that differ)")
-    p.add_argument("--dark", action="store_true", help="light on dark")
-
-
-def add_run(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--tokens", nargs="+", type=Path, required=True, metavar="FILE", help="read as bytes")
-    p.add_argument("--max-tokens", type=positive, default=4096, help="default: %(default)s")
-    p.add_argument("--heads", type=positive, default=8, help="default: %(default)s")
-    p.add_argument("--head-dim", type=even, default=64, help="default: %(default)s")
-    p.add_argument("--framework", choices=["torch", "jax"], help="default: the first one installed")
-    p.set_defaults(b=0, h=0)
-    p.add_argument("--repeats", type=positive, default=5, help="timed runs of each (default: %(default)s)")
-
-
-def positive(text: str) -> int:
-    n = natural(text)
-    if n == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return n
-
-
-def natural(text: str) -> int:
-    if not text.replace("_", "").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
-
-
-def even(text: str) -> int:
-    if (n := positive(text)) % 2:
-        raise argparse.ArgumentTypeError("must be even: RoPE turns pairs of channels")
-    return n
-
-
-def tile(text: str) -> tuple[int, int]:
-    i, comma, j = text.partition(",")
-    if not comma:
-        raise argparse.ArgumentTypeError(f"{text!r} is no tile; write its row and column, for example 3,5")
-    return natural(i), natural(j)
-
-
-def tile_size(text: str) -> tuple[int, int]:
-    q, _, k = text.replace(",", "x").partition("x")
-    return positive(q), positive(k or q)
+def described() -> str:
+    """What there is, by what people want to do."""
+    lines = [HEAD]
+    for group, commands in groupby(COMMANDS.values(), key=lambda c: c.group):
+        lines += ["", f"{group}:", *(f"  {c.name:11} {c.help}" for c in commands)]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

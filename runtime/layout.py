@@ -29,10 +29,20 @@ from .layout_checks import check_lengths, check_reach, placed
 from .layout_facts import Counts, Facts
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from .export.bsr import BSR
+    from .export.fa4 import FA4
+    from .export.flashmask import FlashMask
+    from .export.slices import Slices
+    from .export.splash import Splash
+    from .export.varlen import Varlen
     from .mask import Mask
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
+_BUDGET = 1 << 28  # positions looked at where nothing else decides a tile
 
 
 @dataclass(frozen=True)
@@ -74,12 +84,13 @@ class Layout:
         sizes: Sizes | None,
         exact: bool,
         written: Expr,
+        budget: int = _BUDGET,
     ) -> None:
         self.mask, self.written = mask, written  # simplified, and as the user wrote it
         self.params, self.tables = params, tables
         self.q_len, self.kv_len, self.batch, self.heads, self.block = q_len, kv_len, batch, heads, block
         self.origin, self.sizes = origin, sizes or whole(origin, (batch, heads, q_len, kv_len))
-        self.work = 1 << 28 if exact else 0
+        self.work = budget if exact else 0
         self.analysis: Analysis = self._analyse(transposed=False)
 
     def _analyse(self, *, transposed: bool) -> Analysis:
@@ -283,7 +294,7 @@ class Layout:
 
     # -- pictures and exports -----------------------------------------------------------------------
 
-    def plot(self, path: str | Path | None = None, **options: Any) -> Any:
+    def plot(self, path: str | Path | None = None, **options: Any) -> Figure:
         """A picture of the tiles, `.png` or `.svg`; without a path, the matplotlib figure."""
         from .draw.plot import plot
 
@@ -300,43 +311,43 @@ class Layout:
 
         return notebook(self)
 
-    def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> Any:
+    def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
         """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`."""
         from .export.block_mask import to_block_mask
 
         return to_block_mask(self, device, separate_full_blocks)
 
-    def to_flashmask(self) -> Any:
+    def to_flashmask(self) -> FlashMask:
         """FlashMask's start and end rows per key column."""
         from .export.flashmask import to_flashmask
 
         return to_flashmask(self)
 
-    def to_slices(self) -> Any:
+    def to_slices(self) -> Slices:
         """MagiAttention's rectangles: query range, key range, kind."""
         from .export.slices import to_slices
 
         return to_slices(self)
 
-    def to_bsr(self, bits: bool = False) -> Any:
+    def to_bsr(self, bits: bool = False) -> BSR:
         """Block sparse rows, per distinct slice; with the elements of cut tiles as `bits`."""
         from .export.bsr import to_bsr
 
         return to_bsr(self, bits)
 
-    def to_splash(self, fused: bool = False) -> Any:
+    def to_splash(self, fused: bool = False) -> Splash:
         """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel."""
         from .export.splash import to_splash
 
         return to_splash(self, fused)
 
-    def to_fa4(self, device: Any = "cpu", compact: bool = False) -> Any:
+    def to_fa4(self, device: Any = "cpu", compact: bool = False) -> FA4:
         """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""
         from .export.fa4 import to_fa4
 
         return to_fa4(self, device, compact)
 
-    def to_varlen(self) -> Any:
+    def to_varlen(self) -> Varlen:
         """`cu_seqlens` and the causal and window flags of variable-length attention."""
         from .export.varlen import to_varlen
 
@@ -384,10 +395,12 @@ def make_layout(
     origin: Origin = (0, 0, 0, 0),
     sizes: Sizes | None = None,
     exact: bool = True,
+    budget: int = _BUDGET,
 ) -> Layout:
     """The layout of a mask over `[origin.q, origin.q + q_len)` x `[origin.k, origin.k + kv_len)`.
 
-    `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. Raises `ShapeError` for
+    `exact=False` leaves tiles PARTIAL that only a look at their elements could decide, and so does `budget` once so
+    many positions were looked at. Raises `ShapeError` for
     lengths, tile sizes or origins that make no sense, `ParameterError` for a parameter without a value.
     """
     pair: tuple[Any, ...] = tuple(block) if isinstance(block, Iterable) else (block, block)
@@ -400,5 +413,5 @@ def make_layout(
     simple, _ = prepare(written, None)
     return Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
-        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr,
+        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, budget,
     )  # fmt: skip

@@ -75,8 +75,8 @@ def filled(**parts: str) -> str:
     return re.sub(r"\{\{([\w.]+)\}\}", part, file(ROOM, "page.html"))
 
 
-def data(layout: Layout) -> dict[str, Any]:
-    """What the scripts of the page draw and ask."""
+def data(layout: Layout, pack: portable.Pack | None = None) -> dict[str, Any]:
+    """What the scripts of the page draw and ask; `pack` writes a table."""
     runs = portable.runs(layout)
     size = sum(len(array["data"]) for array in runs.values())
     if size > PACKED:
@@ -89,7 +89,7 @@ def data(layout: Layout) -> dict[str, Any]:
         "qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
         "block": layout.block, "rows": layout.rows, "columns": layout.columns,
         "origin": {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)},
-        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": runs, "mask": portable.mask(layout),
+        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": runs, "mask": portable.mask(layout, pack),
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 // PATCH x PATCH tokens. Those of an earlier layout stand in for pieces that are still to come. Positions are counted
 // from the upper left corner of the layout; what people read and type is global, `origin` away.
 
-const CHUNK = 256, PATCH = 128, KEPT = 400, SLICE = 12; // cells, tokens, pieces, milliseconds per frame
+const CHUNK = 256, PATCH = 128, KEPT = 400, SLICE = 12, FIRST = 40, SHADES = 255; // cells, tokens, pieces, milliseconds per frame and for the first of a layout, of orange
 const LEFT = 78, TOP = 30; // of the rulers, in CSS pixels
 const EMPTY = 0, PARTIAL = 1, FULL = 2, KINDS = ["empty", "partial", "full"];
 const $ = (id) => document.getElementById(id);
@@ -14,7 +14,7 @@ const at = { q: -1, k: -1, pinned: false };
 const darkness = matchMedia("(prefers-color-scheme: dark)");
 const number = new Intl.NumberFormat("en").format;
 let data = null, runs = null, mask = null, colours = null, drawing = 0;
-let pieces = new Map(), earlier = new Map(), wanted = [], until = 0; // made, of the layout before, still to make, till when
+let pieces = new Map(), earlier = new Map(), wanted = [], until = 0, fresh = true; // made, of the layout before, still to make, till when
 
 const clamp = (x, lo, hi) => Math.max(lo, Math.min(hi, x));
 const originOf = (axis) => { const o = data.origin[axis]; return o[Math.min(view.b, o.length - 1)]; };
@@ -72,15 +72,14 @@ function counted(level, ci, cj) {
 
 function chunk(level, ci, cj) {
   const { full, read, r0, c0, cell } = counted(level, ci, cj), w = CHUNK + 1;
+  const [lines, across] = [data.rows - r0, data.columns - c0].map((n) => Math.min(CHUNK, Math.ceil(n / cell)));
   return painted(CHUNK, CHUNK, (pixels) => {
-    for (let i = 0; i < CHUNK; i++) {
-      const high = clamp(data.rows - r0 - i * cell, 0, cell);
-      for (let j = 0; j < CHUNK; j++) {
-        const tiles = high * clamp(data.columns - c0 - j * cell, 0, cell), n = i * w + j;
-        if (tiles === 0) continue;
-        const share = read[n] / tiles;
-        const colour = full[n] === tiles ? colours.full : share === 0 ? colours.empty : blend(share);
-        pixels[i * CHUNK + j] = colour;
+    for (let i = 0; i < lines; i++) {
+      const high = Math.min(cell, data.rows - r0 - i * cell);
+      for (let j = 0; j < across; j++) {
+        const n = i * w + j, some = read[n], tiles = high * Math.min(cell, data.columns - c0 - j * cell);
+        pixels[i * CHUNK + j] =
+          some === 0 ? colours.empty : full[n] === tiles ? colours.full : colours.shades[Math.round((SHADES * some) / tiles)];
       }
     }
   });
@@ -145,6 +144,7 @@ function piece(name, make) {
 function outdate(alike) {
   earlier = alike ? new Map([...earlier, ...pieces]) : new Map();
   pieces = new Map();
+  fresh = true;
 }
 
 // -- drawing ---------------------------------------------------------------------------------------------
@@ -153,18 +153,20 @@ const packed = (hex) => {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
   return (255 << 24 | b << 16 | g << 8 | r) >>> 0; // as ImageData has them on a little-endian machine
 };
-function blend(share) {
-  const mixed = (shift) => {
+// From tint to partial.
+function shades() {
+  const mixed = (share, shift) => {
     const from = colours.tint >>> shift & 255, to = colours.partial >>> shift & 255;
     return Math.round(from + (to - from) * share) << shift;
   };
-  return (255 << 24 | mixed(16) | mixed(8) | mixed(0)) >>> 0;
+  return Uint32Array.from({ length: SHADES + 1 }, (_, i) => 255 << 24 | mixed(i / SHADES, 16) | mixed(i / SHADES, 8) | mixed(i / SHADES, 0));
 }
 
 function recolour() {
   const palette = data.palettes[darkness.matches ? "dark" : "light"];
   colours = { css: palette };
   for (const name of ["full", "partial", "tint", "empty"]) colours[name] = packed(palette[name]);
+  colours.shades = shades();
   outdate(false);
   redraw();
 }
@@ -182,7 +184,8 @@ function redraw() {
 function draw() {
   const ratio = devicePixelRatio || 1, c = context, css = colours.css;
   wanted = [];
-  until = performance.now() + SLICE;
+  until = performance.now() + (fresh ? FIRST : SLICE);
+  fresh = false;
   c.setTransform(ratio, 0, 0, ratio, 0, 0);
   c.fillStyle = css.paper;
   c.fillRect(0, 0, view.width, view.height);

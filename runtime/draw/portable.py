@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from ..layout import Layout
 
 Array = NDArray[Any]
+Pack = Callable[[Array], dict[str, str]]
 TABLES = 8 << 20  # bytes of packed tables in one page
 SAFE = 2**53 - 1  # the Ints a JavaScript number holds
 
 
-def mask(layout: Layout) -> dict[str, Any]:
-    """`text` with the `spans` of its clauses, and the `program` of the mask; `why` where a page cannot carry one."""
+def mask(layout: Layout, pack: Pack | None = None) -> dict[str, Any]:
+    """`text` with the `spans` of its clauses, and the `program` of the mask; `why` where a page cannot carry one.
+    `pack` writes a table, `packed` where it is not given."""
     tables = {name: table.array for name, table in layout.tables.items()}
     scalars = {**layout.params, **dict(zip(SIZE_NAMES, layout.sizes, strict=True))}
     try:
         text, found = places(layout.written, {**layout.params, **tables})
-        made = program(layout.written, scalars, tables)
-        size = sum(len(table["array"]["data"]) for table in made["tables"].values())
+        made = program(layout.written, scalars, tables, pack)
+        size = sum(len(table["array"].get("data", "")) for table in made["tables"].values())
         if size > TABLES:
             raise BudgetError(
                 f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
@@ -52,13 +54,15 @@ def mask(layout: Layout) -> dict[str, Any]:
     return {"text": text, "spans": spans, "program": made, "why": ""}
 
 
-def program(root: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, Any]:
+def program(
+    root: Expr, scalars: Mapping[str, Any], tables: Mapping[str, Array], pack: Pack | None = None
+) -> dict[str, Any]:
     """`nodes`; the `tables` they read; and in `clauses` how each part that can decide a mask is worded."""
     index = {node: i for i, node in enumerate(walk(root))}
     read = sorted({n.name for n in index if n.op in ("lookup", "segment")})
     return {
         "nodes": [_node(n, index, scalars, tables) for n in index],
-        "tables": {name: {"shape": list(tables[name].shape), "array": packed(tables[name])} for name in read},
+        "tables": {name: {"shape": list(tables[name].shape), "array": (pack or packed)(tables[name])} for name in read},
         "clauses": {index[e]: _worded(e, index) for e in _deciding(root)},
     }
 

@@ -124,10 +124,11 @@ def which(layout: Layout, b: int = 0, h: int = 0) -> str:
     return f"batch {b}, head {h}: one of {slices:,} different layouts" if slices > 1 else ""
 
 
-def layout_picture(layout: Layout, b: int = 0, h: int = 0, *, ink: Ink | None = None) -> Text:
-    """The picture of one batch entry and head, with its axes in global positions."""
+def layout_picture(layout: Layout, b: int = 0, h: int = 0, *, ink: Ink | None = None, width: int = 80) -> Text:
+    """The picture of one batch entry and head, with its axes in global positions, at most `width` columns wide."""
     origin = tuple(_entry(x, b) for x in layout.origin[2:])
-    return picture(of_layout(layout, b, h), layout.block, (origin[0], origin[1]), ink=ink or UNICODE)
+    grid = of_layout(layout, b, h, max(4, min(CELLS, (width - MARGIN) // 2)))
+    return picture(grid, layout.block, (origin[0], origin[1]), ink=ink or UNICODE, width=width)
 
 
 def _entry(x: Any, b: int) -> int:
@@ -169,9 +170,10 @@ def picture(
     origin: tuple[int, int] = (0, 0),
     *,
     ink: Ink = UNICODE,
+    width: int = 80,
 ) -> Text:
     """The picture with axes in tokens and a legend. `block` is a tile's size in tokens, `origin` the first
-    query and key of the layout."""
+    query and key of the layout, `width` the columns there are."""
     rows, columns = grid.full.shape
     q_step, k_step = (s * b for s, b in zip(grid.step, block, strict=True))
     every = 4
@@ -188,21 +190,28 @@ def picture(
             line.append((getattr(ink, name) * 2)[:2], STYLES[name])
         line.rstrip()
         text.append(line).append("\n")
-    _legend(text, grid, (q_step, k_step), ink)
-    return text
+    return text.append(_legend(grid, (q_step, k_step), ink, width))
 
 
-def _legend(text: Text, grid: Grid, step: tuple[int, int], ink: Ink) -> None:
-    text.append(" " * MARGIN)
-    text.append(ink.full, STYLES["full"]).append(" full  ", "dim")
-    if grid.step == (1, 1):
-        text.append(ink.half, STYLES["half"]).append(" partial  ", "dim")
-    else:
-        for name in ("most", "half", "little"):
-            text.append(getattr(ink, name), STYLES[name])
-        text.append(" part, by share  ", "dim")
-    text.append(ink.empty.strip(), STYLES["empty"]).append(" empty  ", "dim")
-    text.append(f"one cell {step[0]:,} {'x' if ink is ASCII else '×'} {step[1]:,} tokens", "dim")
+def _legend(grid: Grid, step: tuple[int, int], ink: Ink, width: int) -> Text:
+    levels = ("half",) if grid.step == (1, 1) else ("most", "half", "little")
+    parts = [
+        Text.assemble((ink.full, STYLES["full"]), (" full", "dim")),
+        Text.assemble(
+            *((getattr(ink, name), STYLES[name]) for name in levels),
+            (" partial" if len(levels) == 1 else " part, by share", "dim"),
+        ),
+        Text.assemble((ink.empty.strip(), STYLES["empty"]), (" empty", "dim")),
+        Text(f"one cell {step[0]:,} {'x' if ink is ASCII else '×'} {step[1]:,} tokens", "dim"),
+    ]
+    lines = [Text(" " * MARGIN)]
+    for part in parts:
+        gap = 2 * (lines[-1].cell_len > MARGIN)
+        if gap and lines[-1].cell_len + gap + part.cell_len > width:
+            lines.append(Text(" " * MARGIN))
+            gap = 0
+        lines[-1].append(" " * gap).append(part)
+    return Text("\n").join(lines)
 
 
 def tokens(n: int, largest: int = 0) -> str:

@@ -48,9 +48,10 @@ def _pipe() -> tuple[int, int]:
 
 class Page:
     """One page of one browser. `complaints` are errors and warnings of its console, exceptions, and every
-    request that leaves the file."""
+    request that leaves the file, or the `origin` that it may ask."""
 
-    def __init__(self, path: Path | str | None = None) -> None:
+    def __init__(self, path: Path | str | None = None, origin: str | None = None) -> None:
+        self.allowed = ("file:", "data:", "blob:", *([origin] if origin else []))
         self.serial, self.rest, self.session = 0, b"", None
         self.complaints: list[str] = []
         self.profile = tempfile.TemporaryDirectory(prefix="frisket-browser-", ignore_cleanup_errors=True)
@@ -73,7 +74,8 @@ class Page:
             for domain in ("Page", "Runtime", "Log", "Network"):
                 self.ask(f"{domain}.enable")
             nothing = {"latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
-            self.ask("Network.emulateNetworkConditions", offline=True, **nothing)
+            if origin is None:
+                self.ask("Network.emulateNetworkConditions", offline=True, **nothing)
             if path is not None:
                 self.go(path)
         except BaseException:
@@ -81,13 +83,14 @@ class Page:
             raise
 
     def go(self, path: Path | str, dark: bool = False, width: int = 1280, height: int = 800) -> None:
-        """Open a file, and wait until all of it is drawn."""
+        """Open a file or an address, and wait until all of it is drawn."""
+        url = str(path) if str(path).startswith("http") else Path(path).resolve().as_uri()
         self.complaints.clear()
         self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
-        self.ask("Page.navigate", url=Path(path).resolve().as_uri())
-        self.until(f"location.href === {json.dumps(Path(path).resolve().as_uri())}")
+        self.ask("Page.navigate", url=url)
+        self.until(f"location.href.startsWith({json.dumps(url)})")
         self.until("document.documentElement?.dataset.ready === 'yes'")
         self.settle()
 
@@ -125,6 +128,12 @@ class Page:
     def key(self, key: str, shift: bool = False) -> None:
         for kind in ("keyDown", "keyUp"):
             self.ask("Input.dispatchKeyEvent", type=kind, key=key, modifiers=8 if shift else 0)
+
+    def type(self, text: str) -> None:
+        """What a keyboard sends for each character."""
+        for character in text:
+            self.ask("Input.dispatchKeyEvent", type="keyDown", key=character, text=character)
+            self.ask("Input.dispatchKeyEvent", type="keyUp", key=character)
 
     def screenshot(self, path: Path | str) -> None:
         self.settle()
@@ -194,5 +203,5 @@ class Page:
             self.complaints.append(json.dumps(params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.complaints.append(params["entry"]["text"])
-        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "data:")):
+        elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(self.allowed):
             self.complaints.append("asked for " + params["request"]["url"])

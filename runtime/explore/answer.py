@@ -1,0 +1,307 @@
+"""What the explorer answers: a text, values and lengths to a picture, facts, cost and lines to run it elsewhere.
+
+>>> found = answer({"text": "causal & window(w)", "q_len": 4096, "kv_len": 4096, "values": {"w": 256}}, {})
+>>> found["scalars"][0]["high"], found["data"]["rows"]
+(1024, 32)
+>>> answer({"text": "causal & windw(w)"}, {})["problems"][0]["caret"]
+'         ^^^^^^^^'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache, partial
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, ShapeError, caret
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import TRUE, conj, uses
+from frisket.dsl.program import read
+from frisket.dsl.show import show
+from frisket.lowering.simplify import prepare
+
+from ..draw import html, portable
+from ..layout import Layout, make_layout
+from ..mask import Mask, Program, ScoreMod, program
+from ..parameters import names_of
+from .values import MadeUp, Number, Problem, Scalar, given
+
+Array = NDArray[Any]
+LONGEST = 1 << 22  # tokens
+TILES = 1 << 16  # along each axis
+ROWS = 1 << 19  # of tiles, of all batch entries and heads
+CHARACTERS = 20_000
+BUDGET = 1 << 25  # positions looked at, about half a second; tiles beyond that are drawn as partial
+HEAT = 48  # samples along each axis of what becomes of a score
+CURVE = 129
+HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the page asks. `have` are the tables it has already, by their digests."""
+
+    text: str
+    q_len: int = 2048
+    kv_len: int = 2048
+    batch: int = 1
+    heads: int = 1
+    block: tuple[int, int] = (128, 128)
+    documents: int = 8
+    values: Mapping[str, Number] = field(default_factory=dict)
+    have: frozenset[str] = frozenset()
+
+    @property
+    def problem(self) -> Problem:
+        return Problem(self.q_len, self.kv_len, self.batch, self.heads, self.documents)
+
+
+def answer(asked: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, Any]:
+    """`asked` is a request as JSON has it, `tables` those that were given with `--table`. Never raises for what a
+    person can type: an error comes back as `error`, with `problems` and their places where it has some."""
+    try:
+        return _answered(checked(asked), tables)
+    except MaskSyntaxError as error:
+        problems = [
+            {"message": p.message, "start": p.span.start, "stop": p.span.stop, "remedy": p.remedy}
+            | dict(zip(("where", "line", "caret"), _pictured(error, p.span), strict=True))
+            for p in error.problems
+        ]
+        return {"error": "MaskSyntaxError", "message": str(error), "problems": problems}
+    except FrisketError as error:
+        return {"error": type(error).__name__, "message": str(error), "problems": []}
+    except MemoryError:
+        message = "not enough memory\n  ask for smaller lengths, or larger tiles"
+        return {"error": "MemoryError", "message": message, "problems": []}
+
+
+def _pictured(error: MaskSyntaxError, span: Any) -> list[str]:
+    where, picture = caret(error.source, span, error.name)
+    return [where, *picture.split("\n")]
+
+
+def checked(asked: Mapping[str, Any]) -> Request:
+    """A request that can be worked on; ShapeError and ParameterError where it cannot."""
+    if not isinstance(asked, Mapping) or not isinstance(asked.get("text"), str):
+        raise ParameterError("a request is a JSON object with `text`")
+    if len(asked["text"]) > CHARACTERS:
+        raise ParameterError(f"the text has {len(asked['text']):,} characters; {CHARACTERS:,} are the most")
+    numbers = {n: asked.get(n, getattr(Request, n)) for n in ("q_len", "kv_len", "batch", "heads", "documents")}
+    block = asked.get("block", Request.block)
+    if not isinstance(block, list | tuple) or len(block) != 2:
+        raise ShapeError("block is two lengths in tokens: (queries, keys)")
+    for name, n in [*numbers.items(), *zip(("the tile's height", "the tile's width"), block, strict=True)]:
+        if type(n) is not int or not 1 <= n <= LONGEST:
+            raise ShapeError(f"{name} is {n!r}\n  write a whole number from 1 to {LONGEST:,}")
+    for length, tile in zip((numbers["q_len"], numbers["kv_len"]), block, strict=True):
+        if length > tile * TILES:
+            raise ShapeError(
+                f"{length:,} tokens in tiles of {tile:,} are more than {TILES:,} tiles\n  take larger tiles"
+            )
+    if numbers["batch"] * numbers["heads"] * -(-numbers["q_len"] // block[0]) > ROWS:
+        raise ShapeError(
+            f"batch, heads and rows of tiles are more than {ROWS:,} together\n  take fewer, or larger tiles"
+        )
+    values, have = asked.get("values", {}), asked.get("have", [])
+    if not isinstance(values, Mapping) or not all(isinstance(x, bool | int | float) for x in values.values()):
+        raise ParameterError("values are numbers, true or false, by the names of parameters")
+    if not isinstance(have, list | tuple) or not all(isinstance(x, str) for x in have):
+        raise ParameterError("`have` lists the digests of tables")
+    return Request(asked["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
+
+
+def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
+    start = time.perf_counter()
+    what, scalars, made = bound(request, files)
+    layout = laid_out(what, request)
+    said = html.said(layout)
+    spent = time.perf_counter() - start
+    return {
+        "data": html.data(layout, partial(packed, have=request.have)), **said, "title": html.short(" ".join(request.text.split()), 80),
+        "cost": cost(layout, spent), "score": None if what.score is None else becomes(what.score, request),
+        "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
+        "notes": [] if what.mask is None else list(what.mask.origin.notes), "uses": sorted(uses(layout.written)),
+        "command": command(request, scalars, made, files), "python": python(request, what, scalars, made, files),
+    }  # fmt: skip
+
+
+# -- from the text to a layout ------------------------------------------------------------------------------------
+
+
+def bound(request: Request, files: Mapping[str, Array]) -> tuple[Program, list[Scalar], dict[str, MadeUp]]:
+    """The program with every name bound: to what the page says, to a file's table, else to a guess."""
+    found = read(request.text, params={})
+    roots = [e for e in (found.mask, found.score, found.expr) if e is not None]
+    whole = roots[0] if len(roots) == 1 else conj(*(_as_bool(e) for e in roots))
+    names = names_of(whole)
+    values = {n: x for n, x in {**found.defaults, **request.values}.items() if n in names and names[n][0] == 0}
+    tables = {n: x for n, x in files.items() if n in names}
+    scalars, made = given(values, tables, whole, request.problem)
+    every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in made.items()}}
+    return program(request.text, "mask", **every), scalars, made
+
+
+def _as_bool(e: Any) -> Any:
+    """A mask and a score mod as one expression, of which only the names matter."""
+    return e if str(e.type) == "Bool" else e > 0
+
+
+def laid_out(what: Program, request: Request) -> Layout:
+    """The layout of the mask, and of what the score mod hides; everything, where nothing is hidden."""
+    parts = [part for part in (what.mask, what.score) if part is not None]
+    mask = what.mask
+    if mask is None:
+        hidden, _ = prepare(None, what.score.expr if what.score else None)
+        mask = Mask(TRUE if hidden is None else hidden, _read(hidden, parts))
+    mask.check_tables(request.q_len, request.kv_len, request.batch, request.heads)
+    return make_layout(mask, request.q_len, request.kv_len, request.batch, request.heads, request.block, budget=BUDGET)
+
+
+def _read(e: Any, parts: list[Any]) -> dict[str, Any]:
+    names = {} if e is None else names_of(e)
+    return {n: x for part in parts for n, x in part.params.items() if n in names}
+
+
+def packed(array: Array, have: frozenset[str]) -> dict[str, str]:
+    """A table for the page under its digest; without contents where the page has them."""
+    key = digest(array)
+    return {"key": key} if key in have else {"key": key, **portable.packed(array)}
+
+
+def digest(array: Array) -> str:
+    return hashlib.blake2b(
+        np.ascontiguousarray(array).tobytes() + str((array.dtype, array.shape)).encode(), digest_size=16
+    ).hexdigest()
+
+
+# -- what it costs ------------------------------------------------------------------------------------------
+
+
+def cost(layout: Layout, spent: float) -> str:
+    """Rows of a table: work and memory beside dense attention, and how long the analysis took."""
+    spans, facts, c = layout.spans, layout.facts, layout.counts
+    total = layout.batch * layout.heads * layout.q_len * layout.kv_len
+    read, tiles = c.partial + c.full, c.partial + c.full + c.empty
+    rows = []
+    if (pairs := facts.visible_pairs) is not None:
+        rows.append(("visible", f"{pairs:,} of {total:,} pairs, {percent(pairs, total)}"))
+        rows.append(("forward", f"{amount(4 * HEAD_DIM * pairs, 1000, 'FLOP')} that matter, at head dim {HEAD_DIM}"))
+    area = 4 * HEAD_DIM * read * layout.block[0] * layout.block[1]
+    rows.append(("tiles read", f"{read:,} of {tiles:,}, {percent(read, tiles)}: {amount(area, 1000, 'FLOP')}"))
+    rows.append(("dense", f"{amount(4 * HEAD_DIM * total, 1000, 'FLOP')}, and a mask of {amount(total, 1024, 'B')}"))
+    held = spans.bounds.nbytes + spans.count.nbytes + spans.slice_of.nbytes
+    rows.append(("layout", f"{amount(held, 1024, 'B')}"))
+    rows.append(("analysis", f"{1e3 * spent:.1f} ms, {facts.method}"))
+    return html.table(rows)
+
+
+def percent(part: int, total: int) -> str:
+    text = f"{100 * part / total:.3g} %"
+    return "> 99.9 %" if text == "100 %" and part < total else text
+
+
+def amount(n: float, base: int, unit: str) -> str:
+    """`amount(58_800_000, 1000, "FLOP") == "58.8 MFLOP"`."""
+    prefixes = ("", "k", "M", "G", "T", "P", "E") if base == 1000 else ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+    power = 0
+    while n >= 999.5 and power + 1 < len(prefixes):
+        n, power = n / base, power + 1
+    return f"{n:.3g} {prefixes[power]}{unit}"
+
+
+# -- the score mod --------------------------------------------------------------------------------------------
+
+
+def becomes(mod: ScoreMod, request: Request) -> dict[str, Any]:
+    """A score mod's text, and what becomes of a score: of 1 over queries and keys, where the mod knows positions, as
+    `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves`, one for each of up to 4 heads."""
+    named = uses(mod.expr)
+    env = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
+    out: dict[str, Any] = {"text": show(mod.expr, mod.params)}
+    with np.errstate(all="ignore"):
+        if named & {"q", "k"}:
+            q, k = (np.linspace(0, n - 1, min(n, HEAT)).astype(int) for n in (request.q_len, request.kv_len))
+            try:
+                value = evaluate(mod.expr, {**env, "q": q[:, None], "k": k[None], "score": 1.0}, mod.tables)
+            except EvaluationError as error:
+                return out | {"why": str(error)}
+            change = np.broadcast_to(value, (len(q), len(k))) - 1.0
+            seen = np.isfinite(change)
+            reach = float(np.abs(change[seen]).max(initial=0.0)) or 1.0
+            scaled = np.where(seen, np.round(change / reach, 3), 0.0)
+            shown = [[x if s else None for x, s in zip(xs, ss)] for xs, ss in zip(scaled.tolist(), seen.tolist())]
+            return out | {"change": shown, "reach": reach}
+        span = 4.0 * max([1.0, *(abs(float(x)) / 1.5 for x in mod.scalars.values())])
+        x = np.linspace(-span, span, CURVE)
+        curves = []
+        for h in range(min(4, request.heads) if "h" in named else 1):
+            y = np.broadcast_to(evaluate(mod.expr, {**env, "h": h, "score": x}, mod.tables), x.shape)
+            curves.append([round(v, 5) if np.isfinite(v) else None for v in y.tolist()])
+    return out | {"span": span, "curves": curves}
+
+
+# -- elsewhere --------------------------------------------------------------------------------------------------
+
+
+def command(request: Request, scalars: list[Scalar], made: Mapping[str, MadeUp], files: Mapping[str, Array]) -> str:
+    """The same as a line for a shell."""
+    words = ["frisket", "show", request.text, "--q-len", str(request.q_len)]
+    if request.kv_len != request.q_len:
+        words += ["--kv-len", str(request.kv_len)]
+    for name in ("batch", "heads"):
+        if (n := getattr(request, name)) > 1:
+            words += [f"--{name}", str(n)]
+    bq, bk = request.block
+    if request.block != Request.block:
+        words += ["--block", str(bq) if bq == bk else f"{bq}x{bk}"]
+    for s in scalars:
+        words += ["--set", f"{s.name}={str(s.value).lower() if s.type == 'Bool' else s.value}"]
+    for name in [*(n for n in files if n in _names(request.text)), *made]:
+        words += ["--table", f"{name}={name}.npy"]
+    return shlex.join(words)
+
+
+def python(
+    request: Request, what: Program, scalars: list[Scalar], made: Mapping[str, MadeUp], files: Mapping[str, Array]
+) -> str:
+    """The same as lines of Python, with the tables that were made up; they run as they are, but for files."""
+    read_ = [n for n in files if n in _names(request.text)]
+    lines = [*(["import numpy as np", ""] if read_ or made else []), "import frisket as fk", ""]
+    lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in made.values() if t.needs)
+    lines += [f'{n} = np.load("{n}.npy")' for n in read_] + [t.code for t in made.values()]
+    text = f'"""\n{request.text.strip()}\n"""' if "\n" in request.text.strip() else repr(request.text.strip())
+    text = text if text.startswith('"""') or '"' in text else f'"{text[1:-1]}"'
+    values = {**{s.name: str(s.value) for s in scalars}, **{n: n for n in (*read_, *made)}}
+
+    def of(part: Any) -> str:
+        return "".join(f", {n}={x}" for n, x in values.items() if n in names_of(part.expr))
+
+    sizes = "".join(f", {n}={getattr(request, n)}" for n in ("batch", "heads") if getattr(request, n) > 1)
+    sizes += "" if request.block == Request.block else f", block={request.block}"
+    calls = []
+    if what.mask is not None and what.score is not None:
+        lines.append(f"text = {text}")
+        text = "text"
+    if what.mask is not None:
+        lines.append(f"mask = fk.mask({text}{of(what.mask)})")
+        lines.append(f"print(mask.layout({request.q_len}, {request.kv_len}{sizes}))")
+        calls.append("mask=mask")
+    if what.score is not None:
+        lines.append(f"score = fk.score({text}{of(what.score)})")
+        calls.append("score=score")
+    lines.append(f"attend = fk.compile({', '.join(calls)})  # attend(q, k, v)")
+    return "\n".join(lines)
+
+
+@lru_cache(16)
+def _names(text: str) -> frozenset[str]:
+    found = read(text, params={})
+    return frozenset(n for e in (found.mask, found.score, found.expr) if e is not None for n in names_of(e))
