@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import linecache
+import sys
 from hashlib import sha256
+from types import ModuleType
 from typing import Any
 
 
-def load(source: str, **given: Any) -> dict[str, Any]:
-    """The names of a generated module, beside those it is given; tracebacks show its lines."""
-    name = f"<frisket {sha256(source.encode()).hexdigest()[:12]}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-    names: dict[str, Any] = {"__name__": "frisket_kernel", "__file__": name, **given}
-    exec(compile(source, name, "exec"), names)
+def load(source: str, *, importable: bool = False, **given: Any) -> dict[str, Any]:
+    """The names of a generated module, beside those it is given; tracebacks show its lines. `importable` ones are
+    modules that others can import, one for a text: torch.compile looks there for what functions call."""
+    digest = sha256(source.encode()).hexdigest()[:12]
+    name, file = f"frisket_kernel_{digest}", f"<frisket {digest}>"
+    if importable and name in sys.modules:
+        return vars(sys.modules[name])
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    module = ModuleType(name if importable else "frisket_kernel")
+    names = vars(module)
+    names.update(__file__=file, **given)
+    exec(compile(source, file, "exec"), names)
+    if importable:
+        sys.modules[name] = module
     return names

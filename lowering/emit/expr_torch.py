@@ -1,4 +1,4 @@
-"""Expr as torch source: a `mask_mod` for flex_attention, readable and free of everything but torch.
+"""Expr as torch source: a `mask_mod` or `score_mod` for flex_attention, readable and free of everything but torch.
 
 >>> from frisket.dsl.ir import lookup
 >>> from frisket.dsl.sugar import eq, k, q
@@ -28,7 +28,7 @@ from frisket.dsl.types import BOOL
 from .expr import LONG, PRECEDENCE, PREFIX, Text, operator
 from .text import Names, Page
 
-NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx"}
+NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
 TORCH: dict[str, str] = {
     "neg": "-{}", "abs": "{}.abs()", "sign": "sign({})",
@@ -116,7 +116,32 @@ def mask_mod(
     `b h q k` stay below, as far as that is known: an index inside its table is not clamped. `int64` widens the
     positions first, for a mask whose integers may leave 32 bits. Parameters and sizes are literals by now.
     """
-    names = Names({"torch", "math", "make", "mask_mod", *NAMES.values(), *PRELUDE, "times", "mix"})
+    return _function("mask_mod", mask, tables, reach, int64, title)
+
+
+def score_mod(
+    score: Expr, tables: Mapping[str, tuple[int, ...]], *, reach: Mapping[str, int], int64: bool = False,
+    title: str = "",
+) -> str:  # fmt: skip
+    """The same of a score mod, `score_mod(score, b, h, q_idx, kv_idx)`; Float is float32, Float tables too.
+
+    >>> from frisket.dsl.sugar import h, score
+    >>> from frisket.dsl.types import FLOAT
+    >>> print(score_mod(score * lookup("gain", (h,), FLOAT), {"gain": (8,)}, reach={"h": 8}))
+    def make(gain):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return score * gain[h]
+        return score_mod
+    <BLANKLINE>
+    """
+    return _function("score_mod", score, tables, reach, int64, title).replace("torch.float64", "torch.float32")
+
+
+def _function(
+    name: str, root: Expr, tables: Mapping[str, tuple[int, ...]], reach: Mapping[str, int], int64: bool, title: str
+) -> str:
+    scored = name == "score_mod"
+    names = Names({"torch", "math", "make", name, *NAMES.values(), *PRELUDE, "times", "mix"})
     known = {name: names.new(name) for name in tables}
 
     def leaf(node: Expr, args: list[Text]) -> Text | None:
@@ -125,21 +150,20 @@ def mask_mod(
             return Text(f"{known[node.name]}[{', '.join(at)}]")
         return _form(node, args)
 
-    mask = transform(mask, _folded)
-    lines, value = _written(mask, leaf, names)
+    root = transform(root, _folded)
+    lines, value = _written(root, leaf, names)
     body = Page()
     with body.block(f"def make({', '.join(known.values())}):"):
-        with body.block("def mask_mod(b, h, q_idx, kv_idx):"):
+        with body.block(f"def {name}({'score, ' * scored}b, h, q_idx, kv_idx):"):
             if title:
                 body.comment(title)
-            for name in sorted(NAMES[v] for v in uses(mask) & set(NAMES)) if int64 else ():
-                body.line(f"{name} = {name}.to(torch.int64)")
+            for v in sorted(NAMES[v] for v in uses(root) & set("bhqk")) if int64 else ():
+                body.line(f"{v} = {v}.to(torch.int64)")
             for line in lines:
                 body.line(line)
-            body.line(
-                f"return q_idx.new_full((), {value}, dtype=torch.bool)" if mask.op == "lit" else f"return {value}"
-            )
-        body.line("return mask_mod")
+            alike = "score.new_full((), {})" if scored else "q_idx.new_full((), {}, dtype=torch.bool)"
+            body.line(f"return {alike.format(value) if root.op == 'lit' else value}")
+        body.line(f"return {name}")
     text = str(body)
     used = [PRELUDE[name] for name in PRELUDE if re.search(rf"(?<![.\w]){name}\(", text)]
     return "\n".join([d.strip("\n") + "\n\n" for d in used] + [text]) if used else text

@@ -1,0 +1,101 @@
+"""Layouts beside those of others: torch's `create_block_mask`, splash attention's `process_mask`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from frisket.lowering.analysis.tiles import EMPTY
+
+from ..mask import Mask
+from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
+from .machine import seconds
+
+TILE = 128
+MOST = {"create_block_mask": 8192, "process_mask": 16384}  # tokens: both look at every pair, and take minutes beyond
+
+
+def stage() -> Stage:
+    """Calls return which tiles are read, bool [1, heads or 1, rows, columns]."""
+    torch, jax = (f"{x} is not installed" if not importlib.util.find_spec(x) else "" for x in ("torch", "jax"))
+    contestants = (
+        Contestant("frisket", _ours, ours=True),
+        Contestant("create_block_mask", _create, missing=torch, family="flex"),
+        Contestant("splash process_mask", _process, missing=jax, family="splash"),
+    )
+    return Stage("layout", contestants, lambda found: [found()], seconds)
+
+
+def _mask(contest: Contest) -> Mask:
+    if contest.mask is None:
+        raise NoWordsError("a score mod hides nothing: there are no tiles to tell apart")
+    return contest.mask
+
+
+def _short(contest: Contest, who: str) -> None:
+    longest = max(contest.sizes.q_len, contest.sizes.kv_len)
+    if longest > MOST[who]:
+        raise NoWordsError(f"{who} looks at every pair: it is not asked for more than {MOST[who]:,} tokens")
+
+
+def _ours(contest: Contest) -> Call:
+    """A new layout at every call, of a mask that is written anew."""
+    s, m = contest.sizes, _mask(contest)
+
+    def run() -> Callable[[], Array]:
+        made = Mask(m.expr, m.params).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads, block=TILE)
+        made.spans  # noqa: B018 - what it is for
+        return lambda: np.broadcast_to(made.kinds() != EMPTY, (s.batch, s.heads, made.rows, made.columns))
+
+    return run
+
+
+def _create(contest: Contest) -> Call:
+    """`create_block_mask`, eager, of our mask_mod."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from ..export.block_mask import mask_mod_of
+
+    s = contest.sizes
+    _short(contest, "create_block_mask")
+    layout = _mask(contest).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
+    made = partial(
+        create_block_mask, mask_mod_of(layout), s.batch, s.heads, s.q_len, s.kv_len, device="cpu", BLOCK_SIZE=TILE
+    )
+
+    def run() -> Callable[[], Array]:
+        found = made()
+        return lambda: found.to_dense().bool().numpy()
+
+    return run
+
+
+def _process(contest: Contest) -> Call:
+    """`process_mask`, its cache emptied, of its own class of mask where it has one, else of a bool for every pair."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
+    s = contest.sizes
+    _short(contest, "process_mask")
+    if s.q_len % TILE or s.kv_len % TILE:
+        raise NoWordsError(f"splash attention takes lengths that are multiples of {TILE}")
+    window = contest.window()
+    shape = (s.q_len, s.kv_len)
+    if window is not None:
+        each = [masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)] * s.heads
+    else:
+        dense = contest.dense()
+        if dense.shape[0] > 1:
+            raise NoWordsError("splash attention has one mask for all batch entries")
+        each = [masks.NumpyMask(dense[0, min(h, dense.shape[1] - 1)]) for h in range(s.heads)]
+
+    def run() -> Callable[[], Array]:
+        info._process_mask.cache_clear()
+        found, _ = info.process_mask(masks.MultiHeadMask(each), (TILE, TILE), shrink_grid=False)
+        shape = (s.batch, s.heads, s.q_len // TILE, s.kv_len // TILE)
+        return lambda: np.broadcast_to(np.asarray(found.block_mask) > 0, shape)
+
+    return run

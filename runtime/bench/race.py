@@ -1,0 +1,132 @@
+"""A race: everybody computes the same, is compared before a clock runs, and is timed turn about."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .contest import Call, Contest, NoWordsError, Stage
+from .machine import median_ratio, row
+
+ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest result, or of 1
+
+
+@dataclass
+class Race:
+    """One contest as far as it has come. `times` are seconds by contestant; `out` says who is not timed, and why."""
+
+    contest: Contest
+    stage: str
+    ours: tuple[str, ...]
+    rounds: int
+    times: dict[str, list[float]] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)  # seconds of the first call, compilation included
+    out: dict[str, str] = field(default_factory=dict)
+    doing: str = ""
+
+    @property
+    def steps(self) -> int:
+        """How many of `run`'s steps are behind us, or do not come: each contestant is prepared, then timed."""
+        return sum(map(len, self.times.values()))
+
+    def row(self) -> dict[str, Any]:
+        """In the form of schema.py."""
+        timed = {n: t for n, t in self.times.items() if t}
+        found = row(timed, self.ours) if timed else {}
+        if self.first:
+            found.setdefault("figures", {})["s, first call"] = dict(self.first)
+        return found | ({"notes": dict(self.out)} if self.out else {})
+
+    def default(self) -> str | None:
+        """Ours that is taken where nobody asks for another, among those that were timed."""
+        return next((n for n in self.ours if self.times.get(n)), None)
+
+    def beside(self, name: str) -> tuple[float, float, float] | None:
+        """Time of a contestant / time of our default, round by round."""
+        base = self.default()
+        if base in (None, name) or not self.times.get(name):
+            return None
+        assert base is not None
+        n = min(len(self.times[name]), len(self.times[base]))
+        return median_ratio(self.times[name][:n], self.times[base][:n]) if n else None
+
+
+def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] | None = None) -> Iterator[Race]:
+    """The race after every step. `families` are the peers that take part, None for all."""
+    chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
+    race = Race(contest, stage.name, tuple(c.name for c in chosen if c.ours), rounds)
+    calls: dict[str, Call] = {}
+    results: dict[str, Any] = {}
+    for c in chosen:
+        if c.missing:
+            race.out[c.name] = c.missing
+            continue
+        race.doing = f"{c.name}: first call"
+        yield race
+        start = time.perf_counter()
+        try:
+            call = c.prepare(contest)
+            results[c.name] = stage.numpy(call())
+        except NoWordsError as why:
+            race.out[c.name] = str(why)
+            continue
+        except Exception as error:  # of any library: what it says is part of the result
+            race.out[c.name] = f"failed: {type(error).__name__}: {error}".split("\n")[0][:200]
+            continue
+        race.first[c.name] = time.perf_counter() - start
+        calls[c.name] = call
+    race.doing = "comparing results"
+    yield race
+    for name, why in disagreeing(contest, results, race.ours).items():
+        race.out[name] = why
+        del calls[name]
+    results.clear()
+    race.times = {n: [] for n in calls}
+    order, draw = list(calls), random.Random(0)
+    for call in calls.values():
+        call()
+    for n in range(rounds):
+        draw.shuffle(order)  # the second finds warm caches
+        for name in order:
+            time.sleep(stage.rest)
+            race.times[name].append(stage.clock(calls[name]))
+        race.doing = f"round {n + 1} of {rounds}"
+        yield race
+
+
+def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str]) -> dict[str, str]:
+    """Contestants whose results are not right, and how far off they are. Outputs are held against the float64
+    interpreter for some queries, then everything against ours; of gradients the interpreter says nothing here, so
+    that those that differ from ours are named as differing."""
+    bad: dict[str, str] = {}
+    sizes = contest.sizes
+    if not sizes.backward:
+        for at, want in contest.oracle():
+            for name, (out,) in results.items():
+                if why := apart(out[:, :, at], want, sizes.dtype):
+                    bad.setdefault(name, f"wrong, not timed: {why} from the float64 interpreter")
+    base = next((n for n in ours if n in results and n not in bad), None)
+    for name, found in results.items():
+        if base is None or name in bad or name == base:
+            continue
+        whys = [apart(x, y, sizes.dtype) for x, y in zip(found, results[base], strict=True)]
+        if why := next(filter(None, whys), ""):
+            bad[name] = f"not timed: {why} from {base}"
+    return bad
+
+
+def apart(got: Any, want: Any, dtype: str) -> str:
+    """How two results differ, where it is more than their numbers allow."""
+    if got.shape != want.shape:
+        return f"its shape {got.shape} differs"
+    nan = int(np.isnan(got).sum() - np.isnan(want).sum())
+    if nan > 0:
+        return f"{nan:,} of {got.size:,} numbers are NaN, apart"
+    error = float(np.nanmax(np.abs(got - want), initial=0.0))
+    size = max(1.0, float(np.nanmax(np.abs(want), initial=0.0)))
+    return "" if error <= ALLOWED[dtype] * size else f"{error:.2g} apart"
