@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,9 +36,9 @@ class PagePool:
     """
 
     def __init__(self, pages: int, page: int) -> None:
-        if pages < 1 or page < 1:
+        self.pages, self.page = _whole("pages of a pool", pages), _whole("tokens of a page", page)
+        if self.pages < 1 or self.page < 1:
             raise ShapeError(f"a pool of {pages} pages of {page} tokens; both are at least 1")
-        self.pages, self.page = int(pages), int(page)
         self._free = list(range(self.pages - 1, -1, -1))  # a stack: what was freed last is handed out next
         self._users = [0] * self.pages
         self._held: dict[Hashable, list[int]] = {}
@@ -78,7 +79,7 @@ class PagePool:
         longest unless given. Entries past the end of a sequence are 0."""
         held = [self.pages_of(s) for s in sequences]
         longest = max(map(len, held), default=0)
-        if width is not None and width < longest:
+        if width is not None and _whole("the width of a table", width) < longest:
             raise ShapeError(f"a table of {width} pages a sequence, and one has {longest}; make it wider")
         made = np.zeros((len(held), longest if width is None else width), np.int32)
         for row, pages in zip(made, held, strict=True):
@@ -87,8 +88,7 @@ class PagePool:
 
     def allocate(self, sequence: Hashable, tokens: int = 0) -> list[Copy]:
         """A new sequence of so many tokens."""
-        if sequence in self._held:
-            raise ParameterError(f"the sequence {sequence!r} is there already; append to it, or free it first")
+        self._new(sequence, "append to it, or free it first")
         self._held[sequence], self._lengths[sequence] = [], 0
         try:
             return self.append({sequence: tokens})
@@ -100,11 +100,12 @@ class PagePool:
         """So many more tokens for each of the sequences: all of them, or none where pages are short. What comes back
         are pages to copy, (from, to) in any order, before the new tokens are written: the last page of a sequence
         that others share."""
+        tokens = _of_each("tokens", tokens)
         for sequence, n in tokens.items():
             self._known(sequence)
             if n < 0:
                 raise ShapeError(f"{n} more tokens for the sequence {sequence!r}; `truncate` takes tokens off")
-        needed = {s: -(-(self._lengths[s] + int(n)) // self.page) - len(self._held[s]) for s, n in tokens.items()}
+        needed = {s: -(-(self._lengths[s] + n) // self.page) - len(self._held[s]) for s, n in tokens.items()}
         moved = self._shared(
             (s, len(self._held[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page
         )
@@ -112,14 +113,17 @@ class PagePool:
         copies = self._moved(moved)
         for s, n in tokens.items():
             self._held[s] += [self._take() for _ in range(needed[s])]
-            self._lengths[s] += int(n)
+            self._lengths[s] += n
         return copies
 
     def own(self, starts: Mapping[Any, int]) -> list[Copy]:
         """Let tokens of sequences be written again, from `starts` on: pages that others share are copied, as by
         `append`."""
-        for sequence in starts:
+        starts = _of_each("starts", starts)
+        for sequence, n in starts.items():
             self._known(sequence)
+            if n < 0:
+                raise ShapeError(f"tokens of the sequence {sequence!r} from {n} on; the first one is 0")
         moved = self._shared((s, i) for s, n in starts.items() for i in range(n // self.page, len(self._held[s])))
         self._require(len(moved))
         return self._moved(moved)
@@ -127,8 +131,7 @@ class PagePool:
     def fork(self, sequence: Hashable, child: Hashable) -> None:
         """A new sequence of the same tokens, on the same pages."""
         self._known(sequence)
-        if child in self._held:
-            raise ParameterError(f"the sequence {child!r} is there already; free it first")
+        self._new(child, "free it first")
         self._held[child], self._lengths[child] = self._held[sequence].copy(), self._lengths[sequence]
         for page in self._held[child]:
             self._users[page] += 1
@@ -136,6 +139,7 @@ class PagePool:
     def truncate(self, sequence: Hashable, tokens: int) -> None:
         """Keep the first `tokens` of a sequence: drafts that were not taken are let go."""
         self._known(sequence)
+        tokens = _whole("tokens", tokens)
         if not 0 <= tokens <= self._lengths[sequence]:
             raise ShapeError(f"{tokens} tokens of the sequence {sequence!r}; it has {self._lengths[sequence]}")
         held = self._held[sequence]
@@ -149,8 +153,20 @@ class PagePool:
         self._let_go(self._held.pop(sequence))
         del self._lengths[sequence]
 
+    def _new(self, sequence: Hashable, help: str) -> None:
+        if self._has(sequence):
+            raise ParameterError(f"the sequence {sequence!r} is there already; {help}")
+
+    def _has(self, sequence: Hashable) -> bool:
+        try:
+            return sequence in self._held
+        except TypeError:
+            raise ParameterError(
+                f"a sequence is called {sequence!r}, and names are hashable: a number, a text or a tuple of them"
+            ) from None
+
     def _known(self, sequence: Hashable) -> None:
-        if sequence not in self._held:
+        if not self._has(sequence):
             raise ParameterError(f"there is no sequence {sequence!r}; `allocate` makes one")
 
     def _require(self, pages: int) -> None:
@@ -194,6 +210,20 @@ class PagePool:
                 self._free.append(page)
 
 
+def _whole(what: str, x: Any) -> int:
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise ShapeError(f"{what} are {x!r}; they are a whole number") from None
+
+
+def _of_each(what: str, numbers: Any) -> dict[Any, int]:
+    try:
+        return {s: operator.index(n) for s, n in numbers.items()}
+    except (AttributeError, TypeError):
+        raise ShapeError(f"{what} are {numbers!r}; they are a whole number for each sequence, by its name") from None
+
+
 def seated(
     pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
@@ -205,8 +235,11 @@ def seated(
             f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
             f"{batch} rows and {pages} pages of {page}"
         )
+    told = np.asarray(new)
+    if told.shape not in ((), (batch,)) or told.dtype.kind not in "iu":
+        raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
     table, (room, lengths) = np.zeros((batch, width), np.int32), np.zeros((2, batch), np.int32)
-    for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(new, batch), strict=True)):
+    for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(told, batch), strict=True)):
         if s is None:
             continue
         held, tokens = pool.pages_of(s), pool.length(s)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
-from frisket.runtime.caches.pool import PagePool
+from frisket.runtime.caches.pool import PagePool, seated
 
 
 class Stored:
@@ -184,6 +184,21 @@ def test_what_is_refused():
     with pytest.raises(ShapeError, match="at least 1"):
         PagePool(0, 16)
     assert pool.table([], 2).shape == (0, 2)
+    for wrong, what in (
+        (lambda: PagePool(2.5, 16), "pages of a pool are 2.5; they are a whole number"),
+        (lambda: pool.allocate("b", 3.5), r"tokens are {'b': 3.5}; they are a whole number for each"),
+        (lambda: pool.truncate("a", 1.0), "tokens are 1.0"),
+        (lambda: pool.append("a"), "tokens are 'a'; they are a whole number for each sequence"),
+        (lambda: pool.own({"a": -1}), "from -1 on; the first one is 0"),
+        (lambda: seated(pool, ["a"], [1, 2], 3, 4, 1, 2), r"new tokens are \[1, 2\]; they are an integer"),
+    ):
+        with pytest.raises(ShapeError, match=what):
+            wrong()
+    for wrong in (lambda: pool.allocate(["a"]), lambda: pool.length(["a"]), lambda: pool.fork("a", {})):
+        with pytest.raises(ParameterError, match="names are hashable"):
+            wrong()
+    assert pool.sequences == ("a",)
+    assert pool.length("a") == 4
 
 
 def test_the_size_of_the_pool_costs_nothing():
@@ -191,6 +206,6 @@ def test_the_size_of_the_pool_costs_nothing():
 
     pool = PagePool(100_000, 16)
     pool.allocate("a", 1_000_000)
-    with at_most(100):
+    with at_most(200):
         pool.append({"a": 1})
         pool.append({"a": 17})
