@@ -255,7 +255,7 @@ def key_of(
     for name, x in params.items():
         if type(x) in NUMBERS:
             said.append((name, type(x), x))
-        elif name in LIVE or _learned(att, name, x):
+        elif (name in LIVE and hasattr(x, "shape")) or _learned(att, name, x):
             said.append((name, x.shape, x.dtype, x.device))
         elif plan is None and _stays(x, qkv[0].device):
             said.append((name, x.shape, x.dtype, "planned there"))

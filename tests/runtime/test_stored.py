@@ -192,6 +192,13 @@ def test_kernels_know_what_caches_may_hold():
     assert not fixed_of(fk.compile("causal").subject).inputs(None, True, {}, False).plan.unwritten
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_pages_are_an_array(framework):
+    q, k = (array(np.ones(s, np.float32), framework) for s in ((1, 2, 2, 16), (4, 16, 16, 16)))
+    with pytest.raises(ShapeError, match=r"pages are \[\[0, 1\]\]; they are an array int32"):
+        fk.attention(q, k, k, "causal", pages=[[0, 1]])
+
+
 def test_whole_numbers_are_what_they_are_without_a_scale():
     made = problem(Case("causal", scales=""))
     arrays, _ = given(made, "torch")
