@@ -91,7 +91,7 @@ class Subject:
         """The same with more parameters bound; a name nobody uses is an error."""
         if not params:
             return self
-        _check_used(params, self.names)
+        check_used(params, self.names)
         values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
         return self.changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
 
@@ -143,7 +143,7 @@ def subject(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapp
         return joined(what.mask, what.score).bind(params)
     values = {n: as_value(n, x) for n, x in params.items()}
     mine, theirs = (_wanted(w, kind, values) for w, kind in ((what, "mask"), (mod, "score")))
-    _check_used(params, {*mine, *theirs})
+    check_used(params, {*mine, *theirs})
     return joined(
         None if what is None else mask(what, **with_learned(mine, params)),
         None if mod is None else score(mod, **with_learned(theirs, params)),
@@ -178,7 +178,7 @@ def _mentions(part: Bound, name: str) -> bool:
     return name in names_of(part.expr)
 
 
-def _check_used(params: Mapping[str, Any], names: Any) -> None:
+def check_used(params: Mapping[str, Any], names: Any) -> None:
     if unused := [n for n in params if n not in names]:
         near = nearest(unused[0], names)
         hint = f"; did you mean `{near}`?" if near else "; the parameters are " + (", ".join(sorted(names)) or "none")

@@ -13,6 +13,7 @@ from frisket.dsl.errors import ParameterError
 from ..attention import Attention
 from ..merge import merge
 from ..parameters import traced
+from .checks import check_beside, check_queries, refuse_tree
 from .jax_store import Cache, call, check_new, counted, empty, numbers, stored, written
 from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_before, ring_padded
 
@@ -54,12 +55,11 @@ class RingKVCache(Cache):
         new = check_new(self.arrays, self.batch, k, v)
         return self._written(stored(self.arrays, k, v), counted(counts, self.batch, new))
 
-    def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
+    def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """As `KVCache.attend`; `ShapeError` where what the last tokens see may have been overwritten by them:
         `attention` reads it before."""
-        if "tree" in params:
-            raise ParameterError("drafts of a tree would overwrite the oldest tokens of a ring; take a KVCache")
-        batch, new, _, _ = q.shape
+        self._check(att, q, tree, params)
+        batch, new = q.shape[:2]
         require_room(att, self.window, new, params)
         where = ring(self.window) if counts is None else ring_padded(self.window)
         tables = {START: self.lengths - counted(counts, batch, new), END: self.lengths}
@@ -74,17 +74,24 @@ class RingKVCache(Cache):
         return replace(self, lengths=jnp.where(lengths > 0, self.lengths, 0))
 
     def attention(
-        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
-    ) -> tuple[Any, Self]:
+        self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
+        **params: Any,
+    ) -> tuple[Any, Self]:  # fmt: skip
         """(out, cache): the new tokens appended, and attention of their queries. A chunk that leaves no room for what
         it sees is read beside the ring as it was, and the two are merged."""
+        self._check(att, q, tree, params)
         new = check_new(self.arrays, self.batch, k, v)
         if not no_room(att, self.window, new, params):
             return super().attention(att, q, k, v, counts, **params)
         require_room(att, self.window, 0, params)
+        check_beside(q, k, "bshd")
         added, real = stored(self.arrays, k, v), counted(counts, self.batch, new)
         out, lse = merge(*self._parts(att, q, added, real, dict(params)))
         return ((out, lse) if params.get("return_lse") else out), self._written(added, real)
+
+    def _check(self, att: Attention, q: jax.Array, tree: Any, params: dict[str, Any]) -> None:
+        refuse_tree(tree)
+        check_queries(att, q, self.k, "bshd", self.batch, params)
 
     def _parts(
         self, att: Attention, q: Any, added: dict[str, Any], counts: jax.Array, params: dict[str, Any]

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..attention import Attention
+from .checks import check_queries
 from .jax_store import Cache, call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
 
@@ -109,6 +110,9 @@ class ShardedKVCache(Cache):
 
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
         """As `KVCache.attend`, without trees."""
+        if params.pop("tree", None) is not None:
+            raise ParameterError("drafts of a tree are not for several devices; take a KVCache")
+        check_queries(att, q, self.k, "bshd", self.batch, params)
         if params.get("return_max"):
             raise ParameterError("results of several devices are merged; there is no max")
         told, where = params.pop("return_lse", False), SHARD if counts is None else SHARD_PADDED

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from frisket.dsl.errors import CapacityError, ShapeError
+from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
 
 from ..attention import Attention
-from ..frameworks import BYTES
+from ..frameworks import BYTES, FLOATS
 from ..parameters import traced
+from . import checks
+from .checks import check_beside, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
 
 finfo: Any = jnp.finfo  # JAX leaves some of its functions untyped
@@ -28,9 +30,12 @@ def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: 
     v_dim = head_dim if v_dim is None else v_dim
     if any(int(n) < 1 for n in (*shape, head_dim, v_dim)):
         raise ShapeError(f"a cache of {shape}, head_dim {head_dim} and v_dim {v_dim}; every size is at least 1")
-    kind = jnp.dtype(dtype)
-    if kind.name not in BYTES and not jnp.issubdtype(kind, jnp.floating):
-        raise ShapeError(f"a cache of {kind}; it holds a float dtype, or {', '.join(BYTES)} with scales")
+    try:
+        kind = jnp.dtype(dtype)
+    except TypeError:
+        kind = None
+    if kind is None or kind.name not in (*FLOATS, *BYTES):
+        raise ParameterError(f"dtype is {dtype}; caches hold {', '.join((*FLOATS, *BYTES))}")
     made = {n: jnp.zeros((*shape, dim), kind) for n, dim in (("k", head_dim), ("v", v_dim))}
     scales = {f"{n}_scale": jnp.zeros(shape, jnp.float32) if kind.name in BYTES else None for n in "kv"}
     return made | scales
@@ -57,7 +62,10 @@ class Cache:
     ) -> tuple[Any, Any]:
         """(out, cache): `append`, then `attend`, with the same keywords."""
         cache = self.append(k, v, counts)
-        return cache.attend(att, q, counts, **params), cache
+        found = cache.attend(att, q, counts, **params)
+        if counts is not None:
+            check_beside(q, k, "bshd")
+        return found, cache
 
     def truncate(self: Any, lengths: Any) -> Any:
         """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer: 0 empties a row for
@@ -102,28 +110,17 @@ def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) ->
 
 def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
     """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
-    heads, head_dim, v_dim = arrays["k"].shape[-2], arrays["k"].shape[-1], arrays["v"].shape[-1]
-    for name, x, dim in (("k", k, head_dim), ("v", v, v_dim)):
-        shape = tuple(getattr(x, "shape", ()))
-        if len(shape) != 4 or (shape[0], *shape[2:]) != (batch, heads, dim) or shape[1] != k.shape[1]:
-            raise ShapeError(
-                f"new {name} of the shape {shape}; a cache of {batch} sequences takes [batch, new tokens, kv_heads, "
-                f"dim] = ({batch}, n, {heads}, {dim}), as many tokens of k as of v"
-            )
-    return int(k.shape[1])
+    return checks.check_new(k, v, "bshd", batch, *arrays["k"].shape[2:], arrays["v"].shape[3])
 
 
 def counted(counts: Any, batch: int, new: int) -> jax.Array:
     """How many of the new tokens of each sequence are real, int32 [batch]; None: all of them."""
     if counts is None:
         return jnp.full((batch,), new, jnp.int32)
-    counts = jnp.asarray(counts)
-    if counts.shape != (batch,) or not jnp.issubdtype(counts.dtype, jnp.integer):
-        raise ShapeError(f"counts are {counts.dtype}{list(counts.shape)}; they are integers [batch] = [{batch}]")
-    if not traced(counts) and bool(((counts < 0) | (counts > new)).any()):
+    found = numbers("counts", counts, batch)
+    if not traced(found) and bool((found > new).any()):
         raise ShapeError(f"counts are {np.asarray(counts)}, of {new} new tokens; each is from 0 to {new}")
-    found: jax.Array = counts.astype(jnp.int32)
-    return found
+    return jnp.broadcast_to(found, (batch,))
 
 
 def numbers(what: str, x: Any, batch: int) -> jax.Array:
@@ -173,9 +170,6 @@ def ancestors(parents: Any) -> tuple[jax.Array, jax.Array]:
     """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs
     below parents[..., i], -1 for a root; a root has depth 0."""
     parents = jnp.asarray(parents)
-    if parents.ndim not in (1, 2) or not jnp.issubdtype(parents.dtype, jnp.integer):
-        raise ShapeError(f"a tree is parents, integers [nodes] or [batch, nodes]; these are {parents.dtype}"
-                         f"{list(parents.shape)}")  # fmt: skip
     n = parents.shape[-1]
     above = (parents[..., None] == jnp.arange(n)) | jnp.eye(n, dtype=bool)
     for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges
@@ -188,14 +182,13 @@ def read(
     params: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Attention of the last tokens' queries to what is stored at places that are positions."""
-    batch, new, heads, _ = q.shape
+    batch = len(lengths)
+    check_queries(att, q, arrays["k"], "bshd", batch, params, tree)
+    new, heads = q.shape[1:3]
     where: Places = APPENDED if counts is None else PADDED
     tables = {START: lengths - counted(counts, batch, new), END: lengths}
     if tree is not None:
-        tables[ANCESTORS], depth = ancestors(tree)
-        if depth.shape not in ((new,), (batch, new)):
-            raise ShapeError(f"a tree of {depth.shape} nodes for {batch} x {new} queries")
-        tables[DEPTH] = depth
+        tables[ANCESTORS], tables[DEPTH] = ancestors(tree)
         where = TREE if tables[DEPTH].ndim == 1 else TREES
     return call(att, where, q, arrays, tables, {"sizes": (batch, heads, capacity, capacity), **params})
 

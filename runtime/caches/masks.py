@@ -90,8 +90,6 @@ def ring_before(slots: int) -> Places:
 
 def placed(att: Attention, places: Places) -> Attention:
     """`att` as it is in places; made once for an attention."""
-    if not isinstance(att, Attention):
-        raise ParameterError(f"att is a {type(att).__name__}; give an attention: frisket.compile({att!r})")
     key = "placed", places
     if key not in att.ready:
         att.ready[key] = _placed(att, places)
@@ -100,12 +98,6 @@ def placed(att: Attention, places: Places) -> Attention:
 
 
 def _placed(att: Attention, places: Places) -> Attention:
-    if att.options.dropout:
-        raise ParameterError(
-            "a cache is read with an attention without dropout: compile another one for inference, without dropout="
-        )
-    if taken := sorted(n for n in att.subject.names if n.startswith("cache_")):
-        raise ParameterError(f"`{taken[0]}` is a name of the caches' own; rename it, for example `my_{taken[0]}`")
     here = mask(places.seen)
     moved = {n: x for n in "bhqk" if (x := getattr(places, n)) != n}
     seen = here if att.mask is None else att.mask.at(**moved) & here

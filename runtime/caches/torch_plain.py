@@ -15,11 +15,10 @@ from ..call import results
 from ..stored import WORDS, live_of
 from ..torch_steps import Step, step_of
 from . import torch_store as store
+from .checks import ASKED, check_beside, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
 from .torch_native import append as native_append
 from .torch_store import NARROW, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
-
-ASKED = "return_lse", "return_max", "sinks"  # of a call, beside parameters
 
 
 class Cache(nn.Module):
@@ -138,22 +137,17 @@ class Cache(nn.Module):
         With `tree` the last tokens are a tree of drafts: parents, int [new] or [batch, new], -1 for a root. A draft
         sees what is before the tree, its ancestors and itself, as far as the mask lets it, and its position is that of
         the first draft plus its depth."""
-        number = q.shape[2] if counts is None else counts_of(counts, self.batch, q.shape[2], q.device)[0]
-        tables = {START: self.lengths - number, END: self.lengths}
-        places = self._places(counts is not None)
-        if tree is not None:
-            tables[ANCESTORS], depth = ancestors(tree, q.device)
-            if tuple(depth.shape) not in ((q.shape[2],), (self.batch, q.shape[2])):
-                raise ShapeError(f"a tree of {tuple(depth.shape)} nodes for {self.batch} x {q.shape[2]} queries")
-            tables[DEPTH] = depth
-            places = TREE if tables[DEPTH].ndim == 1 else TREES
-        return self._read(placed(att, places), q, tables, params)
+        self._check(att, q, tree, params)
+        return self._attend(att, q, counts, tree, params)
 
     def attention(
         self, att: Attention, q: Tensor, k: Tensor, v: Tensor, counts: Any = None, *, tree: Any = None, **params: Any
     ) -> Any:
-        """`append`, then `attend`."""
-        return self.append(k, v, counts).attend(att, q, counts, tree=tree, **params)
+        """`append`, then `attend`, of queries that were looked at before: where they do not fit nothing is stored."""
+        self._check(att, q, tree, params)
+        if counts is not None:
+            check_beside(q, k, "bhsd")
+        return self.append(k, v, counts)._attend(att, q, counts, tree, params)
 
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
         """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
@@ -243,6 +237,21 @@ class Cache(nn.Module):
             put(has["v_scale"], v_scale)
         put(has["k"], k)
         put(has["v"], v)
+
+    def _check(self, att: Attention, q: Tensor, tree: Any, params: dict[str, Any]) -> None:
+        """Raise where such queries cannot be asked."""
+        store.check_on(self.k.device, q=q)
+        check_queries(att, q, self.k, "bhsd", self.batch, params, tree)
+
+    def _attend(self, att: Attention, q: Tensor, counts: Any, tree: Any, params: dict[str, Any]) -> Any:
+        """`attend`, of queries that fit."""
+        number = q.shape[2] if counts is None else counts_of(counts, self.batch, q.shape[2], q.device)[0]
+        tables = {START: self.lengths - number, END: self.lengths}
+        places = self._places(counts is not None)
+        if tree is not None:
+            tables[ANCESTORS], tables[DEPTH] = ancestors(tree, q.device)
+            places = TREE if tables[DEPTH].ndim == 1 else TREES
+        return self._read(placed(att, places), q, tables, params)
 
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
         """What is stored, asked by an attention of places."""

@@ -12,7 +12,8 @@ from frisket.dsl.errors import ParameterError
 from ..attention import Attention
 from ..merge import merge
 from . import torch_store as store
-from .masks import CHUNK, END, START, Places, no_room, placed, require_room, ring, ring_padded
+from .checks import check_beside, refuse_tree
+from .masks import CHUNK, END, NEW, START, Places, no_room, placed, require_room, ring, ring_before, ring_padded
 from .torch_plain import Cache
 from .torch_store import Taken
 
@@ -51,27 +52,27 @@ class RingKVCache(Cache):
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """As `KVCache.attend`, without trees; `ShapeError` where what the last tokens see may have been overwritten by
         them: `attention` reads it before."""
-        if tree is not None:
-            raise ParameterError("drafts of a tree would overwrite the oldest tokens of a ring; take a KVCache")
+        self._check(att, q, tree, params)
         require_room(att, self.window, q.shape[2], params)
-        return super().attend(att, q, counts, **params)
+        return self._attend(att, q, counts, None, params)
 
     def attention(
         self, att: Attention, q: Tensor, k: Tensor, v: Tensor, counts: Any = None, *, tree: Any = None, **params: Any
     ) -> Any:
         """The new tokens appended, and attention of their queries. A chunk that leaves no room for what it sees is
         read beside the ring as it was, and the two are merged."""
+        self._check(att, q, tree, params)
         new = store.check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
-        if tree is not None or not no_room(att, self.window, new, params):
-            return self.append(k, v, counts).attend(att, q, counts, tree=tree, **params)
+        room = not no_room(att, self.window, new, params)
+        if counts is not None or not room:
+            check_beside(q, k, "bhsd")
+        if room:
+            return self.append(k, v, counts)._attend(att, q, counts, None, params)
         require_room(att, self.window, 0, params)
         real = [new] * self.batch if counts is None else counts
         number, _ = store.counts_of(real, self.batch, new, self.k.device)
         out, lse = merge(*self._parts(att, q, k, v, number, dict(params)))
         self.append(k, v, counts)
-        if counts is not None:
-            meant = (torch.arange(new, device=q.device) < number[:, None])[:, None]
-            out, lse = torch.where(meant[..., None], out, 0), torch.where(meant, lse, -torch.inf)
         return (out, lse) if params.get("return_lse") else out
 
     def _parts(
@@ -82,7 +83,7 @@ class RingKVCache(Cache):
             raise ParameterError("a chunk longer than the ring has room for is read in two parts; there is no max")
         params["return_lse"] = True
         start = self.lengths.clone()
-        old = self._read(placed(att, ring(self.window)), q, {START: start, END: start}, params)
+        old = self._read(placed(att, ring_before(self.window)), q, {START: start, END: start, NEW: number}, params)
         if att.options.sinks is not None or params.get("sinks") is not None:  # they count once
             params["sinks"] = torch.full((q.shape[1],), -torch.inf, device=q.device)
         scales: dict[str, Any] = {}
@@ -105,6 +106,10 @@ class RingKVCache(Cache):
         return super().truncate(lengths)
 
     # -- how ------------------------------------------------------------------------------------------------
+
+    def _check(self, att: Attention, q: Tensor, tree: Any, params: dict[str, Any]) -> None:
+        refuse_tree(tree)
+        super()._check(att, q, None, params)
 
     def _reserve(self, known: list[int], more: list[int]) -> None:
         return  # there is always room

@@ -12,6 +12,7 @@ from torch import Tensor
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
 
 from ..frameworks import FLOATS
+from . import checks
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers
 LEAST = torch.finfo(torch.float32).tiny
@@ -129,32 +130,29 @@ def read(store: Tensor, where: Tensor) -> Tensor:
     return flat[where]
 
 
-def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
-    """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
-    for name, x, dim in (("k", k, head_dim), ("v", v, v_dim)):
+def check_on(device: torch.device, **tensors: Any) -> None:
+    """Refuse what are no tensors on the device of a cache."""
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise ShapeError(f"{name} is a {type(x).__name__}; give a torch tensor")
-        new = k.shape[2] if k.ndim == 4 else "new"
-        if x.ndim != 4 or tuple(x.shape) != (batch, kv_heads, new, dim):
-            raise ShapeError(
-                f"{name} has the shape {tuple(x.shape)}; new tokens for this cache are "
-                f"[batch, kv_heads, new, dim] = [{batch}, {kv_heads}, {new}, {dim}]"
-            )
         if x.device != device:
             raise ShapeError(f"{name} is on {x.device}, the cache on {device}; move one of them")
+
+
+def check_new(k: Tensor, v: Tensor, batch: int, kv_heads: int, head_dim: int, v_dim: int, device: torch.device) -> int:
+    """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim] and v."""
+    check_on(device, k=k, v=v)
+    new = checks.check_new(k, v, "bhsd", batch, kv_heads, head_dim, v_dim)
+    for name, x in (("k", k), ("v", v)):
         if x.requires_grad and torch.is_grad_enabled():
             raise BackwardError(f"{name} requires a gradient, and none flows through a cache: {name}.detach()")
-    return k.shape[2]
+    return new
 
 
 def ancestors(parents: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """(whether node j is node i or above it, bool [..., n, n]; depths int32 [..., n]) of trees whose node i hangs below
     parents[..., i], -1 for a root; a root has depth 0."""
     parents = torch.as_tensor(parents, device=device)
-    if parents.ndim not in (1, 2) or parents.is_floating_point() or parents.dtype == torch.bool:
-        raise ShapeError(
-            f"a tree is parents, integers [nodes] or [batch, nodes]; these are {parents.dtype} {tuple(parents.shape)}"
-        )
     n = parents.shape[-1]
     above = (parents[..., None] == torch.arange(n, device=device)) | torch.eye(n, dtype=torch.bool, device=device)
     for _ in range(max(n - 1, 1).bit_length()):  # paths of 1, 2, 4, ... edges

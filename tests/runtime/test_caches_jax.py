@@ -397,8 +397,8 @@ def test_what_caches_refuse():
         with pytest.raises(fk.ParameterError, match=what):
             cache.attend(att, q)
     for given, what in (
-        ((k[:1], v[:1]), r"new k of the shape \(1, 1, 2, 16\)"),
-        ((k, v[:, :, :1]), r"\[batch, new tokens, kv_heads, dim\] = \(2, n, 2, 24\)"),
+        ((k[:1], v[:1]), r"k has the shape \(1, 1, 2, 16\)"),
+        ((k, v[:, :, :1]), r"\[batch, new, kv_heads, dim\] = \[2, 1, 2, 24\]"),
         ((k, v, jnp.array([1.0, 2.0])), r"counts are float32\[2\]"),
         ((k, v, jnp.array([1, 2])), r"counts are \[1 2\], of 1 new tokens"),
     ):
@@ -411,11 +411,25 @@ def test_what_caches_refuse():
         for wrong in (-1, 1.5, [[1], [1]], [1, 2, 3]):
             with pytest.raises(fk.ShapeError, match="lengths are"):
                 one.truncate(wrong)
-        with pytest.raises(fk.ShapeError, match=r"a tree of \(2,\) nodes for 2 x 1 queries"):
-            one.attend(fk.compile("causal"), q, tree=[-1, 0])
+        for tree, what in (([-1, 0], r"for 2 x 1 queries; these are int64\[2\]"), ([0], "node 0 of a tree leads back")):
+            with pytest.raises(fk.ShapeError, match=what):
+                one.attend(fk.compile("causal"), q, tree=tree)
+        for what in ("origin", "sizes"):
+            with pytest.raises(fk.ParameterError, match=f"`{what}` is given, and a cache knows it itself"):
+                one.attend(fk.compile("causal"), q, **{what: (0, 0, 0, 0)})
+        with pytest.raises(fk.ShapeError, match=r"q has the shape \(2, 1, 4\)"):
+            one.attend(fk.compile("causal"), q[..., 0])
         with pytest.raises(fk.ShapeError, match="drafted are"):
             one.keep([[0], [0]], [1.0, 2.0])
-    with pytest.raises(fk.ShapeError, match="a cache of int32"):
-        KVCache.create(B, 16, G, D, dtype="int32")
+    many = jnp.ones((B, 20, 4, D)), jnp.ones((B, 20, G, D)), jnp.ones((B, 20, G, V))
+    for n in (1, 20):  # one token beside the ring's others, and more than it has room for
+        with pytest.raises(fk.ParameterError, match="take a KVCache"):
+            RingKVCache.create(B, 16, G, D, V).attention(
+                fk.compile("causal & window(9)"), *(x[:, :n] for x in many), tree=[-1] * n
+            )
+    assert cache.append(k, v, 1).lengths.tolist() == [1, 1]  # one number for all, as in torch
+    for wrong in ("int32", "foo"):
+        with pytest.raises(fk.ParameterError, match="caches hold float16"):
+            KVCache.create(B, 16, G, D, dtype=wrong)
     with pytest.raises(fk.ShapeError, match="every size is at least 1"):
         KVCache.create(B, 0, G, D)

@@ -453,7 +453,11 @@ def test_what_caches_refuse(called):
         (lambda: cache.append(k.clone().requires_grad_(), v), BackwardError, "none flows through a cache"),
         (lambda: cache.attend(fk.compile("causal", dropout=0.5), q), fk.ParameterError, "without dropout"),
         (lambda: cache.attend(att, q[:, :, :3], tree=[0.5] * 3), fk.ShapeError, "a tree is parents"),
-        (lambda: cache.attend(att, q[:, :, :3], tree=[-1, 0]), fk.ShapeError, r"a tree of \(2,\) nodes for 3 x 3"),
+        (
+            lambda: cache.attend(att, q[:, :, :3], tree=[-1, 0]),
+            fk.ShapeError,
+            r"for 3 x 3 queries; these are int64\[2\]",
+        ),
         (lambda: cache.truncate(-1), fk.ShapeError, r"lengths are \[-1, -1, -1\]; each is 0 or more"),
         (lambda: cache.keep([[0]] * 3, 9), fk.ShapeError, "there are not as many"),
         (lambda: ring.attention(att, q[:, :, :1], k[:, :, :1], v[:, :, :1]), fk.ShapeError, "lets query 25 see key 0"),
@@ -465,3 +469,52 @@ def test_what_caches_refuse(called):
         with pytest.raises(error, match=text):
             wrong()
     assert cache.lengths.tolist() == [0] * BATCH
+
+
+Q, K, V = (x[:, :, :3] for x in streams())
+MISASKED = {
+    "three axes": (Q[:, :, 0], {}, r"q has the shape \(3, 4, 16\); queries of this cache are \[batch, heads, new, he"),
+    "a list": ([1], {}, "q is a list; give a torch tensor"),
+    "another batch": (Q[:2], {}, r"\[3, 2 n, new, 16\]"),
+    "odd heads": (Q[:, :3], {}, r"\[3, 2 n, new, 16\]"),
+    "another dim": (Q[..., :8], {}, r"\[3, 2 n, new, 16\]"),
+    "another dtype": (Q.bfloat16(), {}, "q is bfloat16, and this cache holds float32"),
+    "fewer queries": (Q[:, :, :1], {"counts": [1, 1, 1]}, "q has 1 tokens, k and v 3"),
+    "a tree of others": (Q, {"tree": [-1, 0]}, r"a tree is parents.* these are int64\[2\]"),
+    "a circle": (Q, {"tree": [[-1, 0, 1], [-1, 2, 1], [-1, 0, 0]]}, "node 1 of a tree leads back to itself"),
+    "no such node": (Q, {"tree": [-1, 0, 3]}, "parents of 3 nodes are from 0 to 2, and -1 for a root"),
+    "no parameter": (Q, {"width": 3}, "`width` is given and neither"),
+    "no value": (Q, {"att": "causal & window(w)"}, "`w` has no value; give it"),
+    "an origin": (Q, {"origin": (0, 0, 0, 0)}, "`origin` is given, and a cache knows it itself"),
+    "sizes": (Q, {"sizes": (3, 4, 80, 80)}, "`sizes` is given, and a cache knows it itself"),
+    "dropout": (Q, {"att": fk.compile("causal", dropout=0.5)}, "without dropout"),
+    "no attention": (Q, {"att": None}, "att is a NoneType; give an attention"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["plain", "ring"])
+@pytest.mark.parametrize("what", MISASKED)
+def test_nothing_is_stored_for_queries_that_do_not_fit(what, kind):
+    q, more, text = MISASKED[what]
+    cache, att = made(kind, torch.float32), more.get("att", "causal & window(8)")
+    att = fk.compile(att) if isinstance(att, str) else att
+    if kind == "ring" and "tree" in more:
+        text = "take a KVCache"
+    with pytest.raises(fk.FrisketError, match=text):
+        cache.attention(att, q, K, V, **{n: x for n, x in more.items() if n != "att"})
+    assert not cache.lengths.any()
+    assert not cache.k.any()
+
+
+def test_padding_of_a_long_chunk_sees_the_sinks_alone():
+    """As everywhere: its lse is that of the sinks."""
+    q, k, v = streams()
+    ring, sinks = made("ring", torch.float32), torch.linspace(-1, 1, HEADS)
+    found = []
+    for n in (9, 24):  # beside room for all of it, and beside what it overwrites
+        parts = (x[:, :, :n] for x in (q, k, v))
+        found.append(ring.attention(fk.compile("causal & window(8)"), *parts, [2, n, 0], sinks=sinks, return_lse=True))
+    for out, lse in found:
+        np.testing.assert_array_equal(lse[2], sinks[:, None].expand(lse[2].shape))
+        np.testing.assert_array_equal(lse[0, :, 2:], sinks[:, None].expand(lse[0, :, 2:].shape))
+        assert not out[2].any() and not out[0, :, 2:].any()  # noqa: PT018

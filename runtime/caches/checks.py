@@ -1,0 +1,120 @@
+"""What caches refuse before anything is stored, in the same words for every framework."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from frisket.dsl.errors import ParameterError, ShapeError
+
+from ..attention import Attention
+from ..bind import check_used
+from ..frameworks import BYTES, FLOATS, framework_of
+from ..parameters import traced
+
+OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # of a call: a cache says what they are
+ASKED = "return_lse", "return_max", "sinks"  # beside parameters
+HEADS = {"bhsd": 1, "bshd": 2}  # where they are in a shape
+
+
+def check_attention(att: Any, params: Collection[str]) -> None:
+    """Refuse what is no attention that a cache can be read with, and a call's keywords that are not its parameters."""
+    if not isinstance(att, Attention):
+        raise ParameterError(f"att is a {type(att).__name__}; give an attention: frisket.compile({att!r})")
+    if att.options.dropout:
+        raise ParameterError(
+            "a cache is read with an attention without dropout: compile another one for inference, without dropout="
+        )
+    if taken := sorted(n for n in att.subject.names if n.startswith("cache_")):
+        raise ParameterError(f"`{taken[0]}` is a name of the caches' own; rename it, for example `my_{taken[0]}`")
+    if own := [n for n in OF_CACHE if n in params and n not in att.subject.names]:
+        raise ParameterError(
+            f"`{own[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
+            "  leave it out, or call the attention on arrays"
+        )
+    check_used([n for n in params if n not in ASKED], att.subject.names)
+    captured = att.subject.captured
+    if missing := [n for p in att.subject.parts for n in p.unbound if n not in params and n not in captured]:
+        raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<number or array>")
+
+
+def check_queries(
+    att: Any, q: Any, like: Any, layout: str, batch: int, params: Mapping[str, Any], tree: Any = None
+) -> None:
+    """Refuse queries, and trees of them, that a cache whose keys are arrays as `like` cannot be asked."""
+    key = "asked of a cache", *params
+    if not isinstance(att, Attention) or key not in att.ready:
+        check_attention(att, params)
+        att.ready[key] = True
+    shape, heads, kv_heads = tuple(getattr(q, "shape", ())), HEADS[layout], like.shape[HEADS[layout]]
+    dim = like.shape[3]
+    if len(shape) != 4 or shape[0] != batch or shape[3] != dim or shape[heads] % kv_heads or 0 in shape:
+        many = f"{kv_heads} n"
+        axes, want = ("heads, new", f"{many}, new") if heads == 1 else ("new, heads", f"new, {many}")
+        raise ShapeError(
+            f"q {_said(q)}; queries of this cache are [batch, {axes}, head_dim] = [{batch}, {want}, {dim}]"
+        )
+    if shape[heads] != kv_heads and not att.options.enable_gqa:
+        raise ShapeError(f"{shape[heads]} query heads share {kv_heads} key heads and enable_gqa is False")
+    if q.dtype != like.dtype:
+        have, held = (str(x.dtype).removeprefix("torch.") for x in (q, like))
+        if have not in FLOATS or held not in BYTES:
+            raise ShapeError(f"q is {have}, and this cache holds {held}; convert q, or make a cache of its dtype")
+    if tree is not None:
+        check_tree(tree, batch, shape[3 - heads])
+
+
+def check_tree(parents: Any, batch: int, new: int) -> None:
+    """Refuse what are no parents of `new` queries, int [new] or [batch, new], -1 for a root. The values of a trace, or
+    on a device of torch, are not looked at."""
+    away = traced(parents) or (framework_of(parents) == "torch" and parents.device.type != "cpu")
+    known = parents if away else np.asarray(parents)
+    kind = str(known.dtype).removeprefix("torch.")
+    if tuple(known.shape) not in ((new,), (batch, new)) or "int" not in kind:
+        raise ShapeError(
+            f"a tree is parents, integers [new] or [batch, new], for {batch} x {new} queries; these are "
+            f"{kind}{list(known.shape)}"
+        )
+    if away:
+        return
+    if known.min() < -1 or known.max() >= new:
+        raise ShapeError(f"parents of {new} nodes are from 0 to {new - 1}, and -1 for a root, not {known.tolist()}")
+    above = known.astype(np.int64)
+    for _ in range(new.bit_length()):  # 1, 2, 4, ... edges up
+        above = np.where(above < 0, -1, np.take_along_axis(above, np.maximum(above, 0), -1))
+    if (above >= 0).any():
+        node = int(np.argwhere(above >= 0)[0, -1])
+        raise ShapeError(f"node {node} of a tree leads back to itself, and no way up to a root: {known.tolist()}")
+
+
+def check_beside(q: Any, k: Any, layout: str) -> None:
+    """Refuse queries of other tokens than the new ones, where both are padded alike, or read before they are stored."""
+    at = 3 - HEADS[layout]
+    if len(k.shape) == 4 and q.shape[at] != k.shape[at]:
+        raise ShapeError(f"q has {q.shape[at]} tokens, k and v {k.shape[at]}; here they have as many, a query for each")
+
+
+def refuse_tree(tree: Any) -> None:
+    """Of a ring."""
+    if tree is not None:
+        raise ParameterError("drafts of a tree would overwrite the oldest tokens of a ring; take a KVCache")
+
+
+def check_new(k: Any, v: Any, layout: str, batch: int, kv_heads: int, head_dim: int, v_dim: int) -> int:
+    """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim], or with heads behind tokens, and v."""
+    new: Any = k.shape[3 - HEADS[layout]] if len(getattr(k, "shape", ())) == 4 else "new"
+    for name, x, dim in (("k", k, head_dim), ("v", v, v_dim)):
+        shape = tuple(getattr(x, "shape", ()))
+        want = (batch, kv_heads, new, dim) if layout == "bhsd" else (batch, new, kv_heads, dim)
+        if shape != want:
+            axes = "batch, kv_heads, new" if layout == "bhsd" else "batch, new, kv_heads"
+            raise ShapeError(
+                f"{name} {_said(x)}; new tokens for this cache are [{axes}, dim] = [{', '.join(map(str, want))}]"
+            )
+    return int(new)
+
+
+def _said(x: Any) -> str:
+    return f"has the shape {tuple(x.shape)}" if hasattr(x, "shape") else f"is a {type(x).__name__}"
