@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import webbrowser
+from contextlib import suppress
 
 from rich.console import Console
 
@@ -54,9 +55,7 @@ def explore(args: argparse.Namespace, console: Console) -> Answer:
             print(f"{server.url}\nCtrl-C ends it.", file=sys.stderr if args.json else sys.stdout, flush=True)
             if not args.no_browser:
                 webbrowser.open(server.url)
-            try:
+            with suppress(KeyboardInterrupt):
                 server.serve_forever()
-            except KeyboardInterrupt:
-                pass
-            answered = analyst.answered
-            return Answer({"url": server.url, "answers": answered}, rows([("ended", f"{answered:,} answers given")]))
+            given = analyst.answered
+            return Answer({"url": server.url, "answers": given}, rows([("ended", f"{given:,} answers given")]))

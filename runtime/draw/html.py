@@ -164,14 +164,14 @@ def _tiles(layout: Layout) -> str:
             f"<td>{square}{name}</td>",
             *(
                 f'<td style="text-align:right;padding-left:1em">{text}</td>'
-                for text in (f"{count:,}", _percent(count, total))
+                for text in (f"{count:,}", percent(count, total))
             ),
         )
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return "".join(rows)
 
 
-def _percent(count: int, total: int) -> str:
+def percent(count: int, total: int) -> str:
     text = f"{100 * count / total:.3g} %"
     return "> 99.9 %" if text == "100 %" and count < total else text
 

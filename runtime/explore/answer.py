@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
-from html import escape
 from typing import Any
 
 import numpy as np
@@ -125,8 +124,9 @@ def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
     said = html.said(layout)
     spent = time.perf_counter() - start
     return {
-        "data": html.data(layout, partial(packed, have=request.have)), **said, "title": html.short(" ".join(request.text.split()), 80),
-        "cost": cost(layout, spent), "score": None if what.score is None else becomes(what.score, request),
+        "data": html.data(layout, partial(packed, have=request.have)), **said,
+        "title": html.short(" ".join(request.text.split()), 80), "cost": cost(layout, spent),
+        "score": None if what.score is None else becomes(what.score, request),
         "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
         "notes": [] if what.mask is None else list(what.mask.origin.notes), "uses": sorted(uses(layout.written)),
         "command": command(request, scalars, made, files), "python": python(request, what, scalars, made, files),
@@ -186,26 +186,28 @@ def digest(array: Array) -> str:
 
 
 def cost(layout: Layout, spent: float) -> str:
-    """Rows of a table: work and memory beside dense attention, and how long the analysis took."""
+    """Rows of a table: work and memory beside dense attention, and how long the analysis took. FLOPs are those of
+    the tiles that are read, at a head dim of 64."""
     spans, facts, c = layout.spans, layout.facts, layout.counts
     total = layout.batch * layout.heads * layout.q_len * layout.kv_len
     read, tiles = c.partial + c.full, c.partial + c.full + c.empty
+    area = read * layout.block[0] * layout.block[1]
+    held = spans.bounds.nbytes + spans.count.nbytes + spans.slice_of.nbytes
     rows = []
     if (pairs := facts.visible_pairs) is not None:
-        rows.append(("visible", f"{pairs:,} of {total:,} pairs, {percent(pairs, total)}"))
-        rows.append(("forward", f"{amount(4 * HEAD_DIM * pairs, 1000, 'FLOP')} that matter, at head dim {HEAD_DIM}"))
-    area = 4 * HEAD_DIM * read * layout.block[0] * layout.block[1]
-    rows.append(("tiles read", f"{read:,} of {tiles:,}, {percent(read, tiles)}: {amount(area, 1000, 'FLOP')}"))
-    rows.append(("dense", f"{amount(4 * HEAD_DIM * total, 1000, 'FLOP')}, and a mask of {amount(total, 1024, 'B')}"))
-    held = spans.bounds.nbytes + spans.count.nbytes + spans.slice_of.nbytes
-    rows.append(("layout", f"{amount(held, 1024, 'B')}"))
-    rows.append(("analysis", f"{1e3 * spent:.1f} ms, {facts.method}"))
+        rows.append(("visible", f"{html.percent(pairs, total)}, {pairs:,} pairs"))
+    rows += [
+        ("tiles read", f"{html.percent(read, tiles)}, {read:,} of {tiles:,}"),
+        ("forward", f"{flops(area)}, dense {flops(total)}"),
+        ("layout", f"{amount(held, 1024, 'B')}, a dense mask {amount(total, 1024, 'B')}"),
+        ("analysis", f"{1e3 * spent:.1f} ms, {facts.method}"),
+    ]
     return html.table(rows)
 
 
-def percent(part: int, total: int) -> str:
-    text = f"{100 * part / total:.3g} %"
-    return "> 99.9 %" if text == "100 %" and part < total else text
+def flops(pairs: int) -> str:
+    """Of the two products for so many pairs, with HEAD_DIM channels each."""
+    return amount(4 * HEAD_DIM * pairs, 1000, "FLOP")
 
 
 def amount(n: float, base: int, unit: str) -> str:

@@ -5,7 +5,6 @@
 const begun = JSON.parse($("data").textContent); // the first state, the library, the tables of files
 const id = crypto.randomUUID(), arrays = new Map(); // this page; tables by their digests
 const PATIENCE = 250, BURST = 1000; // milliseconds: for an answer before a newer question ends it; of one change to undo
-const SIZES = [["q_len", "queries", 4, 22], ["kv_len", "keys", 4, 22], ["tile_q", "tile, queries", 0, 12], ["tile_k", "tile, keys", 0, 12], ["batch", "batch", 0, 8], ["heads", "heads", 0, 8], ["documents", "documents", 0, 10]];
 let state = null, found = null, turn = 0, latest = 0, since = null, under = null, waiting = 0;
 
 // -- questions and answers -------------------------------------------------------------------------------
@@ -128,193 +127,9 @@ function mirror() {
 
 function write(text, when) {
   $("source").value = text;
+  $("source").setSelectionRange(text.length, text.length);
   change("text", { text }, when);
   mirror();
-}
-
-// -- the library -----------------------------------------------------------------------------------------------
-
-let chosen = 0, offered = [];
-
-function search() {
-  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const fits = (e) => words.every((w) => `${e.signature} ${e.sentence} ${e.section}`.toLowerCase().includes(w));
-  const named = (e) => (words.length && e.name.startsWith(words[0]) ? 0 : 1); // those called so come first
-  offered = begun.library.filter(fits).sort((x, y) => named(x) - named(y));
-  const list = $("entries");
-  list.replaceChildren();
-  let section = null;
-  offered.forEach((e, i) => {
-    if (!words.length && e.section !== section) list.append(Object.assign(document.createElement("h3"), { textContent: (section = e.section) }));
-    const option = document.createElement("div"), sentence = document.createElement("span");
-    Object.assign(option, { id: `entry-${i}`, role: "option" });
-    option.append(Object.assign(document.createElement("code"), { textContent: e.signature }), sentence);
-    sentence.textContent = e.sentence;
-    option.addEventListener("click", () => pick(e));
-    list.append(option);
-  });
-  if (!offered.length) list.append("nothing is called so");
-  choose(0);
-}
-
-function choose(i) {
-  chosen = clamp(i, 0, Math.max(0, offered.length - 1));
-  for (const option of $("entries").querySelectorAll("[role=option]")) option.setAttribute("aria-selected", option.id === `entry-${chosen}`);
-  $("search").setAttribute("aria-activedescendant", offered.length ? `entry-${chosen}` : "");
-  $(`entry-${chosen}`)?.scrollIntoView({ block: "nearest" });
-}
-
-function browse() {
-  $("search").value = "";
-  $("library").showModal();
-  search();
-  $("search").focus();
-}
-
-// Into the text: joined with what stands before and after, or in place of what is marked.
-function pick(entry) {
-  $("library").close();
-  const source = $("source"), text = source.value, { selectionStart: from, selectionEnd: to } = source;
-  const named = /^\s*(mask|score)\s*=/m.test(text), ofScore = !named && found?.score && !found.error;
-  source.focus();
-  if (!text.trim() || to - from === text.length) return write(entry.text);
-  if (!named && !!entry.score !== !!ofScore)
-    return write(entry.score ? `mask = ${text.trim()}\nscore = ${entry.text}` : `mask = ${entry.text}\nscore = ${text.trim()}`);
-  const glue = entry.score ? " then " : " & ", ends = /[\w)\]]$/, starts = /^[\w(~]/;
-  const before = text.slice(0, from), after = text.slice(to);
-  const left = from === to && ends.test(before.trimEnd()) ? glue.slice(before.length - before.trimEnd().length) : "";
-  const right = from === to && starts.test(after.trimStart()) ? glue : "";
-  write(before + left + entry.text + right + after);
-  const place = (before + left + entry.text).length;
-  return source.setSelectionRange(place, place);
-}
-
-// -- sliders -----------------------------------------------------------------------------------------------------
-
-// A row: its name, a slider, and a field to type in. `chosen` hears of both.
-function slider(name, label, named, chosen) {
-  const range = Object.assign(document.createElement("input"), { type: "range", id: `slide-${name}` });
-  const typed = Object.assign(document.createElement("input"), { type: "number", id: `set-${name}`, step: "any" });
-  const text = Object.assign(document.createElement("label"), { htmlFor: typed.id, textContent: label, className: named ? "name" : "" });
-  range.setAttribute("aria-label", `${label}, slider`);
-  range.addEventListener("input", (event) => chosen(range.valueAsNumber, true, event.timeStamp));
-  typed.addEventListener("input", (event) => Number.isFinite(typed.valueAsNumber) && chosen(typed.valueAsNumber, false, event.timeStamp));
-  return [text, range, typed];
-}
-
-function place(name, { low, high, step, at, value }) {
-  const range = $(`slide-${name}`), typed = $(`set-${name}`);
-  Object.assign(range, { min: low, max: high, step });
-  if (document.activeElement !== range || Math.abs(range.valueAsNumber - at) > step) range.value = at;
-  range.setAttribute("aria-valuetext", value);
-  if (document.activeElement !== typed) typed.value = value;
-}
-
-let known = "";
-function scalars(list) {
-  const key = list.map((s) => `${s.name}:${s.type}`).join();
-  $("parameters").hidden = !list.length && !Object.keys(found.made).length && !Object.keys(begun.files).length;
-  if (key !== known) {
-    known = key;
-    const focused = document.activeElement?.id;
-    $("scalars").replaceChildren(...list.flatMap(({ name, type }) => (type === "Bool" ? check(name) : slider(`v-${name}`, name, true, (x, _, when) => {
-      change(`v-${name}`, { values: { ...state.values, [name]: type === "Int" ? Math.round(x) : x } }, when);
-    }))));
-    $(focused)?.focus();
-  }
-  for (const { name, type, value, low, high, step } of list) {
-    if (type === "Bool") $(`set-v-${name}`).checked = value;
-    else place(`v-${name}`, { low, high, step, at: value, value });
-  }
-}
-
-function check(name) {
-  const box = Object.assign(document.createElement("input"), { type: "checkbox", id: `set-v-${name}` });
-  const label = Object.assign(document.createElement("label"), { htmlFor: box.id, textContent: name, className: "name" });
-  box.addEventListener("change", (event) => change(`v-${name}`, { values: { ...state.values, [name]: box.checked } }, event.timeStamp));
-  return [label, box, document.createElement("span")];
-}
-
-function tables({ made }) {
-  const read = Object.entries(found.data.mask.program?.tables ?? {}), rows = [];
-  for (const [name, note] of Object.entries(made)) rows.push([name, `made up: ${note}`]);
-  for (const [name] of read) if (!(name in made)) rows.push([name, begun.files[name]]);
-  $("tables").replaceChildren(...rows.map(([name, note]) => {
-    const row = document.createElement("tr");
-    row.append(...[["th", name], ["td", note]].map(([tag, textContent]) => Object.assign(document.createElement(tag), { textContent })));
-    return row;
-  }));
-}
-
-const sizeOf = (name) => (name === "tile_q" ? state.block[0] : name === "tile_k" ? state.block[1] : state[name]);
-
-function resized(name, n, when) {
-  n = clamp(Math.round(n), 1, begun.longest);
-  const square = name === "q_len" && state.q_len === state.kv_len; // keys go along while they are as many
-  if (name === "tile_q") change(name, { block: [n, state.block[1]] }, when);
-  else if (name === "tile_k") change(name, { block: [state.block[0], n] }, when);
-  else change(name, { [name]: n, ...(square ? { kv_len: n } : {}) }, when);
-  sizes();
-}
-
-function sizes() {
-  for (const [name, , low, high] of SIZES) {
-    const value = sizeOf(name);
-    place(name, { low, high, step: 1, at: Math.round(Math.log2(value)), value });
-  }
-  const shown = Object.keys(found?.made ?? {}).length > 0;
-  for (const part of [$("slide-documents"), $("set-documents"), $("set-documents").labels[0]]) part.hidden = !shown;
-}
-
-// -- the score -----------------------------------------------------------------------------------------------------
-
-function score(mod) {
-  $("mod").hidden = !mod;
-  if (!mod) return;
-  $("score").textContent = mod.text;
-  const pen = $("heat").getContext("2d"), { width, height } = $("heat");
-  pen.fillStyle = colours.css.paper;
-  pen.fillRect(0, 0, width, height);
-  let said = mod.why ?? "";
-  if (mod.change) {
-    heat(pen, mod, width, height);
-    const reach = Number(mod.reach.toPrecision(3));
-    said = `What becomes of a score of 1 in batch 0, head 0, queries down and keys across: orange more, violet less, by up to ${reach}; grey hidden.`;
-  } else if (mod.curves) {
-    curves(pen, mod, width, height);
-    const span = Number(mod.span.toPrecision(3));
-    said = `What becomes of scores from −${span} to ${span}` + (mod.curves.length > 1 ? `, in heads 0 to ${mod.curves.length - 1}.` : ".");
-  }
-  $("heating").textContent = said;
-  $("heat").setAttribute("aria-label", said);
-}
-
-function heat(pen, { change }, width, height) {
-  const high = height / change.length, wide = width / change[0].length, [more, less] = darkness.matches ? ["#f0a35e", "#a78bdc"] : ["#d9730d", "#5e3c99"];
-  change.forEach((row, i) => row.forEach((x, j) => {
-    pen.globalAlpha = x === null ? 1 : Math.abs(x);
-    pen.fillStyle = x === null ? colours.css.dim : x > 0 ? more : less;
-    const [left, top] = [Math.floor(j * wide), Math.floor(i * high)];
-    pen.fillRect(left, top, Math.floor((j + 1) * wide) - left, Math.floor((i + 1) * high) - top);
-  }));
-  pen.globalAlpha = 1;
-}
-
-function curves(pen, { curves: lines, span }, width, height) {
-  const values = lines.flat().filter((y) => y !== null), top = clamp(Math.max(0, ...values.map(Math.abs)), span / 64, 3 * span) * 1.08;
-  const X = (i, n) => (i / (n - 1)) * width, Y = (y) => ((1 - clamp(y, -top, top) / top) / 2) * height;
-  pen.fillStyle = colours.css.dim;
-  pen.globalAlpha = 0.4;
-  pen.fillRect(0, Math.round(height / 2), width, 1);
-  pen.fillRect(Math.round(width / 2), 0, 1, height);
-  pen.globalAlpha = 1;
-  pen.lineWidth = 2;
-  lines.forEach((ys, h) => {
-    pen.strokeStyle = [colours.css.full, colours.css.partial, colours.css.dim, colours.css.ink][h];
-    pen.beginPath();
-    ys.forEach((y, i) => y !== null && pen.lineTo(X(i, ys.length), Y(y)));
-    pen.stroke();
-  });
 }
 
 // -- the state, and the ways back to it ------------------------------------------------------------------------------
@@ -397,7 +212,7 @@ function savePicture() {
 // -- all together ---------------------------------------------------------------------------------------------------------
 
 function wireExplorer() {
-  $("sizes").append(...SIZES.flatMap(([name, label]) => slider(name, label, false, (x, sliding, when) => resized(name, sliding ? 2 ** x : x, when))));
+  wireSizes();
   $("source").addEventListener("input", (event) => {
     mirror();
     change("text", { text: $("source").value }, event.timeStamp);

@@ -27,7 +27,7 @@ def page(state: Mapping[str, Any], tables: Mapping[str, Any], nonce: str) -> str
         title="frisket explore", nonce=f' nonce="{nonce}"', data=html.script(begin),
         style=html.file(ROOM, "explore.css"), editor=html.file(ROOM, "editor.html"),
         controls=html.file(ROOM, "controls.html"), more=html.file(ROOM, "more.html"),
-        start=html.file(ROOM, "explore.js"),
+        start="\n".join(html.file(ROOM, f"{name}.js") for name in ("library", "controls", "explore")),
     )  # fmt: skip
 
 

@@ -109,10 +109,10 @@ class Handler(BaseHTTPRequestHandler):
         "X-Content-Type-Options": "nosniff",
     }
 
-    def do_GET(self) -> None:  # noqa: N802 (http.server's name)
+    def do_GET(self) -> None:
         self.handled(self.get)
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         self.handled(self.post)
 
     def handled(self, method: Callable[[], None]) -> None:
@@ -138,11 +138,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def opened(self) -> bool:
         """Whether a person follows a link, say in a terminal that is a page itself: the token is what lets in."""
-        headers = self.headers
-        return self.command == "GET" and (headers["Sec-Fetch-Mode"], headers["Sec-Fetch-Dest"]) == (
-            "navigate",
-            "document",
-        )
+        how = self.headers["Sec-Fetch-Mode"], self.headers["Sec-Fetch-Dest"]
+        return self.command == "GET" and how == ("navigate", "document")
 
     def get(self) -> None:
         nonce = secrets.token_urlsafe(16)

@@ -1,8 +1,8 @@
 """Values for what nobody has bound yet: numbers by what their names mean in the library, and tables made up.
 
 >>> from frisket.dsl.program import parse_expression
->>> given({"w": 256}, {}, parse_expression("causal & window(w) & k < 8 * n"), Problem(4096, 4096))[0]
-[Scalar(name='w', type='Int', value=256, low=0, high=1024, step=4), Scalar(name='n', type='Int', value=64, low=0, high=256, step=1)]
+>>> given({}, {}, parse_expression("causal & window(w)"), Problem(4096, 4096))[0]
+[Scalar(name='w', type='Int', value=128, low=0, high=512, step=2)]
 """
 
 from __future__ import annotations
