@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = arguments(sys.argv[1:] if argv is None else list(argv))
-        answer: Answer = args.command(args, console())
+        answer: Answer = args.command(args, Output())
         write(answer, as_json=args.json)
         sys.stdout.flush()
         return answer.status
@@ -112,21 +112,25 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def console() -> Console:
+class Output(Console):
     """Colour on terminals only (rich also obeys NO_COLOR and FORCE_COLOR); lines are never cut."""
-    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would leave with status 1
 
 
 def complain(name: str, message: str) -> None:
-    err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    show(err, Text.assemble((name, BAD), ": ", message))
+    show(Output(stderr=True), Text.assemble((name, BAD), ": ", message))
 
 
 def write(answer: Answer, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(answer.data, indent=2, ensure_ascii=True))
         return
-    out = console()
+    out = Output()
     for piece in answer.text:
         show(out, piece)
 

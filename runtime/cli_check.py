@@ -1,88 +1,181 @@
-"""`frisket check EXPR`: everything that runs here, beside the float64 interpreter."""
+"""`frisket check EXPR`: every kernel that runs here, beside the float64 interpreter."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import re
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
-from frisket.dsl.errors import MismatchError
+from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
 
-from .backends import OF_FRAMEWORK, interpreted, reason
-from .cli_answer import Answer, row, rows
-from .cli_commands import described
-from .cli_input import require_bound, subject
-from .entry import compile
+from .backends import OF_FRAMEWORK, check_name, interpreted, reason
+from .cli_answer import BAD, GOOD, SOME, Answer, row, rows, table
+from .cli_input import compiled, require_bound, subject
+from .cli_options import add_sizes, add_subject, examples
+from .cli_progress import progress
+from .cli_show import described
+from .mask import Program, mask
 from .packed import choose, installed
+from .report import FLOOR, Report
 
-LENGTHS = ((128, 128), (100, 100), (77, 131))  # whole tiles, ragged, and fewer queries than keys
-DTYPES = ("float32", "bfloat16")
-INTERPRETED = ("float32", "float16")  # of Triton's interpreter
+LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, fewer queries than keys, one query
+DTYPES = ("float32", "bfloat16", "float16")
+HIDDEN = "q % 5 != 3"  # rows without a key
 DIM = 32
+HEAD = ("framework", "backend", "dtype", "cases", "error", "dense", "gradients", "dense", "")
 
 
 @dataclass(frozen=True)
 class Case:
+    """One call, and whether it is differentiated; `hidden` rows see no key."""
+
+    framework: str
     backend: str
     dtype: str
     q_len: int
     kv_len: int
     heads: int
     kv_heads: int
+    hidden: bool
+    gradients: bool
 
     def __str__(self) -> str:
-        heads = f"{self.heads} heads over {self.kv_heads}" if self.heads > 1 else "1 head"
-        return f"{self.backend:11} {self.dtype:9} {f'{self.q_len} × {self.kv_len}, {heads}':27}"
+        rows, way = "rows-hidden" if self.hidden else "rows-as-is", "gradients" if self.gradients else "forward"
+        sizes = f"{self.q_len}x{self.kv_len}/{self.heads}over{self.kv_heads}"
+        return f"{self.framework}/{self.backend}/{self.dtype}/{sizes}/{rows}/{way}"
+
+
+NAME = re.compile(
+    r"(torch|jax)/([\w-]+)/(\w+)/([1-9]\d*)x([1-9]\d*)/([1-9]\d*)over([1-9]\d*)/rows-(hidden|as-is)/(gradients|forward)"
+)
+
+
+def named(text: str) -> Case:
+    """The case of a name, as a mismatch prints it."""
+    found = NAME.fullmatch(text)
+    if not found:
+        example = "torch/cpp/float32/77x131/4over2/rows-as-is/gradients"
+        raise argparse.ArgumentTypeError(f"{text!r} is no case; a mismatch prints one, for example {example}")
+    framework, backend, dtype, *sizes, hidden, way = found.groups()
+    return Case(framework, backend, dtype, *map(int, sizes), hidden == "hidden", way == "gradients")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    case: Case
+    report: Report | None = None
+    refused: str = ""  # the backend says that it cannot
+    wrong: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        words = {"refused": self.refused, "mismatch": self.wrong}
+        return asdict(self.case) | (asdict(self.report) if self.report else {n: x for n, x in words.items() if x})
+
+
+def add_check(p: argparse.ArgumentParser) -> None:
+    add_subject(p, block=None)
+    add_sizes(p, "several, whole tiles and ragged")
+    which = p.add_argument_group("which cases")
+    level = which.add_mutually_exclusive_group()
+    level.add_argument("--quick", action="store_true", help="one call of each backend, in float32, with gradients")
+    level.add_argument(
+        "--all", action="store_true",
+        help="every dtype, length, number of key heads, rows with and without keys, forward and gradients",
+    )  # fmt: skip
+    level.add_argument("--case", type=named, metavar="CASE", help="one of them, by the name that a mismatch prints")
+    which.add_argument("--backend", nargs="+", metavar="B", help="these; default: every one that runs here")
+    which.add_argument("--dtype", nargs="+", choices=DTYPES, help="these; default: float32 and one of 16 bits")
+    examples(
+        p,
+        "frisket check 'causal & window(20)' --quick --backend aten xla",
+        "frisket check causal --score 'softcap(20)' --backend aten --dtype bfloat16",
+        "frisket check 'causal & same(doc)' --table doc=[0,0,0,1,1,1,1,2] --q-len 8 --backend aten",
+    )
 
 
 def check(args: argparse.Namespace, console: Console) -> Answer:
-    """One line for each backend, dtype and length: the largest error, and that of dense attention in that dtype.
-    Status 1 when one is more than twice as large (plus 1e-6)."""
+    """Runs the cases, a table of the largest errors. Status 1 when one is more than twice that of dense attention in
+    the same dtype (plus 1e-6), or fails altogether."""
     choose(None)
     what = subject(args)
     require_bound(what)
+    chosen = [args.case] if args.case else list(cases(args))
+    if not chosen:
+        raise BackendError("no backend among these runs here; `frisket doctor` says why")
+    outcomes = []
+    with progress(len(chosen)) as step:
+        for case in chosen:
+            outcomes.append(outcome(case, what, args))
+            step(f"{case.backend} {case.dtype}")
+    wrong = [o for o in outcomes if o.wrong]
     data, lines = described(what)
-    answer = Answer(data | {"cases": [], "good": True}, rows(lines))
-    for framework, case in cases(args):
-        attention = compile(mask=what.mask, score=what.score, backend=case.backend)
-        outcome: dict[str, Any]
-        try:
-            outcome = asdict(attention.check(*arrays(framework, case, args.batch)))
-            verdict = f"error {outcome['out']:.1e}, dense {outcome['dense_out']:.1e}"
-        except MismatchError as error:
-            outcome, verdict, answer.status = {"mismatch": str(error)}, f"MISMATCH\n{error}", 1
-        answer.data["cases"].append(asdict(case) | outcome)
-        answer.text.append(row("check", f"{case} {verdict}"))
-    answer.data["good"] = answer.status == 0
-    count = len(answer.data["cases"])
-    answer.text.append(
-        row("result", f"all {count} agree with the float64 interpreter" if not answer.status else "MISMATCH")
+    data |= {"cases": [o.as_dict() for o in outcomes], "good": not wrong}
+    checked = sum(o.report is not None for o in outcomes)
+    text = [*rows(lines), "", *table([HEAD, *summary(outcomes)], right=(3, 4, 5, 6, 7)), ""]
+    for o in wrong:
+        text.append(row("MISMATCH", Text(f"{o.case}\n{o.wrong}\nto repeat: {repeat(args, o.case)}")))
+    for why, of in groupby(sorted((o for o in outcomes if o.refused), key=lambda o: o.refused), lambda o: o.refused):
+        text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", SOME)))
+    result = (
+        Text(f"{len(wrong)} of {len(outcomes)} cases are wrong", BAD)
+        if wrong
+        else Text(f"all {checked} calls agree with the float64 interpreter", GOOD)
     )
-    return answer
+    return Answer(data, [*text, row("result", result)], 1 if wrong else 0)
 
 
-def cases(args: argparse.Namespace) -> Iterator[tuple[str, Case]]:
-    """(framework, case) for the backends that run here; the lengths of the user's, or a few small ones."""
-    lengths = [(args.q_len, args.kv_len or args.q_len)] if args.q_len else LENGTHS
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Those for the backends that run here; of the user's lengths, or a few small ones."""
+    for name in args.backend or ():
+        check_name(name)
+    lengths = [(args.q_len, args.kv_len or args.q_len)] if args.q_len else list(LENGTHS)
     heads = args.heads if args.heads > 1 else 4
-    kv_heads = heads // 2 if heads % 2 == 0 else heads
+    shared = [n for n in (heads // 2, heads, 1) if heads % n == 0]
+    ragged = lengths[2 % len(lengths)]
+    few = [(lengths[1 % len(lengths)], shared[0], False, False), (ragged, shared[0], False, True)]
+    few.append((ragged, heads, True, True))
+    every = list(product(lengths, dict.fromkeys(shared), (False, True), (False, True)))
+    picked = every if args.all else few[1:2] if args.quick else few
     for framework in installed():
         for backend in OF_FRAMEWORK[framework]:
-            if backend != "dense" and not reason(backend, framework):
-                for dtype in DTYPES if not interpreted(backend) else INTERPRETED:
-                    yield from ((framework, Case(backend, dtype, q, k, heads, kv_heads)) for q, k in lengths)
+            if backend not in (args.backend or (backend,)) or backend == "dense" or reason(backend, framework):
+                continue
+            usual = DTYPES if args.all else ("float32", "float16" if interpreted(backend) else "bfloat16")
+            for dtype in args.dtype or (usual[:1] if args.quick else usual):
+                if not (interpreted(backend) and dtype == "bfloat16"):  # Triton's interpreter has none
+                    for (q, k), kv_heads, hidden, gradients in picked:
+                        yield Case(framework, backend, dtype, q, k, heads, kv_heads, hidden, gradients)
 
 
-def arrays(framework: str, case: Case, batch: int) -> tuple[Any, ...]:
+def outcome(case: Case, what: Program, args: argparse.Namespace) -> Outcome:
+    if case.hidden:
+        hiding = mask(HIDDEN)
+        what = Program(hiding if what.mask is None else what.mask & hiding, what.score)
+    attention = compiled(what, args.block, backend=case.backend)
+    try:
+        return Outcome(case, attention.check(*arrays(case, args.batch), gradients=case.gradients))
+    except MismatchError as error:
+        return Outcome(case, wrong=str(error))
+    except (BackendError, LoweringError, BackwardError) as error:
+        return Outcome(case, refused=str(error).partition("\n")[0])
+
+
+def arrays(case: Case, batch: int) -> tuple[Any, ...]:
     """Normal q, k and v of a fixed seed in the framework's own order of axes, where the backend runs."""
+    if case.heads % case.kv_heads:
+        raise ParameterError(f"{case.heads} heads are not shared evenly by {case.kv_heads} of keys")
     draw = np.random.default_rng(0).standard_normal
     sizes = ((case.heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len))
     made = [draw((batch, *size, DIM), np.float32) for size in sizes]
-    if framework == "torch":
+    if case.framework == "torch":
         import torch
 
         device = "cuda" if case.backend == "triton" and not interpreted(case.backend) else "cpu"
@@ -90,3 +183,43 @@ def arrays(framework: str, case: Case, batch: int) -> tuple[Any, ...]:
     import jax.numpy as jnp
 
     return tuple(jnp.asarray(x.swapaxes(1, 2), case.dtype) for x in made)
+
+
+# -- what is said -----------------------------------------------------------------------------------------
+
+
+def summary(outcomes: Sequence[Outcome]) -> Iterator[tuple[str | Text, ...]]:
+    """A line for each framework, backend and dtype: how many cases, the errors nearest to what is allowed."""
+    for key, group in groupby(outcomes, lambda o: (o.case.framework, o.case.backend, o.case.dtype)):
+        of = list(group)
+        reports = [o.report for o in of if o.report is not None]
+        forward = [pair for r in reports for pair in ((r.out, r.dense_out), (r.lse, r.dense_lse))]
+        backward = [pair for r in reports for pair in r.gradients.values()]
+        wrong = sum(bool(o.wrong) for o in of)
+        refused = sum(bool(o.refused) for o in of)
+        verdict = (
+            Text(f"{wrong} WRONG", BAD)
+            if wrong
+            else Text(f"{refused} refused", SOME)
+            if refused
+            else Text("good", GOOD)
+        )
+        yield (*key, str(len(of)), *worst(forward), *worst(backward), verdict)
+
+
+def worst(pairs: Sequence[tuple[float, float]]) -> tuple[str, str]:
+    """The pair (error, that of dense attention) that is nearest to the limit."""
+    if not pairs:
+        return "-", "-"
+    ours, dense = max(pairs, key=lambda p: p[0] / (2 * p[1] + FLOOR))
+    return f"{ours:.1e}", f"{dense:.1e}"
+
+
+def repeat(args: argparse.Namespace, case: Case) -> str:
+    """The command that runs one case again."""
+    words = ["frisket", "check", args.expr, *(["--score", args.score] if args.score is not None else [])]
+    words += [word for one in args.set for word in ("--set", one)]
+    words += [word for one in args.table for word in ("--table", one)]
+    words += ["--block", "{}x{}".format(*args.block)] if args.block else []
+    words += ["--batch", str(args.batch)] if args.batch > 1 else []
+    return shlex.join([*words, "--case", str(case)])

@@ -1,44 +1,109 @@
-"""What runs here: `frisket doctor` says which backends do and why the rest does not."""
+"""`frisket doctor`: what is installed, what runs here, why the rest does not, and what to install for it."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
+from platformdirs import user_cache_dir
 from rich.console import Console
+from rich.text import Text
 
 from . import native_build, native_cpu
-from .backends import HOW, backends
-from .cli_answer import Answer, rows
+from .backends import HOW, backends, choose
+from .bench.machine import cpu_name
+from .cli_answer import GOOD, SOME, Answer, rows
+from .cli_options import examples
+from .cli_show import size
 from .packed import installed
 from .settings import VARIABLES, Settings
 
-PACKAGES = ("frisket", "numpy", "lark", "rich", "platformdirs", "torch", "jax", "triton", "matplotlib")
+PACKAGES = {  # what each is for, and the extra that brings it
+    "numpy": ("", ""),
+    "torch": ("tensors of torch", "torch"),
+    "jax": ("arrays of JAX", "jax"),
+    "triton": ("kernels for GPUs", "triton"),
+    "jax-triton": ("those kernels on arrays of JAX", "jax-gpu"),
+    "matplotlib": ("frisket plot, in .png and .svg", "plot"),
+    "flax": ("frisket.integrations.flax", "flax"),
+    "transformers": ("frisket.integrations.transformers", "transformers"),
+    "qwix": ("dot products of few bits", "quantized"),
+    "shtab": ("frisket completion", ""),
+}
+KERNELS = {
+    "aten": "library calls of torch",
+    "xla": "library calls of JAX",
+    "cpp": "kernels for this CPU",
+    "triton": "kernels for GPUs",
+    "pallas-tpu": "kernels for TPUs",
+    "pallas-mosaic-gpu": "kernels for Hopper",
+    "dense": "the float64 interpreter",
+}
+
+
+def add_doctor(p: argparse.ArgumentParser) -> None:
+    examples(p, "frisket doctor", "frisket doctor --json")
 
 
 def doctor(args: argparse.Namespace, console: Console) -> Answer:
-    """Versions, the machine, the backends, what native kernels are built with, the settings in the environment."""
-    versions = {name: version(name) for name in PACKAGES}
-    ready = {name: why or "runs here" + HOW.get(name, "") for name, why in backends().items()}
+    """Versions, the machine, the backends, what native kernels are built with, caches, settings."""
+    versions = {name: version(name) for name in ("frisket", *PACKAGES)}
+    missing = backends()
+    ready = {name: why or "runs here" + HOW.get(name, "") for name, why in missing.items()}
     given = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
-    built = native()
-    data = {**where, "native": built, "packages": versions, "backends": ready, "settings": given}
-    machine = f"{where['system']}, {cpu_count()}"
+    built, kept, calls = native(), caches(), usual()
+    data = {
+        **where, "cpu": cpu_name(), "native": built, "packages": versions, "backends": ready, "calls": calls,
+        "caches": kept, "settings": given,
+    }  # fmt: skip
+    files = {folder: f"{found['files']:,} files, {size(found['bytes'])}" for folder, found in kept.items()}
     text = rows([
-        ("python", f"{where['python']}"), ("machine", machine),
-        ("packages", "\n".join(f"{name:18} {v or 'not installed'}" for name, v in versions.items())),
-        ("backends", "\n".join(f"{name:18} {why}" for name, why in ready.items())),
-        ("native", "\n".join(f"{name:18} {x}" for name, x in built.items())),
-        ("settings", "\n".join(f"{v.name:18} {given.get(v.name, 'not set')}" for v in VARIABLES)),
+        ("frisket", f"{versions['frisket']}, Python {where['python']}"),
+        ("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
+        ("packages", lines((name, package(name, versions[name]), bool(versions[name])) for name in PACKAGES)),
+        ("backends", lines((n, missing[n] or f"{why}: {KERNELS[n]}", not missing[n]) for n, why in ready.items())),
+        ("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
+        ("native", "\n".join(f"{name:20} {x}" for name, x in built.items())),
+        ("caches", "\n".join(f"{folder}: {found}" for folder, found in files.items()) or "nothing is kept yet"),
+        ("settings", "\n".join(f"{v.name:20} {given.get(v.name, 'not set')}" for v in VARIABLES)),
     ])  # fmt: skip
     if not installed():
-        text.append("neither torch nor JAX is installed: pip install 'frisket[torch]' or 'frisket[jax]'")
+        text.append(Text("neither torch nor JAX is installed: pip install 'frisket[torch]' or 'frisket[jax]'", SOME))
     return Answer(data, text)
+
+
+def lines(found: Any) -> Text:
+    """A mark, a name and what is to say of it, a line each."""
+    return Text("\n").join(
+        Text.assemble(("✓" if good else "✗", GOOD if good else SOME), f" {name:18} {said}")
+        for name, said, good in found
+    )
+
+
+def package(name: str, found: str | None) -> str:
+    what, extra = PACKAGES[name]
+    if found:
+        return found
+    how = f"'frisket[{extra}]'" if extra else name
+    return f"not installed; for {what}: pip install {how}"
+
+
+def usual() -> dict[str, str]:
+    """The backend of a call on the CPU that names none."""
+    return {framework: choose(None, framework, "cpu") for framework in installed()}
+
+
+def caches() -> dict[str, dict[str, int]]:
+    """Folders of generated kernels, how many files and bytes they hold."""
+    root = Path(Settings.read().cache_dir or user_cache_dir("frisket"))
+    folders = [*sorted(root.glob("*/")), *native_build.directories()[1:]]
+    found = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
+    return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in found.items() if sizes}
 
 
 def native() -> dict[str, Any]:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import ParameterError
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.parse import parse
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import FLOAT
 
-from .mask import Program, mask, program
+from .layout import Layout
+from .mask import Mask, Program, mask, program
 from .parameters import names_of
 
 Scalar = bool | int | float
+LENGTH = 2048  # of queries, where nobody says
 
 
 def subject(args: argparse.Namespace, **more: Any) -> Program:
@@ -34,7 +39,7 @@ def require_bound(what: Program) -> None:
     for part in (what.mask, what.score):
         for name in () if part is None else part.unbound:
             assert part is not None
-            how = f"--table {name}=FILE.npy" if names_of(part.expr)[name][0] != 0 else f"--set {name}=VALUE"
+            how = f"--table {name}=FILE" if names_of(part.expr)[name][0] != 0 else f"--set {name}=VALUE"
             raise ParameterError(f"`{name}` has no value; give it: {how}")
 
 
@@ -53,19 +58,50 @@ def tables(what: Program) -> dict[str, NDArray[Any]]:
     return {n: x for part in (what.mask, what.score) if part is not None for n, x in part.tables.items()}
 
 
+def the_mask(what: Program, why: str) -> Mask:
+    """The mask, or an error that says why a score mod alone will not do."""
+    if what.mask is None:
+        raise ParameterError(f"a score mod hides nothing, so there are no tiles {why}; give a mask")
+    require_bound(what)
+    return what.mask
+
+
+def compiled(what: Program, tile: tuple[int, int] | None = None, **options: Any) -> Any:
+    """The attention of a mask and score mod whose parameters all have values."""
+    from .entry import compile  # the frameworks behind it are none of `show`'s business
+
+    require_bound(what)
+    return compile(mask=what.mask, score=what.score, tile=tile, **options)
+
+
+def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
+    """The layout of the sizes and tile that are given."""
+    q_len = args.q_len or LENGTH
+    kv_len = args.kv_len or q_len
+    mask.check_tables(q_len, kv_len, args.batch, args.heads)
+    for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
+        if at is not None and at >= size:
+            raise ShapeError(f"{name} {at} is outside the {size} there are; give --batch or --heads")
+    return mask.layout(q_len, kv_len, batch=args.batch, heads=args.heads, block=args.block)
+
+
 def source(expr: str, score: str | None) -> tuple[str, str]:
-    """(program text, name for errors): EXPR is a file when it ends in .frisket."""
+    """(program text, name for errors): EXPR is a file when it ends in .frisket, and standard input when it is -."""
     path = Path(expr)
-    from_file = path.suffix == ".frisket"
+    is_program = expr == "-" or path.suffix == ".frisket"
     try:
-        text = path.read_text(encoding="utf-8") if from_file else expr
+        text = sys.stdin.read() if expr == "-" else path.read_text(encoding="utf-8-sig") if is_program else expr
     except UnicodeDecodeError:
-        raise ParameterError(f"{expr} is not UTF-8 text") from None
+        raise ParameterError(f"{'standard input' if expr == '-' else expr} is not UTF-8 text") from None
     except ValueError:
         raise ParameterError(f"{expr!r} is no name of a file") from None
+    name = "standard input" if expr == "-" else path.name if is_program else "mask"
     if score is not None:
-        text = f"{text}\nscore = {score}" if from_file else f"mask = {text}\nscore = {score}"
-    return text, path.name if from_file else "mask"
+        for one in parse(text, name).args:
+            if one.kind == "bare":  # a lone expression: it is the mask
+                text = f"{text[: one.start]}mask = {text[one.start :]}"
+        text = f"{text}\nscore = {score}"
+    return text, name
 
 
 def scalar(text: str) -> tuple[str, Scalar]:
@@ -82,14 +118,35 @@ def scalar(text: str) -> tuple[str, Scalar]:
 
 
 def table(text: str) -> tuple[str, NDArray[Any]]:
-    """`table("doc=doc.npy")`: the name and the array of a .npy file."""
-    name, _, file = text.partition("=")
-    if not file:
-        raise ParameterError(f"--table {text}: write NAME=FILE.npy, for example --table doc=doc.npy")
+    """`table("doc=doc.npy")` or `table("doc=[0, 0, 1]")`: the name and the array."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    if not value or not name:
+        raise ParameterError(
+            f"--table {text}: write NAME=FILE with a .npy file, for example --table doc=doc.npy, or the numbers, "
+            "for example --table doc=[0,0,1,1]"
+        )
+    return name, written(text, value) if value.startswith("[") else saved(text, value)
+
+
+def written(text: str, value: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(json.loads(value))
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise ParameterError(
+            f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1] ({error})"
+        ) from None
+    if array.dtype.kind not in "biuf":
+        raise ParameterError(
+            f"--table {text}: the numbers stand in brackets, rows of equal length in brackets of theirs"
+        )
+    return array
+
+
+def saved(text: str, file: str) -> NDArray[Any]:
     try:
         array = np.load(file, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ParameterError(f"--table {text}: {file} is not a .npy file ({error}); write it with numpy.save") from None
     if not isinstance(array, np.ndarray):
         raise ParameterError(f"--table {text}: {file} holds several arrays; save one with numpy.save")
-    return name.strip(), array
+    return array

@@ -1,8 +1,9 @@
-"""`frisket library`: the entries with a sentence each; with a name, all that is known of it."""
+"""`frisket library`: the entries with a sentence each; with a name all that is known of it, with words a search."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 
@@ -10,28 +11,54 @@ from rich.console import Console
 from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
+from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
 from frisket.dsl.program import nearest
 
-from .cli_answer import Answer, rows
+from .cli_answer import Answer, Piece, rows
+from .cli_options import examples
+
+
+def add_library(p: argparse.ArgumentParser) -> None:
+    p.add_argument("words", nargs="*", metavar="WORD", help="a name, or words to search for; default: everything")
+    examples(p, "frisket library window", "frisket library sliding window", "frisket library")
 
 
 def library(args: argparse.Namespace, console: Console) -> Answer:
-    """Every entry by part, or those called `args.name`."""
-    chosen = [e for e in entries().values() if args.name in (None, e.name)]
+    """Every entry by part, those called by a name in full, or those that hold every word."""
+    known = entries()
+    named = [e for e in known.values() if [e.name] == args.words or [e.signature] == args.words]
+    chosen = named or [e for e in known.values() if holds(e, args.words)]
     if not chosen:
-        near = nearest(args.name, {e.name for e in entries().values()})
+        near = nearest(" ".join(args.words), {e.name for e in known.values()})
         hint = f"; did you mean `{near}`?" if near else ""
-        raise ParameterError(f"the library has no `{args.name}`{hint}\n  `frisket library` lists it")
+        raise ParameterError(f"the library has no `{' '.join(args.words)}`{hint}\n  `frisket library` lists it")
     answer = Answer({e.signature: asdict(e) for e in chosen})
-    if args.name is not None:
-        for e in chosen:
-            facts = [("entry", e.signature), ("", e.sentence), ("formula", e.formula), ("source", e.source)]
-            answer.text += [*([""] if answer.text else []), *rows([*facts, ("text", e.text)])]
-        return answer
+    for e in named:
+        answer.text += [*([""] if answer.text else []), *in_full(e, console)]
+    return answer if named else Answer(answer.data, listed(chosen, console))
+
+
+def holds(e: Entry, words: Sequence[str]) -> bool:
+    text = " ".join((e.signature, e.sentence, e.formula, e.source, e.section)).casefold()
+    return all(word.casefold() in text for word in words)
+
+
+def listed(chosen: Sequence[Entry], console: Console) -> list[Piece]:
+    """A line for each entry: its signature and its sentence."""
+    width = min(44, max(len(short(e)) for e in chosen))
+    text: list[Piece] = []
     for section, part in groupby(chosen, key=lambda e: e.section):
-        answer.text += [*([""] if answer.text else []), Text(section, "bold")]
+        text += [*([""] if text else []), Text(section, "bold")]
         for e in part:
-            short = e.signature if len(e.signature) <= 44 else f"{e.name}(… {len(e.params)} arguments)"
-            answer.text.append(f"  {short:<44}  {e.sentence}")
-    return answer
+            text.append(Text.assemble("  ", (f"{short(e):<{width}}", "cyan"), "  ", e.sentence))
+    return text
+
+
+def short(e: Entry) -> str:
+    return e.signature if len(e.signature) <= 44 else f"{e.name}(… {len(e.params)} arguments)"
+
+
+def in_full(e: Entry, console: Console) -> list[Piece]:
+    facts = [("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source)]
+    return rows([*facts, ("text", e.text)])

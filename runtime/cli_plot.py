@@ -10,30 +10,41 @@ from rich.console import Console
 from frisket.dsl.errors import ParameterError
 
 from .cli_answer import Answer, rows
-from .cli_commands import laid_out
-from .cli_input import subject
+from .cli_input import laid_out, subject, the_mask
+from .cli_options import add_sizes, add_subject, examples, natural
+from .cli_show import size, tiles
 
 PAGES = (".html", ".htm")
 
 
+def add_plot(p: argparse.ArgumentParser) -> None:
+    add_subject(p)
+    add_sizes(p)
+    drawn = p.add_argument_group("the picture")
+    drawn.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help=".png, .svg or .html")
+    drawn.add_argument("--b", type=natural, metavar="N", help="one batch entry; default: all that differ")
+    drawn.add_argument("--h", type=natural, metavar="N", help="one head; default: all that differ")
+    drawn.add_argument("--dark", action="store_true", help="light on dark")
+    examples(
+        p,
+        "frisket plot 'causal & (window(256) | sinks(4))' -o mask.png",
+        "frisket plot 'causal & window(64 * (h + 1))' --heads 4 --q-len 1024 -o heads.svg --dark",
+        "frisket plot 'causal & window(256)' --q-len 1048576 -o mask.html",
+    )
+
+
 def plot(args: argparse.Namespace, console: Console) -> Answer:
     """Write the picture and say what is in it; with no --b and --h, every different batch entry and head."""
-    what = subject(args)
-    if what.mask is None:
-        raise ParameterError("a score mod hides nothing, so there are no tiles to draw; give a mask")
-    b, h = args.b, args.h
-    args.b, args.h = b or 0, h or 0
-    layout = laid_out(args, what)
+    layout = laid_out(args, the_mask(subject(args), "to draw"))
     path: Path = args.output
     if path.suffix.lower() not in PAGES:
-        layout.plot(path, b=b, h=h, dark=args.dark)
-    elif (b, h) != (None, None) or args.dark:
+        layout.plot(path, b=args.b, h=args.h, dark=args.dark)
+    elif (args.b, args.h) != (None, None) or args.dark:
         raise ParameterError(
             "--b, --h and --dark are for .png and .svg: a page shows every slice, and follows the browser"
         )
     else:
         layout.to_html(path)
-    c = layout.counts
-    data = {"file": str(path), "bytes": path.stat().st_size, "counts": vars(c), "exact": layout.exact}
-    tiles = f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty"
-    return Answer(data, rows([("written", str(path)), ("tiles", tiles)]))
+    written = path.stat().st_size
+    data = {"file": str(path), "bytes": written, "counts": vars(layout.counts), "exact": layout.exact}
+    return Answer(data, rows([("written", f"{path}, {size(written)}"), ("tiles", tiles(layout))]))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.emit.triton_writer import Dims
 
-from .cli_answer import Answer
-from .cli_commands import compiled, shapes
-from .cli_input import subject
-from .cli_run import progress
+from .cli_answer import BAD, GOOD, Answer, table
+from .cli_emit import shapes
+from .cli_input import compiled, subject
+from .cli_progress import progress
 
 HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
 
@@ -39,20 +39,16 @@ def report(args: argparse.Namespace, console: Console) -> Answer:
                 found.append(one)
                 step("compiling")
     data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in found]}
-    return Answer(data, [*table([HEAD, *map(line, found)])], 0 if all(r.fits for r in found) else 1)
+    return Answer(
+        data, table([HEAD, *map(line, found)], right=(3, 4, 5, 6, 7, 8)), 0 if all(r.fits for r in found) else 1
+    )
 
 
-def line(r: Any) -> tuple[str, ...]:
+def line(r: Any) -> tuple[str | Text, ...]:
     name = r.kernel.removeprefix("attention_")
     tile = {"combine": "", "delta": str(r.block_q)}.get(name, f"{r.block_q} x {r.block_k}")
-    shared = f"{r.shared:,} of {r.shared_limit:,}" + ("" if r.fits else " TOO MUCH")
+    shared = Text(f"{r.shared:,} of {r.shared_limit:,}" + ("" if r.fits else " TOO MUCH"), GOOD if r.fits else BAD)
     return (
         name, r.arch, tile, str(r.warps), str(r.stages), str(r.registers),
         str(r.spills), shared, str(r.mma),
     )  # fmt: skip
-
-
-def table(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest entry."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths, strict=True)).rstrip() for row in lines]

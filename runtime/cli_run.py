@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import uses
@@ -18,9 +16,33 @@ from frisket.lowering.simplify import prepare
 
 from . import packed
 from .cli_answer import Answer, rows
-from .cli_commands import compiled, described, laid, picture
 from .cli_doctor import cpu_count
-from .cli_input import require_bound, scalars, subject, tables
+from .cli_input import compiled, require_bound, scalars, subject, tables
+from .cli_options import add_subject, even, examples, positive
+from .cli_progress import progress
+from .cli_show import described, laid, picture
+
+
+def add_run(p: argparse.ArgumentParser) -> None:
+    add_subject(p)
+    p.set_defaults(b=0, h=0)
+    job = p.add_argument_group("the job")
+    job.add_argument(
+        "--tokens", nargs="+", type=Path, required=True, metavar="FILE",
+        help="read as bytes and packed into one sequence; EXPR reads the number of the file as `doc`",
+    )  # fmt: skip
+    job.add_argument("--max-tokens", type=positive, default=4096, metavar="TOKENS", help="default: %(default)s")
+    job.add_argument("--heads", type=positive, default=8, metavar="N", help="default: %(default)s")
+    job.add_argument("--head-dim", type=even, default=64, metavar="N", help="default: %(default)s")
+    job.add_argument("--framework", choices=["torch", "jax"], help="default: the first one installed")
+    job.add_argument(
+        "--repeats", type=positive, default=5, metavar="N", help="timed runs of each; default: %(default)s"
+    )
+    examples(
+        p,
+        "frisket run 'causal & same(doc)' --tokens README.md CHANGELOG.md --max-tokens 512 --repeats 2",
+        "frisket run 'causal & same(doc) & window(128)' --score 'softcap(50)' --tokens README.md --max-tokens 512",
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> Answer:
@@ -47,7 +69,7 @@ def run(args: argparse.Namespace, console: Console) -> Answer:
         errors = compared(job, bench, step)
 
     data, lines = described(what)
-    found, facts = laid(layout)
+    found, facts = laid(layout, what.mask)
     where = f"{platform.machine()}, {cpu_count()}"
     data |= found | {
         "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files),
@@ -100,15 +122,3 @@ def compared(job: packed.Job, bench: packed.Bench, step: Any) -> tuple[float, fl
         worst = np.maximum(worst, [np.abs(got[:, *at] - want).max() for got in (ours, dense)])
         step("checking")
     return float(worst[0]), float(worst[1])
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Any]:
-    """A bar on stderr if that is a terminal, gone when the work is done; `step(name)` moves it."""
-    err = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description:9}"), BarColumn(), console=err, transient=True, disable=not err.is_terminal
-    )
-    with bar:
-        task = bar.add_task("preparing", total=total)
-        yield lambda name: bar.update(task, advance=1, description=name)

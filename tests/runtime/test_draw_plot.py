@@ -277,7 +277,7 @@ def test_nothing_half_written(tmp_path):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BackendError, match=r"^plot needs matplotlib: pip install 'frisket\[plot\]'$"):
+    with pytest.raises(BackendError, match=r"^matplotlib is not installed: pip install 'frisket\[plot\]'$"):
         WINDOW.layout(64, 64).plot()
 
 
@@ -287,7 +287,13 @@ def test_without_matplotlib(monkeypatch):
 def test_the_command(tmp_path, capsys):
     for name in ("m.png", "m.svg", "m.html"):
         assert main(["plot", "causal & window(w)", "--set", "w=100", "--q-len", "512", "-o", str(tmp_path / name)]) == 0
-        assert capsys.readouterr().out == f"written   {tmp_path / name}\ntiles     0 full, 7 partial, 9 empty\n"
+        path = tmp_path / name
+        assert capsys.readouterr().out == (
+            f"written   {path}, {path.stat().st_size / 1000:.3g} kB\n"
+            "tiles     █ 0 full: every pair is visible, read without the mask\n"
+            "          ▒ 7 partial: read with the mask\n"
+            "          · 9 empty: never read\n"
+        )
     assert sorted(f.name for f in tmp_path.iterdir()) == ["m.html", "m.png", "m.svg"]
 
 

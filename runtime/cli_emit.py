@@ -1,0 +1,62 @@
+"""`frisket emit EXPR --backend B`: the source text of a kernel; with --report, what it takes of a GPU."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from frisket.dsl.errors import ParameterError, ShapeError
+
+from .backends import PRINTED
+from .cli_answer import Answer, code
+from .cli_input import LENGTH, compiled, subject
+from .cli_options import add_sizes, add_subject, examples, positive
+
+
+def add_emit(p: argparse.ArgumentParser) -> None:
+    add_subject(p, block=None)
+    add_sizes(p)
+    kernel = p.add_argument_group("the kernel")
+    kernel.add_argument("--backend", required=True, help=", ".join(PRINTED))
+    kernel.add_argument("--kv-heads", type=positive, metavar="N", help="heads of keys; default: --heads")
+    kernel.add_argument("--head-dim", type=positive, default=64, metavar="N", help="default: %(default)s")
+    kernel.add_argument("--v-dim", type=positive, metavar="N", help="head size of values; default: --head-dim")
+    kernel.add_argument("--dtype", default="float32", help="float32, float16 or bfloat16; default: %(default)s")
+    kernel.add_argument(
+        "--report", action="store_true", help="compile for Triton: registers, spills, shared memory; no GPU is needed"
+    )
+    kernel.add_argument("--arch", nargs="+", metavar="GPU", help="sm_80, sm_90, sm_100, gfx942; several with --report")
+    examples(
+        p,
+        "frisket emit 'causal & window(256)' --backend triton --head-dim 128 --dtype bfloat16",
+        "frisket emit causal --score 'softcap(50)' --backend cpp",
+        "frisket emit causal --backend triton --report --q-len 4 --kv-len 2048 --arch sm_90 --dtype float16",
+    )
+
+
+def emit(args: argparse.Namespace, console: Console) -> Answer:
+    if args.report:
+        from .cli_report import report
+
+        return report(args, console)
+    if args.arch and args.backend != "triton":
+        raise ParameterError(f"--arch is about Triton kernels, not {args.backend!r}; write --backend triton")
+    if args.arch and len(args.arch) > 1:
+        raise ParameterError(f"one text is for one GPU: --arch {args.arch[0]}; several go with --report")
+    arch = args.arch[0] if args.arch else None
+    source = compiled(subject(args), args.block).source(args.backend, arch=arch, **shapes(args)).rstrip("\n")
+    language = "cpp" if args.backend in ("cpp", "native") else "python"
+    return Answer({"backend": args.backend, "source": source}, [code(source, language, console)])
+
+
+def shapes(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes, as `source` and `stages` of an attention take them."""
+    q_len, kv_heads = args.q_len or LENGTH, args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise ShapeError(f"--heads {args.heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
+    return {
+        "q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads, "kv_heads": kv_heads,
+        "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype,
+    }  # fmt: skip

@@ -1,0 +1,165 @@
+"""`frisket explain EXPR`: the clause that decides a position or a tile; or the stages from text to kernel."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from frisket.dsl.errors import ShapeError, Span
+from frisket.dsl.ir import Expr, walk
+from frisket.lowering.stages import NAMES
+
+from .cli_answer import BAD, GOOD, SOME, Answer, Piece, code, coloured, rows
+from .cli_input import LENGTH, compiled, laid_out, subject, the_mask
+from .cli_options import add_sizes, add_slice, add_subject, examples, natural, tile
+from .draw import terminal
+from .layout import Layout
+from .mask import Mask
+
+STYLE = {"visible": GOOD, "full": GOOD, "hidden": BAD, "empty": BAD, "partial": SOME}
+
+
+def add_explain(p: argparse.ArgumentParser) -> None:
+    add_subject(p)
+    add_sizes(p)
+    asked = p.add_argument_group("what is asked; nothing: the stages and the rules that fired")
+    asked.add_argument("--q", type=natural, metavar="N", help="a query position, together with --k")
+    asked.add_argument("--k", type=natural, metavar="N", help="a key position")
+    asked.add_argument("--tile", type=tile, metavar="I,J", help="a tile: its row and column, from 0")
+    add_slice(asked)
+    asked.add_argument("--backend", metavar="B", help="whose target and source to show; default: torch's library calls")
+    examples(
+        p,
+        "frisket explain 'causal & window(w)' --set w=256 --q 300 --k 17",
+        "frisket explain 'causal & same(doc)' --table doc=[0,0,0,1,1,1,1,2] --q 5 --k 1 --q-len 8",
+        "frisket explain 'causal & window(256)' --tile 8,2",
+        "frisket explain 'causal & window(256)' --backend triton",
+    )
+
+
+def explain(args: argparse.Namespace, console: Console) -> Answer:
+    """Why a position or a tile is what it is; else the stages and the rules that fired."""
+    if (args.q is None) != (args.k is None):
+        raise ShapeError("--q and --k go together: a query and a key, for example --q 300 --k 17")
+    if args.tile is not None and args.q is not None:
+        raise ShapeError("--tile explains a tile, --q and --k a position: give one of them")
+    if args.tile is not None:
+        return explain_tile(args, console)
+    return explain_stages(args, console) if args.q is None else explain_point(args, console)
+
+
+def explain_point(args: argparse.Namespace, console: Console) -> Answer:
+    mask = the_mask(subject(args), "to explain")
+    args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
+    found = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
+    at = f"query {args.q:,}, key {args.k:,}{of_slice(args)}"
+    answer = "visible" if found.visible else "hidden"
+    spans = places(mask, found.clauses)
+    position = {"b": args.b, "h": args.h, "q": args.q, "k": args.k}
+    data = {**position, "visible": found.visible, "because": found.because, "clauses": quoted(mask, spans)}
+    text = rows([
+        ("position", at), ("answer", Text(answer, STYLE[answer])), ("because", found.because.replace("; ", "\n")),
+        ("mask", marked(mask, spans, STYLE[answer], console)),
+    ])  # fmt: skip
+    return Answer(data, text)
+
+
+def explain_tile(args: argparse.Namespace, console: Console) -> Answer:
+    mask = the_mask(subject(args), "to explain")
+    (i, j), (bq, bk) = args.tile, args.block
+    args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
+    layout = laid_out(args, mask)
+    found = layout.explain(tile=args.tile, b=args.b, h=args.h)
+    at = {n: None if x is None else dict(zip("bhqk", x, strict=True)) for n, x in (
+        ("visible_at", found.visible_at), ("hidden_at", found.hidden_at)
+    )}  # fmt: skip
+    spans, style = places(mask, found.clauses), STYLE[found.kind]
+    if found.hidden_at is not None and found.kind == "partial":  # no clause decides it whole: what hides some of it
+        b, h, q, k = found.hidden_at
+        spans, style = places(mask, layout.explain(q, k, b, h).clauses), BAD
+    data = {
+        "tile": [i, j], "b": args.b, "h": args.h, "kind": found.kind, "because": found.because, **at,
+        "clauses": quoted(mask, spans),
+    }  # fmt: skip
+    where = f"queries {ends(i, bq, layout.q_len)}, keys {ends(j, bk, layout.kv_len)}{of_slice(args)}"
+    text = rows([
+        ("tile", where), ("answer", Text(found.kind, STYLE[found.kind])), ("because", found.because),
+        ("mask", marked(mask, spans, style, console)),
+    ])  # fmt: skip
+    return Answer(data, text)
+
+
+def of_slice(args: argparse.Namespace) -> str:
+    return f", batch {args.b}, head {args.h}" if args.batch * args.heads > 1 else ""
+
+
+def ends(at: int, size: int, length: int) -> str:
+    return f"{at * size:,}..{min((at + 1) * size, length) - 1:,}"
+
+
+# -- where in the text ----------------------------------------------------------------------------------
+
+
+def places(mask: Mask, clauses: Sequence[Expr]) -> list[Span]:
+    """Where in the text of a mask its clauses stand, in order: what became the clause, else the least that holds it."""
+    found = set()
+    for clause in clauses:
+        here = [span for span, e in mask.sites if e is clause] or [
+            span for span, e in mask.sites if any(x is clause for x in walk(e))
+        ]
+        if here:
+            found.add(min(here, key=lambda span: span.stop - span.start))
+    return sorted(found, key=lambda span: span.start)
+
+
+def quoted(mask: Mask, spans: Sequence[Span]) -> list[dict[str, Any]]:
+    return [{"start": s.start, "stop": s.stop, "text": mask.source[s.start : s.stop]} for s in spans]
+
+
+def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> Text:
+    """The lines of the text that hold these places: in colour where there is colour, else with carets below."""
+    source, lines = mask.source, []
+    start = 0
+    for line in source.split("\n"):
+        here = [(max(s.start - start, 0), min(s.stop - start, len(line))) for s in spans]
+        here = [(a, z) for a, z in here if a < z]
+        if here:
+            text = Text(line.replace("\t", " "))
+            for a, z in here:
+                text.stylize(f"{style} underline", a, z)
+            lines.append(text)
+            if not coloured(console):
+                under = "".join("^" if any(a <= n < z for a, z in here) else " " for n in range(len(line)))
+                lines.append(Text(under.rstrip()))
+        start += len(line) + 1
+    return Text("\n").join(lines)
+
+
+# -- stages -----------------------------------------------------------------------------------------------
+
+
+def explain_stages(args: argparse.Namespace, console: Console) -> Answer:
+    q_len = args.q_len or LENGTH
+    stages = compiled(subject(args)).stages(
+        q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32",
+        backend=args.backend,
+    )  # fmt: skip
+    texts = {name: stages.text(name) for name in NAMES}
+    text: list[Piece] = []
+    for name in NAMES:
+        text += ["", Text(f"-- {name} {'-' * (76 - len(name))}", "bold"), shown(name, stages, console)]
+    return Answer({**texts, "rules": dict(stages.rules.most_common())}, text[1:])
+
+
+def shown(name: str, stages: Any, console: Console) -> Text:
+    """One stage as it prints, in colours where there are some."""
+    text: str = stages.text(name)
+    if name == "source" and stages.source:
+        return code(text, "cpp" if stages.target.backend == "cpp" else "python", console)
+    if name == "layout" and isinstance(stages.layout, Layout):
+        return Text.assemble(text.partition("\n")[0], "\n", terminal.layout_picture(stages.layout))
+    return Text(text)

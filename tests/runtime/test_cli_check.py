@@ -1,0 +1,118 @@
+"""`frisket check`: which cases there are, what a mismatch says, and that it can be repeated."""
+
+import json
+import shlex
+
+import pytest
+
+from frisket.dsl.errors import LoweringError, MismatchError
+from frisket.runtime import cli_check
+from frisket.runtime.attention import Attention
+from frisket.runtime.cli import arguments, main
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv):
+        status = main(["check", *argv])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def chosen(*argv):
+    return list(cli_check.cases(arguments(["check", *argv])))
+
+
+def test_what_runs_here_agrees(run):
+    argv = ["causal & window(w)", "--set", "w=20", "--score", "softcap(20)", "--backend", "aten", "xla", "--quick"]
+    status, out, err = run(*argv, "--json")
+    found = json.loads(out)
+    assert (status, err) == (0, "")
+    assert found["good"] is True
+    assert {c["backend"] for c in found["cases"]} == {"aten", "xla"}
+    for c in found["cases"]:
+        assert c["out"] <= 2 * c["dense_out"] + 1e-6
+        assert {"dq", "dk", "dv"} <= c["gradients"].keys()
+
+
+def test_the_table(run):
+    status, out, _ = run("causal", "--q-len", "9", "--backend", "aten", "--dtype", "float32", "bfloat16")
+    assert status == 0
+    table = [line.split() for line in out.split("\n\n")[1].splitlines()]
+    assert table[0] == ["framework", "backend", "dtype", "cases", "error", "dense", "gradients", "dense"]
+    assert [line[:4] for line in table[1:]] == [["torch", "aten", "float32", "3"], ["torch", "aten", "bfloat16", "3"]]
+    assert [line[-1] for line in table[1:]] == ["good", "good"]
+    assert out.endswith("result    all 6 calls agree with the float64 interpreter\n")
+
+
+def test_all_is_every_combination():
+    cases = chosen("causal", "--all", "--backend", "aten", "--heads", "6")
+    assert len(cases) == len(set(cases)) == 3 * 4 * 3 * 2 * 2  # dtypes, lengths, heads of keys, rows, ways
+    assert {c.kv_heads for c in cases} == {6, 3, 1}
+    few, one = (chosen("causal", *level, "--backend", "aten") for level in ([], ["--quick"]))
+    assert {c.gradients for c in few} == {c.hidden for c in few} == {False, True}
+    assert len(one) == 1
+    assert {c.backend for c in chosen("causal")} >= {"aten", "xla"}
+
+
+def test_every_case_has_a_name():
+    for case in chosen("causal", "--all"):
+        assert cli_check.named(str(case)) == case
+
+
+@pytest.mark.parametrize("hidden", ["rows-hidden", "rows-as-is"])
+def test_rows_without_keys_are_among_them(run, hidden, monkeypatch):
+    seen = []
+    check = Attention.check
+
+    def look(self, q, k, v, **options):
+        seen.append(str(self.subject))
+        return check(self, q, k, v, **options)
+
+    monkeypatch.setattr(Attention, "check", look)
+    assert run("causal", "--case", f"torch/aten/float32/12x12/4over2/{hidden}/gradients")[0] == 0
+    (text,) = seen
+    assert ("q % 5 != 3" in text) == (hidden == "rows-hidden")
+
+
+def test_a_mismatch_says_which_and_how_to_repeat_it(run, monkeypatch):
+    def wrong(self, q, k, v, *, gradients):
+        if gradients:
+            raise MismatchError("float32: out 1.0e+00")
+        return good(self, q, k, v, gradients=gradients)
+
+    good = Attention.check
+    monkeypatch.setattr(Attention, "check", wrong)
+    argv = ["causal & q - k < w", "--set", "w=3", "--q-len", "8", "--backend", "aten", "--dtype", "float32"]
+    status, out, _ = run(*argv)
+    assert status == 1
+    assert "2 WRONG" in out
+    name = "torch/aten/float32/8x8/4over2/rows-as-is/gradients"
+    again = f"frisket check 'causal & q - k < w' --set w=3 --case {name}"
+    assert f"MISMATCH  {name}\n          float32: out 1.0e+00\n          to repeat: {again}\n" in out
+    assert out.endswith("result    2 of 3 cases are wrong\n")
+    status, out, _ = run(*shlex.split(again)[2:], "--json")
+    found = json.loads(out)
+    assert (status, found["good"], len(found["cases"])) == (1, False, 1)
+    assert found["cases"][0]["mismatch"] == "float32: out 1.0e+00"
+
+
+def test_what_a_backend_refuses_is_said(run, monkeypatch):
+    def refuse(self, *arrays, **options):
+        raise LoweringError("no kernel for this\n  take another")
+
+    monkeypatch.setattr(Attention, "check", refuse)
+    status, out, _ = run("causal", "--backend", "aten", "--quick")
+    assert status == 0
+    assert "1 refused" in out
+    assert "refused   aten: no kernel for this\n" in out
+    assert out.endswith("result    all 0 calls agree with the float64 interpreter\n")
+
+
+def test_a_backend_that_does_not_run_here(run):
+    status, out, err = run("causal", "--backend", "gluon")
+    assert (status, out) == (2, "")
+    assert err.startswith("BackendError: backend 'gluon' is not there yet: ")
+    status, out, err = run("causal", "--backend", "pallas-mosaic-gpu")
+    assert (status, err) == (2, "BackendError: no backend among these runs here; `frisket doctor` says why\n")

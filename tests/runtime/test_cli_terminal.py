@@ -1,0 +1,261 @@
+"""The command line in a terminal and out of it: colours, width, progress, help, pipes, completion, what it imports."""
+
+import io
+import os
+import pty
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from frisket.runtime.cli import COMMANDS, main, parser
+from frisket.runtime.cli_answer import row
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = "import sys; from frisket.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def in_terminal(*argv, columns=80, **env):
+    """What a terminal of this width is sent."""
+    mine, theirs = pty.openpty()
+    full = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), **env}
+    process = subprocess.Popen([sys.executable, "-c", CODE, *argv], stdout=theirs, stderr=theirs, env=full)
+    os.close(theirs)
+    out = b""
+    while True:
+        try:
+            piece = os.read(mine, 65536)
+        except OSError:  # Linux: the other end is closed
+            break
+        if not piece:
+            break
+        out += piece
+    os.close(mine)
+    assert process.wait() in (0, 2)
+    return out.decode().replace("\r\n", "\n")
+
+
+def in_pipe(*argv, stdin=None, **env):
+    full = {**os.environ, "PYTHONIOENCODING": "utf-8", **env}
+    return subprocess.run([sys.executable, "-c", CODE, *argv], capture_output=True, env=full, input=stdin)
+
+
+# -- colours and width ------------------------------------------------------------------------------------
+
+
+def test_a_terminal_has_colours_unless_told_otherwise():
+    argv = ("explain", "causal & window(8)", "--q", "30", "--k", "2")
+    shown = in_terminal(*argv)
+    assert "\x1b[1;4;31mwindow(8)\x1b[0m" in shown  # the clause that hides the key, bold and red
+    assert "^" not in shown
+    plain = in_terminal(*argv, NO_COLOR="1")
+    assert "\x1b[31m" not in plain
+    assert "^^^^^^^^^" in plain
+    assert "\x1b" not in in_terminal(*argv, TERM="dumb")
+
+
+def test_colours_can_be_forced_into_a_pipe():
+    argv = ("explain", "causal & window(8)", "--q", "30", "--k", "2")
+    assert b"\x1b" not in in_pipe(*argv).stdout
+    assert b"\x1b[1;4;31mwindow(8)" in in_pipe(*argv, FORCE_COLOR="1", TERM="xterm-256color").stdout
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_a_terminal_of_any_width(columns):
+    shown = ESCAPE.sub("", in_terminal("show", "causal & (window(w) | sinks(4))", "--set", "w=256", columns=columns))
+    lines = shown.splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    joined = re.sub(r"\s+", " ", shown)
+    assert "every pair is visible, read without the mask" in joined
+    assert "one cell 128 × 128 tokens" in joined
+    assert sum("▒▒" in line for line in lines) == 16
+
+
+def test_a_pipe_has_no_width():
+    wide = in_pipe("show", " & ".join(f"q != k + {n}" for n in range(20)), "--q-len", "64", COLUMNS="40").stdout
+    assert max(map(len, wide.decode().splitlines())) > 150
+
+
+def test_emitted_code_is_coloured_for_people_alone():
+    argv = ("emit", "causal", "--backend", "cpp", "--q-len", "64")
+    shown, plain = in_terminal(*argv), in_pipe(*argv).stdout.decode()
+    assert "\x1b[" in shown
+    assert ESCAPE.sub("", shown).split() == plain.split()
+
+
+def test_characters_the_locale_has(tmp_path):
+    np.save(tmp_path / "dö.npy", np.zeros(64, np.int32))
+    argv = ("show", "same(doc)", "--table", f"doc={tmp_path}/dö.npy", "--q-len", "64")
+    found = in_pipe(*argv, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert found.stdout.isascii()
+    assert b"\\u" not in found.stdout
+    strange = tmp_path / os.fsdecode(b"m\xff.svg")
+    found = in_pipe("plot", "causal", "-o", str(strange), "--q-len", "64")
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert strange.exists()
+
+
+def test_words_are_folded_below_their_beginning():
+    out = Console(width=24, file=io.StringIO())
+    out.print(row("name", "words that need more\nlines than one").wrapped())
+    lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
+    assert lines == ["name      words that", "          need more", "          lines than one"]
+
+
+# -- pipes ------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_that_leaves_early():
+    command = f"{shlex.quote(sys.executable)} -m frisket.runtime.cli library"
+    found = subprocess.run(
+        ["bash", "-c", f"{command} | head -1; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
+    )
+    assert found.stderr == ""
+    assert found.stdout.splitlines()[-1] == "0"
+
+
+def test_a_mask_from_standard_input():
+    text = b"def near = abs(q - k) < w\nmask = causal & near\n"
+    found = in_pipe("explain", "-", "--set", "w=4", "--q", "9", "--k", "1", stdin=text)
+    assert found.stdout.decode().endswith("mask      mask = causal & near\n                          ^^^^\n")
+    with_score = in_pipe("show", "-", "--score", "softcap(5)", "--q-len", "8", stdin=b"# a comment\ncausal\n").stdout
+    assert with_score.decode().startswith("mask      causal\nmeans     q >= k\nscore     softcap(5)\n")
+    wrong = in_pipe("show", "-", stdin=b"causal &")
+    assert (wrong.returncode, wrong.stdout) == (2, b"")
+    assert b"standard input 1:9" in wrong.stderr
+    assert in_pipe("show", "-", stdin=b"\xff").stderr == b"ParameterError: standard input is not UTF-8 text\n"
+
+
+def test_a_bar_on_terminals_only(monkeypatch):
+    from frisket.runtime.cli_progress import progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def seen(stream, **env):
+        monkeypatch.setattr(sys, "stderr", stream)
+        for name, value in {"TERM": "xterm", **env}.items():
+            monkeypatch.setenv(name, value)
+        with progress(3) as step:
+            step("timing")
+        return stream.getvalue()
+
+    assert "timing" in seen(Terminal())
+    assert seen(io.StringIO()) == ""
+    assert seen(io.StringIO(), FORCE_COLOR="1") == ""
+    assert seen(Terminal(), TERM="dumb") == ""
+
+
+# -- help -------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"  {name:11} {command.help}\n" in out
+    assert main([]) == 2
+    assert capsys.readouterr() == ("", out)
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"frisket \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def examples():
+    for name, p in commands().items():
+        lines = p.epilog.splitlines()
+        assert lines[0] == "examples:", name
+        assert len(lines) > 1, name
+        yield from (line.strip() for line in lines[1:])
+
+
+def commands():
+    (sub,) = (a for a in parser(*COMMANDS)._actions if a.dest == "==SUPPRESS==" and a.choices)
+    return sub.choices
+
+
+SLOW = ("frisket bench", "frisket explore")  # their own tests run theirs
+
+
+@pytest.mark.parametrize("line", [line for line in examples() if not line.startswith(SLOW)])
+def test_examples_of_the_help_run(line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    said, pipe, command = line.rpartition(" | ")
+    if pipe and said.startswith("echo "):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(shlex.split(said)[1]))
+    else:
+        command = line
+    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+def test_every_option_is_explained():
+    for name, p in commands().items():
+        for action in p._actions:
+            assert action.help, (name, action.option_strings or action.dest)
+
+
+# -- completion -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_completion_is_a_script(capsys, name, tmp_path):
+    assert main(["completion", name]) == 0
+    script = capsys.readouterr().out
+    for word in (*COMMANDS, "q-len", "window"):
+        assert word in script
+    if shutil.which(name):
+        (tmp_path / "script").write_text(script)
+        assert subprocess.run([name, "-n", str(tmp_path / "script")], capture_output=True).stderr == b""
+
+
+def test_bash_completes(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+
+    def complete(*words):
+        line = " ".join(map(shlex.quote, words))
+        code = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _shtab_frisket frisket {words[-1]!r}\n"
+        code += 'printf "%s\\n" "${COMPREPLY[@]}"'
+        found = subprocess.run(["bash", "-c", code], capture_output=True, text=True)
+        return set(found.stdout.split())
+
+    assert complete("frisket", "sh") == {"show"}
+    assert {"--q-len"} <= complete("frisket", "show", "causal", "--q")
+    assert {"window", "window_gap"} & complete("frisket", "show", "win") == {"window"}
+    assert complete("frisket", "library", "natten2") == {"natten2d"}
+
+
+# -- what it costs ----------------------------------------------------------------------------------------
+
+
+def test_show_imports_what_it_needs():
+    code = (
+        "import sys, io, contextlib\nfrom frisket.runtime.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    main(['show', 'causal & window(256)', '--q-len', '1048576'])\n"
+        "print(*sorted(sys.modules))"
+    )
+    modules = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split())
+    none = "torch jax triton matplotlib lark shtab pygments rich.progress rich.syntax importlib.metadata"
+    assert not modules & set(none.split())
+    none = "entry attention call packed native_build cli_check cli_doctor cli_run cli_emit draw.plot"
+    assert not modules & {f"frisket.runtime.{name}" for name in none.split()}
+    ours = {name for name in modules if name.startswith("frisket")}
+    assert len(ours) < 90, sorted(ours)
+
+
+def test_help_imports_no_numbers():
+    code = "import sys\nfrom frisket.runtime.cli import main\nmain(['--help'])\nprint('numpy' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert out.endswith("False\n")
