@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
 from frisket.dsl.parse import parse
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import FLOAT
@@ -97,11 +97,17 @@ def source(expr: str, score: str | None) -> tuple[str, str]:
         raise ParameterError(f"{expr!r} is no name of a file") from None
     name = "standard input" if expr == "-" else path.name if is_program else "mask"
     if score is not None:
-        for one in parse(text, name).args:
-            if one.kind == "bare":  # a lone expression: it is the mask
-                text = f"{text[: one.start]}mask = {text[one.start :]}"
-        text = f"{text}\nscore = {score}"
+        at = lone(text)
+        text = f"{text}\nscore = {score}" if at is None else f"{text[:at]}mask = {text[at:]}\nscore = {score}"
     return text, name
+
+
+def lone(text: str) -> int | None:
+    """Where a text's lone expression begins, which is its mask; a text with mistakes is taken for one."""
+    try:
+        return next((one.start for one in parse(text).args if one.kind == "bare"), None)
+    except MaskSyntaxError:
+        return 0
 
 
 def scalar(text: str) -> tuple[str, Scalar]:
