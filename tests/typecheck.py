@@ -1,4 +1,5 @@
-"""`python tests/typecheck.py`: mypy --strict over the package as users import it.
+"""`python tests/typecheck.py`: mypy --strict over the package; mypy and pyright over what users of it write.
+
 
 Type checkers cannot follow setuptools' editable hook, so the folders are linked into `build/types/frisket`
 as `package-dir` in pyproject.toml maps them. Links are to folders: new files show through.
@@ -35,6 +36,13 @@ def link(root: Path = ROOT) -> Path:
     return top
 
 
-if __name__ == "__main__":
+def main() -> int:
     link()
-    sys.exit(subprocess.call([sys.executable, "-m", "mypy", "--strict", *sys.argv[1:]], cwd=ROOT))
+    mypy = [sys.executable, "-m", "mypy", "--strict"]
+    pyright = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]  # its files are named in pyproject.toml
+    commands = [*mypy, *sys.argv[1:]], [*mypy, "tests/types"], pyright
+    return max(subprocess.call(command, cwd=ROOT) for command in commands)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -10,6 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from frisket import caches as caches
+    from frisket import flex as flex
+    from frisket import modeling as modeling
+    from frisket import operations as operations
+    from frisket import parallel as parallel
+    from frisket import sharding as sharding
     from frisket.dsl.errors import (
         BackendError as BackendError,
     )
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from frisket.runtime.entry import attention as attention
     from frisket.runtime.entry import compile as compile
     from frisket.runtime.entry import reference as reference
+    from frisket.runtime.flat_plan import FlatPlan as FlatPlan
     from frisket.runtime.host_plan import Plan as Plan
     from frisket.runtime.layout import Layout as Layout
     from frisket.runtime.mask import Mask as Mask
@@ -63,6 +70,7 @@ _HOMES = {
     "frisket.runtime.attention": "Attention",
     "frisket.runtime.backends": "backends",
     "frisket.runtime.entry": "attention compile reference",
+    "frisket.runtime.flat_plan": "FlatPlan",
     "frisket.runtime.host_plan": "Plan",
     "frisket.runtime.layout": "Layout",
     "frisket.runtime.mask": "Mask Program ScoreMod load mask score",

@@ -7,9 +7,13 @@
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from frisket.runtime.caches.pool import PagePool as PagePool
+
+if TYPE_CHECKING:
+    from frisket.caches import jax as jax
+    from frisket.caches import torch as torch
 
 __all__ = ["PagePool"]
 
