@@ -1,6 +1,5 @@
 """`python tests/typecheck.py`: mypy --strict over the package; mypy and pyright over what users of it write.
 
-
 Type checkers cannot follow setuptools' editable hook, so the folders are linked into `build/types/frisket`
 as `package-dir` in pyproject.toml maps them. Links are to folders: new files show through.
 """

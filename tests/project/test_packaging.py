@@ -50,7 +50,7 @@ def test_constraints_pin_every_direct_dependency():
     assert names <= set(pinned)
 
 
-@pytest.mark.parametrize("name", ["numpy", "lark", "rich", "platformdirs"])
+@pytest.mark.parametrize("name", ["numpy", "lark", "rich", "platformdirs", "shtab"])
 def test_core_dependencies_are_declared(name):
     assert any(r.startswith(name) for r in PROJECT["project"]["dependencies"])
 
