@@ -125,7 +125,9 @@ class Output(Console):
 
 
 def complain(name: str, message: str) -> None:
-    show(Output(stderr=True), Text.assemble((name, BAD), ": ", message))
+    text = Text.assemble((name, BAD), ": ", message)
+    text.highlight_regex(r"(?m)^ *\^+$", BAD)
+    show(Output(stderr=True), text)
 
 
 def write(answer: Answer, *, as_json: bool) -> None:

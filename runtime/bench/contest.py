@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,7 +93,10 @@ class Contest:
         return n if n and self.mask.equivalent(mask("causal & window(n)", n=n), **where) else None
 
     def oracle(self) -> Iterator[tuple[slice, Array]]:
-        """(queries, float64 output [batch, heads, queries, dim]) at the start, in the middle and at the end."""
+        """(queries, float64 output [batch, heads, queries, dim]) at the start, in the middle and at the end; of
+        gradients nothing."""
+        if self.sizes.backward:
+            return
         q, k, v, _ = self.sizes.drawn()
         n = min(SAMPLED, self.sizes.q_len)
         for start in sorted({0, (self.sizes.q_len - n) // 2, self.sizes.q_len - n}):
@@ -124,6 +127,9 @@ class Stage:
     contestants: tuple[Contestant, ...]
     numpy: Callable[[Any], list[Array]]  # what a call returned, float32, each [batch, heads, length, dim]
     clock: Callable[[Call], float]
+    truth: Callable[[Contest], Iterable[tuple[slice, Array]]] = (
+        Contest.oracle
+    )  # results of some rows, by the interpreter
     rest: float = 0.0  # seconds before each call, where one gives memory back after it has answered
     machine: Mapping[str, Any] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -15,6 +15,7 @@ from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
 from .machine import seconds
 
 TILE = 128
+PAIRS = 1 << 26
 MOST = {"create_block_mask": 8192, "process_mask": 16384}  # tokens: both look at every pair, and take minutes beyond
 
 
@@ -26,7 +27,20 @@ def stage() -> Stage:
         Contestant("create_block_mask", _create, missing=torch, family="flex"),
         Contestant("splash process_mask", _process, missing=jax, family="splash"),
     )
-    return Stage("layout", contestants, lambda found: [found()], seconds)
+    return Stage("layout", contestants, lambda found: [found()], seconds, _read)
+
+
+def _read(contest: Contest) -> Iterator[tuple[slice, Array]]:
+    """Which tiles are read, by looking at every pair, where these are few enough."""
+    s = contest.sizes
+    if s.q_len * s.kv_len > PAIRS:
+        return
+    seen = contest.dense()
+    tiles = np.zeros((*seen.shape[:2], -(-s.q_len // TILE), -(-s.kv_len // TILE)), bool)
+    for i in range(tiles.shape[2]):
+        rows = seen[:, :, i * TILE : (i + 1) * TILE].any(2)
+        tiles[:, :, i] = np.logical_or.reduceat(rows, np.arange(0, s.kv_len, TILE), axis=2)
+    yield slice(None), np.broadcast_to(tiles, (s.batch, s.heads, *tiles.shape[2:]))
 
 
 def _mask(contest: Contest) -> Mask:

@@ -29,11 +29,6 @@ class Race:
     out: dict[str, str] = field(default_factory=dict)
     doing: str = ""
 
-    @property
-    def steps(self) -> int:
-        """How many of `run`'s steps are behind us, or do not come: each contestant is prepared, then timed."""
-        return sum(map(len, self.times.values()))
-
     def row(self) -> dict[str, Any]:
         """In the form of schema.py."""
         timed = {n: t for n, t in self.times.items() if t}
@@ -82,7 +77,7 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         calls[c.name] = call
     race.doing = "comparing results"
     yield race
-    for name, why in disagreeing(contest, results, race.ours).items():
+    for name, why in disagreeing(contest, results, race.ours, stage).items():
         race.out[name] = why
         del calls[name]
     results.clear()
@@ -95,21 +90,20 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         for name in order:
             time.sleep(stage.rest)
             race.times[name].append(stage.clock(calls[name]))
-        race.doing = f"round {n + 1} of {rounds}"
+        race.doing = f"round {n + 1} of {rounds}" if n + 1 < rounds else ""
         yield race
 
 
-def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str]) -> dict[str, str]:
-    """Contestants whose results are not right, and how far off they are. Outputs are held against the float64
-    interpreter for some queries, then everything against ours; of gradients the interpreter says nothing here, so
-    that those that differ from ours are named as differing."""
+def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str], stage: Stage) -> dict[str, str]:
+    """Contestants whose results are not right, and how far off they are. They are held against the interpreter for
+    some rows, then everything against ours; of gradients the interpreter says nothing here, so that those that differ
+    from ours are named as differing."""
     bad: dict[str, str] = {}
     sizes = contest.sizes
-    if not sizes.backward:
-        for at, want in contest.oracle():
-            for name, (out,) in results.items():
-                if why := apart(out[:, :, at], want, sizes.dtype):
-                    bad.setdefault(name, f"wrong, not timed: {why} from the float64 interpreter")
+    for at, want in stage.truth(contest):
+        for name, (out,) in results.items():
+            if why := apart(out[:, :, at], want, sizes.dtype):
+                bad.setdefault(name, f"wrong, not timed: {why} from the interpreter")
     base = next((n for n in ours if n in results and n not in bad), None)
     for name, found in results.items():
         if base is None or name in bad or name == base:
@@ -127,6 +121,7 @@ def apart(got: Any, want: Any, dtype: str) -> str:
     nan = int(np.isnan(got).sum() - np.isnan(want).sum())
     if nan > 0:
         return f"{nan:,} of {got.size:,} numbers are NaN, apart"
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     error = float(np.nanmax(np.abs(got - want), initial=0.0))
     size = max(1.0, float(np.nanmax(np.abs(want), initial=0.0)))
     return "" if error <= ALLOWED[dtype] * size else f"{error:.2g} apart"

@@ -28,8 +28,9 @@ from .machine import seconds
 BIASES = 1 << 31  # bytes of a bias for every pair
 
 
-def stage(device: str) -> Stage:
-    """`device` is "cpu" or "cuda"."""
+def stage(device: str, lengths: bool = False) -> Stage:
+    """`device` is "cpu" or "cuda". `lengths`: the same contestants meet several lengths, so that flex_attention is
+    compiled as torch does where it is not told otherwise; else for the shapes at hand alone, which is faster."""
     import torch
 
     tiers = ("cpp", "aten") if device == "cpu" else ("triton",)
@@ -37,7 +38,7 @@ def stage(device: str) -> Stage:
     found += [
         Contestant("SDPA is_causal", partial(_is_causal, device), family="sdpa"),
         Contestant("SDPA with a mask", partial(_masked, device), family="sdpa"),
-        Contestant("flex_attention, compiled", partial(_flex, device), family="flex"),
+        Contestant("flex_attention, compiled", partial(_flex, device, lengths), family="flex"),
     ]
     if device == "cuda":
         found.insert(-2, Contestant("SDPA cuDNN is_causal", partial(_cudnn, device), family="sdpa"))
@@ -163,18 +164,19 @@ def bias_of(contest: Contest, who: str) -> Array:
 # -- flex_attention ---------------------------------------------------------------------------------------
 
 
-def _flex(device: str, contest: Contest) -> Call:
-    """With our block mask, made beforehand, and our mask_mod and score_mod; compiled for these shapes alone."""
+def _flex(device: str, lengths: bool, contest: Contest) -> Call:
+    """With our block mask, made beforehand, and our mask_mod and score_mod."""
     import torch
     from torch.nn.attention.flex_attention import flex_attention
 
     s = contest.sizes
     if device == "cpu" and s.backward:
         raise NoWordsError("flex_attention has no backward on the CPU")
-    torch._dynamo.reset()  # it gives up after eight masks otherwise
+    if not lengths:
+        torch._dynamo.reset()  # it gives up after eight masks otherwise
     layout = None if contest.mask is None else contest.mask.layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
     attend = partial(
-        torch.compile(flex_attention, dynamic=False), score_mod=flex_score_mod(contest, device),
+        torch.compile(flex_attention, dynamic=None if lengths else False), score_mod=flex_score_mod(contest, device),
         block_mask=None if layout is None else layout.to_block_mask(device), enable_gqa=s.heads != s.kv_heads,
     )  # fmt: skip
     return _call(contest, device, attend)

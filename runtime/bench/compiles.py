@@ -1,0 +1,100 @@
+"""First calls: cold, with what was compiled on disk, and at other lengths. Each contestant in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from .contest import Contest, NoWordsError, Stage
+from .first import CACHES
+
+LIMIT = 600  # seconds of one process
+
+
+@dataclass
+class Firsts:
+    """One contest as far as it has come; seconds by contestant."""
+
+    contest: Contest
+    stage: str
+    ours: tuple[str, ...]
+    lengths: tuple[int, ...]
+    cold: dict[str, float] = field(default_factory=dict)
+    disk: dict[str, float] = field(default_factory=dict)
+    other: dict[str, float] = field(default_factory=dict)
+    compilations: dict[str, int] = field(default_factory=dict)
+    out: dict[str, str] = field(default_factory=dict)
+    doing: str = ""
+
+    def row(self) -> dict[str, Any]:
+        """In the form of schema.py; ratios are of cold first calls, peer / ours."""
+        found: dict[str, Any] = {}
+        if self.cold:
+            peers = [n for n in self.cold if n not in self.ours]
+            pairs = {f"{p} / {o}": [self.cold[p] / self.cold[o]] for o in self.ours if o in self.cold for p in peers}
+            found = {
+                "figures": {
+                    "s, cold": dict(self.cold), "s, from disk": dict(self.disk), "s, another length": dict(self.other),
+                    f"compilations for {len(self.lengths) - 1} other lengths": dict(self.compilations),
+                },
+                "ratios": pairs,
+            }  # fmt: skip
+        return found | ({"notes": dict(self.out)} if self.out else {})
+
+
+def run(
+    contests: list[Contest], stage: Stage, device: str, families: Collection[str] | None = None
+) -> Iterator[Firsts]:
+    """`contests` are one mask at several lengths, the first of them the one that is met first."""
+    chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
+    lengths = tuple(c.sizes.q_len for c in contests)
+    found = Firsts(contests[0], stage.name, tuple(c.name for c in chosen if c.ours), lengths)
+    for c in chosen:
+        found.doing = c.name
+        yield found
+        if c.missing:
+            found.out[c.name] = c.missing
+            continue
+        try:
+            c.prepare(contests[0])  # compiles nothing: it says whether there are words for it
+        except NoWordsError as why:
+            found.out[c.name] = str(why)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            cold = _child(folder, (c.name, stage.name, device, contests))
+            disk = cold if isinstance(cold, str) else _child(folder, (c.name, stage.name, device, contests[:1]))
+        if isinstance(cold, str) or isinstance(disk, str):
+            found.out[c.name] = str(cold if isinstance(cold, str) else disk)
+            continue
+        found.cold[c.name], found.disk[c.name] = cold["first"], disk["first"]
+        if cold["others"]:
+            found.other[c.name] = median(cold["others"])
+            found.compilations[c.name] = sum(cold["compilations"])
+        yield found
+    found.doing = ""
+    yield found
+
+
+def _child(folder: str, job: Any) -> dict[str, Any] | str:
+    """What a process of its own found, or its last words. What it compiles is kept in `folder`."""
+    path = Path(folder, "job.pickle")
+    path.write_bytes(pickle.dumps(job))
+    env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    command = [sys.executable, "-m", "frisket.runtime.bench.first", str(path)]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        return f"failed: not done after {LIMIT} s"
+    if done.returncode:
+        return "failed: " + (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
+    return json.loads(done.stdout.strip().splitlines()[-1])  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""A race as lines to read: who, how long, beside ours, and why somebody is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from rich.text import Text
+
+from .race import Race
+
+BAR = 24  # characters of the longest bar
+GOOD, LOSS, AWAY = "green", "yellow", "dim"
+HEAD = f"{'median':>12}  {'time / frisket':>14}  95 % interval"
+
+
+def lines(races: Iterable[Race]) -> list[Text]:
+    """A heading for each race, and a line for each contestant."""
+    out: list[Text] = []
+    for race in races:
+        wide = max(map(len, [*race.times, *race.out, *race.ours]), default=0)
+        out += [Text(), Text.assemble((f"{race.contest.name}, {race.stage}", "bold"))]
+        medians = {n: median(t) for n, t in race.times.items() if t}
+        if medians:
+            out.append(Text(f"  {'':{wide}}  {HEAD}", "dim"))
+        longest = max(medians.values(), default=0.0)
+        for name, t in sorted(medians.items(), key=lambda x: x[1]):
+            out.append(_line(race, name, t, wide, longest))
+        out += [Text.assemble(f"  {name:{wide}}  ", (why, AWAY)) for name, why in race.out.items()]
+        if race.doing:
+            out.append(Text(f"  {race.doing} ...", "dim"))
+    return out[1:]
+
+
+def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> Text:
+    ours, beside = name in race.ours, race.beside(name)
+    bar = "█" * max(1, round(BAR * seconds / longest))
+    if beside is None:
+        ratio, colour = f"{'1.00' if name == race.default() else '':>14}  {'':14}", GOOD
+    else:
+        middle, low, high = beside
+        colour = "" if ours else LOSS if high < 1 else ""
+        interval = f"{low:.2f} to {high:.2f}"
+        ratio = f"{middle:14.2f}  {interval:14}"
+    return Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>12}  ", (ratio, colour),
+                         "  ", (bar, "blue" if ours else "bright_black"))  # fmt: skip
+
+
+def spoken(seconds: float) -> str:
+    """`spoken(0.0123) == "12.3 ms"`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size or unit == "µs":
+            x = seconds / size
+            return f"{x:.0f} {unit}" if x >= 100 else f"{x:.1f} {unit}" if x >= 10 else f"{x:.2f} {unit}"
+    raise AssertionError(seconds)
+
+
+def losses(races: Iterable[Race]) -> list[str]:
+    """Peers that are faster than ours that is taken by itself, by more than the interval leaves open."""
+    found = []
+    for race in races:
+        for name in race.times:
+            ratio: Any = race.beside(name)
+            if name not in race.ours and ratio and ratio[2] < 1:
+                found.append(f"{race.contest.name}: {name} is faster, {ratio[0]:.2f} × our time")
+    return found

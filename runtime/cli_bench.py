@@ -1,0 +1,299 @@
+"""`frisket bench [EXPR] --suite cpu|gpu|tpu|layout|compile`: frisket beside what is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+
+from .bench.contest import Contest, Sizes, Stage, standard
+from .cli_answer import Answer, Piece, row, table
+from .cli_options import examples, positive
+from .packed import choose, installed
+
+SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
+LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 1024}  # where nobody says
+QUICK = 1024
+LONG = 1 << 20  # of ours in the layout suite, where peers are not asked
+FAMILIES = ("sdpa", "flex", "flash", "jax", "splash")
+
+
+def add_bench(p: argparse.ArgumentParser) -> None:
+    group = p.add_argument_group("what")
+    group.add_argument("expr", metavar="EXPR", nargs="?", help="a mask or a .frisket file; default: several masks")
+    group.add_argument("--score", metavar="EXPR", help="a score mod beside the mask")
+    group.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="bind a scalar: --set w=256")
+    group.add_argument("--table", action="append", default=[], metavar="NAME=FILE", help="bind a table: doc=doc.npy")
+    group.add_argument(
+        "--suite", choices=SUITES, default="cpu",
+        help="attention on the CPU, a GPU or a TPU; layouts; first calls and compilation; default: %(default)s",
+    )  # fmt: skip
+    group.add_argument("--backward", action="store_true", help="the forward and the gradients of q, k and v together")
+    group.add_argument("--framework", choices=["torch", "jax"], help="default: all that are installed")
+    group.add_argument(
+        "--peers", metavar="NAME,...", help=f"who is raced against: {', '.join(FAMILIES)}, or none; default: all"
+    )
+    sizes = p.add_argument_group("sizes")
+    said = ", ".join(f"{n:,} ({suite})" for suite, n in LENGTHS.items())
+    sizes.add_argument("--q-len", type=positive, metavar="TOKENS", help=f"queries; default: {said}")
+    sizes.add_argument("--kv-len", type=positive, metavar="TOKENS", help="keys; default: as many as queries")
+    sizes.add_argument("--batch", type=positive, default=1, metavar="N", help="default: %(default)s")
+    sizes.add_argument("--heads", type=positive, metavar="N", help="of queries; default: 8, of layouts 1")
+    sizes.add_argument("--kv-heads", type=positive, metavar="N", help="default: --heads")
+    sizes.add_argument("--head-dim", type=positive, metavar="N", help="default: 64, on a GPU or TPU 128")
+    dtypes = ["float32", "float16", "bfloat16"]
+    sizes.add_argument("--dtype", choices=dtypes, help="default: float32, on a GPU or TPU bfloat16")
+    sizes.add_argument("--rounds", type=positive, metavar="N", help="timed calls of each; default: 9")
+    sizes.add_argument("--quick", action="store_true", help=f"{QUICK:,} tokens, 3 rounds")
+    out = p.add_argument_group("output")
+    out.add_argument("-o", "--output", type=Path, metavar="FILE.json", help="results, with the machine named")
+    out.add_argument("--chart", type=Path, metavar="FILE.png", help="a picture of the ratios, .png or .svg")
+    examples(
+        p,
+        "frisket bench 'causal & window(64)' --q-len 256 --rounds 3 --peers sdpa --framework torch",
+        "frisket bench 'causal & window(w)' --set w=100 --suite layout --q-len 1024 --rounds 1 --peers none",
+        "frisket bench --suite gpu",
+    )
+
+
+def bench(args: argparse.Namespace, console: Console) -> Answer:
+    """Everybody computes the same; who agrees is timed turn about. Status 1 where a result of ours is wrong."""
+    if args.suite in ("gpu", "tpu") and (why := absent(args.suite)):
+        raise BackendError(f"the {args.suite} suite does not run here: {why}")
+    for path, suffixes in ((args.output, (".json",)), (args.chart, (".png", ".svg"))):
+        if path is not None and path.suffix.lower() not in suffixes:
+            raise ParameterError(f"cannot write {path.name!r}: name it {' or '.join(suffixes)}")
+    sizes, rounds, families = sizes_of(args), rounds_of(args), families_of(args)
+    steps = firsts(args, sizes, families) if args.suite == "compile" else races(args, sizes, rounds, families)
+    found = followed(steps)
+    result = results(args.suite, found, sizes, 1 if args.suite == "compile" else rounds)
+    bad = ("wrong", "failed")
+    wrong = [f"{x.contest.name}: {n}" for x in found for n in x.ours if x.out.get(n, "").startswith(bad)]
+    answer = Answer(result, [*lines_of(found), *closing(args, found, result, wrong)], 1 if wrong else 0)
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if args.chart is not None:
+        from .bench.chart import draw, ratios
+
+        draw(ratios(result["parts"]), args.chart, title=f"frisket bench --suite {args.suite}")
+    return answer
+
+
+# -- what is raced ----------------------------------------------------------------------------------------
+
+
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    device = args.suite in ("gpu", "tpu")
+    q_len = args.q_len or (QUICK if args.quick else LENGTHS[args.suite])
+    heads = args.heads or (1 if args.suite == "layout" else 8)
+    kv_heads = args.kv_heads or heads
+    if heads % kv_heads:
+        raise ShapeError(f"--heads {heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
+    return Sizes(
+        q_len, args.kv_len or q_len, args.batch, heads, kv_heads, args.head_dim or (128 if device else 64),
+        args.dtype or ("bfloat16" if device else "float32"), args.backward,
+    )  # fmt: skip
+
+
+def rounds_of(args: argparse.Namespace) -> int:
+    return args.rounds or (3 if args.quick else 9)
+
+
+def families_of(args: argparse.Namespace) -> set[str] | None:
+    if args.peers is None:
+        return None
+    named = {x.strip() for x in args.peers.split(",")} - {"none", ""}
+    if unknown := sorted(named - set(FAMILIES)):
+        raise ParameterError(f"--peers: there is no {unknown[0]!r}; there are {', '.join(FAMILIES)}, and none")
+    return named
+
+
+def absent(suite: str) -> str:
+    """Why there is no such device here; "" where there is one."""
+    whys = []
+    if suite == "gpu" and "torch" in installed():
+        import torch
+
+        if torch.cuda.is_available():
+            return ""
+        whys.append("no GPU is visible to torch")
+    if "jax" in installed():
+        import jax
+
+        try:
+            jax.devices(suite)
+        except RuntimeError:
+            whys.append(f"no {suite.upper()} is visible to JAX")
+        else:
+            return ""
+    whys = whys or ["neither torch nor JAX is installed" if suite == "gpu" else "JAX is not installed"]
+    return f"{' and '.join(whys)}; --suite cpu does"
+
+
+def stages(suite: str, framework: str | None) -> Iterator[Stage]:
+    device = suite if suite in ("gpu", "tpu") else "cpu"
+    if suite == "layout":
+        from .bench.layouts import stage
+
+        yield stage()
+        return
+    choose(framework)
+    for name in [framework] if framework else installed():
+        if name == "torch" and device != "tpu":
+            import torch
+
+            from .bench import torch_stage
+
+            if device == "cpu" or torch.cuda.is_available():
+                yield torch_stage.stage("cuda" if device == "gpu" else device)
+        elif name == "jax":
+            from .bench import jax_stage
+
+            if device == "cpu" or visible(device):
+                yield jax_stage.stage(device)
+
+
+def visible(device: str) -> bool:
+    import jax
+
+    try:
+        return bool(jax.devices(device))
+    except RuntimeError:
+        return False
+
+
+def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
+    """The user's, or several."""
+    if args.expr is None:
+        return standard(sizes)
+    from .cli_input import require_bound, subject
+
+    what = subject(args)
+    require_bound(what)
+    if what.mask is not None:
+        what.mask.check_tables(sizes.q_len, sizes.kv_len, sizes.batch, sizes.heads)
+    name = " ".join(str(args.expr).split()) + (f", {args.score}" if args.score else "")
+    return [Contest(name, what.mask, what.score, sizes)]
+
+
+def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str] | None) -> Iterator[Any]:
+    from .bench.race import run
+
+    raced = contests(args, sizes)
+    if args.suite == "layout":
+        raced = [c for c in raced if args.expr or c.score is None]
+        if args.expr is None and args.q_len is None and not args.quick:
+            longest = replace(sizes, q_len=LONG, kv_len=LONG)
+            more = [c for c in standard(longest) if c.score is None]
+            raced = [replace(c, name=f"{c.name}, {c.sizes.q_len:,} tokens") for c in [*raced, *more]]
+    for stage in stages(args.suite, args.framework):
+        for contest in raced:
+            yield from run(contest, stage, rounds, families)
+
+
+def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) -> Iterator[Any]:
+    from .bench.compiles import run
+
+    n = sizes.q_len
+    lengths = [n, *(x for x in (n // 2, 3 * n // 4, n // 4) if x)]
+    each = [contests(args, replace(sizes, q_len=x, kv_len=x)) for x in lengths]
+    for stage in stages(args.suite, args.framework):
+        for at in range(len(each[0]) if args.expr else 2):  # a mask of numbers alone, and a window
+            yield from run([x[at] for x in each], stage, "cpu", families)
+
+
+# -- what is shown ----------------------------------------------------------------------------------------
+
+
+def followed(steps: Iterator[Any]) -> list[Any]:
+    """All races, run; on a terminal they are watched as they go, on stderr."""
+    err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    live = sys.stderr.isatty() and not err.is_dumb_terminal
+    found: list[Any] = []
+    with ExitStack() as stack:
+        screen = stack.enter_context(Live(console=err, transient=True, auto_refresh=False)) if live else None
+        for x in steps:
+            if not found or found[-1] is not x:
+                found.append(x)
+            if screen is not None:
+                screen.update(Group(*lines_of([x])), refresh=True)
+    return found
+
+
+def lines_of(found: list[Any]) -> list[Any]:
+    from .bench.race import Race
+
+    if all(isinstance(x, Race) for x in found):
+        from .bench.table import lines
+
+        return list(lines(found))
+    return [piece for x in found for piece in first_lines(x)]
+
+
+def first_lines(found: Any) -> list[Piece]:
+    """A table of first calls."""
+    from .bench.table import spoken
+
+    head = ("", "cold", "from disk", "another length", f"compiled for {len(found.lengths) - 1} others")
+    body: list[list[str]] = [
+        [f"  {n}", spoken(found.cold[n]), spoken(max(found.disk[n], 0)), spoken(max(found.other.get(n, 0), 0)),
+         str(found.compilations.get(n, ""))]
+        for n in found.cold
+    ]  # fmt: skip
+    at = ", ".join(f"{x:,}" for x in found.lengths)
+    out: list[Piece] = [Text(f"{found.contest.name}, {found.stage}, {at} tokens", "bold")]
+    out += table([head, *body], right=(1, 2, 3, 4)) if body else []
+    out += [Text.assemble(f"  {n}  ", (why, "dim")) for n, why in found.out.items()]
+    return [*out, Text(f"  {found.doing} ..." if found.doing else "", "dim")]
+
+
+def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str, Any]:
+    """In the form of bench/schema.py: a part for each framework."""
+    from .bench import schema
+    from .bench.machine import described
+
+    parts: dict[str, Any] = {}
+    for x in found:
+        name = suite if x.stage == suite else f"{suite}, {x.stage}"
+        settings = {**sizes.settings(), "rounds": rounds}
+        part = parts.setdefault(name, {"machine": described(), "settings": settings, "rows": {}})
+        part["rows"][x.contest.name] = x.row()
+    result = {"schema": schema.VERSION, "parts": parts}
+    schema.check(result)
+    return result
+
+
+def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], wrong: list[str]) -> list[Piece]:
+    """The machine, the sizes, what was lost, where it was written."""
+    from .bench.race import Race
+    from .bench.table import losses
+
+    part = next(iter(result["parts"].values()))
+    machine, s = part["machine"], part["settings"]
+    versions = ", ".join(f"{n} {machine[n]}" for n in ("torch", "jax", "triton") if n in machine)
+    heads = f"{s['heads']} head{'s' * (s['heads'] > 1)}"
+    shape = f"{s['q_len']:,} × {s['kv_len']:,} tokens, batch {s['batch']}, {heads}"
+    shape += "" if s["kv_heads"] == s["heads"] else f" over {s['kv_heads']}"
+    shape += "" if args.suite == "layout" else f" of {s['head_dim']}, {s['dtype']}, {s['direction']}"
+    if args.suite != "compile":
+        shape += f"; medians of {s['rounds']} round{'s' * (s['rounds'] > 1)}, turn about"
+    where = f"{machine['cpu']}, {machine['cores']} cores; {versions}"
+    out: list[Piece] = [Text(), row("sizes", shape), row("machine", where)]
+    lost = losses([x for x in found if isinstance(x, Race)])
+    if lost:
+        out.append(row("slower", "\n".join(lost)))
+    if wrong:
+        out.append(row("WRONG", "\n".join(wrong)))
+    written = [str(x) for x in (args.output, args.chart) if x is not None]
+    return [*out, row("written", ", ".join(written))] if written else out
