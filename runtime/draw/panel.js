@@ -212,6 +212,7 @@ function wire() {
   $("out").addEventListener("click", () => zoom(1 / 1.5));
   $("fit").addEventListener("click", fit);
   $("tokens").addEventListener("click", toTokens);
+  $("slices").hidden = true;
   darkness.addEventListener("change", recolour);
   new ResizeObserver(resize).observe(canvas.parentElement);
   pin(false);

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError, FrisketError, MaskSyntaxError, ParameterError, ShapeError, caret
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import TRUE, conj, uses
+from frisket.dsl.ir import TRUE, conj, uses, walk
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.lowering.simplify import prepare
@@ -126,7 +126,7 @@ def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
     return {
         "data": html.data(layout, partial(packed, have=request.have)), **said,
         "title": html.short(" ".join(request.text.split()), 80), "cost": cost(layout, spent),
-        "score": None if what.score is None else becomes(what.score, request),
+        "score": None if what.score is None else becomes(what.score, what.mask, request),
         "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
         "notes": [] if what.mask is None else list(what.mask.origin.notes), "uses": sorted(uses(layout.written)),
         "command": command(request, scalars, made, files), "python": python(request, what, scalars, made, files),
@@ -222,26 +222,30 @@ def amount(n: float, base: int, unit: str) -> str:
 # -- the score mod --------------------------------------------------------------------------------------------
 
 
-def becomes(mod: ScoreMod, request: Request) -> dict[str, Any]:
+def becomes(mod: ScoreMod, mask: Mask | None, request: Request) -> dict[str, Any]:
     """A score mod's text, and what becomes of a score: of 1 over queries and keys, where the mod knows positions, as
-    `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves`, one for each of up to 4 heads."""
+    `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, one for each of up
+    to 4 heads."""
     named = uses(mod.expr)
     env = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
     out: dict[str, Any] = {"text": show(mod.expr, mod.params)}
     with np.errstate(all="ignore"):
         if named & {"q", "k"}:
             q, k = (np.linspace(0, n - 1, min(n, HEAT)).astype(int) for n in (request.q_len, request.kv_len))
+            env |= {"q": q[:, None], "k": k[None], "score": 1.0}
             try:
-                value = evaluate(mod.expr, {**env, "q": q[:, None], "k": k[None], "score": 1.0}, mod.tables)
+                value = evaluate(mod.expr, env, mod.tables)
+                shows = True if mask is None else evaluate(mask.expr, {**env, **mask.scalars}, mask.tables)
             except EvaluationError as error:
                 return out | {"why": str(error)}
             change = np.broadcast_to(value, (len(q), len(k))) - 1.0
-            seen = np.isfinite(change)
+            seen = np.isfinite(change) & shows
             reach = float(np.abs(change[seen]).max(initial=0.0)) or 1.0
             scaled = np.where(seen, np.round(change / reach, 3), 0.0)
             shown = [[x if s else None for x, s in zip(xs, ss)] for xs, ss in zip(scaled.tolist(), seen.tolist())]
             return out | {"change": shown, "reach": reach}
-        span = 4.0 * max([1.0, *(abs(float(x)) / 1.5 for x in mod.scalars.values())])
+        numbers = [*mod.scalars.values(), *(n.name for n in walk(mod.expr) if n.op == "lit")]
+        span = max([4.0, *(3 * abs(x) for x in map(float, numbers) if abs(x) < 1000)])
         x = np.linspace(-span, span, CURVE)
         curves = []
         for h in range(min(4, request.heads) if "h" in named else 1):

@@ -29,7 +29,6 @@ function place(name, { low, high, step, at, value }) {
 let known = "";
 function scalars(list) {
   const key = list.map((s) => `${s.name}:${s.type}`).join();
-  $("parameters").hidden = !list.length && !Object.keys(found.made).length && !Object.keys(begun.files).length;
   if (key !== known) {
     known = key;
     const focused = document.activeElement?.id;
@@ -55,6 +54,7 @@ function tables({ made }) {
   const read = Object.entries(found.data.mask.program?.tables ?? {}), rows = [];
   for (const [name, note] of Object.entries(made)) rows.push([name, `made up: ${note}`]);
   for (const [name] of read) if (!(name in made)) rows.push([name, begun.files[name]]);
+  $("parameters").hidden = !rows.length && !found.scalars.length;
   $("tables").replaceChildren(...rows.map(([name, note]) => {
     const row = document.createElement("tr");
     row.append(...[["th", name], ["td", note]].map(([tag, textContent]) => Object.assign(document.createElement(tag), { textContent })));

@@ -1,0 +1,205 @@
+"""What the explorer answers, without a server: the picture is that of the layout, guesses make every entry of the
+library work, and the lines to run elsewhere make the same mask."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+import frisket as fk
+from frisket.dsl.library import library
+from frisket.runtime.cli import main
+from frisket.runtime.draw import html, portable
+from frisket.runtime.explore.answer import CHARACTERS, LONGEST, amount, answer, digest
+from frisket.runtime.explore.page import PARTS, page, shown
+from frisket.runtime.explore.values import OFFSETS, Problem, guess, offsets, slider
+
+DOC = np.arange(512, dtype=np.int32) // 100
+
+
+def asked(text, **more):
+    return answer({"text": text, "q_len": 512, "kv_len": 512, **more}, {"doc": DOC})
+
+
+def test_the_picture_is_that_of_the_layout():
+    found = asked("causal & window(w) & same(doc)", values={"w": 200, "left_over": 3}, block=[64, 32])
+    mask = fk.mask("causal & window(w) & same(doc)", w=200, doc=DOC)
+    layout = mask.layout(512, 512, block=(64, 32))
+    same = html.data(layout)
+    for name, table in found["data"]["mask"]["program"]["tables"].items():
+        assert table["array"].pop("key") == digest(mask.tables[name])
+    assert found["data"] == same
+    assert {n: found[n] for n in ("shape", "block", "tiles", "facts")} == html.said(layout)
+    assert f"{layout.visible_pairs:,} pairs" in found["cost"]
+    json.dumps(found)
+
+
+def test_tables_travel_once():
+    first = asked("same(doc)")["data"]["mask"]["program"]["tables"]["doc"]["array"]
+    again = asked("same(doc)", have=[first["key"]])["data"]["mask"]["program"]["tables"]["doc"]["array"]
+    assert again == {"key": first["key"]}
+    assert first == {"key": digest(DOC), **portable.packed(DOC)}
+
+
+def test_every_problem_has_its_place():
+    found = asked("(causal & windw(3)\n  | q)")
+    assert found["error"] == "MaskSyntaxError"
+    (one,) = found["problems"]
+    assert (one["start"], one["stop"], one["where"]) == (10, 18, "mask 1:11")
+    assert (one["line"], one["caret"]) == ("(causal & windw(3)", " " * 10 + "^" * 8)
+    assert one["remedy"] == "did you mean `window`?"
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        ([], "ParameterError", "a request is a JSON object"),
+        ({"text": 3}, "ParameterError", "a request is a JSON object"),
+        ({"text": "x" * (CHARACTERS + 1)}, "ParameterError", "20,001 characters"),
+        ({"text": "causal", "q_len": 0}, "ShapeError", "q_len is 0"),
+        ({"text": "causal", "kv_len": LONGEST + 1}, "ShapeError", "kv_len is 4194305"),
+        ({"text": "causal", "heads": True}, "ShapeError", "heads is True"),
+        ({"text": "causal", "block": [8]}, "ShapeError", "block is two lengths"),
+        ({"text": "causal", "q_len": 1 << 22, "block": [8, 128]}, "ShapeError", "take larger tiles"),
+        ({"text": "causal", "batch": 1 << 20}, "ShapeError", "batch, heads and rows"),
+        ({"text": "causal", "values": {"w": "8"}}, "ParameterError", "values are numbers"),
+        ({"text": "causal", "have": 3}, "ParameterError", "lists the digests"),
+        ({"text": "doc[q] == doc[k]", "q_len": 4096}, "ParameterError", "give 4096"),
+        ({"text": "causal & t[k // 8, q, k]", "q_len": 4096, "kv_len": 4096}, "ParameterError", "--table"),
+        ({"text": "score * c", "values": {"c": float("nan")}}, "ParameterError", "finite"),
+        ({"text": ""}, "MaskSyntaxError", "there is nothing here"),
+        ({"text": "(" * 5000}, "MaskSyntaxError", ""),
+    ],
+)
+def test_refusals_are_answers(request_, error, message):
+    found = answer(request_, {"doc": DOC})
+    assert found["error"] == error
+    assert message in found["message"]
+
+
+# -- values that nobody gave ------------------------------------------------------------------------------------
+
+
+ENTRIES = [e for e in library().values() if e.name not in PARTS]
+
+
+def check_entry(entry):
+    made = shown(entry)
+    text = made["text"] if made["score"] else f"full & {made['text']}"
+    found = answer({"text": text, "q_len": 256, "kv_len": 256, "heads": 2, "block": [32, 32]}, {})
+    assert "error" not in found, found["message"]
+    assert (found["score"] is not None) is made["score"]
+    for s in found["scalars"]:
+        assert s["low"] <= s["value"] <= s["high"]
+
+
+@pytest.mark.parametrize("entry", ENTRIES[5::13], ids=lambda e: e.signature)
+def test_some_entries_can_be_chosen(entry):
+    check_entry(entry)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.signature)
+def test_every_entry_can_be_chosen(entry):
+    check_entry(entry)
+
+
+def test_a_slider_stays_while_it_is_moved():
+    first = asked("window(w)")["scalars"][0]
+    for value in (first["low"], first["step"] * 3, first["high"]):
+        moved = asked("window(w)", values={"w": value})["scalars"][0]
+        assert moved == {**first, "value": value}
+    typed = asked("window(w)", values={"w": 10 * first["high"]})["scalars"][0]
+    assert typed["high"] >= typed["value"]
+    assert asked("window(w)", values={"w": -3})["scalars"][0]["low"] < -3
+
+
+def test_ranges_follow_defaults_and_types():
+    assert [(s["name"], s["value"], s["high"]) for s in asked("param w: int = 100\nmask = window(w)")["scalars"]] == [
+        ("w", 100, slider("w", fk.dsl.types.INT, 100, guess("w", fk.dsl.types.INT, Problem(512, 512))).high)
+    ]
+    assert asked("causal | b == 0 & flag")["scalars"] == [
+        {"name": "flag", "type": "Bool", "value": True, "low": 0, "high": 1, "step": 1}
+    ]
+    assert asked("softcap(c)")["scalars"][0]["value"] == 50.0
+
+
+def test_offsets_say_what_they_do():
+    made = {"np": np}
+    exec(OFFSETS, made)
+    np.testing.assert_array_equal(made["offsets"](1000, 7), offsets(1000, 7))
+    assert (np.diff(offsets(1000, 7)) > 0).all()
+
+
+# -- score mods -------------------------------------------------------------------------------------------------
+
+
+def test_a_score_mod_of_positions_is_a_map():
+    found = asked("mask = causal\nscore = score + 0.01 * (k - q)", q_len=40, kv_len=40)["score"]
+    change = np.array([[np.nan if x is None else x for x in row] for row in found["change"]])
+    q, k = np.ogrid[:40, :40]
+    want = np.where(q >= k, 0.01 * (k - q), np.nan)
+    np.testing.assert_allclose(change * found["reach"], want, atol=1e-3 * found["reach"])
+
+
+def test_another_is_a_curve_for_each_head():
+    found = asked("score * (h + 1)", heads=3)["score"]
+    x = np.linspace(-found["span"], found["span"], len(found["curves"][0]))
+    for h, curve in enumerate(found["curves"]):
+        np.testing.assert_allclose(curve, x * (h + 1), atol=1e-5)
+
+
+def test_what_a_score_mod_hides_is_drawn():
+    found = asked("where(q >= k, score, -inf)")
+    assert found["tiles"] == asked("causal")["tiles"]
+
+
+# -- elsewhere --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("causal & window(w)", {}),
+        ("(causal &\n  document(off, causal & window(w)))", {"documents": 5}),
+        ("same(ids) & t[k] | flag", {"heads": 2, "block": [64, 32]}),
+        ("mask = causal & same_by_batch(t)\nscore = alibi(slopes) then softcap(c)", {"heads": 4, "batch": 2}),
+        ('causal  # "quoted"', {}),
+    ],
+)
+def test_the_python_runs_and_makes_the_same(text, more, capsys):
+    found = asked(text, **more)
+    made = {}
+    exec(found["python"], made)
+    layout = made["mask"].layout(512, 512, more.get("batch", 1), more.get("heads", 1), more.get("block", (128, 128)))
+    assert html.said(layout) == {n: found[n] for n in ("shape", "block", "tiles", "facts")}
+    assert capsys.readouterr().out == f"{layout}\n"
+    assert isinstance(made["attend"], fk.Attention)
+
+
+def test_the_command_runs_and_shows_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("doc.npy", DOC)
+    found = asked("(causal & same(doc) &\n window(w) | flag)", values={"flag": False}, heads=2, block=[64, 32])
+    assert main([*shlex.split(found["command"])[1:], "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert f"{said['visible_pairs']:,} pairs" in found["cost"]
+    assert (said["heads"], said["block"]) == (2, [64, 32])
+
+
+def test_amounts_have_prefixes():
+    assert [amount(n, 1000, "FLOP") for n in (7, 58_800_000, 999_600, 4e12)] == [
+        "7 FLOP", "58.8 MFLOP", "1 MFLOP", "4 TFLOP",
+    ]  # fmt: skip
+    assert amount(1 << 34, 1024, "B") == "16 GiB"
+
+
+def test_hostile_text_stays_text():
+    hostile = "</script><script>alert(1)</script><!-- {{data}} \u2028"
+    text = page({"text": hostile}, {}, "abc")
+    assert "<script>alert" not in text
+    assert text.count("<script") == 5
+    assert text.count("<script nonce=") == 4
+    found = answer({"text": f"causal # {hostile}"}, {})
+    assert "<script" not in "".join(found[n] for n in ("shape", "block", "tiles", "facts", "cost"))

@@ -1,0 +1,297 @@
+"""The explorer's server and the process behind it, without a browser: who is refused, what ends, what is left."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import pytest
+
+from frisket.runtime import cli_explore
+from frisket.runtime.cli import main
+from frisket.runtime.explore import analyst as analyst_module
+from frisket.runtime.explore import server as server_module
+from frisket.runtime.explore.analyst import ABANDONED, Analyst
+from frisket.runtime.explore.server import BODY, Server
+
+
+class Echo:
+    """Answers with the question."""
+
+    def __init__(self):
+        self.asked, self.closed = [], False
+
+    def ask(self, page, turn, asked):
+        self.asked.append((page, turn, asked))
+        return {"text": asked.get("text")}
+
+    def close(self):
+        self.closed = True
+
+
+@contextmanager
+def serving(analyst, page=lambda nonce: f"<script nonce={nonce}></script>"):
+    before = set(threading.enumerate())
+    server = Server(analyst, page)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(Echo()) as server:
+        yield server
+
+
+def ask(server, method="POST", path=None, body='{"page": "p", "turn": 1, "text": "causal"}', **headers):
+    """(status, headers, body) of one request; `Host=None` leaves a header out."""
+    named = {"Host": f"127.0.0.1:{server.server_port}", "Content-Type": "application/json"}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
+    with closing(http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)) as connection:
+        connection.putrequest(method, f"/{server.token}/" if path is None else path, skip_host=True)
+        named.setdefault("Content-Length", str(len(body.encode())))
+        for name, value in named.items():
+            if value is not None:
+                connection.putheader(name, value)
+        connection.endheaders(body.encode() if method == "POST" else None)
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
+
+
+def test_the_page_comes_with_a_policy(server):
+    status, headers, text = ask(server, "GET")
+    nonce = text.partition("nonce=")[2].partition(">")[0]
+    assert status == 200
+    policy = headers["Content-Security-Policy"]
+    assert f"script-src 'nonce-{nonce}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy.partition("script-src")[2].partition(";")[0]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert headers["Cache-Control"] == "no-store"
+    assert "Access-Control-Allow-Origin" not in headers
+    assert nonce not in ask(server, "GET")[2]
+
+
+def test_a_question_is_answered(server):
+    status, headers, text = ask(server)
+    assert (status, headers["Content-Type"], json.loads(text)) == (200, "application/json", {"text": "causal"})
+    ours = f"http://127.0.0.1:{server.server_port}"
+    assert ask(server, Origin=ours, Sec_Fetch_Site="same-origin")[0] == 200
+    other = f"localhost:{server.server_port}"
+    assert ask(server, Host=other, Origin=f"http://{other}")[0] == 200
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/", "//", "/token/", "/x/../", "/%2e%2e/etc/passwd", "/index.html"])
+def test_nothing_without_the_token(server, method, path):
+    status, _, text = ask(server, method, path)
+    assert status == 404
+    assert server.token not in text
+    assert ask(server, method, f"/{server.token}x/")[0] == 404
+    assert ask(server, method, f"/{server.token[:-1]}/")[0] == 404
+
+
+def test_the_token_is_compared_in_constant_time_and_is_long(server, monkeypatch):
+    seen = []
+    monkeypatch.setattr(server_module.secrets, "compare_digest", lambda a, b: seen.append((a, b)) or False)
+    assert ask(server)[0] == 404
+    assert seen == [(server.token.encode(),) * 2]
+    assert len(server.token) >= 32
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "evil.example:80"}, 421),
+        ({"Host": "127.0.0.1"}, 421),
+        ({"Host": None}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://127.0.0.1"}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+        ({"Sec_Fetch_Site": "same-site"}, 403),
+        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Type": None}, 415),
+        ({"Content_Length": None}, 411),
+        ({"Content_Length": "-1"}, 411),
+        ({"Content_Length": "many"}, 411),
+        ({"Content_Length": str(BODY + 1)}, 413),
+        ({"Content_Length": "9" * 40}, 413),
+        ({"Transfer_Encoding": "chunked"}, 411),
+    ],
+)
+def test_others_are_refused(server, headers, status):
+    before = len(server.analyst.asked)
+    assert ask(server, **headers)[0] == status
+    assert len(server.analyst.asked) == before
+
+
+def test_a_link_may_be_followed_from_a_page(server):
+    """A terminal in a browser, for one; a frame or a script may not."""
+    followed = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}
+    assert ask(server, "GET", Sec_Fetch_Dest="document", **followed)[0] == 200
+    assert ask(server, "GET", Sec_Fetch_Dest="iframe", **followed)[0] == 403
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", "3", "null", "{}", '{"page": "p"}', '{"page": 3, "turn": 1}', '{"page": "p", "turn": "1"}',
+             '{"page": "p", "turn": true}', json.dumps({"page": "p" * 65, "turn": 1}), "[" * 100_000, "\ud7ff"],
+)  # fmt: skip
+def test_what_is_no_question_is_refused(server, body):
+    status, headers, text = ask(server, body=body)
+    assert status == 400
+    assert headers["Connection"] == "close"
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "OPTIONS", "HEAD", "CONNECT"])
+def test_other_methods_do_not_exist(server, method):
+    assert ask(server, method)[0] == 501
+
+
+def test_a_body_that_does_not_come_ends_with_the_connection(server):
+    with socket.create_connection(("127.0.0.1", server.server_port)) as silent:
+        silent.sendall(f"POST /{server.token}/ HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n".encode())
+        silent.sendall(b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{")
+        assert ask(server)[0] == 200  # others are served meanwhile
+
+
+def test_many_at_once_and_no_more_than_that(monkeypatch):
+    monkeypatch.setattr(server_module, "CONNECTIONS", 8)
+    with serving(Echo()) as server:
+        held = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(8)]
+        end = time.monotonic() + 20
+        while len(server.open) < 8 and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
+            ask(server)
+        held.pop().close()
+        while len(server.open) == 8 and time.monotonic() < end:
+            time.sleep(0.01)
+        assert ask(server)[0] == 200
+        for one in held:
+            one.close()
+
+
+def test_closing_ends_connections_that_stay_open():
+    echo = Echo()
+    with serving(echo) as server:
+        idle = http.client.HTTPConnection("127.0.0.1", server.server_port)
+        idle.request("GET", f"/{server.token}/", headers={"Host": f"127.0.0.1:{server.server_port}"})
+        assert idle.getresponse().read()
+    assert echo.closed
+    assert idle.sock.recv(1) == b""
+    idle.close()
+
+
+def test_it_listens_to_this_machine_alone(server):
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+
+
+# -- the process ------------------------------------------------------------------------------------------------
+
+SLOW = {"text": "(q * k) % 7919 < 3000 ^ (q * q + k) % 104729 < 50000", "q_len": 1 << 17, "kv_len": 1 << 17}
+QUICK = {"text": "causal", "q_len": 256, "kv_len": 256}
+
+
+@pytest.fixture(scope="module")
+def analyst():
+    with Analyst({}) as analyst:
+        yield analyst
+    assert analyst.worker.process.poll() is not None
+    assert not analyst.worker.reader.is_alive()
+
+
+def test_a_newer_question_ends_the_older(analyst):
+    assert "data" in analyst.ask("p", 1, QUICK)
+    process, found = analyst.worker.process, []
+    older = threading.Thread(target=lambda: found.append(analyst.ask("p", 2, SLOW)))
+    older.start()
+    end = time.monotonic() + 20
+    while not analyst.busy.locked() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert "data" in analyst.ask("p", 3, QUICK)
+    older.join()
+    assert found == [ABANDONED]
+    assert process.poll() is not None
+    assert analyst.ask("p", 1, QUICK) == ABANDONED  # it came late
+    assert "data" in analyst.ask("another page", 1, QUICK)
+
+
+def test_what_takes_too_long_is_ended(analyst, monkeypatch):
+    analyst.ask("p", 4, QUICK)
+    monkeypatch.setattr(analyst, "limit", 0.05)
+    found = analyst.ask("p", 5, SLOW)
+    assert found["error"] == "BudgetError"
+    assert found["message"].startswith("this takes longer than 0.05 s\n")
+
+
+def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
+    analyst.ask("p", 6, QUICK)
+    analyst.worker.process.kill()
+    analyst.worker.process.wait()
+    assert analyst.ask("p", 7, QUICK)["error"] == "MemoryError"
+    assert "data" in analyst.ask("p", 8, QUICK)
+
+
+def test_only_so_many_pages_are_remembered(monkeypatch):
+    monkeypatch.setattr(analyst_module, "Worker", lambda tables: None)
+    many = Analyst({})
+    monkeypatch.setattr(many, "_answer", lambda *asked: {})
+    for i in range(200):
+        many.ask(f"page {i}", 1, {})
+    assert len(many.turns) == analyst_module.PAGES
+
+
+# -- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_serves_until_it_is_interrupted(monkeypatch, capsys):
+    opened, pages = [], []
+
+    def served(server):
+        pages.append(ask(server, "GET")[2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Server, "serve_forever", lambda self: run(self, served))
+    monkeypatch.setattr(cli_explore.webbrowser, "open", opened.append)
+    assert main(["explore", "causal & windw(3)", "--q-len", "4096", "--set", "w=3"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[:2] == [opened[0], "Ctrl-C ends it."]
+    assert err == ""
+    assert main(["explore", "causal", "--no-browser", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"url": err.splitlines()[0], "answers": 0}
+    assert len(opened) == 1
+    assert "causal & windw(3)" in pages[0]  # a text with a mistake is served, too
+
+
+def run(server, check):
+    """`serve_forever` in a thread, while this one looks."""
+    thread = threading.Thread(target=super(Server, server).serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        check(server)
+    finally:
+        server.shutdown()
+        thread.join()
+
+
+def test_a_port_that_is_taken_and_one_that_is_none(server, capsys):
+    assert main(["explore", "causal", "--no-browser", "--port", str(server.server_port)]) == 2
+    assert f"cannot listen on port {server.server_port}" in capsys.readouterr().err
+    assert main(["explore", "causal", "--no-browser", "--port", "70000"]) == 2
+    assert "ports end at 65535" in capsys.readouterr().err
