@@ -1,7 +1,8 @@
-"""What mkdocs is told beside mkdocs.yml: links to source files become pages, sessions are coloured as such."""
+"""What mkdocs is told beside mkdocs.yml: pages of the changelog and of linked source files, sessions coloured."""
 
 from __future__ import annotations
 
+import posixpath
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from typecheck import link  # noqa: E402
 
-OUTSIDE = re.compile(r"\]\((?:\.\./)+([\w/.-]+\.\w+)\)")
+LINK = re.compile(r"\]\(((?:\.\./)+[\w/.-]+)\)")
 LANGUAGES = {".py": "python", ".frisket": "frisket", ".json": "json", ".hpp": "cpp"}
 
 
@@ -23,19 +24,26 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Files, config: Any) -> None:
-    """A page for every file of the repository that a page links to."""
-    pages = [f for f in files.documentation_pages() if not f.generated_by]
-    linked = {name for f in pages for name in OUTSIDE.findall(f.content_string)}
+    written = files.documentation_pages()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("](docs/", "](")
+    files.append(File.generated(config, "changelog.md", content=changes))
+    linked = {name for f in written for target in LINK.findall(f.content_string) if (name := outside(f, target))}
     for name in sorted(linked):
         path = ROOT / name
-        if path.suffix == ".md":
-            text = path.read_text(encoding="utf-8")
-        else:
-            text = f"# {name}\n\n~~~{LANGUAGES.get(path.suffix, '')}\n{path.read_text(encoding='utf-8')}~~~\n"
+        text = f"# {name}\n\n~~~{LANGUAGES.get(path.suffix, '')}\n{path.read_text(encoding='utf-8')}~~~\n"
         files.append(File.generated(config, f"source/{name}.md", content=text))
 
 
+def outside(file: File, target: str) -> str | None:
+    """The path from the root of the repository that a link leads to, where that is not in docs/."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(file.src_uri), target))
+    return None if path.startswith("docs/") else path
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    up = "../" * page.file.src_uri.count("/")
-    markdown = OUTSIDE.sub(rf"]({up}source/\1.md)", markdown)
-    return re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.M)
+    def moved(found: re.Match[str]) -> str:
+        name = outside(page.file, found[1])
+        top = "../" * page.file.src_uri.count("/")
+        return found[0] if name is None else f"]({top}source/{name}.md)"
+
+    return re.sub(r"^```python\n(?=>>> )", "```pycon\n", LINK.sub(moved, markdown), flags=re.M)

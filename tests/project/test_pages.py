@@ -1,52 +1,27 @@
-"""Every block of code on every page of docs/ runs, and prints what the page shows.
+"""Every block of code on every page of docs/ is true, as support/pages.py says; those of a page share their names."""
 
-The blocks of a page share their names, in order. ```python runs, as a session where it begins with `>>> `; ```frisket
-is read; the `$ frisket` lines of ```console print what stands below them, and those of ```bash end well. What cannot
-run here has `<!-- not run: why -->` above it, and stands in NOT_RUN.
-"""
-
-import doctest
 import re
-import shlex
-from pathlib import Path
-from typing import NamedTuple
 
+import numpy as np
 import pytest
+from support.pages import DOCS, blocks
 
-from frisket.dsl.program import read
-from frisket.runtime.cli import main
-
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+MIGRATING = "migrating.md"
+ELSEWHERE = {MIGRATING}  # below
 PAGES = [str(p.relative_to(DOCS)) for p in sorted(DOCS.rglob("*.md")) if p.parent.name != "gallery"]  # test_gallery.py
 LONG = {"caches.md", "operations.md"}  # seconds; for CI
-BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>.*?) -->\n+)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 NOT_RUN = {
+    ("quickstart.md", "installs"),
     ("device.md", "tables on a GPU"),
     ("parallel.md", "several processes, as in examples/context_parallel.py"),
     ("parallel.md", "several devices"),
     ("parallel.md", "what several processes say"),
     ("triton.md", "a GPU"),
     ("triton.md", "compiles for GPUs; tests/kernels/test_triton_table.py does"),
+    (MIGRATING, "flash_attn is for GPUs"),
+    (MIGRATING, "Paddle"),
+    (MIGRATING, "xformers"),
 }
-PLAIN = doctest.ELLIPSIS
-
-
-class Block(NamedTuple):
-    why: str | None
-    language: str
-    text: str
-    line: int
-
-
-def blocks(page: str) -> list[Block]:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    assert text.count("\n```") % 2 == 0, "a fence is not closed"
-    found = [
-        Block(m["why"], m["language"], m["text"], text.count("\n", 0, m.start("text")) + 1)
-        for m in BLOCK.finditer(text)
-    ]
-    assert 2 * len(found) == len(re.findall(r"^```", text, re.M)), "a fence is not at the margin"
-    return found
 
 
 def test_what_is_not_run():
@@ -62,54 +37,55 @@ def own_registries(monkeypatch):
         monkeypatch.setattr(registry, "_known", dict(registry._known))
 
 
-@pytest.mark.parametrize("page", [pytest.param(p, marks=pytest.mark.matrix if p in LONG else ()) for p in PAGES])
-def test_the_page(page, capsys, tmp_path, monkeypatch, request):
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.matrix if p in LONG else ()) for p in PAGES if p not in ELSEWHERE]
+)
+def test_the_page(page, tmp_path, monkeypatch, request):
     if page == "operations.md":
         request.getfixturevalue("own_registries")
-    found = [block for block in blocks(page) if not block.why]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(DOCS.parent / "examples")
-    names: dict = {"__name__": "page"}
-    for block in found:
-        RUN[block.language](page, block, names, capsys)
+    names: dict = {}
+    for block in blocks(page):
+        if not block.why:
+            block.run(names)
 
 
-def python(page, block, names, capsys):
-    if not block.text.startswith(">>> "):
-        exec(compile("\n" * block.line + block.text, str(DOCS / page), "exec"), names)
-        return
-    session = doctest.DocTestParser().get_doctest(block.text, names, page, str(DOCS / page), block.line)
-    session.globs = names
-    runner = doctest.DocTestRunner(optionflags=PLAIN)
-    with capsys.disabled():
-        said: list[str] = []
-        runner.run(session, out=said.append, clear_globs=False)
-    assert runner.summarize(verbose=False).failed == 0, "".join(said)
+# What the left sides mean that do not run here.
+BEFORE = {
+    "flash_attn_varlen_func": (lambda q, k: (q >= k) & ((q < 100) == (k < 100)), None),
+    "flash_attn_func": (lambda q, k: (q >= k) & (q - k <= 63), 50.0),
+    "flashmask_attention": (lambda q, k: (q >= k) & (q // 100 == k // 100), None),
+    "BlockDiagonalCausalMask": (lambda q, k: (q >= k) & (q // 100 == k // 100), None),
+}
 
 
-def console(page, block, names, capsys):
-    """What each command prints, errors included."""
-    commands = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.M)
-    assert commands, f"{page}:{block.line} has no command"
-    for command, shown in commands:
-        program, *argv = shlex.split(command)
-        assert program == "frisket", command
-        capsys.readouterr()
-        main(argv)
-        out, err = capsys.readouterr()
-        same = doctest.OutputChecker().check_output(shown, out + err, PLAIN)
-        assert same, f"{page}:{block.line} {command}\n{out + err}"
+def meant(text, names):
+    """Dense attention, as the left side has it."""
+    ((seen, cap),) = (BEFORE[word] for word in BEFORE if re.search(rf"\b{word}\b", text))
+    q, k, v = (names[x].numpy().astype(float) for x in "qkv")
+    scores = q @ k.swapaxes(2, 3) / q.shape[-1] ** 0.5
+    scores = cap * np.tanh(scores / cap) if cap else scores
+    scores = np.where(seen(*np.ogrid[:256, :256]), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
 
 
-def bash(page, block, names, capsys):
-    for command in block.text.splitlines():
-        program, *argv = shlex.split(command, comments=True)
-        assert program == "frisket", command
-        assert main(argv) == 0, capsys.readouterr().err
-
-
-def frisket(page, block, names, capsys):
-    read(block.text)
-
-
-RUN = {"python": python, "console": console, "bash": bash, "frisket": frisket}
+def test_moving_here_changes_nothing(recwarn):
+    text = (DOCS / MIGRATING).read_text(encoding="utf-8")
+    names: dict = {}
+    first, *_ = blocks(MIGRATING)
+    first.run(names)
+    pairs = re.findall(r'<div class="grid" markdown>\n(.*?)\n</div>', text, re.S)
+    assert 1 + 2 * len(pairs) == len(blocks(MIGRATING))
+    assert len(pairs) == 9
+    for pair in pairs:
+        before, after = blocks(MIGRATING, pair)
+        if before.why:
+            want = meant(before.text, names)
+        else:
+            before.run(names)
+            want = np.asarray(names["out"])
+        names["out"] = None
+        after.run(names)
+        np.testing.assert_allclose(np.asarray(names["out"]), want, atol=2e-5, err_msg=after.text)
