@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,13 +18,12 @@ from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.lowering.plan import whole
 from frisket.runtime.mask import mask, score
 
-from .transformers_masks import POSITIONS, SymbolicMask
+from .transformers_masks import POSITIONS, SymbolicMask, constant
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=256)
+@constant
 def canonical(text: str, kind: str) -> tuple[str, tuple[str, ...], tuple[tuple[str, Any], ...]]:
     """A user's program as one expression: its text, the names it reads, and the values it gives some of them."""
     try:

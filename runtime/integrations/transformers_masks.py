@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -134,11 +134,24 @@ def read(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
         return str(made), dict(made.params)
 
 
-# -- texts: constants of a graph --------------------------------------------------------------------------------------
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+Of = ParamSpec("Of")
+Found = TypeVar("Found")
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=256)
+def constant(function: Callable[Of, Found]) -> Callable[Of, Found]:
+    """The same, worked out once for equal arguments, and in a graph of torch a constant that Dynamo does not enter."""
+    kept = lru_cache(maxsize=256)(function)
+
+    def call(*args: Of.args, **kwargs: Of.kwargs) -> Found:
+        return kept(*args, **kwargs)  # type: ignore[arg-type]
+
+    call.__doc__ = function.__doc__
+    return torch.compiler.assume_constant_result(call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@constant
 def parted(text: str, local: bool) -> tuple[str, str]:
     """What a model's mask says of one document, and which tokens are of one document: two texts.
 
@@ -171,15 +184,13 @@ def _by_distance(e: Expr) -> Expr:
     return e
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=256)
+@constant
 def names_in(text: str) -> tuple[str, ...]:
     """The parameters that a mask reads."""
     return mask(text).unbound if text else ()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-@lru_cache(maxsize=256)
+@constant
 def is_causal_text(text: str) -> bool:
     """Whether it is plain that no key after the query is seen."""
     return CAUSAL in clauses(simplify(mask(text).expr))
@@ -256,6 +267,8 @@ def symbolic(
         return attention_mask
     if mask_function is None:
         from transformers.masking_utils import causal_mask_function as mask_function
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # a static cache counts on in place before its attention runs
     text, tables = read(mask_function)
     structure, documents = parted(text, not use_vmap)  # use_vmap: functions of other people are part of it
     padding, more = padded(attention_mask, kv_offset + kv_length)
