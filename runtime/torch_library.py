@@ -68,7 +68,7 @@ def written_call(
     from .torch_spec import HEAD
 
     text = mask or ""
-    spec = HEAD.format(*options, len(text), "-") + text + (score or "")
+    spec = HEAD.format(*options, False, len(text), "-") + text + (score or "")
     return written(spec, options[4], q, k, v, seed, sinks, top, origin, sizes, layout, params)
 
 
