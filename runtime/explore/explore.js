@@ -134,23 +134,38 @@ function write(text, when) {
 
 // -- the state, and the ways back to it ------------------------------------------------------------------------------
 
-let burst = { kind: "", when: -Infinity }, last = 0; // the change under way; the newest entry of the history
+let burst = { kind: "", when: -Infinity }, last = 0, keeping = 0; // the change under way; the newest entry of the history; a timer
 
 // Something is set anew: a change that goes on is one to undo.
 function change(kind, parts, when = performance.now()) {
   const goesOn = burst.kind === kind && when - burst.when < BURST;
   burst = { kind, when };
-  if (!goesOn) history.pushState({ n: (history.state?.n ?? 0) + 1 }, "");
-  last = history.state.n;
+  if (!goesOn) {
+    if (keeping) keep();
+    history.pushState({ n: history.state.n + 1 }, "");
+    last = history.state.n;
+  }
   Object.assign(state, parts);
-  keep();
+  keepSoon();
   ask(when);
 }
 
+// Browsers count how often an address changes, and stop it where a slider is moved.
+function keepSoon() {
+  keeping ||= setTimeout(keep, 300);
+  steps();
+}
+
 function keep() {
+  clearTimeout(keeping);
+  keeping = 0;
   history.replaceState(history.state ?? { n: 0 }, "", `#${fragment()}`);
-  $("back").disabled = history.state.n === 0;
-  $("forth").disabled = history.state.n >= last;
+  steps();
+}
+
+function steps() {
+  $("back").disabled = !(history.state?.n > 0);
+  $("forth").disabled = !(history.state?.n < last);
 }
 
 function fragment() {
@@ -165,7 +180,7 @@ function fragment() {
 // What an address says, with the first state where it says nothing, or nothing that makes sense.
 function fromFragment(hash) {
   const given = new URLSearchParams(hash.slice(1)), out = structuredClone(begun.state);
-  const whole = (text) => (/^\d{1,9}$/.test(text ?? "") ? clamp(Number(text), 1, begun.longest) : null);
+  const whole = (text) => (/^[1-9]\d{0,8}$/.test(text ?? "") ? clamp(Number(text), 1, begun.longest) : null);
   if (given.has("text")) Object.assign(out, { text: given.get("text"), values: {} });
   for (const name of ["q_len", "kv_len", "batch", "heads", "documents"]) out[name] = whole(given.get(name)) ?? out[name];
   const block = (given.get("block") ?? "").split("x").map(whole);
@@ -186,8 +201,7 @@ async function restore(hash) {
   $("source").value = state.text;
   mirror();
   sizes();
-  $("back").disabled = !(history.state?.n > 0);
-  $("forth").disabled = !(history.state?.n < last);
+  steps();
   since ??= performance.now();
   await send();
   if (from.seen && data) moveTo(...from.seen);
@@ -233,14 +247,14 @@ function wireExplorer() {
       if (!$("library").open) browse();
     }
   });
-  $("back").addEventListener("click", () => history.back());
+  $("back").addEventListener("click", () => {
+    if (keeping) keep();
+    history.back();
+  });
   $("forth").addEventListener("click", () => history.forward());
   addEventListener("popstate", () => restore(location.hash));
-  let settling = 0;
-  for (const kind of ["pointerup", "wheel", "keyup"]) canvas.addEventListener(kind, () => {
-    clearTimeout(settling);
-    settling = setTimeout(keep, 300);
-  });
+  for (const kind of ["pointerup", "wheel", "keyup"]) canvas.addEventListener(kind, keepSoon);
+  addEventListener("pagehide", () => keeping && keep());
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(button.dataset.copy));
   $("save").addEventListener("click", savePicture);
   darkness.addEventListener("change", () => found && !found.error && score(found.score));

@@ -1,7 +1,7 @@
 "use strict";
 // Entries of the library, to search and to write into the text.
 
-let chosen = 0, offered = [];
+let chosen = 0, offered = [], marked = [0, 0]; // in the text, when the library was opened
 
 function search() {
   const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -33,6 +33,7 @@ function choose(i) {
 
 function browse() {
   $("search").value = "";
+  marked = [$("source").selectionStart, $("source").selectionEnd];
   $("library").showModal();
   search();
   $("search").focus();
@@ -41,7 +42,7 @@ function browse() {
 // Into the text: joined with what stands before and after, or in place of what is marked.
 function pick(entry) {
   $("library").close();
-  const source = $("source"), text = source.value, { selectionStart: from, selectionEnd: to } = source;
+  const source = $("source"), text = source.value, [from, to] = marked;
   const named = /^\s*(mask|score)\s*=/m.test(text), ofScore = !named && found?.score && !found.error;
   source.focus();
   if (!text.trim() || to - from === text.length) return write(entry.text);
