@@ -5,9 +5,11 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,6 +18,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 from typecheck import link  # noqa: E402
 
 LINK = re.compile(r"\]\(((?:\.\./)+[\w/.-]+)\)")
+SOURCE = re.compile(
+    r"""<(?:script|img|iframe|source|audio|video)\b[^>]*\bsrc=["']?(https?:)?//"""
+    r"""|<link\b(?![^>]*\brel=["']?canonical)[^>]*\bhref=["']?(https?:)?//"""
+    r"""|url\(\s*["']?(https?:)?//|@import\s+["'](https?:)?//""",
+    re.I,
+)
 LANGUAGES = {".py": "python", ".frisket": "frisket", ".json": "json", ".hpp": "cpp"}
 
 
@@ -47,3 +55,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return found[0] if name is None else f"]({top}source/{name}.md)"
 
     return re.sub(r"^```python\n(?=>>> )", "```pycon\n", LINK.sub(moved, markdown), flags=re.M)
+
+
+def on_post_build(config: Any) -> None:
+    """The site is whole: nothing that a page shows, runs or is styled by comes from elsewhere."""
+    found = [f"{path}: {m[0]}" for path, m in fetched(Path(config.site_dir))]
+    if found:
+        raise PluginError("the site fetches from elsewhere:\n  " + "\n  ".join(found))
+
+
+def fetched(site: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in sorted(p for p in site.rglob("*") if p.suffix in (".html", ".css")):
+        for m in SOURCE.finditer(path.read_text(encoding="utf-8")):
+            yield path.relative_to(site), m

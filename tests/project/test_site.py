@@ -1,0 +1,70 @@
+"""The site of documents: what its pages name, and that it is built, whole, without a network."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+API = "\n".join(p.read_text(encoding="utf-8") for p in sorted((DOCS / "api").glob("*.md")))
+DOORS = ["flex", "caches", "caches.jax", "caches.torch", "modeling", "operations", "parallel", "sharding"]
+needs_mkdocs = pytest.mark.skipif(
+    not all(map(find_spec, ("mkdocs", "material", "mkdocstrings_handlers"))),
+    reason="builds the site: pip install 'frisket[docs]'",
+)
+
+
+@pytest.mark.parametrize("module", ["frisket", *(f"frisket.{door}" for door in DOORS)])
+def test_every_public_name_is_in_the_reference(module):
+    for name in importlib.import_module(module).__all__:
+        assert re.search(rf"^::: {re.escape(module)}\.{name}$|`{name}`", API, re.M), name
+
+
+def test_what_the_reference_has_is_public_once():
+    named = re.findall(r"^::: ([\w.]+)$", API, re.M)
+    assert len(set(named)) == len(named)
+    for name in named:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, f"{name} has no docstring"
+
+
+def test_every_page_has_its_place():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    placed = re.findall(r"^ +- (?:.*: )?([\w/.-]+\.md)$", text[text.index("\nnav:") :], re.M)
+    pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
+    assert sorted(placed) == sorted({*pages, "changelog.md"})
+
+
+@needs_mkdocs
+def test_what_comes_from_elsewhere_is_found(tmp_path):
+    spec = spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
+    hooks = module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<a href="https://a.b/"></a><script src="assets/x.js"></script><link rel=canonical href=https://a.b>'
+    )
+    assert not list(hooks.fetched(tmp_path))
+    for bad in (
+        '<script async src="https://a.b/x.js">', "<img alt='' src=//a.b/x.png>", '<link rel="stylesheet" href="http://a.b">',
+        "<style>@font-face { src: url('https://a.b/x.woff2') }</style>", '<style>@import "https://a.b/x.css";</style>',
+    ):  # fmt: skip
+        page.write_text(bad)
+        assert len(list(hooks.fetched(tmp_path))) == 1, bad
+
+
+@needs_mkdocs
+@pytest.mark.matrix
+def test_the_site_is_built_without_a_network(tmp_path):
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "frisket.compile" in (tmp_path / "site" / "api" / "attention" / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
