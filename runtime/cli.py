@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import groupby
 
@@ -141,16 +141,16 @@ def write(answer: Answer, *, as_json: bool) -> None:
 
 def show(out: Console, piece: Piece) -> None:
     """Print, in characters the locale has; rows of words are folded where a person reads them."""
+    plain = out.options.ascii_only
     if isinstance(piece, Row):
-        piece = Row(piece.name, ascii_of(piece.value)) if out.options.ascii_only else piece
-        if out.is_terminal and sys.stdout.isatty():
-            return out.print(piece.wrapped(), soft_wrap=False, width=min(out.width, NARROW))
-        piece = piece.plain()
+        piece = replace(piece, value=ascii_of(piece.value)) if plain else piece
+        folded = out.is_terminal and sys.stdout.isatty()
+        piece = piece.folded(out, min(out.width, NARROW)) if folded else piece.plain()
     text = piece if isinstance(piece, Text) else Text(piece)
-    if out.options.ascii_only:
+    if plain:
         text = ascii_of(text)
         text.rstrip()
-    return out.print(text)
+    out.print(text)
 
 
 def ascii_of(text: Text) -> Text:

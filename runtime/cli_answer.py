@@ -7,31 +7,47 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 WIDTH = 10  # of the names of rows
+NARROWEST = 24  # columns that a value needs beside its name
 GOOD, BAD, SOME = "green", "bold red", "yellow"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One named line; further lines of the value stand below it."""
+    """A name, and beside it lines of a value, from column `width` on. What of a line has no room in a terminal goes
+    on below its column `hang`."""
 
-    name: str
+    name: Text
     value: Text
+    width: int = WIDTH
+    hang: int = 0
 
     def plain(self) -> Text:
-        body = Text("\n" + " " * WIDTH).join(self.value.split("\n", allow_blank=True))
-        return Text.assemble((f"{self.name:<{WIDTH}}", "bold"), body)
+        return self._placed(self.value.split("\n", allow_blank=True), self.width)
 
-    def wrapped(self) -> Table:
-        """Lines too long for the terminal go on below their beginning."""
-        grid = Table.grid()
-        grid.add_column(width=WIDTH, style="bold")
-        grid.add_column(overflow="fold")
-        grid.add_row(self.name, self.value)
-        return grid
+    def folded(self, console: Console, columns: int) -> Text:
+        """No line longer than `columns`."""
+        width, hang = self.width, self.hang
+        if columns - width - hang < NARROWEST:  # the value stands below its name
+            width, hang = 4, 0
+        lines: list[Text] = []
+        for line in self.value.split("\n", allow_blank=True):
+            if line.cell_len <= columns - width:
+                lines.append(line)
+                continue
+            first, *rest = line[hang:].wrap(console, columns - width - hang)
+            lines += [line[:hang] + first, *(Text(" " * hang) + one for one in rest)]
+        for line in lines:
+            line.rstrip()
+        return self._placed(lines, width)
+
+    def _placed(self, lines: Iterable[Text], width: int) -> Text:
+        gap = " " * (width - self.name.cell_len) if width == self.width else "\n" + " " * width
+        text = Text.assemble(self.name, gap, Text("\n" + " " * width).join(lines))
+        text.rstrip()
+        return text
 
 
 Piece: TypeAlias = "Row | Text | str"
@@ -44,8 +60,8 @@ class Answer:
     status: int = 0
 
 
-def row(name: str, value: str | Text) -> Row:
-    return Row(name, Text(value) if isinstance(value, str) else value)
+def row(name: str, value: str | Text, hang: int = 0) -> Row:
+    return Row(Text(name, "bold"), Text(value) if isinstance(value, str) else value, hang=hang)
 
 
 def rows(pairs: Iterable[tuple[str, str | Text]]) -> list[Piece]:

@@ -17,7 +17,7 @@ from rich.text import Text
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
 
 from .backends import OF_FRAMEWORK, check_name, interpreted, reason
-from .cli_answer import BAD, GOOD, SOME, Answer, row, rows, table
+from .cli_answer import BAD, GOOD, SOME, WIDTH, Answer, row, rows, table
 from .cli_input import compiled, require_bound, subject
 from .cli_options import add_sizes, add_subject, examples
 from .cli_progress import progress
@@ -119,9 +119,12 @@ def check(args: argparse.Namespace, console: Console) -> Answer:
     data, lines = described(what)
     data |= {"cases": [o.as_dict() for o in outcomes], "good": not wrong}
     checked = sum(o.report is not None for o in outcomes)
-    text = [*rows(lines), "", *table([HEAD, *summary(outcomes)], right=(3, 4, 5, 6, 7)), ""]
+    limit = (
+        f"the largest beside the float64 interpreter; allowed: twice dense attention's in the same dtype + {FLOOR:g}"
+    )
+    text = [*rows([*lines, ("errors", limit)]), "", *table([HEAD, *summary(outcomes)], right=(3, 4, 5, 6, 7)), ""]
     for o in wrong:
-        text.append(row("MISMATCH", Text(f"{o.case}\n{o.wrong}\nto repeat: {repeat(args, o.case)}")))
+        text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{WIDTH}}{repeat(args, o.case)}", ""]
     for why, of in groupby(sorted((o for o in outcomes if o.refused), key=lambda o: o.refused), lambda o: o.refused):
         text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", SOME)))
     result = (

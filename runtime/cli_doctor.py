@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.text import Text
 from . import native_build, native_cpu
 from .backends import HOW, backends, choose
 from .bench.machine import cpu_name
-from .cli_answer import GOOD, SOME, Answer, rows
+from .cli_answer import GOOD, SOME, Answer, Piece, Row, row
 from .cli_options import examples
 from .cli_show import size
 from .packed import installed
@@ -27,13 +28,14 @@ PACKAGES = {  # what each is for, and the extra that brings it
     "torch": ("tensors of torch", "torch"),
     "jax": ("arrays of JAX", "jax"),
     "triton": ("kernels for GPUs", "triton"),
-    "jax-triton": ("those kernels on arrays of JAX", "jax-gpu"),
+    "jax-triton": ("those on arrays of JAX", "jax-gpu"),
     "matplotlib": ("frisket plot, in .png and .svg", "plot"),
     "flax": ("frisket.integrations.flax", "flax"),
     "transformers": ("frisket.integrations.transformers", "transformers"),
     "qwix": ("dot products of few bits", "quantized"),
     "shtab": ("frisket completion", ""),
 }
+NAMES = 20  # columns that they take
 KERNELS = {
     "aten": "library calls of torch",
     "xla": "library calls of JAX",
@@ -62,27 +64,28 @@ def doctor(args: argparse.Namespace, console: Console) -> Answer:
         "caches": kept, "settings": given,
     }  # fmt: skip
     files = {folder: f"{found['files']:,} files, {size(found['bytes'])}" for folder, found in kept.items()}
-    text = rows([
-        ("frisket", f"{versions['frisket']}, Python {where['python']}"),
-        ("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
-        ("packages", lines((name, package(name, versions[name]), bool(versions[name])) for name in PACKAGES)),
-        ("backends", lines((n, missing[n] or f"{why}: {KERNELS[n]}", not missing[n]) for n, why in ready.items())),
-        ("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
-        ("native", "\n".join(f"{name:20} {x}" for name, x in built.items())),
-        ("caches", "\n".join(f"{folder}: {found}" for folder, found in files.items()) or "nothing is kept yet"),
-        ("settings", "\n".join(f"{v.name:20} {given.get(v.name, 'not set')}" for v in VARIABLES)),
-    ])  # fmt: skip
+    text: list[Piece] = [
+        row("frisket", f"{versions['frisket']}, Python {where['python']}"),
+        row("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
+        marks("packages", ((name, package(name, versions[name]), bool(versions[name])) for name in PACKAGES)),
+        marks("backends", ((n, missing[n] or f"{why}: {KERNELS[n]}", not missing[n]) for n, why in ready.items())),
+        row("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
+        row("native", "\n".join(f"{name:{NAMES}} {x}" for name, x in built.items()), NAMES + 1),
+        row("caches", "\n".join(f"{folder}: {found}" for folder, found in files.items()) or "nothing is kept yet"),
+        row("settings", "\n".join(f"{v.name:{NAMES}} {given.get(v.name, 'not set')}" for v in VARIABLES), NAMES + 1),
+    ]
     if not installed():
         text.append(Text("neither torch nor JAX is installed: pip install 'frisket[torch]' or 'frisket[jax]'", SOME))
     return Answer(data, text)
 
 
-def lines(found: Any) -> Text:
+def marks(name: str, found: Iterable[tuple[str, str, bool]]) -> Row:
     """A mark, a name and what is to say of it, a line each."""
-    return Text("\n").join(
-        Text.assemble(("✓" if good else "✗", GOOD if good else SOME), f" {name:18} {said}")
-        for name, said, good in found
+    lines = (
+        Text.assemble(("✓" if good else "✗", GOOD if good else SOME), f" {one:{NAMES - 2}} {said}")
+        for one, said, good in found
     )
+    return row(name, Text("\n").join(lines), NAMES + 1)
 
 
 def package(name: str, found: str | None) -> str:

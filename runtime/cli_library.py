@@ -15,7 +15,7 @@ from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
 from frisket.dsl.program import nearest
 
-from .cli_answer import Answer, Piece, rows
+from .cli_answer import Answer, Piece, Row, rows
 from .cli_options import examples
 
 
@@ -51,7 +51,7 @@ def listed(chosen: Sequence[Entry], console: Console) -> list[Piece]:
     for section, part in groupby(chosen, key=lambda e: e.section):
         text += [*([""] if text else []), Text(section, "bold")]
         for e in part:
-            text.append(Text.assemble("  ", (f"{short(e):<{width}}", "cyan"), "  ", e.sentence))
+            text.append(Row(Text.assemble("  ", (short(e), "cyan")), Text(e.sentence), width + 4))
     return text
 
 

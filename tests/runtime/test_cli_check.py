@@ -90,7 +90,7 @@ def test_a_mismatch_says_which_and_how_to_repeat_it(run, monkeypatch):
     assert "2 WRONG" in out
     name = "torch/aten/float32/8x8/4over2/rows-as-is/gradients"
     again = f"frisket check 'causal & q - k < w' --set w=3 --case {name}"
-    assert f"MISMATCH  {name}\n          float32: out 1.0e+00\n          to repeat: {again}\n" in out
+    assert f"MISMATCH  {name}\n          float32: out 1.0e+00\nrepeat    {again}\n" in out
     assert out.endswith("result    2 of 3 cases are wrong\n")
     status, out, _ = run(*shlex.split(again)[2:], "--json")
     found = json.loads(out)

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 from frisket.runtime.cli import COMMANDS, main, parser
-from frisket.runtime.cli_answer import row
+from frisket.runtime.cli_answer import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = "import sys; from frisket.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -104,10 +105,16 @@ def test_characters_the_locale_has(tmp_path):
 
 
 def test_words_are_folded_below_their_beginning():
-    out = Console(width=24, file=io.StringIO())
-    out.print(row("name", "words that need more\nlines than one").wrapped())
-    lines = [line.rstrip() for line in out.file.getvalue().splitlines()]
-    assert lines == ["name      words that", "          need more", "          lines than one"]
+    def folded(columns, **how):
+        return (
+            Row(Text("name"), Text("a  words that need more\nb  than a line"), **how).folded(Console(), columns).plain
+        )
+
+    assert folded(34) == "name      a  words that need more\n          b  than a line"
+    assert folded(35, width=6, hang=3) == "name  a  words that need more\n      b  than a line"
+    assert folded(25) == "name\n    a  words that need\n    more\n    b  than a line"
+    long = Row(Text("name"), Text("a  words that need more than a line has"), 6, 3).folded(Console(), 34).plain
+    assert long == "name  a  words that need more than\n         a line has"
 
 
 # -- pipes ------------------------------------------------------------------------------------------------
