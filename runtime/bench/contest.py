@@ -127,9 +127,7 @@ class Stage:
     contestants: tuple[Contestant, ...]
     numpy: Callable[[Any], list[Array]]  # what a call returned, float32, each [batch, heads, length, dim]
     clock: Callable[[Call], float]
-    truth: Callable[[Contest], Iterable[tuple[slice, Array]]] = (
-        Contest.oracle
-    )  # results of some rows, by the interpreter
+    truth: Callable[[Contest], Iterable[tuple[slice, Array]]] = Contest.oracle  # some rows of the right result
     rest: float = 0.0  # seconds before each call, where one gives memory back after it has answered
     machine: Mapping[str, Any] = field(default_factory=dict)
 

@@ -30,7 +30,7 @@ def stage(device: str) -> Stage:
         found.append(Contestant("splash attention", partial(splash, device, False), family="splash"))
     kind = jax.devices(device)[0].device_kind
     return Stage(
-        "jax", tuple(found), _numpy, seconds if device == "cpu" else in_a_row, REST if device == "cpu" else 0.0,
+        "jax", tuple(found), _numpy, seconds if device == "cpu" else in_a_row, rest=REST if device == "cpu" else 0.0,
         machine={} if device == "cpu" else {device: kind},
     )  # fmt: skip
 

@@ -9,7 +9,8 @@
             "goals": {"at least": {"ratios": {"flex / native": 1.75}}}}}}}}
 
 Figures are medians over rounds by what is counted and by whom, or by what varies along the row. A ratio names both
-sides; it is the median over rounds, with the 95 % interval of that median where one was taken, or the median alone.
+sides; it is the median over rounds, with the 95 % interval of that median (of fewer than six rounds, with their range)
+where one was taken, or the median alone.
 "peer / ours" is above 1 where ours is faster. `rounds` of the settings is null where nobody wrote it down. A row may
 hold rows of its own, one for each length, say. `notes` are words: why there is no figure, or how it came about.
 """

@@ -12,7 +12,8 @@ from .race import Race
 
 BAR = 24  # characters of the longest bar
 GOOD, LOSS, AWAY = "green", "yellow", "dim"
-HEAD = f"{'median':>12}  {'time / frisket':>14}  95 % interval"
+HEAD = f"{'median':>12}  {'time / frisket':>14}  "
+ENOUGH = 6  # rounds that a 95 % interval of a median takes; of fewer their range is shown
 
 
 def lines(races: Iterable[Race]) -> list[Text]:
@@ -23,7 +24,8 @@ def lines(races: Iterable[Race]) -> list[Text]:
         out += [Text(), Text.assemble((f"{race.contest.name}, {race.stage}", "bold"))]
         medians = {n: median(t) for n, t in race.times.items() if t}
         if medians:
-            out.append(Text(f"  {'':{wide}}  {HEAD}", "dim"))
+            spread = "95 % interval" if race.rounds >= ENOUGH else "range" if race.rounds > 1 else ""
+            out.append(Text(f"  {'':{wide}}  {HEAD}{spread}".rstrip(), "dim"))
         longest = max(medians.values(), default=0.0)
         for name, t in sorted(medians.items(), key=lambda x: x[1]):
             out.append(_line(race, name, t, wide, longest))
@@ -41,7 +43,7 @@ def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> T
     else:
         middle, low, high = beside
         colour = "" if ours else LOSS if high < 1 else ""
-        interval = f"{low:.2f} to {high:.2f}"
+        interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
         ratio = f"{middle:14.2f}  {interval:14}"
     return Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>12}  ", (ratio, colour),
                          "  ", (bar, "blue" if ours else "bright_black"))  # fmt: skip

@@ -136,7 +136,7 @@ def _masked(device: str, contest: Contest) -> Call:
     s = contest.sizes
     seen: Any = torch.from_numpy(contest.dense()).to(device)
     if contest.score is not None:
-        bias = torch.from_numpy(bias_of(contest, "SDPA")).to(device, getattr(torch, s.dtype))
+        bias = torch.from_numpy(bias_of(contest, "SDPA").copy()).to(device, getattr(torch, s.dtype))
         seen = bias.masked_fill(~seen, -math.inf)
     return _call(contest, device, partial(sdpa, attn_mask=seen, enable_gqa=s.heads != s.kv_heads))
 

@@ -1,0 +1,357 @@
+"""frisket bench: who takes part, that results are compared before a clock runs, what is written. Nothing here looks at
+how long anything took."""
+
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import frisket as fk
+from frisket.dsl.errors import ParameterError
+from frisket.runtime.bench import layouts, race, schema, torch_stage
+from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
+from frisket.runtime.cli import main
+
+torch = pytest.importorskip("torch")
+SIZES = Sizes(96, 96, batch=1, heads=2, kv_heads=2, head_dim=16)
+CAUSAL = Contest("causal", fk.mask("causal"), None, SIZES)
+
+
+INSTANT = "frisket aten", "SDPA is_causal", "SDPA with a mask"  # compile nothing
+
+
+def finished(contest, stage, rounds=2, families=None):
+    """The race at its end."""
+    return list(race.run(contest, stage, rounds, families))[-1]
+
+
+def named(stage, *names):
+    return replace(stage, contestants=tuple(c for c in stage.contestants if c.name in names))
+
+
+@pytest.fixture(scope="module")
+def stage():
+    """Of those that compile nothing."""
+    return named(torch_stage.stage("cpu"), *INSTANT)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("contest", standard(SIZES), ids=lambda c: c.name)
+def test_those_that_have_words_for_it_agree(stage, contest, backward):
+    contest = replace(contest, sizes=replace(SIZES, backward=backward))
+    found = finished(contest, stage)
+    said = {"frisket aten"} | ({"SDPA with a mask"} if "softcap" not in contest.name else set())
+    said |= {"SDPA is_causal"} if contest.name in ("causal", "causal & window(256)") else set()  # 96 tokens: the same
+    assert {n for n, t in found.times.items() if len(t) == 2} == said
+    assert not [why for why in found.out.values() if why.startswith(("wrong", "failed", "not timed"))]
+    schema.check(result(found))
+
+
+def result(found):
+    machine = {"date": "2026-01-01", "cpu": "x", "cores": 2, "python": "3.11"}
+    return {"schema": 1, "parts": {"p": {"machine": machine, "settings": {"rounds": 2}, "rows": {"r": found.row()}}}}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("contest", standard(SIZES)[2:5], ids=lambda c: c.name)
+def test_those_that_are_compiled_agree(contest):
+    """flex_attention with our mask_mod and score_mod, and native kernels."""
+    found = finished(contest, torch_stage.stage("cpu"))
+    assert {"flex_attention, compiled", "frisket aten"} <= set(found.times), found.out
+    assert not [why for why in found.out.values() if why.startswith(("wrong", "failed", "not timed"))]
+
+
+@pytest.mark.parametrize("contest", standard(SIZES)[2:5], ids=lambda c: c.name)
+def test_jax_agrees(contest):
+    jax_stage = pytest.importorskip("frisket.runtime.bench.jax_stage")
+    pytest.importorskip("jax")
+    stage = named(jax_stage.stage("cpu"), "frisket xla", "jax.nn.dot_product_attention")
+    found = finished(contest, stage, rounds=1)
+    assert not [why for why in found.out.values() if why.startswith(("wrong", "failed", "not timed"))]
+    assert ("jax.nn.dot_product_attention" in found.times) is ("softcap" not in contest.name)
+
+
+def test_heads_that_see_different_keys_of_the_same_tiles(stage):
+    """A dense mask has as many heads as differ, which tiles do not tell."""
+    mask = fk.mask("causal & k < t[h]", t=np.array([5, 70]))
+    found = finished(Contest("t", mask, None, SIZES), stage, families={"sdpa"})
+    assert "SDPA with a mask" in found.times, found.out
+
+
+def off(stage, name, change):
+    """The stage with one contestant's results changed."""
+
+    def wrong(contestant):
+        def prepare(contest):
+            call = contestant.prepare(contest)
+            return lambda: change(call())
+
+        return replace(contestant, prepare=prepare)
+
+    changed = tuple(wrong(c) if c.name == name else c for c in stage.contestants)
+    return replace(stage, contestants=changed)
+
+
+@pytest.mark.parametrize("who", ["SDPA is_causal", "frisket aten"])
+def test_a_wrong_contestant_is_shown_and_not_timed(stage, who):
+    found = finished(CAUSAL, off(stage, who, lambda x: x + 1e-2), families={"sdpa"})
+    assert found.out[who] == "wrong, not timed: 0.01 apart from the interpreter"
+    assert who not in found.times
+    assert len(found.times["SDPA with a mask"]) == 2
+
+
+def test_an_error_where_the_interpreter_does_not_look(stage):
+    def change(x):
+        x = x.clone()
+        x[:, :, 60, 3] += 1  # of 300 queries, 32 are sampled in three places
+        return x
+
+    contest = replace(CAUSAL, sizes=replace(SIZES, q_len=300, kv_len=300))
+    found = finished(contest, off(stage, "SDPA is_causal", change), families={"sdpa"})
+    assert found.out["SDPA is_causal"].startswith("not timed: 1 apart from frisket")
+
+
+def test_nan_is_never_agreement(stage):
+    found = finished(CAUSAL, off(stage, "SDPA is_causal", lambda x: x * float("nan")), families={"sdpa"})
+    assert found.out["SDPA is_causal"].startswith("wrong, not timed: 1,024 of 1,024 numbers are NaN")
+
+
+def test_wrong_gradients(stage):
+    contest = replace(CAUSAL, sizes=replace(SIZES, backward=True))
+    changed = off(stage, "SDPA is_causal", lambda grads: (grads[0], grads[1] * 1.01, grads[2]))
+    assert finished(contest, changed, families={"sdpa"}).out["SDPA is_causal"].startswith("not timed: ")
+
+
+def test_an_error_of_a_peer_is_part_of_the_result(stage):
+    def broken(contest):
+        raise RuntimeError("no kernel\nand a long story")
+
+    changed = replace(stage, contestants=(*stage.contestants, Contestant("new", broken, family="sdpa")))
+    assert finished(CAUSAL, changed, families={"sdpa"}).out["new"] == "failed: RuntimeError: no kernel"
+
+
+def test_flash_attention_is_told_causal_and_windows(monkeypatch):
+    """A stand-in that has flash_attn's arguments and arrays [batch, length, heads, dim]."""
+    given = []
+
+    def flash_attn_func(q, k, v, causal=False, window_size=(-1, -1)):
+        given.append((causal, window_size))
+        at = torch.arange(q.shape[1])
+        far = at[:, None] - at
+        seen = (far >= 0) & (far <= (window_size[0] if window_size[0] >= 0 else len(at)))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    halves = replace(SIZES, dtype="bfloat16")
+    flash = Contestant("FlashAttention", lambda c: torch_stage._flash("cpu", c))
+    ours = named(torch_stage.stage("cpu"), "frisket aten")
+    both = replace(ours, contestants=(*ours.contestants, flash))
+    for text in ("causal", "causal & window(20)"):
+        found = finished(Contest(text, fk.mask(text), None, halves), both, rounds=1)
+        assert "FlashAttention" in found.times, found.out
+    assert {(True, (-1, -1)), (True, (19, 0))} == set(given)
+    with pytest.raises(NoWordsError, match="16 bits"):
+        torch_stage._flash("cpu", CAUSAL)
+
+
+def test_a_window_is_known_by_what_it_shows():
+    def window(text, **params):
+        return Contest("", fk.mask(text, **params), None, SIZES).window()
+
+    assert window("causal") == window("q - k >= 0") == 0
+    assert window("causal & window(w)", w=7) == window("k <= q & k > q - 7") == 7
+    assert window("causal & (window(7) | sinks(1))") is window("window(7)") is None
+
+
+@pytest.mark.matrix
+def test_splash_attention_interpreted():
+    jax_stage = pytest.importorskip("frisket.runtime.bench.jax_stage")
+    pytest.importorskip("jax")
+    from functools import partial
+
+    sizes = replace(SIZES, q_len=256, kv_len=256, head_dim=128)
+    plain = jax_stage.stage("cpu")
+    splash = Contestant("splash", partial(jax_stage.splash, "cpu", True), family="splash")
+    both = replace(plain, contestants=(*plain.contestants, splash))
+    for contest in standard(sizes)[:3]:
+        found = finished(contest, both, rounds=1, families={"splash"})
+        assert "splash" in found.times, found.out
+
+
+# -- layouts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["causal & window(200)", "natten2d(16, 32, 5, 5)"])
+def test_layouts_agree(text):
+    contest = Contest(text, fk.mask(text), None, replace(SIZES, q_len=512, kv_len=512, heads=1))
+    found = finished(contest, layouts.stage())
+    assert set(found.times) | set(found.out) == {"frisket", "create_block_mask", "splash process_mask"}
+    assert not [why for why in found.out.values() if not why.endswith("is not installed")]
+
+
+def test_a_layout_that_misses_a_tile():
+    def change(given):
+        tiles = given().copy()
+        tiles[0, 0, 0, 0] = False
+        return lambda: tiles
+
+    contest = replace(CAUSAL, sizes=replace(SIZES, q_len=256, kv_len=256, heads=1))
+    found = finished(contest, off(layouts.stage(), "create_block_mask", change))
+    assert found.out["create_block_mask"] == "wrong, not timed: 1 apart from the interpreter"
+
+
+def test_peers_are_not_asked_for_what_takes_minutes():
+    contest = replace(CAUSAL, sizes=replace(SIZES, q_len=1 << 20, kv_len=1 << 20, heads=1))
+    found = finished(contest, layouts.stage(), rounds=1)
+    assert set(found.times) == {"frisket"}
+    assert all("is not asked for more than" in why or "not installed" in why for why in found.out.values())
+
+
+# -- the command ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def call(*argv):
+        status = main(["bench", *map(str, argv)])
+        out = capsys.readouterr()
+        return status, out.out, out.err
+
+    plain = torch_stage.stage
+    monkeypatch.setattr(torch_stage, "stage", lambda device: named(plain(device), *INSTANT))
+    return call
+
+
+SMALL = ("--q-len", 64, "--heads", 2, "--head-dim", 16, "--rounds", 2, "--framework", "torch", "--peers", "sdpa")
+
+
+def test_a_table_json_and_a_chart(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    status, out, err = bench("causal & window(w)", "--set", "w=8", *SMALL, "-o", "r.json", "--chart", "r.png")
+    assert (status, err) == (0, "")
+    assert out.startswith("causal & window(w), torch\n")
+    assert "SDPA is_causal    is_causal is plain causal masks of as many queries as keys\n" in out
+    assert "64 × 64 tokens, batch 1, 2 heads of 16, float32, forward; medians of 2 rounds, turn about" in out
+    found = json.loads((tmp_path / "r.json").read_text())
+    schema.check(found)
+    part = found["parts"]["cpu, torch"]
+    assert part["settings"]["dtype"] == "float32"
+    row = part["rows"]["causal & window(w)"]
+    ours = [n for n in row["figures"]["ms"] if n.startswith("frisket")]
+    assert set(row["ratios"]) == {f"SDPA with a mask / {n}" for n in ours}
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    status, out, _ = bench("causal", *SMALL, "--json")
+    schema.check(json.loads(out))
+
+
+def test_status_1_where_ours_is_wrong(bench, monkeypatch):
+    plain = torch_stage.stage
+    wrong = lambda device: off(plain(device), "frisket aten", lambda x: x * 1.1)  # noqa: E731
+    monkeypatch.setattr(torch_stage, "stage", wrong)
+    status, out, _ = bench("causal", *SMALL)
+    assert status == 1
+    assert "WRONG     causal: frisket aten" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--suite", "tpu"], "the tpu suite does not run here: "),
+        (["--suite", "gpu"], "the gpu suite does not run here: "),
+        (["--peers", "sdap"], "there is no 'sdap'; there are sdpa, flex, flash, jax, splash, and none"),
+        (["--chart", "x.pdf"], "cannot write 'x.pdf': name it .png or .svg"),
+        (["-o", "x.txt"], "cannot write 'x.txt': name it .json"),
+        (["causal & window(w)"], "`w` has no value; give it: --set w=VALUE"),
+        (["--heads", "3", "--kv-heads", "2"], "--heads 3 is no multiple of --kv-heads 2"),
+    ],
+)  # fmt: skip
+def test_bad_input(bench, options, message):
+    if options[0] == "--suite" and (torch.cuda.is_available() or "TPU" in str(sys.modules.get("libtpu"))):
+        pytest.skip("there is one")
+    status, out, err = bench(*options)
+    assert (status, out) == (2, "")
+    assert message in err
+
+
+@pytest.mark.matrix
+def test_first_calls(bench):
+    options = ("--q-len", 128, "--heads", 2, "--head-dim", 16, "--framework", "torch", "--peers", "sdpa", "--json")
+    status, out, _ = bench("causal & window(9)", "--suite", "compile", *options)
+    assert status == 0
+    found = json.loads(out)
+    schema.check(found)
+    figures = found["parts"]["compile, torch"]["rows"]["causal & window(9)"]["figures"]
+    assert set(figures["s, cold"]) == set(figures["s, from disk"])
+    assert figures["compilations for 3 other lengths"]["frisket aten"] == 0
+
+
+# -- the form of results ----------------------------------------------------------------------------------
+
+
+def changed(path, value):
+    """A good result with one thing another."""
+    good = json.loads(json.dumps(GOOD))
+    *above, last = path
+    at = good
+    for key in above:
+        at = at[key]
+    at[last] = value
+    return good
+
+
+ROW = ("parts", "p", "rows", "r")
+GOOD = {
+    "schema": 1,
+    "parts": {
+        "p": {
+            "machine": {"date": "2026-01-01", "cpu": "x", "cores": 2, "python": "3.11"},
+            "settings": {"rounds": 9},
+            "rows": {"r": {"figures": {"ms": {"a": 1.0}}, "ratios": {"b / a": [2.0, 1.5, 2.5]}}},
+        }
+    },
+}
+
+
+def test_a_good_result():
+    schema.check(GOOD)
+    nested = changed(ROW, {"rows": {"x": {"notes": {"n": "y"}}}})
+    schema.check(nested)
+    assert [names for names, _ in schema.leaves(nested["parts"]["p"]["rows"])] == [("r", "x")]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("schema",), 2, "schema: 2 is not 1"),
+        (("parts", "p", "machine"), {}, "parts.p.machine: date must be given"),
+        (("parts", "p", "settings"), {}, "`rounds` must be given"),
+        (ROW, {}, "parts.p.rows.r: nothing is said"),
+        (ROW, {"ms": {"a": 1.0}}, "the keys are ms"),
+        ((*ROW, "figures", "ms", "a"), "1", "figures.ms.a: '1' is no number"),
+        ((*ROW, "figures", "ms", "a"), float("nan"), "is no number"),
+        ((*ROW, "ratios"), {"b": [1.0]}, "name both sides"),
+        ((*ROW, "ratios"), {"b / a": 1.0}, r"must be \[median\] or"),
+        ((*ROW, "ratios"), {"b / a": [3.0, 1.0, 2.0]}, "outside of its interval"),
+        ((*ROW, "goals"), {"at least": {"us": {"a": 1.0}}}, "there are no figures in 'us'"),
+        ((*ROW, "goals"), {"about": {}}, "the keys are about"),
+    ],
+)  # fmt: skip
+def test_a_result_in_another_form(path, value, message):
+    with pytest.raises(ParameterError, match=message):
+        schema.check(changed(path, value))
+
+
+def test_goals_beside_figures():
+    row = {
+        "figures": {"ms": {"a": 3.0}}, "ratios": {"b / a": [2.0]},
+        "goals": {"at least": {"ratios": {"b / a": 1.5, "c / a": 1.0}}, "at most": {"ms": {"a": 2.0}}},
+    }  # fmt: skip
+    assert [(g.name, g.met) for g in schema.goals(row)] == [("b / a", True), ("a", False)]
