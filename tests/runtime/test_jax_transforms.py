@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.attention_cases import causal
 
+import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.ir import lookup
@@ -235,3 +236,15 @@ def test_what_is_not_differentiated_says_so():
         jax.jvp(lambda x: loss(x, *args[1:]), args[:1], args[:1])
     with pytest.raises(Exception, match="custom_vjp"):
         jax.linear_transpose(lambda x: loss(x, *args[1:]), args[0])(1.0)
+
+
+@pytest.mark.parametrize("backend", ["library", "native", "pallas-tpu"])
+def test_gradients_of_numpy_arrays(backend):
+    """`jax.grad` hands numpy's arrays on as they are."""
+    x = np.random.default_rng(0).standard_normal((1, 16, 2, 8)).astype("f")
+    att = fk.compile("causal", backend=backend)
+    found, wanted = (
+        jax.grad(lambda *x: att(*x).sum(), (0, 1, 2))(*[kind(x)] * 3) for kind in (np.asarray, jnp.asarray)
+    )
+    for mine, same in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(mine, same)
