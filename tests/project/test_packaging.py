@@ -61,10 +61,12 @@ def test_the_command_is_installed():
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_version_is_the_projects():
+def test_the_version_is_written_once():
     import frisket
 
-    assert frisket.__version__ == PROJECT["project"]["version"]
+    assert "version" not in PROJECT["project"]
+    assert SETUPTOOLS["dynamic"] == {"version": {"attr": "frisket.__version__"}}
+    assert re.fullmatch(r"\d+\.\d+\.\d+", frisket.__version__)
 
 
 def test_test_files_have_unique_names():
