@@ -54,7 +54,13 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         top = "../" * page.file.src_uri.count("/")
         return found[0] if name is None else f"]({top}source/{name}.md)"
 
-    return re.sub(r"^```python\n(?=>>> )", "```pycon\n", LINK.sub(moved, markdown), flags=re.M)
+    markdown = re.sub(r"^\|.*", bare, LINK.sub(moved, markdown), flags=re.M)
+    return re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.M)
+
+
+def bare(row: re.Match[str]) -> str:
+    """A row of a table without the backslashes that GitHub wants before a bar in code, and Python-Markdown would show."""
+    return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
 
 
 def on_post_build(config: Any) -> None:
