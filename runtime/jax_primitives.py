@@ -7,7 +7,7 @@ is what calls bind, the second what a device has of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -152,6 +152,8 @@ def _sharding(task: Task, name: str, q: Any, rank: int) -> NamedSharding:
 
 
 def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
+    if not all(isinstance(x, jax.Array) for x in operands):  # numpy's, given to `jax.grad`, arrive as they are
+        operands = tuple(map(jax.numpy.asarray, operands))
     if len(operands[0].sharding.device_set) > 1:
         found: tuple[Any, ...] = _on_devices(task)(*operands)
         return found
@@ -177,6 +179,7 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     if shared:
         from .jax_sharding import partitioned
 
+        ctx = _on_mesh(ctx)
         run = partitioned(task, LOCAL[bool(task.wanted)])
     else:
         ctx, run = _without_mesh(ctx, run)
@@ -189,6 +192,16 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     if shared:
         _named(found[0].owner, task)
     return found
+
+
+def _on_mesh(ctx: Any) -> Any:
+    """JAX looks for the mesh at the arguments of a jitted function: where none of those is split, it is the one that
+    `jax.set_mesh` has set."""
+    module, mesh = ctx.module_context, jax.sharding.get_abstract_mesh()
+    where = module.axis_context
+    if mesh.empty or getattr(where, "abstract_mesh", mesh) is not None or mesh.size != len(where.device_assignment):
+        return ctx
+    return ctx.replace(module_context=module.replace(axis_context=replace(where, abstract_mesh=mesh)))
 
 
 def _named(operation: Any, task: Task) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
@@ -24,8 +22,6 @@ from .metadata import AttentionMetadata
 from .operators import FrisketAttention
 from .output import AttentionOutput
 from .problem import Problem
-
-_spec: Any = PartitionSpec
 
 
 @AttentionRegistry.register
@@ -104,20 +100,11 @@ class _Dealt(FrisketAttention):
         split = self.specs(arrays[0])[0]
         batch = fitting(mesh.shape, split[0], arrays[0].shape[0], {self.axis})
         heads = fitting(mesh.shape, split[2], arrays[1].shape[2], {self.axis, *axes_of(batch)})
-        beside = {"seed": seed, "sinks": found.sinks, **found.params}
-        given = {n: x for n, x in beside.items() if traced(x)}
-        fixed = {n: x for n, x in beside.items() if n not in given and x is not None}
         variant: Any = "ring" if self.metadata.scan_ring_attention else "all-gather"
-
-        def device(q: Any, k: Any, v: Any, given: dict[str, Any]) -> Any:
-            return attend(
-                att, q, k, v, deal=deal, axis=self.axis, variant=variant, batch_axis=batch, head_axis=heads,
-                **fixed, **given,
-            )  # fmt: skip
-
-        own = _spec(batch, self.axis, heads, None)
-        on_devices: Any = jax.shard_map(device, mesh=mesh, in_specs=(own, own, own, _spec()), out_specs=own)
-        return on_devices(*arrays, given)
+        return attend(
+            att, *arrays, deal=deal, axis=self.axis, variant=variant, batch_axis=batch, head_axis=heads, mesh=mesh,
+            seed=seed, sinks=found.sinks, **found.params,
+        )  # fmt: skip
 
 
 def _known(found: Problem) -> tuple[Mask, dict[str, Any]]:

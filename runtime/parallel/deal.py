@@ -253,9 +253,9 @@ def _take(x: Any, index: NDArray[np.int64], axis: int) -> Any:
 
         return x.index_select(axis, torch.as_tensor(index, device=x.device))
     if framework_of(x) == "jax":
-        import jax.numpy as jnp
+        from .jax_take import take
 
-        return jnp.take(x, jnp.asarray(index), axis=axis)
+        return take(x, index, axis)
     return np.take(x, index, axis=axis)
 
 

@@ -156,6 +156,31 @@ def managers():
             m.create_mesh(dims)
 
 
+def explicit():
+    """Under `jax.set_mesh`, of arrays that nobody has split yet: the operator does."""
+    q, k, v = map(jnp.asarray, arrays())
+    for axes, name, spec in (
+        (("fsdp", "tp"), "frisket", P("fsdp", None, "tp", None)),
+        (("sp", "tp"), "ring", P(None, "sp", "tp", None)),
+    ):
+        mesh = jax.make_mesh((4, 2), axes, axis_types=(AxisType.Explicit,) * 2)
+        op = AttentionRegistry.create(name, AttentionMetadata(mesh=mesh))
+
+        def loss(attend):
+            def run(q, k, v):
+                out = attend(q, k, v)
+                return (out**2).mean(), out
+
+            return jax.jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))
+
+        wanted = loss(lambda *a: fk.attention(*a, "causal"))(q, k, v)
+        with jax.set_mesh(mesh):
+            found = loss(lambda *a, op=op: op(*a, "causal").attention_outputs)(q, k, v)
+            close(found, wanted, 1e-4)
+            sharded_as(found[0][1], mesh, spec)
+            close(loss(lambda *a: fk.attention(*a, "causal"))(q, k, v), wanted, 1e-4)
+
+
 def partial_fit():
     """Six heads over four devices of an axis of two and one of three: the axis that divides is kept."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -166,6 +191,6 @@ def partial_fit():
 
 
 if __name__ == "__main__":
-    for check in (managers, modes, rings, *((gradients, partial_fit) if ALL else ())):
+    for check in (managers, modes, rings, explicit, *((gradients, partial_fit) if ALL else ())):
         check()
         print(check.__name__.replace("_", " "))

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("operations_on_a_mesh.py")
+USUAL = ["managers", "modes", "rings", "explicit"]
 
 
 @pytest.mark.parametrize(
     ("which", "checks"),
     [
-        pytest.param("usual", ["managers", "modes", "rings"], marks=pytest.mark.matrix),
-        pytest.param("all", ["managers", "modes", "rings", "gradients", "partial fit"], marks=pytest.mark.slow),
+        pytest.param("usual", USUAL, marks=pytest.mark.matrix),
+        pytest.param("all", [*USUAL, "gradients", "partial fit"], marks=pytest.mark.slow),
     ],
 )
 def test_on_a_mesh(which, checks):
