@@ -26,18 +26,27 @@ def compile(
     enable_gqa: bool = True, deterministic: bool = True, dropout: float = 0.0, sinks: Any = None,
     backend: str | None = None, tile: int | tuple[int, int] | None = None, **params: Any,
 ) -> Attention:  # fmt: skip
-    """`compile("causal & window(w)", "softcap(50)", w=256)`: attention to call, plan, print and check.
+    """Attention under a mask and a score mod, to call, plan, print and check.
+
+    >>> att = compile("causal & window(w)", "softcap(50)", w=256)
+    >>> att
+    Attention(mask = q >= k & abs(q - k) < w; score = 50 * tanh(score / 50))
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 8, 128, 16)
+    >>> att(q, k, v).shape
+    torch.Size([1, 8, 128, 16])
 
     `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
     `tile` the (queries, keys) of a tile, in tokens; `dropout` the share of weights to drop, in [0, 1), at every call:
-    make another attention for inference. `sinks` [heads], or one number, are logits beside every query's scores that
+    make another attention for inference. `enable_gqa` lets query heads share key heads, in groups. `sinks` [heads], or one number, are logits beside every query's scores that
     have no value; a call may bring others. `deterministic=False` allows gradients of tables whose sums change from run
     to run: Triton's, in one pass instead of two, where the place in a table is neither a function of the distance nor
     known to be a query's and key's own (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
 
     A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
     the call, or captured by a function: it is read anew at every call. A mask reads it as it is now, like any table:
-    no gradient flows through a mask.
+    no gradient flows through a mask. What is compiled serves every length, batch and number of heads. Raises what
+    `mask` and `score` raise, and `BackendError` for a backend that is not there.
     """
     check_name(backend)
     options = Options(
@@ -77,7 +86,13 @@ def attention(
     layout: str | None = None, return_lse: bool = False, return_max: bool = False,
     deterministic: bool = True, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
-    """`attention(q, k, v, "causal & window(w)", w=256)`: one call; equal masks are compiled once.
+    """One call: `compile(mask, score, ...)(q, k, v)`; equal masks are compiled once.
+
+    >>> import torch
+    >>> q, k, v = torch.randn(3, 1, 8, 128, 16)
+    >>> out, lse = attention(q, k, v, "causal & window(w)", w=64, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 8, 128, 16]), torch.Size([1, 8, 128]))
 
     See `Attention.__call__` for shapes, results, sinks, seeds, stored keys and values, and gradients, `compile` for the
     rest.
@@ -144,8 +159,15 @@ def reference(
     return_lse: bool = False, return_max: bool = False, dropout: float = 0.0, seed: int | None = None,
     sinks: Any = None, k_scale: Any = None, v_scale: Any = None, pages: Any = None, **params: Any,
 ) -> Any:  # fmt: skip
-    """Dense attention by the float64 interpreter: numpy in and out, in the layout of the arrays. Scales and pages are
-    as for `Attention.__call__`."""
+    """Dense attention by the float64 interpreter: numpy in and out, in the layout of the arrays, "bhsd" or "bshd".
+
+    >>> q = np.ones((1, 1, 4, 2))
+    >>> reference(q, q, np.arange(8.0).reshape(1, 1, 4, 2), "causal", layout="bhsd")[0, 0, :, 0]
+    array([0., 1., 2., 3.])
+
+    It takes arrays of any framework, works in memory of the square of the length, and is what every backend is compared
+    with. Scales and pages are as for `Attention.__call__`.
+    """
     given = arrays(q, k, v, layout, numpy=True, pages=pages)
     what = subject(mask, score, params)
     rate, g = rate_of(dropout), given.geometry(scale, True, origin, sizes)

@@ -38,7 +38,19 @@ ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
 
 
 class Mask(Bound):
-    """Which keys a query may see. Made by `frisket.mask`; combine with `& | ^ ~ -`."""
+    """Which keys a query may see: an expression of positions, and values for its parameters. Made by `frisket.mask`.
+
+    >>> m = mask("causal & window(w)", w=256) | "k < 4"
+    >>> m
+    Mask('q >= k & abs(q - k) < w | k < 4', w=256)
+    >>> m == mask(str(m), w=256), m.bind(w=64).params["w"], m.unbound
+    (True, 64, ())
+
+    Masks, texts and functions are joined with `&`, `|`, `^` and `-`, and turned round with `~`. A mask is immutable; it
+    compares by its expression and values, hashes and pickles. `where` of its questions is any of `batch`, `heads`,
+    `origin` (b, h, q, k) and `sizes` (B, H, Q_LEN, KV_LEN), as for `layout`, and `budget`, the positions to look at
+    before `Undecided` is raised. Lengths are in tokens.
+    """
 
     what = "mask"
 
@@ -67,7 +79,16 @@ class Mask(Bound):
         raise ParameterError("a mask has no truth value; write `&`, `|`, `~` for `and`, `or`, `not`")
 
     def dense(self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> NDArray[np.bool_]:
-        """The whole mask, bool [batch, heads, q_len, kv_len]: for looking at, and for checking."""
+        """The whole mask, bool [batch, heads, q_len, kv_len], by the interpreter: for looking at, and for checking.
+
+        >>> mask("causal & window(2)").dense(3, 3)[0, 0].astype(int)
+        array([[1, 0, 0],
+               [1, 1, 0],
+               [0, 1, 1]])
+
+        Raises `ParameterError` for a parameter without a value, and for a table that is read past its end where the
+        rest of the mask is true.
+        """
         from frisket.lowering.dense import coordinates, visible
 
         self.check_tables(q_len, kv_len, batch, heads)
@@ -86,38 +107,71 @@ class Mask(Bound):
         sizes: tuple[int, int, int, int] | None = None,
         exact: bool = True,
     ) -> Layout:
-        """Which tiles hold visible positions: `frisket.Layout`."""
+        """Which tiles hold visible positions: `frisket.Layout`.
+
+        >>> mask("causal & window(256)").layout(1024, 1024).counts
+        Counts(empty=43, partial=14, full=7)
+
+        `block` is (queries, keys) of a tile, in tokens, or one number for both. `origin` (b, h, q, k) is where the
+        layout begins in a problem of `sizes` (B, H, Q_LEN, KV_LEN), those of the layout unless given.
+        `exact=False` leaves tiles partial that only a look at their elements could decide. Raises `ShapeError` for
+        lengths, tiles or origins that make no sense, `ParameterError` for a parameter without a value.
+        """
         from .layout import make_layout
 
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact)
 
     def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:
         """How many (query, key) pairs are visible, over every batch entry and head, exactly: `layout(...)` counts
-        the same, and makes tiles besides. BudgetError where counting would cost too much."""
+        the same, and makes tiles besides. `BudgetError` where counting would cost too much.
+
+        >>> mask("causal & window(256)").visible_pairs(1_000_000, 1_000_000)
+        255967360
+        """
         from .answers import visible_pairs
 
         return visible_pairs(self, q_len, kv_len, **where)
 
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
-        """Whether `other` shows every position this mask shows; else `.witness` is one (b, h, q, k) it hides."""
+        """Whether `other` shows every position this mask shows; else `.witness` is one (b, h, q, k) it hides.
+
+        >>> print(mask("causal").implies("window(256)", 4096, 4096))
+        no: query 256 sees key 0 under the first mask and not under the second (b 0, h 0)
+
+        Raises `Undecided` where that would take more looking than the `budget`.
+        """
         from .answers import implies
 
         return implies(self, mask(other), q_len, kv_len, **where)
 
     def equivalent(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
-        """Whether both show the same positions; else `.witness` is one (b, h, q, k) where they differ."""
+        """Whether both show the same positions; else `.witness` is one (b, h, q, k) where they differ.
+
+        >>> bool(mask("causal & window(256)").equivalent("sliding(255, 0)", 4096, 4096))
+        True
+
+        Raises `Undecided` where that would take more looking than the `budget`.
+        """
         from .answers import equivalent
 
         return equivalent(self, mask(other), q_len, kv_len, **where)
 
     def is_empty(self, q_len: int, kv_len: int, **where: Any) -> Answer:
-        """Whether nothing is visible; else `.witness` is a visible (b, h, q, k)."""
+        """Whether nothing is visible; else `.witness` is a visible (b, h, q, k).
+
+        >>> mask("q - k > 4096").is_empty(4096, 4096).holds
+        True
+        """
         from .answers import is_empty
 
         return is_empty(self, q_len, kv_len, **where)
 
     def empty_rows(self, q_len: int, kv_len: int, **where: Any) -> Answer:
-        """Whether some query sees no key: truthy when there is one, `.witness` its (b, h, q, None)."""
+        """Whether some query sees no key: truthy when there is one, `.witness` its (b, h, q, None).
+
+        >>> mask("causal & k >= 3").empty_rows(4096, 4096).witness
+        (0, 0, 0, None)
+        """
         from .answers import empty_rows
 
         return empty_rows(self, q_len, kv_len, **where)
@@ -143,7 +197,16 @@ class Mask(Bound):
 
 
 class ScoreMod(Bound):
-    """How scores change before the softmax. Made by `frisket.score`; compose with `then`."""
+    """How scores change before the softmax: a Float made of `score`, the scaled product of query and key, and of
+    positions. Made by `frisket.score`.
+
+    >>> s = score("score + bias[h, q - k] then softcap(c)", c=50.0)
+    >>> s.unbound, dict(s.params)
+    (('bias',), {'c': 50.0})
+
+    Score mods are composed, not added. A -inf branch hides: `where(q >= k, score, -inf)` is the mask `q >= k`. Immutable;
+    it compares by its expression and values, hashes and pickles.
+    """
 
     what = "score mod"
 
@@ -153,7 +216,11 @@ class ScoreMod(Bound):
         super().__init__(ir.to_float(expr), params, origin)
 
     def then(self, other: ScoreLike) -> ScoreMod:
-        """Feed this one's result to the next as `score`: `alibi.then("softcap(50)")`."""
+        """Feed this one's result to the next as `score`.
+
+        >>> score("score + slope * (k - q)", slope=0.5).then("softcap(50)")
+        ScoreMod('50 * tanh((score + slope * (k - q)) / 50)', slope=0.5)
+        """
         second = score(other)
         if "score" not in ir.uses(second.expr):
             raise ParameterError(f"`{second._brief()}` does not use `score`, so nothing can be fed to it")
@@ -161,7 +228,11 @@ class ScoreMod(Bound):
 
     def lookups(self, q_len: int, kv_len: int, mask: MaskLike | None = None, **where: Any) -> tuple[Lookup, ...]:
         """Every table lookup, and whether it stays inside its table wherever `mask` shows a position; `where` as
-        for `Mask.implies`."""
+        for `Mask`.
+
+        >>> print(score("score + t[q - k]", t=[0.0] * 64).lookups(256, 256, mask="causal & window(64)")[0])
+        t[q - k] stays within 64 entries
+        """
         from .answers import score_lookups
 
         return score_lookups(self, mask, q_len, kv_len, **where)
@@ -177,7 +248,8 @@ class ScoreMod(Bound):
 
 @dataclass(frozen=True)
 class Program:
-    """A mask and a score mod that belong together, as a `.frisket` file holds them."""
+    """A mask and a score mod that belong together, as a `.frisket` file holds them. `compile` and `attention` take one
+    in place of a mask."""
 
     mask: Mask | None = None
     score: ScoreMod | None = None
@@ -192,7 +264,18 @@ class Program:
 
 
 def mask(what: MaskLike, /, **params: Any) -> Mask:
-    """`mask("causal & window(w)", w=256)`: from text, a Python function, an Expr, or a mask to bind more of."""
+    """A mask from text, a function, an Expr, or a mask to bind more of.
+
+    >>> mask("causal & window(w)", w=256)
+    Mask('q >= k & abs(q - k) < w', w=256)
+    >>> mask(lambda q, k: (q >= k) & (abs(q - k) < 256)) == mask("causal & window(256)")
+    True
+
+    A function is one of b, h, q and k, or of some of them by these names; a `mask_mod` of torch, a function of
+    `jax.numpy`. `params` are numbers and arrays, of numpy, torch or JAX, for the names that the text does not
+    define. Raises `MaskSyntaxError` with every problem of a text, `TraceError` with the line of a function,
+    `ParameterError` for a value that does not fit its name.
+    """
     if isinstance(what, Mask):
         return what.bind(**params)
     if isinstance(what, ScoreMod):
@@ -208,7 +291,15 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
 
 
 def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
-    """`score("softcap(c)", c=50.0)`: from text, a Python function with `score`, an Expr, or a score mod."""
+    """A score mod from text, a function with `score`, an Expr, or a score mod to bind more of.
+
+    >>> score("softcap(c)", c=50.0)
+    ScoreMod('c * tanh(score / c)', c=50.0)
+    >>> score(lambda score, q, k: score + 0.5 * (k - q))
+    ScoreMod('score + 0.5 * (k - q)')
+
+    Tables and numbers that require a gradient are learned: `params`, or what a function captures. Raises as `mask`.
+    """
     if isinstance(what, ScoreMod):
         return what.bind(**params)
     if isinstance(what, Mask):
@@ -233,7 +324,11 @@ def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -
 
 
 def load(path: str | Path, **params: Any) -> Program:
-    """The program in a `.frisket` file."""
+    """The program in a `.frisket` file: `load("gemma.frisket", w=4096)` has `.mask` and `.score`.
+
+    `params` are values of its parameters, where those have no default or another is wanted. Raises
+    `MaskSyntaxError` with every problem of the file, `ParameterError` where it cannot be read.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin with a byte order mark
