@@ -285,7 +285,8 @@ def overhead(rounds: int, only: str) -> Iterator[tuple[str, dict[str, Any]]]:
         calls = {n: repeated(c, 50) for n, c in calls.items()}
         times = {n: [x / 50 for x in t] for n, t in rounds_of(calls, rounds).items()}
         us = {n: 1e3 * x for n, x in medians(times).items()}
-        yield tier, {"figures": {"us": us}, "goals": {"at most": {"us": goals.get(tier, {})}}}
+        ratios = {f"SDPA / {tier}": median_ratio(times["SDPA"], times["forward"])}
+        yield tier, {"figures": {"us": us}, "ratios": ratios, "goals": {"at most": {"us": goals.get(tier, {})}}}
 
 
 def repeated(call: Call, n: int) -> Call:

@@ -1,0 +1,388 @@
+"""What was measured: `python docs/performance.py` writes docs/performance.md and its charts from benchmarks/results.
+
+Every row of a result is shown or counted; what is slower than a peer, and what misses the figure it was to reach, is
+collected at the top by the same rule, so that none can be left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from frisket.runtime.bench import chart, schema
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE.parent / "benchmarks" / "results"
+OURS = ("native", "library", "frisket")
+NOT_PEERS = ("read", "sum", "float32", "4k", "64k", "numpy and lark")  # the machine's own rates, and ourselves
+Part = dict[str, Any]
+
+INTRO = """\
+# Performance
+
+Everything here was measured on {machine},
+by the programs in `benchmarks/`. This page is written from their results by `python docs/performance.py`.
+
+> **Never measured: GPUs and TPUs.** No GPU and no TPU has run any of this. The Triton and Pallas kernels are tested in
+> interpreters, compiled ahead of time, and counted tile by tile; how fast they are on a device nobody knows.
+> `python benchmarks/gpu.py PART` and `frisket bench --suite gpu` measure it on yours, and say why where there is none.
+
+A ratio is *time of the first / time of the second*: `flex / native` is above 1 where our native kernel is faster. All
+contestants of a row run in one process on the same arrays, in an order that changes from round to round, after their
+results were compared; figures are medians over rounds, in brackets the 95 % interval of the median. `native` is the
+generated C++ kernel, `library` the same plan as calls of torch or JAX. The machine was shared while some of this was
+measured: ratios bear that, milliseconds less so.
+
+`frisket bench` makes such a table of any mask on your machine, `--chart bench.png` a picture of it:
+
+```console
+$ frisket bench 'causal & window(64)' --q-len 256 --rounds 3 --framework torch --peers sdpa
+causal & window(64), torch
+...
+  SDPA with a mask ...
+...
+  SDPA is_causal ... is_causal is plain causal masks of as many queries as keys
+...
+```
+
+## What is slower, and what misses its goal
+
+Every row of the results in which a peer is faster than frisket by more than the interval leaves open, and every
+figure that the design asked for and that was not reached. `library` is not what runs by itself where a C++ compiler is
+installed.
+"""
+
+
+class Topic(NamedTuple):
+    """A section: one file of results, and what is shown of its parts."""
+
+    file: str
+    title: str
+    text: str
+    command: str
+    show: Callable[[dict[str, Part]], Iterator[str]]
+
+
+# -- tables -----------------------------------------------------------------------------------------------
+
+
+def table(head: list[str], body: list[list[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "|---" + "|---:" * (len(head) - 1) + "|"
+    for line in body:
+        yield "| " + " | ".join(x.replace("|", "\\|") for x in line) + " |"
+    yield ""
+
+
+def number(x: float) -> str:
+    if isinstance(x, int) or x == int(x):
+        return f"{int(x):,}"
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
+
+
+def ratio(found: list[float]) -> str:
+    """`ratio([1.98, 1.94, 2.24])` is "1.98 (1.94 to 2.24)"."""
+    digits = 0 if found[0] >= 100 else 1 if found[0] >= 10 else 2
+    said = [f"{x:,.{digits}f}" for x in found]
+    return said[0] + (f" ({said[1]} to {said[2]})" if len(said) == 3 else "")
+
+
+def slower(pair: str, found: list[float]) -> bool:
+    """Whether a peer was faster than ours, beyond the interval."""
+    peer, ours = pair.split(" / ")
+    return ours in OURS and peer not in (*OURS, *NOT_PEERS) and found[-1] < 1
+
+
+def missed(row: dict[str, Any]) -> dict[tuple[str, str], schema.Goal]:
+    return {(g.quantity, g.name): g for g in schema.goals(row) if not g.met}
+
+
+def marked(row: dict[str, Any], pair: str) -> str:
+    """A ratio, with what there is to say against it."""
+    found = row["ratios"][pair]
+    text = ratio(found) + (" **slower**" if slower(pair, found) else "")
+    goal = missed(row).get(("ratios", pair))
+    return text + (f" **goal: {goal.side} {goal.bound:g}**" if goal else "")
+
+
+def named(names: tuple[str, ...]) -> str:
+    """A row's name; masks as code."""
+    return ", ".join(f"`{n}`" if any(c in n for c in "&|(=") or n in ("causal",) else n for n in names)
+
+
+def contests(parts: dict[str, Part], part: str) -> Iterator[str]:
+    """A line for each peer: its time, ours, the ratios."""
+    rows = list(schema.leaves(parts[part]["rows"]))
+    tiers = [t for t in OURS if any(t in row["figures"]["ms"] for _, row in rows)]
+    body = []
+    for names, row in rows:
+        ms = row["figures"]["ms"]
+        peers = dict.fromkeys(p.split(" / ")[0] for p in row["ratios"])
+        for peer in peers:
+            pairs = [f"{peer} / {t}" for t in tiers]
+            cells = [marked(row, p) if p in row["ratios"] else "" for p in pairs]
+            times = [number(ms[t]) if t in ms else "" for t in tiers]
+            body.append([named(names), peer, number(ms[peer]), *times, *cells])
+    head = ["", "peer", "peer, ms", *(f"{t}, ms" for t in tiers), *(f"peer / {t}" for t in tiers)]
+    yield from table(head, body)
+
+
+def figures(parts: dict[str, Part], part: str, quantity: str) -> Iterator[str]:
+    """A line for each row, a column for each figure of one quantity; a ratio or goal that is missed is marked."""
+    rows = [(n, r) for n, r in schema.leaves(parts[part]["rows"]) if quantity in r.get("figures", {})]
+    columns = list(dict.fromkeys(c for _, r in rows for c in r["figures"][quantity]))
+    first = any(quantity == next(iter(r["figures"])) for _, r in rows)  # ratios are of what comes first
+    pairs = list(dict.fromkeys(p for _, r in rows for p in r.get("ratios", {}) if first))
+    body = []
+    for names, row in rows:
+        short = missed(row)
+        cells = []
+        for c in columns:
+            text = number(row["figures"][quantity][c]) if c in row["figures"][quantity] else ""
+            goal = short.get((quantity, c))
+            cells.append(text + (f" **goal: {goal.side} {goal.bound:g}**" if goal else ""))
+        cells += [marked(row, p) if p in row.get("ratios", {}) else "" for p in pairs]
+        body.append([named(names), *cells])
+    yield from table([quantity, *columns, *pairs], body)
+
+
+def picture(file: str, part: str, title: str) -> Iterator[str]:
+    yield f"![{title}: the time of peers beside frisket's](performance/{file}-{part.replace(' ', '-')}.svg)\n"
+
+
+# -- topics -----------------------------------------------------------------------------------------------
+
+
+def of_cpu(parts: dict[str, Part]) -> Iterator[str]:
+    for part, title in (("forward", "Forward"), ("backward", "Forward and backward"), ("bf16", "In bfloat16")):
+        yield f"### {title}, torch\n"
+        yield from contests(parts, part)
+        if part != "bf16":
+            yield from picture("cpu-torch", part, f"{title}, torch")
+    share = parts["forward"]["rows"]["causal"]["figures"]
+    product, of = share["gflops"]["product"], share[SHARE]
+    yield f"A matrix product of torch in the same rounds runs at {product:.0f} GFLOP/s; causal runs at "
+    yield f"{of['native']:.2f} of that natively, at {of['library']:.2f} by library calls.\n"
+    yield "### One query over 32,768 keys, torch\n"
+    yield "`read` and `sum` are torch going once over as much memory: the best there is to reach.\n"
+    yield from figures(parts, "decode", "ms")
+    yield "### 65,536 tokens under `causal & window(1024)`, torch\n"
+    yield from figures(parts, "long", "ms")
+    yield from figures(parts, "long", "MB beyond results")
+    yield "### What a call costs when there is next to nothing to compute, torch\n"
+    yield from figures(parts, "overhead", "us")
+    yield "### First calls in a new process, torch\n"
+    yield from figures(parts, "first", "ms")
+
+
+SHARE = "share of the product's rate"
+
+
+def of_jax(parts: dict[str, Part]) -> Iterator[str]:
+    for part, title in (("forward", "Forward"), ("backward", "Forward and backward")):
+        yield f"### {title}, JAX\n"
+        yield from contests(parts, part)
+        yield from picture("cpu-jax", part, f"{title}, JAX")
+    yield "### First calls, and a call with next to nothing to compute, JAX\n"
+    yield from figures(parts, "forward", "s, first call")
+    yield from figures(parts, "overhead", "us")
+
+
+def each(*shown: tuple[str, str, str]) -> Callable[[dict[str, Part]], Iterator[str]]:
+    """(part, title, quantity) one after the other."""
+
+    def show(parts: dict[str, Part]) -> Iterator[str]:
+        for part, title, quantity in shown:
+            yield f"### {title}\n"
+            yield from figures(parts, part, quantity)
+
+    return show
+
+
+def of_layouts(parts: dict[str, Part]) -> Iterator[str]:
+    yield "### Beside those that look at every pair\n"
+    yield from contests(parts, "peers")
+    yield "### A million tokens\n"
+    yield from figures(parts, "targets", "ms")
+    yield "### `causal & window(1024)` over the length\n"
+    yield from figures(parts, "growth", "ms")
+    yield from figures(parts, "growth", "MB at most")
+    slopes = {n: r["figures"]["slope"]["64k to 8M tokens"] for n, r in parts["growth"]["rows"].items()}
+    said = " and ".join(f"{x:.2f} (`{n}`)" for n, x in slopes.items())
+    yield f"From 64k to 8M tokens the time grows with the length to the power {said}.\n"
+    yield "### The whole library\n"
+    body, counted = [], [(n, r) for n, r in schema.leaves(parts["library"]["rows"])]
+    for length in dict.fromkeys(n[-1] for n, _ in counted):
+        rows = [r for n, r in counted if n[-1] == length and "figures" in r]
+        ms = sorted(r["figures"]["ms"]["again"] for r in rows)
+        exact = sum(bool(r["notes"]["exact"]) for r in rows)
+        body.append([length, str(len(rows)), str(exact), number(median(ms)), number(ms[-1])])
+    yield from table(["", "masks", "exact", "median, ms", "slowest, ms"], body)
+    vague = dict.fromkeys(n[0] for n, r in counted if r.get("notes", {}).get("exact") is False)
+    if vague:
+        yield f"Not exact within their budget, and `layout.exact` says so: {', '.join(f'`{n}`' for n in vague)}.\n"
+    yield "### Front end and import\n"
+    yield from figures(parts, "front_end", "ms")
+    yield from figures(parts, "import", "ms")
+
+
+def of_answers(parts: dict[str, Part]) -> Iterator[str]:
+    for part in parts:
+        yield f"### {int(part.split()[0]):,} tokens\n"
+        yield from figures(parts, part, "ms")
+
+
+def of_exports(parts: dict[str, Part]) -> Iterator[str]:
+    yield from figures(parts, "exports", "ms")
+    for names, row in schema.leaves(parts["exports"]["rows"]):
+        for export, why in row.get("notes", {}).items():
+            yield f"`{export}` of {named(names[::-1])} is refused: {why}.\n"
+    for peer in ("create_block_mask", "process_mask"):
+        yield f"### Beside `{peer}`\n"
+        yield from contests(parts, peer)
+
+
+def of_deals(parts: dict[str, Part]) -> Iterator[str]:
+    yield "The busiest rank's visible pairs over the mean: 1 is perfect.\n"
+    yield from figures(parts, "deals", "imbalance")
+    yield "What is sent, as a share of passing all keys and values round a ring.\n"
+    yield from figures(parts, "deals", "sent, of a full ring")
+
+
+def of_any(parts: dict[str, Part]) -> Iterator[str]:
+    for part, found in parts.items():
+        yield f"### {part[0].upper() + part[1:]}\n"
+        rows = list(schema.leaves(found["rows"]))
+        for quantity in dict.fromkeys(q for _, r in rows for q in r.get("figures", {})):
+            yield from figures(parts, part, quantity)
+
+
+TOPICS = (
+    Topic("cpu-torch", "Attention on the CPU, torch", "Batch 1, 8 heads of 64, 4,096 tokens, float32, two threads.",
+          "python benchmarks/cpu.py", of_cpu),
+    Topic("cpu-jax", "Attention on the CPU, JAX", "The same sizes. The peer is `jax.nn.dot_product_attention`, and a "
+          "dense formula for the score mods it has no word for.", "python benchmarks/cpu_jax.py", of_jax),
+    Topic("decode-stored", "Decoding on stored keys", "One query for each of 8 heads over 2 key heads, one thread. "
+          "Ratios are times: below 1 is faster than one float32 array.", "python benchmarks/decode_stored.py",
+          each(("pages", "Pages of a pool, beside one array", "ms"), ("entries", "Entries of other types", "ms"))),
+    Topic("decode-overhead", "What a step of decoding costs beside its kernel", "Append one token, plan, attend.",
+          "FRISKET_BACKEND=native python benchmarks/decode_overhead.py",
+          each(("jax", "JAX, under jit", "us"), ("torch", "torch, eager", "us"))),
+    Topic("overhead", "What a call of Triton's kernels costs the host", "Kernels are launched into nothing: all that "
+          "is timed is Python. bfloat16, 2 heads of 256 tokens.", "python benchmarks/overhead.py",
+          each(("host", "Microseconds of the processor", "us"))),
+    Topic("jax-binding", "What the JAX binding costs", "Tracing and lowering for a platform needs no device.",
+          "python benchmarks/jax_binding.py",
+          each(("trace", "To trace and lower causal attention", "s"), ("dispatch", "A warm call under jit", "us"),
+               ("eager", "A warm call outside of jit", "us"))),
+    Topic("layout", "Layouts", "Which tiles of 128 are full, partial or empty; one core.",
+          "python benchmarks/layout.py", of_layouts),
+    Topic("answers", "Answers about masks", "Milliseconds, tables scanned anew each time. Nothing else we know of "
+          "answers these without looking at every pair.", "python benchmarks/answers.py", of_answers),
+    Topic("exports", "Exports", "From the mask to what other libraries take, the layout counted, one thread.",
+          "python benchmarks/exports.py", of_exports),
+    Topic("tpu-tables", "Tables and visits of TPU kernels", "Tables for both directions in tiles of 512, and tiles "
+          "that kernels visit of 4,096 tokens, counted in the interpreter.", "python benchmarks/tpu_tables.py",
+          each(("tables", "From the words of a mask to all that kernels read", "ms"),
+               ("visits", "Tiles that are computed", "tiles computed"),
+               ("visits", "Steps of the grid that splash attention takes for them", "steps of the grid"))),
+    Topic("context-parallel", "Sequences over ranks", "A million tokens dealt to 64 ranks: a model, not a measurement.",
+          "python benchmarks/context_parallel.py", of_deals),
+)  # fmt: skip
+
+
+def topics() -> list[Topic]:
+    """Those above, and files that nobody has written a section for."""
+    known = {t.file for t in TOPICS}
+    others = sorted(p.stem for p in RESULTS.glob("*.json") if p.stem not in known)
+    return [*TOPICS, *map(of_file, others)]
+
+
+def of_file(name: str) -> Topic:
+    program = f"python benchmarks/{name.replace('-', '_')}.py"
+    return Topic(name, name.replace("-", " ").capitalize(), "", program, of_any)
+
+
+def loaded(topic: Topic) -> dict[str, Part]:
+    found = json.loads((RESULTS / f"{topic.file}.json").read_text(encoding="utf-8"))
+    schema.check(found)
+    return found["parts"]  # type: ignore[no-any-return]
+
+
+def against(every: dict[str, dict[str, Part]]) -> list[list[str]]:
+    """(where, what, measured, wanted): all losses and all goals that were missed."""
+    found = []
+    for file, parts in every.items():
+        for part, x in parts.items():
+            for names, row in schema.leaves(x["rows"]):
+                where = [f"{file}, {part}", named(names)]
+                short = missed(row)
+                for pair, value in row.get("ratios", {}).items():
+                    goal = short.pop(("ratios", pair), None)
+                    if goal:
+                        found.append([*where, pair, ratio(value), f"{goal.side} {goal.bound:g}"])
+                    elif slower(pair, value):
+                        found.append([*where, pair, ratio(value), "more than 1"])
+                for goal in short.values():
+                    what = f"{goal.quantity}, {goal.name}"
+                    found.append([*where, what, number(goal.value), f"{goal.side} {goal.bound:g}"])
+                for who, ours, peer in first_calls(row):
+                    found.append([*where, f"first call, {who}", f"{ours:.2f} s", f"{peer:.2f} s, as the peer"])
+    return found
+
+
+def first_calls(row: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Those of ours that take longer than the peer's."""
+    first = row.get("figures", {}).get("s, first call", {})
+    yield from ((t, first[t], first["peer"]) for t in OURS if first.get(t, 0.0) > first.get("peer", 0.0))
+
+
+def page() -> str:
+    every = {t.file: loaded(t) for t in topics()}
+    heads = [x["machine"] for parts in every.values() for x in parts.values()]
+    cpus = sorted({f"{m['cores']} cores of an {m['cpu']}" for m in heads})
+    days = sorted(m["date"] for m in heads)
+    versions = ", ".join(f"{n} {' and '.join(sorted({m[n].split('+')[0] for m in heads}))}" for n in ("torch", "jax"))
+    machine = f"{' and '.join(cpus)} without an accelerator, {days[0]} to {days[-1]}, with {versions}"
+    lines = [INTRO.format(machine=machine)]
+    lines += table(["results", "row", "what", "measured", "wanted"], against(every))
+    for topic in topics():
+        lines += [f"## {topic.title}\n", *([topic.text + "\n"] if topic.text else [])]
+        lines += topic.show(every[topic.file])
+        lines.append(f"Repeat it: `{topic.command}`; [the results](../benchmarks/results/{topic.file}.json).\n")
+    return "\n".join(lines).replace("\n\n\n", "\n\n")
+
+
+def charts() -> Iterator[tuple[str, Callable[[Path], None]]]:
+    """(name of a file, what draws it)."""
+    for file in ("cpu-torch", "cpu-jax"):
+        parts = json.loads((RESULTS / f"{file}.json").read_text(encoding="utf-8"))["parts"]
+        for part in ("forward", "backward"):
+            rows = chart.ratios({part: parts[part]}, "native")
+            rows = {name: {p: x for p, x in of.items() if p not in OURS} for name, of in rows.items()}
+            axis = "time of a peer / time of the native kernel"
+            yield f"{file}-{part}.svg", partial(_draw, rows, axis)
+
+
+def _draw(rows: Any, axis: str, path: Path) -> None:
+    chart.draw(rows, path, axis=axis)
+
+
+def main() -> None:
+    (HERE / "performance.md").write_text(page(), encoding="utf-8")
+    folder = HERE / "performance"
+    folder.mkdir(exist_ok=True)
+    kept = set()
+    for name, draw in charts():
+        draw(folder / name)
+        kept.add(folder / name)
+    for stray in set(folder.iterdir()) - kept:
+        stray.unlink()
+
+
+if __name__ == "__main__":
+    main()
