@@ -38,10 +38,11 @@ def compile(
 
     `scale` is 1 / sqrt(head_dim) unless given; `backend` one of `frisket.backends()`, "library" or "native";
     `tile` the (queries, keys) of a tile, in tokens; `dropout` the share of weights to drop, in [0, 1), at every call:
-    make another attention for inference. `enable_gqa` lets query heads share key heads, in groups. `sinks` [heads], or one number, are logits beside every query's scores that
-    have no value; a call may bring others. `deterministic=False` allows gradients of tables whose sums change from run
-    to run: Triton's, in one pass instead of two, where the place in a table is neither a function of the distance nor
-    known to be a query's and key's own (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
+    make another attention for inference. `enable_gqa` lets query heads share key heads, in groups. `sinks` [heads], or
+    one number, are logits beside every query's scores that have no value; a call may bring others.
+    `deterministic=False` allows gradients of tables whose sums change from run to run: Triton's, in one pass instead of
+    two, where the place in a table is neither a function of the distance nor known to be a query's and key's own
+    (`bias[bucket[q, k]]`). `torch.use_deterministic_algorithms(True)` outdoes it.
 
     A torch tensor that requires a gradient is learned where only the score mod reads it, whether it is given here, to
     the call, or captured by a function: it is read anew at every call. A mask reads it as it is now, like any table:

@@ -295,13 +295,19 @@ class Layout:
     # -- pictures and exports -----------------------------------------------------------------------
 
     def plot(self, path: str | Path | None = None, **options: Any) -> Figure:
-        """A picture of the tiles, `.png` or `.svg`; without a path, the matplotlib figure."""
+        """A picture of the tiles, written to a `.png` or `.svg` if there is a path: `layout.plot("mask.png")`.
+
+        Options: `b` and `h`, a batch entry and head counted in the layout; `tokens`, positions instead of tiles;
+        `compact`, without axes; `dark`; `size` of the longer side in inches; `dpi`; `title`. Gives the matplotlib
+        figure. Raises `ParameterError` for other suffixes and for options that do not fit.
+        """
         from .draw.plot import plot
 
         return plot(self, path, **options)
 
     def to_html(self, path: str | Path | None = None) -> str:
-        """One page that works offline: zoom, pan, and ask any position why. Written to `path` if there is one."""
+        """The text of one page that works offline: zoom, pan, and ask any position why. Written to `path` if there is
+        one: `layout.to_html("mask.html")`."""
         from .draw.html import to_html
 
         return to_html(self, path)
@@ -312,19 +318,22 @@ class Layout:
         return notebook(self)
 
     def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
-        """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`."""
+        """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`. `ExportError` where the layout is
+        not exact, or the lists would take more than 8 GiB."""
         from .export.block_mask import to_block_mask
 
         return to_block_mask(self, device, separate_full_blocks)
 
     def to_flashmask(self) -> FlashMask:
-        """FlashMask's start and end rows per key column."""
+        """FlashMask's start and end rows per key column. `ExportError` where a key is hidden from three runs of queries
+        or more."""
         from .export.flashmask import to_flashmask
 
         return to_flashmask(self)
 
     def to_slices(self) -> Slices:
-        """MagiAttention's rectangles: query range, key range, kind."""
+        """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or the mask falls
+        into more slices than queries."""
         from .export.slices import to_slices
 
         return to_slices(self)
@@ -336,7 +345,8 @@ class Layout:
         return to_bsr(self, bits)
 
     def to_splash(self, fused: bool = False) -> Splash:
-        """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel."""
+        """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel. `ExportError`
+        where batch entries differ, lengths are no whole tiles, or a query sees no key."""
         from .export.splash import to_splash
 
         return to_splash(self, fused)
@@ -348,7 +358,8 @@ class Layout:
         return to_fa4(self, device, compact)
 
     def to_varlen(self) -> Varlen:
-        """`cu_seqlens` and the causal and window flags of variable-length attention."""
+        """`cu_seqlens` and the causal and window flags of variable-length attention. `ExportError` where the mask is
+        not documents on the diagonal under one flag and one window."""
         from .export.varlen import to_varlen
 
         return to_varlen(self)

@@ -204,8 +204,8 @@ class ScoreMod(Bound):
     >>> s.unbound, dict(s.params)
     (('bias',), {'c': 50.0})
 
-    Score mods are composed, not added. A -inf branch hides: `where(q >= k, score, -inf)` is the mask `q >= k`. Immutable;
-    it compares by its expression and values, hashes and pickles.
+    Score mods are composed, not added. A -inf branch hides: `where(q >= k, score, -inf)` is the mask `q >= k`.
+    Immutable; it compares by its expression and values, hashes and pickles.
     """
 
     what = "score mod"

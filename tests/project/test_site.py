@@ -29,7 +29,7 @@ def test_every_public_name_is_in_the_reference(module):
 def test_what_the_reference_has_is_public_once():
     named = re.findall(r"^::: ([\w.]+)$", API, re.M)
     assert len(set(named)) == len(named)
-    for name in named:
+    for name in named:  # frisket.runtime.export is what `Layout.to_...` give
         module, _, attribute = name.rpartition(".")
         assert getattr(importlib.import_module(module), attribute).__doc__, f"{name} has no docstring"
 
