@@ -277,7 +277,9 @@ def kernel(
         lax.fori_loop(jnp.maximum(steps - STAGES, 0), steps, last, None)  # every signal is heard
 
 
-def attention_forward(query, key, value, slice_of, order, count, records, origin, sizes, $arguments):
+def attention_forward(
+    query, key, value, slice_of, order, count, records, origin, sizes, $arguments
+):
     """(out, lse, largest score) of query, key and value [batch, length, heads, dim].
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
