@@ -13,7 +13,7 @@ from frisket.dsl.errors import CapacityError, ShapeError
 from ..attention import Attention
 from ..call import results
 from ..stored import WORDS, live_of
-from ..torch_steps import Step, step_of
+from ..torch_decode import Decode, step_of
 from . import torch_store as store
 from .checks import ASKED, check_beside, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
@@ -65,7 +65,7 @@ class Cache(nn.Module):
         self.slots = None
         self._host: list[int] | None = [0] * batch
         self._rooms: list[int] | None = [tokens] * batch
-        self._steps: dict[Any, Step] = {}  # what calls of one kind need, by that kind
+        self._steps: dict[Any, Decode] = {}  # what calls of one kind need, by that kind
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 quantized = caches.quantized
 llama_torch = pytest.importorskip("support.llama_torch")
-torch_steps = pytest.importorskip("frisket.runtime.torch_steps")
+torch_decode = pytest.importorskip("frisket.runtime.torch_decode")
 native_torch = pytest.importorskip("frisket.runtime.native_torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")
 KVCache, PagedKVCache, RingKVCache = caches.KVCache, caches.PagedKVCache, caches.RingKVCache
@@ -63,7 +63,7 @@ def dense(case, q, k, v, **more):
 @pytest.fixture
 def called(monkeypatch):
     """Every call of a cache is one of its attention, without a planner compiled for its steps."""
-    monkeypatch.setattr(torch_steps, "FEW", 0)
+    monkeypatch.setattr(torch_decode, "FEW", 0)
 
 
 class Paged:

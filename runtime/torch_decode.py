@@ -1,7 +1,7 @@
 """Steps of decoding on the CPU, in torch: from call to call nothing changes but the values of small tables.
 
-A `Step` has everything else of a call ready, the C++ planner of its spans with it: to run it is one call of that, and
-one of the kernel.
+A `Decode` has everything else of a call ready, the C++ planner of its spans with it: to run it is one call of that,
+and one of the kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEPT = 16
 READ: dict[Type, torch.dtype] = {BOOL: torch.bool, FLOAT: torch.float64}  # by planners; Ints have 64 bits
 
 
-class Step:
+class Decode:
     """A call of `att` like this one, whatever the values of `tables` are. `live` are scales and pages, by the sources
     of their tables. Not for two threads at once."""
 
@@ -79,10 +79,10 @@ class Step:
 
 
 def step_of(
-    kept: dict[Any, Step], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, live: Mapping[str, Tensor],
+    kept: dict[Any, Decode], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, live: Mapping[str, Tensor],
     tables: Mapping[str, Tensor], params: Mapping[str, Any],
-) -> Step | None:  # fmt: skip
-    """The `Step` for a call, kept in `kept`, whose calls all have the same k, v, sizes and live. None where a call is
+) -> Decode | None:  # fmt: skip
+    """The `Decode` for a call, kept in `kept`, whose calls all have the same k, v, sizes and live. None where a call is
     more than a step: on a GPU, in a graph, under autocast, with gradients, or of many queries."""
     settings, shape = Settings.read(), q.shape
     if in_graph(q) or not q.is_cpu or shape[2] > FEW or settings.check or torch.is_autocast_enabled("cpu"):
@@ -105,7 +105,7 @@ def step_of(
         return None
     if choose(att.options.backend, "torch", "cpu") not in ("aten", "cpp"):
         return None
-    step = kept[key] = Step(att, q, k, v, sizes, live, tables, params)
+    step = kept[key] = Decode(att, q, k, v, sizes, live, tables, params)
     while len(kept) > KEPT:
         del kept[next(iter(kept))]
     return step
