@@ -75,10 +75,10 @@ def filled(**parts: str) -> str:
     return re.sub(r"\{\{([\w.]+)\}\}", part, file(ROOM, "page.html"))
 
 
-def data(layout: Layout, pack: portable.Pack | None = None) -> dict[str, Any]:
-    """What the scripts of the page draw and ask; `pack` writes a table."""
-    runs = portable.runs(layout)
-    size = sum(len(array["data"]) for array in runs.values())
+def data(layout: Layout, pack: portable.Pack = portable.packed, table: portable.Pack | None = None) -> dict[str, Any]:
+    """What the scripts of the page draw and ask; `pack` writes runs, `table` writes tables, where they differ."""
+    runs = portable.runs(layout, pack)
+    size = sum(len(text) for array in runs.values() for text in array.values())
     if size > PACKED:
         raise BudgetError(
             f"the runs of this layout take {size >> 20} MiB, a page carries {PACKED >> 20}; take larger tiles, or "
@@ -89,7 +89,8 @@ def data(layout: Layout, pack: portable.Pack | None = None) -> dict[str, Any]:
         "qLen": layout.q_len, "kvLen": layout.kv_len, "batch": layout.batch, "heads": layout.heads,
         "block": layout.block, "rows": layout.rows, "columns": layout.columns,
         "origin": {"b": int(b), "h": int(h), "q": _starts(q), "k": _starts(k)},
-        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": runs, "mask": portable.mask(layout, pack),
+        "palettes": {"light": asdict(LIGHT), "dark": asdict(DARK)}, "runs": runs,
+        "mask": portable.mask(layout, table or pack),
     }  # fmt: skip
 
 

@@ -360,10 +360,16 @@ function printed(x, type) {
 
 const ARRAYS = { u1: Uint8Array, i4: Int32Array, i8: BigInt64Array, f4: Float32Array, f8: Float64Array };
 
-// Base64 of deflated bytes; Ints of 32 bits are differences to their neighbours.
-async function unpacked({ type, data }) {
-  const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+function bytesOf(base64) {
+  const text = atob(base64), bytes = new Uint8Array(text.length);
+  for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
+// Base64 of the bytes, or of deflated ones: there Ints of 32 bits are differences to their neighbours.
+async function unpacked({ type, data, plain }) {
+  if (plain !== undefined) return new ARRAYS[type](bytesOf(plain).buffer);
+  const bytes = bytesOf(data), stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const out = new ARRAYS[type](await new Response(stream).arrayBuffer());
   if (type === "i4") for (let i = 1; i < out.length; i++) out[i] += out[i - 1];
   return out;

@@ -39,7 +39,7 @@ def mask(layout: Layout, pack: Pack | None = None) -> dict[str, Any]:
     try:
         text, found = places(layout.written, {**layout.params, **tables})
         made = program(layout.written, scalars, tables, pack)
-        size = sum(len(table["array"].get("data", "")) for table in made["tables"].values())
+        size = sum(sum(map(len, table["array"].values())) for table in made["tables"].values())
         if size > TABLES:
             raise BudgetError(
                 f"its tables take {size / (1 << 20):.1f} MiB, more than the {TABLES >> 20} a page carries"
@@ -108,25 +108,35 @@ def _worded(e: Expr, index: Mapping[Expr, int]) -> list[Any]:
     return [text, [[name, index[part]] for name, part in parts]]
 
 
-def runs(layout: Layout) -> dict[str, Any]:
+def runs(layout: Layout, pack: Pack | None = None) -> dict[str, Any]:
     """The runs of every distinct slice: CSR, starts and stops in turn, and the slice of every (b, h)."""
     r = layout.runs
     ends = np.stack([r.start, r.stop], axis=1).reshape(-1)
     found: dict[str, Array] = {"rowPtr": r.row_ptr, "ends": ends, "kind": r.kind, "sliceOf": r.slice_of.reshape(-1)}
-    return {name: packed(array) for name, array in found.items()}
+    return {name: (pack or packed)(array) for name, array in found.items()}
 
 
 def packed(array: Array) -> dict[str, str]:
     """`{type, data}`: the smallest of the page's element types; Ints of 32 bits as differences, which are small
     where a table is sorted."""
+    kind, a = elements(array)
+    if kind == "i4":
+        a = np.diff(a, prepend=np.int32(0))
+    return {"type": kind, "data": base64.b64encode(zlib.compress(a.tobytes(), 6)).decode("ascii")}
+
+
+def plain(array: Array) -> dict[str, str]:
+    """`{type, plain}`: the same as it is, for a page on this machine: nothing to undo but base64."""
+    kind, a = elements(array)
+    return {"type": kind, "plain": base64.b64encode(a.tobytes()).decode("ascii")}
+
+
+def elements(array: Array) -> tuple[str, Array]:
     a = np.ascontiguousarray(array).reshape(-1)
     if a.dtype == np.bool_ or a.dtype == np.uint8:
-        kind, a = "u1", a.astype(np.uint8)
+        kind = "u1"
     elif a.dtype.kind == "f":
         kind = "f8" if a.dtype.itemsize > 4 else "f4"
-        a = a.astype("<" + kind)
-    elif np.abs(a.astype(np.float64)).max(initial=0.0) < 2**31:
-        kind, a = "i4", np.diff(a.astype("<i4"), prepend=np.int32(0))
     else:
-        kind, a = "i8", a.astype("<i8")
-    return {"type": kind, "data": base64.b64encode(zlib.compress(a.tobytes(), 6)).decode("ascii")}
+        kind = "i4" if np.abs(a.astype(np.float64)).max(initial=0.0) < 2**31 else "i8"
+    return kind, a.astype("<" + kind)

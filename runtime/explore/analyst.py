@@ -8,6 +8,7 @@ Nothing in Python stops a computation that is under way; ending its process does
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -164,6 +165,8 @@ def work() -> None:
     for table in tables.values():
         table.flags.writeable = False  # so that no mask makes a copy
     answer({"text": "causal", "q_len": 256, "kv_len": 256}, {})  # imports and fills what is kept from then on
+    gc.collect()
+    gc.freeze()  # what is there by now stays: it need not be looked through again
     say("ready")
     while True:
         try:

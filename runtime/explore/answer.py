@@ -124,7 +124,7 @@ def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
     said = html.said(layout)
     spent = time.perf_counter() - start
     return {
-        "data": html.data(layout, partial(packed, have=request.have)), **said,
+        "data": html.data(layout, portable.plain, partial(keyed, have=request.have)), **said,
         "title": html.short(" ".join(request.text.split()), 80), "cost": cost(layout, spent),
         "score": None if what.score is None else becomes(what.score, what.mask, request),
         "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
@@ -170,10 +170,10 @@ def _read(e: Any, parts: list[Any]) -> dict[str, Any]:
     return {n: x for part in parts for n, x in part.params.items() if n in names}
 
 
-def packed(array: Array, have: frozenset[str]) -> dict[str, str]:
+def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:
     """A table for the page under its digest; without contents where the page has them."""
     key = digest(array)
-    return {"key": key} if key in have else {"key": key, **portable.packed(array)}
+    return {"key": key} if key in have else {"key": key, **portable.plain(array)}
 
 
 def digest(array: Array) -> str:

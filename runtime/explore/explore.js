@@ -14,7 +14,9 @@ let state = null, found = null, turn = 0, latest = 0, since = null, under = null
 function ask(when = performance.now()) {
   since ??= when;
   clearTimeout(waiting);
-  waiting = setTimeout(send, under ? Math.max(0, under.sent + PATIENCE - performance.now()) : 0);
+  waiting = 0;
+  if (under) waiting = setTimeout(send, Math.max(0, under.sent + PATIENCE - performance.now()));
+  else send();
 }
 
 async function send() {
@@ -49,7 +51,7 @@ async function answered(mine) {
 // With the tables that are here already.
 function whole(next) {
   for (const table of Object.values(next.mask.program?.tables ?? {})) {
-    if (table.array.data) arrays.set(table.array.key, table.array);
+    if (table.array.type) arrays.set(table.array.key, table.array);
     table.array = arrays.get(table.array.key);
   }
   return next;

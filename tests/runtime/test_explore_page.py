@@ -260,7 +260,8 @@ def test_dark_narrow_and_score_mods(served):
 
 @pytest.mark.matrix
 def test_every_control_has_a_name(page):
-    write(page, "mask = causal & window(w) & document(off)\\nscore = softcap(c)")
+    page.evaluate("write('mask = causal & window(w) & document(off)\\nscore = softcap(c)')")
+    quiet(page)
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, input, textarea, canvas[role], dialog, [role=listbox]')].filter((e) => "
         "!(e.getAttribute('aria-label') || e.labels?.length || e.textContent.trim())).map((e) => e.outerHTML)"
