@@ -12,7 +12,7 @@ from frisket.dsl.errors import ParameterError
 from .cli_answer import Answer, rows
 from .cli_input import laid_out, subject, the_mask
 from .cli_options import add_sizes, add_subject, examples, natural
-from .cli_show import size, tiles
+from .cli_show import size, tiles, written
 
 PAGES = (".html", ".htm")
 
@@ -25,6 +25,7 @@ def add_plot(p: argparse.ArgumentParser) -> None:
     drawn.add_argument("--b", type=natural, metavar="N", help="one batch entry; default: all that differ")
     drawn.add_argument("--h", type=natural, metavar="N", help="one head; default: all that differ")
     drawn.add_argument("--dark", action="store_true", help="light on dark")
+    drawn.add_argument("--title", metavar="TEXT", help="default: the mask as you write it")
     examples(
         p,
         "frisket plot 'causal & (window(256) | sinks(4))' -o mask.png",
@@ -35,16 +36,17 @@ def add_plot(p: argparse.ArgumentParser) -> None:
 
 def plot(args: argparse.Namespace, console: Console) -> Answer:
     """Write the picture and say what is in it; with no --b and --h, every different batch entry and head."""
-    layout = laid_out(args, the_mask(subject(args), "to draw"))
+    mask = the_mask(subject(args), "to draw")
+    layout = laid_out(args, mask)
     path: Path = args.output
     if path.suffix.lower() not in PAGES:
-        layout.plot(path, b=args.b, h=args.h, dark=args.dark)
-    elif (args.b, args.h) != (None, None) or args.dark:
+        layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or written(mask))
+    elif (args.b, args.h, args.title) != (None, None, None) or args.dark:
         raise ParameterError(
-            "--b, --h and --dark are for .png and .svg: a page shows every slice, and follows the browser"
+            "--b, --h, --dark and --title are for .png and .svg: a page shows every slice, and follows the browser"
         )
     else:
         layout.to_html(path)
-    written = path.stat().st_size
-    data = {"file": str(path), "bytes": written, "counts": vars(layout.counts), "exact": layout.exact}
-    return Answer(data, rows([("written", f"{path}, {size(written)}"), ("tiles", tiles(layout))]))
+    bytes_ = path.stat().st_size
+    data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
+    return Answer(data, rows([("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout))]))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError
+from frisket.dsl.ir import uses
 
 from ..extras import extras
 from .palette import DARK, LIGHT, Palette
@@ -55,13 +56,15 @@ def plot(
 
     `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up
     to six. `tokens` draws positions instead of tiles: the default where there are few. `size` is the longer side
-    of one picture in inches. Equal layouts give equal bytes. Raises `ParameterError` for other suffixes, places
+    of one picture in inches; without it, where heads or batch entries differ, they are drawn smaller. Equal layouts give equal bytes. Raises `ParameterError` for other suffixes, places
     that cannot be written and options that do not fit, `MissingPackageError` without matplotlib.
     """
     where = None if path is None else Path(path)
     if where is not None and where.suffix.lower() not in SUFFIXES:
         raise ParameterError(f"cannot draw {where.name!r}: name it .png or .svg; for .html there is `to_html`")
-    style = Style(DARK if dark else LIGHT, compact, int((size or (1.6 if compact else 5.0)) * dpi), dpi, title)
+    several = (b is None and layout.batch > 1) or (h is None and layout.heads > 1)
+    usual = 1.6 if compact else 3.4 if several and uses(layout.written) & {"b", "h"} else 5.0
+    style = Style(DARK if dark else LIGHT, compact, int((size or usual) * dpi), dpi, title)
     if style.pixels < 16:
         raise ParameterError(f"size={size}, dpi={dpi} leaves {style.pixels} pixels: a picture needs 16")
     fine = _fine(layout, style, tokens)

@@ -218,6 +218,8 @@ def tokens(n: int, largest: int = 0) -> str:
     """A position on an axis whose last is `largest`, short enough for its column: 512, 65536, 128k, 3M."""
     if max(abs(n), largest) < 100_000 or n == 0:
         return str(n)
+    if n > 1 << 20 and n % (1 << 18) == 0:
+        return f"{n / (1 << 20):g}M"
     for unit, size in (("M", 1 << 20), ("k", 1 << 10), ("M", 10**6), ("k", 10**3)):
         if n % size == 0:
             return f"{n // size}{unit}"

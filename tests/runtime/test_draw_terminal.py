@@ -93,7 +93,15 @@ def test_it_fits_eighty_columns(shape):
 
 @pytest.mark.parametrize(
     ("n", "text"),
-    [(512, "512"), (65536, "65536"), (131072, "128k"), (1 << 20, "1M"), (3_000_000, "3M"), (1_234_567, "1.2M")],
+    [
+        (512, "512"),
+        (65536, "65536"),
+        (131072, "128k"),
+        (1 << 20, "1M"),
+        (3 << 19, "1.5M"),
+        (3_000_000, "3M"),
+        (1_234_567, "1.2M"),
+    ],
 )
 def test_positions_stay_short(n, text):
     assert terminal.tokens(n) == text
