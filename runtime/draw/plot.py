@@ -54,10 +54,11 @@ def plot(
 ) -> Figure:
     """The matplotlib figure of a layout, written to `path` (`.png` or `.svg`) if there is one.
 
-    `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up
-    to six. `tokens` draws positions instead of tiles: the default where there are few. `size` is the longer side
-    of one picture in inches; without it, where heads or batch entries differ, they are drawn smaller. Equal layouts give equal bytes. Raises `ParameterError` for other suffixes, places
-    that cannot be written and options that do not fit, `MissingPackageError` without matplotlib.
+    `b` and `h` choose a batch entry and head, counted in the layout; else every different picture is drawn, up to
+    six. `tokens` draws positions instead of tiles: the default where there are few. `size` is the longer side of one
+    picture in inches; without it several are drawn smaller than one. Equal layouts give equal bytes. Raises
+    `ParameterError` for other suffixes, places that cannot be written and options that do not fit,
+    `MissingPackageError` without matplotlib.
     """
     where = None if path is None else Path(path)
     if where is not None and where.suffix.lower() not in SUFFIXES:
