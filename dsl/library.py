@@ -47,7 +47,8 @@ class Definition:
 @dataclass(frozen=True)
 class Entry:
     """A definition of the library: how it is called, what it does in a sentence, as a formula of mathematics
-    and in the language (`text`), where it comes from, and the part of the library it stands in."""
+    and in the language (`text`), where it comes from, the part of the library it stands in, and a call of it with
+    numbers that suit some thousand tokens, where numbers are all it takes."""
 
     name: str
     params: tuple[str, ...]
@@ -57,6 +58,7 @@ class Entry:
     source: str
     text: str
     section: str
+    example: str = ""
 
 
 def define(node: Node, text: str) -> Definition:
@@ -71,17 +73,18 @@ def _read() -> tuple[Entry, ...]:
 
 def read_entries(text: str) -> tuple[Entry, ...]:
     """The definitions of a text laid out as the library is: `## Section`, then one paragraph each, three lines
-    of comment (sentence, formula, source) above a `def`."""
+    of comment (sentence, formula, source) above a `def`, and perhaps a fourth, `example: ` and a call."""
     found, section = [], ""
     for paragraph in text.split("\n\n"):
         *above, body = re.split(r"^(?=def )", paragraph.strip("\n"), maxsplit=1, flags=re.M)
         if paragraph.startswith("## "):
             section = paragraph.strip("# \n")
         if above and (head := HEAD.match(body)):
-            sentence, formula, source = (line.removeprefix("# ") for line in above[0].splitlines())
+            sentence, formula, source, *more = (line.removeprefix("# ") for line in above[0].splitlines())
             params = tuple(p.strip() for p in (head[2] or "").split(",")) if head[2] else ()
             signature = f"{head[1]}({', '.join(params)})" if params else head[1]
-            found.append(Entry(head[1], params, signature, sentence, formula, source, body, section))
+            example = more[0].removeprefix("example: ") if more else "" if params else head[1]
+            found.append(Entry(head[1], params, signature, sentence, formula, source, body, section, example))
     return tuple(found)
 
 

@@ -16,7 +16,10 @@ from frisket.dsl.library import library as entries
 from frisket.dsl.program import nearest
 
 from .cli_answer import Answer, Piece, Row, rows
+from .cli_input import LENGTH
 from .cli_options import examples
+from .cli_show import picture
+from .mask import program
 
 
 def add_library(p: argparse.ArgumentParser) -> None:
@@ -60,5 +63,11 @@ def short(e: Entry) -> str:
 
 
 def in_full(e: Entry, console: Console) -> list[Piece]:
+    """All that is known of an entry, and what a mask with numbers that suit it looks like."""
     facts = [("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source)]
-    return rows([*facts, ("text", e.text)])
+    text = rows([*facts, ("text", e.text), ("example", e.example)])
+    mask = program(e.example).mask if e.example else None
+    if mask is not None:
+        layout = mask.layout(LENGTH, LENGTH)
+        text += ["", picture(layout, argparse.Namespace(b=0, h=0), console)]
+    return text

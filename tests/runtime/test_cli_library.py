@@ -1,11 +1,13 @@
 """`frisket library`: what there is, and one entry in full."""
 
 import json
+import re
 
 import pytest
 
 from frisket.dsl.library import library
 from frisket.runtime.cli import main
+from frisket.runtime.mask import program
 
 
 @pytest.fixture
@@ -31,19 +33,46 @@ def test_every_entry_has_a_line(run):
 def test_one_name_in_full(run):
     status, out, _ = run("causal")
     assert status == 0
-    assert out == (
+    first, second = out.split("\n\nentry ")
+    assert first.startswith(
         "entry     causal\n"
         "          A query sees itself and what came before.\n"
         "formula   q >= k\n"
         "source    A. Vaswani et al., Attention Is All You Need, 2017\n"
         "text      def causal = q >= k\n"
+        "example   causal\n"
         "\n"
-        "entry     causal(offset)\n"
-        "          Causal, with the queries `offset` tokens further on than their index says.\n"
-        "formula   q + offset >= k\n"
-        "source    decoding with a key cache; Splash attention's CausalMask(offset)\n"
-        "text      def causal(offset) = q + offset >= k\n"
+        "queries ╲ keys\n"
+        "        0       512     1024    1536\n"
+        "      0 ▒▒· · · · · · · · · · · · · · ·\n"
+        "    128 ██▒▒· · · · · · · · · · · · · ·\n"
     )
+    assert second.startswith("    causal(offset)\n          Causal, with the queries `offset` tokens further on")
+    assert "\nexample   causal(512)\n\nqueries ╲ keys\n" in second
+    status, out, _ = run("softcap(c)")
+    assert status == 0
+    assert out.endswith("text      def softcap(c) = c * tanh(score / c)\n")
+
+
+@pytest.mark.parametrize("entry", [e for e in library().values() if e.example], ids=lambda e: e.signature)
+def test_examples_show_something(entry):
+    made = program(entry.example)
+    assert re.match(rf"{entry.name}\b", entry.example)
+    assert len(entry.params) == entry.example.count(",") + ("(" in entry.example) - (entry.name == "batchify")
+    if made.mask is not None:
+        counts = made.mask.layout(2048, 2048).counts
+        assert counts.full + counts.partial > 0
+        assert counts.full < 16 * 16 or entry.name == "full"
+
+
+def test_words_are_searched_for(run):
+    status, out, _ = run("sliding", "WINDOW")
+    assert status == 0
+    assert "  sliding_window(w)     Itself and the `w` keys before.\n" in out
+    assert "causal" not in out
+    assert json.loads(run("hassani", "video", "--json")[1]).keys() == {
+        e.signature for e in library().values() if "Hassani" in e.source
+    }
 
 
 def test_json(run):
