@@ -1292,6 +1292,8 @@ static bool in_place(const Call *call) {
 #endif
 }
 
+// -- work items ---------------------------------------------------------------------------------------------------
+
 // Run `work` of a task with as many workers as there are threads and items for.
 template <class Task> static void spread(const Call *call, Work work, Task &task, int64_t items) {
     task.workers = call->threads < items ? call->threads : items;

@@ -1,0 +1,211 @@
+// -- work items ---------------------------------------------------------------------------------------------------
+
+// Run `work` of a task with as many workers as there are threads and items for.
+template <class Task> static void spread(const Call *call, Work work, Task &task, int64_t items) {
+    task.workers = call->threads < items ? call->threads : items;
+    if (call->parallel && task.workers > 1) {
+        call->parallel(call->pool, work, &task, task.workers);
+    } else {
+        task.workers = 1;
+        work(&task, 0);
+    }
+}
+
+struct Task {
+    const Call *call;
+    const int32_t *order;  // [slices, rows] rows of tiles, longest first
+    int64_t *next;         // [batch, kv_heads] items begun
+    int64_t workers, slots, failed;
+};
+
+// An item: `count` query rows from `start` on of each of the heads from `head` on, `heads` of one key head.
+struct Item {
+    const Call *call;
+    int64_t batch, head, heads, start, count;
+    int64_t kv_head() const { return head / (call->heads / call->kv_heads); }
+    int rows() const { return (int)(heads * count); }
+};
+
+template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64_t head, int64_t row) {
+    return (T *)x.data + batch * x.batch + head * x.head + row * x.row;
+}
+
+// Queries, coordinates and sums of an item's rows.
+static void begin(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
+    const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
+    const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : GROUP);
+    w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
+    for (int n = 0; n < item.heads; n++) {
+        w.fixed[n] = fixed_of(call, item.batch, item.head + n);
+        const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
+        const int row = n * (int)item.count;
+        pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
+                                   n == item.heads - 1 ? all - row : item.count, unit);
+        for (int i = row; i < all; i++) {
+            w.rows[i] = row_of(w.fixed[n], first + (i - row));
+            w.place[i] = n < w.places ? n : 0;
+        }
+    }
+    for (int i = 0; i < all; i++) w.total[i] = Vec{}, w.top[i] = LOWEST;
+    for (int i = 0; i < all * V_WIDE; i++) w.acc[i] = 0;
+}
+
+static Tile tile_of(const Worker &w, const Item &item, int64_t number) {
+    const Call *call = item.call;
+    const int64_t head = item.kv_head(), start = number * BLOCK_K;
+    Tile tile = {{{}, call->k.row}, {{}, call->v.row}, call->kv_len - start, nullptr, nullptr, V_WIDE};
+    for (int i = 0; i < (BLOCK_K + AHEAD) / CHUNK; i++) {
+        int64_t batch = item.batch, row = start + i * CHUNK;
+        if (PAGE) {
+            batch = page_of(w.fixed[0], item.batch, row / PAGE), row %= PAGE;
+            batch = batch < 0 ? 0 : batch < call->pages ? batch : call->pages - 1;
+        }
+        tile.k.at[i] = at_row<Stored>(call->k, batch, head, row);
+        tile.v.at[i] = at_row<Stored>(call->v, batch, head, row);
+    }
+    return tile;
+}
+
+// Packs keys, and values where they need it, unless that was done before.
+static void pack(Worker &w, const Item &item, Tile &tile, int64_t number) {
+    const Call *call = item.call;
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
+    const int64_t name = (item.batch * call->kv_heads + item.kv_head()) * tiles + number;
+    const int64_t slot = w.slots == 1 ? 0 : number % w.slots;
+    Operand *keys = w.tiles + slot * TILE, *values = keys + (int64_t)STEPS * BLOCK_K;
+    const bool here = in_place(call);
+    if (w.tag[slot] != name) {
+        w.tag[slot] = name;
+        pack_turned<HEAD_DIM, PANEL>(keys, tile.k, tile.present, BLOCK_K);
+        if (!here) pack_rows<V_DIM>(values, tile.v, tile.present, BLOCK_K);
+    }
+    tile.keys = keys;
+    tile.values = here ? (const Operand *)tile.v.at[0] : values;
+}
+
+// One tile of keys for the rows of an item.
+template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t number) {
+    const Call *call = item.call;
+    const int64_t start = number * BLOCK_K, first = call->k_origin[item.batch * call->k_origin_step] + start;
+    Tile tile = tile_of(w, item, number);
+    if (PARTIAL || POSITIONS)
+        for (int n = 0; n < w.places; n++)
+            for (int j = 0; j < VECTORS; j++)
+                w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
+    if (PARTIAL)
+        for (int i = 0; i < BLOCK_K; i++) w.some[i] = 0;
+    const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
+    if (item.rows() <= FEW) {
+        weigh<PARTIAL, true>(w, tile, item.rows(), unit);
+        add_few_values<PARTIAL>(w, tile, item.rows());
+        return;
+    }
+    pack(w, item, tile, number);
+    weigh<PARTIAL, false>(w, tile, item.rows(), unit);
+    if (PARTIAL) hide(w, tile, item.rows());
+    add_values(w, tile, item.rows());
+}
+static void visit(Worker &w, const Item &item, int64_t number, bool partial) {
+    partial ? visit<true>(w, item, number) : visit<false>(w, item, number);
+}
+
+// Outputs of an item, from its sums.
+static void finish(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    for (int row = 0; row < item.rows(); row++) {
+        const int64_t head = item.head + row / item.count, query = item.start + row % item.count;
+        const int64_t line = (item.batch * call->heads + head) * call->q_len + query;
+        Entry *out = at_row(call->out, item.batch, head, query);
+        const Real top = w.top[row];
+        Real total = sum(w.total[row]), shrink = 1;
+        Real peak = total == 0 ? -INF : top * NATURAL;  // natural logarithms from here on
+        if (call->top) call->top[line] = total != total && top != INF ? NOT_A_NUMBER : peak;
+        if (call->sinks) {
+            const Real sink = call->sinks[head], most = sink > peak ? sink : peak;
+            if (most > -INF) {
+                shrink = total == 0 ? 0 : exp(peak - most);
+                total = total * shrink + exp(sink - most);
+                peak = most;
+            }
+        }
+        call->lse[line] = total == 0 ? -INF : peak + log(total);
+        const Real factor = (total == 0 ? 0 : shrink / total) * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
+        const Real *acc = w.acc + row * V_WIDE;
+        for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
+    }
+}
+
+static void attend(Worker &w, const Item &item) {
+    const Call *call = item.call;
+    begin(w, item);
+    const int64_t slice = call->slice_of[item.batch * call->heads + item.head];
+    const int64_t line = slice * call->rows + item.start / BLOCK_Q;
+    const int32_t *record = call->spans + line * call->records * 4;
+    for (int32_t n = 0; n < call->count[line]; n++, record += 4)
+        for (int32_t tile = record[0]; tile < record[3]; tile++)
+            visit(w, item, tile, tile < record[1] || tile >= record[2]);
+    finish(w, item);
+}
+
+// Items are pulled. A worker begins at a key head of its own, whose packed tiles it keeps, and then helps the others.
+static void work(void *pointer, int64_t number) {
+    Task &task = *(Task *)pointer;
+    const Call *call = task.call;
+    const int64_t all = call->batch * call->kv_heads, group = call->heads / call->kv_heads;
+    Worker *w = take(task.slots);
+    if (!w) {
+        __atomic_store_n(&task.failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    for (int64_t n = 0; n < all; n++) {
+        const int64_t at = (number * all / task.workers + n) % all, batch = at / call->kv_heads;
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(&task.next[at], 1, __ATOMIC_RELAXED);
+            if (item >= call->rows * group) break;
+            const int64_t head = at % call->kv_heads * group + item % group;
+            const int32_t *order = task.order + call->slice_of[batch * call->heads + head] * call->rows;
+            const int64_t start = (int64_t)order[item / group] * BLOCK_Q, left = call->q_len - start;
+            attend(*w, {call, batch, head, 1, start, left < BLOCK_Q ? left : BLOCK_Q});
+        }
+    }
+    give(w);
+}
+
+// Rows of each slice by the number of tiles they visit, most first; equal ones from the last to the first.
+static void sort_rows(const Call *call, int64_t slices, int32_t *order, int32_t *places_of) {
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K;
+    for (int64_t s = 0; s < slices; s++, order += call->rows) {
+        for (int64_t i = 0; i <= tiles + 1; i++) places_of[i] = 0;
+        for (int pass = 0; pass < 2; pass++) {
+            for (int64_t row = call->rows - 1; row >= 0; row--) {
+                int64_t visits = 0;
+                for (int32_t n = 0; n < call->count[s * call->rows + row]; n++) {
+                    const int32_t *record = call->spans + ((s * call->rows + row) * call->records + n) * 4;
+                    visits += record[3] - record[0];
+                }
+                const int64_t place = tiles - visits;
+                if (pass == 0) places_of[place + 1]++;
+                else order[places_of[place]++] = (int32_t)row;
+            }
+            if (pass == 0)
+                for (int64_t i = 1; i <= tiles + 1; i++) places_of[i] += places_of[i - 1];
+        }
+    }
+}
+
+// 0: done; 1: no memory.
+static int64_t all_rows(const Call *call, int64_t slices) {
+    const int64_t all = call->batch * call->kv_heads, items = call->rows * call->batch * call->heads;
+    const int64_t tiles = (call->kv_len + BLOCK_K - 1) / BLOCK_K, most = KEPT_BYTES / (TILE * (int64_t)sizeof(Operand));
+    int64_t *memory = (int64_t *)malloc(8 * (all + 1) + 4 * (slices * call->rows + tiles + 2));
+    if (!memory) return 1;
+    int32_t *order = (int32_t *)(memory + all);
+    for (int64_t i = 0; i < all; i++) memory[i] = 0;
+    sort_rows(call, slices, order, order + slices * call->rows);
+    Task task = {call, order, memory, 0, tiles < most ? tiles : most > 0 ? most : 1, 0};
+    spread(call, work, task, items);
+    free(memory);
+    return task.failed;
+}
