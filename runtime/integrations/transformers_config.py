@@ -45,7 +45,7 @@ def program(
         steps.append(f"(score + {given.bias})")
     places: dict[str, Any] = {}
     if bias is not None:
-        index = ", ".join(["0" if n == 1 else x for n, x in zip(POSITIONS, bias.shape[:2])])
+        index = ", ".join(["0" if n == 1 else x for x, n in zip(POSITIONS, bias.shape[:2])])
         steps.append(f"(score + position_bias[{index}, q - q_start, k - k_start])")
         places = {"position_bias": bias, "q_start": given.origin[2], "k_start": given.origin[3]}
     structure, theirs = given.structure, _said(config, module, "frisket_mask")

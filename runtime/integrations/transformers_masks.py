@@ -284,13 +284,13 @@ def padded(real: Tensor | None, stop: int) -> tuple[tuple[str, str], dict[str, A
         return ("", ""), {}
     have = real.shape[-1]
     if torch.compiler.is_compiling() or not real.is_cpu:
-        return ("padding[b, k]", ""), {"padding": _filled(real, stop)}
+        return ("real[b, k]", ""), {"real": _filled(real, stop)}
     if have >= stop and bool(real.all()):
         return ("", ""), {}
     count, first = real.sum(-1), real.int().argmax(-1)
     last = torch.where(count > 0, have - real.int().flip(-1).argmax(-1), first)
     if not torch.equal(last - first, count):
-        return ("padding[b, k]", ""), {"padding": _filled(real, stop)}
+        return ("real[b, k]", ""), {"real": _filled(real, stop)}
     starts, stops = first.tolist(), last.tolist()
     left = {"start": starts} if any(starts) else {}
     right = {"stop": stops} if min(stops) < stop else {}
