@@ -5,10 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from support import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -59,12 +63,48 @@ def test_what_comes_from_elsewhere_is_found(tmp_path):
         assert len(list(hooks.fetched(tmp_path))) == 1, bad
 
 
-@needs_mkdocs
-@pytest.mark.matrix
-def test_the_site_is_built_without_a_network(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built by its one command, where nothing of a network answers."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **nowhere}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "frisket.compile" in (tmp_path / "site" / "api" / "attention" / "index.html").read_text(encoding="utf-8")
-    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000
+    return folder
+
+
+@needs_mkdocs
+@pytest.mark.matrix
+def test_the_site_is_built_without_a_network(site):
+    assert "frisket.compile" in (site / "api" / "attention" / "index.html").read_text(encoding="utf-8")
+    code = (site / "index.html").read_text(encoding="utf-8")
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in code  # a session, not a text
+    assert not list(site.rglob("*.py"))
+
+
+@needs_mkdocs
+@pytest.mark.matrix
+@pytest.mark.skipif(browser.executable() is None, reason="no chromium to open it with")
+def test_pages_ask_for_nothing_elsewhere_and_are_found(site):
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        origin = f"http://127.0.0.1:{server.server_port}"
+        with browser.Page(origin=origin) as page:
+            for path in ("gallery/", "api/attention/", ""):
+                page.ask("Page.navigate", url=f"{origin}/{path}")
+                page.until(f"location.pathname == '/{path}' && document.readyState == 'complete'")
+            page.evaluate("document.querySelector('[data-md-component=search-query]').focus()")
+            page.evaluate("document.execCommand('insertText', false, 'softcap')")
+            page.until("document.querySelectorAll('.md-search-result__item').length > 2")
+            # what the button copies is what one types
+            page.evaluate("document.querySelector('article pre code').setAttribute('data-md-copying', '')")
+            typed = page.evaluate("document.querySelector('article pre code').innerText")
+            assert typed.startswith("import frisket as fk, torch\nm = fk.mask(")
+            assert "queries" not in typed
+            assert page.complaints == []
+        server.shutdown()
