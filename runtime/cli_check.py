@@ -65,7 +65,8 @@ def named(text: str) -> Case:
         example = "torch/cpp/float32/77x131/4over2/rows-as-is/gradients"
         raise argparse.ArgumentTypeError(f"{text!r} is no case; a mismatch prints one, for example {example}")
     framework, backend, dtype, *sizes, hidden, way = found.groups()
-    return Case(framework, backend, dtype, *map(int, sizes), hidden == "hidden", way == "gradients")
+    q_len, kv_len, heads, kv_heads = map(int, sizes)
+    return Case(framework, backend, dtype, q_len, kv_len, heads, kv_heads, hidden == "hidden", way == "gradients")
 
 
 @dataclass(frozen=True)

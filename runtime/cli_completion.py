@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 
 from rich.console import Console
 
-from frisket.dsl.errors import BackendError
 from frisket.dsl.library import library
 
 from .cli_answer import Answer
@@ -30,8 +28,6 @@ def add_completion(p: argparse.ArgumentParser) -> None:
 
 
 def completion(args: argparse.Namespace, console: Console) -> Answer:
-    if not find_spec("shtab"):
-        raise BackendError("shtab writes the script and is not installed: pip install shtab")
     import shtab
 
     from .cli import COMMANDS, parser

@@ -33,7 +33,6 @@ PACKAGES = {  # what each is for, and the extra that brings it
     "flax": ("frisket.integrations.flax", "flax"),
     "transformers": ("frisket.integrations.transformers", "transformers"),
     "qwix": ("dot products of few bits", "quantized"),
-    "shtab": ("frisket completion", ""),
 }
 NAMES = 20  # columns that they take
 KERNELS = {

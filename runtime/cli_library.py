@@ -64,8 +64,10 @@ def short(e: Entry) -> str:
 
 def in_full(e: Entry, console: Console) -> list[Piece]:
     """All that is known of an entry, and what a mask with numbers that suit it looks like."""
-    facts = [("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source)]
-    text = rows([*facts, ("text", e.text), ("example", e.example)])
+    text = rows([
+        ("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source),
+        ("text", e.text), ("example", e.example),
+    ])  # fmt: skip
     mask = program(e.example).mask if e.example else None
     if mask is not None:
         layout = mask.layout(LENGTH, LENGTH)

@@ -78,7 +78,7 @@ def add_sizes(p: argparse.ArgumentParser, length: str = "2048") -> None:
     group.add_argument("--heads", type=positive, default=1, metavar="N", help="of queries; default: %(default)s")
 
 
-def add_slice(p: argparse.ArgumentParser) -> None:
+def add_slice(p: argparse._ActionsContainer) -> None:
     p.add_argument("--b", type=natural, default=0, metavar="N", help="which batch entry, from 0; default: %(default)s")
     p.add_argument("--h", type=natural, default=0, metavar="N", help="which head, from 0; default: %(default)s")
 
