@@ -69,7 +69,7 @@ class Analyst:
                     self._anew()
                     return failed("BudgetError", f"this takes longer than {self.limit:g} s") if late else ABANDONED
             self.answered += 1
-            return found
+            return dict(found)
         except EOFError:
             self._anew()
             return failed("MemoryError", "the analysis ended by itself, perhaps for want of memory")

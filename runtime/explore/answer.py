@@ -227,7 +227,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Request) -> dict[str, Any
     `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, one for each of up
     to 4 heads."""
     named = uses(mod.expr)
-    env = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
+    env: dict[str, Any] = {**request.problem.sizes, **mod.scalars, "b": 0, "h": 0}
     out: dict[str, Any] = {"text": show(mod.expr, mod.params)}
     with np.errstate(all="ignore"):
         if named & {"q", "k"}:

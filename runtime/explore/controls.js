@@ -136,7 +136,7 @@ function score(mod) {
 function heat(pen, { change }, width, height) {
   const high = height / change.length, wide = width / change[0].length, [more, less] = darkness.matches ? ["#f0a35e", "#a78bdc"] : ["#d9730d", "#5e3c99"];
   change.forEach((row, i) => row.forEach((x, j) => {
-    pen.globalAlpha = x === null ? 1 : Math.abs(x);
+    pen.globalAlpha = x === null ? 0.35 : Math.abs(x);
     pen.fillStyle = x === null ? colours.css.dim : x > 0 ? more : less;
     const [left, top] = [Math.floor(j * wide), Math.floor(i * high)];
     pen.fillRect(left, top, Math.floor((j + 1) * wide) - left, Math.floor((i + 1) * high) - top);

@@ -13,6 +13,7 @@ LONG = {"caches.md", "operations.md"}  # seconds; for CI
 NOT_RUN = {
     ("quickstart.md", "installs"),
     ("device.md", "tables on a GPU"),
+    ("explorer.md", "serves until Ctrl-C"),
     ("parallel.md", "several processes, as in examples/context_parallel.py"),
     ("parallel.md", "several devices"),
     ("parallel.md", "what several processes say"),
