@@ -32,6 +32,10 @@ class Pair:
 class Stages:
     """What became of a mask and a score mod: `print(att.stages(...))`, or one field of it.
 
+    >>> import frisket as fk
+    >>> print(fk.compile("causal & window(64)").stages(q_len=256).simplified)
+    mask = q >= k & q - k <= 63
+
     `expr` as written, `simplified` after the rules (`rules` counts them) and with masks hoisted out of the score
     mod, `facts` and `layout` of the analysis, the `plan` every backend shares, the `target` chosen, and the
     `source` of the kernel, empty for backends that run library calls.

@@ -42,7 +42,14 @@ Witness = tuple[int, int, int, int | None]
 
 @dataclass(frozen=True)
 class Answer:
-    """Truthy or falsy. `witness` is the (b, h, q, k) that shows why, in global positions; None where no one
+    """An answer to a question about a mask, truthy or falsy.
+
+    >>> from frisket.runtime.mask import mask
+    >>> found = mask("causal").is_empty(8, 8)
+    >>> bool(found), found.witness, str(found)
+    (False, (0, 0, 0, 0), 'no: query 0 sees key 0 (b 0, h 0)')
+
+    `witness` is the (b, h, q, k) that shows why, in global positions; None where no one
     position can. `because` says it in words, and `str(answer)` with yes or no before it."""
 
     holds: bool

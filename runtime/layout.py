@@ -114,10 +114,12 @@ class Layout:
 
     @property
     def rows(self) -> int:
+        """Tiles of queries."""
         return -(-self.q_len // self.block[0])
 
     @property
     def columns(self) -> int:
+        """Tiles of keys."""
         return -(-self.kv_len // self.block[1])
 
     @cached_property
@@ -126,6 +128,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> RunTable:
+        """Runs of tiles of one kind, in CSR: `.row_ptr .start .stop .kind`, in tiles of keys, half-open."""
         return _table(self._runs, self.spans, self.rows)
 
     @cached_property
@@ -135,6 +138,7 @@ class Layout:
 
     @cached_property
     def counts(self) -> Counts:
+        """How many tiles are empty, partial and full, over every batch entry and head."""
         width = self._runs.stop - self._runs.start
         uses_of = np.bincount(self.spans.slice_of.reshape(-1), minlength=len(self.spans.count))
         by = [int((width * uses_of[self._runs.slice])[self._runs.kind == kind].sum()) for kind in (PARTIAL, FULL)]
@@ -223,6 +227,7 @@ class Layout:
 
     @cached_property
     def facts(self) -> Facts:
+        """What a kernel may rely on: runs of a row, gaps, formulas, and how the layout was found."""
         r = self._runs
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])

@@ -15,6 +15,13 @@ from .frameworks import FLOATS, LAYOUTS, NATURAL, Array, check_layout, framework
 def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array, Array]:
     """`out, lse = merge((out1, lse1), (out2, lse2), ...)`: attention over the keys of all parts, from each part's own.
 
+    >>> import frisket as fk, torch
+    >>> q, k, v = torch.randn(3, 1, 2, 8, 4)
+    >>> halves = [fk.attention(q, k, v, m, return_lse=True) for m in ("k < 4", "k >= 4")]
+    >>> out, lse = merge(*halves)
+    >>> torch.allclose(out, fk.attention(q, k, v), atol=1e-6)
+    True
+
     `out` is (batch, heads, length, dim) in torch and (batch, length, heads, dim) in JAX unless `layout` says
     otherwise, `lse` (batch, heads, length), natural log. Works in float32 (float64 for float64) and gives `out` in
     the dtype of the parts; differentiable in every `out` and `lse`. Where a part saw no key, its lse is -inf and its
