@@ -13,7 +13,6 @@ from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
 from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
-from .bind import Subject
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
@@ -26,6 +25,7 @@ from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
 from .stored import Stored, live_of, parted, refuse_taken, stored
+from .subject import Subject
 from .torch_spec import spec_of
 
 NOWHERE: Origin = (0, 0, 0, 0)

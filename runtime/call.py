@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
 
-from .bind import Subject
 from .flat_plan import FlatPlan
 from .frameworks import Arrays
 from .host_plan import Plan
+from .subject import Subject
 
 AnyPlan: TypeAlias = "Plan | FlatPlan"
 

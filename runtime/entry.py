@@ -11,7 +11,7 @@ from frisket.lowering.plan import Origin, Sizes
 
 from .attention import Attention
 from .backends import check_name
-from .bind import check_tile, subject
+from .bind import check_tile
 from .call import results
 from .checking import oracle
 from .frameworks import Array, arrays, in_graph, turn
@@ -19,6 +19,7 @@ from .mask import MaskLike, Program, ScoreLike
 from .options import Options, flag, rate_of, seed_of, sinks_of
 from .parameters import as_value, learns, traced
 from .stored import live_of, stored
+from .subject import subject
 
 
 def compile(

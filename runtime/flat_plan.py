@@ -31,7 +31,7 @@ from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.stages import Pair, Stages
 
-from .bind import UNDRAWN, Subject, limits_of
+from .bind import UNDRAWN, limits_of
 from .frameworks import framework_of
 from .host_plan import few_tiles
 from .layout import Layout, make_layout
@@ -39,6 +39,7 @@ from .layout_checks import check_lengths, check_reach, place_of
 from .mask import Mask
 from .parameters import names_of, traced
 from .stored import Stored
+from .subject import Subject
 
 Values = Mapping[str, Any]
 

@@ -9,8 +9,9 @@ from frisket.dsl.ir import Expr
 from frisket.lowering.aten_expr import distance_only
 from frisket.lowering.plan import Origin, Sizes, Spans, Target
 
-from .bind import Subject, Work, fixed_of, work
+from .bind import Work, fixed_of, work
 from .stored import Stored
+from .subject import Subject
 
 
 class Plan:

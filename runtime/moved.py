@@ -10,9 +10,9 @@ from typing import Any
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import COORDINATES, renamed, substitute, var
 
-from .bind import Subject
 from .bound_expr import Bound, Origin, position
 from .parameters import as_value, digest, names_of
+from .subject import Subject
 
 
 def moved(what: Subject, coordinates: Mapping[str, Any]) -> Subject:

@@ -14,9 +14,9 @@ from frisket.dsl.ir import Expr
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
 
-from .bind import Subject
 from .frameworks import Arrays, rounding, to_numpy, turn
 from .stored import meant
+from .subject import Subject
 
 Array = NDArray[Any]
 FLOOR = 1e-6

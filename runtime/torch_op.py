@@ -19,7 +19,7 @@ from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, Target
 
 from .backends import GUARDED, target_of
-from .bind import Subject, Work
+from .bind import Work
 from .call import Call
 from .flat_plan import FlatPlan, FlatWork
 from .frameworks import NATURAL, uploaded
@@ -29,6 +29,7 @@ from .settings import Settings
 from .stages_of import show
 from .stored import refuse_gradients as refuse_stored
 from .stored import turned
+from .subject import Subject
 
 Tensor = Any
 _tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()

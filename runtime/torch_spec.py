@@ -25,11 +25,11 @@ import numpy as np
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 
-from .bind import Subject, joined
 from .bound_expr import Bound, Origin
 from .mask import Program, program
 from .options import Options
 from .parameters import names_of
+from .subject import Subject, joined
 from .tuning import Tuning
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import numpy as np
 from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..attention import Attention
-from ..bind import check_used
 from ..frameworks import BYTES, FLOATS, framework_of
 from ..parameters import traced
+from ..subject import check_used
 
 OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # of a call: a cache says what they are
 ASKED = "return_lse", "return_max", "sinks"  # beside parameters

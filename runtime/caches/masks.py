@@ -26,9 +26,9 @@ from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 
 from ..attention import Attention
-from ..bind import Subject
 from ..mask import Mask, mask
 from ..parameters import names_of
+from ..subject import Subject
 
 START, END, NEW = "cache_start", "cache_end", "cache_new"
 DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"

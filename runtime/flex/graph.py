@@ -22,10 +22,10 @@ from frisket.dsl.symbol import Symbol
 from frisket.dsl.trace import Kind, trace
 
 from .. import torch_library
-from ..bind import Subject
 from ..mask import Mask, ScoreMod, program
 from ..options import Options
 from ..parameters import names_of
+from ..subject import Subject
 from ..torch_spec import spec_of
 from .block_mask import BlockMask
 from .checks import check_arrays, check_block_mask

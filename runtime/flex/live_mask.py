@@ -24,10 +24,10 @@ from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
 
-from ..bind import Subject
 from ..bound_expr import Bound
 from ..mask import Mask, MaskLike, mask
 from ..parameters import as_value, names_of
+from ..subject import Subject
 from ..torch_spec import text_of
 from .errors import MaskModError
 

@@ -14,11 +14,11 @@ from frisket.dsl.types import FLOAT
 
 from .. import torch_op
 from ..attention import Attention
-from ..bind import joined
 from ..entry import attention_for
 from ..mask import Mask, ScoreMod
 from ..options import Options
 from ..parameters import as_value, names_of
+from ..subject import joined
 from .checks import check_gathers, check_promises
 from .kernel_options import Asked
 from .live_mask import LiveMask

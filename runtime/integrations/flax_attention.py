@@ -21,13 +21,13 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends import check_name
-from frisket.runtime.bind import subject
 from frisket.runtime.entry import attention_for
 from frisket.runtime.mask import Mask, MaskLike, ScoreLike, ScoreMod
 from frisket.runtime.mask import mask as as_mask
 from frisket.runtime.mask import score as as_score
 from frisket.runtime.options import Options, rate_of
 from frisket.runtime.parameters import traced
+from frisket.runtime.subject import subject
 
 MASK, BIAS, STEP = "flax_mask", "flax_bias", "flax_step"  # names of what a layer passes
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.bind import subject
 from frisket.runtime.entry import attention_for, stand_in
 from frisket.runtime.frameworks import framework_of
 from frisket.runtime.mask import Mask, ScoreMod
@@ -19,6 +18,7 @@ from frisket.runtime.mask import mask as as_mask
 from frisket.runtime.mask import score as as_score
 from frisket.runtime.options import Options
 from frisket.runtime.parameters import as_value, traced
+from frisket.runtime.subject import subject
 
 TABLES = (  # names of what comes as arrays
     "attention_mask", "attention_bias", "query_segment_ids", "key_segment_ids", "query_positions", "key_positions",

@@ -42,10 +42,10 @@ from frisket.dsl.types import INT
 from frisket.lowering.analysis.driver import bind as written_out
 
 from ..attention import Attention
-from ..bind import Subject
 from ..bound_expr import Bound, Origin
 from ..mask import Mask, ScoreMod
 from ..parameters import digest, names_of
+from ..subject import Subject
 from .deal import Deal
 
 AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # where a shard's coordinates are

@@ -12,6 +12,7 @@ from frisket.lowering import dense, derive
 from frisket.lowering.emit import cpp_backward
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime import bind, native_cpu
+from frisket.runtime.subject import subject
 
 R = np.random.default_rng(3)
 DOC = np.sort(R.integers(0, 6, 300))
@@ -106,7 +107,7 @@ def exact(x, dtype):
 
 def problem(case: Case) -> Problem:
     draw = np.random.default_rng(1)
-    what = bind.subject(case.mask, case.score, case.params)
+    what = subject(case.mask, case.score, case.params)
     sizes = (case.q_len, case.kv_len, case.batch, case.heads)
     work = bind.work(what, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
     g = Geometry(
@@ -346,7 +347,7 @@ def test_nan_where_nobody_looks(name):
 def test_text(golden):
     """What the plan says of itself in the source."""
     work = bind.work(
-        bind.subject("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
+        subject("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
         64, 64, 1, 2, (64, 64), proofs=True,
     )  # fmt: skip
     kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), 64, 64, "float32")

@@ -12,6 +12,7 @@ from frisket.lowering import dense
 from frisket.lowering.emit import cpp
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
 from frisket.runtime import bind, native_cpu
+from frisket.runtime.subject import subject
 
 R = np.random.default_rng(5)
 DOC = np.sort(R.integers(0, 6, 300))
@@ -135,7 +136,7 @@ class Problem:
 def problem(case: Case, change=None) -> Problem:
     """`change(q, k, v)` alters the arrays before they are rounded, and gives those to use."""
     draw = np.random.default_rng(1)
-    what = bind.subject(case.mask, case.score, case.params)
+    what = subject(case.mask, case.score, case.params)
     sizes = (case.q_len, case.kv_len, case.batch, case.heads)
     work = bind.work(what, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
     scale = case.dim**-0.5 if case.scale is None else case.scale

@@ -21,7 +21,8 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import DERIVATIVES, FLAT, backward_of, derivatives, over
 from frisket.lowering.simplify import simplify
-from frisket.runtime.bind import subject, work
+from frisket.runtime.bind import work
+from frisket.runtime.subject import subject
 
 RNG = np.random.default_rng(3)
 X, Y = param("x", FLOAT), param("y", FLOAT)

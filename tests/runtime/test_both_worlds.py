@@ -14,7 +14,7 @@ import torch
 import frisket as fk
 from frisket.lowering import dense
 from frisket.runtime import native_build
-from frisket.runtime.bind import subject
+from frisket.runtime.subject import subject
 
 LENGTH, DIM = 40, 8
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)

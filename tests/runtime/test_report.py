@@ -9,9 +9,9 @@ import pytest
 
 import frisket as fk
 from frisket.runtime import native_build
-from frisket.runtime.bind import subject
 from frisket.runtime.frameworks import arrays, to_numpy, turn
 from frisket.runtime.report import Report, compared, differentiated
+from frisket.runtime.subject import subject
 
 native = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 B, H, KV, S, D = 2, 4, 2, 12, 8

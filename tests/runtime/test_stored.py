@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import frisket as fk
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
 from frisket.runtime.attention import Attention
-from frisket.runtime.bind import Subject, fixed_of
+from frisket.runtime.bind import fixed_of
 from frisket.runtime.caches.masks import APPENDED
 from frisket.runtime.caches.masks import placed as placed_in
 from frisket.runtime.mask import Mask, ScoreMod
 from frisket.runtime.options import Options
+from frisket.runtime.subject import Subject
 from frisket.runtime.torch_spec import attention_of, spec_of
 
 FRAMEWORKS = ("torch", "jax")

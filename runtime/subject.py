@@ -1,0 +1,170 @@
+"""A mask and a score mod together, as one attention has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import MaskSyntaxError, ParameterError
+from frisket.dsl.ir import Expr
+from frisket.dsl.program import nearest, read
+from frisket.dsl.types import FLOAT
+from frisket.lowering.analysis.driver import bind as written_out
+
+from .bound_expr import Bound, separated
+from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
+from .parameters import as_value, names_of, with_learned
+from .stored import Stored
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A mask and a score mod whose names mean one thing, with the values bound so far."""
+
+    mask: Mask | None
+    score: ScoreMod | None
+    places: tuple[Bound, ...] | None = None  # of the problem at q and k, or at b, h, q and k, of the arrays: mask and
+    # score mod speak of them already, dropout draws there
+    stored: Stored | None = None  # how keys and values are stored
+    unwritten: bool = False  # those that no query sees may hold anything, see `LoopPlan`
+
+    @property
+    def parts(self) -> list[Bound]:
+        return [p for p in (self.mask, self.score, *(self.places or ())) if p is not None]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        return frozenset(n for p in self.parts for n in names_of(p.expr))
+
+    @property
+    def exprs(self) -> tuple[Expr | None, Expr | None]:
+        return None if self.mask is None else self.mask.expr, None if self.score is None else self.score.expr
+
+    @property
+    def positions(self) -> tuple[Expr, ...] | None:
+        """Those of the problem at q and k, or b, h, q and k, of the arrays, where they are others."""
+        return None if self.places is None else tuple(p.expr for p in self.places)
+
+    @property
+    def scalars(self) -> dict[str, Any]:
+        return {n: x for p in self.parts for n, x in p.scalars.items()}
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        return {n: x for p in self.parts for n, x in p.tables.items()}
+
+    @property
+    def captured(self) -> dict[str, Any]:
+        """The tensors and arrays themselves that functions captured, by the names of their copies."""
+        return {n: x for p in self.parts for n, x in p.origin.captured.items()}
+
+    @cached_property
+    def learnable(self) -> frozenset[str]:
+        """Float parameters that only the score mod reads: gradients flow to them."""
+        if self.score is None:
+            return frozenset()
+        seen = set() if self.mask is None else names_of(self.mask.expr).keys()
+        return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
+
+    def bind(self, params: Mapping[str, Any]) -> Subject:
+        """The same with more parameters bound; a name nobody uses is an error."""
+        if not params:
+            return self
+        check_used(params, self.names)
+        values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
+        return self.changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
+
+    def without(self, names: Iterable[str]) -> Subject:
+        """The same with the values of `names` taken off."""
+        off = set(names)
+
+        def bare(p: Bound) -> Bound:
+            if not off & p.params.keys():
+                return p
+            return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
+
+        return self.changed(bare)
+
+    def changed(self, change: Callable[[Any], Any]) -> Subject:
+        """The same with every part changed."""
+        mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
+        places = None if self.places is None else tuple(change(p) for p in self.places)
+        return replace(self, mask=mask, score=score, places=places)
+
+    def stored_as(self, how: Stored | None) -> Subject:
+        """The same of keys and values that are stored."""
+        return self if how == self.stored else replace(self, stored=how)
+
+    def scored(self, mod: Expr | None) -> Expr | None:
+        """The score mod as kernels compute it."""
+        return self.stored.scored(mod) if self.stored else mod
+
+    def beside(self, tables: Mapping[str, Any]) -> dict[str, Any]:
+        """What `make_plan` takes beside them."""
+        at = None if self.places is None else tuple(written_out(p.expr, tables) for p in self.places)
+        how = self.stored
+        return {"at": at, "weight": how and how.weight, "pages": how and how.pages, "unwritten": self.unwritten}
+
+    def require_bound(self) -> None:
+        for p in self.parts:
+            p.require_bound()
+
+    def __str__(self) -> str:
+        lines = [] if self.mask is None else [f"mask = {self.mask}"]
+        return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
+
+
+def subject(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any]) -> Subject:
+    """The mask and score mod of a call; each parameter goes where its name occurs."""
+    if isinstance(what, Program):
+        if mod is not None:
+            raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
+        return joined(what.mask, what.score).bind(params)
+    values = {n: as_value(n, x) for n, x in params.items()}
+    mine, theirs = (_wanted(w, kind, values) for w, kind in ((what, "mask"), (mod, "score")))
+    check_used(params, {*mine, *theirs})
+    return joined(
+        None if what is None else mask(what, **with_learned(mine, params)),
+        None if mod is None else score(mod, **with_learned(theirs, params)),
+    )  # fmt: skip
+
+
+def joined(m: Mask | None, s: ScoreMod | None) -> Subject:
+    if m is not None and s is not None:
+        m, s = separated(m, s)  # type: ignore[assignment]
+    return Subject(m, s)
+
+
+def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those values whose names occur in a mask or score mod."""
+    if what is None or not values:
+        return {}
+    if isinstance(what, str):
+        try:
+            found = read(what, kind=kind)
+        except MaskSyntaxError:  # types may need the values: say what is wrong with all of them in hand
+            return dict(values)
+        e = found.mask if kind == "mask" else found.score
+        e = e if e is not None else found.expr
+        names = set(names_of(e)) if e is not None else set()
+    else:
+        one = mask(what) if kind == "mask" else score(what)
+        names = set(names_of(one.expr))
+    return {n: x for n, x in values.items() if n in names}
+
+
+def _mentions(part: Bound, name: str) -> bool:
+    return name in names_of(part.expr)
+
+
+def check_used(params: Mapping[str, Any], names: Any) -> None:
+    if unused := [n for n in params if n not in names]:
+        near = nearest(unused[0], names)
+        hint = f"; did you mean `{near}`?" if near else "; the parameters are " + (", ".join(sorted(names)) or "none")
+        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it{hint}")
