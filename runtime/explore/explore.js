@@ -80,6 +80,7 @@ function present(answer, next) {
   mirror();
   if (wrong) return;
   show(next);
+  asleep(false);
   document.title = `${answer.title} · frisket`;
   for (const part of ["shape", "block"]) $(part).textContent = answer[part];
   for (const part of ["tiles", "facts", "cost"]) $(part).innerHTML = answer[part]; // escaped by the server
@@ -227,7 +228,13 @@ function savePicture() {
 
 // -- all together ---------------------------------------------------------------------------------------------------------
 
+// Until there is a picture, nothing can be done with it.
+function asleep(yes) {
+  for (const part of [$("stage"), $("in").parentElement, $("position")]) part.inert = yes;
+}
+
 function wireExplorer() {
+  asleep(true);
   wireSizes();
   $("source").addEventListener("input", (event) => {
     mirror();

@@ -230,6 +230,20 @@ def test_taking_it_along(page):
 
 
 @pytest.mark.matrix
+def test_a_first_text_with_a_mistake(served):
+    page, server = served
+    page.go(f"{server.url}?first#text=causal+%26+windw(3)")
+    quiet(page)
+    assert page.text("#problems .remedy") == "did you mean `window`?"
+    page.mouse("mouseMoved", 400, 400)
+    page.click(1130, 24)  # zoom in: there is nothing to zoom into
+    page.drag(400, 400, 500, 500)
+    write(page, "causal & window(3)")
+    checked(page, fk.mask("causal & window(3)"))
+    assert page.complaints == []
+
+
+@pytest.mark.matrix
 def test_hostile_text_stays_text(page):
     page.evaluate("write('causal # <img src=x onerror=alert(1)>')")
     quiet(page)
