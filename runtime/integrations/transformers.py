@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention import Attention
@@ -26,7 +27,7 @@ from frisket.runtime.frameworks import in_graph
 from frisket.runtime.options import Options, rate_of
 
 from .transformers_config import program
-from .transformers_masks import SymbolicMask, dense, is_causal_text, symbolic
+from .transformers_masks import SymbolicMask, dense, symbolic
 
 NAME = "frisket"
 
@@ -88,15 +89,24 @@ def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bo
                 f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {given.q_len} x "
                 f"{given.kv_len} that transformers has made\n  give every layer the mask made for its cache"
             )
-        if causal is False and is_causal_text(given.structure):
-            raise ParameterError(
-                "is_causal=False is given to a model whose mask is causal\n  write model.config.is_causal = False"
-            )
         return given
     if isinstance(given, Tensor):
-        return dense(given, q, k)
+        return _dense(given, q, k)
     causal = getattr(module, "is_causal", True) if causal is None else causal
     return SymbolicMask("q >= k" if causal and q.shape[2] > 1 else "", q.shape[0], q.shape[2], k.shape[2])
+
+
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that calls brought, for the layers to come
+
+
+def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
+    if in_graph(q) or given.is_inference():
+        return dense(given, q, k)
+    key = given._version, q.shape[:3], k.shape[2]
+    if given not in _known or _known[given][0] != key:
+        _known[given] = key, dense(given.detach(), q, k)  # detached, or it would hold itself
+    found: SymbolicMask = _known[given][1]
+    return found
 
 
 REFUSED = {

@@ -18,7 +18,7 @@ from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.lowering.plan import whole
 from frisket.runtime.mask import mask, score
 
-from .transformers_masks import POSITIONS, SymbolicMask, constant
+from .transformers_masks import POSITIONS, SymbolicMask, constant, joined
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -42,11 +42,11 @@ def program(
     config = getattr(module, "config", None)
     steps = [f"softcap({float(softcap)!r})"] if softcap is not None else []
     if given.bias:
-        steps.append(f"(score + {given.bias})")
+        steps.append(f"score + {given.bias}")
     places: dict[str, Any] = {}
     if bias is not None:
         index = ", ".join(["0" if n == 1 else x for x, n in zip(POSITIONS, bias.shape[:2])])
-        steps.append(f"(score + position_bias[{index}, q - q_start, k - k_start])")
+        steps.append(f"score + position_bias[{index}, q - q_start, k - k_start]")
         places = {"position_bias": bias, "q_start": given.origin[2], "k_start": given.origin[3]}
     structure, theirs = given.structure, _said(config, module, "frisket_mask")
     names: list[str] = []
@@ -57,7 +57,7 @@ def program(
         values.update(own)
     if (mod := _said(config, module, "frisket_score")) is not None:
         text, used, own = canonical(mod, "score")
-        steps.append(f"({text})")
+        steps.append(text)
         names.extend(used)
         values.update(own)
     values.update(_values(config, params, names))
@@ -69,7 +69,7 @@ def program(
         raise ParameterError(f"`{taken[0]}` is a name of the plug-in's own here; call yours something else")
     if theirs is not None:
         _check_place(structure, values, given, heads)
-    return shown or None, " then ".join(steps) or None, {**tables, **values}
+    return shown or None, joined(steps, " then ") or None, {**tables, **values}
 
 
 def _said(config: Any, module: torch.nn.Module, name: str) -> str | None:

@@ -22,10 +22,9 @@ from torch.overrides import TorchFunctionMode
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, clauses, conj, lookup, substitute, var
-from frisket.dsl.show import show
 from frisket.lowering.aten_expr import distance_only
 from frisket.lowering.simplify import simplify
-from frisket.runtime.mask import mask
+from frisket.runtime.mask import Mask, mask
 
 B, Q, K = var("b"), var("q"), var("k")
 CAUSAL = Q >= K
@@ -151,6 +150,13 @@ def constant(function: Callable[Of, Found]) -> Callable[Of, Found]:
     return torch.compiler.assume_constant_result(call)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def joined(texts: list[str], sign: str) -> str:
+    """Several texts as one; declarations of their parameters, a line each, come first."""
+    lines = [text.split("\n") for text in texts]
+    heads = [line for each in lines for line in each[:-1]]
+    return "\n".join([*heads, sign.join([f"({each[-1]})" for each in lines])]) if texts else ""
+
+
 @constant
 def parted(text: str, local: bool) -> tuple[str, str]:
     """What a model's mask says of one document, and which tokens are of one document: two texts.
@@ -164,7 +170,7 @@ def parted(text: str, local: bool) -> tuple[str, str]:
     rest = conj(*(c for c in clauses(found) if not _same(c)))
     if local and documents:
         rest = _by_distance(rest)
-    return show(rest), show(conj(*documents)) if documents else ""
+    return str(Mask(rest)), str(Mask(conj(*documents))) if documents else ""
 
 
 def _same(clause: Expr) -> bool:
@@ -176,8 +182,7 @@ def _same(clause: Expr) -> bool:
 
 
 def _by_distance(e: Expr) -> Expr:
-    names = mask(show(e)).unbound
-    for n in names:
+    for n in Mask(e).unbound:
         plain = substitute(e, {lookup(n, (B, Q)): Q, lookup(n, (B, K)): K})
         if plain is not e and distance_only(plain):
             return simplify(plain)
@@ -191,7 +196,7 @@ def names_in(text: str) -> tuple[str, ...]:
 
 
 @constant
-def is_causal_text(text: str) -> bool:
+def is_causal(text: str) -> bool:
     """Whether it is plain that no key after the query is seen."""
     return CAUSAL in clauses(simplify(mask(text).expr))
 
@@ -248,9 +253,9 @@ class SymbolicMask:
     def text(self, structure: str) -> str:
         """The mask with `structure` in place of the model's."""
         left, right = self.padding
-        if right and is_causal_text(structure) and min(self.tables["stop"]) >= self.origin[2] + self.q_len:
+        if right and is_causal(structure) and min(self.tables["stop"]) >= self.origin[2] + self.q_len:
             right = ""  # what is beyond the queries no causal mask sees
-        return " & ".join([f"({x})" for x in (structure, self.documents, left, right) if x and x != "true"])
+        return joined([x for x in (structure, self.documents, left, right) if x and x != "true"], " & ")
 
     def read_by(self, *texts: str) -> dict[str, Any]:
         """The tables that these texts read."""

@@ -21,6 +21,7 @@ CALLS = {
     "left": {"attention_mask": hf_models.padded(left=5)},
     "right": {"attention_mask": hf_models.padded(right=5)},
     "holes": {"attention_mask": hf_models.padded(left=2, holes=(6, 7))},
+    "both ways": {"is_causal": False},
     "packed": {"position_ids": hf_models.packed(7, 12, 5), "use_cache": False},
 }
 FEW = {("llama", "packed"), ("gemma2", "left"), ("gpt-oss", "plain"), ("gemma3", "right")}

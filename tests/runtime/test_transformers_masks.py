@@ -1,0 +1,223 @@
+"""What transformers says of a mask as text; masks and score mods of users; what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support import hf_models
+from transformers import DynamicCache, LlamaConfig, masking_utils
+
+import frisket as fk
+from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
+from frisket.integrations.transformers import attention
+from frisket.integrations.transformers_masks import padded, parted, read, symbolic
+
+LEFT = torch.tensor([0, 2])
+BLOCKS = torch.tensor([[-1, 0, 0, 1, 1, -1], [0, 0, -1, -1, 1, 1]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 0, 1, 2, 3, 4]])
+DOCUMENTS = masking_utils.find_packed_sequence_indices(POSITIONS)
+causal, sliding = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(2)
+chunked = masking_utils.chunked_causal_mask_function(2, LEFT)
+FUNCTIONS = {
+    "causal": causal,
+    "both ways": masking_utils.bidirectional_mask_function,
+    "sliding": sliding,
+    "sliding, both ways": masking_utils.sliding_window_bidirectional_mask_function(2),
+    "chunked": chunked,
+    "blocks": masking_utils.or_masks(causal, masking_utils.blockwise_overlay(BLOCKS)),
+    "packed": masking_utils.packed_sequence_compatibility_function(causal, POSITIONS, DOCUMENTS),
+    "packed, sliding": masking_utils.packed_sequence_compatibility_function(sliding, POSITIONS, DOCUMENTS),
+    "packed, chunked": masking_utils.packed_sequence_compatibility_function(chunked, POSITIONS, DOCUMENTS),
+    "torch.where": masking_utils.and_masks(causal, lambda b, h, q, k: torch.where(q > 2, k % 2 == 0, k >= 0)),
+}
+
+
+def shown(made, batch=2, length=6):
+    """A symbolic mask, dense."""
+    text = made.text(made.structure)
+    mask = fk.mask(text or "full", **made.read_by(text))
+    return mask.dense(length, length, batch=batch)[:, 0]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_mask_function_is_read_as_what_it_shows(name):
+    want = masking_utils.sdpa_mask(2, 6, 6, mask_function=FUNCTIONS[name], allow_is_causal_skip=False)[:, 0]
+    for user in (False, True):  # with functions of other people, nothing is known of what tables hold
+        made = symbolic(2, 6, 6, mask_function=FUNCTIONS[name], use_vmap=user)
+        np.testing.assert_array_equal(shown(made), want.numpy())
+
+
+def test_packed_masks_of_distances_read_no_positions():
+    assert parted(*[read(FUNCTIONS["packed, sliding"])[0], True]) == ("q >= k & q - k <= 1", "t0[b, q] == t0[b, k]")
+    assert "t1[b, q]" in parted(read(FUNCTIONS["packed, sliding"])[0], False)[0]
+    assert "t1[b, q]" in parted(read(FUNCTIONS["packed, chunked"])[0], True)[0]
+
+
+@pytest.mark.parametrize("stop", [6, 9], ids=["all there", "a static cache"])
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        ([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], set()),
+        ([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], {"start"}),
+        ([[1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]], {"stop"}),
+        ([[0, 1, 1, 1, 0, 0], [1, 0, 1, 1, 1, 1]], {"real"}),
+    ],
+)
+def test_padding(rows, names, stop):
+    real = torch.tensor(rows, dtype=torch.bool)
+    texts, values = padded(real, stop)
+    assert values.keys() == names | ({"stop"} if stop > 6 and "real" not in names else set())
+    text = " & ".join(t for t in texts if t) or "full"
+    want = np.pad(real.numpy(), ((0, 0), (0, stop - 6)))[:, None].repeat(stop, 1)
+    np.testing.assert_array_equal(fk.mask(text, **values).dense(stop, stop, batch=2)[:, 0], want)
+
+
+# -- masks of users ---------------------------------------------------------------------------------------------------
+
+
+def dense(text, batch=2, **values):
+    return torch.from_numpy(fk.mask(text, **values).dense(hf_models.LENGTH, hf_models.LENGTH, batch=batch, heads=4))
+
+
+def additive(seen):
+    return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+def test_a_mask_of_a_user_replaces_the_models_and_padding_stays():
+    eager, ours = hf_models.pair("gemma2")
+    ours.config.frisket_mask = "causal & (q - k < w | k < 3)"
+    ours.config.frisket_params = {"w": 4}
+    ids, seen = hf_models.tokens(), hf_models.padded(right=5)
+    want = dense("causal & (q - k < 4 | k < 3)") & seen.bool()[:, None, None]
+    kinds = dict.fromkeys(eager.config.layer_types, additive(want))
+    real = seen.bool()
+    with torch.no_grad():
+        given = ours(ids, attention_mask=seen).logits[real]
+        torch.testing.assert_close(given, eager(ids, attention_mask=kinds).logits[real], rtol=2e-5, atol=2e-5)
+
+
+def test_masks_by_the_type_of_layer_and_values_of_a_call():
+    eager, ours = hf_models.pair("gemma3")
+    ours.config.frisket_mask = {"sliding_attention": "causal & part[b, q] == part[b, k]"}
+    ids = hf_models.tokens()
+    part = torch.arange(hf_models.LENGTH).expand(2, -1) // torch.tensor([[5], [9]])
+    kinds = {"sliding_attention": additive(dense("causal & part[b, q] == part[b, k]", part=part)),
+             "full_attention": additive(dense("causal"))}  # fmt: skip
+    with torch.no_grad():
+        got = ours(ids, frisket_params={"part": part}).logits
+        torch.testing.assert_close(got, eager(ids, attention_mask=kinds).logits, rtol=2e-5, atol=2e-5)
+
+
+def test_a_score_mod_of_a_user_comes_after_the_models_and_learns():
+    eager, ours = hf_models.pair("llama", num_hidden_layers=1)
+    ours.config.frisket_score = "param slope: float[H]\nscore = score + slope[h] * (k - q)"
+    ids = hf_models.tokens()
+    found = []
+    distance = torch.arange(hf_models.LENGTH) - torch.arange(hf_models.LENGTH)[:, None]
+    for model in (eager, ours):
+        slope = torch.tensor([0.1, 0.2, 0.3, 0.4], requires_grad=True)
+        bias = slope[None, :, None, None] * distance
+        hidden = additive(dense("causal", 1))
+        how = {"frisket_params": {"slope": slope}} if model is ours else {"attention_mask": bias + hidden}
+        out = model(ids, use_cache=False, **how).logits
+        out.square().sum().backward()
+        found.append((out, slope.grad))
+    for got, want in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_generate_under_a_mask_of_a_user():
+    eager, ours = hf_models.pair("llama")
+    text = "causal & (q - k < 6 | k < 2)"
+    ours.config.frisket_mask = text
+    ids = hf_models.tokens(2, 9)
+    found = ours.generate(ids, max_new_tokens=6, do_sample=False)
+    with torch.no_grad():
+        for length in range(9, 15):
+            seen = additive(dense(text)[:, :, :length, :length])
+            want = eager(found[:, :length], attention_mask=seen, use_cache=False).logits[:, -1].argmax(-1)
+            assert torch.equal(found[:, length], want)
+
+
+def test_configs_with_masks_are_saved(tmp_path):
+    config = LlamaConfig(frisket_mask="causal & q - k < w", frisket_params={"w": 4})
+    config.save_pretrained(tmp_path)
+    again = LlamaConfig.from_pretrained(tmp_path)
+    assert (again.frisket_mask, again.frisket_params) == ("causal & q - k < w", {"w": 4})
+    assert json.loads(config.to_json_string())["frisket_mask"] == "causal & q - k < w"
+
+
+# -- masks that a call brings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bool", "hidden", "bias", "ints"])
+def test_dense_masks(kind):
+    eager, ours = hf_models.pair("llama")
+    ids = hf_models.tokens()
+    seen = dense("causal & (k < 4 | q - k < 5)", 1)
+    bias = torch.randn(1, 4, hf_models.LENGTH, hf_models.LENGTH) + additive(seen)
+    given = {"bool": seen, "hidden": additive(seen), "bias": bias, "ints": seen.int()}[kind]
+    with torch.no_grad():
+        want = eager(ids, attention_mask=bias if kind == "bias" else additive(seen)).logits
+        torch.testing.assert_close(ours(ids, attention_mask=given).logits, want, rtol=2e-5, atol=2e-5)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refused(says, error=ParameterError, model="llama", call=None, **config):
+    _, ours = hf_models.pair(model, num_hidden_layers=1 if model == "llama" else 2)
+    for name, value in config.items():
+        setattr(ours.config, name, value)
+    with pytest.raises(error, match=says), torch.no_grad():
+        ours(hf_models.tokens(), **(call or {}))
+
+
+def test_errors_in_the_text_come_with_a_caret():
+    refused(r"causall & k < 4\n +\^", MaskSyntaxError, frisket_mask="causall & k < 4")
+    refused(r"a score mod needs a number", MaskSyntaxError, frisket_score="q - k < 4")
+
+
+def test_what_cannot_be_done_is_said():
+    square = torch.ones(2, 1, hf_models.LENGTH, hf_models.LENGTH, dtype=torch.bool)
+    refused("does not take output_attentions", call={"output_attentions": True})
+    refused("`w` has no value", frisket_mask="causal & q - k < w")
+    refused("`v` is in frisket_params", frisket_mask="causal & q - k < w", frisket_params={"w": 3, "v": 2})
+    refused("names 'chunked_attention'", frisket_mask={"chunked_attention": "causal"})
+    refused("str\\(it\\)", frisket_mask=fk.mask("causal"))
+    refused("leave out one of them", frisket_mask="causal", call={"attention_mask": square})
+    refused("give an axis its length there, or 1", ShapeError, call={"attention_mask": square[..., :7]})
+    refused("`start` is a name of the plug-in's own", frisket_mask="causal & k >= start[b]",
+            call={"attention_mask": hf_models.padded(left=3), "frisket_params": {"start": [0, 0]}})  # fmt: skip
+    refused("position_ids that begin at 0", call={"cu_seq_lens_q": torch.tensor([0, 7, 24])})
+
+
+def test_keys_that_a_sliding_cache_has_dropped_are_not_missed():
+    _, ours = hf_models.pair("mistral")
+    ids = hf_models.tokens()
+    for text, fits in (("causal & q - k < 5", True), ("causal & (q - k < 5 | k < 2)", False)):
+        ours.config.frisket_mask = text
+        with torch.no_grad():
+            cache, whole = DynamicCache(config=ours.config), DynamicCache()
+            ours(ids[:, :20], past_key_values=cache)
+            ours(ids[:, :20], past_key_values=whole)
+            want = ours(ids[:, 20:21], past_key_values=whole).logits
+            if fits:
+                torch.testing.assert_close(ours(ids[:, 20:21], past_key_values=cache).logits, want)
+            else:
+                with pytest.raises(ParameterError, match="has dropped"):
+                    ours(ids[:, 20:21], past_key_values=cache)
+
+
+def test_no_mask_is_causal_where_the_module_is():
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    module = torch.nn.Module()
+    for causal, text in ((True, "causal"), (False, "full")):
+        module.is_causal = causal
+        want = fk.attention(q, k, v, text).transpose(1, 2)
+        torch.testing.assert_close(attention(module, q, k, v, None)[0], want)
+        torch.testing.assert_close(attention(torch.nn.Module(), q, k, v, None, is_causal=causal)[0], want)
