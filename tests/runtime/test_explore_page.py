@@ -119,6 +119,7 @@ def test_an_error_is_shown_where_it_is_and_goes(page):
     checked(page, fk.mask("causal & window(3)"))
 
 
+@pytest.mark.matrix
 def test_errors_outside_the_text_and_astral_characters(page):
     write(page, "same(doc)")
     typed(page, "q_len", 2048)

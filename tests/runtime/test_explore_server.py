@@ -239,6 +239,7 @@ def test_what_takes_too_long_is_ended(analyst, monkeypatch):
     assert found["message"].startswith("this takes longer than 0.05 s\n")
 
 
+@pytest.mark.matrix
 def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
     analyst.ask("p", 6, QUICK)
     analyst.worker.process.kill()
