@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
@@ -44,32 +43,50 @@ def in_terminal(*argv, columns=80, **env):
     return out.decode().replace("\r\n", "\n")
 
 
-def in_pipe(*argv, stdin=None, **env):
-    full = {**os.environ, "PYTHONIOENCODING": "utf-8", **env}
-    return subprocess.run([sys.executable, "-c", CODE, *argv], capture_output=True, env=full, input=stdin)
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """`run("show", "causal", FORCE_COLOR="1")` gives (status, stdout, stderr) of this process, which is no terminal."""
+
+    def call(*argv, stdin=b"", **env):
+        with monkeypatch.context() as m:
+            for name, value in {"TERM": "xterm-256color", **env}.items():
+                m.setenv(name, value)
+            m.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+            status = main(list(argv))
+        return status, *capsys.readouterr()
+
+    return call
 
 
 # -- colours and width ------------------------------------------------------------------------------------
 
+WHY = ("explain", "causal & window(8)", "--q", "30", "--k", "2")
+RED = "\x1b[1;4;31mwindow(8)\x1b[0m"  # the clause that hides the key: bold, underlined, red
 
-def test_a_terminal_has_colours_unless_told_otherwise():
-    argv = ("explain", "causal & window(8)", "--q", "30", "--k", "2")
-    shown = in_terminal(*argv)
-    assert "\x1b[1;4;31mwindow(8)\x1b[0m" in shown  # the clause that hides the key, bold and red
+
+def test_a_terminal_has_colours_unless_told_otherwise(run):
+    shown = in_terminal(*WHY)
+    assert RED in shown
     assert "^" not in shown
-    plain = in_terminal(*argv, NO_COLOR="1")
-    assert "\x1b[31m" not in plain
+    assert "\x1b" not in in_terminal(*WHY, TERM="dumb")
+    plain = run(*WHY, FORCE_COLOR="1", NO_COLOR="1")[1]
+    assert "31m" not in plain
     assert "^^^^^^^^^" in plain
-    assert "\x1b" not in in_terminal(*argv, TERM="dumb")
 
 
-def test_colours_can_be_forced_into_a_pipe():
-    argv = ("explain", "causal & window(8)", "--q", "30", "--k", "2")
-    assert b"\x1b" not in in_pipe(*argv).stdout
-    assert b"\x1b[1;4;31mwindow(8)" in in_pipe(*argv, FORCE_COLOR="1", TERM="xterm-256color").stdout
+def test_a_pipe_has_none_unless_they_are_forced(run):
+    assert "\x1b" not in run(*WHY)[1]
+    assert RED in run(*WHY, FORCE_COLOR="1")[1]
 
 
-@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_mistakes_are_marked_in_colour(run):
+    status, out, err = run("show", "causal &", FORCE_COLOR="1")
+    assert (status, out) == (2, "")
+    assert err.startswith("\x1b[1;31mMaskSyntaxError\x1b[0m: ")
+    assert "\x1b[1;31m            ^\x1b[0m\n" in err
+
+
+@pytest.mark.parametrize("columns", [40, 100])
 def test_a_terminal_of_any_width(columns):
     shown = ESCAPE.sub("", in_terminal("show", "causal & (window(w) | sinks(4))", "--set", "w=256", columns=columns))
     lines = shown.splitlines()
@@ -80,27 +97,28 @@ def test_a_terminal_of_any_width(columns):
     assert sum("▒▒" in line for line in lines) == 16
 
 
-def test_a_pipe_has_no_width():
-    wide = in_pipe("show", " & ".join(f"q != k + {n}" for n in range(20)), "--q-len", "64", COLUMNS="40").stdout
-    assert max(map(len, wide.decode().splitlines())) > 150
+def test_a_pipe_has_no_width(run):
+    wide = run("show", " & ".join(f"q != k + {n}" for n in range(20)), "--q-len", "64", COLUMNS="40")[1]
+    assert max(map(len, wide.splitlines())) > 150
 
 
-def test_emitted_code_is_coloured_for_people_alone():
+def test_emitted_code_is_coloured_for_people_alone(run):
     argv = ("emit", "causal", "--backend", "cpp", "--q-len", "64")
-    shown, plain = in_terminal(*argv), in_pipe(*argv).stdout.decode()
-    assert "\x1b[" in shown
+    shown, plain = run(*argv, FORCE_COLOR="1")[1], run(*argv)[1]
+    assert shown.count("\x1b[") > 100
+    assert "\x1b" not in plain
     assert ESCAPE.sub("", shown).split() == plain.split()
 
 
 def test_characters_the_locale_has(tmp_path):
-    np.save(tmp_path / "dö.npy", np.zeros(64, np.int32))
-    argv = ("show", "same(doc)", "--table", f"doc={tmp_path}/dö.npy", "--q-len", "64")
-    found = in_pipe(*argv, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    assert found.stdout.isascii()
-    assert b"\\u" not in found.stdout
     strange = tmp_path / os.fsdecode(b"m\xff.svg")
-    found = in_pipe("plot", "causal", "-o", str(strange), "--q-len", "64")
+    full = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    argv = [sys.executable, "-c", CODE, "plot", "causal", "-o", str(strange), "--q-len", "64"]
+    found = subprocess.run(argv, capture_output=True, env=full)
     assert (found.returncode, found.stderr) == (0, b"")
+    assert found.stdout.endswith(b"tiles     # 0 full: every pair is visible, read without the mask\n"
+                                 b"          + 1 partial: read with the mask\n"
+                                 b"          . 0 empty: never read\n")  # fmt: skip
     assert strange.exists()
 
 
@@ -129,16 +147,16 @@ def test_a_reader_that_leaves_early():
     assert found.stdout.splitlines()[-1] == "0"
 
 
-def test_a_mask_from_standard_input():
+def test_a_mask_from_standard_input(run):
     text = b"def near = abs(q - k) < w\nmask = causal & near\n"
-    found = in_pipe("explain", "-", "--set", "w=4", "--q", "9", "--k", "1", stdin=text)
-    assert found.stdout.decode().endswith("mask      mask = causal & near\n                          ^^^^\n")
-    with_score = in_pipe("show", "-", "--score", "softcap(5)", "--q-len", "8", stdin=b"# a comment\ncausal\n").stdout
-    assert with_score.decode().startswith("mask      causal\nmeans     q >= k\nscore     softcap(5)\n")
-    wrong = in_pipe("show", "-", stdin=b"causal &")
-    assert (wrong.returncode, wrong.stdout) == (2, b"")
-    assert b"standard input 1:9" in wrong.stderr
-    assert in_pipe("show", "-", stdin=b"\xff").stderr == b"ParameterError: standard input is not UTF-8 text\n"
+    shown = run("explain", "-", "--set", "w=4", "--q", "9", "--k", "1", stdin=text)[1]
+    assert shown.endswith("mask      mask = causal & near\n                          ^^^^\n")
+    shown = run("show", "-", "--score", "softcap(5)", "--q-len", "8", stdin=b"# a comment\ncausal\n")[1]
+    assert shown.startswith("mask      causal\nmeans     q >= k\nscore     softcap(5)\n")
+    status, out, err = run("show", "-", stdin=b"causal &")
+    assert (status, out) == (2, "")
+    assert "standard input 1:9" in err
+    assert run("show", "-", stdin=b"\xff") == (2, "", "ParameterError: standard input is not UTF-8 text\n")
 
 
 def test_a_bar_on_terminals_only(monkeypatch):
