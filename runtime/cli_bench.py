@@ -63,7 +63,6 @@ def add_bench(p: argparse.ArgumentParser) -> None:
         p,
         "frisket bench 'causal & window(64)' --q-len 256 --rounds 3 --peers sdpa --framework torch",
         "frisket bench 'causal & window(w)' --set w=100 --suite layout --q-len 1024 --rounds 1 --peers none",
-        "frisket bench --suite gpu",
     )
 
 
@@ -267,7 +266,7 @@ def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str
     for x in found:
         name = suite if x.stage == suite else f"{suite}, {x.stage}"
         settings = {**sizes.settings(), "rounds": rounds}
-        part = parts.setdefault(name, {"machine": described(), "settings": settings, "rows": {}})
+        part = parts.setdefault(name, {"machine": {**described(), **x.machine}, "settings": settings, "rows": {}})
         part["rows"][x.contest.name] = x.row()
     result = {"schema": schema.VERSION, "parts": parts}
     schema.check(result)
@@ -290,6 +289,8 @@ def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], 
         shape += f"; medians of {s['rounds']} round{'s' * (s['rounds'] > 1)}, turn about"
     where = f"{machine['cpu']}, {machine['cores']} cores; {versions}"
     out: list[Piece] = [Text(), row("sizes", shape), row("machine", where)]
+    if away := absentees(args.suite, args.framework):
+        out.append(row("not here", "\n".join(away)))
     lost = losses([x for x in found if isinstance(x, Race)])
     if lost:
         out.append(row("slower", "\n".join(lost)))
@@ -297,3 +298,12 @@ def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], 
         out.append(row("WRONG", "\n".join(wrong)))
     written = [str(x) for x in (args.output, args.chart) if x is not None]
     return [*out, row("written", ", ".join(written))] if written else out
+
+
+def absentees(suite: str, framework: str | None) -> list[str]:
+    """Whom a reader might look for, and why they are not in the table."""
+    here = installed()
+    found = [f"{x}: not installed; pip install 'frisket[{x}]'" for x in ("torch", "jax") if x not in here]
+    if suite == "cpu":
+        found.append("FlashAttention, cuDNN: --suite gpu; splash attention: --suite tpu")
+    return found if framework is None else []

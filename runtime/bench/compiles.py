@@ -8,7 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -34,6 +34,7 @@ class Firsts:
     compilations: dict[str, int] = field(default_factory=dict)
     out: dict[str, str] = field(default_factory=dict)
     doing: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """In the form of schema.py; ratios are of cold first calls, peer / ours."""
@@ -57,7 +58,7 @@ def run(
     """`contests` are one mask at several lengths, the first of them the one that is met first."""
     chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
     lengths = tuple(c.sizes.q_len for c in contests)
-    found = Firsts(contests[0], stage.name, tuple(c.name for c in chosen if c.ours), lengths)
+    found = Firsts(contests[0], stage.name, tuple(c.name for c in chosen if c.ours), lengths, machine=stage.machine)
     for c in chosen:
         found.doing = c.name
         yield found

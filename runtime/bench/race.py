@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ class Race:
     first: dict[str, float] = field(default_factory=dict)  # seconds of the first call, compilation included
     out: dict[str, str] = field(default_factory=dict)
     doing: str = ""
+    machine: Mapping[str, Any] = field(default_factory=dict)  # what of the stage's device is worth a name
 
     def row(self) -> dict[str, Any]:
         """In the form of schema.py."""
@@ -54,7 +55,7 @@ class Race:
 def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] | None = None) -> Iterator[Race]:
     """The race after every step. `families` are the peers that take part, None for all."""
     chosen = [c for c in stage.contestants if c.ours or families is None or c.family in families]
-    race = Race(contest, stage.name, tuple(c.name for c in chosen if c.ours), rounds)
+    race = Race(contest, stage.name, tuple(c.name for c in chosen if c.ours), rounds, machine=stage.machine)
     calls: dict[str, Call] = {}
     results: dict[str, Any] = {}
     for c in chosen:

@@ -39,12 +39,12 @@ def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> T
     ours, beside = name in race.ours, race.beside(name)
     bar = "█" * max(1, round(BAR * seconds / longest))
     if beside is None:
-        ratio, colour = f"{'1.00' if name == race.default() else '':>14}  {'':14}", GOOD
+        ratio, colour = f"{'1.00' if name == race.default() else '':>14}  {'':16}", GOOD
     else:
         middle, low, high = beside
         colour = "" if ours else LOSS if high < 1 else ""
         interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
-        ratio = f"{middle:14.2f}  {interval:14}"
+        ratio = f"{middle:14.2f}  {interval:16}"
     return Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>12}  ", (ratio, colour),
                          "  ", (bar, "blue" if ours else "bright_black"))  # fmt: skip
 
