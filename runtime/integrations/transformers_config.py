@@ -61,6 +61,11 @@ def program(
         names.extend(used)
         values.update(own)
     values.update(_values(config, params, names))
+    if missing := [n for n in names if n not in values]:
+        raise ParameterError(
+            f"`{missing[0]}` of the config's frisket_mask or frisket_score has no value; give it there, "
+            f'config.frisket_params = {{"{missing[0]}": ...}}, or to the call: model(..., frisket_params={{...}})'
+        )
     shown = given.text(structure)
     tables = {**given.read_by(shown), **places}
     if given.bias:
