@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
+from frisket.runtime.extras import extras
+
+with extras():
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
 
 import frisket.operations as operations
 from frisket.dsl.errors import ParameterError, ShapeError

@@ -15,9 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+from frisket.runtime.extras import extras
+
+with extras():
+    import jax
+    import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends import check_name
@@ -129,8 +133,9 @@ class AttentionFn:
         options, seed = self._drop(0.0 if deterministic else dropout_rate, dropout_rng)
         att = attention_for(text, mod, options, {**values, **tables})
         batch, heads, _, kv_len = lengths
+        q, k, v = (x.reshape(batch, *x.shape[-3:]) for x in (query, key, value))
         out: jax.Array = att(
-            *(x.reshape(batch, *x.shape[-3:]) for x in (query, key, value)), seed=seed, sinks=sinks, layout="bshd",
+            q, k, v, seed=seed, sinks=sinks, layout="bshd",
             sizes=(batch, heads, kv_len, kv_len) if step else None, **values, **tables,
         )  # fmt: skip
         return out.reshape(*lead, *out.shape[1:])

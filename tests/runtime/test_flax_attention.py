@@ -7,16 +7,11 @@ import pytest
 from flax import linen, nnx
 
 import frisket as fk
-from frisket.integrations import flax
+from frisket.integrations.flax import attention_fn
 
 rng = np.random.default_rng(11)
 LEAD, LENGTH, HEADS, DIM = (2, 3), 12, 4, 8
-NATIVE = None if fk.backends()["cpp"] else "cpp"  # compiles faster than XLA's operations
 FULL = (*LEAD, HEADS, LENGTH, LENGTH)
-
-
-def attention_fn(mask=None, score=None, **how):
-    return flax.attention_fn(mask, score, **{"backend": NATIVE, **how})
 
 
 def drawn(*shape):
@@ -48,7 +43,7 @@ CASES = {
     "of one batch axis": ({"mask": "causal"}, {"mask": some(2, 1, 1, 1, LENGTH)}, None),
     "of the other": ({}, {"mask": some(1, 3, 4, LENGTH, LENGTH)}, None),
 }
-USUAL = ("text", "of the other")
+USUAL = ("text",)
 
 
 def dense(case):
@@ -78,7 +73,11 @@ def test_masks_as_flax_reads_them(case):
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
-def test_both_kinds_of_layers():
+KINDS = pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
+
+
+@KINDS
+def test_layers_of_both_kinds(kind):
     """One set of weights, flax's function and ours: outputs, and gradients of all weights."""
     x, how = drawn(2, LENGTH, 32), {"mask": "causal & window(w)", "w": 5}
     seen = (CAUSAL[0, :2] > 0) & (np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH)) < 5)
@@ -93,14 +92,14 @@ def test_both_kinds_of_layers():
         weights = linen.MultiHeadDotProductAttention(num_heads=4).init(jax.random.key(0), x)
         return jax.jit(jax.value_and_grad(lambda w, mask: jnp.square(made.apply(w, x, mask=mask)).sum())), weights
 
-    for layer in (nnx_layer, linen_layer):
-        (step, weights), (theirs, same) = layer({"attention_fn": ours}), layer({})
-        found, wanted = step(weights, None), theirs(same, seen)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5)
+    layer = {"nnx": nnx_layer, "linen": linen_layer}[kind]
+    (step, weights), (theirs, same) = layer({"attention_fn": ours}), layer({})
+    found, wanted = step(weights, None), theirs(same, seen)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
+@KINDS
 def test_steps_of_a_cache(kind):
     """Token by token under text that knows positions, a key hidden by flax's own mask, is all at once."""
     x = drawn(2, 9, 16)
@@ -136,6 +135,7 @@ def layer_without(kind, layer, x, hidden):
     return plain.apply(plain.init(jax.random.key(0), x), x, mask=mask)
 
 
+@pytest.mark.matrix
 def test_one_query_that_is_no_step():
     q, seen = Q[:, :, :1], jnp.ones((LENGTH,)).at[7:].set(0)
     step = attention_fn("k > q - 3")(q, K, V, mask=seen)  # from the place of key 6
@@ -175,6 +175,7 @@ def test_dropout_of_layers():
     assert np.abs(found[0] - found[2]).max() > 1e-2
 
 
+@pytest.mark.matrix
 def test_values_at_every_call():
     """Documents, learned slopes and sinks as values of names: traced, with gradients, one compilation."""
     attend, traces = attention_fn("causal & same(doc)", "score + slope[h] * (k - q)"), []
@@ -221,6 +222,7 @@ def test_vmap_and_batch_axes():
             np.testing.assert_allclose(found[i, j], wanted, atol=2e-6)
 
 
+@pytest.mark.matrix
 def test_dtypes_as_flax_promotes_them():
     attend, half = attention_fn(), Q.astype(jnp.bfloat16)
     assert attend(half, K, V).dtype == linen.dot_product_attention(half, K, V).dtype == jnp.float32
@@ -229,6 +231,7 @@ def test_dtypes_as_flax_promotes_them():
     np.testing.assert_allclose(found.astype(float), linen.dot_product_attention(Q, K, V), atol=0.03)
 
 
+@pytest.mark.matrix
 def test_a_query_that_sees_nothing():
     seen = jnp.ones((LENGTH, LENGTH)).at[4].set(0)
     found = attention_fn()(Q, K, V, mask=seen)
