@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from itertools import islice
+from textwrap import indent
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ import frisket as fk
 from frisket.caches.torch import KVCache
 
 SMALL = "--small" in sys.argv
-STEPS, LENGTH, NEW, NODES = (10, 256, 32, 8) if SMALL else (160, 1024, 192, 16)
+STEPS, LENGTH, NEW, NODES = (10, 256, 32, 8) if SMALL else (120, 1024, 192, 16)
 
 # %% [markdown]
 # ## The model, and its draft
@@ -68,23 +69,28 @@ def draft(written: bytes) -> tuple[list[int], list[int]]:
 # %% [markdown]
 # ## Token by token
 #
-# Greedy decoding, one pass of the model for every byte.
+# One pass of the model for every byte. Bytes are drawn from what the model says, by noise that belongs to their place
+# (the Gumbel trick): so there is one right answer, which drafts must not change.
 
 
 # %%
+TEMPERATURE = 0.6
+NOISE = -torch.empty(LENGTH, 256).exponential_(generator=torch.Generator().manual_seed(0)).log()
+
+
 def fresh():
     how = {"batch": 1, "capacity": LENGTH, "kv_heads": model.heads, "head_dim": model.head_dim}
     return [KVCache.create(**how) for _ in model.blocks]
 
 
 def run(caches, tokens, place, **tree):
-    """The likeliest byte behind each of the tokens."""
+    """The byte behind each of the tokens."""
     with torch.no_grad():
         logits = model(
             torch.tensor(tokens), torch.as_tensor(place),
             lambda layer, q, k, v: caches[layer].attention(att, q, k, v, **tree),
         )  # fmt: skip
-    return logits.argmax(-1).tolist()
+    return (logits / TEMPERATURE + NOISE[place]).argmax(-1).tolist()
 
 
 prompt = bytes(texts[-1])[: LENGTH // 4]
@@ -132,7 +138,7 @@ middle = time.perf_counter()
 found, passes, accepted, drafted = by_trees()
 end = time.perf_counter()
 print(f"Behind {len(prompt)} bytes of a function the model writes {NEW} more:")
-print("    " + wanted.decode(errors="replace").strip().replace("\n", "\n    "))
+print(indent(wanted.decode("ascii", "backslashreplace").strip(), "    "))
 print(
     f"Token by token that is {steps} passes; with trees of {NODES} nodes {passes}, the same bytes: {found == wanted}."
 )
