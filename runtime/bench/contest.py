@@ -86,11 +86,16 @@ class Contest:
         s = self.sizes
         if self.mask is None or s.q_len != s.kv_len:
             return None
-        where = {"q_len": s.q_len, "kv_len": s.kv_len, "batch": s.batch, "heads": s.heads}
-        if self.mask.equivalent("causal", **where):
+
+        def means(other: Mask) -> bool:
+            assert self.mask is not None
+            return bool(self.mask.equivalent(other, s.q_len, s.kv_len, batch=s.batch, heads=s.heads))
+
+        if means(mask("causal")):
             return 0
-        n = int(self.mask.layout(**where).row_counts.reshape(-1)[-1])  # of the last query
-        return n if n and self.mask.equivalent(mask("causal & window(n)", n=n), **where) else None
+        layout = self.mask.layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
+        n = int(layout.row_counts.reshape(-1)[-1])  # of the last query
+        return n if n and means(mask("causal & window(n)", n=n)) else None
 
     def oracle(self) -> Iterator[tuple[slice, Array]]:
         """(queries, float64 output [batch, heads, queries, dim]) at the start, in the middle and at the end; of

@@ -67,7 +67,7 @@ def warm_up(stage_name: str, device: str) -> None:
     else:
         import jax
 
-        jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
+        jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 
 
 def counter(stage_name: str) -> Callable[[], int]:
@@ -87,9 +87,9 @@ def counter(stage_name: str) -> Callable[[], int]:
         return lambda: ours() + graphs()
     import jax
 
-    def heard(event: str, seconds: float, **_: Any) -> None:
+    def heard(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(seconds)
+            seen.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(heard)
     return lambda: ours() + len(seen)

@@ -37,21 +37,27 @@ def stage(device: str) -> Stage:
 
 def in_a_row(call: Call) -> float:
     """Seconds of a call on a device: some of them enqueued, the host ahead of all but the first."""
-    import jax
 
     many = 5
-    jax.block_until_ready(call())
+    _ready(call())
 
     def run() -> None:
         for _ in range(many):
             last = call.enqueue()  # type: ignore[attr-defined]
-        jax.block_until_ready(last)
+        _ready(last)
 
     return seconds(run) / many
 
 
 def _numpy(given: Any) -> list[Array]:
     return [np.asarray(x, np.float32) for x in (given if isinstance(given, tuple) else (given,))]
+
+
+def _ready(found: Any) -> Any:
+    """When it is there."""
+    import jax
+
+    return jax.block_until_ready(found)  # type: ignore[no-untyped-call]
 
 
 class Jitted:
@@ -77,9 +83,8 @@ class Jitted:
         return self.function(*self.arguments)
 
     def __call__(self) -> Any:
-        import jax
 
-        found = jax.block_until_ready(self.enqueue())
+        found = _ready(self.enqueue())
         return tuple(x.swapaxes(1, 2) for x in found) if isinstance(found, tuple) else found.swapaxes(1, 2)
 
 
@@ -116,8 +121,9 @@ def splash(device: str, interpret: bool, contest: Contest) -> Call:
         raise NoWordsError("splash attention has no word for a score mod")
     window = contest.window()
     shape = (s.q_len, s.kv_len)
+    each: list[Any]
     if window is not None:
-        one = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
+        one: Any = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
         each = [one] * s.heads
     else:
         dense = contest.dense()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def _ours(contest: Contest) -> Call:
     s, m = contest.sizes, _mask(contest)
 
     def run() -> Callable[[], Array]:
-        made = Mask(m.expr, m.params).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads, block=TILE)
+        made = Mask(m.expr, m.params).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads, block=(TILE, TILE))
         made.spans  # noqa: B018 - what it is for
         return lambda: np.broadcast_to(made.kinds() != EMPTY, (s.batch, s.heads, made.rows, made.columns))
 
@@ -98,6 +99,7 @@ def _process(contest: Contest) -> Call:
         raise NoWordsError(f"splash attention takes lengths that are multiples of {TILE}")
     window = contest.window()
     shape = (s.q_len, s.kv_len)
+    each: list[Any]
     if window is not None:
         each = [masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)] * s.heads
     else:

@@ -68,8 +68,8 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         try:
             call = c.prepare(contest)
             results[c.name] = stage.numpy(call())
-        except NoWordsError as why:
-            race.out[c.name] = str(why)
+        except NoWordsError as said:
+            race.out[c.name] = str(said)
             continue
         except Exception as error:  # of any library: what it says is part of the result
             race.out[c.name] = f"failed: {type(error).__name__}: {error}".split("\n")[0][:200]
