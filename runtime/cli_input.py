@@ -22,6 +22,7 @@ from .parameters import names_of
 
 Scalar = bool | int | float
 LENGTH = 2048  # of queries, where nobody says
+ROWS = 1 << 24  # rows of tiles that are laid out: some gigabytes of bounds
 
 
 def subject(args: argparse.Namespace, **more: Any) -> Program:
@@ -78,6 +79,11 @@ def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
     """The layout of the sizes and tile that are given."""
     q_len = args.q_len or LENGTH
     kv_len = args.kv_len or q_len
+    if (rows := -(-q_len // args.block[0])) > ROWS:
+        raise ParameterError(
+            f"{q_len:,} queries are {rows:,} rows of tiles, more than {ROWS:,}\n"
+            f"  take larger tiles, for example --block {-(-q_len // ROWS)}"
+        )
     mask.check_tables(q_len, kv_len, args.batch, args.heads)
     for name, at, size in (("--b", args.b, args.batch), ("--h", args.h, args.heads)):
         if at is not None and at >= size:

@@ -30,9 +30,9 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-") and len(word) > 1:
                 name = word.partition("=")[0]
                 self.error(f"there is no option {name}{meant(name, self.switches)}")
-        self.error(
-            f"{words[0]!r} is one word too many; an EXPR with spaces is written in quotes: 'causal & window(256)'"
-        )
+        takes = any(action.metavar == "EXPR" for action in self._get_positional_actions())
+        quoted = "; an EXPR with spaces is written in quotes: 'causal & window(256)'" if takes else ""
+        self.error(f"{words[0]!r} is one word too many{quoted}")
 
 
 class Layout(argparse.RawDescriptionHelpFormatter):

@@ -85,7 +85,8 @@ def described(what: Program) -> tuple[dict[str, Any], list[tuple[str, str | Text
         (what.score, simple_score, "score: nothing changes"),
     ):
         if part is not None:
-            said, means = written(part), text(simple) or nothing
+            known = {**bound, **shapes}  # which `with` tells the types of
+            said, means = written(part), nothing if simple is None else show_text(simple, known)
             lines += [(part.what.split()[0], said), ("means", means if means != said else "")]
     return data, [*lines, ("with", where)]
 
@@ -111,9 +112,9 @@ def laid(layout: Layout, mask: Mask) -> tuple[dict[str, Any], list[tuple[str, st
         "block": list(layout.block), "counts": asdict(c), "exact": layout.exact, "density": layout.density,
         "facts": f.as_dict(), "visible_pairs": f.visible_pairs,
     }  # fmt: skip
-    shape = f"{layout.q_len:,} queries × {layout.kv_len:,} keys, in tiles of {bq} × {bk}"
+    shape = f"{counted(layout.q_len, 'query', 'queries')} × {counted(layout.kv_len, 'key')}, in tiles of {bq} × {bk}"
     if layout.batch * layout.heads > 1:
-        shape += f"; batch {layout.batch:,}, {layout.heads:,} {'head' if layout.heads == 1 else 'heads'}"
+        shape += f"; batch {layout.batch:,}, {counted(layout.heads, 'head')}"
     lines: list[tuple[str, str | Text]] = [
         ("sizes", shape), ("visible", visible(layout)), ("tiles", tiles(layout)), ("saved", saved(layout)),
         ("rows", empty_rows(layout, mask)), ("kernels", reached(layout)), ("found", found(layout)),
@@ -133,8 +134,12 @@ def visible(layout: Layout) -> str:
     queries = layout.batch * layout.heads * layout.q_len
     total = queries * layout.kv_len
     mean = pairs / queries
-    each = f"{mean:,.0f}" if mean >= 100 or mean == int(mean) else f"{mean:,.1f}"
-    return f"{pairs:,} of {total:,} pairs, {share(pairs, total)}\na query sees {each} keys on average"
+    each = "1 key" if mean == 1 else f"{mean:,.0f} keys" if mean >= 100 or mean == int(mean) else f"{mean:,.1f} keys"
+    return f"{pairs:,} of {counted(total, 'pair')}, {share(pairs, total)}\na query sees {each} on average"
+
+
+def counted(n: int, one: str, many: str = "") -> str:
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def tiles(layout: Layout) -> Text:

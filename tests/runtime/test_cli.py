@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -128,6 +129,8 @@ BAD = {
     "show same(doc) --table doc=no.npy": "cannot read no.npy: No such file or directory\n",
     "show same(doc) --table doc=short.npy": "ParameterError: table `doc` has 10 entries on axis 0 and is read at `q` = "
     "0..2047; give 2048, or hide what lies beyond: `q < 10 & ...`\n",
+    "show causal --q-len 100000000000": "ParameterError: 100,000,000,000 queries are 781,250,000 rows of tiles, more "
+    "than 16,777,216\n  take larger tiles, for example --block 5961\n",
     "emit window(w) --backend triton": "ParameterError: `w` has no value; give it: --set w=VALUE\n",
     "emit causal --backend nope": "BackendError: no backend 'nope'; there are aten, xla, cpp, triton, gluon, "
     "pallas-tpu, pallas-mosaic-gpu, dense, library, native\n",
@@ -199,6 +202,7 @@ def test_a_table_that_is_no_table(run, tmp_path):
         (["shwo"], "frisket: there is no command 'shwo'; did you mean show?\n  see `frisket --help`\n"),
         (["show", "causal", "--q-lne", "8"], "frisket show: there is no option --q-lne; did you mean --q-len?\n"),
         (["show", "causal", "--q", "8"], "frisket show: there is no option --q; did you mean --q-len?\n"),
+        (["doctor", "causal"], "frisket doctor: 'causal' is one word too many\n"),
         (["show", "q", "-", "k"], "'-' is one word too many; an EXPR with spaces is written in quotes: 'causal &"),
         (["check", "causal", "--case", "cpp"], "'cpp' is no case; a mismatch prints one, for example torch/cpp/"),
         (["completion", "tcsh"], "argument SHELL: invalid choice: 'tcsh' (choose from"),
@@ -372,3 +376,35 @@ def test_run_tells_a_mismatch(run, tmp_path, monkeypatch):
     status, out, _ = run("run", "causal", "--tokens", "a.md", "--repeats", "1", "--heads", "1", "--framework", "torch")
     assert status == 1
     assert "MISMATCH: more than 2 × that of dense attention + 1e-6" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "q_len", "kv_len", "heads"),
+    [
+        ("causal & window(50)", 300, 300, 1),
+        ("causal & q % 7 != 3 & k > 20", 200, 333, 1),
+        ("abs(q - k) < 30 * (h + 1)", 150, 150, 3),
+        ("(q * k) % 5 == 0", 96, 64, 2),
+        ("false", 64, 64, 1),
+    ],
+)
+def test_what_show_says_is_so(run, text, q_len, kv_len, heads):
+    import frisket as fk
+
+    argv = ["show", text, "--q-len", q_len, "--kv-len", kv_len, "--heads", heads, "--block", 32]
+    status, out, _ = run(*argv)
+    assert status == 0
+    seen = fk.mask(text).dense(q_len, kv_len, heads=heads)
+    kinds = fk.mask(text).layout(q_len, kv_len, heads=heads, block=(32, 32)).kinds()
+    assert f"visible   {seen.sum():,} of {seen.size:,} pairs, {100 * seen.mean():.3g} %\n" in out
+    for kind, said in enumerate(("empty", "partial", "full")):
+        assert re.search(rf" {(kinds == kind).sum():,} {said}: ", out)
+    read = (kinds > 0).mean()
+    saved = f"{100 * (1 - read):.3g} % of dense attention's FLOPs" if 0 < read < 1 else ""
+    assert f"saved     {saved}" in out
+    rows = np.argwhere(~seen.any(-1))
+    if len(rows):
+        first = re.search(r"rows      query (\d+)(?: of batch 0, head (\d))? sees no key; where that is so", out)
+        assert [0, int(first[2] or 0), int(first[1])] in rows.tolist()
+    else:
+        assert "rows      every query sees at least one key\n" in out
