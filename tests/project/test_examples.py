@@ -1,0 +1,43 @@
+"""The programs of examples/ hold their own assertions, and docs/examples.md says what they say."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("examples_page", ROOT / "docs" / "examples.py")
+examples = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(examples)
+PAGE = examples.PAGE.read_text(encoding="utf-8")
+
+
+def printed(program):
+    """What a program printed, as the page has it."""
+    shown = re.search(rf"\[The program\]\(\.\./examples/{program}\.py\) prints\n\n((?:    .*\n|\n)+)", PAGE)
+    return re.sub(r"^    ", "", shown[1], flags=re.M).rstrip("\n") + "\n"
+
+
+def sentences(output):
+    """The lines that are prose, numbers left out: those of other sizes and machines are others."""
+    lines = [line for line in output.splitlines() if re.match(r"[A-Z]", line)]
+    return [re.sub(r"(#[\s,]*)+", "#", re.sub(r"\d[\d.,]*(?:e[-+]\d+)?", "#", line)) for line in lines]
+
+
+def test_the_page_is_written_from_the_programs():
+    assert examples.page({program: printed(program) for program in examples.PROGRAMS}) == PAGE
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("program", examples.PROGRAMS)
+def test_it_runs(program):
+    """With its assertions: exit status 0; and it prints the sentences that the page shows."""
+    if program == "natten_image":
+        pytest.importorskip("matplotlib")
+    command = [sys.executable, f"examples/{program}.py", "--small"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert sentences(done.stdout) == sentences(printed(program))
