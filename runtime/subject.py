@@ -163,7 +163,7 @@ def _mentions(part: Bound, name: str) -> bool:
     return name in names_of(part.expr)
 
 
-def check_used(params: Mapping[str, Any], names: Any) -> None:
+def check_used(params: Iterable[str], names: Any) -> None:
     if unused := [n for n in params if n not in names]:
         near = nearest(unused[0], names)
         hint = f"; did you mean `{near}`?" if near else "; the parameters are " + (", ".join(sorted(names)) or "none")

@@ -110,7 +110,8 @@ def written(arrays: Mapping[str, Any], new: Mapping[str, Any], at: jax.Array) ->
 
 def check_new(arrays: Mapping[str, Any], batch: int, k: Any, v: Any) -> int:
     """How many new tokens a sequence, of k [batch, new, kv_heads, head_dim] and v."""
-    return checks.check_new(k, v, "bshd", batch, *arrays["k"].shape[2:], arrays["v"].shape[3])
+    kv_heads, head_dim = arrays["k"].shape[2:]
+    return checks.check_new(k, v, "bshd", batch, kv_heads, head_dim, arrays["v"].shape[3])
 
 
 def counted(counts: Any, batch: int, new: int) -> jax.Array:
