@@ -48,7 +48,7 @@ def smaller(case):
     """Fewer queries and keys, where no table or place says how many there are."""
     if case.sizes is not None:
         return case
-    return case.but(q_len=min(case.q_len, 100), kv_len=min(case.kv_len, 110), block=(32, 32))
+    return case.but(q_len=min(case.q_len, 70), kv_len=min(case.kv_len, 80), block=(32, 32))
 
 
 @pytest.mark.parametrize("name", CASES)
