@@ -41,20 +41,23 @@ function kindOf(row, column) {
   return r < runs.rowPtr[line + 1] && runs.ends[2 * r] <= column ? runs.kind[r] : EMPTY;
 }
 
-// Cells of a chunk: how many of their tiles are full, and how many are read.
+// Cells of a chunk: how many of their tiles are full, and how many are read; in each line `from` one cell `to` another.
 function counted(level, ci, cj) {
   const cell = 2 ** level, w = CHUNK + 1;
   const full = new Float64Array(CHUNK * w), read = new Float64Array(CHUNK * w);
+  const from = new Int32Array(CHUNK).fill(CHUNK), to = new Int32Array(CHUNK);
   const c0 = cj * CHUNK * cell, c1 = Math.min(data.columns, c0 + CHUNK * cell);
   const r0 = ci * CHUNK * cell, r1 = Math.min(data.rows, r0 + CHUNK * cell);
   // differences from cell to cell, summed up at the end: some tiles of the first, all of those between, some of the last
-  const add = (to, line, lo, hi) => {
+  const add = (sum, line, lo, hi) => {
     const first = Math.floor(lo / cell), last = Math.floor((hi - 1) / cell), here = line * w;
     const head = (first + 1) * cell - lo, tail = hi - last * cell;
-    to[here + first] += head;
-    to[here + first + 1] += cell - head;
-    to[here + last] += tail - cell;
-    to[here + last + 1] -= tail;
+    sum[here + first] += head;
+    sum[here + first + 1] += cell - head;
+    sum[here + last] += tail - cell;
+    sum[here + last + 1] -= tail;
+    if (first < from[line]) from[line] = first;
+    if (last >= to[line]) to[line] = last + 1;
   };
   for (let row = r0; row < r1; row++) {
     const line = sliceOf() * data.rows + row, stop = runs.rowPtr[line + 1];
@@ -65,18 +68,19 @@ function counted(level, ci, cj) {
       if (runs.kind[r] === FULL) add(full, place, lo, hi);
     }
   }
-  for (const to of [full, read])
-    for (let i = 0; i < CHUNK; i++) for (let j = 1; j < w; j++) to[i * w + j] += to[i * w + j - 1];
-  return { full, read, r0, c0, cell };
+  for (const sum of [full, read])
+    for (let i = 0; i < CHUNK; i++) for (let n = i * w + from[i] + 1; n <= i * w + to[i]; n++) sum[n] += sum[n - 1];
+  return { full, read, from, to, r0, c0, cell };
 }
 
 function chunk(level, ci, cj) {
-  const { full, read, r0, c0, cell } = counted(level, ci, cj), w = CHUNK + 1;
+  const { full, read, from, to, r0, c0, cell } = counted(level, ci, cj), w = CHUNK + 1;
   const [lines, across] = [data.rows - r0, data.columns - c0].map((n) => Math.min(CHUNK, Math.ceil(n / cell)));
   return painted(CHUNK, CHUNK, (pixels) => {
     for (let i = 0; i < lines; i++) {
       const high = Math.min(cell, data.rows - r0 - i * cell);
-      for (let j = 0; j < across; j++) {
+      pixels.fill(colours.empty, i * CHUNK, i * CHUNK + across);
+      for (let j = from[i]; j < to[i]; j++) {
         const n = i * w + j, some = read[n], tiles = high * Math.min(cell, data.columns - c0 - j * cell);
         pixels[i * CHUNK + j] =
           some === 0 ? colours.empty : full[n] === tiles ? colours.full : colours.shades[Math.round((SHADES * some) / tiles)];

@@ -123,12 +123,13 @@ def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
     layout = laid_out(what, request)
     said = html.said(layout)
     spent = time.perf_counter() - start
+    notes = {n: None for part in (what.mask, what.score) if part is not None for n in part.origin.notes}
+    said["facts"] += html.table(("note", n) for n in notes)
     return {
         "data": html.data(layout, portable.plain, partial(keyed, have=request.have)), **said,
         "title": html.short(" ".join(request.text.split()), 80), "cost": cost(layout, spent),
         "score": None if what.score is None else becomes(what.score, what.mask, request),
         "scalars": [asdict(s) for s in scalars], "made": {n: t.note for n, t in made.items()},
-        "notes": [] if what.mask is None else list(what.mask.origin.notes), "uses": sorted(uses(layout.written)),
         "command": command(request, scalars, made, files), "python": python(request, what, scalars, made, files),
     }  # fmt: skip
 

@@ -35,6 +35,11 @@ def test_the_picture_is_that_of_the_layout():
     json.dumps(found)
 
 
+def test_notes_are_told():
+    assert "`causal` is defined here and hides the library" in asked("def causal = q > k\nmask = causal")["facts"]
+    assert "note" not in asked("causal")["facts"]
+
+
 def test_tables_travel_once():
     first = asked("same(doc)")["data"]["mask"]["program"]["tables"]["doc"]["array"]
     again = asked("same(doc)", have=[first["key"]])["data"]["mask"]["program"]["tables"]["doc"]["array"]
