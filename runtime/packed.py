@@ -216,9 +216,11 @@ def interleaved(runs: Sequence[Callable[[], Any]], repeats: int) -> Iterator[lis
 
 
 def oracle(
-    arrays: tuple[Array, Array, Array], mask: Expr | None, score: Expr | None, params: Any, tables: Any
-) -> Iterator[tuple[tuple[slice, slice], Array]]:
-    """The float64 interpreter's attention, piece by piece: ((heads, queries), out [1, 1, queries, dim])."""
+    arrays: tuple[Array, Array, Array], mask: Expr | None, score: Expr | None, params: Any, tables: Any,
+    rounded: Callable[[Any], Array] = dense.exactly,
+) -> Iterator[tuple[tuple[slice, slice], Array]]:  # fmt: skip
+    """The float64 interpreter's attention, piece by piece: ((heads, queries), out [1, 1, queries, dim]); with
+    `rounded` the same formula in another dtype."""
     q, k, v = arrays
     heads, length = q.shape[1:3]
     scale, sizes = q.shape[-1] ** -0.5, (1, heads, length, k.shape[2])
@@ -227,7 +229,7 @@ def oracle(
             at = (slice(h, h + 1), slice(start, min(start + SLAB, length)))
             out, _ = dense.attention(
                 q[:, *at], k[:, at[0]], v[:, at[0]], mask, score, scale=scale, params=params,
-                tables=tables, origin=(0, h, start, 0), sizes=sizes,
+                tables=tables, origin=(0, h, start, 0), sizes=sizes, rounded=rounded,
             )  # fmt: skip
             yield at, out
 

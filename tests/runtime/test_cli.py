@@ -368,6 +368,28 @@ def test_run_packs_attends_and_reports(run, tmp_path, framework):
     assert found["error"] <= 2 * found["error_dense"] + 1e-6
 
 
+def test_run_measures_errors_by_the_formula(run, tmp_path, monkeypatch):
+    """Whoever is raced against may be more exact than dense attention in that dtype, or wrong: no measure."""
+    from dataclasses import replace
+
+    from frisket.runtime import packed
+
+    prepare = packed.prepare
+
+    def wrong(*job):
+        made = prepare(*job)
+        return replace(made, dense=replace(made.dense, run=lambda: float("nan")))
+
+    monkeypatch.setattr(packed, "prepare", wrong)
+    (tmp_path / "a.md").write_text("some text " * 10)
+    argv = ["run", "causal", "--tokens", "a.md", "--repeats", "1", "--heads", "2", "--framework", "torch", "--json"]
+    status, out, _ = run(*argv)
+    found = json.loads(out)
+    assert status == 0
+    assert 1e-9 < found["error_dense"] < 1e-5
+    assert found["error"] <= 2 * found["error_dense"] + 1e-6
+
+
 def test_run_tells_a_mismatch(run, tmp_path, monkeypatch):
     from frisket.runtime import cli_run
 
