@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from frisket.dsl.errors import Undecided
+
 from .contest import Call, Contest, NoWordsError, Stage
 from .machine import median_ratio, row
 
@@ -112,7 +114,20 @@ def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str]
         whys = [apart(x, y, sizes.dtype) for x, y in zip(found, results[base], strict=True)]
         if why := next(filter(None, whys), ""):
             bad[name] = f"not timed: {why} from {base}"
+    peers = [n for n in bad if n not in ours]
+    if peers and contest.mask is not None and _sees_nothing(contest):
+        bad |= {n: f"{bad[n]}; some queries see no key, where results are 0 here" for n in peers}
     return bad
+
+
+def _sees_nothing(contest: Contest) -> bool:
+    """Whether some query sees no key: what others answer there is theirs to choose."""
+    s = contest.sizes
+    assert contest.mask is not None
+    try:
+        return bool(contest.mask.empty_rows(s.q_len, s.kv_len, batch=s.batch, heads=s.heads))
+    except Undecided:
+        return False
 
 
 def apart(got: Any, want: Any, dtype: str) -> str:

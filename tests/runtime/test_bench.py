@@ -2,7 +2,9 @@
 how long anything took."""
 
 import json
+import shlex
 import sys
+from argparse import ArgumentParser
 from dataclasses import replace
 from types import ModuleType
 
@@ -14,6 +16,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.runtime.bench import layouts, race, schema, torch_stage
 from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
 from frisket.runtime.cli import main
+from frisket.runtime.cli_bench import add_bench
 
 torch = pytest.importorskip("torch")
 SIZES = Sizes(96, 96, batch=1, heads=2, kv_heads=2, head_dim=16)
@@ -117,6 +120,13 @@ def test_an_error_where_the_interpreter_does_not_look(stage):
 def test_nan_is_never_agreement(stage):
     found = finished(CAUSAL, off(stage, "SDPA is_causal", lambda x: x * float("nan")), families={"sdpa"})
     assert found.out["SDPA is_causal"].startswith("wrong, not timed: 1,024 of 1,024 numbers are NaN")
+
+
+def test_queries_that_see_no_key_are_told(stage):
+    """A peer may answer anything there."""
+    mask = fk.mask("causal & q >= 5")
+    found = finished(Contest("late", mask, None, SIZES), off(stage, "SDPA with a mask", lambda x: x.fill_(1.0)))
+    assert found.out["SDPA with a mask"].endswith("; some queries see no key, where results are 0 here")
 
 
 def test_wrong_gradients(stage):
@@ -287,6 +297,16 @@ def test_bad_input(bench, options, message):
     status, out, err = bench(*options)
     assert (status, out) == (2, "")
     assert message in err
+
+
+@pytest.mark.matrix
+def test_the_examples_of_its_help(bench, tmp_path):
+    parser = ArgumentParser()
+    add_bench(parser)
+    lines = [line.strip() for line in parser.epilog.splitlines() if line.strip().startswith("frisket bench ")]
+    assert len(lines) == 2
+    for line in lines:
+        assert bench(*shlex.split(line)[2:])[0] == 0
 
 
 @pytest.mark.matrix
