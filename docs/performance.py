@@ -290,6 +290,14 @@ TOPICS = (
           each(("tables", "From the words of a mask to all that kernels read", "ms"),
                ("visits", "Tiles that are computed", "tiles computed"),
                ("visits", "Steps of the grid that splash attention takes for them", "steps of the grid"))),
+    Topic("transformers-training", "A training step through transformers", "A tiny Llama, 4,096 tokens, one thread, "
+          "forward, backward and optimiser: files packed, four documents, one document.",
+          "python benchmarks/transformers_training.py",
+          each(("files", "Files packed into one sequence", "ms"), ("four", "Four documents", "ms"),
+               ("one", "One document: plain causal", "ms"))),
+    Topic("explorer", "A keystroke in the explorer", "131,072 tokens in tiles of 128: from the key to the frame with "
+          "the new picture, facts and cost, in Chromium without a window; of that, the analysis.",
+          "python benchmarks/explorer.py", each(("keystroke", "Milliseconds", "ms"))),
     Topic("context-parallel", "Sequences over ranks", "A million tokens dealt to 64 ranks: a model, not a measurement.",
           "python benchmarks/context_parallel.py", of_deals),
 )  # fmt: skip
