@@ -73,10 +73,8 @@ def test_masks_as_flax_reads_them(case):
         np.testing.assert_allclose(x, y, atol=2e-6)
 
 
-KINDS = pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
-
-
-@KINDS
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_layers_of_both_kinds(kind):
     """One set of weights, flax's function and ours: outputs, and gradients of all weights."""
     x, how = drawn(2, LENGTH, 32), {"mask": "causal & window(w)", "w": 5}
@@ -99,7 +97,8 @@ def test_layers_of_both_kinds(kind):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-5)
 
 
-@KINDS
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_steps_of_a_cache(kind):
     """Token by token under text that knows positions, a key hidden by flax's own mask, is all at once."""
     x = drawn(2, 9, 16)
