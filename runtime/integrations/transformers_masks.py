@@ -271,7 +271,9 @@ def symbolic(
     if isinstance(attention_mask, SymbolicMask):  # made before, by `generate`
         return attention_mask
     if mask_function is None:
-        from transformers.masking_utils import causal_mask_function as mask_function
+        from transformers.masking_utils import causal_mask_function
+
+        mask_function = causal_mask_function
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache counts on in place before its attention runs
     text, tables = read(mask_function)

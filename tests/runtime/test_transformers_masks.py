@@ -84,6 +84,7 @@ def test_the_page_has_the_figures_that_were_measured():
     for case, what in (
         ("files", "{documents} files of {shortest} tokens"),
         ("four", "{documents} of {shortest:,} tokens"),
+        ("one", "{documents} of {shortest:,} tokens"),
     ):
         row = found["parts"][case]["rows"]["training step"]
         ours = row["figures"]["ms"]["frisket"]
