@@ -42,9 +42,10 @@ def evaluate(
     without a value and for an Int outside 64 bits.
     """
     tables, hooks = tables or {}, hooks or {}
+    root = unrolled(root, env, tables)
     values: dict[Expr, Array] = {}
     with np.errstate(all="ignore"):
-        for node in walk(unrolled(root, env, tables)):
+        for node in walk(root):
             args = [values[a] for a in node.args]
             if node.op in hooks:
                 values[node] = hooks[node.op](node, *args)
@@ -60,7 +61,7 @@ def evaluate(
                 values[node] = _lookup(node, table_array(tables, node.name), args)
             else:
                 values[node] = OPERATORS[node.op](*args)
-    return values[unrolled(root, env, tables)]
+    return values[root]
 
 
 def table_array(tables: Mapping[str, Any], name: str) -> Array:
