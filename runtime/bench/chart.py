@@ -67,13 +67,12 @@ def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Pale
     axes.set_facecolor(p.paper)
     axes.axvline(1, color=p.full, linewidth=2)
     for n, peer in enumerate(peers):
-        at = [i for i, of in enumerate(rows.values()) if peer in of]
+        at = [i + _beside(list(of), peer) for i, of in enumerate(rows.values()) if peer in of]
         values = [of[peer] for of in rows.values() if peer in of]
-        spread = (n - (len(peers) - 1) / 2) * min(0.16, 0.6 / len(peers))
         middle = [x[0] for x in values]
         low, high = ([x[0] - x[1] if len(x) > 1 else 0 for x in values], [x[-1] - x[0] for x in values])
         axes.errorbar(
-            middle, [i + spread for i in at], xerr=[low, high], fmt=MARKS[n % len(MARKS)], markersize=5, linewidth=1.2,
+            middle, at, xerr=[low, high], fmt=MARKS[n % len(MARKS)], markersize=5, linewidth=1.2,
             color=COLOURS[n % len(COLOURS)], label=peer,
         )  # fmt: skip
     axes.set_xscale("log")
@@ -91,6 +90,11 @@ def _marks(axes: Any, rows: Mapping[str, Mapping[str, Sequence[float]]], p: Pale
         loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False, labelcolor=p.ink, borderpad=0,
         handletextpad=0.3, columnspacing=1.2,
     )  # fmt: skip
+
+
+def _beside(peers: Sequence[str], peer: str) -> float:
+    """How far below the middle of its row a mark stands."""
+    return (peers.index(peer) - (len(peers) - 1) / 2) * min(0.16, 0.6 / len(peers))
 
 
 def _ticks(axes: Any, values: Sequence[float]) -> None:
