@@ -11,6 +11,7 @@
 import sys
 import time
 from itertools import islice
+from textwrap import fill, indent
 
 import torch
 from byte_model import ByteModel, pack, train
@@ -126,7 +127,8 @@ try:
     refused = ""
 except fk.ShapeError as error_:
     refused = str(error_).splitlines()[0]
-print(f"A ring under the whole mask is refused: {refused}.")
+print("A ring under the whole mask is refused, because")
+print(indent(fill(refused, 80), "    "))
 
 # %%
 assert losses[-1] < losses[0] - 1, "the model learns"
