@@ -234,6 +234,22 @@ def test_a_model_is_one_graph(name, how):
             torch.testing.assert_close(p.grad, gradients[n], rtol=1e-3, atol=1e-3, msg=n)
 
 
+@pytest.mark.matrix
+def test_steps_through_a_static_cache_are_one_graph():
+    eager, ours = hf_models.pair("llama", num_hidden_layers=1)
+    graphs = []
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    ids, cache = hf_models.tokens(), StaticCache(config=ours.config, max_cache_len=32)
+    with torch.no_grad():
+        want = eager(ids, use_cache=False).logits
+        ours(ids[:, :10], past_key_values=cache)
+        for i in range(10, 14):
+            got = compiled(ids[:, i : i + 1], past_key_values=cache).logits[:, 0]
+            torch.testing.assert_close(got, want[:, i], rtol=2e-5, atol=2e-5)
+    assert len(graphs) == 1
+
+
 def test_importing_frisket_imports_no_transformers():
     code = "import frisket, frisket.integrations, sys; print('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
