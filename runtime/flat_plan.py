@@ -7,41 +7,27 @@ a pytree whose leaves are the tables and the spans.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from frisket.dsl.errors import LoweringError, ParameterError
-from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
-from frisket.dsl.sugar import eq
+from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
-from frisket.lowering.analysis.driver import bind as written_out
-from frisket.lowering.analysis.driver import grid_of, swap
-from frisket.lowering.analysis.facts import sees_itself
-from frisket.lowering.analysis.table import Table
 from frisket.lowering.aten_expr import distance_only
-from frisket.lowering.flat import DeviceSpans, Planner, planner
-from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans, make_plan, whole
-from frisket.lowering.simplify import prepare, simplify
-from frisket.lowering.simplify.hoist import finite
+from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans
 from frisket.lowering.stages import Pair, Stages
 
-from .bind import UNDRAWN, limits_of
+from .bind import UNDRAWN
+from .flat_laid import Key, Laid, Values, host_layout, laid_of, origin_of
 from .frameworks import framework_of
 from .host_plan import few_tiles
-from .layout import Layout, make_layout
-from .layout_checks import check_lengths, check_reach, place_of
-from .mask import Mask
+from .layout_checks import check_lengths, place_of
 from .parameters import names_of, traced
 from .stored import Stored
 from .subject import Subject
-
-Values = Mapping[str, Any]
 
 
 def divided(
@@ -68,42 +54,6 @@ def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) ->
 
 
 @dataclass(frozen=True)
-class Key:
-    """All of a flat plan but values: what is worked out once."""
-
-    what: Subject  # with the host's values
-    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others
-    facts: frozenset[str]  # tables declared sorted
-    framework: str
-    q_len: int
-    kv_len: int
-    batch: int
-    heads: int
-    origin: Origin  # vectors as tuples
-    sizes: Sizes | None
-    dropout: bool
-    most: tuple[tuple[str, int], ...] = ()  # known magnitudes of those others
-
-
-@dataclass(frozen=True)
-class Laid:
-    """The static part: what the kernel does, and what plans its spans, or the spans where no table decides them.
-    `turned` plans the transposed ones; `held` keeps copies of the host's arrays on devices."""
-
-    parts: tuple[Expr | None, Expr | None]
-    rules: Counter[str]
-    plan: LoopPlan
-    planner: Planner | None
-    turned: Callable[[], Planner]
-    host: Mask  # the mask with the host's values, for a layout of the host
-    at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
-    slice_of: NDArray[Any]
-    full: Sizes
-    held: dict[Any, Any] = field(default_factory=dict, compare=False)
-    ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # what calls with such plans need
-
-
-@dataclass(frozen=True)
 class FlatWork:
     """A flat plan for one tile size, as `bind.Work` is for a plan of the host."""
 
@@ -125,7 +75,7 @@ class FlatPlan:
         self.key, self.given = key, given
         self._made: dict[tuple[tuple[int, int], bool], Any] = made  # by tile, and whether transposed
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
-        self.laid = _laid(key)
+        self.laid = laid_of(key)
         self.shown: set[Any] = set()
         self.ready: dict[Any, Any] = {}
         self._others: dict[Stored | None, FlatPlan] = {}
@@ -159,7 +109,7 @@ class FlatPlan:
     heads = property(lambda self: self.key.heads)
     q_len = property(lambda self: self.key.q_len)
     kv_len = property(lambda self: self.key.kv_len)
-    origin = property(lambda self: _origin(self.key))
+    origin = property(lambda self: origin_of(self.key))
     sizes = property(lambda self: self.key.sizes)
     dropout = property(lambda self: self.key.dropout)
 
@@ -170,7 +120,7 @@ class FlatPlan:
         return (
             laid.planner is None
             and distance_only(laid.host.expr)
-            and few_tiles(_host_layout(self.key, (128, 128)).spans)
+            and few_tiles(host_layout(self.key, (128, 128)).spans)
         )
 
     @property
@@ -211,7 +161,7 @@ class FlatPlan:
     def _spans(self, block: tuple[int, int], turned: bool) -> Spans | DeviceSpans:
         laid, key = self.laid, self.key
         if laid.planner is None:
-            layout = _host_layout(key, block)
+            layout = host_layout(key, block)
             return layout.transposed.spans if turned else layout.spans
         if (block, turned) not in self._made:
             from .flat_run import Place, spans  # with its printers, of no use before
@@ -316,7 +266,7 @@ def flat_plan(
     if key.framework == "jax":
         _register()
     plan = FlatPlan(key, values, {})
-    if block is not None and _laid(key).planner is not None:
+    if block is not None and laid_of(key).planner is not None:
         made = plan.spans(block)
         assert isinstance(made, DeviceSpans)
         plan._made[block, False] = made.bounds, made.count, made.overflow, made.order
@@ -351,82 +301,6 @@ def _fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
 
 def _floating(x: Any) -> Any:
     return x.float() if framework_of(x) == "torch" else x.astype("float32")
-
-
-def _origin(key: Key) -> Origin:
-    b, h, q, k = (np.asarray(x) if isinstance(x, tuple) else x for x in key.origin)
-    return b, h, q, k
-
-
-@lru_cache(maxsize=16)  # the keys hold tables of the host
-def _laid(key: Key) -> Laid:
-    """The static part of a plan, from shapes and the host's values."""
-    what, rules = key.what, Counter[str]()
-    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
-    known = {**what.tables, **shapes}
-    parts = [None if p is None else written_out(p.expr, known) for p in (what.mask, what.score)]
-    sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
-    origin = _origin(key)
-    _check_lengths_of_tables(key, parts, known, origin)
-    seen, mod = prepare(parts[0], what.scored(parts[1]), sane, rules)
-    full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
-    host = Mask(TRUE if seen is None else seen)
-    grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
-    limits = limits_of(full, what.scalars, what.tables) | dict(key.most)
-    q, k = (np.asarray(x) for x in origin[2:])
-    own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
-    plan = make_plan(
-        seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, **what.beside(known),
-    )  # fmt: skip
-    _check_segments((seen, mod), {n for n, *_ in key.given})
-    free = {n for n, *_ in key.given} & names_of(host.expr).keys()
-    mine = {n: x for n, x in {**what.scalars, **what.tables}.items() if n in names_of(host.expr) and n not in free}
-
-    def planned(mask: Expr) -> Planner:
-        sorted_ = key.facts | {n for n, t in what.tables.items() if Table(t).sorted}
-        beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
-        wide = key.framework == "torch" or _wide()
-        return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
-
-    made = planned(host.expr) if free else None
-    turned = cache(lambda: planned(simplify(swap(host.expr))))
-    at = (grid.b, grid.h, grid.q, grid.k)
-    return Laid((seen, mod), rules, plan, made, turned, host.bind(**mine), at, slice_of.astype(np.int32), full)
-
-
-def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, origin: Origin) -> None:
-    """As `check_reach` on the host, where that can be known: a mask that reads a device's tables may show anything,
-    but for the diagonal where it does whatever they hold."""
-    mask = TRUE if parts[0] is None else parts[0]
-    if names_of(mask).keys() & {n for n, *_ in key.given}:
-        mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
-    lengths = key.batch, key.heads, key.q_len, key.kv_len
-    check_reach(mask, [p for p in parts if p is not None], key.what.scalars, known, lengths, origin, key.sizes)
-
-
-@lru_cache(maxsize=16)
-def _host_layout(key: Key, block: tuple[int, int]) -> Layout:
-    """The layout that no table of a device decides."""
-    host = _laid(key).host
-    return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, _origin(key), key.sizes)
-
-
-def _wide() -> bool:
-    from frisket.lowering.xla_tiles import int64_enabled
-
-    return int64_enabled()
-
-
-def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
-    """Segments become a table as long as the positions, so they are known of positions alone."""
-    for e in (p for p in parts if p is not None):
-        for n in walk(e):
-            if n.op == "segment" and n.name in given and n.args[0].op != "var":
-                raise LoweringError(
-                    f"`{n!r}` asks a traced table of offsets for something other than a position\n"
-                    "  give the offsets as values of the host, or the segment of every position as a table"
-                )
 
 
 @lru_cache(maxsize=1)

@@ -22,7 +22,8 @@ from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSource, Target
 
 from .backends import GUARDED
-from .flat_plan import FlatPlan, Key
+from .flat_laid import Key
+from .flat_plan import FlatPlan
 from .host_plan import Plan
 from .jax_platforms import backend_on, executor, library, target_on
 from .parameters import digest

@@ -114,7 +114,7 @@ def test_only_the_wanted_gradients_are_made(monkeypatch):
 
 
 def test_learned_values_are_read_anew_and_planned_once(monkeypatch):
-    from frisket.runtime import bind, flat_plan
+    from frisket.runtime import bind, flat_laid
 
     class Layer(torch.nn.Module):
         def __init__(self):
@@ -129,7 +129,7 @@ def test_learned_values_are_read_anew_and_planned_once(monkeypatch):
     step = torch.optim.SGD(layer.parameters(), lr=5.0)
     layer(q, k, v)
     monkeypatch.setattr(bind, "fixed_of", None)  # planning anew would fail
-    monkeypatch.setattr(flat_plan, "make_layout", None)
+    monkeypatch.setattr(flat_laid, "make_layout", None)
     losses = []
     for _ in range(5):
         step.zero_grad()

@@ -10,7 +10,7 @@ from support.effort import at_most
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.dsl.errors import BackwardError
-from frisket.runtime import bind, flat_plan
+from frisket.runtime import bind, flat_laid
 from frisket.runtime.native_build import reason
 
 torch = pytest.importorskip("torch")
@@ -243,7 +243,7 @@ def test_growing_plans_and_compiles_nothing(kind, monkeypatch):
     token = [x[:, :, :1] for x in (q, k, v)]
     cache.attention(att, *token)
     counted = []
-    for module, name in ((bind, "make_plan"), (flat_plan, "make_plan"), (native_torch, "_text"), (bind, "work")):
+    for module, name in ((bind, "make_plan"), (flat_laid, "make_plan"), (native_torch, "_text"), (bind, "work")):
         run = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, run=run, name=name, **b: counted.append(name) or run(*a, **b))
     at = cache.k.data_ptr()

@@ -1,0 +1,145 @@
+"""What of a plan made on a device lengths and shapes decide: worked out once, whatever the tables hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
+from frisket.dsl.sugar import eq
+from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.analysis.driver import grid_of, swap
+from frisket.lowering.analysis.facts import sees_itself
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.flat import Planner, planner
+from frisket.lowering.plan import LoopPlan, Origin, Sizes, make_plan, whole
+from frisket.lowering.simplify import prepare, simplify
+from frisket.lowering.simplify.hoist import finite
+
+from .bind import limits_of
+from .layout import Layout, make_layout
+from .layout_checks import check_reach
+from .mask import Mask
+from .parameters import names_of
+from .subject import Subject
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """All of a flat plan but values: what is worked out once."""
+
+    what: Subject  # with the host's values
+    given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others
+    facts: frozenset[str]  # tables declared sorted
+    framework: str
+    q_len: int
+    kv_len: int
+    batch: int
+    heads: int
+    origin: Origin  # vectors as tuples
+    sizes: Sizes | None
+    dropout: bool
+    most: tuple[tuple[str, int], ...] = ()  # known magnitudes of those others
+
+
+@dataclass(frozen=True)
+class Laid:
+    """The static part: what the kernel does, and what plans its spans, or the spans where no table decides them.
+    `turned` plans the transposed ones; `held` keeps copies of the host's arrays on devices."""
+
+    parts: tuple[Expr | None, Expr | None]
+    rules: Counter[str]
+    plan: LoopPlan
+    planner: Planner | None
+    turned: Callable[[], Planner]
+    host: Mask  # the mask with the host's values, for a layout of the host
+    at: tuple[NDArray[Any], ...]  # b, h, q, k where each slice begins
+    slice_of: NDArray[Any]
+    full: Sizes
+    held: dict[Any, Any] = field(default_factory=dict, compare=False)
+    ready: dict[Any, Any] = field(default_factory=dict, compare=False)  # what calls with such plans need
+
+
+def origin_of(key: Key) -> Origin:
+    b, h, q, k = (np.asarray(x) if isinstance(x, tuple) else x for x in key.origin)
+    return b, h, q, k
+
+
+@lru_cache(maxsize=16)  # the keys hold tables of the host
+def laid_of(key: Key) -> Laid:
+    """The static part of a plan, from shapes and the host's values."""
+    what, rules = key.what, Counter[str]()
+    shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
+    known = {**what.tables, **shapes}
+    parts = [None if p is None else written_out(p.expr, known) for p in (what.mask, what.score)]
+    sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
+    origin = origin_of(key)
+    _check_lengths_of_tables(key, parts, known, origin)
+    seen, mod = prepare(parts[0], what.scored(parts[1]), sane, rules)
+    full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
+    host = Mask(TRUE if seen is None else seen)
+    grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
+    limits = limits_of(full, what.scalars, what.tables) | dict(key.most)
+    q, k = (np.asarray(x) for x in origin[2:])
+    own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
+    plan = make_plan(
+        seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane),
+        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, **what.beside(known),
+    )  # fmt: skip
+    _check_segments((seen, mod), {n for n, *_ in key.given})
+    free = {n for n, *_ in key.given} & names_of(host.expr).keys()
+    mine = {n: x for n, x in {**what.scalars, **what.tables}.items() if n in names_of(host.expr) and n not in free}
+
+    def planned(mask: Expr) -> Planner:
+        sorted_ = key.facts | {n for n, t in what.tables.items() if Table(t).sorted}
+        beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
+        wide = key.framework == "torch" or _wide()
+        return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
+
+    made = planned(host.expr) if free else None
+    turned = cache(lambda: planned(simplify(swap(host.expr))))
+    at = (grid.b, grid.h, grid.q, grid.k)
+    return Laid((seen, mod), rules, plan, made, turned, host.bind(**mine), at, slice_of.astype(np.int32), full)
+
+
+def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, origin: Origin) -> None:
+    """As `check_reach` on the host, where that can be known: a mask that reads a device's tables may show anything,
+    but for the diagonal where it does whatever they hold."""
+    mask = TRUE if parts[0] is None else parts[0]
+    if names_of(mask).keys() & {n for n, *_ in key.given}:
+        mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
+    lengths = key.batch, key.heads, key.q_len, key.kv_len
+    check_reach(mask, [p for p in parts if p is not None], key.what.scalars, known, lengths, origin, key.sizes)
+
+
+@lru_cache(maxsize=16)
+def host_layout(key: Key, block: tuple[int, int]) -> Layout:
+    """The layout that no table of a device decides."""
+    host = laid_of(key).host
+    return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
+
+
+def _wide() -> bool:
+    from frisket.lowering.xla_tiles import int64_enabled
+
+    return int64_enabled()
+
+
+def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:
+    """Segments become a table as long as the positions, so they are known of positions alone."""
+    for e in (p for p in parts if p is not None):
+        for n in walk(e):
+            if n.op == "segment" and n.name in given and n.args[0].op != "var":
+                raise LoweringError(
+                    f"`{n!r}` asks a traced table of offsets for something other than a position\n"
+                    "  give the offsets as values of the host, or the segment of every position as a table"
+                )
