@@ -47,6 +47,10 @@ mesh = auto(("sp",), 8)
 cache = ShardedKVCache.create(1, 1 << 15, 2, 64, mesh=mesh)
 q, k = jnp.zeros((1, 1, 4, 64)), jnp.zeros((1, 1, 2, 64))
 att = fk.compile("causal")
+try:
+    cache.attend(att, q, tree=[-1])
+except fk.ParameterError as error:
+    print(error)
 append = jax.jit(ShardedKVCache.append, donate_argnums=0).lower(cache, k, k).compile()
 step = jax.jit(lambda c, q, k, v: c.attention(att, q, k, v)[::-1], donate_argnums=0).lower(cache, q, k, k).compile()
 for name, compiled in (("append", append), ("step", step)):
@@ -87,6 +91,7 @@ def printed(script):
 def test_a_cache_over_devices():
     said = printed(CASES)
     assert said.count("split True") == 2
+    assert "drafts of a tree are not for several devices" in said
     assert said.count("in place True True") == 2
     append, step = said.split("HLO")[1:]
     sends = re.compile(r" = (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
