@@ -120,7 +120,8 @@ class AttentionFn:
         tables: dict[str, Any] = {}
         if step:
             tables[STEP] = _last_seen(array)
-            text, mod = (None if x is None else x.at(q=f"q + {STEP}") for x in (text, mod))
+            there = f"q + {STEP}"
+            text, mod = None if text is None else text.at(q=there), None if mod is None else mod.at(q=there)
             if not any(x is not None and STEP in x.unbound for x in (text, mod)):
                 del tables[STEP]
         if array is not None:
