@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def bare(row: re.Match[str]) -> str:
-    """A row of a table without the backslashes that GitHub wants before a bar in code, and Python-Markdown would show."""
+    """A row of a table without the backslashes before bars in code, which GitHub wants and Python-Markdown shows."""
     return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
 
 
