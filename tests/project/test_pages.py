@@ -9,7 +9,7 @@ from support.pages import DOCS, blocks
 MIGRATING = "migrating.md"
 ELSEWHERE = {MIGRATING}  # below
 PAGES = [str(p.relative_to(DOCS)) for p in sorted(DOCS.rglob("*.md")) if p.parent.name != "gallery"]  # test_gallery.py
-LONG = {"caches.md", "flax.md", "operations.md"}  # seconds; for CI
+LONG = {"caches.md", "flax.md", "guide.md", "operations.md"}  # seconds; for CI
 NOT_RUN = {
     ("quickstart.md", "installs"),
     ("device.md", "tables on a GPU"),
