@@ -27,6 +27,10 @@ LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 102
 QUICK = 1024
 LONG = 1 << 20  # of ours in the layout suite, where peers are not asked
 FAMILIES = ("sdpa", "flex", "flash", "jax", "splash")
+UNREAD = {  # options that would change nothing in a suite
+    "layout": ("backward", "framework", "kv_heads", "head_dim", "dtype"),
+    "compile": ("kv_len", "rounds"),
+}
 
 
 def add_bench(p: argparse.ArgumentParser) -> None:
@@ -68,7 +72,12 @@ def add_bench(p: argparse.ArgumentParser) -> None:
 
 def bench(args: argparse.Namespace, console: Console) -> Answer:
     """Everybody computes the same; who agrees is timed turn about. Status 1 where a result of ours is wrong."""
-    if args.suite in ("gpu", "tpu") and (why := absent(args.suite)):
+    for name in UNREAD.get(args.suite, ()):
+        if getattr(args, name):
+            raise ParameterError(f"--suite {args.suite} does not read --{name.replace('_', '-')}; leave it out")
+    if args.suite != "layout":
+        choose(args.framework)
+    if args.suite in ("gpu", "tpu") and (why := absent(args.suite, args.framework)):
         raise BackendError(f"the {args.suite} suite does not run here: {why}")
     for path, suffixes in ((args.output, (".json",)), (args.chart, (".png", ".svg"))):
         if path is not None and path.suffix.lower() not in suffixes:
@@ -118,26 +127,12 @@ def families_of(args: argparse.Namespace) -> set[str] | None:
     return named
 
 
-def absent(suite: str) -> str:
-    """Why there is no such device here; "" where there is one."""
-    whys = []
-    if suite == "gpu" and "torch" in installed():
-        import torch
-
-        if torch.cuda.is_available():
-            return ""
-        whys.append("no GPU is visible to torch")
-    if "jax" in installed():
-        import jax
-
-        try:
-            jax.devices(suite)
-        except RuntimeError:
-            whys.append(f"no {suite.upper()} is visible to JAX")
-        else:
-            return ""
-    whys = whys or ["neither torch nor JAX is installed" if suite == "gpu" else "JAX is not installed"]
-    return f"{' and '.join(whys)}; --suite cpu does"
+def absent(suite: str, framework: str | None) -> str:
+    """Why nobody has such a device here; "" where somebody has."""
+    asked = [framework] if framework else installed()
+    if any(visible(suite, name) for name in asked):
+        return ""
+    return f"no {suite.upper()} is visible to {' or '.join(asked)}; --suite cpu does"
 
 
 def stages(suite: str, framework: str | None) -> Iterator[Stage]:
@@ -147,23 +142,26 @@ def stages(suite: str, framework: str | None) -> Iterator[Stage]:
 
         yield stage()
         return
-    choose(framework)
     for name in [framework] if framework else installed():
-        if name == "torch" and device != "tpu":
-            import torch
-
+        if not visible(device, name):
+            continue
+        if name == "torch":
             from .bench import torch_stage
 
-            if device == "cpu" or torch.cuda.is_available():
-                yield torch_stage.stage("cuda" if device == "gpu" else device)
-        elif name == "jax":
+            yield torch_stage.stage("cuda" if device == "gpu" else device)
+        else:
             from .bench import jax_stage
 
-            if device == "cpu" or visible(device):
-                yield jax_stage.stage(device)
+            yield jax_stage.stage(device)
 
 
-def visible(device: str) -> bool:
+def visible(device: str, framework: str) -> bool:
+    if device == "cpu":
+        return True
+    if framework == "torch":
+        import torch
+
+        return device == "gpu" and torch.cuda.is_available()
     import jax
 
     try:

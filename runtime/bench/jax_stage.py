@@ -37,7 +37,6 @@ def stage(device: str) -> Stage:
 
 def in_a_row(call: Call) -> float:
     """Seconds of a call on a device: some of them enqueued, the host ahead of all but the first."""
-
     many = 5
     _ready(call())
 
@@ -69,9 +68,7 @@ class Jitted:
 
         s = contest.sizes
         where = jax.devices(device)[0]
-        *arrays, cotangent = (
-            jax.device_put(jnp.asarray(x.swapaxes(1, 2), s.dtype), where) for x in s.drawn()
-        )  # fmt: skip
+        *arrays, cotangent = (jax.device_put(jnp.asarray(x.swapaxes(1, 2), s.dtype), where) for x in s.drawn())
 
         def both(q: Any, k: Any, v: Any, cotangent: Any) -> Any:
             return jax.vjp(attend, q, k, v)[1](cotangent)
@@ -83,7 +80,6 @@ class Jitted:
         return self.function(*self.arguments)
 
     def __call__(self) -> Any:
-
         found = _ready(self.enqueue())
         return tuple(x.swapaxes(1, 2) for x in found) if isinstance(found, tuple) else found.swapaxes(1, 2)
 
@@ -110,30 +106,32 @@ def _attention(implementation: str | None, device: str, contest: Contest) -> Cal
     return Jitted(partial(jax.nn.dot_product_attention, implementation=implementation, **more), contest, device)
 
 
+def splash_mask(contest: Contest) -> Any:
+    """Splash attention's own class of mask where it has one, else a bool for every pair."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    s, window = contest.sizes, contest.window()
+    shape = (s.q_len, s.kv_len)
+    if window is not None:
+        one: Any = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
+        return masks.MultiHeadMask([one] * s.heads)
+    dense = contest.dense()
+    if dense.shape[0] > 1:
+        raise NoWordsError("splash attention has one mask for all batch entries")
+    return masks.MultiHeadMask([masks.NumpyMask(dense[0, min(h, dense.shape[1] - 1)]) for h in range(s.heads)])
+
+
 def splash(device: str, interpret: bool, contest: Contest) -> Call:
-    """Splash attention; what it has no class of mask for is given as a bool for every pair."""
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     s = contest.sizes
     if contest.score is not None:
         raise NoWordsError("splash attention has no word for a score mod")
-    window = contest.window()
-    shape = (s.q_len, s.kv_len)
-    each: list[Any]
-    if window is not None:
-        one: Any = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
-        each = [one] * s.heads
-    else:
-        dense = contest.dense()
-        if dense.shape[0] > 1:
-            raise NoWordsError("splash attention has one mask for all batch entries")
-        each = [masks.NumpyMask(dense[0, min(h, dense.shape[1] - 1)]) for h in range(s.heads)]
     make = kernels.make_splash_mha if s.heads == s.kv_heads else kernels.make_splash_mqa
     if s.heads != s.kv_heads and s.kv_heads != 1:
         raise NoWordsError("splash attention takes one key head, or as many as query heads")
-    kernel = make(mask=masks.MultiHeadMask(each), head_shards=1, q_seq_shards=1, interpret=interpret)
+    kernel = make(mask=splash_mask(contest), head_shards=1, q_seq_shards=1, interpret=interpret)
     scale = s.head_dim**-0.5
 
     def attend(q: Any, k: Any, v: Any) -> Any:

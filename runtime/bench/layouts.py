@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -89,28 +88,20 @@ def _create(contest: Contest) -> Call:
 
 
 def _process(contest: Contest) -> Call:
-    """`process_mask`, its cache emptied, of its own class of mask where it has one, else of a bool for every pair."""
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    """`process_mask`, its cache emptied, of what `splash_mask` says."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
+    from .jax_stage import splash_mask
 
     s = contest.sizes
     _short(contest, "process_mask")
     if s.q_len % TILE or s.kv_len % TILE:
         raise NoWordsError(f"splash attention takes lengths that are multiples of {TILE}")
-    window = contest.window()
-    shape = (s.q_len, s.kv_len)
-    each: list[Any]
-    if window is not None:
-        each = [masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)] * s.heads
-    else:
-        dense = contest.dense()
-        if dense.shape[0] > 1:
-            raise NoWordsError("splash attention has one mask for all batch entries")
-        each = [masks.NumpyMask(dense[0, min(h, dense.shape[1] - 1)]) for h in range(s.heads)]
+    mask = splash_mask(contest)
 
     def run() -> Callable[[], Array]:
         info._process_mask.cache_clear()
-        found, _ = info.process_mask(masks.MultiHeadMask(each), (TILE, TILE), shrink_grid=False)
+        found, _ = info.process_mask(mask, (TILE, TILE), shrink_grid=False)
         shape = (s.batch, s.heads, s.q_len // TILE, s.kv_len // TILE)
         return lambda: np.broadcast_to(np.asarray(found.block_mask) > 0, shape)
 

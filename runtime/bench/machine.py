@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,12 @@ def processor_seconds(run: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def rounds_of(
+def turns(
     calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Callable[[Any], float] = seconds
-) -> dict[str, list[float]]:  # fmt: skip
-    """Seconds of every call in every round, after a warm-up of each; the order is another one in every round, for
-    the second finds warm caches. `rest` is the pause before each call, in seconds, where one gives memory back after
-    it has answered; `clock` is what takes the time of a call."""
+) -> Iterator[dict[str, list[float]]]:
+    """After every round, the seconds of every call in the rounds so far. Each is warmed up before; the order is
+    another one in every round, for the second finds warm caches. `rest` is the pause before each call, in seconds,
+    where one gives memory back after it has answered; `clock` is what takes the time of a call."""
     order, draw = list(calls), random.Random(0)
     times: dict[str, list[float]] = {n: [] for n in calls}
     for call in calls.values():
@@ -67,6 +67,14 @@ def rounds_of(
         for name in order:
             time.sleep(rest)
             times[name].append(clock(calls[name]))
+        yield times
+
+
+def rounds_of(
+    calls: Mapping[str, Any], rounds: int, rest: float = 0.0, clock: Callable[[Any], float] = seconds
+) -> dict[str, list[float]]:
+    """The seconds of every call in every round, see `turns`."""
+    *_, times = turns(calls, rounds, rest, clock)
     return times
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import numpy as np
 from frisket.dsl.errors import Undecided
 
 from .contest import Call, Contest, NoWordsError, Stage
-from .machine import median_ratio, row
+from .machine import median_ratio, row, turns
 
 ALLOWED = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}  # of the largest result, or of 1
 
@@ -84,16 +83,8 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         race.out[name] = why
         del calls[name]
     results.clear()
-    race.times = {n: [] for n in calls}
-    order, draw = list(calls), random.Random(0)
-    for call in calls.values():
-        call()
-    for n in range(rounds):
-        draw.shuffle(order)  # the second finds warm caches
-        for name in order:
-            time.sleep(stage.rest)
-            race.times[name].append(stage.clock(calls[name]))
-        race.doing = f"round {n + 1} of {rounds}" if n + 1 < rounds else ""
+    for n, race.times in enumerate(turns(calls, rounds, stage.rest, stage.clock), 1):
+        race.doing = f"round {n} of {rounds}" if n < rounds else ""
         yield race
 
 

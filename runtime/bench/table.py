@@ -42,7 +42,7 @@ def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> T
         ratio, colour = f"{'1.00' if name == race.default() else '':>14}  {'':16}", GOOD
     else:
         middle, low, high = beside
-        colour = "" if ours else LOSS if high < 1 else ""
+        colour = LOSS if high < 1 and not ours else ""
         interval = f"{low:.2f} to {high:.2f}" if race.rounds > 1 else ""
         ratio = f"{middle:14.2f}  {interval:16}"
     return Text.assemble((f"  {name:{wide}}", "bold" if ours else ""), f"  {spoken(seconds):>12}  ", (ratio, colour),
@@ -51,11 +51,9 @@ def _line(race: Race, name: str, seconds: float, wide: int, longest: float) -> T
 
 def spoken(seconds: float) -> str:
     """`spoken(0.0123) == "12.3 ms"`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size or unit == "µs":
-            x = seconds / size
-            return f"{x:.0f} {unit}" if x >= 100 else f"{x:.1f} {unit}" if x >= 10 else f"{x:.2f} {unit}"
-    raise AssertionError(seconds)
+    size, unit = (1.0, "s") if seconds >= 1 else (1e-3, "ms") if seconds >= 1e-3 else (1e-6, "µs")
+    x = seconds / size
+    return f"{x:.0f} {unit}" if x >= 100 else f"{x:.1f} {unit}" if x >= 10 else f"{x:.2f} {unit}"
 
 
 def losses(races: Iterable[Race]) -> list[str]:

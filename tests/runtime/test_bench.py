@@ -13,6 +13,7 @@ import pytest
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
+from frisket.runtime import cli_bench
 from frisket.runtime.bench import layouts, race, schema, torch_stage
 from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
 from frisket.runtime.cli import main
@@ -282,8 +283,11 @@ def test_status_1_where_ours_is_wrong(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--suite", "tpu"], "the tpu suite does not run here: "),
-        (["--suite", "gpu"], "the gpu suite does not run here: "),
+        (["--suite", "tpu"], "the tpu suite does not run here: no TPU is visible to "),
+        (["--suite", "gpu"], "the gpu suite does not run here: no GPU is visible to "),
+        (["--suite", "tpu", "--framework", "torch"], "the tpu suite does not run here: no TPU is visible to torch; "),
+        (["--suite", "layout", "--backward"], "--suite layout does not read --backward; leave it out"),
+        (["--suite", "compile", "--kv-len", "64"], "--suite compile does not read --kv-len; leave it out"),
         (["--peers", "sdap"], "there is no 'sdap'; there are sdpa, flex, flash, jax, splash, and none"),
         (["--chart", "x.pdf"], "cannot write 'x.pdf': name it .png or .svg"),
         (["-o", "x.txt"], "cannot write 'x.txt': name it .json"),
@@ -297,6 +301,14 @@ def test_bad_input(bench, options, message):
     status, out, err = bench(*options)
     assert (status, out) == (2, "")
     assert message in err
+
+
+def test_the_device_of_another_framework_does_not_count(bench, monkeypatch):
+    monkeypatch.setattr(cli_bench, "visible", lambda device, name: name == "torch")
+    pytest.importorskip("jax")
+    status, out, err = bench("--suite", "gpu", "--framework", "jax")
+    assert (status, out) == (2, "")
+    assert "no GPU is visible to jax; --suite cpu does" in err
 
 
 @pytest.mark.matrix
