@@ -50,7 +50,6 @@ COMMANDS = {
         Command("show", "EXPR", "how much it shows, what is read and saved, and the picture of its tiles", LOOK),
         Command("explain", "EXPR", "why a query sees a key or not; or every stage from the text to a kernel", LOOK),
         Command("plot", "EXPR -o FILE", "a picture, or a page to zoom into and ask", LOOK),
-        Command("explore", "EXPR", "the mask in a browser: edit it, and see errors, tiles and cost at once", LOOK),
         Command("explore", "EXPR", "the mask in a browser: edit it, and see its tiles and its cost change", LOOK),
         Command("library", "[WORD ...]", "the masks and score mods there are; one in full", LOOK),
         Command("check", "EXPR", "every kernel that runs here, beside a float64 interpreter", RUN),

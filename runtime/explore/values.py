@@ -27,6 +27,7 @@ Array = NDArray[Any]
 Number = bool | int | float
 MOST = 1 << 22  # entries of a table that is made up
 SLIDES = 256  # steps of a slider, about
+LARGEST = 1e300  # what a slider reaches beyond it is no longer a float
 
 # what names mean in the library: a share of the queries (as n // so many), or a number of its own
 SHARES = (
@@ -125,8 +126,8 @@ def slider(name: str, type: Type, value: Number, usual: Number) -> Scalar:
     """A range around the usual value, wide enough for this one: it stays where it is while the value is moved."""
     if type is BOOL:
         return Scalar(name, "Bool", bool(value), 0, 1, 1)
-    if not math.isfinite(value):
-        raise ParameterError(f"`{name}` is {value}\n  give a number that is finite")
+    if not abs(value) <= LARGEST:
+        raise ParameterError(f"`{name}` is not a number from -{LARGEST:g} to {LARGEST:g}")
     if type is FLOAT:
         high = 4 * _power(max(abs(usual), abs(value) / 4))
         return Scalar(name, "Float", float(value), -high if value < 0 else 0.0, high, high / SLIDES)
