@@ -1,13 +1,13 @@
 """What the documents say is so."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
 import pytest
 import readme
 from support.pages import blocks
+from support.scripts import script
 
 import frisket as fk
 from frisket.dsl.functions import BUILT_IN
@@ -77,9 +77,7 @@ def test_examples_lay_out(path):
 
 
 def test_the_tables_of_the_language_are_what_the_script_writes():
-    spec = spec_from_file_location("language", ROOT / "docs" / "language.py")
-    language = module_from_spec(spec)
-    spec.loader.exec_module(language)
+    language = script("language")
     assert language.page() == (ROOT / "docs" / "language.md").read_text(encoding="utf-8")
     assert len(language.MARK.findall(language.page())) == 5
     assert language.MEANINGS.keys() == BUILT_IN

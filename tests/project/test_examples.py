@@ -1,6 +1,5 @@
 """The programs of examples/ hold their own assertions, and docs/examples.md says what they say."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -8,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("examples_page", ROOT / "docs" / "examples.py")
-examples = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(examples)
+examples = script("examples")
 PAGE = examples.PAGE.read_text(encoding="utf-8")
 
 

@@ -1,18 +1,17 @@
 """The gallery shows the whole library, as docs/gallery.py writes it."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import numpy as np
 import pytest
 import readme
+from support.pages import DOCS
+from support.scripts import script
 
 import frisket as fk
 from frisket.dsl.library import library
 from frisket.dsl.program import read
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {
     str(p.relative_to(DOCS)): p.read_text(encoding="utf-8")
     for p in [DOCS / "gallery.md", *sorted((DOCS / "gallery").glob("*.md"))]
@@ -20,14 +19,7 @@ PAGES = {
 TEXT = "\n".join(PAGES.values())
 
 
-def made():
-    spec = spec_from_file_location("gallery", DOCS / "gallery.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-GALLERY = made()
+GALLERY = script("gallery")
 MASKS = [e for e in GALLERY.everything() if GALLERY.drawn(e) is not None and not GALLERY.is_mod(e)]
 COUNTED = {  # signature -> the line that is counted at 4,096 tokens
     signature: line

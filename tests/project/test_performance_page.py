@@ -1,22 +1,12 @@
 """docs/performance.md says what benchmarks/results hold, losses among it."""
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import pytest
+from support.pages import DOCS
+from support.scripts import script
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-
-
-def made():
-    spec = spec_from_file_location("performance", DOCS / "performance.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PAGE = made()
+PAGE = script("performance")
 
 
 def test_the_page_is_what_the_script_writes():

@@ -7,15 +7,16 @@ import subprocess
 import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 
 import pytest
 from support import browser
+from support.pages import DOCS
+from support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
 API = "\n".join(p.read_text(encoding="utf-8") for p in sorted((DOCS / "api").glob("*.md")))
 DOORS = ["flex", "caches", "caches.jax", "caches.torch", "modeling", "operations", "parallel", "sharding"]
 needs_mkdocs = pytest.mark.skipif(
@@ -47,9 +48,7 @@ def test_every_page_has_its_place():
 
 @needs_mkdocs
 def test_what_comes_from_elsewhere_is_found(tmp_path):
-    spec = spec_from_file_location("site_hooks", DOCS / "site_hooks.py")
-    hooks = module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+    hooks = script("site_hooks")
     page = tmp_path / "page.html"
     page.write_text(
         '<a href="https://a.b/"></a><script src="assets/x.js"></script><link rel=canonical href=https://a.b>'
