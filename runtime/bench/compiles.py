@@ -91,7 +91,7 @@ def _child(folder: str, job: Any) -> dict[str, Any] | str:
     path.write_bytes(pickle.dumps(job))
     env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}
     env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, "-m", "frisket.runtime.bench.first", str(path)]
+    command = [sys.executable, "-P", "-m", "frisket.runtime.bench.first", str(path)]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:

@@ -95,7 +95,7 @@ class Worker:
 
     def __init__(self, tables: Mapping[str, Array]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from frisket.runtime.explore.analyst import work; work()"],
+            [sys.executable, "-P", "-c", "from frisket.runtime.explore.analyst import work; work()"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.came: queue.SimpleQueue[Any] = queue.SimpleQueue()

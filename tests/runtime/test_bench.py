@@ -322,7 +322,8 @@ def test_the_examples_of_its_help(bench, tmp_path):
 
 
 @pytest.mark.matrix
-def test_first_calls(bench):
+def test_first_calls(bench, tmp_path):
+    (tmp_path / "queue.py").write_text("raise SystemExit('the file of a folder')")
     options = ("--q-len", 128, "--heads", 2, "--head-dim", 16, "--framework", "torch", "--peers", "sdpa", "--json")
     status, out, _ = bench("causal & window(9)", "--suite", "compile", *options)
     assert status == 0

@@ -5,7 +5,7 @@ import json
 import socket
 import threading
 import time
-from contextlib import closing, contextmanager
+from contextlib import chdir, closing, contextmanager
 
 import pytest
 
@@ -208,8 +208,13 @@ QUICK = {"text": "causal", "q_len": 256, "kv_len": 256}
 
 
 @pytest.fixture(scope="module")
-def analyst():
-    with Analyst({}) as analyst:
+def analyst(tmp_path_factory):
+    """Begun where a file is called as a module is: it is none of ours."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "queue.py").write_text("raise SystemExit('the file of a folder')")
+    with chdir(folder):
+        analyst = Analyst({})
+    with analyst:
         yield analyst
     assert analyst.worker.process.poll() is not None
     assert not analyst.worker.reader.is_alive()
