@@ -44,29 +44,38 @@ def register() -> None:
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
     scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, is_causal: bool | None = None,
+    position_bias: Tensor | None = None, sinks: Tensor | None = None, is_causal: bool | None = None,
     frisket_params: Mapping[str, Any] | None = None, **rest: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention of one layer, which models call: query [batch, heads, q_len, head_dim], key and value [batch,
     kv_heads, kv_len, head_dim] to (out [batch, q_len, heads, head_dim], None).
 
     `attention_mask` is what `symbolic` has made, a tensor of 4 axes that the call brings, or None: then it is causal
-    if `is_causal`, or the module's own, is true, as for transformers' sdpa. `s_aux` [heads] are sinks. To scores
-    `softcap` is applied first, then `position_bias` is added, then comes `frisket_score`. `frisket_params` are values
-    of names in the texts, beside those of `config.frisket_params`.
+    if `is_causal`, or the module's own, is true, as for transformers' sdpa. `s_aux` [heads] are sinks, `sinks` [batch,
+    heads, q_len, 1] those of every query. To scores `softcap` is applied first, then `position_bias` is added, then
+    comes `frisket_score`. `frisket_params` are values of names in the texts, beside those of `config.frisket_params`.
     """
     given = _given(module, query, key, attention_mask, is_causal)
     _refuse(rest, given)
     text, score, values = program(module, given, query.shape[1], softcap, position_bias, frisket_params)
+    found: Any
     if in_graph(query):
-        out = called(
-            query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=given.origin, **values
-        )
+        found = called(
+            query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=given.origin,
+            return_lse=sinks is not None, **values,
+        )  # fmt: skip
     else:
         values = {n: x.to(query.device) if isinstance(x, Tensor) else x for n, x in values.items()}
         att = attention_for(text, score, Options(scaling, dropout=rate_of(dropout)), values)
-        out = att(query, key, value, plan=_plan(att, given, query, values), sinks=s_aux)
+        plan = _plan(att, given, query, values)
+        found = att(query, key, value, plan=plan, sinks=s_aux, return_lse=sinks is not None)
+    out = found if sinks is None else _beside(found[0], found[1], sinks)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _beside(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Attention with one more logit for every query, that has no value: the scores' share of the softmax is left."""
+    return out * torch.sigmoid(lse[..., None] - sinks).to(out.dtype)
 
 
 def _plan(att: Attention, given: SymbolicMask, query: Tensor, values: dict[str, Any]) -> Any:
@@ -100,11 +109,11 @@ _known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that calls brough
 
 
 def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
-    if in_graph(q) or given.is_inference():
+    if in_graph(q) or given.is_inference() or given.requires_grad:  # one that learns is another in every layer
         return dense(given, q, k)
     key = given._version, q.shape[:3], k.shape[2]
     if given not in _known or _known[given][0] != key:
-        _known[given] = key, dense(given.detach(), q, k)  # detached, or it would hold itself
+        _known[given] = key, dense(given.detach(), q, k)  # another tensor, or it would hold itself
     found: SymbolicMask = _known[given][1]
     return found
 

@@ -235,6 +235,9 @@ class SymbolicMask:
     def to(self, *_: Any, **__: Any) -> SymbolicMask:
         return self
 
+    def size(self, axis: int | None = None) -> Any:
+        return self.shape if axis is None else self.shape[axis]
+
     def __getitem__(self, index: Any) -> Any:
         raise ParameterError(
             "this model computes with its attention mask, and under attn_implementation='frisket' that is no array\n"
@@ -242,6 +245,10 @@ class SymbolicMask:
         )
 
     __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = __getitem__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls.__getitem__(args[0], func)  # functions of torch are computing too
 
     @property
     def origin(self) -> tuple[int, int, Any, int]:
@@ -265,9 +272,11 @@ class SymbolicMask:
 
 def symbolic(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False, **_: Any,
-) -> SymbolicMask:  # fmt: skip
-    """The mask function that `register` gives transformers: takes what its own take."""
+    mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False,
+    allow_is_bidirectional_skip: bool = False, local_size: int | None = None, **_: Any,
+) -> SymbolicMask | None:  # fmt: skip
+    """The mask function that `register` gives transformers: takes what its own take. None where all is seen and the
+    model allows that: some then give their attention a tensor of biases in its place."""
     if isinstance(attention_mask, SymbolicMask):  # made before, by `generate`
         return attention_mask
     if mask_function is None:
@@ -279,6 +288,8 @@ def symbolic(
     text, tables = read(mask_function)
     structure, documents = parted(text, not use_vmap)  # use_vmap: functions of other people are part of it
     padding, more = padded(attention_mask, kv_offset + kv_length)
+    if allow_is_bidirectional_skip and (structure, documents, padding) == ("true", "", ("", "")):
+        return None
     return SymbolicMask(
         structure, batch_size, q_length, kv_length, q_offset, kv_offset, documents, padding, "", {**tables, **more}
     )

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from support import effort, hf_models
-from transformers import AutoModel, BartConfig, BertConfig, DynamicCache, StaticCache, T5Config
+from transformers import AutoModel, BartConfig, BeitConfig, BertConfig, DynamicCache, StaticCache, T5Config
 
 import frisket as fk
 from frisket.integrations.transformers import attention
@@ -210,6 +210,35 @@ def test_cross_attention_and_position_biases(kind):
     torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-5, atol=2e-5)
     for name, gradient in found[0][1].items():
         torch.testing.assert_close(found[1][1][name], gradient, rtol=1e-3, atol=2e-4, msg=name)
+
+
+def test_images_under_learned_biases():
+    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"image_size": 16, "patch_size": 4, "use_relative_position_bias": True, "drop_path_rate": 0.0}
+    models = hf_models.twins(AutoModel, BeitConfig(hidden_dropout_prob=0.0, **small, **sizes))
+    picture, found = torch.linspace(-1, 1, 3 * 16 * 16).reshape(1, 3, 16, 16), []
+    for model in models:
+        out = model(picture).last_hidden_state
+        out.square().mean().backward()
+        found.append((out, [p.grad for n, p in model.named_parameters() if "bias_table" in n]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ["eager", pytest.param("graph", marks=pytest.mark.matrix)])
+def test_a_sink_of_every_query(way):
+    from transformers.models.inkling2.modeling_inkling2 import eager_attention_forward
+
+    torch.manual_seed(0)
+    q, k, v, sinks = (torch.randn(2, *x, requires_grad=True) for x in ((4, 9, 4), (2, 9, 4), (2, 9, 4), (4, 9, 1)))
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 2
+    hidden = torch.full((9, 9), float("-inf")).triu(1)[None, None]
+    want = eager_attention_forward(module, q, k, v, hidden, 0.5, sinks=sinks)[0]
+    ours = attention if way == "eager" else torch.compile(attention, backend="aot_eager")
+    got = ours(module, q, k, v, read_mask(9), scaling=0.5, sinks=sinks)[0]
+    torch.testing.assert_close(got, want)
+    gradients = [torch.autograd.grad(x.square().sum(), (q, k, v, sinks)) for x in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------

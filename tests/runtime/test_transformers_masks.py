@@ -185,6 +185,18 @@ def test_dense_masks(kind):
         torch.testing.assert_close(ours(ids, attention_mask=given).logits, want, rtol=2e-5, atol=2e-5)
 
 
+def test_a_dense_mask_learns():
+    eager, ours = hf_models.pair("llama")
+    ids, found = hf_models.tokens(), []
+    for model in (eager, ours):
+        bias = torch.linspace(-1, 1, 4).reshape(1, 4, 1, 1).repeat(1, 1, hf_models.LENGTH, hf_models.LENGTH)
+        bias.requires_grad_()
+        given = bias + additive(dense("causal", 1))
+        (model(ids, attention_mask=given, use_cache=False).logits / 10).square().mean().backward()
+        found.append(bias.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6 + 1e-4 * float(found[0].abs().max()))
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +211,19 @@ def refused(says, error=ParameterError, model="llama", call=None, **config):
 def test_errors_in_the_text_come_with_a_caret():
     refused(r"causall & k < 4\n +\^", MaskSyntaxError, frisket_mask="causall & k < 4")
     refused(r"a score mod needs a number", MaskSyntaxError, frisket_score="q - k < 4")
+
+
+def test_a_model_that_computes_with_its_mask_is_refused():
+    made, scores = symbolic(1, 6, 6), torch.zeros(1, 1, 6, 6)
+    assert (made.size(), made.size(-1)) == ((1, 1, 6, 6), 6)
+    for use in (
+        lambda: scores + made,
+        lambda: made[:, :, :, :3],
+        lambda: scores.masked_fill(made, 0.0),
+        lambda: torch.where(made, scores, 0.0),
+    ):
+        with pytest.raises(ParameterError, match="this model computes with its attention mask"):
+            use()
 
 
 def test_what_cannot_be_done_is_said():
