@@ -104,7 +104,7 @@ def add_check(p: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace, console: Console) -> Answer:
     """Runs the cases, a table of the largest errors. Status 1 when one is more than twice that of dense attention in
-    the same dtype (plus 1e-6), or fails altogether."""
+    the same dtype (plus 1e-6), or fails altogether; 2 when every call is refused, so that nothing is known."""
     choose(None)
     what = subject(args)
     require_bound(what)
@@ -118,8 +118,8 @@ def check(args: argparse.Namespace, console: Console) -> Answer:
             step(f"{case.backend} {case.dtype}")
     wrong = [o for o in outcomes if o.wrong]
     data, lines = described(what)
-    data |= {"cases": [o.as_dict() for o in outcomes], "good": not wrong}
     checked = sum(o.report is not None for o in outcomes)
+    data |= {"cases": [o.as_dict() for o in outcomes], "good": bool(checked) and not wrong}
     limit = (
         f"the largest beside the float64 interpreter; allowed: twice dense attention's in the same dtype + {FLOOR:g}"
     )
@@ -128,12 +128,15 @@ def check(args: argparse.Namespace, console: Console) -> Answer:
         text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{WIDTH}}{repeat(args, o.case)}", ""]
     for why, of in groupby(sorted((o for o in outcomes if o.refused), key=lambda o: o.refused), lambda o: o.refused):
         text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", SOME)))
-    result = (
-        Text(f"{len(wrong)} of {len(outcomes)} cases are wrong", BAD)
-        if wrong
-        else Text(f"all {checked} calls agree with the float64 interpreter", GOOD)
-    )
-    return Answer(data, [*text, row("result", result)], 1 if wrong else 0)
+    if wrong:
+        status, result = 1, Text(f"{len(wrong)} of {len(outcomes)} cases are wrong", BAD)
+    elif not checked:
+        status, result = 2, Text("nothing is checked: every call is refused", SOME)
+    else:
+        rest = ", the rest is refused" if checked < len(outcomes) else ""
+        status = 0
+        result = Text(f"{checked} of {len(outcomes)} calls agree with the float64 interpreter{rest}", GOOD)
+    return Answer(data, [*text, row("result", result)], status)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

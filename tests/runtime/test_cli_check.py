@@ -43,7 +43,7 @@ def test_the_table(run):
     assert table[0] == ["framework", "backend", "dtype", "cases", "error", "dense", "gradients", "dense"]
     assert [line[:4] for line in table[1:]] == [["torch", "aten", "float32", "3"], ["torch", "aten", "bfloat16", "3"]]
     assert [line[-1] for line in table[1:]] == ["good", "good"]
-    assert out.endswith("result    all 6 calls agree with the float64 interpreter\n")
+    assert out.endswith("result    6 of 6 calls agree with the float64 interpreter\n")
 
 
 def test_all_is_every_combination():
@@ -104,10 +104,24 @@ def test_what_a_backend_refuses_is_said(run, monkeypatch):
 
     monkeypatch.setattr(Attention, "check", refuse)
     status, out, _ = run("causal", "--backend", "aten", "--quick")
-    assert status == 0
+    assert status == 2
     assert "1 refused" in out
     assert "refused   aten: no kernel for this\n" in out
-    assert out.endswith("result    all 0 calls agree with the float64 interpreter\n")
+    assert out.endswith("result    nothing is checked: every call is refused\n")
+    assert json.loads(run("causal", "--backend", "aten", "--quick", "--json")[1])["good"] is False
+
+
+def test_some_that_are_refused_are_counted(run, monkeypatch):
+    def forward(self, *arrays, gradients):
+        if gradients:
+            raise LoweringError("no gradients of this")
+        return good(self, *arrays, gradients=gradients)
+
+    good = Attention.check
+    monkeypatch.setattr(Attention, "check", forward)
+    status, out, _ = run("causal", "--backend", "aten", "--q-len", "8", "--dtype", "float32")
+    assert status == 0
+    assert out.endswith("result    1 of 3 calls agree with the float64 interpreter, the rest is refused\n")
 
 
 def test_a_backend_that_does_not_run_here(run):
