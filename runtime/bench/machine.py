@@ -110,4 +110,5 @@ def median_ratio(above: list[float], below: list[float]) -> tuple[float, float, 
 def fresh(code: str, **variables: str) -> str:
     """What a new Python prints for `code`, with bytecode kept as an installed package has it."""
     env = {n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | variables
-    return subprocess.run([sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-P", "-c", code]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
