@@ -143,13 +143,12 @@ def table(text: str) -> tuple[str, NDArray[Any]]:
 def written(text: str, value: str) -> NDArray[Any]:
     try:
         array = np.asarray(json.loads(value))
-    except (ValueError, RecursionError, OverflowError) as error:
-        raise ParameterError(
-            f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1] ({error})"
-        ) from None
+    except (ValueError, RecursionError, OverflowError):
+        array = np.empty(0, object)
     if array.dtype.kind not in "biuf":
         raise ParameterError(
-            f"--table {text}: the numbers stand in brackets, rows of equal length in brackets of theirs"
+            f"--table {text}: the numbers stand in brackets, for example doc=[0,0,1,1], and rows of equal length in "
+            "brackets of theirs, for example t=[[0,1],[2,3]]"
         )
     return array
 

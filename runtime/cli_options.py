@@ -84,16 +84,17 @@ def add_slice(p: argparse._ActionsContainer) -> None:
 
 
 def positive(text: str) -> int:
-    n = natural(text)
-    if n == 0:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    return natural(text, least=1)
+
+
+def natural(text: str, least: int = 0) -> int:
+    try:
+        n = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number in digits, such as 4096") from None
+    if n < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}")
     return n
-
-
-def natural(text: str) -> int:
-    if not text.replace("_", "").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
 
 
 def even(text: str) -> int:
@@ -110,5 +111,5 @@ def tile(text: str) -> tuple[int, int]:
 
 
 def tile_size(text: str) -> tuple[int, int]:
-    q, _, k = text.replace(",", "x").partition("x")
-    return positive(q), positive(k or q)
+    q, x, k = text.replace(",", "x").partition("x")
+    return positive(q), positive(k if x else q)

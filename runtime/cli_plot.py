@@ -14,7 +14,7 @@ from .cli_input import laid_out, subject, the_mask
 from .cli_options import add_sizes, add_subject, examples, natural
 from .cli_show import size, tiles, written
 
-PAGES = (".html", ".htm")
+PAGES, PICTURES = (".html", ".htm"), (".png", ".svg")
 
 
 def add_plot(p: argparse.ArgumentParser) -> None:
@@ -36,9 +36,11 @@ def add_plot(p: argparse.ArgumentParser) -> None:
 
 def plot(args: argparse.Namespace, console: Console) -> Answer:
     """Write the picture and say what is in it; with no --b and --h, every different batch entry and head."""
+    path: Path = args.output
+    if path.suffix.lower() not in (*PAGES, *PICTURES):
+        raise ParameterError(f"cannot write {path.name!r}: name it .png, .svg or .html")
     mask = the_mask(subject(args), "to draw")
     layout = laid_out(args, mask)
-    path: Path = args.output
     if path.suffix.lower() not in PAGES:
         layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or written(mask))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:

@@ -267,7 +267,7 @@ class Layout:
         if q is not None and k is not None and tile is None:
             for name, at, size in zip("bhqk", (b, h, q, k), self.sizes, strict=True):
                 if not placed(at) or np.ndim(at) or at >= size:
-                    raise ShapeError(f"{name} = {at} is outside 0..{size}\n  positions are global, below `sizes`")
+                    raise ShapeError(f"{name} = {at} is outside 0..{size - 1}\n  positions are global")
             return explain(self.written, {**values, "q": q, "k": k}, tables)
         if tile is None or q is not None or k is not None:
             raise ParameterError("explain takes a position or a tile: explain(q=300, k=17), explain(tile=(2, 0))")

@@ -62,7 +62,7 @@ def plot(
     """
     where = None if path is None else Path(path)
     if where is not None and where.suffix.lower() not in SUFFIXES:
-        raise ParameterError(f"cannot draw {where.name!r}: name it .png or .svg; for .html there is `to_html`")
+        raise ParameterError(f"cannot draw {where.name!r}: name it .png or .svg; for a page there is `to_html`")
     several = (b is None and layout.batch > 1) or (h is None and layout.heads > 1)
     usual = 1.6 if compact else 3.4 if several and uses(layout.written) & {"b", "h"} else 5.0
     style = Style(DARK if dark else LIGHT, compact, int((size or usual) * dpi), dpi, title)
@@ -229,7 +229,7 @@ def _legend(figure: Figure, style: Style, panel: Panel, at: tuple[int, int]) -> 
 def _label(panel: Panel, layout: Layout) -> str:
     (b, h), *others = panel.slices
     parts = [f"batch {b}"] * (layout.batch > 1) + [f"head {h}"] * (layout.heads > 1)
-    return ", ".join(parts) + (f" and {len(others):,} alike" if others else "")
+    return ", ".join(parts) + (f" and {len(others):,} like it" if others else "")
 
 
 def _words(layout: Layout, style: Style, panels: Sequence[Panel], of: int, pixels: int) -> tuple[list[str], list[str]]:

@@ -131,7 +131,7 @@ def test_cells_of_several_tiles():
 def test_different_slices_side_by_side():
     layout = fk.mask("causal & window(40 * (h + 1))").layout(300, 300, batch=2, heads=3, block=(32, 32))
     figure = layout.plot()
-    assert [axes.get_title() for axes in figure.axes] == [f"batch 0, head {h} and 1 alike" for h in range(3)]
+    assert [axes.get_title() for axes in figure.axes] == [f"batch 0, head {h} and 1 like it" for h in range(3)]
     assert "Drawn" not in words(figure)
     assert len(layout.plot(h=1).axes) == 1
 
@@ -255,7 +255,7 @@ def refused(call, *said):
 
 def test_refusals(tmp_path):
     layout = WINDOW.layout(1024, 1024)
-    refused(lambda: layout.plot("m.jpg"), "cannot draw 'm.jpg': name it .png or .svg; for .html there is `to_html`")
+    refused(lambda: layout.plot("m.jpg"), "cannot draw 'm.jpg': name it .png or .svg; for a page there is `to_html`")
     refused(lambda: layout.plot(h=3), "h=3 is outside the 1 there are")
     refused(lambda: layout.plot(size=0.01), "size=0.01, dpi=150 leaves 1 pixels: a picture needs 16")
     refused(
@@ -300,7 +300,7 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["causal", "-o", "m.gif"], "ParameterError: cannot draw 'm.gif': name it .png or .svg"),
+        (["causal", "-o", "m.gif"], "ParameterError: cannot write 'm.gif': name it .png, .svg or .html"),
         (["causal", "-o", "nowhere/m.html"], "ParameterError: cannot write nowhere/m.html: No such file or directory"),
         (["alibi", "-o", "m.png"], "ParameterError: a score mod hides nothing, so there are no tiles to draw"),
         (["causal", "-o", "m.html", "--h", "0"], "ParameterError: --b, --h, --dark and --title are for .png"),

@@ -161,8 +161,8 @@ def test_what_explain_refuses():
     for call, text in {
         lambda: made.explain(q=3): "explain takes a position or a tile: explain(q=300, k=17), explain(tile=(2, 0))",
         lambda: made.explain(q=3, k=3, tile=(0, 0)): "explain takes a position or a tile",
-        lambda: made.explain(q="a", k=3): "q = a is outside 0..300",
-        lambda: made.explain(q=1.5, k=3): "q = 1.5 is outside 0..300",
+        lambda: made.explain(q="a", k=3): "q = a is outside 0..299",
+        lambda: made.explain(q=1.5, k=3): "q = 1.5 is outside 0..299",
         lambda: made.explain(tile=3): "tile is 3",
         lambda: made.explain(tile=(3, 0)): "tile row 3 is outside this layout, which has 0..2",
         lambda: made.explain(tile=(0, -1)): "tile column -1 is outside this layout, which has 0..2",
