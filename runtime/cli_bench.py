@@ -20,6 +20,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from .bench.contest import Contest, Sizes, Stage, standard
 from .cli_answer import Answer, Piece, row, table
 from .cli_options import examples, positive
+from .extras import extras
 from .packed import choose, installed
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
@@ -82,20 +83,36 @@ def bench(args: argparse.Namespace, console: Console) -> Answer:
     for path, suffixes in ((args.output, (".json",)), (args.chart, (".png", ".svg"))):
         if path is not None and path.suffix.lower() not in suffixes:
             raise ParameterError(f"cannot write {path.name!r}: name it {' or '.join(suffixes)}")
+        if path is not None and not path.parent.is_dir():
+            raise ParameterError(f"cannot write {path}: there is no folder {path.parent}")
+    if args.chart is not None:
+        with extras():  # said before minutes of measuring, not after
+            import matplotlib  # noqa: F401
     sizes, rounds, families = sizes_of(args), rounds_of(args), families_of(args)
     steps = firsts(args, sizes, families) if args.suite == "compile" else races(args, sizes, rounds, families)
     found = followed(steps)
     result = results(args.suite, found, sizes, 1 if args.suite == "compile" else rounds)
     bad = ("wrong", "failed")
     wrong = [f"{x.contest.name}: {n}" for x in found for n in x.ours if x.out.get(n, "").startswith(bad)]
-    answer = Answer(result, [*lines_of(found), *closing(args, found, result, wrong)], 1 if wrong else 0)
+    text = [*lines_of(found), *closing(args, found, result, wrong)]
+    if files := written(args, result):
+        text.append(row("written", ", ".join(files)))
+    return Answer(result, text, 1 if wrong else 0)
+
+
+def written(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
+    """The files that were asked for."""
+    found = []
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        found.append(str(args.output))
     if args.chart is not None:
         from .bench.chart import draw, ratios
 
-        draw(ratios(result["parts"]), args.chart, title=f"frisket bench --suite {args.suite}")
-    return answer
+        if rows := ratios(result["parts"]):
+            draw(rows, args.chart, title=f"frisket bench --suite {args.suite}")
+        found.append(str(args.chart) if rows else "no chart: nobody is timed beside ours")
+    return found
 
 
 # -- what is raced ----------------------------------------------------------------------------------------
@@ -272,7 +289,7 @@ def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str
 
 
 def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], wrong: list[str]) -> list[Piece]:
-    """The machine, the sizes, what was lost, where it was written."""
+    """The machine, the sizes, what was lost."""
     from .bench.race import Race
     from .bench.table import losses
 
@@ -294,8 +311,7 @@ def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], 
         out.append(row("slower", "\n".join(lost)))
     if wrong:
         out.append(row("WRONG", "\n".join(wrong)))
-    written = [str(x) for x in (args.output, args.chart) if x is not None]
-    return [*out, row("written", ", ".join(written))] if written else out
+    return out
 
 
 def absentees(suite: str, framework: str | None) -> list[str]:

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .contest import Contest, NoWordsError, Stage
+from .contest import Contest, Stage
 from .first import CACHES
+from .race import said
 
 LIMIT = 600  # seconds of one process
 
@@ -67,8 +68,8 @@ def run(
             continue
         try:
             c.prepare(contests[0])  # compiles nothing: it says whether there are words for it
-        except NoWordsError as why:
-            found.out[c.name] = str(why)
+        except Exception as error:
+            found.out[c.name] = said(error)
             continue
         with tempfile.TemporaryDirectory() as folder:
             cold = _child(folder, (c.name, stage.name, device, contests))

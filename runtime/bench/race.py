@@ -69,11 +69,8 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         try:
             call = c.prepare(contest)
             results[c.name] = stage.numpy(call())
-        except NoWordsError as said:
-            race.out[c.name] = str(said)
-            continue
         except Exception as error:  # of any library: what it says is part of the result
-            race.out[c.name] = f"failed: {type(error).__name__}: {error}".split("\n")[0][:200]
+            race.out[c.name] = said(error)
             continue
         race.first[c.name] = time.perf_counter() - start
         calls[c.name] = call
@@ -86,6 +83,13 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
     for n, race.times in enumerate(turns(calls, rounds, stage.rest, stage.clock), 1):
         race.doing = f"round {n} of {rounds}" if n < rounds else ""
         yield race
+
+
+def said(error: Exception) -> str:
+    """Why somebody is not timed."""
+    if isinstance(error, NoWordsError):
+        return str(error)
+    return f"failed: {type(error).__name__}: {error}".split("\n")[0][:200]
 
 
 def disagreeing(contest: Contest, results: dict[str, Any], ours: Collection[str], stage: Stage) -> dict[str, str]:

@@ -269,6 +269,9 @@ def test_a_table_json_and_a_chart(bench, tmp_path):
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     status, out, _ = bench("causal", *SMALL, "--json")
     schema.check(json.loads(out))
+    status, out, _ = bench("causal", *SMALL[:-1], "none", "--chart", "none.png")
+    assert (status, out.splitlines()[-1]) == (0, "written   no chart: nobody is timed beside ours")
+    assert not (tmp_path / "none.png").exists()
 
 
 def test_status_1_where_ours_is_wrong(bench, monkeypatch):
@@ -291,6 +294,7 @@ def test_status_1_where_ours_is_wrong(bench, monkeypatch):
         (["--peers", "sdap"], "there is no 'sdap'; there are sdpa, flex, flash, jax, splash, and none"),
         (["--chart", "x.pdf"], "cannot write 'x.pdf': name it .png or .svg"),
         (["-o", "x.txt"], "cannot write 'x.txt': name it .json"),
+        (["-o", "no/x.json"], "cannot write no/x.json: there is no folder no"),
         (["causal & window(w)"], "`w` has no value; give it: --set w=VALUE"),
         (["--heads", "3", "--kv-heads", "2"], "--heads 3 is no multiple of --kv-heads 2"),
     ],
