@@ -13,8 +13,9 @@ from .cli_answer import Answer, rows
 from .cli_input import laid_out, subject, the_mask
 from .cli_options import add_sizes, add_subject, examples, natural
 from .cli_show import size, tiles, written
+from .draw.plot import SUFFIXES
 
-PAGES, PICTURES = (".html", ".htm"), (".png", ".svg")
+PAGES = (".html", ".htm")
 
 
 def add_plot(p: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_plot(p: argparse.ArgumentParser) -> None:
 def plot(args: argparse.Namespace, console: Console) -> Answer:
     """Write the picture and say what is in it; with no --b and --h, every different batch entry and head."""
     path: Path = args.output
-    if path.suffix.lower() not in (*PAGES, *PICTURES):
+    if path.suffix.lower() not in (*PAGES, *SUFFIXES):
         raise ParameterError(f"cannot write {path.name!r}: name it .png, .svg or .html")
     mask = the_mask(subject(args), "to draw")
     layout = laid_out(args, mask)

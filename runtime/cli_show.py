@@ -166,6 +166,8 @@ def saved(layout: Layout) -> Text:
 
 def empty_rows(layout: Layout, mask: Mask) -> str | Text:
     every = layout.facts.rows_nonempty
+    if layout.facts.visible_pairs == 0:
+        return Text("no query sees a key: the output is 0 everywhere", SOME)
     if every is None:
         return "whether some query sees no key is not worked out: that would take too much looking"
     if every:

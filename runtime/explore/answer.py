@@ -188,18 +188,18 @@ def digest(array: Array) -> str:
 
 def cost(layout: Layout, spent: float) -> str:
     """Rows of a table: work and memory beside dense attention, and how long the analysis took. FLOPs are those of
-    the tiles that are read, at a head dim of 64."""
+    the tiles that are read, dense those of all tiles, at a head dim of 64."""
     spans, facts, c = layout.spans, layout.facts, layout.counts
     total = layout.batch * layout.heads * layout.q_len * layout.kv_len
     read, tiles = c.partial + c.full, c.partial + c.full + c.empty
-    area = read * layout.block[0] * layout.block[1]
+    tile = layout.block[0] * layout.block[1]  # computed whole, also where the lengths end inside it
     held = spans.bounds.nbytes + spans.count.nbytes + spans.slice_of.nbytes
     rows = []
     if (pairs := facts.visible_pairs) is not None:
         rows.append(("visible", f"{html.percent(pairs, total)}, {pairs:,} pairs"))
     rows += [
         ("tiles read", f"{html.percent(read, tiles)}, {read:,} of {tiles:,}"),
-        ("forward", f"{flops(area)}, dense {flops(total)}"),
+        ("forward", f"{flops(read * tile)}, dense {flops(tiles * tile)}"),
         ("layout", f"{amount(held, 1024, 'B')}, a dense mask {amount(total, 1024, 'B')}"),
         ("analysis", f"{1e3 * spent:.1f} ms, {facts.method}"),
     ]

@@ -35,6 +35,12 @@ def test_the_picture_is_that_of_the_layout():
     json.dumps(found)
 
 
+def test_the_work_of_dense_attention_is_counted_in_tiles_too():
+    found = asked("bottom_right", q_len=4, kv_len=1000)["cost"]
+    assert "100 %, 8 of 8" in found
+    assert "33.6 MFLOP, dense 33.6 MFLOP" in found  # 4 * 64 * 8 * 128 * 128
+
+
 def test_notes_are_told():
     assert "`causal` is defined here and hides the library" in asked("def causal = q > k\nmask = causal")["facts"]
     assert "note" not in asked("causal")["facts"]
