@@ -416,8 +416,8 @@ def make_layout(
     """The layout of a mask over `[origin.q, origin.q + q_len)` x `[origin.k, origin.k + kv_len)`.
 
     `exact=False` leaves tiles PARTIAL that only a look at their elements could decide, and so does `budget` once so
-    many positions were looked at. Raises `ShapeError` for
-    lengths, tile sizes or origins that make no sense, `ParameterError` for a parameter without a value.
+    many positions were looked at. Raises `ShapeError` for lengths, tile sizes or origins that make no sense,
+    `ParameterError` for a parameter without a value.
     """
     pair: tuple[Any, ...] = tuple(block) if isinstance(block, Iterable) else (block, block)
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
