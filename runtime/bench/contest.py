@@ -70,6 +70,11 @@ class Contest:
     def program(self) -> Program:
         return Program(self.mask, self.score)
 
+    @property
+    def everything(self) -> bool:
+        """Whether it is plain that every query sees every key."""
+        return self.mask is None or prepare(self.mask.expr, None)[0] is None
+
     def dense(self) -> Array:
         """The mask by the interpreter, bool [1 or batch, 1 or heads, q_len, kv_len]."""
         s, m = self.sizes, self.mask

@@ -101,7 +101,7 @@ def _attention(implementation: str | None, device: str, contest: Contest) -> Cal
     window = contest.window()
     if window is not None:
         more |= {"is_causal": True} | ({"local_window_size": (window - 1, 0)} if window else {})
-    elif contest.mask is not None:
+    elif not contest.everything:
         more["mask"] = jnp.asarray(contest.dense())
     return Jitted(partial(jax.nn.dot_product_attention, implementation=implementation, **more), contest, device)
 

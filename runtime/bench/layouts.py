@@ -94,6 +94,7 @@ def _process(contest: Contest) -> Call:
     from .jax_stage import splash_mask
 
     s = contest.sizes
+    _mask(contest)
     _short(contest, "process_mask")
     if s.q_len % TILE or s.kv_len % TILE:
         raise NoWordsError(f"splash attention takes lengths that are multiples of {TILE}")

@@ -110,10 +110,10 @@ def _is_causal(device: str, contest: Contest) -> Call:
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
     _plain(contest, "SDPA")
-    if contest.mask is not None and contest.window() != 0:
+    causal = not contest.everything
+    if causal and contest.window() != 0:
         raise NoWordsError("is_causal is plain causal masks of as many queries as keys")
     s = contest.sizes
-    causal = contest.mask is not None
     return _call(contest, device, partial(sdpa, is_causal=causal, enable_gqa=s.heads != s.kv_heads))
 
 
@@ -225,10 +225,10 @@ def _flash(device: str, contest: Contest) -> Call:
     if contest.sizes.dtype not in ("float16", "bfloat16"):
         raise NoWordsError(f"FlashAttention computes in 16 bits, not in {contest.sizes.dtype}")
     window = contest.window()
-    if contest.mask is not None and window is None:
+    if window is None and not contest.everything:
         raise NoWordsError("flash_attn_func has words for causal masks and causal windows")
     inside = {"window_size": (window - 1, 0)} if window else {}
-    attend = partial(flash_attn_func, causal=contest.mask is not None, **inside)
+    attend = partial(flash_attn_func, causal=not contest.everything, **inside)
     return _call(contest, device, attend, swap=True)
 
 

@@ -171,6 +171,14 @@ def test_flash_attention_is_told_causal_and_windows(monkeypatch):
         torch_stage._flash("cpu", CAUSAL)
 
 
+def test_a_mask_that_hides_nothing_is_told_so(stage, monkeypatch):
+    monkeypatch.setattr(Contest, "dense", lambda contest: pytest.fail("a bool for every pair"))
+    for text in ("full", "q >= k | q < k"):
+        contest = Contest(text, fk.mask(text), None, SIZES)
+        found = finished(contest, named(stage, "frisket aten", "SDPA is_causal"), rounds=1)
+        assert "SDPA is_causal" in found.times, found.out
+
+
 def test_the_device_is_named(stage):
     from frisket.runtime.cli_bench import results
 
@@ -223,6 +231,13 @@ def test_a_layout_that_misses_a_tile():
     contest = replace(CAUSAL, sizes=replace(SIZES, q_len=256, kv_len=256, heads=1))
     found = finished(contest, off(layouts.stage(), "create_block_mask", change))
     assert found.out["create_block_mask"] == "wrong, not timed: 1 apart from the interpreter"
+
+
+def test_a_score_mod_has_no_layout():
+    contest = Contest("", None, fk.score("softcap(5)"), replace(SIZES, q_len=256, kv_len=256))
+    found = finished(contest, layouts.stage(), rounds=1)
+    assert not found.times
+    assert found.out["frisket"] == "a score mod hides nothing: there are no tiles to tell apart"
 
 
 def test_peers_are_not_asked_for_what_takes_minutes():
