@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.dsl.errors import ParameterError
 from frisket.runtime import cli_bench
 from frisket.runtime.bench import layouts, race, schema, torch_stage
 from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
@@ -351,67 +350,3 @@ def test_first_calls(bench, tmp_path):
     figures = found["parts"]["compile, torch"]["rows"]["causal & window(9)"]["figures"]
     assert set(figures["s, cold"]) == set(figures["s, from disk"])
     assert figures["compilations for 3 other lengths"]["frisket aten"] == 0
-
-
-# -- the form of results ----------------------------------------------------------------------------------
-
-
-def changed(path, value):
-    """A good result with one thing another."""
-    good = json.loads(json.dumps(GOOD))
-    *above, last = path
-    at = good
-    for key in above:
-        at = at[key]
-    at[last] = value
-    return good
-
-
-ROW = ("parts", "p", "rows", "r")
-GOOD = {
-    "schema": 1,
-    "parts": {
-        "p": {
-            "machine": {"date": "2026-01-01", "cpu": "x", "cores": 2, "python": "3.11"},
-            "settings": {"rounds": 9},
-            "rows": {"r": {"figures": {"ms": {"a": 1.0}}, "ratios": {"b / a": [2.0, 1.5, 2.5]}}},
-        }
-    },
-}
-
-
-def test_a_good_result():
-    schema.check(GOOD)
-    nested = changed(ROW, {"rows": {"x": {"notes": {"n": "y"}}}})
-    schema.check(nested)
-    assert [names for names, _ in schema.leaves(nested["parts"]["p"]["rows"])] == [("r", "x")]
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("schema",), 2, "schema: 2 is not 1"),
-        (("parts", "p", "machine"), {}, "parts.p.machine: date must be given"),
-        (("parts", "p", "settings"), {}, "`rounds` must be given"),
-        (ROW, {}, "parts.p.rows.r: nothing is said"),
-        (ROW, {"ms": {"a": 1.0}}, "the keys are ms"),
-        ((*ROW, "figures", "ms", "a"), "1", "figures.ms.a: '1' is no number"),
-        ((*ROW, "figures", "ms", "a"), float("nan"), "is no number"),
-        ((*ROW, "ratios"), {"b": [1.0]}, "name both sides"),
-        ((*ROW, "ratios"), {"b / a": 1.0}, r"must be \[median\] or"),
-        ((*ROW, "ratios"), {"b / a": [3.0, 1.0, 2.0]}, "outside of its interval"),
-        ((*ROW, "goals"), {"at least": {"us": {"a": 1.0}}}, "there are no figures in 'us'"),
-        ((*ROW, "goals"), {"about": {}}, "the keys are about"),
-    ],
-)  # fmt: skip
-def test_a_result_in_another_form(path, value, message):
-    with pytest.raises(ParameterError, match=message):
-        schema.check(changed(path, value))
-
-
-def test_goals_beside_figures():
-    row = {
-        "figures": {"ms": {"a": 3.0}}, "ratios": {"b / a": [2.0]},
-        "goals": {"at least": {"ratios": {"b / a": 1.5, "c / a": 1.0}}, "at most": {"ms": {"a": 2.0}}},
-    }  # fmt: skip
-    assert [(g.name, g.met) for g in schema.goals(row)] == [("b / a", True), ("a", False)]
