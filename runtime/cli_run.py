@@ -15,6 +15,7 @@ from frisket.dsl.ir import uses
 from frisket.lowering.simplify import prepare
 
 from . import packed
+from .bench.table import spoken
 from .cli_answer import Answer, rows
 from .cli_doctor import cpu_count
 from .cli_input import compiled, require_bound, scalars, subject, tables
@@ -79,16 +80,16 @@ def run(args: argparse.Namespace, console: Console) -> Answer:
         "ratio": seconds[1] / seconds[0], "error": errors[0], "error_dense": errors[1],
     }  # fmt: skip
     good = errors[0] <= 2 * errors[1] + 1e-6
-    times = [f"{1e3 * s:9.1f} ms" for s in seconds]
+    times = [f"{spoken(s):>8}" for s in seconds]
     table = [f"{times[0]}  frisket"]
     for rival, mine, s in zip(rivals, times[1:], seconds[1:], strict=True):
-        table.append(f"{mine}  {rival.name}, {s / seconds[0]:.1f} × as long")
+        table.append(f"{mine}  {rival.name}, {s / seconds[0]:.2f} × as long")
     error = f"{errors[0]:.1e} from the float64 interpreter at most; dense attention: {errors[1]:.1e}"
     text = rows([("tokens", packing(files, args.max_tokens)), *lines, *facts])
     text += ["", picture(layout, args, console), ""]
     text += rows([
         ("run", f"{bench.name}, float32, {args.heads} heads of {args.head_dim}, {where}"),
-        ("time", "\n".join(table) + f"\nmedian of {args.repeats} interleaved runs"),
+        ("time", "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, turn about"),
         ("error", error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"),
     ])  # fmt: skip
     return Answer(data, text, 0 if good else 1)

@@ -39,6 +39,10 @@ TILES = 1 << 16  # along each axis
 ROWS = 1 << 19  # of tiles, of all batch entries and heads
 CHARACTERS = 20_000
 BUDGET = 1 << 25  # positions looked at, about half a second; tiles beyond that are drawn as partial
+NAMED = (  # numbers as the page calls them
+    "the number of queries", "the number of keys", "batch", "heads", "documents", "the tile's height",
+    "the tile's width",
+)  # fmt: skip
 HEAT = 48  # samples along each axis of what becomes of a score
 CURVE = 129
 HEAD_DIM = 64
@@ -97,7 +101,7 @@ def checked(asked: Mapping[str, Any]) -> Request:
     block = asked.get("block", Request.block)
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise ShapeError("block is two lengths in tokens: (queries, keys)")
-    for name, n in [*numbers.items(), *zip(("the tile's height", "the tile's width"), block, strict=True)]:
+    for name, n in zip(NAMED, (*numbers.values(), *block), strict=True):
         if type(n) is not int or not 1 <= n <= LONGEST:
             raise ShapeError(f"{name} is {n!r}\n  write a whole number from 1 to {LONGEST:,}")
     for length, tile in zip((numbers["q_len"], numbers["kv_len"]), block, strict=True):

@@ -359,6 +359,8 @@ def test_run_packs_attends_and_reports(run, tmp_path, framework):
     assert "score     softcap(50)\nmeans     50.0 * tanh(score / 50.0)\n" in out
     assert "queries ╲ keys" in out
     assert "from the float64 interpreter" in out
+    assert re.search(r"^time +[\d.]+ (µs|ms|s)  frisket\n +[\d.]+ (µs|ms|s)  .*, [\d.]+ × as long$", out, re.M)
+    assert "          medians of 1 run, turn about\n" in out
     status, out, _ = run(*argv, "--json")
     found = json.loads(out)
     assert status == 0
