@@ -72,9 +72,9 @@ def page() -> str:
     for title, words, lines in SHOWN:
         parts.append(f"## {title}\n\n{words}\n")
         parts += [f"```console\n$ {line}\n{printed(line)}\n```\n" for line in lines]
-    parts += [NOTES.format(case=example), "## Commands\n"]
+    parts.append(NOTES.format(case=example))
     for group, commands in groupby(COMMANDS.values(), key=lambda c: c.group):
-        parts.append(f"### {group}\n")
+        parts.append(f"## {group}\n")
         parts += [described(c.name) for c in commands]
     return "\n".join(parts)
 
@@ -94,7 +94,7 @@ def described(name: str) -> str:
     asked.sort(key=lambda a: (bool(a.option_strings), a.container.title == "options"))  # of all commands: last
     rows = [f"| {written(a)} | {said(a)} |" for a in asked]
     examples = [f"- `{line.strip()}`" for line in str(p.epilog).splitlines()[1:]]
-    head = [f"#### frisket {name}", "", str(p.description).partition("\n")[0], "", f"`{p.usage}`", ""]
+    head = [f"### frisket {name}", "", str(p.description).partition("\n")[0], "", f"`{p.usage}`", ""]
     return "\n".join([*head, "| option | |", "|---|---|", *rows, "", *examples, ""])
 
 

@@ -11,4 +11,4 @@ def test_the_page_is_what_the_script_writes(monkeypatch):
     written = made.PAGE.read_text(encoding="utf-8")
     assert made.page() == written, "run `python docs/command_line.py`"
     for name in COMMANDS:
-        assert f"#### frisket {name}\n" in written
+        assert f"\n### frisket {name}\n" in written
