@@ -14,6 +14,7 @@ from frisket.dsl.errors import FrisketError, ParameterError
 from .cli_answer import Answer, rows
 from .cli_input import LENGTH, scalar, source, table
 from .cli_options import add_sizes, add_subject, examples, natural
+from .cli_show import counted
 
 
 def add_explore(p: argparse.ArgumentParser) -> None:
@@ -58,4 +59,4 @@ def explore(args: argparse.Namespace, console: Console) -> Answer:
             with suppress(KeyboardInterrupt):
                 server.serve_forever()
             given = analyst.answered
-            return Answer({"url": server.url, "answers": given}, rows([("ended", f"{given:,} answers given")]))
+            return Answer({"url": server.url, "answers": given}, rows([("ended", f"{counted(given, 'answer')} given")]))
