@@ -125,6 +125,7 @@ def score_mod(
 ) -> str:  # fmt: skip
     """The same of a score mod, `score_mod(score, b, h, q_idx, kv_idx)`; Float is float32, Float tables too.
 
+    >>> from frisket.dsl.ir import lookup
     >>> from frisket.dsl.sugar import h, score
     >>> from frisket.dsl.types import FLOAT
     >>> print(score_mod(score * lookup("gain", (h,), FLOAT), {"gain": (8,)}, reach={"h": 8}))

@@ -2,7 +2,7 @@
 
 >>> found = answer({"text": "causal & window(w)", "q_len": 4096, "kv_len": 4096, "values": {"w": 256}}, {})
 >>> found["scalars"][0]["high"], found["data"]["rows"]
-(1024, 32)
+(512, 32)
 >>> answer({"text": "causal & windw(w)"}, {})["problems"][0]["caret"]
 '         ^^^^^^^^'
 """

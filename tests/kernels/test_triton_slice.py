@@ -19,7 +19,7 @@ INTERPRETED = {
     "kernels/triton_interpreted_stored.py": ("parts[no end]", "forward[as they are]"),
     "kernels/triton_backward_interpreted.py": (
         "every_case[softcap]", "captured[by row]", "captured_in_half_precision[by column, gqa bfloat16]",
-        "sums_with_sinks_and_dropout[gqa-True-0.6]", "sums_with_sinks_and_dropout[empty-False-0.3]",
+        "sums_with_sinks_and_dropout[gqa-True-0.6]",
         "shapes_with_closed_form_bounds[place1]",
     ),
     "kernels/triton_captured_interpreted.py": (
@@ -42,11 +42,8 @@ COMPILED = {
         "default_tiles_do_not_spill[softcap, alibi-64]", "backward_compiles[learned softcap-bfloat16-live1]",
         "every_operator_compiles[False]",
     ),
-    "kernels/triton_captured_compiled.py": ("nothing_spills_on_hopper[plane]",),
-    "kernels/triton_planner_compiled.py": ("planners_compile[documents-sm_90]", "planners_compile[documents-gfx942]"),
-    "kernels/triton_table.py": (
-        "some[sm_90-64-documents-whole]", "some[sm_90-128-causal-decode]", "some[gfx942-64-causal-whole]",
-    ),
+    "kernels/triton_planner_compiled.py": ("planners_compile[documents-sm_90]",),
+    "kernels/triton_table.py": ("some[gfx942-64-causal-whole]",),
 }  # fmt: skip
 LAUNCHED = {
     "runtime/flat_device_launched.py": ("no_value_is_looked_at[causal & same(doc)]", "changed_lengths_compile_nothing"),
