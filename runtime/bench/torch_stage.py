@@ -112,7 +112,7 @@ def _is_causal(device: str, contest: Contest) -> Call:
     _plain(contest, "SDPA")
     causal = not contest.everything
     if causal and contest.window() != 0:
-        raise NoWordsError("is_causal is plain causal masks of as many queries as keys")
+        raise NoWordsError("it takes plain causal masks alone, of as many queries as keys")
     s = contest.sizes
     return _call(contest, device, partial(sdpa, is_causal=causal, enable_gqa=s.heads != s.kv_heads))
 
