@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,6 +18,15 @@ os.environ.setdefault("NPROC", "16")
 os.environ.setdefault("FRISKET_BACKEND", "library")
 
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _looked_through_once():
+    """What the tests of a file leave (compiled functions, interned Exprs) is not looked through again by every garbage
+    collection of the files behind it: by the end of a run that is gigabytes, and some tests collect on purpose."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -19,10 +19,8 @@ from frisket.lowering.plan import Spans, Target, make_plan
 from frisket.lowering.xla_captured import plane_of
 
 ALL = {**CASES, **LEARNED}
-QUICK = (
-    "documents-by-batch", "empty-rows", "crop", "visible-minus-inf", "scalar-twice", "by-row", "by-column",
-    "diagonal-of-buckets", "plane-by-head", "nested", "weight-infinite-behind-the-mask", "origin-by-batch",
-)  # fmt: skip
+QUICK = ("documents-by-batch", "empty-rows", "visible-minus-inf", "scalar-twice", "by-column", "plane-by-head")
+CI = ("crop", "by-row", "diagonal-of-buckets", "nested", "weight-infinite-behind-the-mask", "origin-by-batch")
 
 
 def run(case, made=None, spans=None, **options):
@@ -31,7 +29,10 @@ def run(case, made=None, spans=None, **options):
     return jax_gradients.run(xla_backward.backward, case, target, made, spans or cases.spans(case), **options)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALL])
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.matrix if n in CI else pytest.mark.slow) for n in ALL],
+)
 def test_every_case(name):
     compare(*run(ALL[name]))
 

@@ -62,6 +62,7 @@ def test_every_part_of_jax():
     assert correct["figures"]["cases"] == {"passed": 2, "refused": 0, "failed": 0}
 
 
+@pytest.mark.matrix
 def test_rows_are_kept_and_resumed(tmp_path):
     command = ["forward", "--dry", "--only", "full", "--into", str(tmp_path)]
     twice = f"from gpu import main\nfor _ in range(2): print('status', main({command}))"

@@ -135,8 +135,8 @@ def test_every_mod(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 
 
-@pytest.mark.parametrize(NAMES, PAIRS)
-def test_results_of_every_mask(mask, mod):
+@pytest.mark.parametrize(NAMES, PAIRS[::2])  # the others with their gradients, below
+def test_results_of_every_other_mask(mask, mod):
     Pair(mask, mod).check(("torch_forward", "aten"), ("jax_forward", "xla"))
 
 

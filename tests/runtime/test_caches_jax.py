@@ -83,9 +83,9 @@ def wanted(mask, score, params, sinks, dtype="float32", n=T):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("plain", "tables"), ("ring", "sinks"), ("paged", "window")]
+    [("plain", "tables"), ("ring", "sinks")]
     + [pytest.param("plain", name, marks=MATRIX) for name in ("window", "sinks")]
-    + [pytest.param(kind, "sinks", marks=MATRIX) for kind in ("paged", "long ring")],
+    + [pytest.param(*both, marks=MATRIX) for both in (("paged", "window"), ("paged", "sinks"), ("long ring", "sinks"))],
 )
 def test_prompts_chunks_and_steps_under_one_mask(kind, name):
     """Of a ragged batch."""
@@ -362,7 +362,7 @@ def test_a_model_generates(kind):
 # -- the door of model code ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=MATRIX)])
 def test_concatenate_to_cache(dtype):
     cache = init_cache(B, 24, G, D, V, dtype)
     step = jax.jit(concatenate_to_cache, donate_argnums=0)

@@ -88,6 +88,7 @@ def printed(script):
     return run.stdout
 
 
+@pytest.mark.matrix
 def test_a_cache_over_devices():
     said = printed(CASES)
     assert said.count("split True") == 2
