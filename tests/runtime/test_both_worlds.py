@@ -140,8 +140,9 @@ def test_results_of_every_other_mask(mask, mod):
     Pair(mask, mod).check(("torch_forward", "aten"), ("jax_forward", "xla"))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(NAMES, PAIRS)
+@pytest.mark.parametrize(
+    NAMES, [pytest.param(*p, marks=pytest.mark.matrix if i % 2 else pytest.mark.slow) for i, p in enumerate(PAIRS)]
+)
 def test_gradients_of_every_mask(mask, mod):
     Pair(mask, mod).check(*LIBRARY)
 

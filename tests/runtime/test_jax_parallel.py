@@ -39,9 +39,23 @@ def test_outputs_gradients_and_bytes():
     on_eight_devices(*FEW)
 
 
-@pytest.mark.matrix
-def test_every_mask():
-    on_eight_devices(*EVERY)
+MANY = [
+    "prefix documents",
+    "rows without keys",
+    "biases",
+    "dropout and sinks",
+    "split heads",
+    "gathered",
+    "bytes: documents",
+]
+
+
+@pytest.mark.parametrize(
+    "cases",  # a case is compiled for some ten seconds
+    [pytest.param(MANY, marks=pytest.mark.matrix), pytest.param(EVERY, marks=pytest.mark.slow)], ids=["many", "every"],
+)  # fmt: skip
+def test_masks(cases):
+    on_eight_devices(*cases)
 
 
 @pytest.mark.matrix
