@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,14 @@ def _looked_through_once():
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_of_other_tests():
+    """Dynamo knows nothing of what tests before compiled: torch's own flex_attention compiles itself, and where a mask
+    with captured tensors came before one without, Dynamo fails while it words why it compiles again."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

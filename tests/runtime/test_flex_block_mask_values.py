@@ -89,7 +89,6 @@ def test_a_pytree_of_its_lists_and_tensors():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("make", [causal, "causal & k < 100"])
 def test_torchs_own_compiled_attention_reads_it(make):
-    torch._dynamo.reset()
     made = ours.create_block_mask(make, None, None, 256, 256, "cpu")
     q = torch.randn(1, 1, 256, 16)
     run = torch.compile(lambda q, m: theirs.flex_attention(q, q, q, block_mask=m), backend="eager", fullgraph=True)
@@ -105,7 +104,6 @@ def test_the_whole_graph_cannot_make_one():
 
 
 def test_making_one_inside_a_compiled_function():
-    torch._dynamo.reset()
     made = torch.compile(ours.create_block_mask, backend="eager")(causal, None, None, 256, 256, "cpu")
     assert made == ours.create_block_mask(causal, None, None, 256, 256, "cpu")
 

@@ -15,7 +15,6 @@ from frisket.flex import AuxRequest, create_block_mask, flex_attention  # noqa: 
 @pytest.fixture(autouse=True)
 def library(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "aten")
-    torch._dynamo.reset()
 
 
 def arrays(s=24, kv_heads=4, batch=2):

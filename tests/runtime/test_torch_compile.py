@@ -17,11 +17,6 @@ G = torch.Generator().manual_seed(0)
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-
-
 def rand(*shape, grad=True):
     return torch.randn(shape, generator=G).requires_grad_(grad)
 

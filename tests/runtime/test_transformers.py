@@ -249,7 +249,6 @@ def test_a_sink_of_every_query(way):
 def test_a_model_is_one_graph(name, how):
     eager, ours = hf_models.pair(name, num_hidden_layers=1 if name != "gemma2" else 2)
     given = {"use_cache": False, **CALLS[how]}
-    torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     ids = hf_models.tokens()
     real = given.get("attention_mask", torch.ones_like(ids)).bool()
@@ -267,7 +266,6 @@ def test_a_model_is_one_graph(name, how):
 def test_steps_through_a_static_cache_are_one_graph():
     eager, ours = hf_models.pair("llama", num_hidden_layers=1)
     graphs = []
-    torch._dynamo.reset()
     compiled = torch.compile(ours, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
     ids, cache = hf_models.tokens(), StaticCache(config=ours.config, max_cache_len=32)
     with torch.no_grad():

@@ -19,11 +19,6 @@ NARROW = {"tile": (16, 16), "backend": "triton"}
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 
 
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-
-
 def rand(*shape, grad=True):
     return torch.randn(shape, generator=G).requires_grad_(grad)
 
