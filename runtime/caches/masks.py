@@ -119,7 +119,7 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""
-    numbers = {n: x for n, x in params.items() if isinstance(x, Real) and n in att.subject.names}
+    numbers = {n: x for n, x in params.items() if isinstance(x, Real) and n in att.subject.names} if params else {}
     key = "room", slots, new, tuple(numbers.items())
     if key not in att.ready:
         att.ready[key] = _no_room(att.subject.bind(numbers), slots, new)

@@ -100,12 +100,12 @@ class PagePool:
         """So many more tokens for each of the sequences: all of them, or none where pages are short. What comes back
         are pages to copy, (from, to) in any order, before the new tokens are written: the last page of a sequence
         that others share."""
-        tokens = _of_each("tokens", tokens)
-        for sequence, n in tokens.items():
-            self._known(sequence)
+        tokens, needed = _of_each("tokens", tokens), {}
+        for s, n in tokens.items():
+            self._there(s)
             if n < 0:
-                raise ShapeError(f"{n} more tokens for the sequence {sequence!r}; `truncate` takes tokens off")
-        needed = {s: -(-(self._lengths[s] + n) // self.page) - len(self._held[s]) for s, n in tokens.items()}
+                raise ShapeError(f"{n} more tokens for the sequence {s!r}; `truncate` takes tokens off")
+            needed[s] = -(-(self._lengths[s] + n) // self.page) - len(self._held[s])
         moved = self._shared(
             (s, len(self._held[s]) - 1) for s, n in tokens.items() if n and self._lengths[s] % self.page
         )
@@ -121,7 +121,7 @@ class PagePool:
         `append`."""
         starts = _of_each("starts", starts)
         for sequence, n in starts.items():
-            self._known(sequence)
+            self._there(sequence)
             if n < 0:
                 raise ShapeError(f"tokens of the sequence {sequence!r} from {n} on; the first one is 0")
         moved = self._shared((s, i) for s, n in starts.items() for i in range(n // self.page, len(self._held[s])))
@@ -154,19 +154,16 @@ class PagePool:
         del self._lengths[sequence]
 
     def _new(self, sequence: Hashable, help: str) -> None:
-        if self._has(sequence):
+        _named(sequence)
+        if sequence in self._held:
             raise ParameterError(f"the sequence {sequence!r} is there already; {help}")
 
-    def _has(self, sequence: Hashable) -> bool:
-        try:
-            return sequence in self._held
-        except TypeError:
-            raise ParameterError(
-                f"a sequence is called {sequence!r}, and names are hashable: a number, a text or a tuple of them"
-            ) from None
-
     def _known(self, sequence: Hashable) -> None:
-        if not self._has(sequence):
+        _named(sequence)
+        self._there(sequence)
+
+    def _there(self, sequence: Hashable) -> None:
+        if sequence not in self._held:
             raise ParameterError(f"there is no sequence {sequence!r}; `allocate` makes one")
 
     def _require(self, pages: int) -> None:
@@ -208,6 +205,15 @@ class PagePool:
             self._users[page] -= 1
             if not self._users[page]:
                 self._free.append(page)
+
+
+def _named(sequence: Any) -> None:
+    try:
+        hash(sequence)
+    except TypeError:
+        raise ParameterError(
+            f"a sequence is called {sequence!r}, and names are hashable: a number, a text or a tuple of them"
+        ) from None
 
 
 def _whole(what: str, x: Any) -> int:

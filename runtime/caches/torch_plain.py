@@ -119,14 +119,20 @@ class Cache(nn.Module):
 
         `CapacityError` where there is no room, and nothing is stored. Where `counts` live on a GPU nobody waits for
         them: what does not fit is dropped, and `overflowed` [batch] is true there from then on."""
-        lengths = self.lengths
-        new = check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, lengths.device)
+        return self._store(k, v, self._new(k, v), counts)
+
+    def _new(self, k: Tensor, v: Tensor) -> int:
+        """How many tokens a sequence k and v bring. Raises where they are none for this cache."""
+        return check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
+
+    def _store(self, k: Tensor, v: Tensor, new: int, counts: Any) -> Self:
+        """`append`, of tokens that fit."""
         known = self.known()
         more = self._grown(known, new, counts)
         number = None if isinstance(more, int) else more
         if not native_append(self._buffers, k, v, number, self.slots is not None):
             self._append(known, new, number, k, v)
-        lengths.add_(more)
+        self.lengths.add_(more)
         return self
 
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:

@@ -62,17 +62,17 @@ class RingKVCache(Cache):
         """The new tokens appended, and attention of their queries. A chunk that leaves no room for what it sees is
         read beside the ring as it was, and the two are merged."""
         self._check(att, q, tree, params)
-        new = store.check_new(k, v, self.batch, self.kv_heads, self.head_dim, self.v_dim, self.k.device)
+        new = self._new(k, v)
         room = not no_room(att, self.window, new, params)
         if counts is not None or not room:
             check_beside(q, k, "bhsd")
         if room:
-            return self.append(k, v, counts)._attend(att, q, counts, None, params)
+            return self._store(k, v, new, counts)._attend(att, q, counts, None, params)
         require_room(att, self.window, 0, params)
         real = [new] * self.batch if counts is None else counts
         number, _ = store.counts_of(real, self.batch, new, self.k.device)
         out, lse = merge(*self._parts(att, q, k, v, number, dict(params)))
-        self.append(k, v, counts)
+        self._store(k, v, new, counts)
         return (out, lse) if params.get("return_lse") else out
 
     def _parts(

@@ -206,6 +206,6 @@ def test_the_size_of_the_pool_costs_nothing():
 
     pool = PagePool(100_000, 16)
     pool.allocate("a", 1_000_000)
-    with at_most(200):
+    with at_most(100):
         pool.append({"a": 1})
         pool.append({"a": 17})
