@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import gc
 import random
 
 import numpy as np
 import pytest
 from support import masks
+from support.forget import forget
 from support.matrix import some
 
 from frisket.dsl.ir import TRUE, build, conj, disj, make
@@ -27,14 +26,6 @@ NAMES = (
     "complement xor neighbourhood documents-window scattered-documents clamped-documents other-table first-document "
     "early-documents per-query-window quotients pooled-documents mixed-documents"
 )
-UNDERSTANDING = ("frisket.dsl", "frisket.lowering")  # what runtime does once for a process it must not do again
-
-
-def forget():
-    """Answers remembered from the sound code would hide the mistake, and the mistake's would outlive it."""
-    for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith(UNDERSTANDING):
-            thing.cache_clear()
 
 
 def battery():

@@ -4,11 +4,10 @@ test_proofs notice every one."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-import gc
 import math
 
 import pytest
+from support.forget import forget
 
 from frisket.dsl.ir import FALSE, build, lit
 from frisket.lowering.simplify import (
@@ -113,15 +112,6 @@ SOUND = {
     "_split": rules_division._split, "_reduced": rules_division._reduced, "_quotient": rules_compare._quotient,
     "_upright": rules_boolean._upright,
 }  # fmt: skip
-
-
-UNDERSTANDING = ("frisket.dsl", "frisket.lowering")
-
-
-def forget():
-    for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith(UNDERSTANDING):
-            thing.cache_clear()
 
 
 @pytest.mark.parametrize("name", PARTS)
