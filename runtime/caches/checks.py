@@ -104,9 +104,11 @@ def refuse_tree(tree: Any) -> None:
 
 def check_new(k: Any, v: Any, layout: str, batch: int, kv_heads: int, head_dim: int, v_dim: int) -> int:
     """How many new tokens a sequence, of k [batch, kv_heads, new, head_dim], or with heads behind tokens, and v."""
-    new: Any = k.shape[3 - HEADS[layout]] if len(getattr(k, "shape", ())) == 4 else "new"
+    new: Any = None
     for name, x, dim in (("k", k, head_dim), ("v", v, v_dim)):
         shape = tuple(getattr(x, "shape", ()))
+        if new is None:
+            new = shape[3 - HEADS[layout]] if len(shape) == 4 else "new"
         want = (batch, kv_heads, new, dim) if layout == "bhsd" else (batch, new, kv_heads, dim)
         if shape != want:
             axes = "batch, kv_heads, new" if layout == "bhsd" else "batch, new, kv_heads"

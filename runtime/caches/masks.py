@@ -119,10 +119,10 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""
-    numbers = {n: x for n, x in params.items() if isinstance(x, Real) and n in att.subject.names} if params else {}
-    key = "room", slots, new, tuple(numbers.items())
+    numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.subject.names] if params else ()
+    key = "room", slots, new, *numbers
     if key not in att.ready:
-        att.ready[key] = _no_room(att.subject.bind(numbers), slots, new)
+        att.ready[key] = _no_room(att.subject.bind(dict(numbers)), slots, new)
     why: str = att.ready[key]
     return why
 

@@ -246,13 +246,15 @@ class Cache(nn.Module):
 
     def _check(self, att: Attention, q: Tensor, tree: Any, params: dict[str, Any]) -> None:
         """Raise where such queries cannot be asked."""
-        store.check_on(self.k.device, q=q)
-        check_queries(att, q, self.k, "bhsd", self.batch, params, tree)
+        held = self.k
+        store.check_on(held.device, q=q)
+        check_queries(att, q, held, "bhsd", self.batch, params, tree)
 
     def _attend(self, att: Attention, q: Tensor, counts: Any, tree: Any, params: dict[str, Any]) -> Any:
         """`attend`, of queries that fit."""
         number = q.shape[2] if counts is None else counts_of(counts, self.batch, q.shape[2], q.device)[0]
-        tables = {START: self.lengths - number, END: self.lengths}
+        lengths = self.lengths
+        tables = {START: lengths - number, END: lengths}
         places = self._places(counts is not None)
         if tree is not None:
             tables[ANCESTORS], tables[DEPTH] = ancestors(tree, q.device)

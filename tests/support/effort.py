@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import itertools
 import sys
-from collections.abc import Iterator
 
 
-@contextlib.contextmanager
-def at_most(calls: int) -> Iterator[None]:
+class at_most:  # noqa: N801
     """The body enters and leaves fewer than `calls` functions, Python's and C's."""
-    counted = itertools.count()
 
-    def count(frame: object, event: str, argument: object) -> None:
-        assert next(counted) < calls, f"more than {calls:,} calls: the work grows faster than the text"
+    def __init__(self, calls: int) -> None:
+        self.calls, self.counted = calls, itertools.count()
 
-    sys.setprofile(count)
-    try:
-        yield
-    finally:
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        assert next(self.counted) < self.calls, f"more than {self.calls:,} calls: the work grows faster than the text"
+
+    def __enter__(self) -> None:
+        gc.disable()  # a collection calls what has nothing to do with the body
+        sys.setprofile(self._count)
+
+    def __exit__(self, *error: object) -> None:
         sys.setprofile(None)
+        gc.enable()
