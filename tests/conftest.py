@@ -18,6 +18,11 @@ os.environ.setdefault("NPROC", "16")
 # Tests that are not about the native kernels compile none; those that are name the backend, or take this away.
 os.environ.setdefault("FRISKET_BACKEND", "library")
 
+# XLA compiles thousands of programs, most of them for one call: optimized less, and none of them twice
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -36,6 +41,12 @@ def _no_graphs_of_other_tests():
     with captured tensors came before one without, Dynamo fails while it words why it compiles again."""
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What XLA compiled is kept, for the other workers and the next run; `pytest --cache-clear` forgets it."""
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(config.cache.mkdir("xla")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,14 +41,6 @@ MORE = {
 ALL = CASES | LEARNED | MORE
 
 
-@pytest.fixture(autouse=True)
-def compiled_quickly():
-    """What Pallas' interpreter hands to XLA is compiled once and run once."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def run(case, made=None, block=(128, 128), **options):
     """{name: gradient} of the kernels, and of the interpreter."""
     return jax_gradients.run(runtime.backward, case, Target("pallas-tpu", *block), made, Source(case), **options)
