@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="run the I-th of N parts, into which tests are dealt by their names")
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew; read `git diff`")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        at, _, parts = part.partition("/")
+        if not (at.isdecimal() and parts.isdecimal() and 1 <= int(at) <= int(parts)):
+            raise pytest.UsageError(f"--part {part}: it is I/N, the I-th of N parts, 1/2 or 2/2")
+        kept, others = [], []
+        for item in items:
+            (kept if zlib.crc32(item.nodeid.encode()) % int(parts) == int(at) - 1 else others).append(item)
+        config.hook.pytest_deselected(items=others)
+        items[:] = kept
 
 
 @pytest.fixture
