@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 LIMIT = 8.0  # seconds for one answer
 START = 60.0  # and for a process to begin
+MEMORY = 4 << 30  # bytes for it
 LOOK = 0.02  # between looks at whether somebody has asked anew
 PAGES = 64  # pages whose newest question is remembered
 ABANDONED = {"abandoned": True}
@@ -33,12 +35,12 @@ ABANDONED = {"abandoned": True}
 class Analyst:
     """Answers one question at a time. `ask` may be called from any thread."""
 
-    def __init__(self, tables: Mapping[str, Array], limit: float = LIMIT) -> None:
-        self.tables, self.limit = dict(tables), limit
+    def __init__(self, tables: Mapping[str, Array], limit: float = LIMIT, memory: int = MEMORY) -> None:
+        self.tables, self.limit, self.memory = dict(tables), limit, memory
         self.turns: dict[str, int] = {}  # page -> its newest question
         self.noting, self.busy = threading.Lock(), threading.Lock()
         self.closed, self.answered = False, 0
-        self.worker = Worker(self.tables)
+        self.worker = Worker(self.tables, memory)
 
     def __enter__(self) -> Analyst:
         return self
@@ -77,7 +79,7 @@ class Analyst:
     def _anew(self) -> None:
         self.worker.end()
         if not self.closed:
-            self.worker = Worker(self.tables)
+            self.worker = Worker(self.tables, self.memory)
 
     def close(self) -> None:
         """End the process; a question under way is abandoned."""
@@ -93,9 +95,9 @@ def failed(name: str, message: str) -> dict[str, Any]:
 class Worker:
     """One process that answers: pickles to its standard input, pickles from its standard output."""
 
-    def __init__(self, tables: Mapping[str, Array]) -> None:
+    def __init__(self, tables: Mapping[str, Array], memory: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from frisket.runtime.explore.analyst import work; work()"],
+            [sys.executable, "-P", "-c", f"from frisket.runtime.explore.analyst import work; work({memory})"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         self.came: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -150,7 +152,22 @@ class Worker:
                 continue
 
 
-def work() -> None:
+def bounded(memory: int) -> None:
+    """So many bytes more may this process take, where Linux counts them: `MemoryError`, which is an answer, in place of
+    a machine that swaps."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # another system
+        return
+    import resource
+
+    taken = int(status.partition("VmData:")[2].split()[0]) << 10
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard == resource.RLIM_INFINITY or taken + memory < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + memory, hard))
+
+
+def work(memory: int) -> None:
     """The process: tables, then questions, until its input ends. Ctrl-C is for the one who asks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "wb")
@@ -165,6 +182,7 @@ def work() -> None:
     for table in tables.values():
         table.flags.writeable = False  # so that no mask makes a copy
     answer({"text": "causal", "q_len": 256, "kv_len": 256}, {})  # imports and fills what is kept from then on
+    bounded(memory)
     gc.collect()
     gc.freeze()  # what is there by now stays: it need not be looked through again
     say("ready")

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from contextlib import chdir, closing, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -253,8 +254,20 @@ def test_a_process_that_dies_is_an_answer_and_another_one_begins(analyst):
     assert "data" in analyst.ask("p", 8, QUICK)
 
 
+@pytest.mark.matrix
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux counts memory")
+def test_an_answer_takes_only_so_much_memory():
+    large = {"text": "morton(1024, 1024, 13, 13)", "q_len": 1 << 20, "kv_len": 1 << 20, "block": [128, 128]}
+    with Analyst({}, limit=60, memory=64 << 20) as analyst:
+        found, process = analyst.ask("p", 1, large), analyst.worker.process
+        assert found["error"] == "MemoryError"
+        assert found["message"].startswith("not enough memory\n")
+        assert "data" in analyst.ask("p", 2, QUICK)
+        assert analyst.worker.process is process
+
+
 def test_only_so_many_pages_are_remembered(monkeypatch):
-    monkeypatch.setattr(analyst_module, "Worker", lambda tables: None)
+    monkeypatch.setattr(analyst_module, "Worker", lambda *given: None)
     many = Analyst({})
     monkeypatch.setattr(many, "_answer", lambda *asked: {})
     for i in range(200):
