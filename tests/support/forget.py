@@ -12,5 +12,5 @@ def forget() -> None:
     """Answers remembered from the sound code would hide the mistake, and the mistake's would outlive it."""
     gc.unfreeze()  # what earlier files of tests left is not among the objects until then
     for thing in gc.get_objects():
-        if isinstance(thing, functools._lru_cache_wrapper) and thing.__module__.startswith(UNDERSTANDING):
+        if type(thing) is functools._lru_cache_wrapper and thing.__module__.startswith(UNDERSTANDING):
             thing.cache_clear()
