@@ -9,6 +9,7 @@ processes. The loss is that of one process: with 1 instead of 4 the same numbers
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, as optimizers do, its defaults keep the group, and the group its threads
 from torch.nn.functional import cross_entropy
 
 import frisket as fk
