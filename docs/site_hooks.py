@@ -27,8 +27,8 @@ SOURCE = re.compile(
 LANGUAGES = {".py": "python", ".frisket": "frisket", ".json": "json", ".hpp": "cpp"}
 
 
-def on_config(config: Any) -> None:
-    link()  # the package as griffe finds it
+def on_startup(command: str, dirty: bool) -> None:
+    link()  # the package as griffe finds it; mkdocstrings looks which folders there are when it is configured
 
 
 def on_files(files: Files, config: Any) -> None:
