@@ -48,6 +48,13 @@ def test_workflows_run_what_people_run():
     assert 'dist=$(realpath -m "${DIST:-' in script
 
 
+def test_the_tests_from_outside_are_a_tier_of_their_own():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "not slow and not matrix and not outside" in options["addopts"]
+    assert "outside" in [line.partition(":")[0] for line in options["markers"]]
+    assert "outside" not in (ROOT / ".ci" / "run").read_text().replace("outside the tree", "")
+
+
 def test_every_supported_python_is_tested():
     jobs = WORKFLOWS["ci.yml"]["jobs"]
     tested = {step["with"]["python-version"] for step in jobs["all"]["steps"] if "setup-python" in step.get("uses", "")}
