@@ -258,7 +258,9 @@ def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, s
         return
     for mine in np.array_split(open_, -(-len(open_) // (_CHUNK >> 4))):
         owner, corners = pieces(mask, {n: v[mine] for n, v in env.items()}, scope.value)
-        at = {**corners, **{n: env[n][mine][owner] for n in ("b", "h", "tk")}, "single": np.ones(len(owner), bool)}
+        fixed = {n: env[n][mine][owner] for n in ("b", "h")}
+        # a piece may be narrower than its tile, and then holds fewer phases
+        at = {**corners, **fixed, "tk": corners["k1"] - corners["k0"] + 1, "single": np.ones(len(owner), bool)}
         yes, no, seen, hidden = _answers(questions, at, scope, len(owner))
         heads = np.flatnonzero(np.append(True, owner[1:] != owner[:-1]))
         full, empty = (np.logical_and.reduceat(x, heads) for x in (yes, no))

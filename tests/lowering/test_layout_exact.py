@@ -67,6 +67,25 @@ def test_random_masks(seed):
     one_random_mask(rng)
 
 
+@pytest.mark.parametrize("block", [(1, 5), (2, 3), (5, 4), (3, 2)])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "abs(q - k) < 20 & (q - k) % 5 == 0 ^ where(q // 4 == k // 4, k <= 27, k <= 28)",
+        "(q - k) % 5 == 0 & q // 3 >= k // 6 & (q // 5 == k // 5 ^ q % 4 == 1)",
+        "~(k % 2 != 0) ^ (k + 6) % 7 == 6",
+    ],
+)
+def test_a_piece_of_a_tile_holds_no_phase_that_it_is_too_narrow_for(text, block):
+    check(masks.Case(parse_expression(text, {}), 17, 39, 1, 1, block))
+
+
+@pytest.mark.parametrize("seed", [n if n < 320 else pytest.param(n, marks=pytest.mark.matrix) for n in range(290, 600)])
+def test_tiles_smaller_than_the_periods(seed):
+    rng = random.Random(seed)
+    check(masks.small_tiles(masks.periodic_mask(rng), rng))
+
+
 @pytest.mark.parametrize("ends", [(2**63 - 1, -(2**63)), (2**63 - 6, -7), (9, -(2**63))], ids=str)
 @pytest.mark.parametrize("text", ["k <= lim[q]", "k >= lim[q] & q >= k", "k < lim[q] & q - k < 5"])
 def test_limits_that_fall_by_more_than_an_integer_holds(text, ends):
@@ -103,6 +122,14 @@ def test_an_end_beyond_64_bits_leaves_the_mask_alone():
     found = analyse(simplify(far), q_len=100, kv_len=90, **options)
     want = brute.kinds(far, 100, 90, **options)
     np.testing.assert_array_equal(kinds(found, want.shape[3]), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_many_small_tiles(seed):
+    rng = random.Random(f"small {seed}")
+    for _ in range(500):
+        check(masks.small_tiles(masks.periodic_mask(rng), rng))
 
 
 @pytest.mark.slow

@@ -159,6 +159,32 @@ def random_mask(rng: pyrandom.Random, depth: int = 3) -> Expr:
     return lookup(table, tuple(random_int(rng, 1) for _ in range(i)), BOOL)
 
 
+def periodic_mask(rng: pyrandom.Random, depth: int = 2) -> Expr:
+    """A Bool of residues and quotients of q, k and what lies between them, and of bounds beside them."""
+    pick = rng.random()
+    if depth and pick < 0.6:
+        op = rng.choice(["and", "or", "xor", "and", "or", "not", "where"])
+        parts = [periodic_mask(rng, depth - 1) for _ in range({"not": 1, "where": 3}.get(op, 2))]
+        return build(op, *parts)
+    n, m = rng.randrange(2, 14), rng.randrange(1, 9)
+    op, other = rng.choice(["eq", "eq", "ne", "lt", "ge"]), rng.choice([n, n, m])
+    if pick < 0.75:
+        x = rng.choice([q, k, q - k, q - k, k - q, q + k, k // m, q // m, k + m, 2 * q - k, q - 3 * k])
+        return build(op, x % n, lit(rng.randrange(n)))
+    if pick < 0.85:
+        return build(op, q // n, k // other)
+    if pick < 0.9:
+        return build(op, q % n, k % other)
+    return build(op, rng.choice([q, k, q - k, abs(q - k), q + k]), lit(rng.randrange(50)))
+
+
+def small_tiles(mask: Expr, rng: pyrandom.Random) -> Case:
+    """Tiles of a few tokens, smaller than most periods."""
+    block = rng.randrange(1, 9), rng.randrange(1, 9)
+    origin = (0, 0, rng.choice([0, 0, rng.randrange(30)]), rng.choice([0, 0, rng.randrange(30)]))
+    return Case(mask, rng.randrange(1, 40), rng.randrange(1, 60), 1, 1, block, origin)
+
+
 def _curves(rng: pyrandom.Random) -> Expr:
     """Bounds on k that move with q, as documents and chunks are made of, and bounds beside them."""
     shift = rng.choice([0, 0, 0, 4, -7])
