@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from frisket.dsl.errors import BackendError
 
 from . import native_build
+from .extras import pip_install
 from .settings import BACKENDS, TIERS, Settings
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def reason(name: str, framework: str | None = None) -> str:
 
 
 def _installed(module: str, extra: str) -> str:
-    return "" if importlib.util.find_spec(module) else f"{module} is not installed: pip install 'frisket[{extra}]'"
+    return "" if importlib.util.find_spec(module) else f"{module} is not installed: {pip_install(extra)}"
 
 
 def _triton() -> str:

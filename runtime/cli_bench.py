@@ -20,7 +20,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from .bench.contest import Contest, Sizes, Stage, standard
 from .cli_answer import Answer, Piece, row, table
 from .cli_options import examples, positive
-from .extras import extras
+from .extras import extras, pip_install
 from .packed import choose, installed
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
@@ -317,7 +317,7 @@ def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], 
 def absentees(suite: str, framework: str | None) -> list[str]:
     """Whom a reader might look for, and why they are not in the table."""
     here = installed()
-    found = [f"{x}: not installed; pip install 'frisket[{x}]'" for x in ("torch", "jax") if x not in here]
+    found = [f"{x}: not installed; {pip_install(x)}" for x in ("torch", "jax") if x not in here]
     if suite == "cpu":
         found.append("FlashAttention, cuDNN: --suite gpu; splash attention: --suite tpu")
     return found if framework is None else []

@@ -14,12 +14,15 @@ from platformdirs import user_cache_dir
 from rich.console import Console
 from rich.text import Text
 
+import frisket
+
 from . import native_build, native_cpu
 from .backends import HOW, backends, choose
 from .bench.machine import cpu_name
 from .cli_answer import GOOD, SOME, Answer, Piece, Row, row
 from .cli_options import examples
 from .cli_show import size
+from .extras import pip_install
 from .packed import installed
 from .settings import VARIABLES, Settings
 
@@ -52,7 +55,7 @@ def add_doctor(p: argparse.ArgumentParser) -> None:
 
 def doctor(args: argparse.Namespace, console: Console) -> Answer:
     """Versions, the machine, the backends, what native kernels are built with, caches, settings."""
-    versions = {name: version(name) for name in ("frisket", *PACKAGES)}
+    versions = {"frisket": frisket.__version__} | {name: version(name) for name in PACKAGES}
     missing = backends()
     ready = {name: why or "runs here" + HOW.get(name, "") for name, why in missing.items()}
     given = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
@@ -74,7 +77,7 @@ def doctor(args: argparse.Namespace, console: Console) -> Answer:
         row("settings", "\n".join(f"{v.name:{NAMES}} {given.get(v.name, 'not set')}" for v in VARIABLES), NAMES + 1),
     ]
     if not installed():
-        text.append(Text("neither torch nor JAX is installed: pip install 'frisket[torch]' or 'frisket[jax]'", SOME))
+        text.append(Text(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]", SOME))
     return Answer(data, text)
 
 
@@ -91,8 +94,7 @@ def package(name: str, found: str | None) -> str:
     what, extra = PACKAGES[name]
     if found:
         return found
-    how = f"'frisket[{extra}]'" if extra else name
-    return f"not installed; for {what}: pip install {how}"
+    return f"not installed; for {what}: {pip_install(extra) if extra else f'pip install {name}'}"
 
 
 def usual() -> dict[str, str]:

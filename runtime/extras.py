@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from frisket.dsl.errors import MissingPackageError
 
+DISTRIBUTION = "frisket-attention"  # `frisket` belongs to another project on the package index
 EXTRAS = {
     "torch": "torch",
     "jax": "jax",
@@ -15,6 +16,15 @@ EXTRAS = {
     "qwix": "quantized",
     "transformers": "transformers",
 }
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs frisket with an extra.
+
+    >>> pip_install("torch")
+    "pip install 'frisket-attention[torch]'"
+    """
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 @contextmanager
@@ -29,6 +39,4 @@ def extras() -> Iterator[None]:
     except ModuleNotFoundError as missing:
         if (extra := EXTRAS.get(missing.name or "")) is None:
             raise
-        raise MissingPackageError(
-            f"{missing.name} is not installed: pip install 'frisket[{extra}]'", name=missing.name
-        ) from None
+        raise MissingPackageError(f"{missing.name} is not installed: {pip_install(extra)}", name=missing.name) from None

@@ -10,11 +10,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
+import frisket
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
@@ -87,7 +87,7 @@ class JaxCall:
         """What it is, the same in every process and another one for another kernel or other values in it."""
         chosen = self.backend, self.tile, self.target, self.times, self.shards
         held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree)
-        content = version("frisket"), str(self.plan), self.geometry, chosen, held
+        content = frisket.__version__, str(self.plan), self.geometry, chosen, held
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property

@@ -20,6 +20,8 @@ from frisket.dsl.errors import BackendError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.lowering import dense
 
+from .extras import pip_install
+
 SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
 Array = NDArray[Any]
 
@@ -88,9 +90,9 @@ def installed() -> list[str]:
 def choose(framework: str | None) -> str:
     here = installed()
     if framework and framework not in here:
-        raise BackendError(f"{framework} is not installed: pip install 'frisket[{framework}]'")
+        raise BackendError(f"{framework} is not installed: {pip_install(framework)}")
     if not here:
-        raise BackendError("neither torch nor JAX is installed: pip install 'frisket[torch]' or 'frisket[jax]'")
+        raise BackendError(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]")
     return framework or here[0]
 
 

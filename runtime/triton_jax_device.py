@@ -10,6 +10,8 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError
 
+from .extras import pip_install
+
 NOWHERE = "sm_90", 132  # where no GPU is to be seen: an H100
 # what vendors call GPUs -> architecture, for JAX's abstract devices, which have nothing but a name
 KINDS = {
@@ -97,7 +99,7 @@ def triton_call() -> Any:
     except (ImportError, AttributeError) as error:
         raise BackendError(
             f"the Triton kernels are called through jax-triton, which cannot be imported here: {error}\n"
-            "  pip install 'frisket[jax-gpu]', beside a JAX with GPU support"
+            f"  {pip_install('jax-gpu')}, beside a JAX with GPU support"
         ) from error
     finally:  # jax-triton points it at no folder, for everybody in this process
         if kept is None:

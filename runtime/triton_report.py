@@ -18,6 +18,7 @@ from frisket.lowering.emit.triton_parameters import arguments
 from frisket.lowering.emit.triton_writer import Dims
 from frisket.lowering.plan import LoopPlan, Target
 
+from .extras import pip_install
 from .triton_source import load
 from .triton_tiles import SHARED, of_kernel
 
@@ -84,7 +85,7 @@ def check_compiles(arch: str) -> None:
     if arch not in ARCHITECTURES:
         raise BackendError(f"no figures for {arch!r}; ahead-of-time reports know {', '.join(ARCHITECTURES)}")
     if not find_spec("triton"):
-        raise BackendError("triton is not installed: pip install 'frisket[triton]'")
+        raise BackendError(f"triton is not installed: {pip_install('triton')}")
 
 
 def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any:

@@ -59,7 +59,7 @@ def files(wheel: Path) -> dict[str, int]:
 
 def check_archives(wheel: Path, sdist: Path, work: Path) -> None:
     found = files(wheel)
-    assert {name.split("/")[0].split("-")[0] for name in found} == {"frisket"}, sorted(found)
+    assert {name.split("/")[0].split("-")[0] for name in found} == {"frisket", "frisket_attention"}, sorted(found)
     assert "frisket/py.typed" in found
     assert not [name for name in found if {"tests", "docs", "facade", "__pycache__"} & set(name.split("/"))]
     with tarfile.open(sdist) as archive:
@@ -118,7 +118,7 @@ def inside(extra: str) -> None:
     import frisket as fk
 
     assert "site-packages" in str(fk.__file__), fk.__file__
-    assert fk.__version__ == metadata.version("frisket")
+    assert fk.__version__ == metadata.version("frisket-attention")
     frisket = Path(sys.executable).parent / "frisket"
     here = Path.cwd()
     assert "full" in run(frisket, "show", TEXT, "--q-len", 1024, cwd=here)
@@ -130,10 +130,10 @@ def inside(extra: str) -> None:
 
     refused = subprocess.run([frisket, "plot", "causal", "-o", "mask.png"], capture_output=True, text=True)
     assert refused.returncode == 2, refused
-    assert "pip install 'frisket[plot]'" in refused.stderr, refused.stderr
+    assert "pip install 'frisket-attention[plot]'" in refused.stderr, refused.stderr
     for statement, needed in NEEDS.items():
         said = refusal(statement)
-        assert (f"pip install 'frisket[{needed}]'" in said) == (needed != extra), (statement, said)
+        assert (f"pip install 'frisket-attention[{needed}]'" in said) == (needed != extra), (statement, said)
     tiers = {"": [], "torch": ["library"], "jax": ["library"]}[extra]
     if extra and not fk.backends()["cpp"]:
         tiers.append("native")

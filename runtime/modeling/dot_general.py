@@ -35,7 +35,7 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     - "serve": takes the weights in `rhs`, or those it is called with where there are none, or a `qwix.QArray`. No
       gradients.
 
-    Needs qwix: `pip install 'frisket[quantized]'`.
+    Needs qwix: `pip install 'frisket-attention[quantized]'`.
     """
     if mode not in MODES:
         raise ParameterError(f"mode is {mode!r}; it is {', '.join(map(repr, MODES[:2]))} or {MODES[2]!r}")

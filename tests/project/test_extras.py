@@ -1,5 +1,6 @@
 """What needs a package that is not installed says which extra brings it."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from frisket.dsl.errors import BackendError, MissingPackageError
-from frisket.runtime.extras import EXTRAS, extras
+from frisket.runtime.extras import DISTRIBUTION, EXTRAS, extras, pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIONAL = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+OPTIONAL = PROJECT["optional-dependencies"]
+TEXTS = {".py", ".md", ".toml", ".txt", ".cff", ".yml", ".html", ".js", ".cpp", ".hpp", ".frisket"}
 # a statement, and the extra it asks for where nothing is installed
 ASKED = {
     "import frisket.flex": "torch",
@@ -49,12 +52,27 @@ def test_doors_and_methods_name_the_extra():
     assert len(lines) == len(ASKED), done.stdout
     for line, (statement, extra) in zip(lines, ASKED.items(), strict=True):
         assert line.startswith("MissingPackageError "), (statement, line)
-        assert line.endswith(f"is not installed: pip install 'frisket[{extra}]'"), (statement, line)
+        assert line.endswith(f"is not installed: pip install 'frisket-attention[{extra}]'"), (statement, line)
 
 
 @pytest.mark.parametrize("package", EXTRAS)
 def test_the_extra_brings_the_package(package):
     assert any(requirement.startswith(package) for requirement in OPTIONAL[EXTRAS[package]])
+
+
+def test_no_page_or_message_names_the_distribution_of_somebody_else():
+    """`frisket` on the package index is another project: every requirement says `frisket-attention`."""
+    folders = "grammar dsl lowering runtime tests docs benchmarks examples .github .ci".split()
+    files = [*ROOT.iterdir(), *(file for name in folders for file in (ROOT / name).rglob("*"))]
+    read = [f for f in files if f.suffix in TEXTS and f.name != "CHANGELOG.md" and f.is_file()]
+    assert len(read) > 400
+    wrong = re.compile(r"\bfrisket(?!-attention)\\?\[[\w{,-]+\\?\]|pip install ['\"]?frisket(?!-attention)\b")
+    found = {str(f.relative_to(ROOT)): wrong.findall(f.read_text(encoding="utf-8")) for f in read}
+    assert len(found.pop("tests/project/test_extras.py")) == 1, "the example below, which shows that something is found"
+    assert not {name: said for name, said in found.items() if said}
+    assert wrong.search("pip install 'frisket[torch]'")
+    assert PROJECT["name"] == DISTRIBUTION
+    assert pip_install("torch") == "pip install 'frisket-attention[torch]'"
 
 
 def test_it_is_an_import_error_and_one_of_ours():

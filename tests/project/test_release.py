@@ -28,7 +28,8 @@ def test_the_newest_changes_and_the_citation_are_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (cited["version"], str(cited["date-released"])) == (version, date)
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()
-    assert (cited["title"], cited["license"]) == (PROJECT["name"], PROJECT["license"])
+    assert (cited["title"], cited["license"]) == ("frisket", PROJECT["license"])
+    assert PROJECT["name"] in cited["abstract"], "what to install"
     assert cited["authors"] == [{"name": "The frisket developers"}]
 
 

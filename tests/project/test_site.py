@@ -21,7 +21,7 @@ API = "\n".join(p.read_text(encoding="utf-8") for p in sorted((DOCS / "api").glo
 DOORS = ["flex", "caches", "caches.jax", "caches.torch", "modeling", "operations", "parallel", "sharding"]
 needs_mkdocs = pytest.mark.skipif(
     not all(map(find_spec, ("mkdocs", "material", "mkdocstrings_handlers"))),
-    reason="builds the site: pip install 'frisket[docs]'",
+    reason="builds the site: pip install 'frisket-attention[docs]'",
 )
 
 

@@ -293,7 +293,7 @@ def test_emit_reports_need_triton(run, monkeypatch):
     monkeypatch.setattr("frisket.runtime.triton_report.find_spec", lambda name: None)
     status, out, err = run("emit", "causal", "--backend", "triton", "--report")
     assert (status, out) == (2, "")
-    assert err == "BackendError: triton is not installed: pip install 'frisket[triton]'\n"
+    assert err == "BackendError: triton is not installed: pip install 'frisket-attention[triton]'\n"
 
 
 def test_emit_for_library_calls(run):

@@ -277,7 +277,7 @@ def test_nothing_half_written(tmp_path):
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(BackendError, match=r"^matplotlib is not installed: pip install 'frisket\[plot\]'$"):
+    with pytest.raises(BackendError, match=r"^matplotlib is not installed: pip install 'frisket-attention\[plot\]'$"):
         WINDOW.layout(64, 64).plot()
 
 

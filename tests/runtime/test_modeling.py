@@ -242,7 +242,7 @@ def test_layers_of_their_own_product():
 def test_without_qwix(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     monkeypatch.delitem(sys.modules, "frisket.runtime.modeling.dot_general_qwix", raising=False)
-    with pytest.raises(fk.MissingPackageError, match=r"pip install 'frisket\[quantized\]'"):
+    with pytest.raises(fk.MissingPackageError, match=r"pip install 'frisket-attention\[quantized\]'"):
         m.get_dot_general_by_bits(8)
 
 

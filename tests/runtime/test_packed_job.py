@@ -94,7 +94,7 @@ def test_a_framework_that_is_not_there(monkeypatch):
     monkeypatch.setattr(packed, "installed", list)
     with pytest.raises(BackendError, match="neither torch nor JAX is installed: pip install"):
         packed.choose(None)
-    with pytest.raises(BackendError, match=r"^jax is not installed: pip install 'frisket\[jax\]'$"):
+    with pytest.raises(BackendError, match=r"^jax is not installed: pip install 'frisket-attention\[jax\]'$"):
         packed.choose("jax")
     monkeypatch.setattr(packed, "installed", lambda: ["jax"])
     assert packed.choose(None) == "jax"
