@@ -20,6 +20,7 @@ from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph
 from .host_plan import Plan
 from .moved import moved
 from .options import Options, seed_of, sinks_of
+from .order_of_axes import check_order
 from .parameters import learns, names_of, traced
 from .report import Report
 from .settings import Settings
@@ -147,6 +148,8 @@ class Attention:
         live, params = parted(params)
         given = arrays(q, k, v, layout, pages=live.get(PAGES))
         geometry = self._geometry(given, plan, origin, sizes)
+        if layout is None and plan is None:
+            check_order(given, geometry, self.subject, params)
         how, live = stored(given, geometry, live)
         if plan is not None:
             self._check_plan(plan, params)
@@ -192,9 +195,11 @@ class Attention:
             have = (g.batch, g.heads, g.q_len, g.kv_len)
             made_for = (plan.batch, plan.heads, plan.q_len, plan.kv_len)
             if have != made_for:
+                turned = made_for == (g.batch, g.q_len, g.heads, g.kv_heads)
+                other = "bhsd" if given.layout == "bshd" else "bshd"
                 raise ShapeError(
-                    f"the plan is for (batch, heads, q_len, kv_len) = {made_for}, the arrays have {have}; make a plan "
-                    "for these lengths"
+                    f"the plan is for (batch, heads, q_len, kv_len) = {made_for}, the arrays have {have}; "
+                    + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
                 )
         return g
 

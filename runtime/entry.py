@@ -17,6 +17,7 @@ from .checking import oracle
 from .frameworks import Array, arrays, in_graph, turn
 from .mask import MaskLike, Program, ScoreLike
 from .options import Options, flag, rate_of, seed_of, sinks_of
+from .order_of_axes import check_order
 from .parameters import as_value, learns, traced
 from .stored import live_of, stored
 from .subject import subject
@@ -173,6 +174,8 @@ def reference(
     given = arrays(q, k, v, layout, numpy=True, pages=pages)
     what = subject(mask, score, params)
     rate, g = rate_of(dropout), given.geometry(scale, True, origin, sizes)
+    if layout is None:
+        check_order(given, g, what, {})
     seed = seed_of(seed, rate, "numpy")
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
     _, live = stored(given, g, live_of(k_scale, v_scale, pages))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import native_build
 from .backends import interpreted
+from .once import warn_once
 
 Shapes = Mapping[str, tuple[int, ...]]
 EXECUTORS = {  # backend -> modules with its forward and its backward
@@ -86,7 +86,7 @@ def backend_on(
     else:
         backend = "xla"
     if lacks:
-        _say(f"on {platform} this runs as backend {backend!r}, for want of:\n  " + "\n  ".join(lacks))
+        warn_once(f"on {platform} this runs as backend {backend!r}, for want of:\n  " + "\n  ".join(lacks))
     return backend
 
 
@@ -99,11 +99,6 @@ def _reason(
     if wanted and not why and forward is not backward:
         why = backward.reason(plan, geometry, dtype, shapes, wanted)
     return why
-
-
-@cache  # once for each
-def _say(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
 
 
 def missing(backend: str) -> str:

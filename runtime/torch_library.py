@@ -153,7 +153,7 @@ def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: 
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
     return att, {
         "plan": None, "seed": None if seed is None else int(seed), "top": top, "origin": tuple(place["origin"]) or None,
-        "sizes": tuple(place["size"]) or None, "layout": None, "params": params,
+        "sizes": tuple(place["size"]) or None, "layout": "bhsd", "params": params,
     }  # fmt: skip
 
 

@@ -85,7 +85,7 @@ class Pair:
         elif self.placed:
             params |= self.placed
         found: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
-            self.att, query, key, value, plan, None, None, top, None, None, None, params
+            self.att, query, key, value, plan, None, None, top, None, None, "bhsd", params
         )
         return found
 

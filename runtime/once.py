@@ -1,0 +1,16 @@
+"""Warnings that are said once in a process, at the user's own line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from functools import cache
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warn at the caller outside of frisket, the first time for each text."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("frisket."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
