@@ -15,9 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from frisket.runtime.extras import extras
+
+with extras():
+    import torch
+    import transformers  # noqa: F401  (else its own functions fail for want of it, one by one)
+    from torch import Tensor
+    from torch.utils.weak import WeakIdKeyDictionary
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention import Attention

@@ -23,6 +23,8 @@ ASKED = {
     "from frisket.operations import AttentionRegistry": "jax",
     "import frisket as fk; fk.sharding": "jax",
     "import frisket as fk; fk.modeling": "jax",
+    "import frisket.integrations.transformers": "torch",
+    "from frisket.integrations import flax": "jax",
     "import frisket as fk; fk.mask('causal').layout(128, 128).to_block_mask()": "torch",
     "import frisket as fk; fk.mask('causal').layout(128, 128).to_splash()": "jax",
     "import frisket as fk; fk.mask('causal').layout(128, 128).plot()": "plot",
@@ -53,6 +55,15 @@ def test_doors_and_methods_name_the_extra():
     for line, (statement, extra) in zip(lines, ASKED.items(), strict=True):
         assert line.startswith("MissingPackageError "), (statement, line)
         assert line.endswith(f"is not installed: pip install 'frisket-attention[{extra}]'"), (statement, line)
+
+
+@pytest.mark.parametrize("package", ["transformers", "flax"])
+def test_integrations_name_the_extra_of_their_library(package):
+    program = PROGRAM.format(hidden={package}, statements=[f"import frisket.integrations.{package}"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        f"MissingPackageError {package} is not installed: pip install 'frisket-attention[{package}]'\n"
+    )
 
 
 @pytest.mark.parametrize("package", EXTRAS)

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -72,3 +74,29 @@ def test_the_version_is_written_once():
 def test_test_files_have_unique_names():
     names = [file.name for file in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import frisket; print(frisket.__version__)",
+        "from frisket.dsl import ir, types",
+        "import frisket as fk, frisket.runtime.layout; fk.mask('causal').layout(9, 9)",
+    ],
+)
+def test_python_started_beside_a_clone_called_frisket_imports_the_package(tmp_path, statement):
+    """Without `__init__.py` at the top, the folder is a namespace package that hides an editable install."""
+    (tmp_path / "frisket").symlink_to(ROOT)
+    done = subprocess.run([sys.executable, "-c", statement], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_clone_that_is_not_installed_says_how_to_install_it(tmp_path):
+    (tmp_path / "frisket").symlink_to(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import frisket"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.endswith(f"ModuleNotFoundError: frisket is not installed: pip install -e {ROOT}\n"), done.stderr
