@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.emit import planner_cpp as text
@@ -81,7 +82,10 @@ class Prepared:
         """Whether some row has more runs than there was room for."""
         for name, address in tables.items():
             self.word[self.where[f"table {name}"]] = address
-        return bool(self.run(self.address))
+        code = self.run(self.address)
+        if code == 2:
+            raise BackendError("the planner of this mask ran out of memory; free some, or give it shorter tables")
+        return bool(code)
 
 
 def _address(x: Any) -> int:

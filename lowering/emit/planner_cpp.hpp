@@ -138,22 +138,23 @@ INLINE Int under(const Table<Int> &table, Int x) { return found_in(table, below(
 template <class T> struct Buffer {  // grows; freed at the end
     T *data;
     Int size, room;
+    bool failed;  // there was no memory: it has fewer entries than were asked for
 
-    Buffer() : data(nullptr), size(0), room(0) {}
+    Buffer() : data(nullptr), size(0), room(0), failed(false) {}
     Buffer(const Buffer &) = delete;
     ~Buffer() { free(data); }
-    Int more(Int n) {  // the place of n further entries
+    bool more(Int n) {  // n further entries
         if (size + n > room) {
-            room = 2 * (size + n);
-            data = (T *)realloc((void *)data, (size_t)room * sizeof(T));
-            if (!data) abort();
+            const Int wanted = maximum(size + n, 2 * room);
+            T *moved = (T *)realloc((void *)data, (size_t)wanted * sizeof(T));
+            if (!moved) return failed = true, false;
+            data = moved, room = wanted;
         }
         size += n;
-        return size - n;
+        return true;
     }
     void add(T x) {
-        const Int at = more(1);  // before `data` is read: it may move
-        data[at] = x;
+        if (more(1)) data[size - 1] = x;
     }
 };
 
@@ -193,6 +194,7 @@ template <class T, bool LEAST> struct Line {
     Int n, stride, grain, count, levels;
     Buffer<T> windows;  // [rows, levels, count]
 
+    bool failed() const { return windows.failed; }
     static T join(T x, T y) { return LEAST ? least(x, y) : most(x, y); }
     static T other(T x, T y) { return LEAST ? most(x, y) : least(x, y); }
 
@@ -200,7 +202,7 @@ template <class T, bool LEAST> struct Line {
         n = table.sizes[axes[0]], stride = table.strides[axes[0]];
         grain = n <= FINE ? 1 : GRAIN, count = (n + grain - 1) / grain;
         for (levels = 1; (Int)1 << levels <= count; levels++) {}
-        windows.more(turned.rows * levels * count);
+        if (!windows.more(turned.rows * levels * count)) return;
         for (Int row = 0; row < turned.rows; row++) {
             T *at = windows.data + row * levels * count;
             const T *data = turned.begin(row);
@@ -243,6 +245,7 @@ template <class T, bool LEAST, int RANGED> struct Plane {
     Buffer<Int> places;                        // where each combination of levels begins
     Buffer<T> blocks;                          // [rows, plane]
 
+    bool failed() const { return places.failed || blocks.failed; }
     static T join(T x, T y) { return LEAST ? least(x, y) : most(x, y); }
     Int extent(int axis, Int level) const { return (sizes[axis] + ((Int)1 << level) - 1) >> level; }
 
@@ -253,14 +256,14 @@ template <class T, bool LEAST, int RANGED> struct Plane {
             for (counts[i] = 1; (Int)1 << (counts[i] - 1) < sizes[i]; counts[i]++) {}
             all *= counts[i];
         }
-        places.more(all);
+        if (!places.more(all)) return;
         for (Int i = 0; i < all; i++) {
             Int level[RANGED], size = 1;
             levels_of(i, level);
             for (int j = 0; j < RANGED; j++) size *= extent(j, level[j]);
             places.data[i] = plane, plane += size;
         }
-        blocks.more(turned.rows * plane);
+        if (!blocks.more(turned.rows * plane)) return;
         for (Int row = 0; row < turned.rows; row++)
             for (Int i = 0; i < all; i++) fill(row, i);
     }

@@ -1,7 +1,8 @@
 """A flat planner as C++: the same pieces, questions and records as `emit.planner`, row by row instead of in arrays.
 
-The text defines `frisket_plan(const int64_t *word)`, which gives 1 where some row overflowed; `words` lays out what
-it reads. It asks only as much of a piece as its kind takes, and builds nothing that a search can find.
+The text defines `frisket_plan(const int64_t *word)`, which gives 1 where some row overflowed and 2 where there was
+no memory; `words` lays out what it reads. It asks only as much of a piece as its kind takes, and builds nothing that
+a search can find.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class _Body:
                     page.line("const Int q0 = q + row * bq, q1 = q + minimum(row * bq + bq, q_len) - 1;")
                     self._lines(page, self.page.lines, ROW)
                     (self._intervals if self.plan.seen else self._pieces)(page)
-                    page.line("overflow |= found.records(most, bounds, count);")
+                    page.line("if (found.failed()) return 2;", "overflow |= found.records(most, bounds, count);")
             page.line("return overflow;")
         return str(page)
 
@@ -167,7 +168,7 @@ class _Body:
                 f"{self.ranks[name]});"
             )
         for text, name in self.built.items():
-            page.line(f"const {text.replace('NAME', name)};")
+            page.line(f"const {text.replace('NAME', name)};", f"if ({name}.failed()) return 2;")
         page.line("const Int rows = (q_len + bq - 1) / bq, columns = (kv_len + bk - 1) / bk;")
         page.line("Pieces found(columns);", "bool overflow = false;")
 

@@ -10,6 +10,7 @@ struct Pieces {  // in order; each goes on to where the next begins, the last to
     Int columns;
 
     explicit Pieces(Int columns) : columns(columns) {}
+    bool failed() const { return held.failed || spare.failed; }
     Int stop(Int i) const { return i + 1 < held.size ? held.data[i + 1].start : columns; }
     int kind(Int i) const { return i >= 0 && i < held.size ? held.data[i].kind : EMPTY; }
 

@@ -8,7 +8,9 @@ extern "C" int64_t frisket_plan(const int64_t *word) {
     int32_t *bounds = (int32_t *)word[11], *count = (int32_t *)word[12];
     const Table<Int> doc(word + 17, 1);
     const Line<Int, true> doc_least(doc, 1, {0});
+    if (doc_least.failed()) return 2;
     const Line<Int, false> doc_most(doc, 1, {0});
+    if (doc_most.failed()) return 2;
     const Int rows = (q_len + bq - 1) / bq, columns = (kv_len + bk - 1) / bk;
     Pieces found(columns);
     bool overflow = false;
@@ -37,6 +39,7 @@ extern "C" int64_t frisket_plan(const int64_t *word) {
                 const bool x6 = x4 <= x5;
                 return x0 && x3 && x6 && x7 ? PARTIAL : OPEN;
             });
+            if (found.failed()) return 2;
             overflow |= found.records(most, bounds, count);
         }
     }

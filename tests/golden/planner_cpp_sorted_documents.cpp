@@ -25,6 +25,7 @@ extern "C" int64_t frisket_plan(const int64_t *word) {
             if (kv_len % bk) sweep.tiles(columns - 1, columns);  // cut tiles hold positions outside
             if (q_len % bq && row == rows - 1) sweep.tiles(0, columns);
             sweep.into(found);
+            if (found.failed()) return 2;
             overflow |= found.records(most, bounds, count);
         }
     }
