@@ -352,7 +352,7 @@ def _literal(value: Any) -> bool | int | float:
 def _numpy(torch: Any, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    value = value.detach().cpu()
+    value = value.detach().cpu().resolve_neg()
     return (value.float() if value.is_floating_point() and value.dtype is not torch.float64 else value).numpy()
 
 

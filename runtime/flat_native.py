@@ -96,5 +96,5 @@ def _numpy(x: Any) -> Any:
     """Tensors as numpy arrays, without a copy where numpy has the dtype; anything else as it is."""
     if framework_of(x) != "torch":
         return x
-    x = x.detach()
+    x = x.detach().resolve_neg()
     return (x.double() if x.is_floating_point() else x).numpy()

@@ -131,7 +131,7 @@ def _native(
         return jnp.asarray(bounds), jnp.asarray(count), jnp.asarray(overflow), None
     import torch
 
-    return torch.from_numpy(bounds), torch.from_numpy(count), torch.tensor(overflow), None
+    return torch.from_numpy(bounds), torch.from_numpy(count), torch.tensor(overflow, device="cpu"), None
 
 
 def source(plan: Planner, framework: str, device: Any = None) -> str:

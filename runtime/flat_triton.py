@@ -26,7 +26,7 @@ def spans(plan: Planner, place: Place, values: Mapping[str, Any]) -> tuple[Tenso
     """(bounds, count, overflow by row, order) of a planner, as `flat_run.spans`. No value is looked at, so that a
     captured graph plans anew when it is replayed."""
     tables = {n: _readable(on_device("torch", values[n], place.device, n, place.held)) for n in plan.tables}
-    scalars = [x for n in plan.scalars if hasattr(x := values[n], "data_ptr")]
+    scalars = [x.resolve_neg() for n in plan.scalars if hasattr(x := values[n], "data_ptr")]
     key = id(plan), place.block, place.device, *[(t.dtype, t.shape, t.stride()) for t in (*tables.values(), *scalars)]
     step = place.held.get(key)
     if step is None:
@@ -138,10 +138,10 @@ def _at_once(module: ModuleType, wish: int) -> int:
 
 
 def _readable(table: Tensor) -> Tensor:
-    """Bool as bytes, and Floats of at least 32 bits."""
+    """Bool as bytes, Floats of at least 32 bits, and signs in memory."""
     import torch
 
-    table = table.detach()
+    table = table.detach().resolve_neg()
     if table.dtype == torch.bool:
         return table.view(torch.int8)
     return table.float() if table.is_floating_point() and table.dtype.itemsize < 4 else table

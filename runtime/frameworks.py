@@ -194,7 +194,7 @@ def to_numpy(x: Any) -> NDArray[Any]:
     """float64 numpy, whatever the framework."""
     if framework_of(x) == "torch":
         x = x.detach().cpu()
-        return np.asarray(x.double().numpy())
+        return np.asarray(x.double().resolve_neg().numpy())
     return np.asarray(x).astype(np.float64)
 
 
@@ -255,7 +255,7 @@ def _start(x: Any) -> Any:
             "  between shards, choose among calls: jax.lax.switch(jax.lax.axis_index(name), [one for each origin])"
         )
     if framework_of(x) == "torch":
-        x = x.detach().cpu().numpy()
+        x = x.detach().cpu().resolve_neg().numpy()
     at = np.asarray(x)
     if at.dtype.kind not in "iu":
         raise ShapeError(f"origin has {x}\n  it is (b, h, q, k), integers, q and k also one per batch entry")

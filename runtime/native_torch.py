@@ -39,7 +39,7 @@ def forward(
 
     g = geometry
     made = _prepared(plan, spans, g, target, q.dtype, k.dtype)
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    copies: list[Tensor] = []
     pages = k.shape[0] if plan.pages else 0
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
@@ -47,7 +47,8 @@ def forward(
     sinks = _real(sinks, made.real)
     made.call(
         "frisket_forward", slots, tables,
-        [_at(sinks), lse.data_ptr(), _at(peak), pages, *_array(q), *_array(k), *_array(v), *_array(out), *_NOTHING],
+        [_at(sinks), lse.data_ptr(), _at(peak), pages, *_array(q, copies), *_array(k, copies), *_array(v, copies),
+         *_array(out, copies), *_NOTHING],
     )  # fmt: skip
     return out, lse, peak
 
@@ -63,7 +64,7 @@ def backward(
 
     g = geometry
     made = _prepared(plan, spans, g, target, q.dtype, q.dtype)
-    arrays = [_rows(x) for x in (q, k, v, out, dout.to(q.dtype))]
+    arrays, copies = (q, k, v, out, dout.to(q.dtype)), []
     lse, dlse, sinks = (_real(x, made.real) for x in (lse, dlse, sinks))
     found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
     captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
@@ -71,7 +72,7 @@ def backward(
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
     words = [_at(sinks), lse.data_ptr(), 0, 0]
     for x in (*arrays, *map(found.get, "qkv")):
-        words += (0, 0, 0, 0) if x is None else _array(x)
+        words += (0, 0, 0, 0) if x is None else _array(x, copies)
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
         from frisket.lowering.aten_fold import folded
@@ -86,21 +87,24 @@ def backward(
 _NOTHING = [0] * (WORDS - OFFSET["dout"])  # what a forward leaves out
 
 
-def _rows(x: Tensor) -> Tensor:
-    """With neighbouring entries in every row; other strides are as they are."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _real(x: Tensor | None, dtype: Any) -> Any:
-    return x if x is None or (x.dtype == dtype and x.is_contiguous()) else x.to(dtype).contiguous()
+    if x is None or (x.dtype == dtype and x.is_contiguous() and not x.is_neg()):
+        return x
+    return x.to(dtype).contiguous().resolve_neg()
 
 
 def _at(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _array(x: Tensor) -> tuple[int, int, int, int]:
-    batch, head, row, _ = x.stride()
+def _array(x: Tensor, copies: list[Tensor]) -> tuple[int, int, int, int]:
+    """Address and strides, those of a copy, kept in `copies`, where neighbours in a row are apart in memory or a view
+    only notes its signs."""
+    batch, head, row, inner = x.stride()
+    if inner != 1 or x.is_neg():
+        x = x.contiguous().resolve_neg()
+        batch, head, row, _ = x.stride()
+        copies.append(x)
     return x.data_ptr(), batch, head, row
 
 
@@ -156,13 +160,13 @@ class _Kernel:
         return found
 
     def table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
-        """In the kernel's dtype; a conversion is kept while the tensor lives and is not written to."""
-        if given.dtype == dtype:
+        """In the kernel's dtype, signs in memory; a conversion is kept while the tensor lives and is not written to."""
+        if given.dtype == dtype and not given.is_neg():
             return given
         seen, version, made = self.converted.get(use.name, (_gone, 0, None))
         if seen() is given and not given.is_inference() and version == given._version:
             return made
-        made = given.to(dtype)
+        made = given.to(dtype).resolve_neg()
         if not given.is_inference():
             self.converted[use.name] = (ref(given), given._version, made)
         return made

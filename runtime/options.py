@@ -78,7 +78,7 @@ def seed_of(seed: Any, rate: float, framework: str) -> Any:
 
 def drawn() -> int:
     """A seed from torch's default generator, which `torch.manual_seed` sets."""
-    return int(sys.modules["torch"].randint(0, SEEDS, ()))
+    return int(sys.modules["torch"].randint(0, SEEDS, (), device="cpu"))
 
 
 def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) -> Any:
@@ -109,4 +109,4 @@ def sinks_of(sinks: Any, heads: int, framework: str, dtype: str, device: Any) ->
 
 def _copied(x: Any) -> Any:
     """A tensor of torch as others can take it."""
-    return x.detach().cpu().float().numpy() if framework_of(x) == "torch" else x
+    return x.detach().cpu().float().resolve_neg().numpy() if framework_of(x) == "torch" else x

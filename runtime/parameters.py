@@ -56,7 +56,7 @@ def as_value(name: str, value: Any) -> Any:
     if hasattr(value, "detach"):
         value = value.detach().cpu()
         narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
-        value = (value.float() if narrow else value).numpy()
+        value = (value.float() if narrow else value).resolve_neg().numpy()
     elif not isinstance(value, np.ndarray) and (hasattr(value, "__array__") or isinstance(value, list | tuple)):
         try:
             value = np.asarray(value)

@@ -58,6 +58,9 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
     q, k, v, sinks, out, lse, *values = saved
     names, wanted = _wanted(ready.live, needed)
+    if torch._C._is_torch_function_mode_enabled():
+        with torch._C.DisableTorchFunction():
+            return gradients(ready, seed, saved, dout, dlse, needed)
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     found = ready.gradients(seed, wanted, saved, dout, dlse) if wanted else {}
     if needed[3]:

@@ -83,9 +83,11 @@ def step_of(
     tables: Mapping[str, Tensor], params: Mapping[str, Any],
 ) -> Decode | None:  # fmt: skip
     """The `Decode` for a call, kept in `kept`, whose calls all have the same k, v, sizes and live. None where a call is
-    more than a step: on a GPU, in a graph, under autocast, with gradients, or of many queries."""
+    more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or of many queries."""
     settings, shape = Settings.read(), q.shape
     if in_graph(q) or not q.is_cpu or shape[2] > FEW or settings.check or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch._C._is_torch_function_mode_enabled():
         return None
     if q.requires_grad and torch.is_grad_enabled():
         return None

@@ -84,7 +84,7 @@ def written(
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         params = {n: x.transpose(1, 2) if n.startswith("scale of") else x for n, x in params.items()}
     if rate and seed is None:
-        seed = torch.randint(0, 1 << 31, ())
+        seed = torch.randint(0, 1 << 31, (), device="cpu")
     tensors: list[Tensor] = []
     numbers: list[int] = []
     names = "max" if top else ""
@@ -104,7 +104,7 @@ def written(
             numbers.append(x)  # type: ignore[arg-type]
             names += f",number {name}"
         else:
-            tensors.append(torch.tensor(x))
+            tensors.append(torch.tensor(x, device="cpu"))
             names += f",tensor {name}"
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32

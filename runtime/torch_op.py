@@ -88,6 +88,9 @@ class Ready:
         """(out, lse, top); `values` are those of `live`, sinks [heads]. Gradients flow to all of them."""
         import torch
 
+        if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
+            with torch._C.DisableTorchFunction():
+                return self(q, k, v, values, seed, sinks, top)
         if self.turned:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         given = q, k, v, sinks, *values

@@ -56,7 +56,7 @@ def backward(
     lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
     given = {
         "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Lse2": lse2, "Delta": delta,
-        "DLse": None if dlse is None else dlse.to(torch.float32).contiguous(),
+        "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
         **{f"D{n.upper()}": x for n, x in found.items()},
     }  # fmt: skip
     buffers = run(read, given)

@@ -182,12 +182,15 @@ def origin(g: Geometry, device: Any) -> dict[str, Any]:
 
 
 def far(*tensors: Tensor) -> bool:
-    """Whether the offsets within some tile of these could leave 32 bits: then `near` looks closer."""
-    return bool(max([stride for x in tensors for stride in x.stride()[2:]]) > FAR)
+    """Whether the offsets within some tile of these could leave 32 bits, or a view only notes its signs: then `near`
+    looks closer."""
+    strides = [stride for x in tensors for stride in x.stride()[2:]]
+    return bool(max(strides) > FAR) or True in [x.is_neg() for x in tensors]
 
 
 def near(x: Tensor, rows: int) -> Tensor:
-    """The tensor, copied where the offsets within a tile of so many rows leave 32 bits."""
+    """The tensor with its signs in memory, copied where the offsets within a tile of so many rows leave 32 bits."""
+    x = x.resolve_neg()
     along, across = x.stride()[2:]
     return x if rows * along + x.shape[3] * across < 1 << 31 else x.contiguous()
 
@@ -205,13 +208,15 @@ def _values(
     arrays = [_readable(use, tables[use.name]) for use in plan.tables]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in live])
-    return Values((slots, tables), numbers, (*arrays, *[slots[n] for n in live]), live, key, spans, moved)
+    return Values((slots, tables), numbers, (*arrays, *[slots[n].resolve_neg() for n in live]), live, key, spans, moved)
 
 
 def _readable(use: TableUse, table: Tensor) -> Tensor:
-    """The table as the kernel reads it: Bool as bytes, narrow integers as int32, the last axis below 2**31."""
+    """The table as the kernel reads it: Bool as bytes, narrow integers as int32, the last axis below 2**31, signs in
+    memory."""
     import torch
 
+    table = table.resolve_neg()
     if table.dim() != use.rank or table.numel() == 0:
         shape = list(table.shape)
         raise ParameterError(f"table `{use.source}` has {use.rank} axes of at least one entry, not shape {shape}")

@@ -46,7 +46,7 @@ def forward(
     largest = torch.empty_like(lse) if top else None
     more = [largest] if top else []
     if sinks is not None:
-        more.append(sinks.contiguous())
+        more.append(sinks.contiguous().resolve_neg())
     run(values, q, k, v, out, lse, *more)
     return out, lse, largest
 

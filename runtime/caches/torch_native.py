@@ -36,7 +36,7 @@ def append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, rin
     run = _function()
     if run is None:
         return False
-    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    k, v = (x if x.stride(3) == 1 and not x.is_neg() else x.contiguous().resolve_neg() for x in (k, v))
     values, scales, pages = has["v"], (has["k_scale"], has["v_scale"]), has["pages"]
     written = [held, values, *(x for x in scales if x is not None)]
     words = CALL.pack(

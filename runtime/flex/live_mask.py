@@ -157,7 +157,7 @@ def version_of(x: torch.Tensor, *, wait: bool = False) -> Any:
         return x._version
     if not (wait or x.is_cpu):
         return object()
-    return sha256(x.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
+    return sha256(x.cpu().contiguous().resolve_neg().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
 
 
 def fresh(name: str, taken: set[str]) -> str:

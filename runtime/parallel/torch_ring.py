@@ -303,7 +303,7 @@ class _Gather(torch.autograd.Function):
                 f"a split table is {tuple(mine.shape)}; along axis {axis} it has this rank's {deal.shard} places"
             )
         ctx.what = wire, deal, axis
-        mine = mine.contiguous()
+        mine = mine.contiguous().resolve_neg()
         every = [torch.empty_like(mine) if r != wire.rank else mine for r in range(wire.size)]
         others = [r for r in range(wire.size) if r != wire.rank]
         wire.start([(r, mine) for r in others], [(r, every[r]) for r in others])()

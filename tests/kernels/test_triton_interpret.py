@@ -42,3 +42,8 @@ def test_interpreted_backward(part):
 @pytest.mark.matrix
 def test_compiled():
     run(HERE / "triton_compiled.py")
+
+
+@pytest.mark.matrix
+def test_interpreted_views():
+    run(HERE / "triton_views_interpreted.py", TRITON_INTERPRET="1")

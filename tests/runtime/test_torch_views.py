@@ -1,0 +1,105 @@
+"""Views of torch: negated, expanded, flipped and overlapping tensors mean what copies of them mean."""
+
+import pytest
+import torch
+from support import torch_views
+from support.torch_views import SHAPES, VIEWS
+
+import frisket as fk
+from frisket.caches.torch import KVCache, RingKVCache
+from frisket.flex import create_block_mask, flex_attention
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_a_view_means_what_its_copy_means(backend, kind):
+    torch_views.check(kind, backend, torch.float64, SHAPES)
+
+
+@pytest.mark.parametrize("kind", ["negated", "conjugate"])
+def test_every_tensor_may_be_a_negated_view(kind):
+    torch_views.check(kind, "cpp", torch.float64, *([name] for name in SHAPES))
+
+
+def same(call, *given):
+    """A call of negated views is that of their copies."""
+    torch.testing.assert_close(call(*map(torch._neg_view, given)), call(*(-x for x in given)), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_tables_that_are_captured_or_decide_what_is_seen(backend):
+    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    doc = -(torch.arange(40, dtype=torch.int32) // 9)
+    same(lambda t: fk.compile(lambda q, k: t[q] == t[k], backend=backend)(q, k, v), doc)
+    same(lambda t: fk.attention(q, k, v, "doc[q] == doc[k]", doc=t, backend=backend), doc)
+    same(lambda t: fk.compile("same(doc)", backend=backend)(q, k, v, doc=t), doc.long())
+    same(lambda t: fk.compile(None, lambda score, q, k: score + t[q, k], backend=backend)(q, k, v), torch.randn(40, 40))
+    att = fk.compile("doc[q] == doc[k] & k >= start[b]", backend=backend)
+    same(lambda t, s: att(q, k, v, plan=att.plan(40, 40, 1, 2, flat=True, doc=t, start=s)), doc, -torch.tensor([3]))
+    same(lambda t: fk.mask("doc[q] == doc[k]", doc=t).dense(40, 40).sum().item(), doc)
+    same(lambda t: fk.attention(q, k, v, "causal", origin=(0, 0, t, 0), backend=backend), -torch.tensor([2]))
+    same(lambda t: torch.tensor(fk.reference(q.numpy(), k.numpy(), v.numpy(), sinks=t, layout="bhsd")), torch.ones(2))
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_stored_keys_and_their_scales(backend):
+    q, k, v = torch.randn(1, 2, 4, 16), *torch.randint(-99, 99, (2, 3, 2, 16, 16), dtype=torch.int8)
+    pages = -torch.tensor([[1, 2]], dtype=torch.int32)
+    scales = torch.rand(2, 3, 2, 16).unbind()
+    att = fk.compile("causal", backend=backend)
+    same(lambda a, b, p: att(q, k, v, k_scale=a, v_scale=b, pages=p, origin=(0, 0, 28, 0)), *scales, pages)
+
+
+@pytest.mark.parametrize("make", [KVCache, RingKVCache])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_caches(make, dtype):
+    """A step on the CPU writes the tokens, plans and runs in C++."""
+    if make is KVCache:
+        new, att = lambda: KVCache(2, 32, 2, 16, dtype=dtype), fk.compile("causal", backend="cpp")
+    else:
+        new, att = lambda: RingKVCache(2, 8, 2, 16, dtype=dtype), fk.compile("causal & window(8)", backend="cpp")
+
+    def steps(q, k, v):
+        cache = new()
+        return torch.cat([cache.attention(att, q, k, v, [2, 1]) for _ in range(3)], 2)
+
+    same(steps, *torch.randn(3, 2, 2, 3, 16))
+
+
+def test_flex_attention():
+    """A table that a mask_mod captured is read anew at every call, and one that was negated in place is another."""
+    q, k, v = torch.randn(3, 1, 2, 128, 16)
+    doc = -(torch.arange(128) // 40)
+
+    def call(doc, bias):
+        seen = create_block_mask(lambda b, h, q, k: doc[q] == doc[k], 1, 2, 128, 128, "cpu")
+        return flex_attention(q, k, v, lambda s, b, h, q, k: s + bias[k], seen)
+
+    same(call, doc, torch.randn(128))
+
+
+def test_complex_numbers_are_refused():
+    q = torch.randn(1, 1, 8, 8, dtype=torch.complex64).conj()
+    with pytest.raises(fk.ShapeError, match="q, k and v are complex64; attention takes float16"):
+        fk.attention(q, q, q, "causal")
+
+
+@pytest.mark.parametrize("backend", ["cpp", "aten"])
+def test_a_default_device_is_not_that_of_calls(backend):
+    """Memory of another device was written to: the process ended."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    bias, att = torch.randn(40, 40), fk.compile("causal", "score + bias[q, k]", backend=backend, dropout=0.1)
+
+    def call():
+        given = [x.detach().requires_grad_() for x in (q, k, v, bias)]
+        out = att(*given[:3], bias=given[3], sinks=0.5, seed=3)
+        return out, *torch.autograd.grad(out.square().sum(), given)
+
+    want, step = call(), KVCache(1, 8, 2, 16)
+    with torch.device("meta"):
+        found = call()
+        seeded = att(q, k, v, bias=bias)
+        decoded = step.attention(fk.compile("causal", backend=backend), q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    torch.testing.assert_close(found, want)
+    assert seeded.is_cpu
+    assert torch.allclose(decoded, v[:, :, :1])
