@@ -14,7 +14,7 @@ from frisket.dsl.ir import Expr, walk
 from frisket.lowering.stages import NAMES
 
 from .cli_answer import BAD, GOOD, SOME, Answer, Piece, code, coloured, rows
-from .cli_input import LENGTH, compiled, laid_out, subject, the_mask
+from .cli_input import LENGTH, compiled, laid_out, subject, visible_mask
 from .cli_options import add_sizes, add_slice, add_subject, examples, natural, tile
 from .draw import terminal
 from .layout import Layout
@@ -53,7 +53,7 @@ def explain(args: argparse.Namespace, console: Console) -> Answer:
 
 
 def explain_point(args: argparse.Namespace, console: Console) -> Answer:
-    mask = the_mask(subject(args), "to explain")
+    mask = visible_mask(subject(args), "to explain")
     args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
     found = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
     at = f"query {args.q:,}, key {args.k:,}{of_slice(args)}"
@@ -69,7 +69,7 @@ def explain_point(args: argparse.Namespace, console: Console) -> Answer:
 
 
 def explain_tile(args: argparse.Namespace, console: Console) -> Answer:
-    mask = the_mask(subject(args), "to explain")
+    mask = visible_mask(subject(args), "to explain")
     (i, j), (bq, bk) = args.tile, args.block
     args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
     layout = laid_out(args, mask)

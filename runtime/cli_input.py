@@ -59,12 +59,12 @@ def tables(what: Program) -> dict[str, NDArray[Any]]:
     return {n: x for part in (what.mask, what.score) if part is not None for n, x in part.tables.items()}
 
 
-def the_mask(what: Program, why: str) -> Mask:
-    """The mask, or an error that says why a score mod alone will not do."""
-    if what.mask is None:
-        raise ParameterError(f"a score mod hides nothing, so there are no tiles {why}; give a mask")
+def visible_mask(what: Program, why: str) -> Mask:
+    """The mask with what the score mod hides; an error where there is no mask and the score mod hides nothing."""
     require_bound(what)
-    return what.mask
+    if (found := what.visible) is None:
+        raise ParameterError(f"this score mod hides nothing, so there are no tiles {why}; give a mask")
+    return found
 
 
 def compiled(what: Program, tile: tuple[int, int] | None = None, **options: Any) -> Any:

@@ -10,10 +10,11 @@ from rich.console import Console
 from frisket.dsl.errors import ParameterError
 
 from .cli_answer import Answer, rows
-from .cli_input import laid_out, subject, the_mask
+from .cli_input import laid_out, subject, visible_mask
 from .cli_options import add_sizes, add_subject, examples, natural
 from .cli_show import size, tiles, written
 from .draw.plot import SUFFIXES
+from .mask import Program
 
 PAGES = (".html", ".htm")
 
@@ -40,10 +41,11 @@ def plot(args: argparse.Namespace, console: Console) -> Answer:
     path: Path = args.output
     if path.suffix.lower() not in (*PAGES, *SUFFIXES):
         raise ParameterError(f"cannot write {path.name!r}: name it .png, .svg or .html")
-    mask = the_mask(subject(args), "to draw")
+    what = subject(args)
+    mask = visible_mask(what, "to draw")
     layout = laid_out(args, mask)
     if path.suffix.lower() not in PAGES:
-        layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or written(mask))
+        layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(what))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:
         raise ParameterError(
             "--b, --h, --dark and --title are for .png and .svg: a page shows every slice, and follows the browser"
@@ -52,4 +54,24 @@ def plot(args: argparse.Namespace, console: Console) -> Answer:
         layout.to_html(path)
     bytes_ = path.stat().st_size
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
-    return Answer(data, rows([("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout))]))
+    if what.score is not None:
+        data["score"] = {"text": str(what.score), "hides": what.hidden_by_score is not None}
+    lines = [("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout)), ("score", scored(what))]
+    return Answer(data, rows(lines))
+
+
+def titled(what: Program) -> str:
+    """The text of the mask, and of a score mod that hides positions."""
+    parts = [] if what.mask is None else [written(what.mask)]
+    if what.score is not None and what.hidden_by_score is not None:
+        parts.append(f"score = {written(what.score)}")
+    return "; ".join(parts)
+
+
+def scored(what: Program) -> str:
+    """What the picture shows of the score mod."""
+    if what.score is None:
+        return ""
+    if (hidden := what.hidden_by_score) is None:
+        return f"{written(what.score)} hides nothing, so it is not in the picture"
+    return f"{written(what.score)} hides positions; the picture shows those where {hidden}"

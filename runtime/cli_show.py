@@ -49,11 +49,13 @@ def show(args: argparse.Namespace, console: Console) -> Answer:
     what = subject(args)
     data, lines = described(what)
     answer = Answer(data, rows(lines))
-    if what.mask is None:
+    if what.mask is None and (what.score is None or what.score.unbound):
         return answer
     require_bound(what)
-    layout = laid_out(args, what.mask)
-    found, facts = laid(layout, what.mask)
+    if (mask := what.visible) is None:
+        return answer
+    layout = laid_out(args, mask)
+    found, facts = laid(layout, mask)
     answer.data |= found
     answer.text += rows(facts)
     if what.score is not None and what.score.tables:

@@ -10,7 +10,7 @@ Mask('q >= k & ~(k < 4)')
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -258,6 +258,37 @@ class Program:
     def __str__(self) -> str:
         lines = [] if self.mask is None else [f"mask = {self.mask}"]
         return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
+
+    @property
+    def hidden_by_score(self) -> Mask | None:
+        """The mask that the score mod's -inf branches stand for; None where it hides nothing.
+
+        >>> program("score = where(q - k < 4, score, -inf)").hidden_by_score
+        Mask('q - k <= 3')
+        """
+        from frisket.lowering.simplify import prepare
+
+        if self.score is None:
+            return None
+        finite = {n: bool(np.isfinite(x).all()) for n, x in self.score.tables.items() if x.dtype.kind == "f"}
+        hidden, _ = prepare(None, self.score.expr, finite)
+        if hidden is None:
+            return None
+        return Mask(hidden, {n: x for n, x in self.score.params.items() if n in names_of(hidden)})
+
+    @property
+    def visible(self) -> Mask | None:
+        r"""What attention reads: the mask, and what the score mod hides. None where both hide nothing.
+
+        >>> program("mask = causal\nscore = where(q - k < 4, score, -inf)").visible
+        Mask('q >= k & q - k <= 3')
+        """
+        hidden = self.hidden_by_score
+        if hidden is None or self.mask is None:
+            return hidden if self.mask is None else self.mask
+        both = self.mask & hidden
+        both.origin = replace(both.origin, source=self.mask.origin.source, sites=self.mask.origin.sites)
+        return both
 
 
 # -- making them ------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, conj, uses, walk
 from frisket.dsl.program import read
 from frisket.dsl.show import show
-from frisket.lowering.simplify import prepare
 
 from ..draw import html, portable
 from ..layout import Layout, make_layout
@@ -161,18 +160,9 @@ def _as_bool(e: Any) -> Any:
 
 def laid_out(what: Program, request: Request) -> Layout:
     """The layout of the mask, and of what the score mod hides; everything, where nothing is hidden."""
-    parts = [part for part in (what.mask, what.score) if part is not None]
-    mask = what.mask
-    if mask is None:
-        hidden, _ = prepare(None, what.score.expr if what.score else None)
-        mask = Mask(TRUE if hidden is None else hidden, _read(hidden, parts))
+    mask = Mask(TRUE) if what.visible is None else what.visible
     mask.check_tables(request.q_len, request.kv_len, request.batch, request.heads)
     return make_layout(mask, request.q_len, request.kv_len, request.batch, request.heads, request.block, budget=BUDGET)
-
-
-def _read(e: Any, parts: list[Any]) -> dict[str, Any]:
-    names = {} if e is None else names_of(e)
-    return {n: x for part in parts for n, x in part.params.items() if n in names}
 
 
 def keyed(array: Array, have: frozenset[str]) -> dict[str, str]:

@@ -56,6 +56,34 @@ def test_show_a_score_mod_alone(run):
     )
 
 
+HIDES = "where(q - k < 200, score, -inf)"
+BOTH = "causal & q - k < 200"
+
+
+def test_what_a_score_mod_hides_is_shown_explained_and_drawn(run, tmp_path):
+    """Attention does not read it, so it is no part of the picture, whichever command draws."""
+    sizes = ("--q-len", "1024")
+    wanted = json.loads(run("show", BOTH, *sizes, "--json")[1])
+    for argv in (("causal", "--score", HIDES), (f"where({BOTH}, score, -inf)",)):
+        found = json.loads(run("show", *argv, *sizes, "--json")[1])
+        assert (found["counts"], found["visible_pairs"]) == (wanted["counts"], wanted["visible_pairs"])
+        drawn = json.loads(run("plot", *argv, *sizes, "-o", "m.html", "--json")[1])
+        assert (drawn["counts"], drawn["score"]["hides"]) == (wanted["counts"], True)
+        assert "is false" in json.loads(run("explain", *argv, "--q", "500", "--k", "3", "--json")[1])["because"]
+        assert json.loads(run("explain", *argv, *sizes, "--tile", "5,0", "--json")[1])["kind"] == "empty"
+    read = (tmp_path / "m.html").read_text()
+    run("plot", "causal", *sizes, "-o", "causal.html")
+    assert read != (tmp_path / "causal.html").read_text()
+
+
+def test_plot_says_that_a_score_mod_is_not_drawn(run):
+    for suffix in (".png", ".html"):
+        status, out, err = run("plot", "causal", "--score", "softcap(50)", "-o", "m" + suffix)
+        assert (status, err) == (0, "")
+        assert "score     softcap(50) hides nothing, so it is not in the picture" in out
+    assert "score" not in run("plot", "causal", "-o", "m.png")[1]
+
+
 def test_show_a_file(run, tmp_path):
     (tmp_path / "m.frisket").write_text("param w: int = 64\nmask = causal & window(w)\nscore = softcap(50)\n")
     status, out, _ = run("show", "m.frisket", "--q-len", 512, "--json")
@@ -146,11 +174,11 @@ BAD = {
     "know sm_80, sm_90, sm_100, gfx942\n",
     "show causal --h 3": "ShapeError: --h 3 is outside the 1 there are; give --batch or --heads\n",
     "explain causal --q 3": "ShapeError: --q and --k go together: a query and a key, for example --q 300 --k 17\n",
-    "explain softcap(50) --q 3 --k 3": "ParameterError: a score mod hides nothing, so there are no "
+    "explain softcap(50) --q 3 --k 3": "ParameterError: this score mod hides nothing, so there are no "
     "tiles to explain; give a mask\n",
     "explain causal --tile 0,0 --q 3 --k 3": "ShapeError: --tile explains a tile, --q and --k a position: "
     "give one of them\n",
-    "explain softcap(50) --tile 0,0": "ParameterError: a score mod hides nothing, so there are no tiles to "
+    "explain softcap(50) --tile 0,0": "ParameterError: this score mod hides nothing, so there are no tiles to "
     "explain; give a mask\n",
     "explain causal --q-len 300 --tile 3,0": "ShapeError: tile row 3 is outside this layout, which has 0..2\n",
     "explain causal --q-len 8 --q 9 --k 3": "ShapeError: q = 9 is outside 0..7\n  positions are global\n",

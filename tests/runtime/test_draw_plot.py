@@ -302,7 +302,7 @@ def test_the_command(tmp_path, capsys):
     [
         (["causal", "-o", "m.gif"], "ParameterError: cannot write 'm.gif': name it .png, .svg or .html"),
         (["causal", "-o", "nowhere/m.html"], "ParameterError: cannot write nowhere/m.html: No such file or directory"),
-        (["alibi", "-o", "m.png"], "ParameterError: a score mod hides nothing, so there are no tiles to draw"),
+        (["alibi", "-o", "m.png"], "ParameterError: this score mod hides nothing, so there are no tiles to draw"),
         (["causal", "-o", "m.html", "--h", "0"], "ParameterError: --b, --h, --dark and --title are for .png"),
         (["causal", "-o", "m.png", "--h", "1"], "ShapeError: --h 1 is outside the 1 there are"),
         (["causal & window(w)", "-o", "m.png"], "ParameterError: `w` has no value; give it: --set w=VALUE"),

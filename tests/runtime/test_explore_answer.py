@@ -166,6 +166,8 @@ def test_another_is_a_curve_for_each_head():
 def test_what_a_score_mod_hides_is_drawn():
     found = asked("where(q >= k, score, -inf)")
     assert found["tiles"] == asked("causal")["tiles"]
+    beside = asked("mask = causal\nscore = where(q - k < 100, score, -inf)")
+    assert beside["tiles"] == asked("causal & q - k < 100")["tiles"] != found["tiles"]
 
 
 # -- elsewhere --------------------------------------------------------------------------------------------------
