@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -30,7 +34,13 @@ COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
 ENTRIES = 1024  # libraries on disk; beyond, the ones used longest ago go
 LOADED = 256  # libraries found without looking at the disk
+ORPHANED = 3600.0  # seconds after which a temporary file is nobody's
 DIGEST = hashlib.sha256().digest_size
+
+
+class BuildError(LoweringError, BackendError):
+    """A kernel could not be compiled or kept, though other kernels can be; the text has the compiler's words."""
+
 
 _loaded: OrderedDict[tuple[str, ...], ctypes.CDLL] = OrderedDict()
 _building: dict[tuple[str, ...], threading.Lock] = {}
@@ -41,8 +51,8 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     """A C++ source as a loaded library: `library('extern "C" int one() { return 1; }').one()`.
 
     Calls of its functions release the GIL. Libraries stay loaded, because others may hold their functions.
-    `BackendError`: no compiler, no directory to write to, a CPU without what the variant needs; `LoweringError`:
-    the compiler refuses the source.
+    `BackendError`: no compiler, a CPU without what the variant needs; `BuildError`: the compiler refuses the source,
+    dies over it, or there is no directory to write to.
     """
     key = (source, variant, os.environ.get("CXX", ""), Settings.read().cache_dir or "")
     with _guard:
@@ -171,14 +181,35 @@ def _find_or_build(source: str, variant: str) -> ctypes.CDLL:
             failed.append(f"{folder} cannot be written to")
             continue
         try:
-            _build(source, [*command, *flags], folder, name)
+            with _alone(folder / f"{name}.lock"):  # another process that built it meanwhile has left it here
+                if (found := _load(folder / f"{name}.so", name)) is not None:
+                    return found
+                _build(source, [*command, *flags], folder, name)
+                found = _load(folder / f"{name}.so", name)
         except OSError as error:  # no space left, say
             failed.append(str(error))
             continue
-        if (found := _load(folder / f"{name}.so", name)) is not None:
+        if found is not None:
             return found
         failed.append(f"nothing can be loaded from {folder}")
-    raise BackendError(f"nowhere to keep kernels: {'; '.join(failed)}\n  set FRISKET_CACHE_DIR to another directory")
+    raise BuildError(f"nowhere to keep kernels: {'; '.join(failed)}\n  set FRISKET_CACHE_DIR to another directory")
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """No other process builds this kernel meanwhile: the lock is the file's, and goes with the process that holds it.
+
+    Where the file system has no locks, several processes may build the kernel: the last one's is kept.
+    """
+    import fcntl  # there is none on Windows, where nothing is built
+
+    with open(path, "ab") as file:
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # whoever waits for this file finds the kernel; whoever comes, too
 
 
 def _load(path: Path, name: str) -> ctypes.CDLL | None:
@@ -207,13 +238,26 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
     try:
         said = subprocess.run([*command, "-o", made, str(text)], capture_output=True, text=True)
         if said.returncode:
-            words = "\n".join(f"  {x}" for x in said.stderr.splitlines()[:12])
-            raise LoweringError(f"{command[0]} does not compile {text}\n{words}")
+            raise _refusal(said, command[0], text)
         content = Path(made).read_bytes()
     finally:
         os.unlink(made)
     _put(folder / f"{name}.so", content + _digest(name, content))
     _evict(folder)
+
+
+def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path) -> OSError | BuildError:
+    """What a compiler that failed says; a full disk is an OSError, so that another directory is tried."""
+    if os.strerror(errno.ENOSPC) in said.stderr:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(text.parent))
+    words = "".join(f"\n  {x}" for x in said.stderr.splitlines()[:12])
+    if said.returncode < 0:
+        why = f"was killed by {signal.Signals(-said.returncode).name} while it compiled"
+    elif "Killed signal" in said.stderr:  # of the process that the driver starts
+        why = "was killed while it compiled"
+    else:
+        return BuildError(f"{compiler} does not compile {text}{words}")
+    return BuildError(f"{compiler} {why} {text}; memory may have run out{words}")
 
 
 def _put(path: Path, content: bytes) -> None:
@@ -229,7 +273,8 @@ def _put(path: Path, content: bytes) -> None:
 
 
 def _evict(folder: Path) -> None:
-    """Delete the libraries used longest ago beyond `ENTRIES`; others may be deleting at the same time."""
+    """Delete the libraries used longest ago beyond `ENTRIES`, and what processes that died left behind; others may be
+    deleting at the same time."""
 
     def used(path: Path) -> float:
         try:
@@ -240,3 +285,6 @@ def _evict(folder: Path) -> None:
     for old in sorted(folder.glob("*.so"), key=used)[:-ENTRIES]:
         old.with_suffix(".cpp").unlink(missing_ok=True)
         old.unlink(missing_ok=True)
+    for left in (*folder.glob("*.tmp"), *folder.glob("*.lock")):  # by processes that died
+        if used(left) < time.time() - ORPHANED:
+            left.unlink(missing_ok=True)

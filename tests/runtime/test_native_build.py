@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -159,6 +160,76 @@ def test_threads_compile_a_source_once(cache, compilations):
     assert len(compilations) == 1
     assert len(found) == 8
     assert len({id(x) for x in found}) == 1
+
+
+def test_processes_build_a_kernel_once(tmp_path):
+    """The first one builds, the others wait for it: a compiler that counts its runs."""
+    counting = tmp_path / "counting"
+    counting.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/runs\nexec {native_build.compiler()[0]} "$@"\n')
+    counting.chmod(0o755)
+    code = ANSWER + f"assert library({source(8)!r}).answer() == 8"
+    given = {**os.environ, "FRISKET_CACHE_DIR": str(tmp_path), "CXX": str(counting)}
+    running = [subprocess.Popen([sys.executable, "-c", code], env=given) for _ in range(4)]
+    assert [p.wait(timeout=120) for p in running] == [0] * 4
+    runs = (tmp_path / "runs").read_text().splitlines()
+    assert len([run for run in runs if run != "--version"]) == 1
+    assert sorted(p.suffix for p in (tmp_path / "native").iterdir()) == [".cpp", ".so"]
+
+
+def test_a_dead_process_holds_no_lock(tmp_path):
+    """A process that is killed while its compiler runs leaves files behind, and nobody waits for it."""
+    slow = tmp_path / "slow"
+    slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\ntouch {tmp_path}/started\nexec sleep 60\n')
+    slow.chmod(0o755)
+    command = native_build.compiler()[0]
+    code = ANSWER + f"library({source(8)!r})"
+    given = {**os.environ, "FRISKET_CACHE_DIR": str(tmp_path), "CXX": str(slow)}
+    owner = subprocess.Popen([sys.executable, "-c", code], env=given, start_new_session=True)
+    while not (tmp_path / "started").exists():
+        assert owner.poll() is None
+        time.sleep(0.01)
+    os.killpg(owner.pid, signal.SIGKILL)
+    owner.wait(timeout=60)
+    left = {p.suffix: p for p in (tmp_path / "native").iterdir()}
+    assert left.keys() >= {".lock", ".tmp"}
+    slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\nexec {command} "$@"\n')
+    os.utime(left[".tmp"], (0, 0))
+    python(ANSWER + f"assert library({source(8)!r}).answer() == 8", FRISKET_CACHE_DIR=str(tmp_path), CXX=str(slow))
+    assert not [p for p in (tmp_path / "native").iterdir() if p.suffix in (".tmp", ".lock")]
+
+
+def test_temporary_files_of_the_living_stay(cache):
+    library(source(1))
+    young, old, lock = (cache / name for name in ("young.tmp", "old.tmp", "old.lock"))
+    for path in (young, old, lock):
+        path.touch()
+    for path in (old, lock):
+        os.utime(path, (time.time() - native_build.ORPHANED - 60,) * 2)
+    library(source(2))
+    assert (young.exists(), old.exists(), lock.exists()) == (True, False, False)
+
+
+SHELL = {  # what a compiler does with a kernel -> what is said of it
+    "kill -9 $$": "was killed by SIGKILL while it compiled",
+    "echo 'g++: fatal error: Killed signal terminated program cc1plus' >&2; exit 1": "was killed while it compiled",
+    "echo 'internal compiler error: in gimplify_expr' >&2; exit 1": "does not compile",
+    "echo 'ld: final link failed: No space left on device' >&2; exit 1": "No space left on device",
+}
+
+
+@pytest.mark.parametrize("does", SHELL)
+def test_a_compiler_that_fails_over_a_kernel(does, cache, monkeypatch, tmp_path):
+    failing = tmp_path / "failing"
+    failing.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1.0 && exit\n{does}\n')
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    with pytest.raises(native_build.BuildError, match=SHELL[does]) as caught:
+        library(source(2))
+    assert isinstance(caught.value, fk.LoweringError)
+    assert isinstance(caught.value, fk.BackendError)
+    if "memory" in str(caught.value):
+        assert "SIGKILL" in str(caught.value) or "cc1plus" in str(caught.value)
+    assert not [p for p in cache.iterdir() if p.suffix != ".cpp"]
 
 
 # -- machines without ---------------------------------------------------------------------------------
