@@ -62,7 +62,14 @@ def spans(
 
         return launched(plan, place, values)
     if _reachable(framework, given, place.device):
-        return _native(plan, framework, place, values)
+        from .native_build import BuildError, fall_back
+
+        try:
+            return _native(plan, framework, place, values)
+        except BuildError as error:
+            if Settings.read().backend:
+                raise
+            fall_back(error)
     tables = {n: on_device(framework, values[n], place.device, n, place.held) for n in plan.tables}
     scalars = {n: values[n] for n in plan.scalars}
     ints = _ints(plan, framework)

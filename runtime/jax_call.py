@@ -26,6 +26,7 @@ from .flat_laid import Key
 from .flat_plan import FlatPlan
 from .host_plan import Plan
 from .jax_platforms import backend_on, executor, library, target_on
+from .native_build import BuildError, fall_back
 from .parameters import digest
 
 Arrays = dict[str, Any]
@@ -139,20 +140,33 @@ class JaxCall:
         """`plan` is the source where it is at hand, and keeps what is made of it."""
         run, how = _Run(self, backend, arrays, plan), _how(backend, platform)
         qkv = (arrays[n] for n in "qkv")
-        result: tuple[Any, ...] = executor(backend, "forward")(
-            run.plan, run.spans, run.geometry, *qkv, run.slots, run.tables, run.target,
-            sinks=arrays.get("sinks"), **how,
-        )  # fmt: skip
+        try:
+            result: tuple[Any, ...] = executor(backend, "forward")(
+                run.plan, run.spans, run.geometry, *qkv, run.slots, run.tables, run.target,
+                sinks=arrays.get("sinks"), **how,
+            )  # fmt: skip
+        except BuildError as error:
+            return self.forward(self._instead(error), platform, arrays, plan)
         return result
+
+    def _instead(self, error: BuildError) -> str:
+        """The backend where a native kernel cannot be built; whoever named it has the error."""
+        if self.backend:
+            raise error
+        fall_back(error)
+        return "xla"
 
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
         """The gradients of `wanted`, in the dtypes of what they are of."""
         run, how = _Run(self, backend, arrays), _how(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
-        found: Arrays = executor(backend, "backward")(
-            run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,
-            wanted=wanted, sinks=arrays.get("sinks"), **how,
-        )  # fmt: skip
+        try:
+            found: Arrays = executor(backend, "backward")(
+                run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,
+                wanted=wanted, sinks=arrays.get("sinks"), **how,
+            )  # fmt: skip
+        except BuildError as error:
+            return self.backward(self._instead(error), platform, arrays, wanted)
         return {n: found[n].astype(arrays[n].dtype) for n in wanted}
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 
 from .native_cpu import VARIANTS, identity, lacking
+from .once import warn_once
 from .settings import Settings
 
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2
@@ -43,6 +44,7 @@ class BuildError(LoweringError, BackendError):
 
 
 _loaded: OrderedDict[tuple[str, ...], ctypes.CDLL] = OrderedDict()
+_failed: OrderedDict[tuple[str, ...], BuildError] = OrderedDict()  # not tried again in this process
 _building: dict[tuple[str, ...], threading.Lock] = {}
 _guard = threading.Lock()
 
@@ -61,13 +63,31 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
             return _loaded[key]
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it
-        made = _loaded.get(key) or _find_or_build(source, variant)
+        try:
+            if key in _failed:
+                raise _failed[key]
+            made = _loaded.get(key) or _find_or_build(source, variant)
+        except BuildError as error:
+            with _guard:
+                _failed[key] = error.with_traceback(None)
+                _building.pop(key, None)
+                while len(_failed) > LOADED:
+                    _failed.popitem(last=False)
+            raise
         with _guard:
             _loaded[key] = made
             _building.pop(key, None)
             while len(_loaded) > LOADED:
                 _loaded.popitem(last=False)
     return made
+
+
+def fall_back(error: BuildError) -> None:
+    """Say once why library calls run in place of a kernel that nobody asked for by name."""
+    warn_once(
+        "a native kernel could not be built, so library calls run in its place, slower and right; "
+        f"backend='native' makes this an error:\n{error}"
+    )
 
 
 def reason() -> str:
@@ -232,7 +252,7 @@ def _digest(name: str, content: bytes) -> bytes:
 def _build(source: str, command: list[str], folder: Path, name: str) -> None:
     """Compile into the folder: the text beside the library, the library with its checksum behind it."""
     text = folder / f"{name}.cpp"
-    _put(text, source.encode())
+    put(text, source.encode())
     handle, made = tempfile.mkstemp(suffix=".tmp", dir=folder)
     os.close(handle)
     try:
@@ -242,7 +262,7 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
         content = Path(made).read_bytes()
     finally:
         os.unlink(made)
-    _put(folder / f"{name}.so", content + _digest(name, content))
+    put(folder / f"{name}.so", content + _digest(name, content))
     _evict(folder)
 
 
@@ -260,7 +280,7 @@ def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path) 
     return BuildError(f"{compiler} {why} {text}; memory may have run out{words}")
 
 
-def _put(path: Path, content: bytes) -> None:
+def put(path: Path, content: bytes) -> None:
     """A file that is there whole or not at all, whoever else writes it."""
     handle, made = tempfile.mkstemp(suffix=".tmp", dir=path.parent)
     try:
@@ -285,6 +305,12 @@ def _evict(folder: Path) -> None:
     for old in sorted(folder.glob("*.so"), key=used)[:-ENTRIES]:
         old.with_suffix(".cpp").unlink(missing_ok=True)
         old.unlink(missing_ok=True)
-    for left in (*folder.glob("*.tmp"), *folder.glob("*.lock")):  # by processes that died
-        if used(left) < time.time() - ORPHANED:
-            left.unlink(missing_ok=True)
+    sweep(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Delete temporary files and locks that processes left when they died."""
+    for left in (*folder.glob("*.tmp"), *folder.glob("*.lock")):
+        with suppress(OSError):  # gone meanwhile
+            if left.stat().st_mtime < time.time() - ORPHANED:
+                left.unlink()

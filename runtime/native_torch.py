@@ -84,6 +84,12 @@ def backward(
     return found
 
 
+def build(plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any) -> None:
+    """Compile the forward kernel of such calls, of q's dtype and that of stored keys. Raises `BuildError`."""
+    _kernel(plan, target, geometry.head_dim, geometry.v_dim, dtype, stored).function("frisket_forward")
+    of_torch()
+
+
 _NOTHING = [0] * (WORDS - OFFSET["dout"])  # what a forward leaves out
 
 

@@ -43,7 +43,8 @@ class Decode:
         plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
         assert isinstance(plan, FlatPlan)
         call = att.call(q, k, v, plan, None, None, False, None, None, None, dict(live))
-        self.options, self.ready, self.native = att.options, prepare(call, att.options), call.backend == "cpp"
+        self.options, self.ready = att.options, prepare(call, att.options)
+        self.native = self.ready.target.backend == "cpp"
         self.given = {n: x for n, x in plan.given.items() if n not in tables}
         self.names = [(t.name, t.source) for t in self.ready.plan.tables if t.source in tables]
         self.spans, self.planner, self.reads = self.ready.spans, None, []
@@ -107,7 +108,13 @@ def step_of(
         return None
     if choose(att.options.backend, "torch", "cpu") not in ("aten", "cpp"):
         return None
-    step = kept[key] = Decode(att, q, k, v, sizes, live, tables, params)
+    try:
+        step = kept[key] = Decode(att, q, k, v, sizes, live, tables, params)
+    except native_build.BuildError as error:  # of its planner
+        if att.options.backend or settings.backend:
+            raise
+        native_build.fall_back(error)
+        return None
     while len(kept) > KEPT:
         del kept[next(iter(kept))]
     return step

@@ -7,7 +7,7 @@ and dtypes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
@@ -293,7 +293,39 @@ def _stays(x: Any, device: Any) -> bool:
 
 
 def prepare(call: Call, options: Options) -> Ready:
-    """What calls of these shapes need. Float tables and scalars that were given to a flat plan are live."""
+    """What calls of these shapes need. Where a native kernel that nobody named cannot be built, library calls serve."""
+    ready = _prepared(call, options)
+    if call.backend != "cpp" or options.backend or Settings.read().backend:
+        return ready
+    from . import native_torch
+    from .native_build import BuildError, fall_back
+
+    try:
+        native_torch.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
+    except BuildError as error:
+        fall_back(error)
+        return _prepared(replace(call, backend="aten"), options)
+    made: Ready = object.__new__(Ready)
+    made.__dict__.update(ready.__dict__, backward=_native_or_library)
+    return made
+
+
+def _native_or_library(*given: Any, **more: Any) -> dict[str, Tensor]:
+    """The native backward, or that of library calls where it cannot be built."""
+    from frisket.lowering import aten_backward
+
+    from . import native_torch
+    from .native_build import BuildError, fall_back
+
+    try:
+        return native_torch.backward(*given, **more)
+    except BuildError as error:
+        fall_back(error)
+        return aten_backward.backward(*given, **more)
+
+
+def _prepared(call: Call, options: Options) -> Ready:
+    """Float tables and scalars that were given to a flat plan are live."""
     import torch
 
     given, geometry, plan = call.given, call.geometry, call.plan

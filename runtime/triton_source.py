@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from types import ModuleType
 
+from .native_build import put, sweep
 from .settings import Settings
 
 
@@ -31,8 +30,6 @@ def write(source: str) -> Path:
     path = folder / f"attention_{hashlib.sha256(data).hexdigest()[:20]}.py"
     if not (path.is_file() and path.read_bytes() == data):
         folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
+        put(path, data)
+        sweep(folder)
     return path

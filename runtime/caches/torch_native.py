@@ -60,6 +60,10 @@ def _function() -> Any:
     if native_build.reason():
         return None
     text = resources.files(__package__).joinpath("torch_native.cpp").read_text(encoding="utf-8")
-    run = native_build.library(text).frisket_append
+    try:
+        run = native_build.library(text).frisket_append
+    except native_build.BuildError as error:
+        native_build.fall_back(error)
+        return None
     run.restype, run.argtypes = ctypes.c_int64, [ctypes.c_char_p]
     return run

@@ -318,6 +318,82 @@ except fk.BackendError as error:
     assert error == f"backend 'cpp' does not run here: {why}"
 
 
+FALLS_BACK = """
+import sys, warnings
+import numpy as np
+import frisket as fk
+warnings.simplefilter("always")
+
+q = np.random.default_rng(0).standard_normal((1, 2, 40, 16)).astype("f")
+doc = np.repeat([0, 1], 20).astype("i")
+
+def attention(doc, **more):
+    att = fk.compile("causal & same(doc)", "score * t[h]", t=np.float32([1, 2]), **more)
+    return att, att.plan(40, 40, 1, 2, doc=doc, flat=True)
+
+def torch(**more):
+    import torch
+    att, plan = attention(torch.from_numpy(doc), **more)
+    x = torch.from_numpy(q).requires_grad_()
+    out = att(x, x, x, plan=plan)
+    out.sum().backward()
+    return out.detach(), x.grad
+
+def jax(**more):
+    import jax
+    att, plan = attention(jax.numpy.asarray(doc), **more)
+    x = jax.numpy.asarray(q.swapaxes(1, 2))
+    def run(x):
+        return att(x, x, x, plan=plan)
+    return run(x).swapaxes(1, 2), jax.grad(lambda x: run(x).sum())(x).swapaxes(1, 2)
+
+run = {"torch": torch, "jax": jax}[sys.argv[1]]
+assert fk.backends()["cpp"] == ""
+with warnings.catch_warnings(record=True) as said:
+    found = run()
+    run()
+wanted = run(backend="library")
+print(max(float(abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(found, wanted)) < 1e-5)
+print(len({str(w.message) for w in said}), len(said))
+print(*sorted({str(w.message).splitlines()[0] for w in said}))
+try:
+    run(backend="native")
+except fk.LoweringError as error:
+    print(str(error).splitlines()[-1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("framework", "broken"),
+    [
+        ("torch", "forward"),
+        ("jax", "backward"),
+        *(pytest.param(*x, marks=pytest.mark.matrix) for x in [("torch", "backward"), ("jax", "forward")]),
+        *(pytest.param(x, "planner", marks=pytest.mark.matrix) for x in ("torch", "jax")),
+    ],
+)
+def test_library_calls_serve_where_a_kernel_cannot_be_built(framework, broken, tmp_path):
+    """The compiler builds everything but one kind of kernel: results are right, one warning says why, and who names
+    the backend is told."""
+    mark = {"forward": "frisket_forward(", "backward": "frisket_backward(", "planner": "frisket_plan("}[broken]
+    failing = tmp_path / "failing"
+    failing.write_text(
+        "#!/bin/sh\nfor last; do :; done\n"
+        f'if [ -f "$last" ] && grep -q "{mark}" "$last"; then echo "internal compiler error" >&2; exit 1; fi\n'
+        f'exec {native_build.compiler()[0]} "$@"\n'
+    )
+    failing.chmod(0o755)
+    given = {k: v for k, v in os.environ.items() if k != "FRISKET_BACKEND"}
+    given |= {"CXX": str(failing), "FRISKET_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FALLS_BACK, framework], env=given, capture_output=True, text=True, timeout=120
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["True", "1 1"], done.stdout + done.stderr
+    assert lines[2].startswith("a native kernel could not be built, so library calls run in its place")
+    assert lines[3:] == ([] if broken == "planner" else ["  internal compiler error"]), done.stdout
+
+
 def test_a_new_process_compiles_nothing_that_is_in_the_cache(tmp_path):
     text = "#include <math.h>\n" + source(4)
     code = ANSWER + (
