@@ -27,6 +27,8 @@ from .settings import Settings
 from .stages_of import show, stages_of
 from .stored import Stored, live_of, parted, refuse_taken, stored
 from .subject import Subject
+from .torch_jagged import Pattern, is_jagged, rewritten
+from .torch_jagged import attend as jagged_attend
 from .torch_spec import spec_of
 
 NOWHERE: Origin = (0, 0, 0, 0)
@@ -48,7 +50,7 @@ class Attention:
         self.subject, self.options = what, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
-        self._moved: dict[Any, Attention] = {}  # what `at` has made of texts
+        self._moved: dict[Any, Any] = {}  # what `at` has made of texts, and `jagged`
         learned = {n: x for n, x in what.captured.items() if learns(x)}
         self.learned = {n: x for n, x in learned.items() if n in what.learnable}
         self.traced = {n: x for n, x in what.captured.items() if traced(x)}  # by JAX, of functions
@@ -112,6 +114,8 @@ class Attention:
                 refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.subject)
         what = plan, seed, sinks, return_max, origin, sizes, layout, params
         if in_graph(q):
+            if is_jagged(q):
+                return results(jagged_attend(self, q, k, v, *what), return_lse, return_max)
             from .torch_library import traced_call
 
             return results(traced_call(self, q, k, v, *what), return_lse, return_max)
@@ -299,7 +303,24 @@ class Attention:
             self._moved[texts] = Attention(moved(self.subject, coordinates), self.options)
             if len(self._moved) > KEPT:  # other numbers at every step
                 del self._moved[next(iter(self._moved))]
-        return self._moved[texts]
+        found: Attention = self._moved[texts]
+        return found
+
+    def jagged(self, pattern: Pattern) -> tuple[Attention, tuple[str | None, ...], str | None]:
+        """The same for packed rows of nested tensors, the names of the tables it takes, and that of the number of
+        sequences where it is read."""
+        if ("jagged", pattern) not in self._moved:
+            what, names, number = rewritten(self.subject, pattern)
+            self._moved["jagged", pattern] = Attention(what, self.options), names.tables, number
+        found: tuple[Attention, tuple[str | None, ...], str | None] = self._moved["jagged", pattern]
+        return found
+
+    def jagged_names(self, pattern: Pattern, spec: str) -> tuple[tuple[str | None, ...], str | None, str]:
+        """What of it a graph holds: names, and all the rest as a text. Given `self.spec`, a graph guards it."""
+        att, names, number = self.jagged(pattern)
+        return names, number, att.spec
+
+    jagged_names._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
 
     # -- looking ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from typing import Any, Literal, overload
 
@@ -21,6 +22,7 @@ from .order_of_axes import check_order
 from .parameters import as_value, learns, traced
 from .stored import live_of, stored
 from .subject import subject
+from .torch_jagged import is_jagged
 
 
 def compile(
@@ -102,7 +104,7 @@ def attention(
     """
     check_name(backend)
     rate, deterministic = rate_of(dropout), flag(deterministic)
-    if in_graph(q):
+    if in_graph(q) and (not is_jagged(q) or sys.modules["torch"].compiler.is_compiling()):
         from .torch_library import written_call
 
         said = scale, enable_gqa, backend, None, rate, None, deterministic

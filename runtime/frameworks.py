@@ -160,6 +160,8 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
     if framework == "numpy" and layout is None:
         raise ShapeError('numpy arrays have no layout of their own; give layout="bhsd" or layout="bshd"')
     for name, x in given.items():
+        if framework == "torch" and (x.is_nested or x.layout is not sys.modules["torch"].strided):
+            raise ShapeError(_not_dense(name, x))
         if x.ndim != 4:
             raise ShapeError(
                 f"{name} has {x.ndim} axes, shape {tuple(x.shape)}; it needs four: "
@@ -183,6 +185,15 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
     if pages is not None and not table:
         raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
     return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"], table)
+
+
+def _not_dense(name: str, x: Any) -> str:
+    if x.is_nested:
+        return (
+            f"{name} is a nested tensor\n  attention takes q, k and v all nested, of layout torch.jagged; all else "
+            "takes packed tokens, (1, heads, tokens, dim)"
+        )
+    return f"{name} is sparse, of layout {x.layout}\n  attention takes dense tensors: {name}.to_dense()"
 
 
 def turn(x: Any, have: str, want: str) -> Any:

@@ -65,6 +65,11 @@ def written_call(
             "scale is a tensor, and a graph of torch holds it as a number\n"
             "  multiply q by a factor that is learned or changes, and give scale=1"
         )
+    if q.is_nested:
+        raise ParameterError(
+            "in a graph of torch frisket.attention takes no nested tensors\n"
+            "  make att = frisket.compile(mask, score) outside, and call that"
+        )
     from .torch_spec import HEAD
 
     text = mask or ""

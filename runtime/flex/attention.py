@@ -14,10 +14,13 @@ from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 from frisket.dsl.errors import ParameterError
 
 from ..frameworks import in_graph
+from ..torch_jagged import closed_all, opened
 from .block_mask import BlockMask
 from .checks import check_arrays, check_block_mask, check_device
+from .errors import ArrayError
 from .kernel_options import options_of, read
 from .live_mask import version_of
+from .nested import NAMES, check_total, local, local_live, visible_inside
 from .pair import pair_of
 from .score_mod import scored, traced
 
@@ -97,6 +100,11 @@ def attend(
     kernel_options: Any, top: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out, lse, max) of a call in eager mode."""
+    ragged = nested = None
+    if getattr(query, "is_nested", False):
+        nested = query
+        (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
+        check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
     if block_mask is not None:
         check_block_mask(block_mask, query, key)
@@ -108,15 +116,23 @@ def attend(
     asked = read(kernel_options)
     options = options_of(scale, gqa, asked, query.device.type)
     visible = None if block_mask is None else block_mask.live
+    if ragged is not None:
+        visible = visible_inside(visible, ragged)
     if in_graph(query):
         from .graph import operator
 
         live = None if score_mod is None else traced(score_mod, valueless=True)[0]
-        return operator(query, key, value, live, visible, options, top)
-    mod, tensors = (None, {}) if score_mod is None else scored(score_mod)
-    made = pair_of(mod, visible, options, tensors)
-    made.check(query, key, tensors, asked, block_mask)
-    return made(query, key, value, tensors, top)
+        live = live if live is None or ragged is None else local_live(live, ragged)
+        found = operator(query, key, value, live, visible, options, top)
+    else:
+        mod, tensors = (None, {}) if score_mod is None else scored(score_mod)
+        if mod is not None and ragged is not None:
+            mod, more = local(mod, ragged)
+            tensors = {**tensors, **more}
+        made = pair_of(mod, visible, options, tensors)
+        made.check(query, key, tensors, asked, block_mask)
+        found = made(query, key, value, tensors, top)
+    return found if nested is None else closed_all(found, nested)
 
 
 _converted: WeakKeyDictionary[TorchBlockMask, tuple[Any, BlockMask]] = WeakKeyDictionary()

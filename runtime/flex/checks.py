@@ -25,8 +25,8 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
             raise ArrayError(f"{name} is a {type(x).__name__}\n  it is a torch.Tensor (batch, heads, length, dim)")
         if x.is_nested:
             raise ArrayError(
-                f"{name} is a nested tensor\n  give the packed tokens as one row, (1, heads, tokens, dim), and the "
-                "mask of create_nested_block_mask"
+                f"{name} is a nested tensor, and query is none\n  query, key and value are jagged nested tensors, all "
+                "or none"
             )
         if x.dim() != 4:
             raise ArrayError(f"{name} has {x.dim()} axes\n  it is (batch, heads, length, dim)")

@@ -26,11 +26,14 @@ from ..mask import Mask, ScoreMod, program
 from ..options import Options
 from ..parameters import names_of
 from ..subject import Subject
+from ..torch_jagged import Ragged, closed_all, opened
 from ..torch_spec import spec_of
 from .block_mask import BlockMask
 from .checks import check_arrays, check_block_mask
+from .errors import ArrayError
 from .kernel_options import options_of, read
 from .live_mask import LiveMask
+from .nested import NAMES, check_total, confined, local_live
 from .score_mod import apart, only, traced
 from .tile_tensors import columns_of, kinds_of
 
@@ -40,10 +43,15 @@ def compiled(
     kernel_options: Any, top: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
+    nested, ragged = query, None
+    if query.is_nested:
+        (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
+        check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
     said: dict[str, Any] = {
         "scale": scale, "gqa": gqa, "top": top, "kernel": dict(kernel_options or {}), "text": None, "values": {},
-        "tiles": None, "block": None,
+        "tiles": None, "block": None, "ragged": None if ragged is None else ragged.tensors,
+        "pattern": None if ragged is None else ragged.pattern,
     }  # fmt: skip
     mask_mod = noop_mask
     if block_mask is not None:
@@ -60,7 +68,8 @@ def compiled(
             said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
     if key.shape[0] != query.shape[0]:
         key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
-    return call(query, key, value, score_mod or unchanged, (mask_mod,), None, said)  # type: ignore[no-any-return]
+    found = call(query, key, value, score_mod or unchanged, (mask_mod,), None, said)
+    return found if ragged is None else closed_all(found, nested)  # type: ignore[no-any-return]
 
 
 def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -87,6 +96,9 @@ class Call(HigherOrderOperator):
             visible = over_graph(masks[-1], mask_values, "mask")
         if said["tiles"] is not None:
             visible = visible.within(said["tiles"], tuple(said["tiles"].shape[:-2]), tuple(map(_fixed, said["block"])))
+        if said["ragged"] is not None:
+            ragged = Ragged(*said["ragged"], known=said["pattern"])
+            visible, mod = confined(visible, ragged), local_live(mod, ragged)
         kernel = {n: _fixed(x) for n, x in said["kernel"].items()}
         options = options_of(_fixed(said["scale"]), said["gqa"], read(kernel), query.device.type)
         return operator(query, key, value, mod, visible, options, said["top"])

@@ -1,18 +1,27 @@
-"""Masks over jagged nested tensors: sequences packed one after another, none of which sees another."""
+"""Masks over jagged nested tensors, and attention to them: sequences packed one after another, none of which sees
+another."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
-from frisket.dsl.ir import Expr, conj, lit, lookup, segment, var
+from frisket.dsl.ir import TRUE, B, conj, lit
 
 from ..mask import MaskLike
+from ..parameters import names_of
+from ..torch_jagged import Names, Ragged, names_for, ragged_of
 from .block_mask import Block, BlockMask
 from .create import create_block_mask
-from .live_mask import LiveMask, Value, fresh, live_mask
+from .live_mask import LiveMask, Value, kept, live_mask
+from .score_mod import Scored, remember
 
 
 def create_nested_block_mask(
@@ -46,31 +55,75 @@ def create_nested_block_mask(
 
 def _packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
     """The mask in packed positions."""
-    values: dict[str, Value] = {}
-    clauses: list[Expr] = []
-    places: dict[Expr, Expr] = {ir.B: lit(q_nt.shape[0])}
+    ragged = ragged_of(q_nt, kv_nt)
+    names = names_in(mod, ragged)
+    inner = mod.at(names.places(False), values_of(names, ragged))
+    outer = own_sequence(names, ragged)
+    return LiveMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
 
-    def table(name: str, value: Tensor) -> str:
-        name = next((n for n, x in values.items() if x is value), fresh(name, {*mod.values, *values}))
-        values[name] = value
-        return name
 
-    def place(x: Expr, length: Expr, nested: Tensor, name: str) -> Expr:
-        """The sequence that holds a packed position."""
-        offsets = table(f"{name}_offsets", nested.offsets())  # type: ignore[attr-defined]
-        of = segment(offsets, x)
-        places[x] = x - lookup(offsets, (of,))
-        places[length] = lookup(offsets, (of + 1,)) - lookup(offsets, (of,))
-        if (lengths := nested.lengths()) is not None:  # type: ignore[attr-defined]
-            places[length] = lookup(table(f"{name}_lengths", lengths), (of,))
-            clauses.append(places[x] < places[length])
-        return of
+def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> Names:
+    """Names of the tables of positions that a mask or score mod does not have. The number of sequences is part of one
+    that reads it."""
+    number = lit(ragged.sequences) if B in ir.walk(mod.expr) else lit(0)
+    return names_for(ragged.pattern, {*mod.values, *(taken or {}), *names_of(mod.expr)}, number)
 
-    mine, theirs = place(var("q"), ir.Q_LEN, q_nt, "q"), place(var("k"), ir.KV_LEN, kv_nt, "kv")
-    places[var("b")] = mine
-    inner = mod.at(places, values)
-    outer = conj(ir.build("eq", mine, theirs), *clauses)
-    return LiveMask(conj(outer, inner.expr), {**inner.values, **values}, mod.read)
+
+def values_of(names: Names, ragged: Ragged) -> dict[str, Value]:
+    return {n: x for n, x in zip(names.tables, ragged.tensors, strict=True) if n is not None and x is not None}
+
+
+def own_sequence(names: Names, ragged: Ragged) -> LiveMask:
+    """What shows a query the keys of its sequence."""
+    return kept(names.own_sequence(), values_of(names, ragged))
+
+
+NAMES = ("query", "key", "value")
+_EVERYTHING = LiveMask(TRUE, {})
+_inside: WeakKeyDictionary[LiveMask, dict[Any, LiveMask]] = WeakKeyDictionary()
+_local: WeakKeyDictionary[Scored, dict[Any, tuple[Scored, Names]]] = WeakKeyDictionary()
+
+
+def visible_inside(visible: LiveMask | None, ragged: Ragged) -> LiveMask:
+    """What a mask of packed positions shows, inside sequences. Kept with the mask."""
+    visible = visible or _EVERYTHING
+    made, key = _inside.setdefault(visible, {}), tuple(map(id, ragged.tensors))
+    if key not in made:  # it holds these tensors, so that no other one has their id
+        remember(made, key, confined(visible, ragged), 8)
+    return made[key]
+
+
+def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
+    """What a mask of packed positions shows, inside sequences."""
+    own = own_sequence(names_in(_EVERYTHING, ragged), ragged)
+    return own if visible.expr is TRUE else visible.join("and", own)
+
+
+def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Value]]:
+    """A score mod that is told positions inside the sequence, and its tables. Kept with the score mod."""
+    made, key = _local.setdefault(mod, {}), (ragged.pattern, ragged.sequences)
+    if key not in made:
+        names = names_in(mod.live, ragged)
+        live = replace(mod.live, expr=ir.substitute(mod.live.expr, names.places(True)))
+        remember(made, key, (replace(mod, live=live), names), 8)
+    found, names = made[key]
+    return found, values_of(names, ragged)
+
+
+def local_live(mod: LiveMask, ragged: Ragged) -> LiveMask:
+    """The same in a graph."""
+    names = names_in(mod, ragged)
+    return mod.at(names.places(True), values_of(names, ragged))
+
+
+def check_total(block_mask: Any, q: Tensor, k: Tensor) -> None:
+    """Refuse a mask that is not one of the packed tokens."""
+    lengths = tuple(getattr(block_mask, "shape", ())[-2:])
+    if lengths and lengths != (q.shape[2], k.shape[2]):
+        raise ShapeError(
+            f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, the nested tensors hold {q.shape[2]} and "
+            f"{k.shape[2]} tokens\n  make it for them: create_nested_block_mask(mask_mod, 1, 1, query, key)"
+        )
 
 
 def _total(nested: Tensor) -> int:

@@ -97,9 +97,9 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Ten
     return LiveMask(found.expr, found.tables), found.read
 
 
-def remember(kept: dict[Any, Any], key: Any, value: Any) -> None:
+def remember(kept: dict[Any, Any], key: Any, value: Any, most: int = KEPT) -> None:
     kept[key] = value
-    while len(kept) > KEPT:
+    while len(kept) > most:
         kept.pop(next(iter(kept)), None)  # another thread may have taken it
 
 

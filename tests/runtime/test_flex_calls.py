@@ -118,7 +118,10 @@ REFUSED = {
     "axes": (lambda: flex_attention(Q[0], K[0], V[0]), NotImplementedError, "query has 3 axes"),
     "nested": (
         lambda: flex_attention(torch.nested.nested_tensor([Q[0]]), K, V), NotImplementedError,
-        "query is a nested tensor\n.*create_nested_block_mask"),
+        r"query is a nested tensor of layout torch.strided, with 4 axes\n.*\(sequences, heads, j, dim\)"),
+    "one nested": (
+        lambda: flex_attention(Q, torch.nested.nested_tensor([K[0]]), V), NotImplementedError,
+        "key is a nested tensor, and query is none\n.*all or none"),
     "dtypes": (lambda: flex_attention(Q.half(), K, V), ValueError, "dtypes float16, float32, float32"),
     "lse twice": (lambda: flex_attention(Q, K, V, return_lse=True, return_aux=AuxRequest()), ValueError, "both given"),
     "longer mask": (

@@ -1,0 +1,263 @@
+"""Attention to jagged nested tensors of torch: their packed tokens as one row, positions inside each sequence.
+
+A mask and a score mod are rewritten: of a packed row, b is the sequence that holds the query, q and k count from the
+first token of their sequences, `Q_LEN` and `KV_LEN` are the lengths of those, and a query sees its own sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from frisket.dsl import ir
+from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.ir import Expr, conj, lookup, segment, var
+
+from .bound_expr import Bound
+from .mask import Mask
+from .subject import Subject
+
+if TYPE_CHECKING:
+    from .attention import Attention
+
+Tensor = Any
+Pattern = tuple[int | None, ...]
+NAMES = ("q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The tables of a rewritten mask by their names: where sequences begin, and, where there are holes behind some,
+    how long they are. `sequences` stands for their number."""
+
+    q_offsets: str
+    kv_offsets: str
+    q_lengths: str | None
+    kv_lengths: str | None
+    sequences: Expr
+
+    @property
+    def tables(self) -> tuple[str | None, ...]:
+        """In the order of `NAMES`."""
+        return self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths
+
+    def own_sequence(self) -> Expr:
+        """Whether query and key are tokens of one sequence."""
+        q, k = var("q"), var("k")
+        mine, theirs = segment(self.q_offsets, q), segment(self.kv_offsets, k)
+        clauses = [ir.build("eq", mine, theirs)]
+        for x, offsets, lengths in ((q, self.q_offsets, self.q_lengths), (k, self.kv_offsets, self.kv_lengths)):
+            if lengths is not None:
+                of = segment(offsets, x)
+                clauses.append(x - lookup(offsets, (of,)) < lookup(lengths, (of,)))
+        return conj(*clauses)
+
+    def places(self, visible: bool) -> dict[Expr, Expr]:
+        """What variables become. At a visible pair the query's sequence is the key's, and found once for a row."""
+        q, k = var("q"), var("k")
+        mine = segment(self.q_offsets, q)
+        theirs = mine if visible else segment(self.kv_offsets, k)
+        return {
+            var("b"): mine, q: q - lookup(self.q_offsets, (mine,)), k: k - lookup(self.kv_offsets, (theirs,)),
+            ir.B: self.sequences, ir.Q_LEN: _length(self.q_offsets, self.q_lengths, mine),
+            ir.KV_LEN: _length(self.kv_offsets, self.kv_lengths, theirs),
+        }  # fmt: skip
+
+
+def _length(offsets: str, lengths: str | None, of: Expr) -> Expr:
+    if lengths is not None:
+        return lookup(lengths, (of,))
+    return lookup(offsets, (of + 1,)) - lookup(offsets, (of,))
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Where sequences begin in packed queries and keys, and how long they are where there are holes."""
+
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    q_lengths: Tensor | None = None
+    kv_lengths: Tensor | None = None
+    known: Pattern | None = None  # which of them are one, where their identity does not say so
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of `NAMES`."""
+        return self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths
+
+    @property
+    def sequences(self) -> int:
+        return int(self.q_offsets.shape[0]) - 1
+
+    @property
+    def pattern(self) -> Pattern:
+        """Which tensors there are, and which of them is an earlier one: keys often share the queries' offsets."""
+        x = self.tensors
+        if self.known is not None:
+            return self.known
+        return tuple(None if t is None else min(j for j in range(i + 1) if x[j] is t) for i, t in enumerate(x))
+
+
+def names_for(pattern: Pattern, taken: Iterable[str], sequences: Expr) -> Names:
+    """Names that are free, one for every tensor."""
+    used = set(taken)
+    found: list[str | None] = []
+    for name, first in zip(NAMES, pattern, strict=True):
+        if first is None or first < len(found):
+            found.append(None if first is None else found[first])
+        else:
+            found.append(fresh(name, used))
+            used.add(str(found[-1]))
+    q, kv, q_len, kv_len = found
+    assert q is not None
+    assert kv is not None
+    return Names(q, kv, q_len, kv_len, sequences)
+
+
+def fresh(name: str, taken: Iterable[str]) -> str:
+    """The name, or the same with a number where it is taken."""
+    return next(new for i in count() if (new := f"{name}_{i}" if i else name) not in taken)
+
+
+def is_jagged(x: Any) -> bool:
+    return bool(getattr(x, "is_nested", False))
+
+
+# -- nested tensors as packed ones ------------------------------------------------------------------------------------
+
+
+def opened(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    names: tuple[str, str, str] = ("q", "k", "v"),
+    error: type[ShapeError] = ShapeError,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Ragged]:
+    """Packed q, k and v [1, heads, tokens, dim], of nested ones [sequences, heads, j, dim]."""
+    import torch
+
+    all_three = "{}, {} and {}".format(*names)
+    for name, x in zip(names, (q, k, v), strict=True):
+        if not is_jagged(x):
+            raise error(f"{name} is no nested tensor, and others are\n  {all_three} are nested, all or none")
+        if x.layout is not torch.jagged or x.dim() != 4 or x._ragged_idx != 2:
+            what = f"of layout {x.layout}" if x.layout is not torch.jagged else f"ragged in axis {x._ragged_idx}"
+            raise error(
+                f"{name} is a nested tensor {what}, with {x.dim()} axes\n"
+                "  attention takes (sequences, heads, j, dim) of torch.jagged: "
+                "nested_tensor([...], layout=torch.jagged).transpose(1, 2) where items are (length, heads, dim)"
+            )
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise error(
+            f"{all_three} hold {q.shape[0]}, {k.shape[0]} and {v.shape[0]} sequences\n  each sequence has all three"
+        )
+    _check_alike(k, v)
+    packed = q.values()[None], k.values()[None], v.values()[None]
+    return packed, ragged_of(q, k)
+
+
+def ragged_of(q: Tensor, k: Tensor) -> Ragged:
+    """Where the sequences of nested queries and keys are; keys of the same lengths share the queries' tensors."""
+    mine = q.offsets(), q.lengths()
+    theirs = mine if _alike(q, k) else (k.offsets(), k.lengths())
+    return Ragged(mine[0], theirs[0], mine[1], theirs[1])
+
+
+def _check_alike(k: Tensor, v: Tensor) -> None:
+    import torch
+
+    wrong = "k and v hold sequences of other lengths\n  every key has one value"
+    if not torch.compiler.is_compiling():
+        if not _alike(k, v):
+            raise ShapeError(wrong)
+    elif k.offsets() is not v.offsets():  # what the graph looks at when it runs
+        if k.values().shape[1] != v.values().shape[1] or (k.lengths() is None) != (v.lengths() is None):
+            raise ShapeError(wrong)
+        pairs = [(k.offsets(), v.offsets()), *([] if k.lengths() is None else [(k.lengths(), v.lengths())])]
+        for x, y in pairs:
+            torch._assert_async((x == y).all(), wrong)
+
+
+def _alike(x: Tensor, y: Tensor) -> bool:
+    """Whether both have sequences of the same lengths at the same places. Of two tensors of offsets a graph says no."""
+    import torch
+
+    mine, theirs = ((t.offsets(), t.lengths()) for t in (x, y))
+    if mine[0] is theirs[0] and mine[1] is theirs[1]:
+        return True
+    if torch.compiler.is_compiling() or (mine[1] is None) != (theirs[1] is None):
+        return False
+    return all(torch.equal(s, t) for s, t in zip(mine, theirs, strict=True) if s is not None and t is not None)
+
+
+def closed_all(found: tuple[Tensor, Tensor, Any], like: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """(out, lse, max), where there is a max: it may be empty in graphs."""
+    out, lse, top = found
+    return closed(out, like), closed(lse, like), closed(top, like) if top is not None and top.dim() == 3 else top
+
+
+def closed(x: Tensor, like: Tensor) -> Tensor:
+    """A packed result [1, heads, tokens, ...] as a nested tensor with the sequences of `like`."""
+    import torch
+
+    return torch.nested.nested_tensor_from_jagged(x[0], like.offsets(), like.lengths(), jagged_dim=2)
+
+
+# -- attention --------------------------------------------------------------------------------------------------------
+
+
+def rewritten(what: Subject, pattern: Pattern) -> tuple[Subject, Names, str | None]:
+    """A mask and a score mod of sequences as those of a packed row, over tables without values yet; the names of those
+    tables, and that of the number of sequences where it is read."""
+    number = fresh("sequences", what.names)
+    names = names_for(pattern, {*what.names, number}, ir.param(number))
+    own, inner, outer = names.own_sequence(), names.places(True), names.places(False)
+
+    def put(p: Bound) -> Any:
+        if isinstance(p, Mask):
+            return Mask(conj(own, ir.substitute(p.expr, outer)), p.params, p.origin.names)
+        return type(p)(ir.substitute(p.expr, inner), p.params, p.origin.names)
+
+    places = what.places or ()
+    places = (*(Bound(var(n)) for n in ir.COORDINATES[: 4 - len(places)]), *places)
+    made = replace(what, places=places).changed(put)
+    if made.mask is None:
+        made = replace(made, mask=Mask(own))
+    return made, names, number if number in made.names else None
+
+
+def attend(
+    att: Attention, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any,
+    sizes: Any, layout: str | None, params: Mapping[str, Any],
+) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
+    """(out, lse, max) of `att(q, k, v, ...)`, nested. In a graph this is traced by Dynamo, so plain Python."""
+    import torch
+
+    stored = next((n for n in params if " of " in n), None)
+    for name, x in (("plan", plan), ("origin", origin), ("sizes", sizes), (stored, stored)):
+        if x is not None:
+            raise ParameterError(
+                f"`{name}` is given beside nested tensors\n"
+                "  leave it out, or give packed tokens: positions are those inside each sequence, all of it at hand"
+            )
+    if layout == "bshd":
+        q, k, v = (x.transpose(1, 2) if is_jagged(x) else x for x in (q, k, v))
+    packed, ragged = opened(q, k, v)
+    names, number, spec = att.jagged_names(ragged.pattern, att.spec)
+    values = {n: x for n, x in zip(names, ragged.tensors, strict=True) if n is not None}
+    if number is not None:
+        values[number] = ragged.sequences
+    if torch.compiler.is_compiling():
+        from .torch_library import written
+
+        rest = {n: x for n, x in att.constants.items() if n not in params}
+        sinks = att.options.sinks if sinks is None else sinks
+        given = {**rest, **values, **params}
+        found = written(spec, att.options.dropout, *packed, seed, sinks, top, None, None, None, given)
+    else:
+        how = {"seed": seed, "sinks": sinks, "return_lse": True, "return_max": True}
+        found = att.jagged(ragged.pattern)[0](*packed, **how, **values, **params)
+    out, lse, largest = closed_all(found, q)
+    return out.transpose(1, 2) if layout == "bshd" else out, lse, largest

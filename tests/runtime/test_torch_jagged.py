@@ -1,0 +1,214 @@
+"""Jagged nested tensors in attention, beside every sequence alone."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.nn.attention.flex_attention as theirs  # noqa: E402
+
+import frisket as fk  # noqa: E402
+from frisket.flex import AuxRequest, create_block_mask, create_nested_block_mask, flex_attention  # noqa: E402
+
+LENGTHS = (3, 0, 5, 29)
+KEYS = (6, 2, 0, 17)
+SLOPES = torch.tensor([0.1, 0.3, 0.5, 0.7])
+FUNCTIONS = {  # a mask, a score mod: their positions are those inside the sequence, b is its number
+    "neither": (None, None),
+    "causal": (lambda b, h, q, k: q >= k, None),
+    "positions in the score": (None, lambda s, b, h, q, k: s - 0.002 * q * k * SLOPES[b]),
+    "both": (lambda b, h, q, k: (q - k).abs() < 4 + b, lambda s, b, h, q, k: s + SLOPES[h] * (q - k)),
+}
+
+
+def ragged(lengths, heads, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    items = [torch.randn(n, heads, 8, generator=g) for n in lengths]
+    return torch.nested.nested_tensor(items, layout=torch.jagged, requires_grad=True)
+
+
+def arrays(keys, heads=4, kv_heads=2):
+    return ragged(LENGTHS, heads), ragged(keys, kv_heads, 1), ragged(keys, kv_heads, 2)
+
+
+def run(attend, given):
+    """out and the gradients of what was given, packed."""
+    out = attend(*(x.transpose(1, 2) for x in given))
+    assert out.shape[2] == given[0].shape[1]  # the ragged length of the queries, torch's own symbol
+    out.values().square().sum().backward()
+    found = [out.transpose(1, 2).values().detach(), *(x.grad.values() for x in given)]
+    for x in given:
+        x.grad = None
+    return found
+
+
+def alone(attend, given):
+    """The same, by `attend(i, q, k, v)` of one sequence."""
+    rows = [
+        attend(i, *(x.transpose(0, 1)[None] for x in one))[0].transpose(0, 1)
+        if all(map(len, one))
+        else torch.zeros_like(one[0])
+        for i, one in enumerate(zip(*(x.unbind() for x in given), strict=True))
+    ]
+    sum(x.square().sum() for x in rows).backward()
+    found = [torch.cat(rows).detach(), *(x.grad.values() for x in given)]
+    for x in given:
+        x.grad = None
+    return found
+
+
+def same(found, want):
+    for x, y in zip(found, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=1e-5)
+
+
+def dense(mask, score, i, q, k, v):
+    """(out, lse) of sequence i, every pair computed."""
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
+    h, m, n = (torch.arange(x) for x in scores.shape[1:])
+    at = torch.tensor(i), h[:, None, None], m[:, None], n
+    scores = scores if score is None else score(scores, *at)
+    scores = scores if mask is None else scores.masked_fill(~mask(*at), -torch.inf)
+    out = scores.softmax(-1).nan_to_num() @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return out, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("keys", [LENGTHS, KEYS])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_flex_attention_is_that_of_every_sequence(name, keys):
+    mask, score = FUNCTIONS[name]
+    given, tiles = arrays(keys), None
+    if mask is not None:
+        q, k, _ = (x.transpose(1, 2) for x in given)
+        tiles = create_nested_block_mask(mask, 1, 1, q, k, BLOCK_SIZE=16)
+    found = run(lambda q, k, v: flex_attention(q, k, v, score, tiles, enable_gqa=True), given)
+    same(found, alone(lambda *one: dense(mask, score, *one)[0], given))
+
+
+@pytest.mark.parametrize("backend", ["library", "native"])
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    [
+        pytest.param("causal", None, marks=pytest.mark.matrix),
+        pytest.param(None, "score - 0.002 * q * k * (b + 1)", marks=pytest.mark.matrix),
+        ("q + KV_LEN - Q_LEN >= k & (q + b) % B != k", "score - slopes[b] * abs(q - k) * (h + 1)"),
+    ],
+)
+def test_compiled_attention_is_that_of_every_sequence(mask, score, backend):
+    slopes = {"slopes": SLOPES} if "slopes" in (score or "") else {}
+    att = fk.compile(mask, score, backend=backend)
+    for keys in (LENGTHS, KEYS):
+        given = arrays(keys)
+
+        def one(i, q, k, v):
+            where = {"origin": (i, 0, 0, 0), "sizes": (len(LENGTHS), 4, q.shape[2], k.shape[2])}
+            return att(q, k, v, **where, **slopes)
+
+        want = alone(one, given)
+        same(run(lambda q, k, v: att(q, k, v, **slopes), given), want)
+        same(run(lambda q, k, v: fk.attention(q, k, v, mask, score, backend=backend, **slopes), given), want)
+
+
+def test_in_one_graph():
+    eager = {name: lambda q, k, v, m, s=score: flex_attention(q, k, v, s, m, enable_gqa=True)
+             for name, (_, score) in FUNCTIONS.items()}  # fmt: skip
+    for name in ("causal", "both"):
+        compiled = torch.compile(eager[name], backend="aot_eager", fullgraph=True)
+        for keys in (LENGTHS, KEYS):
+            given = arrays(keys)
+            q, k, _ = (x.transpose(1, 2) for x in given)
+            tiles = create_nested_block_mask(FUNCTIONS[name][0], 1, 1, q, k)
+            same(*(run(lambda q, k, v, f=f, m=tiles: f(q, k, v, m), given) for f in (compiled, eager[name])))
+    for text in ("causal", "q + b >= k & b < B"):  # another text is another graph
+        att = fk.compile(text)
+        compiled = torch.compile(att, backend="aot_eager", fullgraph=True)
+        given = arrays(KEYS)
+        same(run(compiled, given), run(att, given))
+    q, k, _ = (x.transpose(1, 2) for x in given)
+    with pytest.raises(Exception, match="sequences of other lengths"):
+        compiled(q, k, ragged((5, 3, 0, 17), 2).transpose(1, 2))
+
+
+def test_examples_of_torchs_documentation():
+    def causal_mask(b, h, q_idx, kv_idx):
+        return q_idx >= kv_idx
+
+    def want(query, key, value):
+        for one in zip(query.unbind(), key.unbind(), value.unbind(), strict=True):
+            q, k, v = (x.detach()[None] for x in one)
+            tiles = theirs.create_block_mask(causal_mask, None, None, q.shape[2], k.shape[2], "cpu")
+            yield theirs.flex_attention(q, k, v, None, tiles)[0]
+
+    query, key, value = (ragged((5, 9), 2, i).transpose(1, 2) for i in range(3))
+    with pytest.warns(DeprecationWarning, match="_compile has no effect"):
+        block_mask = create_nested_block_mask(causal_mask, 1, 1, query, _compile=True)
+    output = flex_attention(query, key, value, block_mask=block_mask)
+    same(output.unbind(), want(query, key, value))
+    key, value = (ragged((7, 3), 2, i).transpose(1, 2) for i in (3, 4))
+    block_mask = create_nested_block_mask(causal_mask, 1, 1, query, key)
+    output = flex_attention(query, key, value, block_mask=block_mask)
+    same(output.unbind(), want(query, key, value))
+
+
+def test_learned_tables_lse_and_holes():
+    slopes = SLOPES.clone().requires_grad_()
+    given = arrays(LENGTHS)
+    q, k, v = (x.transpose(1, 2) for x in given)
+    mod = lambda s, b, h, q, k: s + slopes[b] * (q - k)  # noqa: E731
+    out, aux = flex_attention(q, k, v, mod, enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True))
+    aux.lse.values().sum().backward()
+    found = slopes.grad.clone()
+    slopes.grad = None
+    for i, one in enumerate(zip(q.unbind(), k.unbind(), v.unbind(), strict=True)):
+        if one[0].shape[1]:
+            dense(None, mod, i, *(x.detach()[None] for x in one))[1].sum().backward()
+    torch.testing.assert_close(found, slopes.grad)
+    assert aux.lse.shape == aux.max_scores.shape == out.shape[:3]
+    values, offsets, lengths = torch.randn(2, 12, 8), torch.tensor([0, 5, 12]), torch.tensor([3, 6])
+    holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, jagged_dim=2)
+    out = flex_attention(holes, holes, holes).values()
+    want = [dense(None, None, 0, *(values[None, :, s],) * 3)[0][0] for s in (slice(0, 3), slice(5, 11))]
+    same([out[:, :3], out[:, 5:11]], want)
+
+
+def test_layout_and_dropout_are_those_of_sequences():
+    q, k, v = arrays(LENGTHS)
+    att = fk.compile("causal", dropout=0.5)
+    turned = att(q, k, v, layout="bshd", seed=7)
+    out = att(*(x.transpose(1, 2) for x in (q, k, v)), seed=7)
+    assert torch.equal(turned.values(), out.transpose(1, 2).values())
+    for i, one in enumerate(zip(q.unbind(), k.unbind(), v.unbind(), strict=True)):
+        if len(one[0]):
+            n = len(one[0])
+            where = {"origin": (i, 0, 0, 0), "sizes": (4, 4, n, n)}
+            want = att(*(x.transpose(0, 1)[None] for x in one), seed=7, **where)
+            torch.testing.assert_close(out.unbind()[i], want[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda q, k, v: (q, k.values()[None], v), "k is no nested tensor, and others are\n  q, k and v are nested"),
+        (lambda q, k, v: (q.transpose(1, 2), k, v), "q is a nested tensor ragged in axis 1, with 4 axes"),
+        (lambda q, k, v: (q, k, ragged((3, 0, 6, 28), 2).transpose(1, 2)), "k and v hold sequences of other lengths"),
+        (lambda q, k, v: (q, *(ragged((3, 5), 2).transpose(1, 2),) * 2), "q, k and v hold 4, 2 and 2 sequences"),
+    ],
+)
+def test_what_does_not_fit(change, text):
+    q, k, v = (x.transpose(1, 2) for x in arrays(LENGTHS))
+    with pytest.raises(fk.FrisketError, match=text):
+        fk.compile("causal")(*change(q, k, v))
+
+
+def test_what_nested_tensors_do_not_take():
+    q, k, v = (x.transpose(1, 2) for x in arrays(LENGTHS))
+    att = fk.compile("causal")
+    with pytest.raises(fk.FrisketError, match="`origin` is given beside nested tensors"):
+        att(q, k, v, origin=(0, 0, 0, 0))
+    with pytest.raises(fk.FrisketError, match="q is a nested tensor\n"):
+        att.check(q, k, v)
+    with pytest.raises(ValueError, match=r"for 64 queries .* hold 37 and 37 tokens\n.*create_nested_block_mask"):
+        flex_attention(q, k, v, None, create_block_mask("causal", 1, 1, 64, 64, "cpu"), enable_gqa=True)
+    with pytest.raises(fk.FrisketError, match=r"q is sparse, of layout torch.sparse_coo\n.*to_dense"):
+        att(*(torch.zeros(1, 1, 4, 8).to_sparse(),) * 3)
