@@ -16,10 +16,11 @@ import numpy as np
 
 from .evaluate import evaluate
 from .ir import COMPARISONS, Expr, free_names, make
+from .notebook import sentence
 from .show import show
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """`clauses` are the sub-expressions of the mask as written that decide; `because` says so in words."""
 
@@ -29,6 +30,11 @@ class Explanation:
 
     def __str__(self) -> str:
         return f"{'visible' if self.visible else 'hidden'}: {self.because}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return sentence("visible" if self.visible else "hidden", self.because, good=self.visible)
 
 
 def explain(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None = None) -> Explanation:
@@ -42,7 +48,7 @@ def explain(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None
     return Explanation(visible, "; ".join(_said(c, value) for c in clauses), clauses)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TileExplanation:
     """Why a tile is "empty", "partial" or "full". `visible_at` and `hidden_at` are (b, h, q, k) of a position of each
     sort, in global positions, None where the tile has none; `clauses` decide the whole tile, if it is decided whole."""
@@ -55,6 +61,11 @@ class TileExplanation:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.because}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return sentence(self.kind, self.because, good=self.kind != "empty")
 
 
 def explain_tile(

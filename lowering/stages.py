@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from frisket.dsl.ir import Expr
+from frisket.dsl.notebook import sections
 from frisket.dsl.show import show
 
 from .plan import LoopPlan, Target
@@ -28,7 +29,7 @@ class Pair:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stages:
     """What became of a mask and a score mod: `print(att.stages(...))`, or one field of it.
 
@@ -68,8 +69,13 @@ class Stages:
             shown += "".join(f"\n{n:9} {show(asked[n])}" for n in ("always", "never"))
         return shown or "library calls"
 
+    def _repr_html_(self) -> str:
+        return sections((name, self.text(name)) for name in NAMES)
+
     def __str__(self) -> str:
         return "\n\n".join(f"-- {name} {'-' * (76 - len(name))}\n{self.text(name)}" for name in NAMES)
+
+    __repr__ = __str__
 
 
 def _launch(t: Target) -> str:

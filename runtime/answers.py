@@ -18,6 +18,7 @@ import numpy as np
 from frisket.dsl.errors import MismatchError, Undecided
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, make
+from frisket.dsl.notebook import sentence
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import Spent, first_empty_row, first_visible
 from frisket.lowering.analysis.driver import SIZE_NAMES, bind, grid_of
@@ -40,7 +41,7 @@ BUDGET = 1 << 26  # positions looked at; asking about a rectangle counts for 16
 Witness = tuple[int, int, int, int | None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Answer:
     """An answer to a question about a mask, truthy or falsy.
 
@@ -61,6 +62,11 @@ class Answer:
 
     def __str__(self) -> str:
         return f"{'yes' if self.holds else 'no'}: {self.because}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return sentence("yes" if self.holds else "no", self.because, good=self.holds)
 
 
 def implies(first: Mask, second: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:

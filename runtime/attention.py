@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from frisket.dsl.errors import FrisketError, LoweringError, ParameterError, ShapeError
+from frisket.dsl.notebook import table
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
@@ -21,7 +22,7 @@ from .host_plan import Plan
 from .moved import moved
 from .options import Options, seed_of, sinks_of
 from .order_of_axes import check_order
-from .parameters import learns, names_of, traced
+from .parameters import learns, names_of, summary, traced
 from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
@@ -69,6 +70,11 @@ class Attention:
 
     def __repr__(self) -> str:
         return f"Attention({'; '.join(str(self.subject).splitlines()) or 'everything visible'})"
+
+    def _repr_html_(self) -> str:
+        what = [(part.what, str(part)) for part in (self.mask, self.score) if part is not None]
+        values = [(n, summary(x)) for n, x in {**self.subject.scalars, **self.constants}.items()]
+        return table([*(what or [("mask", "everything visible")]), *values, *self.options.chosen()])
 
     # -- running ----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import numpy as np
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, Span
 from frisket.dsl.ir import Expr
+from frisket.dsl.notebook import table
 from frisket.dsl.program import Declared, Parsed, check_names, nearest, read
 from frisket.dsl.show import show
 from frisket.dsl.types import INT
@@ -126,6 +127,9 @@ class Bound:
     def __repr__(self) -> str:
         values = "".join(f", {n}={summary(v)}" for n, v in self.params.items())
         return f"{type(self).__name__}({str(self)!r}{values})"
+
+    def _repr_html_(self) -> str:
+        return table([(self.what, str(self)), *((n, summary(v)) for n, v in self.params.items())])
 
     @cached_property
     def _identity(self) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,17 @@ class Options:
     sinks: Any = field(default=None, compare=False)
     tuning: Tuning = AS_CHOSEN
     deterministic: bool = True  # equal calls have equal gradients, bit for bit
+
+    def chosen(self) -> list[tuple[str, str]]:
+        """Names and values of the options that are not the defaults, to read."""
+
+        def said(x: Any) -> str:
+            return (
+                f"{x:g}" if isinstance(x, float) else f"{len(x)} logits" if hasattr(x, "shape") and x.ndim else str(x)
+            )
+
+        both = ((f.name, said(getattr(self, f.name)), said(f.default)) for f in fields(self))
+        return [(name, text) for name, text, usual in both if text != usual]
 
 
 def flag(deterministic: Any) -> bool:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import MismatchError
 from frisket.dsl.ir import Expr
+from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
 
@@ -23,7 +24,7 @@ FLOOR = 1e-6
 SMALL = 1 << 15  # entries of out, from which on errors are those of many numbers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """Largest absolute errors against the float64 interpreter: of the result, and of dense attention done in the
     dtype of the arrays. NaN counts as infinitely wrong, except where the interpreter has NaN too.
@@ -50,6 +51,12 @@ class Report:
         errors = {"out": (self.out, self.dense_out), "lse": (self.lse, self.dense_lse), **self.gradients}
         text = ", ".join(f"{name} {ours:.1e} (dense {plain:.1e})" for name, (ours, plain) in errors.items())
         return f"{self.dtype}: {text}, against the float64 interpreter"
+
+    def __repr__(self) -> str:
+        return f"{'good' if self.good else 'wrong'}: {self}"
+
+    def _repr_html_(self) -> str:
+        return sentence("good" if self.good else "wrong", str(self), good=self.good)
 
     def require(self) -> None:
         """Raise `MismatchError` unless the result is good."""

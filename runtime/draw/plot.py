@@ -28,9 +28,9 @@ from .terminal import tokens as position
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
     from ..layout import Layout
+    from .figure import Figure
 
 TOKENS = 512 * 512  # positions of one picture that shows tokens
 PANELS = 6  # slices drawn side by side
@@ -122,8 +122,7 @@ def _fine(layout: Layout, style: Style, tokens: bool | None) -> bool:
 
 
 def _figure(layout: Layout, style: Style, panels: Sequence[Panel], of: int) -> Figure:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from .figure import Figure
 
     pt, across = style.points, min(3, len(panels))
     width, height = _extent(layout, style, panels[0])
@@ -136,7 +135,6 @@ def _figure(layout: Layout, style: Style, panels: Sequence[Panel], of: int) -> F
     foot = pt(2) if style.compact else pt(32 + 12 * len(below))
     full_height = head + -(-len(panels) // across) * (over + height + between) + foot
     figure = Figure((full_width / style.dpi, full_height / style.dpi), dpi=style.dpi, facecolor=style.palette.paper)
-    FigureCanvasAgg(figure)
     for n, panel in enumerate(panels):
         x = left + n % across * (left + width + right)
         y = head + over + n // across * (over + height + between)
