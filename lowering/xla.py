@@ -34,16 +34,18 @@ def forward(
     target: Target,
     *,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    low: bool = False,
+) -> tuple[jax.Array, ...]:
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from
     q [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
-    `top` is the largest visible score. Float64 throughout where q is.
+    `top` is the largest visible score, and with `low` a fourth array is what rounding took from lse: lse + low is what
+    a backward subtracts from scores of any size. Float64 throughout where q is.
     The arrays, slots, tables and the origin may be traced, and the spans if they are `DeviceSpans`; shapes are
     the host's."""
     import jax.numpy as jnp
 
-    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target)
-    result: tuple[jax.Array, jax.Array, jax.Array] = _compiled(static)(q, k, v, sinks, *numbers.flat())
+    static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, low=low)
+    result: tuple[jax.Array, ...] = _compiled(static)(q, k, v, sinks, *numbers.flat())
     return result
 
 
@@ -57,7 +59,7 @@ def _compiled(static: Static) -> Any:
     return jax.jit(attention)
 
 
-def _attention(static: Static, numbers: Numbers, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any, Any]:
+def _attention(static: Static, numbers: Numbers, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
     import jax.numpy as jnp
     from jax import lax
 
@@ -96,9 +98,10 @@ def _attention(static: Static, numbers: Numbers, q: Any, k: Any, v: Any, sinks: 
         t.full((*q.shape[:3], v_dim), 0.0, q.dtype),
         t.full(shape, -np.inf),
         t.full(shape, -np.inf),
+        *[t.full(shape, 0.0)] * static.low,
     )
-    out, lse, top = lax.fori_loop(0, len(numbers.rows), row, empty)
-    return out[:, :q_len], lse[..., :q_len], top[..., :q_len]
+    out, *rows = lax.fori_loop(0, len(numbers.rows), row, empty)
+    return out[:, :q_len], *(x[..., :q_len] for x in rows)
 
 
 def _written(t: Tiles, here: Row, results: Any, state: Any, sinks: Any) -> Any:
@@ -114,9 +117,8 @@ def _written(t: Tiles, here: Row, results: Any, state: Any, sinks: Any) -> Any:
         shrink = jnp.exp(top - peak)
         top, total, acc = peak, total * shrink + jnp.exp(sink - peak), acc * shrink[..., None]
     out = acc * (t.keep / jnp.where(total == 0, 1, total))[..., None]
-    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
-    return (
-        t.put_queries(results[0], out, here),
-        t.put_lines(results[1], lse, here),
-        t.put_lines(results[2], highest, here),
-    )
+    log = jnp.log(total)
+    lse = jnp.where(total == 0, -jnp.inf, top + log)
+    rows = lse, highest, jnp.where(total == 0, 0, top - lse + log)
+    lines = (t.put_lines(whole, x, here) for whole, x in zip(results[1:], rows))
+    return t.put_queries(results[0], out, here), *lines

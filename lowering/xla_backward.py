@@ -42,11 +42,12 @@ def backward(
     *,
     wanted: frozenset[str],
     sinks: jax.Array | None = None,
+    low: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """The gradients of `wanted`, among "q", "k", "v" and the plan's names of tables and slots, from the cotangents of
     `out` [batch, q_len, heads, v_dim] and, unless None, of `lse` [batch, heads, q_len]. Those of q, k and v have the
     shapes and dtypes of the arrays, a table's has its shape, a slot's is 0-d, both in float32, or float64 beside
-    float64. `lse` knows of the sinks, so that they are not read again."""
+    float64. `lse` knows of the sinks, so that they are not read again; `low` is what rounding took from it."""
     import jax.numpy as jnp
 
     static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, wanted)
@@ -55,7 +56,7 @@ def backward(
         plane_of(g, geometry, slots, arrays[g.source].shape) if g.over == "scatter" and g.index else None
         for g in _captured(static)
     )
-    found, buffers = _compiled(static, planes)((q, k, v, out, lse, dout, dlse), *numbers.flat())
+    found, buffers = _compiled(static, planes)((q, k, v, out, lse, low, dout, dlse), *numbers.flat())
     if buffers:
         found |= folded(_captured(static), buffers, geometry, slots, arrays, int64=plan.int64)
     return dict(found)
@@ -77,7 +78,7 @@ def _compiled(static: Static, planes: tuple[Plane | None, ...]) -> Any:
 
 def _backward(
     static: Static, planes: tuple[Plane | None, ...], numbers: Numbers, q: Array, k: Array, v: Array, out: Array,
-    lse: Array, dout: Array, dlse: Array | None,
+    lse: Array, low: Array | None, dout: Array, dlse: Array | None,
 ) -> tuple[dict[str, Array], list[Array]]:  # fmt: skip
     import jax.numpy as jnp
     from jax import lax
@@ -87,6 +88,7 @@ def _backward(
     captured = [Captured(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
     delta = (dout.astype(static.dtype) * out.astype(static.dtype)).sum(-1).transpose(0, 2, 1)
     delta = t.padded(delta if dlse is None else delta - dlse, 2)
+    low = t.padded(jnp.zeros_like(lse) if low is None else low, 2)
     # a row without keys, and a query beyond the end: exp(score - lse) is 0
     nowhere = float(np.finfo(static.dtype).max)
     lse = t.padded(jnp.where(lse == -jnp.inf, nowhere, lse), 2, nowhere)
@@ -95,7 +97,7 @@ def _backward(
     def row(r: Array, sums: dict[str, Any]) -> dict[str, Any]:
         here = t.row(r)
         q_tile, dout_tile = t.queries(queries, here) * static.scale, t.queries(dout, here) * t.keep
-        lse_tile, delta_tile = t.lines(lse, here)[..., None], t.lines(delta, here)[..., None]
+        lse_tile, low_tile, delta_tile = (t.lines(x, here)[..., None] for x in (lse, low, delta))
         dout_tile = jnp.where((lse_tile == nowhere).reshape(*dout_tile.shape[:3], 1), 0, dout_tile)
         plain_q = finite(q_tile)
 
@@ -103,7 +105,7 @@ def _backward(
             (own, parts), whole = state
             k_tile, v_tile = (t.keys(x, here, chunk[0], body.width) for x in (k, v))
             s, env = t.scores(here, body, chunk, q_tile, k_tile)
-            p, dp = jnp.exp(s - lse_tile), dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
+            p, dp = jnp.exp(s - lse_tile - low_tile), dot(dout_tile, v_tile, (3, 3)).reshape(s.shape)
             weight = p
             if (kept := t.survivors(env)) is not None:
                 weight, dp = jnp.where(kept, p, 0), jnp.where(kept, dp, 0)

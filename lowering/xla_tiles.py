@@ -37,6 +37,7 @@ class Static:
     float64: bool
     block_k: int | None = None  # of traced spans: chunks are worked out from records in tiles of so many keys
     wanted: frozenset[str] = frozenset()  # gradients to make
+    low: bool = False  # whether a backward will want what rounding took from lse
 
     @property
     def dtype(self) -> Any:
@@ -61,7 +62,7 @@ class Numbers:
 
 def prepared(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, float64: bool, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, wanted: frozenset[str] = frozenset(),
+    tables: Mapping[str, Any], target: Target, wanted: frozenset[str] = frozenset(), low: bool = False,
 ) -> tuple[Static, Numbers]:  # fmt: skip
     """A call divided into what is compiled and what is data."""
     import jax.numpy as jnp
@@ -74,7 +75,7 @@ def prepared(
     work = schedule(spans, geometry, (target.block_q, target.block_k))
     static = Static(
         plan, geometry.scale, min(target.block_q, geometry.q_len), work.batches, work.heads, work.bodies, work.once,
-        plan.int64, float64, target.block_k if isinstance(spans, DeviceSpans) else None, wanted,
+        plan.int64, float64, target.block_k if isinstance(spans, DeviceSpans) else None, wanted, low,
     )  # fmt: skip
     return static, Numbers(
         slots=tuple(scalar(s.type, slots[s.name], plan.int64, float64) for s in plan.slots),

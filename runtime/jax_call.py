@@ -30,6 +30,7 @@ from .native_build import BuildError, fall_back
 from .parameters import digest
 
 Arrays = dict[str, Any]
+ROUGH = ("cpp", "triton")  # backends that do not say what rounding takes from lse
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
@@ -136,9 +137,14 @@ class JaxCall:
         plan = self.own(self.plan)
         return backend_on(self.backend, platform, plan, self.geometry, dtype, dict(self.shapes), exported, wanted)
 
-    def forward(self, backend: str, platform: str, arrays: Arrays, plan: Any = None) -> tuple[Any, ...]:
-        """`plan` is the source where it is at hand, and keeps what is made of it."""
+    def forward(
+        self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
+    ) -> tuple[Any, ...]:
+        """(out, lse, top), with `low` what rounding took from lse behind them. `plan` is the source where it is at
+        hand, and keeps what is made of it."""
         run, how = _Run(self, backend, arrays, plan), _how(backend, platform)
+        if low and backend not in ROUGH:
+            how["low"] = True
         qkv = (arrays[n] for n in "qkv")
         try:
             result: tuple[Any, ...] = executor(backend, "forward")(
@@ -146,7 +152,11 @@ class JaxCall:
                 sinks=arrays.get("sinks"), **how,
             )  # fmt: skip
         except BuildError as error:
-            return self.forward(self._instead(error), platform, arrays, plan)
+            return self.forward(self._instead(error), platform, arrays, plan, low)
+        if low and backend in ROUGH:
+            import jax.numpy as jnp
+
+            return *result, jnp.zeros_like(result[1])
         return result
 
     def _instead(self, error: BuildError) -> str:
@@ -160,6 +170,8 @@ class JaxCall:
         """The gradients of `wanted`, in the dtypes of what they are of."""
         run, how = _Run(self, backend, arrays), _how(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
+        if backend not in ROUGH:
+            how["low"] = arrays.get("low")
         try:
             found: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,
@@ -204,7 +216,7 @@ def _content(source: Any) -> tuple[Any, ...]:
     return (type(source).__name__, *map(digest, arrays))
 
 
-def _how(backend: str, platform: str) -> dict[str, str]:
+def _how(backend: str, platform: str) -> dict[str, Any]:
     return {} if library(backend) else {"platform": platform}
 
 

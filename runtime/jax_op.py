@@ -179,16 +179,13 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
     told = not jax.sharding.get_abstract_mesh().manual_axes
 
-    def task(given: Arrays, wanted: tuple[str, ...] = ()) -> tuple[Any, ...]:
+    def task(given: Arrays, wanted: tuple[str, ...] = (), low: bool = False) -> tuple[Any, ...]:
         given = {n: given[n] for n in "qkv"} | given
-        return bound(Task(call, tuple(given), wanted), *given.values())
-
-    def attended(learned: Arrays, fixed: Arrays) -> Any:
-        return task(learned | fixed)
+        return bound(Task(call, tuple(given), wanted, low=low), *given.values())
 
     @jax.custom_vjp
     def run(learned: Arrays, fixed: Arrays) -> Any:
-        return attended(learned, fixed)
+        return task(learned | fixed)
 
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
         if call.stored:
@@ -196,15 +193,15 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
         if told:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
-        out, lse, top = attended(learned, fixed)
-        out, lse = checkpoint_name(out, OUT), checkpoint_name(lse, LSE)
-        return (out, lse, top), (learned, fixed, out, lse, wanted)
+        out, lse, top, low = task(learned | fixed, low=True)
+        out, lse, low = checkpoint_name(out, OUT), checkpoint_name(lse, LSE), checkpoint_name(low, LSE)
+        return (out, lse, top), (learned, fixed, out, lse, low, wanted)
 
     def backwards(kept: Any, given: Any) -> Any:
-        learned, fixed, out, lse, wanted = kept
+        learned, fixed, out, lse, low, wanted = kept
         dout, dlse, _ = given  # the largest score is not differentiable
         dout = jax.numpy.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "dout": dout} | ({} if isinstance(dlse, SymbolicZero) else {"dlse": dlse})
+        rows = {"out": out, "lse": lse, "low": low, "dout": dout} | ({} if isinstance(dlse, SymbolicZero) else {"dlse": dlse})
         found: Arrays = {}
         if inner := tuple(sorted(wanted.keys() - {"sinks"})):
             found = dict(zip(inner, task(learned | fixed | rows, inner), strict=True))
@@ -216,11 +213,11 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     return run
 
 
-def of_sinks(sinks: Any, out: Any, lse: Any, dout: Any, dlse: Any = None) -> Any:
-    """-sum of exp(sink - lse) * delta over batch entries and queries."""
+def of_sinks(sinks: Any, out: Any, lse: Any, low: Any, dout: Any, dlse: Any = None) -> Any:
+    """-sum of exp(sink - lse - low) * delta over batch entries and queries."""
     import jax.numpy as jnp
 
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
-    share = jnp.exp(sinks.astype(real)[:, None] - jnp.where(lse == -jnp.inf, 0, lse))
+    share = jnp.exp(sinks.astype(real)[:, None] - jnp.where(lse == -jnp.inf, 0, lse) - low)
     return -jnp.where(share == 0, 0, share * delta).sum((0, 2)).astype(sinks.dtype)

@@ -29,8 +29,8 @@ from .jax_platforms import platform_of
 Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
 # the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
 AXES = {
-    "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "top": "bhs",
-    "dlse": "bhs", K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b",
+    "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "low": "bhs",
+    "top": "bhs", "dlse": "bhs", K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b",
 }  # fmt: skip
 POOLS = {"k": "ptnd", "v": "ptne", K_SCALE: "ptn", V_SCALE: "ptn"}  # page of the pool, in place of batch
 NOWHERE = AbstractMesh((), ())
@@ -43,19 +43,20 @@ NO_HESSIAN = BackwardError(
 @dataclass(frozen=True)
 class Task:
     """What a primitive does with operands of these names: the forward, or the backward where something is `wanted`.
-    `levels` of jax.vmap are axes in front, the outermost first."""
+    `levels` of jax.vmap are axes in front, the outermost first. `low` asks for what a backward takes beside lse."""
 
     call: JaxCall
     names: tuple[str, ...]
     wanted: tuple[str, ...] = ()
     levels: tuple[Level, ...] = ()
+    low: bool = False
 
     def __repr__(self) -> str:
         return f"({self.call})" + (f" -> {', '.join(self.wanted)}" if self.wanted else "")
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.wanted or ("out", "lse", "top")
+        return self.wanted or ("out", "lse", "top", *["low"] * self.low)
 
     def axes(self, name: str) -> str:
         """Those of an array, without the ones in front; empty for others."""
@@ -72,7 +73,7 @@ class Task:
         (batch, q_len, heads, _), dtype = given["q"]
         rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
         if not self.wanted:
-            given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows}
+            given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
         front = tuple(n for n, _ in self.levels)
         return [((*front, *given[n][0]), given[n][1]) for n in self.results]
 
@@ -84,7 +85,7 @@ class Task:
         def one(*operands: Any) -> tuple[Any, ...]:
             arrays = dict(zip(self.names, operands, strict=True))
             if not self.wanted:
-                return self.call.forward(backend, platform, arrays)
+                return self.call.forward(backend, platform, arrays, low=self.low)
             found = self.call.backward(backend, platform, arrays, frozenset(self.wanted))
             return tuple(found[n] for n in self.wanted)
 
@@ -207,7 +208,7 @@ def _on_mesh(ctx: Any) -> Any:
 def _named(operation: Any, task: Task) -> None:
     """What each device does is not in the module, only where this process has it: caches of what is compiled tell
     one mask from another by this."""
-    name = f"{task.call.digest} {task.names} {task.wanted} {task.levels}"
+    name = f"{task.call.digest} {task.names} {task.wanted} {task.levels} {task.low}"
     kind = "mhlo.frontend_attributes"
     have = {a.name: a.attr for a in operation.attributes[kind]} if kind in operation.attributes else {}
     operation.attributes[kind] = mlir.ir.DictAttr.get({**have, "frisket": mlir.ir.StringAttr.get(name)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,28 +34,36 @@ def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array
     for parts that do not fit together.
     """
     xp, layout = _checked(parts, layout)
+    out, lse, _ = merged([(*part, 0.0) for part in parts], xp, layout)
+    return out, lse
+
+
+def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple[Any, Any, Any]:
+    """(out, lse, low) of the parts' own, where lse + low is what a backward takes: low is what rounding left out."""
     first: Any = parts[0][0]
     wide = xp.float64 if str(first.dtype).endswith("float64") else xp.float32
     kind = first.dtype
-    lses = [_cast(lse, wide) for _, lse in parts]
+    lses = [_cast(lse, wide) for _, lse, _ in parts]
     highest = _constant(lses[0])
     for lse in lses[1:]:
         highest = xp.maximum(highest, _constant(lse))
     shift = xp.where(highest == -xp.inf, xp.zeros_like(highest), highest)
-    shares = [xp.exp(lse - shift) for lse in lses]
+    shares = [xp.exp(lse - shift + low) for lse, (*_, low) in zip(lses, parts, strict=True)]
     total = shares[0]
     for share in shares[1:]:
         total = total + share
     nowhere = total == 0
     total = xp.where(nowhere, xp.ones_like(total), total)
     out = None
-    for (mine, _), share in zip(parts, shares, strict=True):
+    for (mine, *_), share in zip(parts, shares, strict=True):
         weight = share / total
         weight = (weight if layout == "bhsd" else weight.swapaxes(1, 2))[..., None]
         mine = _cast(mine, wide)
         term = xp.where(weight == 0, xp.zeros_like(mine), mine) * weight  # what an empty part holds may be NaN
         out = term if out is None else out + term
-    return _cast(out, kind), xp.where(nowhere, xp.full_like(total, -xp.inf), xp.log(total) + shift)
+    log = xp.log(total)
+    lse = xp.where(nowhere, xp.full_like(total, -xp.inf), log + shift)
+    return _cast(out, kind), lse, xp.where(nowhere, xp.zeros_like(total), shift - lse + log)
 
 
 def _checked(parts: tuple[tuple[Any, Any], ...], layout: str | None) -> tuple[Any, str]:

@@ -40,17 +40,18 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
 def forward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
-    platform: str = "cpu",
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    platform: str = "cpu", low: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
-    [batch, kv_len, kv_heads, dim] and sinks [heads]. Raises LoweringError with the words of `reason`."""
+    [batch, kv_len, kv_heads, dim] and sinks [heads]; with `low` what rounding took from lse too. Raises LoweringError with the
+    words of `reason`."""
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
     g, on_device = geometry, platform == "cuda"
     if 0 in (g.batch, g.q_len, g.kv_len):
-        return _nothing(g, dtype, sinks)
-    run = kernel(plan, target, geometry, dtype, sinks is not None, on_device)
+        return _nothing(g, dtype, sinks)[: 3 + low]
+    run = kernel(plan, target, geometry, dtype, sinks is not None, on_device, low)
     numbers = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     given = {} if sinks is None else {"sinks": sinks}
     if not on_device:
@@ -68,28 +69,28 @@ def simulator(**more: Any) -> Any:
 
 
 def kernel(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool, low: bool = False
 ) -> Callable[..., Any]:
     """`attention_forward` of the module, jitted. Lengths are no part of the text: one module serves all."""
     g = geometry
     alike = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)
-    return _kernel(plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, sinks, on_device)
+    return _kernel(plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, sinks, on_device, low)
 
 
 @lru_cache(maxsize=256)
 def _kernel(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool, low: bool
 ) -> Callable[..., Any]:
     import jax
 
-    module = load(pallas_gpu.emit(plan, target, geometry, dtype, sinks, interpreted=not on_device))
+    module = load(pallas_gpu.emit(plan, target, geometry, dtype, sinks, interpreted=not on_device, low=low))
     return jax.jit(module["attention_forward"], static_argnames=("interpret",))
 
 
-def _nothing(g: Geometry, dtype: str, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _nothing(g: Geometry, dtype: str, sinks: jax.Array | None) -> tuple[jax.Array, ...]:
     """Without queries or keys."""
     import jax.numpy as jnp
 
     top = jnp.full((g.batch, g.heads, g.q_len), -jnp.inf, jnp.float32)
     lse = top if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32)[:, None], top.shape)
-    return jnp.zeros((g.batch, g.q_len, g.heads, g.v_dim), dtype), lse, top
+    return jnp.zeros((g.batch, g.q_len, g.heads, g.v_dim), dtype), lse, top, jnp.zeros_like(top)

@@ -61,16 +61,16 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
 def forward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: jax.Array | None = None,
-    platform: str = "cpu",
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    platform: str = "cpu", low: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of q [batch, q_len, heads, dim], k, v
     [batch, kv_len, kv_heads, dim] or, where the plan has pages, [pages, tokens of a page, kv_heads, dim], and sinks
-    [heads]. Raises LoweringError with the words of `reason`, and where the
+    [heads], and with `low` what rounding took from lse. Raises LoweringError with the words of `reason`, and where the
     spans take more scalar memory than there is."""
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
-    flags = sinks is not None, strided(platform), k.dtype != q.dtype
+    flags = sinks is not None, strided(platform), k.dtype != q.dtype, low
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
     return run(  # type: ignore[no-any-return]
         q, k, v, walked(spans.rows((target.block_q, target.block_k)), -(-geometry.kv_len // target.block_k)),

@@ -34,9 +34,11 @@ def backward(
     plan: LoopPlan, spans: SpanSource, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array,
     lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any], tables: Mapping[str, Any],
     target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
+    low: jax.Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The gradients of `wanted`, as `lowering.xla_backward.backward` has them: "q", "k" and "v" in the shapes and
-    dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again.
+    dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
+    `low` is what rounding took from it.
 
     A gradient by position (`derive.Gradient` "scatter") takes float32 [q_len, kv_len] of memory beside its table.
     Raises LoweringError with the words of `reason`, and where the spans take more scalar memory than there is."""
@@ -44,7 +46,7 @@ def backward(
 
     if why := reason(plan, geometry, str(q.dtype), {name: tuple(x.shape) for name, x in tables.items()}, wanted):
         raise LoweringError(why)
-    arrays = _prepared(plan.guard)(q, k, v, out, lse, dout, dlse)
+    arrays = _prepared(plan.guard)(q, k, v, out, lse, low, dout, dlse)
     values = [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables]
     numbers = geometry.origin, geometry.full, *values
     interpret, rolls = interpreter(platform), strided(platform)
@@ -102,20 +104,21 @@ def reason(
 
 @lru_cache(maxsize=8)
 def _prepared(guard: bool) -> Callable[..., Any]:
-    """(q, k, v, dout, lse, delta) as the kernels want them: where a row sees nothing lse is so large that exp(score -
+    """(q, k, v, dout, lse, low, delta) as the kernels want them: where a row sees nothing lse is so large that exp(score -
     lse) is 0, and its cotangents are 0, whatever comes."""
     import jax
     import jax.numpy as jnp
 
-    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, dlse: Array | None) -> Any:
+    def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, low: Any, dout: Array, dlse: Any) -> Any:
         Float = jnp.float32
+        low = jnp.zeros_like(lse) if low is None else low
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
         if guard:
             empty = lse == -jnp.inf
             delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, float(np.finfo(np.float32).max), lse)
             dout = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, dout)
-        return q, k, v, dout.astype(q.dtype), lse, delta
+        return q, k, v, dout.astype(q.dtype), lse, low.astype(Float), delta
 
     return jax.jit(prepared)
 

@@ -61,7 +61,7 @@ def dims(dim: int) -> int:
 
 def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
     """How many tiles of keys and values fit beside the queries."""
-    taken = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 8 * block_q + BARRIERS
+    taken = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 12 * block_q + BARRIERS
     return min(MOST, (SHARED - taken) // (2 * block_k * (dim + v_dim)))
 
 
@@ -135,10 +135,12 @@ def check_tile(target: Target, geometry: Geometry) -> None:
 
 
 def emit(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, interpreted: bool = False
-) -> str:
-    """The module's source, whose `attention_forward` gives (out, lse, largest score); the same input gives the same
-    text, which holds no length. `interpreted` text runs in Mosaic GPU's interpreter, which has less."""
+    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, interpreted: bool = False,
+    low: bool = False,
+) -> str:  # fmt: skip
+    """The module's source, whose `attention_forward` gives (out, lse, largest score), and with `low` what rounding took
+    from lse; the same input gives the same text, which holds no length. `interpreted` text runs in Mosaic GPU's
+    interpreter, which has less."""
     check_tile(target, geometry)
     if why := refused(plan, geometry, dtype, {}):
         raise LoweringError(why)
@@ -167,7 +169,12 @@ def emit(
         score=_score(plan, e, folded),
         seen=_seen(plan, e),
         kept=_kept(plan, e),
-        finish=_finish(plan, sinks),
+        finish=_finish(plan, sinks, low),
+        ends=["ends[wg, 2] = low"] if low else [],
+        stored=["plgpu.copy_smem_to_gmem(ends.at[wg, 2], low_ref.at[batch, head, line])"] if low else [],
+        low_ref=" low_ref," * low,
+        named=", low" * low,
+        rows=2 + low,
         before=[*pallas_inputs.before(plan, e.inputs), *e.lined(), *["sinks = jnp.asarray(sinks, Float)"] * sinks],
         result="query" if dim == v_dim else "result",
         room="" if dim == v_dim else " result,",
@@ -208,8 +215,8 @@ def _kept(plan: LoopPlan, e: Expressions) -> list[str]:
     return [*e.each(plan, plan.kept), *found, f"weights = jnp.where({value}, p, 0.0)"]
 
 
-def _finish(plan: LoopPlan, sinks: bool) -> list[str]:
-    """`lse`, `largest` and `weight`, what the accumulator is multiplied by."""
+def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
+    """`lse`, `largest`, with `low` what rounding took from lse, and `weight`, what the accumulator is multiplied by."""
     lines = ["largest = top * LN2", "weight = 1.0"]
     if plan.guard:
         lines[0] = "largest = jnp.where(total == 0.0, -jnp.inf, top * LN2)"
@@ -226,6 +233,10 @@ def _finish(plan: LoopPlan, sinks: bool) -> list[str]:
         lines += ["total = jnp.where(empty, 1.0, total)"]
     found = "(top + jnp.log2(total)) * LN2"
     lines.append(f"lse = jnp.where(empty, -jnp.inf, {found})" if plan.guard else f"lse = {found}")
+    if low:
+        found = "(top - jnp.maximum(lse * LOG2E, LOWEST) + jnp.log2(total)) * LN2"
+        lines += ["# by the product that the backward begins with, rounded, so that no compiler joins it to the sum"]
+        lines.append(f"low = jnp.where(empty, 0.0, {found})" if plan.guard else f"low = {found}")
     rate = "" if plan.rate is None else f" * (1.0 - {plan.rate})"
     lines.append(f"weight = weight / {f'(total{rate})' if rate else 'total'}")
     return lines

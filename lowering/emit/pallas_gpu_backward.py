@@ -55,7 +55,7 @@ def check_tile(target: Target, own: int, walked: int, geometry: Geometry) -> Non
 def stages(geometry: Geometry, own: int, walked: int) -> int:
     """How many tiles of `walked` positions are read ahead beside a tile of `own`."""
     wide = 2 * (dims(geometry.head_dim) + dims(geometry.v_dim))
-    return min(MOST, (SHARED - BARRIERS - own * (wide + 16)) // (walked * (wide + 8)))
+    return min(MOST, (SHARED - BARRIERS - own * (wide + 16)) // (walked * (wide + 12)))
 
 
 def parts(geometry: Geometry, wanted: Collection[str]) -> list[frozenset[str]]:
@@ -114,7 +114,8 @@ class _Kernel:
         self.e = Expressions(used, down=self.own)
         self.exact = any(n.op in INEXACT for e in used for n in walk(e))  # the machine's own are too rough
         self.inner = bool({"q", "k"} & wanted) or bool(self.sums)
-        # Sums of products start at -lse and -delta, which so take no registers beside them, where nothing is between.
+        # Products with values start at -delta, which so takes no registers beside them, where nothing is between. Those
+        # of scores do not start at -lse: the sum would round them otherwise than the forward's.
         self.starts = self.own == "k" and plan.score is None and plan.kept is None and geometry.scale > 0
 
     # -- scores ---------------------------------------------------------------------------------------
@@ -126,14 +127,15 @@ class _Kernel:
     def weights(self) -> list[str]:
         """`p`, from the product `s`."""
         lines = self.e.each(self.plan)
-        exponent = "s * (SCALE * LOG2E)"
+        score, unit = "s", "SCALE * LOG2E"
         if self.plan.score is not None:
             found, value = self.e.written(self.plan.score, "y")
             lines += ["s = s * SCALE", *found, f"modified = {value}"]
-            exponent = "modified * LOG2E"
-        if not self.starts:
-            exponent += f" - {self.vector('lse')}"
-        lines.append(f"p = jnp.exp2({exponent})")
+            score, unit = "modified", "LOG2E"
+        elif self.geometry.scale <= 0:  # rounded as the forward does, whose maximum is of scaled scores
+            score, unit = "s * SCALE", "LOG2E"
+        base, low = self.vector("lse"), self.vector("low")
+        lines.append(f"p = jnp.exp2(exponent({score}, {unit}, {base}) - {low})")
         hidden = []
         if self.plan.mask is not None:
             found, value = self.e.written(self.plan.mask, "x")
@@ -209,7 +211,7 @@ class _Queries(_Kernel):
         totals = ["dq"] * dq + [s.total for s in self.sums]
         parts = [f"{s.total}_here" for s in self.sums]
         buffers = [s.buffer for s in self.sums]
-        refs = [*self.operands(), "q_ref", "k_ref", "v_ref", "dout_ref", "lse_ref", "delta_ref"]
+        refs = [*self.operands(), "q_ref", "k_ref", "v_ref", "dout_ref", "lse_ref", "low_ref", "delta_ref"]
         outs = ["dq_ref"] * dq + [f"{b}_ref" for b in buffers]
         scratch = ["query", "dout", "key", "value", *buffers, "own_ready", "ready", "free"]
         returned = ["found[0][:, :q_len, :, :dim]"] * dq
@@ -222,7 +224,6 @@ class _Queries(_Kernel):
             found=_tuple(["ds.astype(query.dtype)"] * dq + parts),
             names=_tuple(["ds"] * dq + parts),
             sums=_tuple(totals),
-            starts=[],
             accumulate=[
                 *["(dq,) = added((dq,), (ds, key.at[slot]))"] * dq,
                 *(f"{s.total} = {s.total} + {here}" for s, here in zip(self.sums, parts, strict=True)),
@@ -255,7 +256,7 @@ class _Queries(_Kernel):
                 "signals(STAGES, 2),",
                 "signals(STAGES, 2),",
             ],
-            operands=", ".join([*self.operands(), "query", "key", "value", "dout", "lse", "delta"]),
+            operands=", ".join([*self.operands(), "query", "key", "value", "dout", "lse", "low", "delta"]),
             returned=_tuple(returned),
         )
 
@@ -268,23 +269,25 @@ class _Keys(_Kernel):
     def text(self) -> str:
         dk, dv = "k" in self.wanted, "v" in self.wanted
         weight = "p" if self.plan.kept is None else "(p * kept)"
-        arrays = ["query", "key", *["value"] * dk, "dout", "lse", *["delta"] * dk]
+        arrays = ["query", "key", *["value"] * dk, "dout", "lse", "low", *["delta"] * dk]
         refs = {"query": "q_ref", "key": "k_ref", "value": "v_ref"}
         outs = ["dv_ref"] * dv + ["dk_ref"] * dk
-        scratch = ["key", "value", "query", "dout", "lses", *["deltas"] * dk, "own_ready", "ready", "free"]
+        scratch = ["key", "value", "query", "dout", "lses", "lows", *["deltas"] * dk, "own_ready", "ready", "free"]
         own = [("k_ref", "key"), *[("v_ref", "value")] * dk]
         fetched = [
             ("q_ref", "line, head", "query"),
             ("dout_ref", "line, head", "dout"),
             ("lse_ref", "head, line", "lses"),
+            ("low_ref", "head, line", "lows"),
         ]
         fetched += [("delta_ref", "head, line", "deltas")] * dk
         factors = ["(p, dout.at[slot])"] * dv + ["(ds, query.at[slot])"] * dk
         totals = _tuple(["dv"] * dv + ["dk"] * dk)
-        lse, delta = ["lse = load(lses.at[slot], 1)"], ["delta = load(deltas.at[slot], 1)"] * dk
-        ordered = "plgpu.commit_smem()  # lse and delta were read like any memory, and TMA writes there next"
-        start = [", across(lse)", ", across(delta)"] if self.starts else ["", ""]
-        pairs = [f"(key.at[wg], query.at[slot]{start[0]})", *[f"(value.at[wg], dout.at[slot]{start[1]})"] * dk]
+        rows = ["lse, low = load(lses.at[slot], 1), load(lows.at[slot], 1)"]
+        delta = ["delta = load(deltas.at[slot], 1)"] * dk
+        ordered = "plgpu.commit_smem()  # lse and its like were read as any memory is, and TMA writes there next"
+        start = ", across(-delta)" * self.starts
+        pairs = ["(key.at[wg], query.at[slot])", *[f"(value.at[wg], dout.at[slot]{start})"] * dk]
         dims = ["v_dim"] * dv + ["dim"] * dk
         return self.filled(
             text.KEYS,
@@ -295,10 +298,9 @@ class _Keys(_Kernel):
             products=", ".join(["scores"] + ["inner"] * dk),
             pairs=", ".join(pairs),
             weights=self.weights(),
-            starts=["lse, delta = lse / (-SCALE * LOG2E), -delta"] * self.starts,
-            before_products=[*lse, *delta, ordered] * self.starts,
-            after_products=[ordered] * (not self.starts),
-            scores=["s = scores()", *lse * (not self.starts)],
+            before_products=delta * self.starts,
+            after_products=[ordered],
+            scores=["s = scores()", *rows],
             cotangents=["dp = inner()"] * dk + delta * (not self.starts) + self.cotangents(),
             found=_tuple([f"{weight}.astype(query.dtype)"] * dv + ["ds.astype(query.dtype)"] * dk),
             names=_tuple(["p"] * dv + ["ds"] * dk),
@@ -331,7 +333,7 @@ class _Keys(_Kernel):
                 "tiles(2, HALF, DIM_V),",
                 "tiles(STAGES, BLOCK_Q, DIM),",
                 "tiles(STAGES, BLOCK_Q, DIM_V),",
-                *["plgpu.SMEM((STAGES, BLOCK_Q), Float),"] * (1 + dk),
+                *["plgpu.SMEM((STAGES, BLOCK_Q), Float),"] * (2 + dk),
                 f"signals(2, {len(own)}),",
                 f"signals(STAGES, {len(fetched)}),",
                 "signals(STAGES, 2),",

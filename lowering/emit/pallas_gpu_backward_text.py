@@ -135,7 +135,7 @@ def kernel($refs):
         here = batch, line, head
         plgpu.copy_gmem_to_smem(q_ref.at[here], query.at[wg], own_ready.at[wg])
         plgpu.copy_gmem_to_smem(dout_ref.at[here], dout.at[wg], own_ready.at[wg])
-        lse, delta = (load(ref.at[batch, head, line], 0) for ref in (lse_ref, delta_ref))
+        lse, low, delta = (load(ref.at[batch, head, line], 0) for ref in (lse_ref, low_ref, delta_ref))
         $once
         plgpu.barrier_wait(own_ready.at[wg])
 
@@ -251,10 +251,10 @@ def kernel($refs):
 CALL = '''
 
 def $name(
-    query, key, value, dout, lse, delta, slice_of, order, count, records, origin, sizes, slots, tables, interpret=None
+    query, key, value, dout, lse, low, delta, slice_of, order, count, records, origin, sizes, slots, tables, interpret=None
 ):
-    """$doc, of arrays [batch, length, heads, dim], and `lse` (to base 2, inf of a row without keys) and `delta` [batch,
-    heads, q_len].
+    """$doc, of arrays [batch, length, heads, dim], and `lse` (inf of a row without keys), `low`, what rounding
+    took from it, both to base 2, and `delta` [batch, heads, q_len].
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
     rows, runs, 4] are those of `pallas_gpu.walked`; `origin` and `sizes` place the call in the whole problem.
@@ -263,8 +263,7 @@ def $name(
     _, kv_len, kv_heads, v_dim = value.shape
     $before
     behind = ((0, 0), (0, 0), (0, -q_len % BLOCK_Q))
-    lse, delta = jnp.pad(lse, behind, constant_values=jnp.inf), jnp.pad(delta, behind)  # p is 0 behind the last query
-    $starts
+    lse, low, delta = jnp.pad(lse, behind, constant_values=jnp.inf), jnp.pad(low, behind), jnp.pad(delta, behind)
     query, dout = padded(query, BLOCK_Q), padded(dout, BLOCK_Q)
     key, value = padded(key, BLOCK_K), padded(value, BLOCK_K)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 SHARED = '''
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+LOWEST = -3.4028234663852886e38  # a running maximum starts finite: -inf - LOWEST is -inf, never NaN
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 LAYOUT = plgpu.Layout.WGMMA
 Int, Float = jnp.int32, jnp.float32
@@ -64,6 +65,10 @@ def transposed(tile):
     return plgpu.transpose_ref(tile, (1, 0))  # JAX 0.10
 
 
+def exponent(score, unit, base):
+    return score * unit - base
+
+
 def zeros(*shape):
     return plgpu.layout_cast(jnp.zeros(shape, Float), LAYOUT if len(shape) == 2 else LAYOUT.reduce(1))
 '''
@@ -77,6 +82,11 @@ def steps_along(axis):
 
 def load(values, axis):
     return values[...]
+
+
+def exponent(score, unit, base):
+    product = score * unit  # rounded here, which XLA on a CPU would do in one kernel and not in another
+    return jnp.where(product < LOWEST, -jnp.inf, product) - base
 
 
 def zeros(*shape):
@@ -139,7 +149,6 @@ GROUP = $group  # query heads to a key head
 STAGES = $stages  # tiles of keys that are read ahead
 SCALE = $scale
 UNIT = $unit  # the softmax is to base 2
-LOWEST = -3.4028234663852886e38  # the running maximum starts finite: -inf - LOWEST is -inf, never NaN
 $shared
 $products
 $prelude
@@ -147,7 +156,7 @@ $prelude
 
 def kernel(
     $refs,
-    q_ref, k_ref, v_ref, out_ref, lse_ref, top_ref,
+    q_ref, k_ref, v_ref, out_ref, lse_ref, top_ref,$low_ref
     query, keys, values, ends,$room q_ready, k_ready, v_ready, k_free, v_free, turn, *, kv_len
 ):
     batch, head, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("wg")
@@ -192,7 +201,7 @@ def kernel(
                     s = jnp.where(across(behind), -jnp.inf, s)
             peak = jnp.maximum(top, s.max(axis=1) * UNIT)
             shrink = jnp.exp2(top - peak)
-            p = jnp.exp2(s * UNIT - down(peak))
+            p = jnp.exp2(exponent(s, UNIT, down(peak)))
             acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
             total *= shrink
             if DIM_V <= 128:  # beyond that registers are short: the sum is found after the turn
@@ -233,11 +242,13 @@ def kernel(
         $finish
         ends[wg, 0] = lse
         ends[wg, 1] = largest
+        $ends
         ${result}[wg] = (acc * lax.broadcast_in_dim(weight, acc.shape, [0])).astype(query.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(${result}.at[wg], out_ref.at[batch, line, head])
         plgpu.copy_smem_to_gmem(ends.at[wg, 0], lse_ref.at[batch, head, line])
         plgpu.copy_smem_to_gmem(ends.at[wg, 1], top_ref.at[batch, head, line])
+        $stored
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(wg == 2)
@@ -280,7 +291,7 @@ def kernel(
 def attention_forward(
     query, key, value, slice_of, order, count, records, origin, sizes, $arguments
 ):
-    """(out, lse, largest score) of query, key and value [batch, length, heads, dim].
+    """(out, lse, largest score$named) of query, key and value [batch, length, heads, dim].
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
     rows, runs, 4] are those of `pallas_gpu.walk`; `origin` and `sizes` place the call in the whole problem.
@@ -290,14 +301,14 @@ def attention_forward(
     $before
     query, key, value = padded(query, BLOCK_Q, DIM), padded(key, BLOCK_K, DIM), padded(value, BLOCK_K, DIM_V)
     per_query = jax.ShapeDtypeStruct((batch, heads, rows * BLOCK_Q), Float)
-    out, lse, largest = plgpu.kernel(
+    out, *found = plgpu.kernel(
         functools.partial(kernel, kv_len=kv_len),
-        out_type=[jax.ShapeDtypeStruct((batch, query.shape[1], heads, DIM_V), dtype), per_query, per_query],
+        out_type=[jax.ShapeDtypeStruct((batch, query.shape[1], heads, DIM_V), dtype), *[per_query] * $rows],
         scratch_types=[
             plgpu.SMEM((2, HALF, DIM), dtype, transforms=TILED),
             plgpu.SMEM((STAGES, BLOCK_K, DIM), dtype, transforms=TILED),
             plgpu.SMEM((STAGES, BLOCK_K, DIM_V), dtype, transforms=TILED),
-            plgpu.SMEM((2, 2, HALF), Float),
+            plgpu.SMEM((2, $rows, HALF), Float),
             $rooms
             plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_barriers=STAGES),
@@ -315,7 +326,7 @@ def attention_forward(
         ),
         interpret=interpret,
     )($operands, query, key, value)
-    return out[:, :q_len, :, :v_dim], lse[..., :q_len], largest[..., :q_len]
+    return out[:, :q_len, :, :v_dim], *(x[..., :q_len] for x in found)
 '''
 
 PRODUCTS = '''

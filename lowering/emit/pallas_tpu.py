@@ -13,7 +13,7 @@ from frisket.dsl.types import FLOAT
 
 from ..plan import Geometry, LoopPlan, Target
 from . import pallas_inputs, pallas_walk
-from .pallas_tpu_text import AT_KEY, AT_PAGE, HEAD, SINK, SKELETON, TOGETHER, UNWRITTEN
+from .pallas_tpu_text import AT_KEY, AT_PAGE, HEAD, LOW, SINK, SKELETON, TOGETHER, UNWRITTEN
 from .text import filled
 
 LANES = 128
@@ -98,12 +98,13 @@ def head(title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: 
 
 def emit(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, strided: bool = True,
-    narrow: bool = False,
+    narrow: bool = False, low: bool = False,
 ) -> str:  # fmt: skip
     """The module's source. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)` takes
     JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `pallas_walk.Walk`, and
     numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks` it has them; `strided` is as of
-    `Inputs`; `narrow` says that keys and values have 8 bits: they are converted tile by tile."""
+    `Inputs`; `narrow` says that keys and values have 8 bits: they are converted tile by tile; `low` asks for what
+    rounding took from lse too, which a backward takes."""
     check(plan, target, dtype)
     inputs = pallas_inputs.place(roots(plan), strided=strided)
     numbers = [*pallas_walk.NAMES, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *["sinks"] * sinks]
@@ -133,6 +134,10 @@ def emit(
         drop=_assigned(plan.kept, inputs, "z", "p = jnp.where({}, p, 0.0)"),
         weigh=_weighed(plan, inputs),
         sink=SINK if sinks else [],
+        low_ref=" low_ref," * low,
+        low=LOW if low else [],
+        named=", low" * low,
+        rows=2 + low,
         out=_out(plan, sinks),
         lengths=_lengths(plan),
         cast=[] if dtype != "float16" else CAST_QUERY if narrow else CAST_ALL,

@@ -175,14 +175,15 @@ class _Kernel:
         """From two tiles to their p, and where they are wanted dm and ds."""
         down = self.down == "q"
         one, two = ("q", "k") if down else ("k", "q")
-        lse, delta = ("lse[...]", "delta[...]") if down else ("of_rows_ref[0, 0, :1]", "of_rows_ref[0, 0, 1:]")
+        names = ("lse", "low", "delta")
+        lse, low, delta = (f"{n}[...]" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names))
         lines = [
             *pallas_inputs.here(self.plan, self.inputs),
             f"s = rows_by_rows({one}_ref[0, 0], {two}_ref[0, 0]) * SCALE",
         ]
         lines += self._named("m", "s" if self.plan.score is None else self.plan.score, "y")
         lines += ["if partial:  # the mask", *_indented(self._hide())]
-        lines.append(f"p = jnp.exp(m - {lse})")
+        lines.append(f"p = jnp.exp(m - {lse} - {low})")
         select = "p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN"
         lines += [select] if self.careful else ["if partial:", f"    {select}"]
         if self.plan.kept is not None and self.survivor is not None:
@@ -287,12 +288,12 @@ class _Rows(_Kernel):
     """Kernels that own rows of query tiles."""
 
     def numbers(self) -> None:
-        """lse and delta, upright; and what belongs to the queries of a row of tiles."""
+        """lse, low and delta, upright; and what belongs to the queries of a row of tiles."""
         if not self.inputs.kept:
             self.needs(TURN)
         self.start += pallas_inputs.turned(self.inputs)
-        self.keeps("lse", "(BLOCK_Q, 1)", "turned(of_rows_ref[0, 0, :1])")
-        self.keeps("delta", "(BLOCK_Q, 1)", "turned(of_rows_ref[0, 0, 1:])")
+        for i, name in enumerate(("lse", "low", "delta")):
+            self.keeps(name, "(BLOCK_Q, 1)", f"turned(of_rows_ref[0, 0, {i}:{i + 1}])")
 
     def present(self, added: str) -> list[str]:
         """What is behind the last query is 0."""

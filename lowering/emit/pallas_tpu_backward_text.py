@@ -48,9 +48,10 @@ def kernel(
 
 
 def $entry(
-    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), $arguments
+    query, key, value, dout, lse, low, delta, walk, origin, sizes, slots=(), tables=(), $arguments
 ):
-    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf:
+    """Of arrays [batch, length, heads, dim], and lse, low and delta [batch, heads, q_len] where no lse is
+    -inf; low is what rounding took from it:
 
     $said
     """
@@ -58,7 +59,7 @@ def $entry(
     kv_len, kv_heads, v_dim = value.shape[1:]
     $cast
     query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
-    of_rows = jnp.stack([lse, delta], 2)
+    of_rows = jnp.stack([lse, low, delta], 2)
     steps, slice_of, shift, anchor, first, records = walk
     q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     $before
@@ -97,7 +98,7 @@ def $entry(
                 pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
                 $of_values
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 2, BLOCK_Q), along(at_query)),
+                pl.BlockSpec((1, 1, 3, BLOCK_Q), along(at_query)),
                 $specs
             ],
             out_specs=[

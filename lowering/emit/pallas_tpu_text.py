@@ -34,7 +34,7 @@ $locate
 
 def kernel(
     $refs
-    out_ref, lse_ref, top_ref, top, total, acc, $kept*, $static
+    out_ref, lse_ref, top_ref,$low_ref top, total, acc, $kept*, $static
 ):
     batch, head, step = (pl.program_id(axis) for axis in range(3))
     (q_tile, k_tile), (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
@@ -86,7 +86,9 @@ def kernel(
         $sink
         nothing = whole == 0
         out_ref[0, 0] = ($out / jnp.where(nothing, 1, whole)).astype(out_ref.dtype)
-        lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, most + jnp.log(whole)))
+        lse = most + jnp.log(whole)
+        lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, lse))
+        $low
 
 
 def laid(column):
@@ -95,7 +97,7 @@ def laid(column):
 
 
 def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
-    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
+    """(out [batch, q_len, heads, v_dim], lse, top$named [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
     batch, q_len, heads, dim = query.shape
     $lengths
     $cast
@@ -118,7 +120,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
         b, h, q_tile, _ = place(*step)
         return b, h, 0, q_tile
 
-    out, lse, top = pl.pallas_call(
+    out, *rows = pl.pallas_call(
         functools.partial(kernel, at=at, $given),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=$number,
@@ -130,8 +132,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
             ],
             out_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
-                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
+                *[pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row)] * $rows,
             ],
             scratch_shapes=[
                 pltpu.VMEM((BLOCK_Q, 1), Float),
@@ -142,13 +143,12 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
-            jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
+            *[jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float)] * $rows,
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
     )($operands)
-    return out.swapaxes(1, 2)$narrowed, lse[:, :, 0], top[:, :, 0]
+    return out.swapaxes(1, 2)$narrowed, *(row[:, :, 0] for row in rows)
 '''
 
 AT_KEY = """
@@ -174,6 +174,11 @@ def at_page(part):
 
     return at
 """
+
+LOW = """
+# What rounding took from lse: of large scores all that is beside the largest.
+low_ref[0, 0] = laid(jnp.where(nothing, 0, most - lse + jnp.log(whole)))
+""".strip().splitlines()
 
 UNWRITTEN = """
 # What no query sees may never have been written: a NaN there is not to spread.

@@ -25,7 +25,7 @@ from frisket.dsl.ir import walk
 from ..attention import Attention
 from ..frameworks import framework_of
 from ..jax_op import LSE, OUT, alike, of_sinks
-from ..merge import merge
+from ..merge import merged
 from ..parameters import digest
 from .deal import Deal, Variant, check_variant
 from .jax_agree import agree
@@ -177,35 +177,36 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
 
     @jax.custom_vjp
     def attended(learned: Arrays, fixed: Arrays) -> Any:
-        return run.forward(learned, fixed)
+        return run.forward(learned, fixed)[:2]
 
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
-        out, lse = run.forward(learned, fixed)
-        out, lse = _checkpoint(out, OUT), _checkpoint(lse, LSE)
-        return (out, lse), (learned, fixed, out, lse)
+        out, lse, low = run.forward(learned, fixed)
+        out, lse, low = _checkpoint(out, OUT), _checkpoint(lse, LSE), _checkpoint(low, LSE)
+        return (out, lse), (learned, fixed, out, lse, low)
 
     def backwards(kept: Any, given: Any) -> Any:
-        learned, fixed, out, lse = kept
-        rows = {"q": learned["q"], "out": out, "lse": lse, "dout": given[0], "dlse": given[1].astype(lse.dtype)}
+        learned, fixed, out, lse, low = kept
+        rows = {"q": learned["q"], "out": out, "lse": lse, "low": low}
+        rows |= {"dout": given[0], "dlse": given[1].astype(lse.dtype)}
         found = run.backward(learned, fixed, rows)
         if "sinks" in learned:
-            found["sinks"] = of_sinks(learned["sinks"], *(rows[n] for n in ("out", "lse", "dout", "dlse")))
+            found["sinks"] = of_sinks(learned["sinks"], *(rows[n] for n in ("out", "lse", "low", "dout", "dlse")))
         return {n: found[n].astype(x.dtype) for n, x in learned.items()}, None
 
     attended.defvjp(forwards, backwards)
     return attended
 
 
-def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any]:
-    """(out, lse) before any key: of the sinks alone."""
+def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
+    """(out, lse, low) before any key: of the sinks alone."""
     q = learned["q"]
     batch, length, heads, _ = q.shape
     real = jnp.float64 if q.dtype == np.float64 else jnp.float32
     sinks = learned["sinks"].astype(real)[:, None] if "sinks" in learned else -jnp.inf
     lse = jnp.full((batch, heads, length), -jnp.inf, real)
     made = {"out": jnp.zeros((batch, length, heads, v_dim), real), "lse": jnp.maximum(lse, sinks), "q": q}
-    made = alike(made)[0]
-    return made["out"], made["lse"]
+    made = alike(made | {"low": jnp.zeros_like(lse)})[0]
+    return made["out"], made["lse"], made["low"]
 
 
 class _Ring:
@@ -215,15 +216,15 @@ class _Ring:
         self.shard, self.steps = shard, steps(shard.deal)
         self.axis = {"k": 1, "v": 1, **shard.local.travels}  # of what travels, along keys
 
-    def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any]:
+    def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         q, values = learned["q"], _beside(learned | fixed)
 
         def step(keys: Arrays, k_at: Any, state: Any) -> Any:
-            return merge(state, self.shard.forward(q, values, keys, k_at), layout="bshd"), {}
+            return merged((state, self.shard.forward(q, values, keys, k_at)), jnp, "bshd"), {}
 
         own = {n: (learned | fixed)[n] for n in self.axis}
-        out, lse = self._walk(own, _began(learned, learned["v"].shape[3]), step, ())
-        return out.astype(q.dtype), lse
+        out, lse, low = self._walk(own, _began(learned, learned["v"].shape[3]), step, ())
+        return out.astype(q.dtype), lse, low
 
     def backward(self, learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
         values, real = _beside(learned | fixed), rows["lse"].dtype
@@ -298,13 +299,13 @@ class _Gathered:
         self.shard = shard
         self.axis = {"k": 1, "v": 1, **shard.local.travels}
 
-    def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any]:
+    def forward(self, learned: Arrays, fixed: Arrays) -> tuple[Any, Any, Any]:
         arrays = learned | fixed
         keys, k_at = self._gathered({n: arrays[n] for n in self.axis})
         found = self.shard.forward(arrays["q"], _beside(arrays), keys, k_at)
         if "sinks" in learned:
-            found = merge(_began(learned, learned["v"].shape[3]), found, layout="bshd")
-        return found[0].astype(arrays["q"].dtype), found[1]
+            found = merged((_began(learned, learned["v"].shape[3]), found), jnp, "bshd")
+        return found[0].astype(arrays["q"].dtype), *found[1:]
 
     def backward(self, learned: Arrays, fixed: Arrays, rows: Arrays) -> Arrays:
         arrays = learned | fixed

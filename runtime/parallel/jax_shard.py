@@ -123,16 +123,16 @@ class Shard:
         inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
         return inner, *alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
 
-    def forward(self, q: Any, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Any]:
-        """(out in the dtype of lse, lse) of attention to these keys, without sinks."""
+    def forward(self, q: Any, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Any, Any]:
+        """(out in the dtype of lse, lse, what rounding took from it) of attention to these keys, without sinks."""
         inner, learned, fixed = self._call(q, keys, self.read(values, keys, k_at), k_at, values.get("seed"))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed
-        out, lse, _ = bound(Task(inner, tuple(arrays)), *arrays.values())
-        return out.astype(lse.dtype), lse
+        out, lse, _, low = bound(Task(inner, tuple(arrays), low=True), *arrays.values())
+        return out.astype(lse.dtype), lse, low
 
     def backward(self, rows: Arrays, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Arrays, Arrays]:
         """(dq, gradients of `values` that are learned, of `keys`) by attention to these keys. `rows` holds q, the
-        whole attention's out and lse, and their cotangents."""
+        whole attention's out, lse and low, and their cotangents."""
         floats = {n: x for n, x in values.items() if n in self.learnable}
         moving = {n: x for n, x in keys.items() if n in self.learnable}
 

@@ -130,7 +130,7 @@ def backward(
         rows, n = -(-length // own), "int32"
         arrays = [one(dtype, 2, length, heads, dim) for heads in (8, 4, 4, 8)]
         walk = [one(n, 2, 8), one(n, 1, rows), one(n, 1, rows, 2), one(n, 1, rows, 2, 4)]
-        return [*arrays, *[one("float32", 2, 8, length)] * 2, *walk, *shapes_of(numbers, where)]
+        return [*arrays, *[one("float32", 2, 8, length)] * 3, *walk, *shapes_of(numbers, where)]
 
     tile = f"{target.block_q} x {target.block_k} x {pallas_gpu_backward.stages(geometry, own, walked)}"
     found = " ".join(f"d{x}" for x in wanted)
