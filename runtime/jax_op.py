@@ -201,7 +201,9 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         learned, fixed, out, lse, low, wanted = kept
         dout, dlse, _ = given  # the largest score is not differentiable
         dout = jax.numpy.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
-        rows = {"out": out, "lse": lse, "low": low, "dout": dout} | ({} if isinstance(dlse, SymbolicZero) else {"dlse": dlse})
+        rows = {"out": out, "lse": lse, "low": low, "dout": dout} | (
+            {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
+        )
         found: Arrays = {}
         if inner := tuple(sorted(wanted.keys() - {"sinks"})):
             found = dict(zip(inner, task(learned | fixed | rows, inner), strict=True))

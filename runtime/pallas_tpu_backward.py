@@ -104,8 +104,8 @@ def reason(
 
 @lru_cache(maxsize=8)
 def _prepared(guard: bool) -> Callable[..., Any]:
-    """(q, k, v, dout, lse, low, delta) as the kernels want them: where a row sees nothing lse is so large that exp(score -
-    lse) is 0, and its cotangents are 0, whatever comes."""
+    """(q, k, v, dout, lse, low, delta) as the kernels want them: where a row sees nothing lse is so large that
+    exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
     import jax
     import jax.numpy as jnp
 
@@ -172,8 +172,8 @@ def _by_position(
     )
 
     def run(
-        q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, walk: Any, origin: Any, sizes: Any,
-        slots: Any, tables: Any, *, interpret: Any,
+        q: Array, k: Array, v: Array, dout: Array, lse: Array, low: Array, delta: Array, walk: Any, origin: Any,
+        sizes: Any, slots: Any, tables: Any, *, interpret: Any,
     ) -> Array:  # fmt: skip
         vectors = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (geometry.batch,)) for x in origin[2:]]
         known = {t.name: jnp.asarray(x) for t, x in zip(plan.tables, tables, strict=True)}
@@ -187,7 +187,13 @@ def _by_position(
                 return lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(x, b, 1, 0), head, 1, axis)
 
             at = (origin[0] + b, origin[1] + h, *(x[b] for x in vectors))
-            arrays = of(q, h), of(k, h // group), of(v, h // group), of(dout, h), of(lse, h, 1), of(delta, h, 1)
+            arrays = [
+                of(q, h),
+                of(k, h // group),
+                of(v, h // group),
+                of(dout, h),
+                *(of(x, h, 1) for x in (lse, low, delta)),
+            ]
             place = walk._replace(slice_of=walk.slice_of[n % walk.slice_of.shape[0]][None])
             zeros = jnp.zeros((1, 1, *padded), jnp.float32)
             (terms,) = entry(*arrays, place, at, sizes, slots, tables, zeros=zeros, interpret=interpret)

@@ -251,7 +251,8 @@ def kernel($refs):
 CALL = '''
 
 def $name(
-    query, key, value, dout, lse, low, delta, slice_of, order, count, records, origin, sizes, slots, tables, interpret=None
+    query, key, value, dout, lse, low, delta, slice_of, order, count, records, origin, sizes, slots, tables,
+    interpret=None,
 ):
     """$doc, of arrays [batch, length, heads, dim], and `lse` (inf of a row without keys), `low`, what rounding
     took from it, both to base 2, and `delta` [batch, heads, q_len].

@@ -97,7 +97,8 @@ def laid(column):
 
 
 def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
-    """(out [batch, q_len, heads, v_dim], lse, top$named [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
+    """(out [batch, q_len, heads, v_dim], lse, top$named [batch, heads, q_len]) of arrays
+    [batch, length, heads, dim]."""
     batch, q_len, heads, dim = query.shape
     $lengths
     $cast

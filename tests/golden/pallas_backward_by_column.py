@@ -88,7 +88,7 @@ def rows_by_columns(x, y):
 def kernel(
     slice_of, shift, anchor, first, records, ints, q_origin, k_origin, q_ref, k_ref, v_ref, dout_ref, of_rows_ref,
     of_key0_ref, of_key1_ref,
-    dq_ref, lse, delta, dq, *, at, q_len, kv_len
+    dq_ref, lse, low, delta, dq, *, at, q_len, kv_len
 ):
     batch, head, step = (pl.program_id(axis) for axis in range(3))
     tiles, (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
@@ -96,8 +96,9 @@ def kernel(
 
     @pl.when(starts)
     def start():
-        lse[...] = turned(of_rows_ref[0, 0, :1])
-        delta[...] = turned(of_rows_ref[0, 0, 1:])
+        lse[...] = turned(of_rows_ref[0, 0, 0:1])
+        low[...] = turned(of_rows_ref[0, 0, 1:2])
+        delta[...] = turned(of_rows_ref[0, 0, 2:3])
         dq[...] = jnp.zeros(dq.shape, Float)
 
     def visit(partial):
@@ -110,7 +111,7 @@ def kernel(
             if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
                 inside = lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < kv_len - k_tile * BLOCK_K
                 m = jnp.where(inside, m, -jnp.inf)
-        p = jnp.exp(m - lse[...])
+        p = jnp.exp(m - lse[...] - low[...])
         p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
         dp = rows_by_rows(dout_ref[0, 0], v_ref[0, 0])
         dm = p * (dp - delta[...])
@@ -134,16 +135,17 @@ def kernel(
 
 
 def attention_dq(
-    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), interpret=False
+    query, key, value, dout, lse, low, delta, walk, origin, sizes, slots=(), tables=(), interpret=False
 ):
-    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf:
+    """Of arrays [batch, length, heads, dim], and lse, low and delta [batch, heads, q_len] where no lse is
+    -inf; low is what rounding took from it:
 
     dq [batch, q_len, heads, dim]
     """
     batch, q_len, heads, dim = query.shape
     kv_len, kv_heads, v_dim = value.shape[1:]
     query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
-    of_rows = jnp.stack([lse, delta], 2)
+    of_rows = jnp.stack([lse, low, delta], 2)
     steps, slice_of, shift, anchor, first, records = walk
     q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
@@ -188,7 +190,7 @@ def attention_dq(
                 pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 2, BLOCK_Q), along(at_query)),
+                pl.BlockSpec((1, 1, 3, BLOCK_Q), along(at_query)),
                 per_key(of_key0, place),
                 per_key(of_key1, place),
             ],
@@ -196,6 +198,7 @@ def attention_dq(
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
             ],
             scratch_shapes=[
+                pltpu.VMEM((BLOCK_Q, 1), Float),
                 pltpu.VMEM((BLOCK_Q, 1), Float),
                 pltpu.VMEM((BLOCK_Q, 1), Float),
                 pltpu.VMEM((BLOCK_Q, dim), Float),
@@ -334,10 +337,10 @@ def kernel(
             if q_len % BLOCK_Q:  # what lies behind the last query is nothing, not zero
                 inside = lax.broadcasted_iota(Int, (1, BLOCK_Q), 1) < q_len - q_tile * BLOCK_Q
                 m = jnp.where(inside, m, -jnp.inf)
-        p = jnp.exp(m - of_rows_ref[0, 0, :1])
+        p = jnp.exp(m - of_rows_ref[0, 0, 0:1] - of_rows_ref[0, 0, 1:2])
         p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
         dp = rows_by_rows(v_ref[0, 0], dout_ref[0, 0])
-        dm = p * (dp - of_rows_ref[0, 0, 1:])
+        dm = p * (dp - of_rows_ref[0, 0, 2:3])
         dm = jnp.where(p == 0, 0, dm)
         douts = dout_ref[0, 0]
         if partial and q_len % BLOCK_Q:
@@ -369,9 +372,10 @@ def kernel(
 
 
 def attention_dkv(
-    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), fold=1, interpret=False
+    query, key, value, dout, lse, low, delta, walk, origin, sizes, slots=(), tables=(), fold=1, interpret=False
 ):
-    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf:
+    """Of arrays [batch, length, heads, dim], and lse, low and delta [batch, heads, q_len] where no lse is
+    -inf; low is what rounding took from it:
 
     dk [batch, kv_len, kv_heads, dim]
     dv [batch, kv_len, kv_heads, v_dim]
@@ -380,7 +384,7 @@ def attention_dkv(
     batch, q_len, heads, dim = query.shape
     kv_len, kv_heads, v_dim = value.shape[1:]
     query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
-    of_rows = jnp.stack([lse, delta], 2)
+    of_rows = jnp.stack([lse, low, delta], 2)
     steps, slice_of, shift, anchor, first, records = walk
     q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
@@ -425,7 +429,7 @@ def attention_dkv(
                 pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 2, BLOCK_Q), along(at_query)),
+                pl.BlockSpec((1, 1, 3, BLOCK_Q), along(at_query)),
                 per_key(of_key0, place),
                 per_key(of_key1, place),
             ],

@@ -85,12 +85,12 @@ def forward(
     name: str, dim: int = 128, dtype: str = "bfloat16", block: tuple[int, int] | None = None, v_dim: int = 0,
     full: bool = False, narrow: bool = False, length: int = LENGTH,
 ) -> Kernel:  # fmt: skip
-    """The forward kernel of a case, at the tiles it has when nothing else is said; `full` with dropout and sinks."""
+    """The forward kernel of a case, at the tiles it has when nothing else is said; `full` with all options."""
     case = LONG[name]
     plan = long_plan(case, dropout=full)
     geometry = Geometry(2, 8, 4, length, length, dim, v_dim or dim, dim**-0.5)
     target = runtime.target(plan, geometry, dtype, block, narrow)
-    run = runtime.kernel(plan, target, geometry, dtype, full, on_device=True)
+    run = runtime.kernel(plan, target, geometry, dtype, full, on_device=True, low=full)
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
     numbers = geometry.origin, geometry.full, slots, list(plan.table_values(case.tables).values())
 

@@ -195,7 +195,9 @@ def test_other_values_compile_nothing():
 
     def compiled(case):
         made = cases.plan(case)
-        found = runtime.kernel(pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", False, True, False)
+        found = runtime.kernel(
+            pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", False, True, False, False
+        )
         return found._cache_size()
 
     window = CASES["window"].but(block=(128, 128), dim=24, v_dim=24)

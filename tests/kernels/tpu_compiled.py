@@ -68,7 +68,7 @@ def forward(
     geometry = Geometry(2, 8, 4, length, length, dim, dim, dim**-0.5)
     target = runtime.target(plan, geometry, dtype, block)
     block = target.block_q, target.block_k
-    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, full, strided)
+    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, full, strided, False, full)
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
     numbers = (
         causal_walk(geometry, block),
@@ -135,7 +135,7 @@ def backward(
 
     def shapes(where: jax.sharding.Sharding) -> Any:
         qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (8, 4, 4, 8)]
-        rows = [jax.ShapeDtypeStruct((2, 8, length), "float32", sharding=where)] * 2
+        rows = [jax.ShapeDtypeStruct((2, 8, length), "float32", sharding=where)] * 3
         return (*qkv, *rows, *shapes_of((walk, geometry.origin, geometry.full, slots, tables), where))
 
     call = jax.jit(partial(made[0], fold=2) if which == "dkv" else made[0])
