@@ -129,7 +129,10 @@ class Checker(Walk):
         if overloads is not None:
             return self._call_definition(node, frame, overloads, given, keywords)
         if name in frame.names or name in LEAVES or name in self.known:
-            return self.report(frame, node, f"`{name}` is not a function", "to multiply, write `*`")
+            remedy = "to multiply, write `*`"
+            if name in self.known and self.known[name][0]:
+                remedy = f"it is a table: write `{name}[{self._written(frame, given)}]`"
+            return self.report(frame, node, f"`{name}` is not a function", remedy)
         if name == "at":
             return at(self, node, frame, given, keywords)
         if keywords and name in BUILT_IN:
@@ -140,7 +143,12 @@ class Checker(Walk):
             return CALLED[name](self, node, frame, given)
         near = get_close_matches(name, [*BUILT_IN, *library.definitions(), *self.definitions], 1)
         known = f"did you mean `{near[0]}`?" if near else "define it: `def " + name + "(...) = ...`"
+        if given and not keywords and not (near and near[0] in library.definitions()):
+            known += f"{'' if near else '.'} A table is read with brackets: `{name}[{self._written(frame, given)}]`"
         return self.report(frame, node, f"there is no function `{name}`", known)
+
+    def _written(self, frame: Frame, given: list[Node]) -> str:
+        return ", ".join(frame.text[a.start : a.stop] for a in given)
 
     def _function(self, node: Node, frame: Frame, given: list[Node]) -> Steps:
         name = node.value.text
@@ -161,6 +169,9 @@ class Checker(Walk):
             params = {p for d in overloads.values() for p in d.params}
             remedy = _signatures(overloads) if strange in params else "coordinates are `b`, `h`, `q` and `k`"
             what = "is given by its place" if strange in params else "is not a coordinate"
+            if params and strange not in params:  # natten3d(t=4, ...): parameters elsewhere have other names
+                what = f"is no parameter of `{name}`, and parameters are given by their place"
+                remedy = _signatures(overloads)
             return self.report(frame, keywords[strange], f"`{strange}` {what}", remedy)
         if definition is None and 0 in overloads and n in (2, 4) and not coordinates:
             definition, coordinates, given = overloads[0], dict(zip(COORDINATES[-n:], given)), []
@@ -202,6 +213,8 @@ class Checker(Walk):
                 moved[place] = e
                 value = Value(place, value.flex)
             names[param] = value
+            if isinstance(bare, str):
+                self.passed.setdefault(bare, (definition, param))
         parts = yield from self.parts(list(coordinates.values()), frame)
         moves = self.integers(frame, "a coordinate", parts)
         inner = Frame(

@@ -23,6 +23,7 @@ class Names(Operators):
     known: Mapping[str, tuple[int, Type]] = field(default_factory=dict)
     definitions: Mapping[str, dict[int, Definition]] = field(default_factory=dict)
     used: dict[str, None] = field(default_factory=dict)
+    passed: dict[str, tuple[Definition, str]] = field(default_factory=dict)  # names that are arguments of definitions
 
     def definitions_of(self, name: str, frame: Frame) -> dict[int, Definition] | None:
         """What `name` is defined as here; the user's names hide the library's, except inside the library."""
@@ -73,8 +74,9 @@ class Names(Operators):
                 self.report(frame, node, f"`{name}` is a number, not a table", f"write `{name}` without `[ ]`")
                 return None
             if rank is not None and have != rank:
+                more = self._wider(frame, name, have)
                 self.report(
-                    frame, node, f"`{name}` is {ranked(have)}, indexed with {rank}", f"give {have}, one per axis"
+                    frame, node, f"`{name}` is {ranked(have)}, indexed with {rank}", f"give {have}, one per axis", more
                 )
                 return None
             return name, type_, frozenset()
@@ -83,6 +85,15 @@ class Names(Operators):
         else:
             guess = self.guess(frame, node, name, rank)
         return None if guess is None else (name, guess.type, frozenset({name}))
+
+    def _wider(self, frame: Frame, name: str, rank: int) -> str:
+        """The library's definition for tables of more axes than the one that was called takes."""
+        axes = {2: ("batch", "[batch, length]"), 3: ("head", "[batch, heads, length]")}
+        if frame.definition is None or rank not in axes:
+            return ""
+        suffix, shape = axes[rank]
+        wider = f"{frame.definition.name}_by_{suffix}"
+        return f"for a table {shape} write `{wider}({name})`" if wider in library.definitions() else ""
 
     def arity(self, node: Node, frame: Frame, signatures: str, count: int) -> Value:
         plural = "argument" if count == 1 else "arguments"

@@ -77,12 +77,14 @@ class Operators:
 
     # -- saying it ----------------------------------------------------------------------------------
 
-    def report(self, frame: Frame, node: Node, message: str, remedy: str = "") -> Value:
+    def report(self, frame: Frame, node: Node, message: str, remedy: str = "", more: str = "") -> Value:
+        """Note a problem. Inside a definition of the library it stands at the call, and its remedy is the definition,
+        with `more` before it."""
         if frame.site is not None:
             inner = frame.definition
             assert inner is not None
             message, node = f"in `{inner.signature}`: {message}", frame.site
-            remedy = f"it is `def {inner.signature} = {inner.formula}`"
+            remedy = "; ".join(filter(None, (more, f"it is `def {inner.signature} = {inner.formula}`")))
         self.problems.setdefault(node.span, Problem(message, node.span, remedy))
         return ERROR
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from frisket.grammar import load
 
 from .errors import MaskSyntaxError, Problem, Span
+from .hints import GLYPHS, TURNED
 
 MAX_TEXT, MAX_NESTING, MAX_NODES = 64 * 1024, 200, 20_000
 OPENING = {"(": ")", "[": "]"}
@@ -109,7 +110,8 @@ def _strange(text: str, name: str, at: int) -> NoReturn:
         "@": "to multiply, write `*`",
         "?": "to choose, write `a if c else b`",
     }
-    remedy = remedies.get(c, "the language is written in ASCII" if ord(c) > 126 else "")
+    remedy = f"write `{GLYPHS[c]}`" if c in GLYPHS else "the language is written in ASCII" if ord(c) > 126 else ""
+    remedy = remedies.get(c, remedy)
     fail(text, name, at, at + 1, f"{shown} has no meaning here", remedy)
 
 
@@ -174,6 +176,10 @@ def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, ro
         return "write an expression, for example `q >= k`"
     if before and before.text == "lambda":
         return "a Python function is given as it is, not as text"
+    if before and token.start == before.stop and (last, symbol) in TURNED:
+        return f"write `{TURNED[last, symbol]}`"
+    if last == "NL" and symbol in ("&", "|", "^", "and", "or", "xor") and wants_value:
+        return "an expression over several lines goes in parentheses"
     if symbol == "=":
         return "to compare, write `==`"
     if symbol in ("~", "not", "!") and wants_value:
@@ -184,6 +190,8 @@ def _remedy(token: Token, last: str, before: Token | None, wants_value: bool, ro
         return "a value has no `+` before it"
     if symbol in load().words and wants_value:
         return f"`{symbol}` is a word of the language and cannot be a name"
+    if symbol == "," and "," not in row and ")" in row:
+        return "there are no tuples: give the numbers one by one"
     if symbol == ":" and "]" not in row:
         return "a `:` belongs in `any(j in 0..n: ...)`, in `dot(x[b, :], y[k, :])` or after `param`"
     if symbol in VALUES and symbol not in (")", "]") and last in VALUES and before and before.text != "(":

@@ -7,9 +7,8 @@ q >= k & abs(q - k) < w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from . import ir, library
 from .check import Checker, elaborate
 from .errors import MaskSyntaxError, ParameterError, Problem, Span
 from .functions import BUILT_IN, RESERVED
+from .hints import keyword, nearest
 from .ir import Expr
 from .library import Definition, define
 from .parse import Node, parse
@@ -105,16 +105,16 @@ def _elaborate(checker: Checker, roots: dict[str, Node], early: list[Problem]) -
 def _unused(unused: list[str], checker: Checker) -> str:
     names = ", ".join(f"`{n}`" for n in unused)
     verb = "is" if len(unused) == 1 else "are"
+    if unused[0] in checker.passed:
+        definition, param = checker.passed[unused[0]]
+        return (
+            f"`{unused[0]}` is given and has no effect: the text passes it to `{definition.name}`, which does not use "
+            f"its parameter `{param}`\n  use `{param}` in `def {definition.signature} = ...`, or remove both"
+        )
     open_ = [n for n in checker.used if n not in checker.known and "." not in n]
     near = nearest(unused[0], open_)
-    remedy = f"; did you mean `{unused[0]}` where it says `{near}`?" if near else "; remove it"
+    remedy = f"; the text says `{near}`: give it as {near}=..." if near else "; remove it"
     return f"{names} {verb} given but not used{remedy}"
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant; one that differs in case alone is nearest."""
-    folded = {n.casefold(): n for n in names}
-    return next((folded[n] for n in get_close_matches(name.casefold(), folded, 1, 0.6)), None)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -143,7 +143,9 @@ def type_of(name: str, value: Any) -> tuple[int, Type]:
     kind = value.dtype.kind if isinstance(value, np.ndarray) else ""
     if not isinstance(value, np.ndarray) or kind not in "biuf":
         what = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-        raise ParameterError(f"`{name}` is {what}; give a number, or an array of bool, int or float")
+        hint = keyword(name)
+        remedy = f"; {hint}" if hint else "; give a number, or an array of bool, int or float"
+        raise ParameterError(f"`{name}` is {what}{remedy}")
     return value.ndim, {"b": BOOL, "f": FLOAT}.get(kind, INT)
 
 

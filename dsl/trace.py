@@ -29,6 +29,7 @@ from . import from_jax, ir
 from .errors import TraceError
 from .from_numpy import BUILTINS, ELEMENT, Table
 from .functions import BUILT_IN, RESERVED
+from .hints import dense
 from .ir import COORDINATES, Expr, to_float
 from .symbol import Symbol, shown, symbol_of, what_is
 from .types import BOOL, FLOAT, Type
@@ -61,7 +62,8 @@ def trace(
     it takes four or five whatever their names, as torch calls it."""
     if not callable(fn):
         what = "score mod" if kind == "score" else "mask"
-        raise TraceError(f"a {what} is a text or a function, not {type(fn).__name__}")
+        hint = f"\n  {dense(what, fn.ndim)}" if hasattr(fn, "ndim") else ""
+        raise TraceError(f"a {what} is a text or a function, not {type(fn).__name__}{hint}")
     fn = getattr(fn, "_torchdynamo_orig_callable", fn)  # what torch.compile was given
     names = _places(fn, kind) if by_place else _arguments(fn)
     found: Kind = "score" if "score" in names.values() else "mask"

@@ -17,9 +17,10 @@ import numpy as np
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, Span
+from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import table
-from frisket.dsl.program import Declared, Parsed, check_names, nearest, read
+from frisket.dsl.program import Declared, Parsed, check_names, read
 from frisket.dsl.show import show
 from frisket.dsl.types import INT
 
@@ -114,6 +115,8 @@ class Bound:
             )
         near = nearest(name, definitions())
         hint = f" (did you mean `{near}`?)" if near else ""
+        if named := misnamed(name):
+            hint = f" ({named})"
         example = "<array>" if names_of(self.expr)[name][0] != 0 else "..."
         raise ParameterError(f"`{name}` has no value{hint}; give it: {name}={example}")
 

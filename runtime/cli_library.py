@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
+from frisket.dsl.hints import nearest
 from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
-from frisket.dsl.program import nearest
 
 from .cli_answer import Answer, Piece, Row, rows
 from .cli_input import LENGTH

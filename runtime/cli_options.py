@@ -44,7 +44,7 @@ class Layout(argparse.RawDescriptionHelpFormatter):
 
 def meant(word: str, words: Iterable[str]) -> str:
     """`meant("shwo", ["show", "plot"]) == "; did you mean show?"`."""
-    from frisket.dsl.program import nearest  # the language, which no command that succeeds needs for this
+    from frisket.dsl.hints import nearest  # the language, which no command that succeeds needs for this
 
     words = list(words)
     near = next((w for w in words if w.startswith(word)), None) or nearest(word, words)

@@ -25,9 +25,9 @@ from .flat_laid import Key, Laid, Values, host_layout, laid_of, origin_of
 from .frameworks import framework_of
 from .host_plan import few_tiles
 from .layout_checks import check_lengths, place_of
-from .parameters import names_of, traced
+from .parameters import names_of, refuse_meta, traced
 from .stored import Stored
-from .subject import Subject
+from .subject import Subject, check_used
 
 
 def divided(
@@ -238,11 +238,9 @@ def flat_plan(
 ) -> FlatPlan:  # fmt: skip
     """A plan from `given`, values that are traced or on a device, beside those of the host. With `block` the spans
     are made at once. `check` tests on the device that tables declared sorted are."""
-    if unknown := [n for n in given if n not in what.names]:
-        raise ParameterError(
-            f"`{unknown[0]}` is given and neither the mask nor the score mod uses it; the parameters are "
-            + (", ".join(sorted(what.names)) or "none")
-        )
+    check_used(given, what.names)
+    for n, x in given.items():
+        refuse_meta(n, x)
     kinds = {str(framework_of(x)) for x in given.values()}
     if len(kinds) > 1:
         raise ParameterError(f"tables come from different frameworks: {', '.join(sorted(kinds))}; convert them to one")

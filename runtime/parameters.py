@@ -54,6 +54,7 @@ def as_value(name: str, value: Any) -> Any:
             f"and give it to the call: att(q, k, v, {name}={name})"
         )
     if hasattr(value, "detach"):
+        refuse_meta(name, value)
         value = value.detach().cpu()
         narrow = str(value.dtype).startswith(("torch.bfloat16", "torch.float8"))  # numpy has none
         value = (value.float() if narrow else value).resolve_neg().numpy()
@@ -78,11 +79,22 @@ def as_value(name: str, value: Any) -> Any:
     return value
 
 
+def refuse_meta(name: str, value: Any) -> None:
+    """Raise where a tensor has a shape and no values."""
+    if getattr(value, "is_meta", False):
+        raise ParameterError(
+            f"`{name}` is a meta tensor, which has no values; give values, or q, k, v and every table on meta"
+        )
+
+
 def fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
     """The value as the type its name has; an Int does for a Float, nothing else changes type."""
     have, kind = type_of(name, value)
     if rank is not None and have != rank:
-        raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(have)}")
+        more = (
+            f"; for [batch, length] write `same_by_batch({name})`, or `{name}[b, q]`" if (rank, have) == (1, 2) else ""
+        )
+        raise ParameterError(f"`{name}` is {ranked(rank)} in the text, the value is {ranked(have)}{more}")
     if kind is type or rank is None:
         return value
     if (kind, type) != (INT, FLOAT):

@@ -41,6 +41,7 @@ class Report:
     dense_lse: float
     dtype: str
     gradients: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    finite: bool = True  # whether all numbers of q, k and v are
 
     @property
     def good(self) -> bool:
@@ -60,11 +61,17 @@ class Report:
 
     def require(self) -> None:
         """Raise `MismatchError` unless the result is good."""
-        if not self.good:
+        if self.good:
+            return
+        if not self.finite:
             raise MismatchError(
-                f"{self}\n  the error may be twice that of dense attention plus {FLOOR:g}; this is a bug of frisket: "
-                "please report the mask and the shapes"
+                f"{self}\n  q, k or v hold NaN or infinity. Results and gradients of other queries and keys of a tile "
+                "may then be NaN, as in dense attention, where 0 times NaN is NaN; check finite arrays"
             )
+        raise MismatchError(
+            f"{self}\n  the error may be twice that of dense attention plus {FLOOR:g}; this is a bug of frisket: "
+            "please report the mask and the shapes"
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def compared(
         gradients = _gradient_errors(got, both, dout, dlse)
     return Report(
         _error(out, want), _error(lse, want_lse), _error(plain, want), _error(plain_lse, want_lse), given.dtype,
-        gradients,
+        gradients, all(bool(np.isfinite(x).all()) for x in arguments[:3]),
     )  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import MaskSyntaxError, ParameterError
+from frisket.dsl.hints import keyword
 from frisket.dsl.ir import Expr
-from frisket.dsl.program import nearest, read
+from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.driver import bind as written_out
 
@@ -165,6 +166,5 @@ def _mentions(part: Bound, name: str) -> bool:
 
 def check_used(params: Iterable[str], names: Any) -> None:
     if unused := [n for n in params if n not in names]:
-        near = nearest(unused[0], names)
-        hint = f"; did you mean `{near}`?" if near else "; the parameters are " + (", ".join(sorted(names)) or "none")
-        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it{hint}")
+        hint = keyword(unused[0], list(names)) or "the parameters are " + (", ".join(sorted(names)) or "none")
+        raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it; {hint}")

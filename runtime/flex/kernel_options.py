@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
-from frisket.dsl.program import nearest
+from frisket.dsl.hints import nearest
 
 from ..options import Options
 from ..tuning import AS_CHOSEN, KERNELS, Launch, Tuning

@@ -97,7 +97,17 @@ def test_all_errors_of_a_text_are_reported_at_once():
 
 PARAMETERS = [
     (lambda: mask("q < w", w=3, v=4), "`v` is given but not used; remove it"),
-    (lambda: mask("doc[q] == 0", dco=[1]), "`dco` is given but not used; did you mean `dco` where it says `doc`?"),
+    (lambda: mask("doc[q] == 0", dco=[1]), "`dco` is given but not used; the text says `doc`: give it as doc=..."),
+    (lambda: mask("window(w)", W=3), "`W` is given but not used; the text says `w`: give it as w=..."),
+    (
+        lambda: mask("def f(a) = q >= k\nmask = f(w)", w=3),
+        "`w` is given and has no effect: the text passes it to `f`, which does not use its parameter `a`\n"
+        "  use `a` in `def f(a) = ...`, or remove both",
+    ),
+    (
+        lambda: mask("q_idx >= kv_idx").dense(2, 2),
+        "`q_idx` has no value (positions are `b`, `h`, `q` and `k`: write `q`); give it: q_idx=...",
+    ),
     (lambda: mask("q < scale", scale=3), "`scale` is reserved; choose another name, for example `scale_`"),
     (lambda: mask("q < w", w="3"), "`w` is a str; give a number, or an array of bool, int or float"),
     (lambda: mask("q < w", w=2**70), f"`w` is {2**70}, which does not fit 64 bits"),

@@ -165,6 +165,45 @@ BAD = {
         lambda: fk.compile("same(doc)")(Q, K, K, docs=DOC), fk.ParameterError,
         "`docs` is given and neither the mask nor the score mod uses it; did you mean `doc`?",
     ),
+    "keyword of another library": (
+        lambda: fk.attention(Q, K, K, is_causal=True), fk.ParameterError,
+        "`is_causal` is given and neither the mask nor the score mod uses it; write mask=\"causal\"",
+    ),
+    "misspelt keyword": (
+        lambda: fk.attention(Q, K, K, "causal", scal=0.5), fk.ParameterError,
+        "`scal` is given and neither the mask nor the score mod uses it; did you mean the keyword `scale`?",
+    ),
+    "score mod under another name": (
+        lambda: fk.attention(Q, K, K, "causal", score_mod="softcap(5)"), fk.ParameterError,
+        "`score_mod` is a str; give it as score=",
+    ),
+    "mask under another name": (
+        lambda: fk.compile(mask_mod="causal"), fk.ParameterError, "`mask_mod` is a str; give it as mask=",
+    ),
+    "dense mask": (
+        lambda: fk.attention(Q, K, K, torch.ones(8, 8, dtype=torch.bool)), fk.TraceError,
+        "a mask is a text or a function, not Tensor\n  an array is a table of the text: "
+        'frisket.mask("t[q, k]", t=...)',
+    ),
+    "dense bias": (
+        lambda: fk.attention(Q, K, K, score=np.zeros((1, 4, 8, 8))), fk.TraceError,
+        "a score mod is a text or a function, not ndarray\n  an array is a table of the text: "
+        'frisket.score("score + t[b, h, q, k]", t=...)',
+    ),
+    "documents of a batch": (
+        lambda: fk.attention(Q, K, K, "same(doc)", doc=np.zeros((2, 8), int)), fk.MaskSyntaxError,
+        "in `same(t)`: `doc` is a table with 2 axes, indexed with 1\n  mask 1:1\n    same(doc)\n    ^^^^^^^^^\n"
+        "  for a table [batch, length] write `same_by_batch(doc)`; it is `def same(t) = t[q] == t[k]`",
+    ),
+    "a table that is called": (
+        lambda: fk.mask("doc(q) == 1", doc=[0, 1]), fk.MaskSyntaxError,
+        "`doc` is not a function\n  mask 1:1\n    doc(q) == 1\n    ^^^^^^\n  it is a table: write `doc[q]`",
+    ),
+    "table on meta": (
+        lambda: fk.attention(Q, K, K, "same(doc)", doc=torch.zeros(8, dtype=torch.int, device="meta")),
+        fk.ParameterError,
+        "`doc` is a meta tensor, which has no values; give values, or q, k, v and every table on meta",
+    ),
     "short table": (
         lambda: fk.attention(Q, K, K, "same(doc)", doc=DOC[:5]), fk.ParameterError,
         "table `doc` has 5 entries on axis 0 and is read at `q` = 0..7; give 8, or hide what lies beyond: "
@@ -177,7 +216,8 @@ BAD = {
     ),
     "rank": (
         lambda: fk.compile("same(doc)")(Q, K, K, doc=np.zeros((8, 8), int)), fk.ParameterError,
-        "`doc` is a table with 1 axis in the text, the value is a table with 2 axes",
+        "`doc` is a table with 1 axis in the text, the value is a table with 2 axes; for [batch, length] write "
+        "`same_by_batch(doc)`, or `doc[b, q]`",
     ),
     "dtype of a table": (
         lambda: fk.attention(Q, K, K, "same(doc)", doc=np.zeros(8, complex)), fk.ParameterError,

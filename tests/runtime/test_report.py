@@ -129,3 +129,17 @@ def test_check_looks_at_gradients(framework, backend):
     plan = att.plan(S, S, B, H, cap=4.0, slopes=SLOPES)
     assert set(att.check(q, k, v, plan=plan).gradients) == {"dq", "dk", "dv"}
     assert att.check(q, k, v, cap=4.0, slopes=SLOPES, gradients=False).gradients == {}
+
+
+def test_arrays_that_are_not_finite_are_told_apart_from_a_bug():
+    """0 times NaN is NaN in other rows of a tile too, which the pages say; an error among finite numbers is a bug."""
+    report = in_torch("float32")
+    assert report.finite
+    with pytest.raises(fk.MismatchError, match="this is a bug of frisket"):
+        replace(report, out=1.0).require()
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(3, 1, 2, 40, 16)
+    k[0, 0, 3] = float("nan")
+    with pytest.raises(fk.MismatchError, match="k or v hold NaN or infinity") as caught:
+        fk.compile("causal & window(3)").check(q, k, v)
+    assert "bug" not in str(caught.value)
