@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .flat import DeviceSpans
+from .jax_promotion import usual_promotion
 from .plan import Geometry, LoopPlan, Spans, Target
 from .xla_tiles import Numbers, Row, Static, Tiles, dot, prepared
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import jax
 
 
+@usual_promotion()
 def forward(
     plan: LoopPlan,
     spans: Spans | DeviceSpans,

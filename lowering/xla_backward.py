@@ -14,6 +14,7 @@ import numpy as np
 
 from .derive import Gradient, backward_of
 from .flat import DeviceSpans
+from .jax_promotion import usual_promotion
 from .plan import Geometry, LoopPlan, Spans, Target
 from .xla_captured import Captured, Plane, plane_of
 from .xla_fold import folded
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Array = Any  # a jax.Array, traced or not
 
 
+@usual_promotion()
 def backward(
     plan: LoopPlan,
     spans: Spans | DeviceSpans,

@@ -10,6 +10,7 @@ import numpy as np
 
 from frisket.dsl.errors import FrisketError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
+from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 
@@ -125,17 +126,20 @@ class Attention:
             from .torch_library import traced_call
 
             return results(traced_call(self, q, k, v, *what), return_lse, return_max)
-        if framework_of(q) == "torch":
-            found = torch_op().attend(self, q, k, v, *what)
-        else:
-            try:
-                call = self.call(q, k, v, *what)
-            except FrisketError as error:
-                error.add_note(self._said(q, k, v))
-                raise
-            found = self.run(call)
-            self.check_if_asked(call, found)
+        found = torch_op().attend(self, q, k, v, *what) if framework_of(q) == "torch" else self._called(q, k, v, *what)
         return results(found, return_lse, return_max)
+
+    @usual_promotion()
+    def _called(self, q: Any, k: Any, v: Any, *what: Any) -> tuple[Any, Any, Any]:
+        """(out, lse, top) of a call that is not of torch."""
+        try:
+            call = self.call(q, k, v, *what)
+        except FrisketError as error:
+            error.add_note(self._said(q, k, v))
+            raise
+        found = self.run(call)
+        self.check_if_asked(call, found)
+        return found
 
     def _said(self, q: Any, k: Any, v: Any) -> str:
         """What is asked for, beside an error far from where it was written, as under `jax.jit`."""
@@ -261,6 +265,7 @@ class Attention:
             return flat_plan(what, host, given, *place, block, Settings.read().check, dropout)
         return Plan(what.bind(host), *place, dropout)
 
+    @usual_promotion()
     def plan(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
         sizes: Sizes | None = None, flat: bool | None = None, **params: Any,
@@ -377,6 +382,7 @@ class Attention:
 
     # -- checking ---------------------------------------------------------------------------------
 
+    @usual_promotion()
     def check(
         self, q: Any, k: Any, v: Any, *, plan: AnyPlan | None = None, seed: Any = None, sinks: Any = None,
         gradients: bool = True, origin: Origin | None = None, sizes: Sizes | None = None, layout: str | None = None,

@@ -142,14 +142,14 @@ def choose(name: str | None, framework: str, device: str) -> str:
         raise BackendError(
             f"backend {name!r} does not take {framework} arrays; they run on {', '.join(OF_FRAMEWORK[framework])}"
         )
-    if why := _lowerable(name) if framework == "jax" else reason(name, framework):
+    if why := lowerable(name) if framework == "jax" else reason(name, framework):
         raise BackendError(f"backend {name!r} does not run here: {why}")
     if framework == "torch" and name in ("aten", "cpp") and device != "cpu":
         raise BackendError(f"backend {name!r} runs on the CPU, q is on {device}; take 'triton', or move q, k and v")
     return name
 
 
-def _lowerable(name: str) -> str:
+def lowerable(name: str) -> str:
     """Why JAX cannot lower for a backend, whatever devices are there."""
     from .jax_platforms import missing
 

@@ -16,12 +16,13 @@ from rich.text import Text
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
 
-from .backends import OF_FRAMEWORK, check_name, interpreted, reason
+from .backends import OF_FRAMEWORK, PALLAS, check_name, interpreted, lowerable, reason
 from .cli_answer import BAD, GOOD, SOME, WIDTH, Answer, row, rows, table
 from .cli_input import compiled, require_bound, subject
 from .cli_options import add_sizes, add_subject, examples
 from .cli_progress import progress
 from .cli_show import described
+from .interpreters import emulated
 from .mask import Program, mask
 from .packed import choose, installed
 from .report import FLOOR, Report
@@ -92,7 +93,12 @@ def add_check(p: argparse.ArgumentParser) -> None:
         help="every dtype, length, number of key heads, rows with and without keys, forward and gradients",
     )  # fmt: skip
     level.add_argument("--case", type=named, metavar="CASE", help="one of them, by the name that a mismatch prints")
-    which.add_argument("--backend", nargs="+", metavar="B", help="these; default: every one that runs here")
+    which.add_argument(
+        "--backend",
+        nargs="+",
+        metavar="B",
+        help="these; default: all that run here without an interpreter",
+    )
     which.add_argument("--dtype", nargs="+", choices=DTYPES, help="these; default: float32 and one of 16 bits")
     examples(
         p,
@@ -128,6 +134,8 @@ def check(args: argparse.Namespace, console: Console) -> Answer:
         text += [row("MISMATCH", f"{o.case}\n{o.wrong}"), f"{'repeat':{WIDTH}}{repeat(args, o.case)}", ""]
     for why, of in groupby(sorted((o for o in outcomes if o.refused), key=lambda o: o.refused), lambda o: o.refused):
         text.append(row("refused", Text(f"{', '.join(sorted({o.case.backend for o in of}))}: {why}", SOME)))
+    if slow := [] if args.case or args.backend else left_out():
+        text.append(row("left out", f"{', '.join(slow)}: in an interpreter here, slowly; --backend {slow[0]} runs it"))
     if wrong:
         status, result = 1, Text(f"{len(wrong)} of {len(outcomes)} cases are wrong", BAD)
     elif not checked:
@@ -153,13 +161,28 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     picked = every if args.all else few[1:2] if args.quick else few
     for framework in installed():
         for backend in OF_FRAMEWORK[framework]:
-            if backend not in (args.backend or (backend,)) or backend == "dense" or reason(backend, framework):
+            if backend == "dense" or not asked(backend, framework, args.backend):
                 continue
             usual = DTYPES if args.all else ("float32", "float16" if interpreted(backend) else "bfloat16")
             for dtype in args.dtype or (usual[:1] if args.quick else usual):
                 if not (interpreted(backend) and dtype == "bfloat16"):  # Triton's interpreter has none
                     for (q, k), kv_heads, hidden, gradients in picked:
                         yield Case(framework, backend, dtype, q, k, heads, kv_heads, hidden, gradients)
+
+
+def asked(backend: str, framework: str, named: Sequence[str] | None) -> bool:
+    """Whether a backend takes part: one that is named where it runs at all, others where no interpreter runs them."""
+    if named and backend in PALLAS:
+        return backend in named and not lowerable(backend)
+    return (
+        backend in (named or (backend,)) and not reason(backend, framework) and (bool(named) or not emulated(backend))
+    )
+
+
+def left_out() -> list[str]:
+    """Backends that take part where they are named: an interpreter runs them here."""
+    all_of = ((name, framework) for framework in installed() for name in OF_FRAMEWORK[framework])
+    return list(dict.fromkeys(n for n, f in all_of if n != "dense" and asked(n, f, [n]) and not asked(n, f, None)))
 
 
 def outcome(case: Case, what: Program, args: argparse.Namespace) -> Outcome:

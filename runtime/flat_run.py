@@ -14,6 +14,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.lowering.emit import planner as text
 from frisket.lowering.emit import planner_triton
 from frisket.lowering.flat import ROOM, Planner
+from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import LIVE, LoopPlan, Sizes
 
 from .frameworks import uploaded
@@ -161,7 +162,8 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
     from .jax_call import placed
 
     def plan_spans(*given: Any, **options: Any) -> Any:  # along an axis that is split JAX looks nothing up
-        return run(*jax.tree.map(placed, given), **options)
+        with usual_promotion():
+            return run(*jax.tree.map(placed, given), **options)
 
     return jax.jit(plan_spans, static_argnames=("q_len", "kv_len", "block", "room", "records"))
 
@@ -213,7 +215,8 @@ def _segments(framework: str, offsets: Array, length: int) -> Array:
         from .jax_call import placed
 
         offsets = placed(offsets)
-        return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
+        with usual_promotion():
+            return jnp.clip(jnp.searchsorted(offsets, jnp.arange(length), "right") - 1, 0, most).astype(jnp.int32)
     import torch
 
     at = torch.arange(length, device=offsets.device)

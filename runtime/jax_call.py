@@ -19,6 +19,7 @@ from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSource, Target
 
 from .backends import GUARDED
@@ -137,6 +138,7 @@ class JaxCall:
         plan = self.own(self.plan)
         return backend_on(self.backend, platform, plan, self.geometry, dtype, dict(self.shapes), exported, wanted)
 
+    @usual_promotion()
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
     ) -> tuple[Any, ...]:
@@ -166,6 +168,7 @@ class JaxCall:
         fall_back(error)
         return "xla"
 
+    @usual_promotion()
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
         """The gradients of `wanted`, in the dtypes of what they are of."""
         run, how = _Run(self, backend, arrays), _how(backend, platform)

@@ -14,6 +14,7 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, SpanSource, Target
 from frisket.lowering.xla_tiles import varying_axes
 
@@ -34,6 +35,7 @@ ANY = (128, 128)  # a tile, where only what all have in common is asked for
 OUT, LSE = "frisket out", "frisket lse"  # for jax.checkpoint_policies.save_only_these_names
 
 
+@usual_promotion()
 def forward(
     plan: LoopPlan,
     spans: Spans | DeviceSpans | SpanSource,
@@ -197,6 +199,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         out, lse, low = checkpoint_name(out, OUT), checkpoint_name(lse, LSE), checkpoint_name(low, LSE)
         return (out, lse, top), (learned, fixed, out, lse, low, wanted)
 
+    @usual_promotion()
     def backwards(kept: Any, given: Any) -> Any:
         learned, fixed, out, lse, low, wanted = kept
         dout, dlse, _ = given  # the largest score is not differentiable

@@ -14,6 +14,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import native_build
 from .backends import interpreted
+from .interpreters import warn_slow
 from .once import warn_once
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -74,6 +75,8 @@ def backend_on(
                 f"backend {named!r} runs on {' and '.join(allowed)}, and this is lowered for {platform}\n"
                 "  without a backend each platform has its own"
             )
+        if platform == "cpu" and not library(named):
+            warn_slow(named, geometry)
         return named
     if platform == "cpu":  # kernels of this machine do not travel
         return "xla" if exported or native_build.reason() else "cpp"

@@ -6,11 +6,13 @@ import sys
 import warnings
 from functools import cache
 
+INSIDE = frozenset({"frisket", "jax", "jaxlib", "torch", "contextlib"})
+
 
 @cache
 def warn_once(text: str) -> None:
-    """Warn at the caller outside of frisket, the first time for each text."""
+    """Warn at the caller outside of frisket and what calls it back, the first time for each text."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("frisket."):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in INSIDE:
         frame, level = frame.f_back, level + 1
     warnings.warn(text, stacklevel=level)

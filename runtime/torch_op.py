@@ -18,11 +18,12 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, Target
 
-from .backends import GUARDED, target_of
+from .backends import GUARDED, interpreted, target_of
 from .bind import Work
 from .call import Call
 from .flat_plan import FlatPlan, FlatWork
 from .frameworks import NATURAL, uploaded
+from .interpreters import warn_slow
 from .options import Options, seed_of, sinks_of
 from .parameters import names_of
 from .settings import Settings
@@ -329,6 +330,8 @@ def _prepared(call: Call, options: Options) -> Ready:
     import torch
 
     given, geometry, plan = call.given, call.geometry, call.plan
+    if interpreted(call.backend):
+        warn_slow(call.backend, geometry)
     target = target_of(call.backend, geometry, given.dtype, options, plan, given.q.device)
     made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
     if names := Settings.read().show:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from frisket.dsl.errors import ShapeError
+from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
 from .jax_store import Cache, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
@@ -74,6 +75,7 @@ class PagedKVCache(Cache):
     page = property(lambda self: self.k.shape[1])
     capacity = property(lambda self: self.pages.shape[1] * self.page)
 
+    @usual_promotion()
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
         or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
@@ -83,6 +85,7 @@ class PagedKVCache(Cache):
         fresh = {"pages": table, "room": room, "lengths": lengths, "overflowed": np.zeros(self.batch, bool)}
         return replace(cache, **{n: jnp.asarray(x) for n, x in fresh.items()})
 
+    @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """As `KVCache.append`, into the pages of each row."""
         new = check_new(self.arrays, self.batch, k, v)
@@ -91,11 +94,13 @@ class PagedKVCache(Cache):
         arrays = self._put(stored(self.arrays, k, v), slots(self.lengths, counts, new, self.capacity))
         return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
 
+    @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """As `KVCache.attend`."""
         arrays = {**self.arrays, "pages": self.pages}
         return read(att, q, arrays, self.lengths, self.capacity, counts, tree, params)
 
+    @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
         """As `KVCache.keep`; the pool's lengths follow by `pool.truncate`."""
         path = pathed(path, self.batch)

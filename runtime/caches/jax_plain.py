@@ -8,6 +8,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
+from frisket.lowering.jax_promotion import usual_promotion
+
 from ..attention import Attention
 from .jax_store import Cache, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
 
@@ -55,6 +57,7 @@ class KVCache(Cache):
 
     capacity = property(lambda self: self.k.shape[1])
 
+    @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """The cache with new tokens behind those of every sequence: k [batch, new, kv_heads, head_dim], v likewise.
         `counts` int [batch] says how many of the new tokens are real, those in front; None: all."""
@@ -65,6 +68,7 @@ class KVCache(Cache):
         arrays = written(self.arrays, stored(self.arrays, k, v), at)
         return replace(self, **arrays, lengths=lengths, overflowed=self.overflowed | over)
 
+    @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """Attention of the last tokens of every sequence: q [batch, new, heads, head_dim] are the queries of the
         `counts` last ones (None: of as many as q has); out likewise with v_dim, 0 at padding. `params` as in a call of
@@ -75,6 +79,7 @@ class KVCache(Cache):
         the first draft plus its depth."""
         return read(att, q, self.arrays, self.lengths, self.capacity, counts, tree, params)
 
+    @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
         """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
         [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of

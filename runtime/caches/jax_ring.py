@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError
+from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
 from ..merge import merge
@@ -50,11 +51,13 @@ class RingKVCache(Cache):
 
     window = property(lambda self: self.k.shape[1])
 
+    @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """As `KVCache.append`; new tokens take the place of the oldest."""
         new = check_new(self.arrays, self.batch, k, v)
         return self._written(stored(self.arrays, k, v), counted(counts, self.batch, new))
 
+    @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
         """As `KVCache.attend`; `ShapeError` where what the last tokens see may have been overwritten by them:
         `attention` reads it before."""
@@ -65,6 +68,7 @@ class RingKVCache(Cache):
         tables = {START: self.lengths - counted(counts, batch, new), END: self.lengths}
         return call(att, where, q, self.arrays, tables, params)
 
+    @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
         """Empty the sequences with 0 in `lengths`; others keep theirs, what a ring has overwritten is gone."""
         lengths = numbers("lengths", lengths, self.batch)
@@ -73,6 +77,7 @@ class RingKVCache(Cache):
             raise ParameterError("a ring has overwritten its oldest tokens, and can only be emptied: lengths are 0")
         return replace(self, lengths=jnp.where(lengths > 0, self.lengths, 0))
 
+    @usual_promotion()
     def attention(
         self, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, *, tree: Any = None,
         **params: Any,

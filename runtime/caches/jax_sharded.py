@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
 from .checks import check_queries
@@ -90,6 +91,7 @@ class ShardedKVCache(Cache):
         rows = P(self.batch_axis)
         return found | {"k": P(*place, None), "v": P(*place, None), "lengths": rows, "overflowed": rows}
 
+    @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
         """As `KVCache.append`."""
         new = check_new(self.arrays, self.batch, k, v)
@@ -108,6 +110,7 @@ class ShardedKVCache(Cache):
         return replace(self, **run(self.arrays, k, v, self.lengths, counts), lengths=lengths,
                        overflowed=self.overflowed | over)  # fmt: skip
 
+    @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
         """As `KVCache.attend`, without trees."""
         if params.pop("tree", None) is not None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
+from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
 from ..frameworks import BYTES, FLOATS
@@ -57,6 +58,7 @@ class Cache:
         """k, v and their scales, None where there are none."""
         return {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
 
+    @usual_promotion()
     def attention(
         self: Any, att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, counts: Any = None, **params: Any
     ) -> tuple[Any, Any]:
@@ -67,6 +69,7 @@ class Cache:
             check_beside(q, k, "bshd")
         return found, cache
 
+    @usual_promotion()
     def truncate(self: Any, lengths: Any) -> Any:
         """The first `lengths` int [batch] tokens of every sequence, or all where there are fewer: 0 empties a row for
         another sequence."""

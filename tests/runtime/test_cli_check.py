@@ -128,5 +128,16 @@ def test_a_backend_that_does_not_run_here(run):
     status, out, err = run("causal", "--backend", "gluon")
     assert (status, out) == (2, "")
     assert err.startswith("BackendError: backend 'gluon' is not there yet: ")
-    status, out, err = run("causal", "--backend", "pallas-mosaic-gpu")
+    status, out, err = run("causal", "--backend", "triton")
     assert (status, err) == (2, "BackendError: no backend among these runs here; `frisket doctor` says why\n")
+
+
+def test_what_an_interpreter_runs_is_checked_where_it_is_named(run):
+    assert {c.backend for c in chosen("causal")} == {c.backend for c in chosen("causal", "--all")}
+    assert {c.backend for c in chosen("causal")} <= {"aten", "xla", "cpp"}
+    assert {c.backend for c in chosen("causal", "--backend", "pallas-mosaic-gpu")} == {"pallas-mosaic-gpu"}
+    status, out, _ = run("causal", "--q-len", "5", "--quick")
+    assert status == 0
+    slow = "pallas-tpu, pallas-mosaic-gpu: in an interpreter here, slowly; --backend pallas-tpu runs it"
+    assert f"left out  {slow}\n" in out
+    assert "left out" not in run("causal", "--backend", "aten", "--q-len", "5", "--quick")[1]

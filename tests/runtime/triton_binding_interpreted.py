@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ShapeError
 from frisket.runtime import triton_bind
+from frisket.runtime.once import warn_once
 
 G = torch.Generator().manual_seed(0)
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"
@@ -186,6 +187,12 @@ def test_eager_beside_the_interpreter(name):
     learned = {"d" + n for n in given if n != "seed"}
     assert report.good
     assert {"dq", "dk", "dv"} | learned == set(report.gradients)
+
+
+def test_the_interpreter_says_that_it_is_slow():
+    warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="'triton' runs in Triton's interpreter on this CPU"):
+        fk.compile("causal", **NARROW)(*qkv(9))
 
 
 def test_eager_plans_of_the_device():

@@ -1,0 +1,24 @@
+"""JAX's promotion of shapes and dtypes for code of ours, whatever a program has set for its own.
+
+Under `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"` JAX refuses what executors, generated
+planners and kernels are written with. What these are traced and run inside has JAX's defaults.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def usual_promotion() -> Iterator[None]:
+    """JAX's default promotion inside a `with`, or of a function that this decorates: `@usual_promotion()`."""
+    jax = sys.modules.get("jax")
+    if jax is None or (
+        jax.config.jax_numpy_rank_promotion == "allow" and jax.config.jax_numpy_dtype_promotion == "standard"
+    ):
+        yield
+        return
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
