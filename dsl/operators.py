@@ -225,6 +225,8 @@ class Operators:
         word = next((s for s in signs if s.isalpha()), None)
         rigid = {v.expr.type for _, v in parts if v.expr is not None and not v.flex}
         want = BOOL if BOOL in rigid or word else INT if INT in rigid else None
+        if want is None and any(BOOL not in self.guesses[n].allowed for _, v in parts for n in v.flex):
+            want = INT  # an undeclared name that is computed with: `x | (y * 3)`
         for part, value in parts:
             if want is None:
                 self.narrow(frame, part, value, {BOOL, INT})

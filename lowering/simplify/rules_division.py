@@ -169,6 +169,10 @@ def small_shift(a: Expr, s: Expr) -> bool:
     return bool(0 <= s.name < 62)
 
 
+def no_shift(a: Expr, s: Expr) -> bool:
+    return not 0 <= s.name <= 63
+
+
 RULES = [
     *(rule("recombine-div-mod", op, recombine, of=INT) for op in ("add", "sub")),
     rule("div-by-one", x // 1, x),
@@ -199,6 +203,8 @@ RULES = [
     # shifts and masks of bits are divisions and remainders
     rule("shl-is-mul", x << n, lambda x, n: x * (1 << n.name), small_shift),
     rule("shr-is-div", x >> n, lambda x, n: x // (1 << n.name), small_shift),
+    rule("shl-outside", x << n, ZERO, no_shift),
+    rule("shr-outside", x >> n, ZERO, no_shift),
     rule("bitand-zero", x & 0, ZERO),
     rule("bitand-ones", x & -1, x),
     rule("bits-are-div-mod", x & n, bits),

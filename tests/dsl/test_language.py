@@ -194,3 +194,11 @@ def test_reading_a_mask_imports_neither_torch_nor_jax_nor_lark():
         "print([m for m in ('torch', 'jax', 'lark', 'triton') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "text", ["def f(x, y) = x | (y * 3)\nmask = q >= k", "((w & 3) | (v * 2)) > q", "(v - 1 ^ w) == k"]
+)
+def test_an_undeclared_name_that_is_computed_with_makes_bits_of_a_sign(text):
+    """`y * 3` is a number, so `x | (y * 3)` is of bits, though nothing declares x or y."""
+    assert read(text, kind="mask").mask is not None

@@ -231,3 +231,10 @@ def test_hoisting_keeps_scores(name):
     seen = evaluate(TRUE if mask is None else mask, env, bound)
     want = evaluate(mod, env, bound)
     np.testing.assert_array_equal(*np.broadcast_arrays(np.where(seen, left, -np.inf), want))
+
+
+@pytest.mark.parametrize("n", [-1, 64, 100])
+def test_shifts_outside_64_bits_are_0(n):
+    """Attention with `h << 64` was refused for an Int that may leave 64 bits."""
+    for e in (h << n, h >> n):
+        assert simplify(e >= k) is simplify(k <= 0)
