@@ -18,7 +18,7 @@ from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, t
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
-from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph, turn
+from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph, shared, symbolic, turn
 from .host_plan import Plan
 from .moved import moved
 from .options import Options, seed_of, sinks_of
@@ -58,6 +58,7 @@ class Attention:
         self.traced = {n: x for n, x in what.captured.items() if traced(x)}  # by JAX, of functions
         self.spec = spec_of(what, self.options, self.learned)
         self.constants: dict[str, Any] = {**what.tables, **self.learned}
+        self.inputs: dict[str, Any] = {**shared(what.tables), **self.learned}  # of graphs that Dynamo makes
         both = [e for e in what.exprs if e is not None]
         self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - self.learned)
 
@@ -126,8 +127,15 @@ class Attention:
             from .torch_library import traced_call
 
             return results(traced_call(self, q, k, v, *what), return_lse, return_max)
-        found = torch_op().attend(self, q, k, v, *what) if framework_of(q) == "torch" else self._called(q, k, v, *what)
-        return results(found, return_lse, return_max)
+        if framework_of(q) == "torch":
+            return results(torch_op().attend(self, q, k, v, *what), return_lse, return_max)
+        if symbolic(q, k, v, *params.values()):
+            from .torch_fx import record
+
+            said = {"origin": origin, "sizes": sizes, "layout": layout, "return_lse": return_lse or None}
+            said |= {"plan": plan, "seed": seed, "sinks": sinks, "return_max": return_max or None}
+            return record(self, q, k, v, params, **said)
+        return results(self._called(q, k, v, *what), return_lse, return_max)
 
     @usual_promotion()
     def _called(self, q: Any, k: Any, v: Any, *what: Any) -> tuple[Any, Any, Any]:
@@ -216,6 +224,15 @@ class Attention:
                     + (f'layout="{other}" reads them so' if turned else "make a plan for these lengths")
                 )
         return g
+
+    def check_planned(
+        self, q: Any, k: Any, v: Any, plan: AnyPlan, origin: Origin | None, sizes: Sizes | None, layout: str | None,
+        params: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Refuse a plan that is for another call, and what it holds already."""
+        live, params = parted(params)
+        self._geometry(arrays(q, k, v, layout, pages=live.get(PAGES)), plan, origin, sizes)
+        self._check_plan(plan, params)
 
     def _check_plan(self, plan: AnyPlan, params: dict[str, Any]) -> None:
         if params:

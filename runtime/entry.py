@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from typing import Any, Literal, overload
 
@@ -15,7 +14,7 @@ from .backends import check_name
 from .bind import check_tile
 from .call import results
 from .checking import oracle
-from .frameworks import Array, arrays, in_graph, turn
+from .frameworks import Array, arrays, by_dynamo, in_graph, turn
 from .mask import MaskLike, Program, ScoreLike
 from .options import Options, flag, rate_of, seed_of, sinks_of
 from .order_of_axes import check_order
@@ -104,7 +103,8 @@ def attention(
     """
     check_name(backend)
     rate, deterministic = rate_of(dropout), flag(deterministic)
-    if in_graph(q) and (not is_jagged(q) or sys.modules["torch"].compiler.is_compiling()):
+    texts = isinstance(mask, str | None) and isinstance(score, str | None)
+    if in_graph(q) and (by_dynamo() or (texts and not is_jagged(q))):
         from .torch_library import written_call
 
         said = scale, enable_gqa, backend, None, rate, None, deterministic

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -37,8 +38,9 @@ def framework_of(x: Any) -> str | None:
 
 
 def in_graph(x: Any) -> bool:
-    """Whether a graph of torch is being made of what is done to `x`: then one operator has to stand for a call. True
-    for fake and meta tensors and inside torch.func, too."""
+    """Whether someone watches or records what torch does to `x`: then one operator has to stand for a call, for what
+    kernels do to memory is not seen. True in torch.compile, torch.export, make_fx, torch.jit.trace, torch.func and
+    under every mode of torch's dispatcher, and of fake and meta tensors and other subclasses."""
     torch = sys.modules.get("torch")
     if torch is None:
         return False
@@ -46,8 +48,40 @@ def in_graph(x: Any) -> bool:
         return True
     if not isinstance(x, torch.Tensor):
         return False
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_meta
-    return not plain or torch._C._functorch.maybe_current_level() is not None
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta:
+        return True
+    c = torch._C
+    if c._len_torch_dispatch_stack() or c._is_tracing() or c._functorch.maybe_current_level() is not None:
+        return True
+    return bool(c._dispatch_tls_is_dispatch_key_included(c.DispatchKey.PreDispatch))
+
+
+def by_dynamo() -> bool:
+    """Whether Dynamo reads the code at hand, for torch.compile or a strict torch.export."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+
+
+def recorded() -> bool:
+    """Whether make_fx or torch.jit.trace writes down what torch does."""
+    torch, proxies = sys.modules["torch"], sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return torch._C._is_tracing() or (proxies is not None and proxies.get_proxy_mode() is not None)
+
+
+def symbolic(*values: Any) -> bool:
+    """Whether one of them stands for a value in a graph that torch.fx.symbolic_trace makes."""
+    fx = sys.modules.get("torch.fx")
+    return fx is not None and any(isinstance(x, fx.Proxy) for x in values)
+
+
+def shared(tables: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+    """Arrays of numpy, which nobody writes to, as tensors over the same memory, where torch is there."""
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "from_numpy"):
+        return dict(tables)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return {n: torch.from_numpy(np.ascontiguousarray(x)) for n, x in tables.items()}
 
 
 def check_layout(layout: str | None) -> None:

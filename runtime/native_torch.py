@@ -47,8 +47,8 @@ def forward(
     sinks = _real(sinks, made.real)
     made.call(
         "frisket_forward", slots, tables,
-        [_at(sinks), lse.data_ptr(), _at(peak), pages, *_array(q, copies), *_array(k, copies), *_array(v, copies),
-         *_array(out, copies), *_NOTHING],
+        [0 if sinks is None else sinks.data_ptr(), lse.data_ptr(), 0 if peak is None else peak.data_ptr(), pages,
+         *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3], *_NOTHING],
     )  # fmt: skip
     return out, lse, peak
 

@@ -42,12 +42,28 @@ def traced_call(
     layout: str | None, params: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, top) of `att(q, k, v, ...)` in a graph."""
+    dynamo = torch.compiler.is_dynamo_compiling()
     if plan is not None:
-        raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
-    values = {n: x for n, x in att.constants.items() if n not in params}
+        if dynamo:
+            raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
+        return by_plan(att, q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
+    values = {n: x for n, x in (att.inputs if dynamo else att.constants).items() if n not in params}
     rate = att.options.dropout
     return written(att.spec, rate, q, k, v, seed, att.options.sinks if sinks is None else sinks, top, origin, sizes,
                    layout, {**values, **params})  # fmt: skip
+
+
+def by_plan(
+    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
+    layout: str | None, params: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, top) of `att(q, k, v, plan=plan, ...)`, by the values and the place that the plan holds."""
+    from .attention import Attention
+
+    att.check_planned(q, k, v, plan, origin, sizes, layout, params)
+    same = Attention(plan.what.stored_as(None), att.options)
+    values = {**plan.given, **params}
+    return traced_call(same, q, k, v, None, seed, sinks, top, plan.origin, plan.sizes, layout, values)
 
 
 def written_call(
@@ -154,12 +170,17 @@ def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: 
         else:
             params[name] = literal[kind] if kind in literal else float(kind)
     seed = params.pop(" seed", None)
-    place = {w: [params.pop(f" {w}{i}") for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
+    place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
     return att, {
         "plan": None, "seed": None if seed is None else int(seed), "top": top, "origin": tuple(place["origin"]) or None,
         "sizes": tuple(place["size"]) or None, "layout": "bhsd", "params": params,
     }  # fmt: skip
+
+
+def _known(x: Any) -> Any:
+    """A number where a tensor stands for it: torch.jit.trace has lengths so."""
+    return int(x) if isinstance(x, Tensor) and not x.ndim else x
 
 
 def _kind(x: Any) -> tuple[int, type]:

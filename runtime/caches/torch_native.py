@@ -37,13 +37,15 @@ def append(has: dict[str, Any], k: Tensor, v: Tensor, counts: Tensor | None, rin
     if run is None:
         return False
     k, v = (x if x.stride(3) == 1 and not x.is_neg() else x.contiguous().resolve_neg() for x in (k, v))
-    values, scales, pages = has["v"], (has["k_scale"], has["v_scale"]), has["pages"]
-    written = [held, values, *(x for x in scales if x is not None)]
+    values, pages = has["v"], has["pages"]
+    narrow = [] if plain else [has["k_scale"], has["v_scale"]]
+    k_scale, v_scale = map(_at, narrow) if narrow else (0, 0)
+    written = [held, values, *narrow]
     words = CALL.pack(
         batch, heads, new, held.shape[0], held.shape[2], ring, 0 if pages is None else pages.shape[1],
         has["lengths"].data_ptr(), _at(counts), _at(pages), FROM.get(dtype, 0), TO.get(held.dtype, 0), dtype.itemsize,
-        k.data_ptr(), *k.stride()[:3], dim, held.data_ptr(), _at(scales[0]),
-        v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), _at(scales[1]),
+        k.data_ptr(), *k.stride()[:3], dim, held.data_ptr(), k_scale,
+        v.data_ptr(), *v.stride()[:3], v.shape[3], values.data_ptr(), v_scale,
     )  # fmt: skip
     if not run(words):
         return False

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..attention import Attention
+from ..frameworks import recorded
 from ..merge import merge
 from ..options import seed_of, sinks_of
 from ..parameters import digest
@@ -57,6 +58,11 @@ def attend(
     Raises `PeerError` where ranks differ in their calls, at the first such call, and where a rank does not answer
     within the timeout of the group; `ShapeError` and `ParameterError` for what does not fit the deal.
     """
+    if recorded():
+        raise ParameterError(
+            "messages between ranks are no part of a graph that make_fx or torch.jit.trace records\n"
+            "  record what is before and behind context parallel attention, and call it in between"
+        )
     wire = Wire(group)
     q, k, v = cast(q, k, v)
     _check(q, k, v, deal, wire, variant)

@@ -1,0 +1,34 @@
+"""A call of attention as a node of the graphs that torch.fx.symbolic_trace makes. Imports torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Proxy
+
+from frisket.dsl.errors import ParameterError
+from frisket.lowering.plan import K_SCALE, PAGES, V_SCALE
+
+from .torch_spec import attention_of
+
+_NAMES = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}
+
+
+def record(att: Any, q: Any, k: Any, v: Any, params: dict[str, Any], **said: Any) -> Any:
+    """The Proxy of `att(q, k, v, ...)`: its node has the attention as a text, and tables as constants of the graph."""
+    if said["plan"] is not None:
+        raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
+    if said["sinks"] is None:
+        said["sinks"] = att.options.sinks
+    given = {n: x for n, x in att.inputs.items() if n not in params}
+    given |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in said.items() if x is not None}
+    given = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
+    tracer = next(x.tracer for x in (q, k, v, *given.values()) if isinstance(x, Proxy))
+    return tracer.create_proxy("call_function", attend, (att.spec, q, k, v), given)
+
+
+def attend(spec: str, q: Any, k: Any, v: Any, /, **given: Any) -> Any:
+    """A call of the attention that a text says, with the keywords of such a call: what a graph calls."""
+    return attention_of(spec, ())(q, k, v, **given)

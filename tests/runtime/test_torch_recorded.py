@@ -1,0 +1,188 @@
+"""Every way torch has of recording a function: what is recorded gives what the function gives, of other inputs too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import frisket as fk
+from frisket.caches.torch import KVCache
+from frisket.flex import create_block_mask, flex_attention
+
+S = 24
+G = torch.Generator().manual_seed(0)
+BIAS, DOC = torch.randn(S, S, generator=G), torch.arange(S) // 9
+SLOPE = torch.nn.Parameter(torch.randn(2, generator=G))
+
+
+def inputs(length=S):
+    return [torch.randn(1, 2, length, 16, generator=G, requires_grad=True) for _ in range(3)]
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch):
+    monkeypatch.setenv("FRISKET_BACKEND", "cpp")
+
+
+class Module(torch.nn.Module):
+    """`torch.export` takes modules."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.slope = function, SLOPE
+
+    def forward(self, q, k, v):
+        return self.function(q, k, v)
+
+
+PLAIN = fk.compile("causal & window(7)")
+BIASED = fk.compile("causal", "score + bias[q, k]", bias=BIAS.numpy())
+LEARNED = fk.compile(lambda b, h, q, k: q >= k, lambda s, b, h, q, k: s + SLOPE[h] * (k - q), sinks=0.5)
+DROPS, SAME = fk.compile("causal", dropout=0.5), fk.compile("same(doc)")
+PLAN = SAME.plan(S, S, 1, 2, doc=DOC)
+BLOCKS = create_block_mask(lambda b, h, q, k: (q >= k) & (DOC[q] == DOC[k]), 1, 2, S, S, "cpu", BLOCK_SIZE=8)
+CALLS = {
+    "plain": lambda q, k, v: 2 * PLAIN(q, k, v),
+    "numpy": lambda q, k, v: BIASED(q, k, v),
+    "learned": lambda q, k, v: LEARNED(q, k, v, return_lse=True),
+    "given": lambda q, k, v: SAME(q, k, v, doc=DOC),
+    "planned": lambda q, k, v: SAME(q, k, v, plan=PLAN),
+    "dropout": lambda q, k, v: DROPS(q, k, v, seed=7),
+    "entry": lambda q, k, v: fk.attention(q, k, v, "causal", "softcap(w)", w=20.0, sinks=0.5, return_max=True),
+    "entry of a lambda": lambda q, k, v: fk.attention(q, k, v, lambda q, k: q - k < 5, lambda score: score / 2),
+    "flex": lambda q, k, v: flex_attention(q, k, v, lambda s, b, h, q, k: s + BIAS[q, k], BLOCKS),
+}
+WAYS = {
+    "real": lambda f, x: make_fx(f)(*x),
+    "pre-dispatch": lambda f, x: make_fx(f, pre_dispatch=True)(*x),
+    "fake": lambda f, x: make_fx(f, tracing_mode="fake", _allow_non_fake_inputs=True)(*x),
+    "symbolic": lambda f, x: make_fx(f, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*x),
+    "jit": lambda f, x: torch.jit.trace(Module(f), [t.detach() for t in x], check_trace=False),
+    "fx": lambda f, x: torch.fx.symbolic_trace(Module(f)),
+    "export": lambda f, x: torch.export.export(Module(f), tuple(x)).module(),
+    "strict export": lambda f, x: torch.export.export(Module(f), tuple(x), strict=True).module(),
+    "compile": lambda f, x: torch.compile(f, backend="aot_eager", fullgraph=True),
+}
+# what says no, and the words
+REFUSED = {
+    ("fx", "planned"): "leave out `plan`",
+    ("fx", "flex"): "query is a Proxy",
+    ("strict export", "planned"): "leave out `plan`",
+    ("compile", "planned"): "leave out `plan`",
+    ("strict export", "entry of a lambda"): "takes a mask and a score mod as texts",
+    ("compile", "entry of a lambda"): "takes a mask and a score mod as texts",
+    ("export", "entry of a lambda"): "make it outside, and use it there",
+}
+OPEN = ("plain", "learned", "dropout", "entry", "entry of a lambda")  # nothing they read has a length
+
+PAIRS = [
+    pytest.param(way, name, marks=[] if way in ("real", "jit", "fx") or name == "numpy" else pytest.mark.matrix)
+    for way in WAYS
+    for name in CALLS
+]
+
+
+def results(call, given):
+    found = call(*given)
+    found = found if isinstance(found, tuple) else (found,)
+    return *found, *torch.autograd.grad(sum(x.square().sum() for x in found[:1]), given)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("way", "name"), PAIRS)
+def test_what_is_recorded_is_the_call(way, name):
+    call = CALLS[name]
+    if (way, name) in REFUSED:
+        with pytest.raises(Exception, match=REFUSED[way, name]):
+            WAYS[way](call, inputs())(*inputs())
+        return
+    held = WAYS[way](call, inputs())
+    lengths = [S, S, S + 9] if name in OPEN and way not in ("symbolic", "export", "strict export") else [S, S]
+    for length in lengths:
+        given = inputs(length)
+        torch.testing.assert_close(results(held, given), results(call, given))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_module_is_kept_in_a_file(tmp_path):
+    held = torch.jit.trace(Module(CALLS["learned"]), [x.detach() for x in inputs()], check_trace=False)
+    torch.jit.save(held, tmp_path / "attention.pt")
+    given = inputs(S + 5)
+    torch.testing.assert_close(torch.jit.load(tmp_path / "attention.pt")(*given), CALLS["learned"](*given))
+
+
+def test_script_calls_the_operator():
+    """torch.jit.script reads Python, and refuses classes that are not its own; the operator it knows."""
+
+    def scripted(q, k, v, spec: str):
+        return torch.ops.frisket.attend(q, k, v, None, [], [], spec, "")[0]
+
+    given = inputs()
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        held = torch.jit.script(scripted)
+    torch.testing.assert_close(results(lambda *x: held(*x, PLAIN.spec), given), results(PLAIN, given))
+    with pytest.warns(DeprecationWarning, match="script"), pytest.raises(ValueError, match="return PLAIN"):
+        torch.jit.script(called)
+
+
+def called(q, k, v):
+    return PLAIN(q, k, v)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("way", ["real", "symbolic", "jit"])
+def test_a_step_of_a_cache(way):
+    """What C++ writes into a cache nobody would see."""
+    cache = KVCache(1, 8, 2, 16)
+    q, k, v = (x.detach()[:, :, :3] for x in inputs())
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cache = cache
+
+        def forward(self, q, k, v):
+            return self.cache.attention(PLAIN, q, k, v, [3])
+
+    if way == "symbolic":
+        with pytest.raises(Exception, match="convert all Tensors to FakeTensors"):
+            make_fx(Step(), tracing_mode="symbolic")(q, k, v)
+        return
+    before = {n: x.clone() for n, x in cache.state_dict().items()}
+    held = make_fx(Step())(q, k, v) if way == "real" else torch.jit.trace(Step(), (q, k, v), check_trace=False)
+    cache.load_state_dict(before)
+    again = [x.detach()[:, :, :3] for x in inputs()]
+    found = held(*again)
+    cache.load_state_dict(before)
+    torch.testing.assert_close(found, Step()(*again))
+
+
+def test_a_plan_for_other_arrays_is_refused_where_calls_are_watched():
+    with FlopCounterMode(display=False), pytest.raises(fk.ShapeError, match="the plan is for"):
+        SAME(*inputs(S + 1), plan=PLAN)
+    with FlopCounterMode(display=False), pytest.raises(fk.ParameterError, match="the plan is for another mask"):
+        PLAIN(*inputs(), plan=PLAN)
+    with FlopCounterMode(display=False), pytest.raises(fk.ParameterError, match="holds the values of all parameters"):
+        SAME(*inputs(), plan=PLAN, doc=DOC)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU of NVIDIA")
+def test_a_cuda_graph_is_replayed_on_other_inputs():
+    held = [x.detach().cuda() for x in inputs()]
+    bias, doc = BIAS.cuda(), DOC.cuda()
+    att = fk.compile("same(doc)", "score + bias[q, k]", backend="triton")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        att(*held, bias=bias, doc=doc)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = att(*held, bias=bias, doc=doc)
+    for x in (*held, bias):
+        x.copy_(torch.randn(x.shape, generator=G))
+    doc.copy_((torch.arange(S) + 3) // 7)
+    graph.replay()
+    torch.testing.assert_close(found, att(*held, bias=bias, doc=doc))
