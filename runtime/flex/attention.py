@@ -101,7 +101,7 @@ def attend(
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(out, lse, max) of a call in eager mode."""
     ragged = nested = None
-    if getattr(query, "is_nested", False):
+    if isinstance(query, Tensor) and query.is_nested:
         nested = query
         (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
         check_total(block_mask, query, key)

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 
 from ..attention import Attention
+from ..frameworks import symbolic
 from ..mask import Mask, ScoreMod
 from .errors import ArrayError, check_lookups
 from .kernel_options import KernelOptionError
@@ -22,7 +23,10 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     """Refuse what are no arrays, and shapes and devices that do not fit together."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
-            raise ArrayError(f"{name} is a {type(x).__name__}\n  it is a torch.Tensor (batch, heads, length, dim)")
+            hint = "it is a torch.Tensor (batch, heads, length, dim)"
+            if symbolic(x):
+                hint = "torch.fx.symbolic_trace records no flex_attention: take make_fx, torch.export or torch.compile"
+            raise ArrayError(f"{name} is a {type(x).__name__}\n  {hint}")
         if x.is_nested:
             raise ArrayError(
                 f"{name} is a nested tensor, and query is none\n  query, key and value are jagged nested tensors, all "

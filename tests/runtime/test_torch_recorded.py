@@ -68,7 +68,7 @@ WAYS = {
 # what says no, and the words
 REFUSED = {
     ("fx", "planned"): "leave out `plan`",
-    ("fx", "flex"): "query is a Proxy",
+    ("fx", "flex"): "query is a Proxy\n  .* make_fx, torch.export or torch.compile",
     ("strict export", "planned"): "leave out `plan`",
     ("compile", "planned"): "leave out `plan`",
     ("strict export", "entry of a lambda"): "takes a mask and a score mod as texts",
