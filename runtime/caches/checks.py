@@ -89,6 +89,26 @@ def check_tree(parents: Any, batch: int, new: int) -> None:
         raise ShapeError(f"node {node} of a tree leads back to itself, and no way up to a root: {known.tolist()}")
 
 
+def check_path(path: Any, drafted: Any, counts: Any, lengths: Any) -> None:
+    """Refuse paths int [batch, m] whose first `counts` entries are no nodes of the last `drafted` of `lengths` tokens.
+    Each is an array of numpy, or None where nobody knows its values."""
+    if drafted is None:
+        return
+    if lengths is not None and (drafted > lengths).any():
+        told, have = np.broadcast_to(drafted, lengths.shape).tolist(), lengths.tolist()
+        raise ShapeError(f"drafted are {told}, the last of {have} tokens; there are not as many")
+    if path is None or counts is None:
+        return
+    most, place = np.broadcast_to(drafted, len(path))[:, None], np.arange(path.shape[1])
+    wrong = ((path < 0) | (path >= most) | (place >= most)) & (place < counts[:, None])
+    if wrong.any():
+        b, i = np.argwhere(wrong)[0]
+        raise ShapeError(
+            f"path[{b}, {i}] is node {path[b, i]}, and the tree of sequence {b} has {most[b, 0]} nodes, from 0; say "
+            "by `counts` how many entries of a path are meant"
+        )
+
+
 def check_beside(q: Any, k: Any, layout: str) -> None:
     """Refuse queries of other tokens than the new ones, where both are padded alike, or read before they are stored."""
     at = 3 - HEADS[layout]

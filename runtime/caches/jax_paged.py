@@ -14,8 +14,10 @@ from frisket.dsl.errors import ShapeError
 from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
-from .jax_store import Cache, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
-from .pool import Copy, PagePool, seated
+from ..parameters import traced
+from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
+from .pool import Copy, PagePool
+from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 
 
 @jax.tree_util.register_dataclass
@@ -54,6 +56,7 @@ class PagedKVCache(Cache):
     room: jax.Array
     lengths: jax.Array
     overflowed: jax.Array
+    rows: jax.Array
 
     @classmethod
     def create(
@@ -70,7 +73,7 @@ class PagedKVCache(Cache):
         none = jnp.zeros(batch, jnp.int32)
         arrays = empty((pages, page, kv_heads), head_dim, v_dim, dtype)
         return cls(**arrays, pages=jnp.zeros((batch, width), jnp.int32), room=none, lengths=none,
-                   overflowed=jnp.zeros(batch, bool))  # fmt: skip
+                   overflowed=jnp.zeros(batch, bool), rows=jnp.asarray(empty_rows(batch)))  # fmt: skip
 
     page = property(lambda self: self.k.shape[1])
     capacity = property(lambda self: self.pages.shape[1] * self.page)
@@ -79,10 +82,15 @@ class PagedKVCache(Cache):
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
         or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
-        `pool.append` gave back, done here, in place of the old cache's memory."""
-        table, room, lengths = seated(pool, sequences, new, *self.k.shape[:2], *self.pages.shape)
+        `pool.append` gave back, done here, in place of the old cache's memory.
+
+        Raises `ShapeError` where the pool counts other tokens than the rows hold, as after a `keep` that it was not
+        told of; for that `seat` reads the lengths of the rows, and so waits for the step before."""
+        before = (None, None) if traced(self.rows) else jax.device_get((self.rows, self.lengths))
+        table, room, lengths, rows = seated(pool, sequences, new, *self.k.shape[:2], *self.pages.shape, *before)
         cache = self if not (pairs := list(copies)) else _copied(self, *_padded(pairs, self.k.shape[0]))
-        fresh = {"pages": table, "room": room, "lengths": lengths, "overflowed": np.zeros(self.batch, bool)}
+        fresh = {"pages": table, "room": room, "lengths": lengths, "rows": rows}
+        fresh["overflowed"] = np.zeros(self.batch, bool)
         return replace(cache, **{n: jnp.asarray(x) for n, x in fresh.items()})
 
     @usual_promotion()
@@ -102,14 +110,33 @@ class PagedKVCache(Cache):
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
-        """As `KVCache.keep`; the pool's lengths follow by `pool.truncate`."""
-        path = pathed(path, self.batch)
-        counts = counted(counts, *path.shape)
-        start = self.lengths - numbers("drafted", drafted, self.batch)
+        """As `KVCache.keep`. Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`:
+        `seat` refuses a pool that counts drafts which were not kept. Drafts on pages that another sequence shares are
+        a `ShapeError`, under `jax.jit` they are left and set `overflowed`: `pool.own` gives copies."""
+        path, start, counts = pathed(self, path, drafted, counts)
+        known = (start, counts, self.rows[OWN])
+        if not any(map(traced, known)):
+            refuse_shared(*map(np.asarray, known))
+        real = jnp.where(start >= self.rows[OWN], counts, 0)
         page, place = self._found(start[:, None] + path)
         kept = {n: None if x is None else x[page, place] for n, x in self.arrays.items()}
-        arrays = self._put(kept, slots(start, counts, path.shape[1], self.capacity))
-        return replace(self, **arrays, lengths=start + counts)
+        arrays = self._put(kept, slots(start, real, path.shape[1], self.capacity))
+        nodes = jnp.arange(path.shape[1])
+        moves = ((path != nodes) & (nodes < counts[:, None])).any(1)
+        rows = self.rows.at[LOW].min(start + jnp.where(moves, 0, counts)).at[PEAK].min(start + counts)
+        return replace(self, **arrays, lengths=start + counts, rows=rows,
+                       overflowed=self.overflowed | (real < counts))  # fmt: skip
+
+    def truncate(self, lengths: Any) -> Self:
+        """As `KVCache.truncate`, and tell the pool, as after `keep`. A row that ends on pages that another sequence
+        shares takes no tokens until `seat` has given it others."""
+        made = super().truncate(lengths)
+        shorter = made.lengths < self.lengths
+        rows = self.rows.at[LOW].min(jnp.where(shorter, made.lengths, self.rows[LOW]))
+        rows = rows.at[PEAK].max(jnp.where(shorter, self.lengths, 0))
+        room = jnp.where(made.lengths < rows[OWN], jnp.minimum(self.room, made.lengths), self.room)
+        found: Self = replace(made, rows=rows, room=room)
+        return found
 
     def _found(self, at: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(page, place in it) of tokens [batch, n]."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
-from .jax_store import Cache, check_new, counted, empty, grown, numbers, pathed, read, slots, stored, written
+from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 
 
 @jax.tree_util.register_dataclass
@@ -84,9 +84,7 @@ class KVCache(Cache):
         """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
         [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
         the path are meant."""
-        path = pathed(path, self.batch)
-        counts = counted(counts, *path.shape)
-        start = self.lengths - numbers("drafted", drafted, self.batch)
+        path, start, counts = pathed(self, path, drafted, counts)
         rows = jnp.arange(self.batch)[:, None], start[:, None] + path
         kept = {n: None if x is None else x[rows] for n, x in self.arrays.items()}
         arrays = written(self.arrays, kept, slots(start, counts, path.shape[1], self.capacity))

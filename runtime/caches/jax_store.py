@@ -138,13 +138,16 @@ def numbers(what: str, x: Any, batch: int) -> jax.Array:
     return found
 
 
-def pathed(path: Any, batch: int) -> jax.Array:
-    """Nodes of a tree that stay, int32 [batch, nodes]."""
-    path = jnp.asarray(path)
+def pathed(cache: Any, path: Any, drafted: Any, counts: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(nodes of a tree that stay, int32 [batch, nodes], where the tree begins int32 [batch], how many of those nodes
+    are meant int32 [batch])."""
+    path, batch = jnp.asarray(path), cache.batch
     if path.ndim != 2 or path.shape[0] != batch or not jnp.issubdtype(path.dtype, jnp.integer):
         raise ShapeError(f"path is {path.dtype}{list(path.shape)}; it is nodes, integers [{batch}, m]")
-    found: jax.Array = path.astype(jnp.int32)
-    return found
+    drafts, counts = numbers("drafted", drafted, batch), counted(counts, *path.shape)
+    known = [None if traced(x) else np.asarray(x) for x in (path, drafts, counts, cache.lengths)]
+    checks.check_path(*known)
+    return path.astype(jnp.int32), cache.lengths - drafts, counts
 
 
 def grown(

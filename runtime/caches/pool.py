@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
 
+from .seats import Ledger
+
 Copy = tuple[int, int]  # (page to read, page to write)
 
 
@@ -43,6 +45,8 @@ class PagePool:
         self._users = [0] * self.pages
         self._held: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
+        self._extra = 0  # users of pages beyond the first
+        self.ledger = Ledger()
 
     @classmethod
     def of(cls, pages: int, page: int, held: Mapping[Any, tuple[Sequence[int], int]]) -> PagePool:
@@ -50,8 +54,10 @@ class PagePool:
         pool = cls(pages, page)
         for sequence, (its, tokens) in held.items():
             pool._held[sequence], pool._lengths[sequence] = list(its), tokens
+            pool.ledger.new(sequence)
             for i in its:
                 pool._users[i] += 1
+        pool._extra = sum(n - 1 for n in pool._users if n)
         pool._free = [i for i in reversed(range(pages)) if not pool._users[i]]
         return pool
 
@@ -90,10 +96,12 @@ class PagePool:
         """A new sequence of so many tokens."""
         self._new(sequence, "append to it, or free it first")
         self._held[sequence], self._lengths[sequence] = [], 0
+        self.ledger.new(sequence)
         try:
             return self.append({sequence: tokens})
         except Exception:
             del self._held[sequence], self._lengths[sequence]
+            self.ledger.free(sequence)
             raise
 
     def append(self, tokens: Mapping[Any, int]) -> list[Copy]:
@@ -133,11 +141,14 @@ class PagePool:
         self._known(sequence)
         self._new(child, "free it first")
         self._held[child], self._lengths[child] = self._held[sequence].copy(), self._lengths[sequence]
+        self.ledger.fork(sequence, child, self._lengths[child])
+        self._extra += len(self._held[child])
         for page in self._held[child]:
             self._users[page] += 1
 
     def truncate(self, sequence: Hashable, tokens: int) -> None:
-        """Keep the first `tokens` of a sequence: drafts that were not taken are let go."""
+        """Keep the first `tokens` of a sequence: drafts that were not kept are let go. `keep` and `truncate` of a cache
+        do not tell the pool; `seat` refuses where the two disagree."""
         self._known(sequence)
         tokens = _whole("tokens", tokens)
         if not 0 <= tokens <= self._lengths[sequence]:
@@ -146,12 +157,20 @@ class PagePool:
         self._let_go(held[-(-tokens // self.page) :])
         del held[-(-tokens // self.page) :]
         self._lengths[sequence] = tokens
+        self.ledger.cut(sequence, tokens)
 
     def free(self, sequence: Hashable) -> None:
         """Forget a sequence; pages that no other one shares can be handed out again."""
         self._known(sequence)
         self._let_go(self._held.pop(sequence))
         del self._lengths[sequence]
+        self.ledger.free(sequence)
+
+    def owned(self, sequence: Hashable) -> int:
+        """The first token that is, with all behind it, on pages that no other sequence shares."""
+        held = self.pages_of(sequence)
+        shared = self._extra and next((i + 1 for i in reversed(range(len(held))) if self._users[held[i]] > 1), 0)
+        return shared * self.page
 
     def _new(self, sequence: Hashable, help: str) -> None:
         _named(sequence)
@@ -191,6 +210,7 @@ class PagePool:
         for s, i in moved:
             page = self._held[s][i]
             self._users[page] -= 1
+            self._extra -= 1
             self._held[s][i] = self._take()
             copies.append((page, self._held[s][i]))
         return copies
@@ -203,7 +223,9 @@ class PagePool:
     def _let_go(self, pages: list[int]) -> None:
         for page in reversed(pages):
             self._users[page] -= 1
-            if not self._users[page]:
+            if self._users[page]:
+                self._extra -= 1
+            else:
                 self._free.append(page)
 
 
@@ -228,37 +250,6 @@ def _of_each(what: str, numbers: Any) -> dict[Any, int]:
         return {s: operator.index(n) for s, n in numbers.items()}
     except (AttributeError, TypeError):
         raise ShapeError(f"{what} are {numbers!r}; they are a whole number for each sequence, by its name") from None
-
-
-def seated(
-    pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """What a cache of `pages` pages of `page` tokens, with `batch` rows of `width` pages, holds of sequences, one a
-    row, None for an empty one: pages int32 [batch, width], the tokens that those have place for int32 [batch], and
-    the tokens stored, without the `new` ones, int32 [batch]."""
-    if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
-        raise ShapeError(
-            f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
-            f"{batch} rows and {pages} pages of {page}"
-        )
-    told = np.asarray(new)
-    if told.shape not in ((), (batch,)) or told.dtype.kind not in "iu":
-        raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
-    table, (room, lengths) = np.zeros((batch, width), np.int32), np.zeros((2, batch), np.int32)
-    for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(told, batch), strict=True)):
-        if s is None:
-            continue
-        held, tokens = pool.pages_of(s), pool.length(s)
-        if len(held) > width:
-            raise CapacityError(
-                f"the sequence {s!r} has {len(held)} pages, a row of this cache {width}; make one of a larger width"
-            )
-        if not 0 <= more <= tokens:
-            raise ShapeError(
-                f"{more} new tokens of the sequence {s!r}, which has {tokens}; append them to the pool first"
-            )
-        table[b, : len(held)], room[b], lengths[b] = held, len(held) * page, tokens - more
-    return table, room, lengths
 
 
 __all__ = ["PagePool"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from frisket.dsl.errors import ShapeError
 
-from .pool import Copy, PagePool, seated
+from .pool import Copy, PagePool
+from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 from .torch_plain import Cache
 from .torch_store import Taken
 
@@ -43,6 +45,7 @@ class PagedKVCache(Cache):
 
     room: Tensor
     pages: Tensor
+    own: Tensor  # the first token that is on pages of its row alone
     _larger = "let its pool hand out pages, and `seat` it"
 
     def __init__(
@@ -59,6 +62,8 @@ class PagedKVCache(Cache):
         self.capacity, self.page, self._rooms = width * page, page, [0] * batch
         self.register_buffer("pages", torch.zeros(batch, width, dtype=torch.int32, device=device))
         self.register_buffer("room", torch.zeros(batch, dtype=torch.int32, device=device))
+        self.register_buffer("own", torch.zeros(batch, dtype=torch.int32, device=device), persistent=False)
+        self._rows = empty_rows(batch)
 
     @classmethod
     def create(
@@ -72,17 +77,63 @@ class PagedKVCache(Cache):
     def seat(self, pool: PagePool, sequences: Sequence[Any], new: Any = 0, copies: Iterable[Copy] = ()) -> Self:
         """Rows of the batch become these sequences of a pool, one each, None for a row without one. `new` (a number,
         or int [batch]) are tokens that the pool counts already and that are appended next; `copies` what
-        `pool.append` gave back, done here."""
-        found = seated(pool, sequences, new, self.k.shape[0], self.page, *self.pages.shape)
+        `pool.append` gave back, done here.
+
+        Raises `ShapeError` where the pool counts other tokens than the rows hold, as after a `keep` that it was not
+        told of; for that it waits where only a device knows the lengths."""
+        held = self.known()
+        if held is None:
+            held = self.lengths.tolist()
+        *found, rows = seated(pool, sequences, new, self.k.shape[0], self.page, *self.pages.shape, self._rows, held)
         for source, target in copies:
             for x in (self.k, self.v, self.k_scale, self.v_scale):
                 if x is not None:
                     x[target] = x[source]
         _, self._rooms, self._host = (x.tolist() for x in found)
-        for buffer, values in zip((self.pages, self.room, self.lengths), found, strict=True):
+        self._rows = rows
+        for buffer, values in zip((self.pages, self.room, self.lengths, self.own), (*found, rows[OWN]), strict=True):
             buffer.copy_(torch.from_numpy(values), non_blocking=True)
         self.overflowed.zero_()
         return self
+
+    def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
+        """As `KVCache.keep`. Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`:
+        `seat` refuses a pool that counts drafts which were not kept. Drafts on pages that another sequence shares are
+        a `ShapeError`: `pool.own` gives copies. Where only a device knows the lengths they are left, and `overflowed`
+        is true."""
+        return super().keep(path, drafted, counts)
+
+    def truncate(self, lengths: Any) -> Self:
+        """As `KVCache.truncate`, and tell the pool, as after `keep`. A row that ends on pages that another sequence
+        shares takes no tokens until `seat` has given it others."""
+        before = self.known()
+        super().truncate(lengths)
+        self.room.copy_(torch.where(self.lengths < self.own, torch.minimum(self.room, self.lengths), self.room))
+        known = self.known()
+        if before is None or known is None:
+            self._rows[LOW] = 0  # nobody knows how short they became
+            return self
+        was, now = (np.asarray(x, np.int32) for x in (before, known))
+        low, peak, own = self._rows[LOW], self._rows[PEAK], self._rows[OWN]
+        low[:], peak[:] = np.where(now < was, (np.minimum(low, now), np.maximum(peak, was)), (low, peak))
+        self._rooms = np.where(now < own, np.minimum(self._rooms or 0, now), self._rooms or 0).tolist()
+        return self
+
+    def _kept(
+        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, told: list[int] | None
+    ) -> Tensor:
+        low, peak = self._rows[LOW], self._rows[PEAK]
+        if begin is None or told is None:
+            low[:] = peak[:] = 0  # nobody knows where they begin
+        else:
+            refuse_shared(begin, told, self._rows[OWN])
+            nodes, kept = np.arange(path.shape[1]), np.asarray(told)
+            moves = ((path.numpy() != nodes) & (nodes < kept[:, None])).any(1) if path.is_cpu else True
+            low[:] = np.minimum(low, begin + np.where(moves, 0, kept))
+            peak[:] = np.minimum(peak, begin + kept)
+        real = torch.where(start >= self.own, number, 0)
+        self.overflowed |= real < number
+        return real
 
     def _beside(self, known: list[int], new: int) -> int | None:
         return None
@@ -94,4 +145,5 @@ class PagedKVCache(Cache):
 
     def _load_from_state_dict(self, *given: Any, **more: Any) -> None:
         super()._load_from_state_dict(*given, **more)
-        self._rooms = self.room.tolist()
+        self._rooms, self._rows = self.room.tolist(), empty_rows(self.batch)
+        self.own.zero_()

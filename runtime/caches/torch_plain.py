@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from ..call import results
 from ..stored import WORDS, live_of
 from ..torch_decode import Decode, step_of
 from . import torch_store as store
-from .checks import ASKED, check_beside, check_queries
+from .checks import ASKED, check_beside, check_path, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed
 from .torch_native import append as native_append
 from .torch_store import NARROW, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
@@ -97,6 +98,12 @@ class Cache(nn.Module):
         self.overflowed |= real < counts
         return real
 
+    def _kept(
+        self, path: Tensor, start: Tensor, number: Tensor, begin: list[int] | None, told: list[int] | None
+    ) -> Tensor:
+        """How many nodes of a path are written from `start` on, where the tree begins; both as the host knows them."""
+        return number
+
     def _where(self, token: Tensor, real: Taken | None = None) -> Tensor:
         """Places int64 [batch, kv_heads, n] of tokens [batch, n] among all vectors."""
         return (self.first if real is None else self.first[real.row[:, 0]]) + token.unsqueeze(1)
@@ -165,9 +172,13 @@ class Cache(nn.Module):
         m = path.shape[1]
         number, told = counts_of([m] * self.batch if counts is None else counts, self.batch, m, path.device)
         drafts, known = numbers("drafted", drafted, self.batch), self.known()
-        if drafts and known and any(not 0 <= n <= have for n, have in zip(drafts, known, strict=True)):
-            raise ShapeError(f"drafted are {drafts}, the last of {known} tokens; there are not as many")
-        start, real = self.lengths - on(path.device, drafted, drafts), taken(number, m)
+        if drafts and min(drafts) < 0:
+            raise ShapeError(f"drafted are {drafts}; each is 0 or more")
+        nodes = path.numpy() if path.is_cpu else None
+        check_path(nodes, *(None if x is None else np.asarray(x) for x in (drafts, told, known)))
+        start = self.lengths - on(path.device, drafted, drafts)
+        begin = known and drafts and [have - n for have, n in zip(known, drafts, strict=True)]
+        real = taken(self._kept(path, start, number, begin, told), m)
         source, target = self._where(start[:, None] + path), self._standing(start, real)
         for x in (self.k, self.v, self.k_scale, self.v_scale):
             if x is not None:

@@ -11,7 +11,7 @@ import frisket as fk
 from frisket.caches import PagePool
 from frisket.caches.jax import KVCache, PagedKVCache, RingKVCache, quantized
 from frisket.runtime.caches.masks import APPENDED, PADDED, SHARD, placed, ring
-from frisket.runtime.caches.pool import seated
+from frisket.runtime.caches.seats import seated
 from frisket.runtime.modeling.kv_cache import concatenate_to_cache, init_cache
 
 B, T, H, G, D, V = 2, 40, 4, 2, 16, 24

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
-from frisket.runtime.caches.pool import PagePool, seated
+from frisket.runtime.caches.pool import PagePool
+from frisket.runtime.caches.seats import seated
 
 
 class Stored:

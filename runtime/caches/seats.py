@@ -1,0 +1,209 @@
+"""Whether rows of a paged cache and its pool agree: a pool counts tokens, and the cache alone knows what `keep` left.
+
+Every row carries five numbers beside its length, and a pool keeps a `Ledger`; `seated` compares the two before anything
+is written. `keep` cannot tell the pool itself: under `jax.jit` there is no host to tell, and a pool serves all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.dsl.errors import CapacityError, ShapeError
+
+if TYPE_CHECKING:
+    from .pool import PagePool
+
+NUMBER, CUTS, OWN, LOW, PEAK = range(5)  # what a row has beside its length, int32 [5, batch]:
+# the number of its sequence in the pool's ledger, 0 for none; how often the pool had cut it when it was seated; the
+# first token that is on pages of its own; the shortest the row has been since, or where `keep` began to move tokens;
+# the longest it was before a `truncate`
+NEVER = (1 << 31) - 1  # LOW of a row that has not become shorter
+_NUMBERS = count()
+
+Rows = NDArray[np.int32]
+
+
+@dataclass
+class Known:
+    """What a pool knows of one sequence beside its pages and its length."""
+
+    number: int  # no other sequence of the process has it
+    cuts: int = 0  # how often it was truncated
+    stored: int | None = None  # tokens written at most, once it has left a row; None where nobody has looked
+    waits: tuple[int, int, int] | None = None
+    # what it was forked from, until the row of that is read: its number, its tokens and its cuts at that time
+
+    def at_most(self, tokens: int) -> None:
+        self.stored = tokens if self.stored is None else min(tokens, self.stored)
+
+
+class Ledger:
+    """The sequences of a pool as rows of caches name them."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Known] = {}
+        self.names: dict[int, Hashable] = {}
+        self.children: dict[int, dict[int, Known]] = {}  # forks that wait for a row, by what they were forked from
+
+    def new(self, sequence: Hashable) -> Known:
+        made = self.known[sequence] = Known(1 + next(_NUMBERS) % (NEVER - 1))
+        self.names[made.number] = sequence
+        return made
+
+    def fork(self, sequence: Hashable, child: Hashable, tokens: int) -> None:
+        parent, made = self.known[sequence], self.new(child)
+        made.stored = parent.stored
+        made.waits = parent.waits
+        if parent.waits is None and parent.stored is None:  # it sits in a row, or will: that says how many there are
+            made.waits = parent.number, tokens, parent.cuts
+        if made.waits is not None:
+            self.children.setdefault(made.waits[0], {})[made.number] = made
+
+    def cut(self, sequence: Hashable, tokens: int) -> None:
+        known = self.known[sequence]
+        known.cuts += 1
+        if known.waits is not None or known.stored is not None:  # no row says how many tokens it has
+            known.at_most(tokens)
+
+    def free(self, sequence: Hashable) -> None:
+        self.waits_no_more(sequence)
+        del self.names[self.known.pop(sequence).number]
+
+    def read(self, row: Sequence[int], tokens: int) -> Hashable | None:
+        """The name of the sequence in a row of so many tokens, where the pool has it still; what was forked from it
+        gets to know how many tokens it has."""
+        number, cuts, _, low, peak = row
+        for child in self.children.pop(number, {}).values():
+            assert child.waits is not None
+            _, upto, before = child.waits
+            # moved or overwritten after the fork, on pages of both, unless the pool knew of it at the fork
+            held = low if before == cuts and low < tokens else max(tokens, peak)
+            child.at_most(min(held, upto))
+            child.waits = None
+        return self.names.get(number)
+
+    def seated(self, sequence: Hashable) -> None:
+        """From here on a row says how many tokens of it are stored."""
+        self.waits_no_more(sequence)
+        self.known[sequence].stored = None
+
+    def waits_no_more(self, sequence: Hashable) -> None:
+        known = self.known[sequence]
+        if known.waits is not None:
+            of = self.children[known.waits[0]]
+            del of[known.number]
+            if not of:
+                del self.children[known.waits[0]]
+            known.waits = None
+
+
+def empty_rows(batch: int) -> Rows:
+    """Rows that no sequence sits in."""
+    return np.repeat(np.int32([0, 0, 0, NEVER, 0])[:, None], batch, 1)
+
+
+def seated(
+    pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int,
+    rows: Any = None, held: Any = None,
+) -> tuple[Rows, Rows, Rows, Rows]:  # fmt: skip
+    """What a cache of `pages` pages of `page` tokens, with `batch` rows of `width` pages, holds of sequences, one a
+    row, None for an empty one: pages int32 [batch, width], the tokens that those have place for int32 [batch], the
+    tokens stored, without the `new` ones, int32 [batch], and the five numbers of every row. Raises where the pool
+    disagrees with the `rows` so far, of `held` tokens each."""
+    if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
+        raise ShapeError(
+            f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
+            f"{batch} rows and {pages} pages of {page}"
+        )
+    told = np.asarray(new)
+    if told.shape not in ((), (batch,)) or told.dtype.kind not in "iu":
+        raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
+    sat = {} if rows is None else _read(pool, np.asarray(rows).T.tolist(), np.asarray(held).tolist())
+    table, (room, lengths), made = np.zeros((batch, width), np.int32), np.zeros((2, batch), np.int32), empty_rows(batch)
+    written: dict[int, Any] = {}
+    for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(told, batch).tolist(), strict=True)):
+        if s is None:
+            continue
+        its, tokens = pool.pages_of(s), pool.length(s)
+        if len(its) > width:
+            raise CapacityError(
+                f"the sequence {s!r} has {len(its)} pages, a row of this cache {width}; make one of a larger width"
+            )
+        if not 0 <= more <= tokens:
+            raise ShapeError(
+                f"{more} new tokens of the sequence {s!r}, which has {tokens}; append them to the pool first"
+            )
+        _agree(pool, s, tokens - more, more, sat)
+        for i in its[(tokens - more) // page :] if more else ():
+            if i in written:
+                raise ShapeError(
+                    f"rows of {written[i]!r} and {s!r} would write new tokens into one page; append them to the pool "
+                    f"after the fork, or let it copy the page: copies = pool.own({{{s!r}: {tokens - more}}})"
+                )
+            written[i] = s
+        known = pool.ledger.known[s]
+        table[b, : len(its)], room[b], lengths[b] = its, len(its) * page, tokens - more
+        made[:OWN, b], made[OWN, b] = (known.number, known.cuts), pool.owned(s)
+    for s, (_, tokens, _) in sat.items():  # those that leave
+        pool.ledger.known[s].stored = tokens
+    for s in sequences:
+        if s is not None:
+            pool.ledger.seated(s)
+    return table, room, lengths, made
+
+
+def _read(pool: PagePool, rows: list[list[int]], held: list[int]) -> dict[Any, tuple[int, int, int]]:
+    """Of sequences that sit in rows: which row, its tokens, and how often the pool had cut them when they were
+    seated."""
+    sat = {}
+    for b, (row, tokens) in enumerate(zip(rows, held, strict=True)):
+        if row[NUMBER] and (name := pool.ledger.read(row, tokens)) is not None:
+            sat[name] = b, tokens, row[CUTS]
+            if tokens > pool.length(name) and row[CUTS] == pool.ledger.known[name].cuts:
+                raise _ahead(name, b, tokens, pool.length(name), 0)
+    return sat
+
+
+def _agree(pool: PagePool, s: Any, wanted: int, more: int, sat: dict[Any, tuple[int, int, int]]) -> None:
+    """Raise where `wanted` tokens of a sequence are not what is stored of it."""
+    known = pool.ledger.known[s]
+    if s in sat:
+        b, tokens, cuts = sat[s]
+        if tokens > wanted and cuts == known.cuts:
+            raise _ahead(s, b, tokens, wanted, more)
+        where = f"row {b} holds {tokens} tokens of the sequence {s!r}"
+    elif known.stored is not None:
+        tokens, where = known.stored, f"{known.stored} tokens of the sequence {s!r} are stored"
+    else:
+        return  # nobody has looked: what a caller wrote there, a pool as it was
+    if tokens < wanted:
+        raise ShapeError(
+            f"{where}, and the pool counts {wanted + more}, {more} of them new\n"
+            f"  where drafts were not kept: pool.truncate({s!r}, {tokens}) after `keep`, before `fork` and `append`; "
+            "where tokens are still to be written: say how many by `new`"
+        )
+
+
+def _ahead(s: Any, b: int, tokens: int, wanted: int, more: int) -> ShapeError:
+    return ShapeError(
+        f"row {b} holds {tokens} tokens of the sequence {s!r}, and the pool counts {wanted + more}, {more} of them "
+        f"new\n  append them to the pool before the cache, and say by `new` how many are still to be written; to drop "
+        f"tokens: pool.truncate({s!r}, {wanted})"
+    )
+
+
+def refuse_shared(starts: Any, counts: Any, own: Any) -> None:
+    """Refuse to keep drafts from `starts` on that are on pages of several sequences, where these are known."""
+    for b, (start, n, first) in enumerate(zip(starts, counts, own, strict=True)):
+        if n and start < first:
+            raise ShapeError(
+                f"the drafts of sequence {b} are on pages that another one shares, and keeping some moves them\n"
+                f"  copies = pool.own({{<its name>: {int(start)}}}), `seat` with these copies, then `keep`; nothing "
+                "has changed"
+            )
