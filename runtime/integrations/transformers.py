@@ -12,6 +12,7 @@ The mask that transformers makes reaches the kernels as an expression: no dense 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,7 +32,8 @@ from frisket.runtime.frameworks import in_graph
 from frisket.runtime.options import Options, rate_of
 
 from .transformers_config import program
-from .transformers_masks import SymbolicMask, dense, symbolic
+from .transformers_loading import eager_only, watch
+from .transformers_masks import SymbolicMask, chosen, dense, symbolic
 
 NAME = "frisket"
 
@@ -43,24 +45,34 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, symbolic)
+    watch(NAME)
 
 
 def attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
     scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None,
     position_bias: Tensor | None = None, sinks: Tensor | None = None, is_causal: bool | None = None,
+    indices: Tensor | None = None, block_indices: Tensor | None = None,
     frisket_params: Mapping[str, Any] | None = None, **rest: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention of one layer, which models call: query [batch, heads, q_len, head_dim], key and value [batch,
     kv_heads, kv_len, head_dim] to (out [batch, q_len, heads, head_dim], None).
 
     `attention_mask` is what `symbolic` has made, a tensor of 4 axes that the call brings, or None: then it is causal
-    if `is_causal`, or the module's own, is true, as for transformers' sdpa. `s_aux` [heads] are sinks, `sinks` [batch,
-    heads, q_len, 1] those of every query. To scores `softcap` is applied first, then `position_bias` is added, then
+    if `is_causal`, or the module's own, is true. A module that has none sees all keys, as under eager attention, and
+    so do models that are made for eager attention alone. `s_aux` [heads] are sinks, `sinks` [batch, heads, q_len, 1]
+    those of every query. To scores `softcap` is applied first, then `position_bias` is added, then
     comes `frisket_score`. `frisket_params` are values of names in the texts, beside those of `config.frisket_params`.
+    `indices` [batch, q_len, n] are the keys that a model has chosen for each query, `block_indices` [batch, groups of
+    heads, q_len, n] blocks of keys, as long as `module.indexer.block_size`; of the mask, they alone are seen.
     """
     given = _given(module, query, key, attention_mask, is_causal)
     _refuse(rest, given)
+    if indices is not None:
+        given = chosen(given, indices[:, None], 1, query.shape[1])
+    if block_indices is not None:
+        size: Any = module.indexer.block_size  # type: ignore[union-attr]
+        given = chosen(given, block_indices, size, query.shape[1])
     text, score, values = program(module, given, query.shape[1], softcap, position_bias, frisket_params)
     found: Any
     if in_graph(query):
@@ -97,6 +109,8 @@ def _plan(att: Attention, given: SymbolicMask, query: Tensor, values: dict[str, 
 def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bool | None) -> SymbolicMask:
     """The mask of a layer, whatever stands for it."""
     if isinstance(given, SymbolicMask):
+        if given.q_len == 1 < q.shape[2] and given.kv_len == k.shape[2] and given.make is not None:
+            return _dense(given.array(), q, k)  # one row for all queries, as an array of it would be
         if (q.shape[2], k.shape[2]) != (given.q_len, given.kv_len):
             raise ShapeError(
                 f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {given.q_len} x "
@@ -105,7 +119,8 @@ def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bo
         return given
     if isinstance(given, Tensor):
         return _dense(given, q, k)
-    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if causal is None:
+        causal = getattr(module, "is_causal", False) and not eager_only(type(module).__module__)
     return SymbolicMask("q >= k" if causal and q.shape[2] > 1 else "", q.shape[0], q.shape[2], k.shape[2])
 
 
@@ -123,11 +138,8 @@ def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
 
 
 REFUSED = {
-    "output_attentions": "no weights are ever written out: load the model with attn_implementation='eager' to see them",
     "head_mask": "prune heads with the model's own means, or leave out head_mask",
     "layer_head_mask": "prune heads with the model's own means, or leave out head_mask",
-    "indices": "this model chooses keys by itself: load it with attn_implementation='eager'",
-    "block_indices": "this model chooses keys by itself: load it with attn_implementation='eager'",
     "cache": "continuous batching keeps pages of its own: use `generate`",
 }
 
@@ -136,6 +148,11 @@ def _refuse(rest: Mapping[str, Any], given: SymbolicMask) -> None:
     for name, way_out in REFUSED.items():
         if rest.get(name) is not None and rest[name] is not False:
             raise ParameterError(f"attn_implementation='frisket' does not take {name}\n  {way_out}")
+    if rest.get("output_attentions"):
+        warnings.warn(
+            "attn_implementation='frisket' gives None for output_attentions=True: no weights are ever written out\n  "
+            "load the model with attn_implementation='eager' to see them", stacklevel=2,
+        )  # fmt: skip
     lengths = rest.get("cu_seq_lens_q")
     if lengths is not None and lengths.shape[0] > 2 and given.structure and not given.documents:
         raise ParameterError(

@@ -18,7 +18,8 @@ from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.lowering.plan import whole
 from frisket.runtime.mask import mask, score
 
-from .transformers_masks import POSITIONS, SymbolicMask, constant, joined
+from .transformers_masks import SymbolicMask, constant, joined
+from .transformers_terms import POSITIONS
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -120,6 +121,8 @@ def _check_place(text: str, values: Mapping[str, Any], given: SymbolicMask, head
         raise ParameterError(
             "config.frisket_mask is set, and this call brings an attention_mask of 4 axes: leave out one of them"
         )
+    if given.chosen:
+        raise ParameterError("config.frisket_mask is set, and this model chooses keys under its own mask: leave it out")
     if not given.kv_offset:
         return
     made = mask(text, **{n: x for n, x in values.items() if n in canonical(text, "mask")[1]})

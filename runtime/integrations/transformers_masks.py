@@ -1,24 +1,18 @@
-"""What transformers says of a mask, as text of the language and the tables it reads.
+"""What the attention of a model of transformers gets for a mask: what `symbolic` makes where transformers asks for one.
 
->>> from transformers.masking_utils import sliding_window_causal_mask_function
->>> read(sliding_window_causal_mask_function(256))
-('((true & (k > (q - 256))) & (k <= q))', {})
-
-transformers builds a mask out of Python closures over positions. Here they are called once, on `Term`s, which write
-down what is computed with them; so they are inside `torch.compile`, which sees nothing of it but texts, and the tensors
-that become tables.
+Texts and tables stand for the mask functions of the model, for documents packed in a row and for padding; plans are
+made of these, and no array, unless a model computes with one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, clauses, conj, lookup, substitute, var
@@ -26,111 +20,11 @@ from frisket.lowering.aten_expr import distance_only
 from frisket.lowering.simplify import simplify
 from frisket.runtime.mask import Mask, mask
 
+from .transformers_loading import BOOLS
+from .transformers_terms import POSITIONS, read
+
 B, Q, K = var("b"), var("q"), var("k")
 CAUSAL = Q >= K
-POSITIONS = ("b", "h", "q", "k")
-
-
-class Term:
-    """A text in place of a number that a mask function computes with; tensors beside it become tables."""
-
-    device = None  # mask functions move results there
-
-    def __init__(self, text: str, tables: list[Tensor]) -> None:
-        self.text, self.tables = text, tables
-
-    def joined(self, left: Any, sign: str, right: Any) -> Term:
-        return Term(f"({said(left, self.tables)} {sign} {said(right, self.tables)})", self.tables)
-
-    # fmt: off
-    def __add__(self, x: Any) -> Term: return self.joined(self, "+", x)
-    def __radd__(self, x: Any) -> Term: return self.joined(x, "+", self)
-    def __sub__(self, x: Any) -> Term: return self.joined(self, "-", x)
-    def __rsub__(self, x: Any) -> Term: return self.joined(x, "-", self)
-    def __mul__(self, x: Any) -> Term: return self.joined(self, "*", x)
-    def __rmul__(self, x: Any) -> Term: return self.joined(x, "*", self)
-    def __floordiv__(self, x: Any) -> Term: return self.joined(self, "//", x)
-    def __mod__(self, x: Any) -> Term: return self.joined(self, "%", x)
-    def __lt__(self, x: Any) -> Term: return self.joined(self, "<", x)
-    def __le__(self, x: Any) -> Term: return self.joined(self, "<=", x)
-    def __gt__(self, x: Any) -> Term: return self.joined(self, ">", x)
-    def __ge__(self, x: Any) -> Term: return self.joined(self, ">=", x)
-    def __eq__(self, x: object) -> Term: return self.joined(self, "==", x)  # type: ignore[override]
-    def __ne__(self, x: object) -> Term: return self.joined(self, "!=", x)  # type: ignore[override]
-    def __and__(self, x: Any) -> Term: return self.joined(self, "&", x)
-    def __rand__(self, x: Any) -> Term: return self.joined(x, "&", self)
-    def __or__(self, x: Any) -> Term: return self.joined(self, "|", x)
-    def __ror__(self, x: Any) -> Term: return self.joined(x, "|", self)
-    def __xor__(self, x: Any) -> Term: return self.joined(self, "^", x)
-    def __invert__(self) -> Term: return Term(f"(~{self.text})", self.tables)
-    def __neg__(self) -> Term: return Term(f"(-{self.text})", self.tables)
-    def __abs__(self) -> Term: return Term(f"abs({self.text})", self.tables)
-    def to(self, *_: Any, **__: Any) -> Term: return self
-    def new_ones(self, *_: Any, **__: Any) -> Term: return Term("true", self.tables)
-    def new_zeros(self, *_: Any, **__: Any) -> Term: return Term("false", self.tables)
-    # fmt: on
-
-    def __bool__(self) -> bool:
-        raise TypeError("a mask function asks whether a position is true, and positions have no values here")
-
-    __hash__ = None  # type: ignore[assignment]  # nothing is equal to another
-
-
-def said(x: Any, tables: list[Tensor]) -> str:
-    if isinstance(x, Term):
-        return x.text
-    if isinstance(x, Tensor):
-        return named(x, tables)
-    if isinstance(x, bool):
-        return "true" if x else "false"
-    if isinstance(x, (int, float)):
-        return f"({x!r})" if x < 0 else repr(x)
-    raise TypeError(f"a mask function computes with {x!r}")
-
-
-def named(table: Tensor, tables: list[Tensor]) -> str:
-    """The name of a table: t0, t1, ..."""
-    for i, known in enumerate(tables):
-        if known is table:
-            return f"t{i}"
-    tables.append(table)
-    return f"t{len(tables) - 1}"
-
-
-class Lookups(TorchFunctionMode):
-    """Reads `table[b, q]`, with terms for positions, as text."""
-
-    def __init__(self, tables: list[Tensor]) -> None:
-        super().__init__()
-        self.tables = tables
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__getitem__:
-            table, index = args
-            index = index if isinstance(index, tuple) else (index,)
-            if any(isinstance(i, Term) for i in index):
-                if len(index) != table.ndim:
-                    raise TypeError(f"a tensor of {table.ndim} axes is read with {len(index)} indices")
-                inside = ", ".join([said(i, self.tables) for i in index])
-                return Term(f"{named(table, self.tables)}[{inside}]", self.tables)
-        return func(*args, **(kwargs or {}))
-
-
-def read(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-    """The text of a mask function of transformers, and its tables by name."""
-    tables: list[Tensor] = []
-    positions = [Term(name, tables) for name in POSITIONS]
-    if torch.compiler.is_compiling():
-        with Lookups(tables):
-            found = function(*positions)
-        return said(found, tables), {f"t{i}": x for i, x in enumerate(tables)}
-    try:
-        with Lookups(tables):
-            found = function(*positions)
-        return said(found, tables), {f"t{i}": x for i, x in enumerate(tables)}
-    except TypeError:  # a function of torch, or more: frisket's reader of torch callables knows those, or says why not
-        made = mask(function)
-        return str(made), dict(made.params)
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -208,7 +102,8 @@ def is_causal(text: str) -> bool:
 class SymbolicMask:
     """What the attention of a model gets for a mask: texts, tables, and where queries and keys lie in the row.
 
-    It stands where models expect an array [batch, 1, q_len, kv_len], and has what they ask of that.
+    It stands where models expect an array [batch, 1, q_len, kv_len]. A model that only hands it on never makes that
+    array; one that computes with it (an indexer, a mask with keys appended) gets what it gets under sdpa.
     """
 
     structure: str  # causal, windows, chunks: what the model says, and `frisket_mask` replaces
@@ -221,6 +116,9 @@ class SymbolicMask:
     padding: tuple[str, str] = ("", "")  # which keys are none: from the left, and to the right
     bias: str = ""  # what is added to scores, where a call brings a dense mask of floats
     tables: dict[str, Any] = field(default_factory=dict)
+    chosen: str = ""  # keys that the model has chosen by itself, for each query
+    make: Callable[[], Tensor] | None = field(default=None, repr=False)  # transformers' own array of it
+    dtype: torch.dtype = torch.float32
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)  # plans, by attention
 
     ndim = 4
@@ -238,17 +136,48 @@ class SymbolicMask:
     def size(self, axis: int | None = None) -> Any:
         return self.shape if axis is None else self.shape[axis]
 
-    def __getitem__(self, index: Any) -> Any:
-        raise ParameterError(
-            "this model computes with its attention mask, and under attn_implementation='frisket' that is no array\n"
-            "  load it with attn_implementation='eager', or 'sdpa'"
-        )
+    # -- for models that compute with it
 
-    __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __or__ = __ror__ = __getitem__
+    def array(self) -> Tensor:
+        """What transformers' sdpa takes, [batch, 1, q_len, kv_len] of Bools, or for models without it what their eager
+        attention adds to scores: 0 and the least of the dtype."""
+        if self.make is None:
+            raise ParameterError(
+                "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
+                "array\n  load it with attn_implementation='eager', or 'sdpa'"
+            )
+        if "array" not in self.kept:
+            self.kept["array"] = self.make()
+        found: Tensor = self.kept["array"]
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):  # whoever only asks makes no array
+            raise AttributeError(f"a mask has no {name!r}")
+        return getattr(self.array(), name)
+
+    # fmt: off
+    def __getitem__(self, index: Any) -> Any: return self.array()[index]
+    def __add__(self, x: Any) -> Any: return self.array() + x
+    def __sub__(self, x: Any) -> Any: return self.array() - x
+    def __rsub__(self, x: Any) -> Any: return x - self.array()
+    def __mul__(self, x: Any) -> Any: return self.array() * x
+    def __lt__(self, x: Any) -> Any: return self.array() < x
+    def __le__(self, x: Any) -> Any: return self.array() <= x
+    def __gt__(self, x: Any) -> Any: return self.array() > x
+    def __ge__(self, x: Any) -> Any: return self.array() >= x
+    def __eq__(self, x: object) -> Any: return self.array() == x
+    def __ne__(self, x: object) -> Any: return self.array() != x
+    def __and__(self, x: Any) -> Any: return self.array() & x
+    def __or__(self, x: Any) -> Any: return self.array() | x
+    def __invert__(self) -> Any: return ~self.array()
+    __radd__, __rmul__, __rand__, __ror__ = __add__, __mul__, __and__, __or__
+    __hash__ = object.__hash__
+    # fmt: on
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls.__getitem__(args[0], func)  # functions of torch are computing too
+        return func(*_arrays(args), **_arrays(kwargs or {}))
 
     @property
     def origin(self) -> tuple[int, int, Any, int]:
@@ -262,7 +191,7 @@ class SymbolicMask:
         left, right = self.padding
         if right and is_causal(structure) and min(self.tables["stop"]) >= self.origin[2] + self.q_len:
             right = ""  # what is beyond the queries no causal mask sees
-        return joined([x for x in (structure, self.documents, left, right) if x and x != "true"], " & ")
+        return joined([x for x in (structure, self.documents, left, right, self.chosen) if x and x != "true"], " & ")
 
     def read_by(self, *texts: str) -> dict[str, Any]:
         """The tables that these texts read."""
@@ -270,29 +199,56 @@ class SymbolicMask:
         return {n: x for n, x in self.tables.items() if n in names}
 
 
+def _arrays(x: Any) -> Any:
+    """Arguments with arrays for masks."""
+    if isinstance(x, SymbolicMask):
+        return x.array()
+    if isinstance(x, tuple | list):
+        return type(x)([_arrays(i) for i in x])
+    return {n: _arrays(i) for n, i in x.items()} if isinstance(x, dict) else x
+
+
+EXTENDED = {"deepseek_v4"}  # models that append keys and, where the mask is a Tensor, their columns: else they are lost
+
+
 def symbolic(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False,
-    allow_is_bidirectional_skip: bool = False, local_size: int | None = None, **_: Any,
-) -> SymbolicMask | None:  # fmt: skip
-    """The mask function that `register` gives transformers: takes what its own take. None where all is seen and the
-    model allows that: some then give their attention a tensor of biases in its place."""
+    dtype: Any = torch.float32, config: Any = None, device: Any = "cpu", **_: Any,
+) -> SymbolicMask | Tensor:  # fmt: skip
+    """The mask function that `register` gives transformers: takes what its own take. It is never None, where all is
+    seen neither: some models call causal what is not, and their attention would take None for that."""
     if isinstance(attention_mask, SymbolicMask):  # made before, by `generate`
         return attention_mask
-    if mask_function is None:
-        from transformers.masking_utils import causal_mask_function
+    from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
 
-        mask_function = causal_mask_function
+    mask_function = mask_function or causal_mask_function
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache counts on in place before its attention runs
+
+    bools = type(config) in BOOLS
+
+    def make() -> Tensor:
+        if getattr(config, "frisket_mask", None) is not None:
+            raise ParameterError(
+                "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
+            )
+        found: Tensor = (sdpa_mask if bools else eager_mask)(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, use_vmap=use_vmap, device=device,
+            allow_is_causal_skip=False,
+        )  # fmt: skip
+        return found
+
+    if getattr(config, "model_type", None) in EXTENDED:
+        return make()
     text, tables = read(mask_function)
     structure, documents = parted(text, not use_vmap)  # use_vmap: functions of other people are part of it
     padding, more = padded(attention_mask, kv_offset + kv_length)
-    if allow_is_bidirectional_skip and (structure, documents, padding) == ("true", "", ("", "")):
-        return None
     return SymbolicMask(
-        structure, batch_size, q_length, kv_length, q_offset, kv_offset, documents, padding, "", {**tables, **more}
-    )
+        structure, batch_size, q_length, kv_length, q_offset, kv_offset, documents, padding, "", {**tables, **more},
+        make=make, dtype=torch.bool if bools else dtype,
+    )  # fmt: skip
 
 
 def padded(real: Tensor | None, stop: int) -> tuple[tuple[str, str], dict[str, Any]]:
@@ -341,3 +297,19 @@ def dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     if given.is_floating_point():
         return SymbolicMask("", batch, q_len, kv_len, bias=text, tables=tables)
     return SymbolicMask(text if given.dtype == torch.bool else f"{text} != 0", batch, q_len, kv_len, tables=tables)
+
+
+def chosen(given: SymbolicMask, indices: Tensor, size: int, heads: int) -> SymbolicMask:
+    """A mask of which a query sees those keys that a model has chosen for it: `indices` [batch, groups of heads, q_len,
+    n] of blocks of `size` keys, negative where there are fewer."""
+    blocks = -(-given.kv_len // size)
+    places = torch.where(indices < 0, blocks, indices).long()  # those that are none fall behind the last
+    table = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
+    table = table.scatter(-1, places, True)
+    group = "0" if indices.shape[1] == 1 else f"h // {heads // indices.shape[1]}"
+    key = "k - k_start" if size == 1 else f"(k - k_start) // {size}"
+    _, _, q_start, k_start = given.origin
+    more = {"chosen": table, "q_start": q_start, "k_start": k_start}
+    return replace(
+        given, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**given.tables, **more}, kept={}
+    )  # fmt: skip

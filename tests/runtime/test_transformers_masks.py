@@ -213,22 +213,9 @@ def test_errors_in_the_text_come_with_a_caret():
     refused(r"a score mod needs a number", MaskSyntaxError, frisket_score="q - k < 4")
 
 
-def test_a_model_that_computes_with_its_mask_is_refused():
-    made, scores = symbolic(1, 6, 6), torch.zeros(1, 1, 6, 6)
-    assert (made.size(), made.size(-1)) == ((1, 1, 6, 6), 6)
-    for use in (
-        lambda: scores + made,
-        lambda: made[:, :, :, :3],
-        lambda: scores.masked_fill(made, 0.0),
-        lambda: torch.where(made, scores, 0.0),
-    ):
-        with pytest.raises(ParameterError, match="this model computes with its attention mask"):
-            use()
-
-
 def test_what_cannot_be_done_is_said():
     square = torch.ones(2, 1, hf_models.LENGTH, hf_models.LENGTH, dtype=torch.bool)
-    refused("does not take output_attentions", call={"output_attentions": True})
+    refused("does not take head_mask", call={"head_mask": torch.ones(2, 4)})
     refused("`w` of the config's frisket_mask or frisket_score has no value", frisket_mask="causal & q - k < w")
     refused("`v` is in frisket_params", frisket_mask="causal & q - k < w", frisket_params={"w": 3, "v": 2})
     refused("names 'chunked_attention'", frisket_mask={"chunked_attention": "causal"})

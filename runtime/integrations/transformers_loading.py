@@ -1,0 +1,114 @@
+"""What happens when a model of transformers is made that computes attention itself, whatever implementation is named.
+
+transformers checks the name of an implementation and nothing more. A model that looks classes up by that name then ends
+in a KeyError, and one that never asks for an implementation ignores it, with the masks of its config. `watch` has both
+told: such a model gets what transformers would choose for it by itself, with a warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from functools import wraps
+from typing import Any
+
+import torch
+
+from frisket.dsl.errors import ParameterError
+
+BOOLS: set[type] = set()  # configs of models that work under sdpa, and so compute with masks of Bools
+
+
+def watch(name: str) -> None:
+    """Look at every model that is made with the implementation `name`. A second call changes nothing."""
+    from transformers import PreTrainedModel
+
+    plain = PreTrainedModel.get_correct_attn_implementation
+    if hasattr(plain, "frisket"):
+        return
+
+    @wraps(plain)
+    def correct(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
+        if requested_attention == name:
+            if computes_itself(type(self)):
+                taken: str = plain(self, None, is_init_check)
+                _warn(type(self), name, f"it has taken {taken!r}")
+                self.register_forward_pre_hook(_no_mask)
+                _no_mask(self)
+                return taken
+            tables = _by_name(type(self))
+            if self._supports_sdpa and all(other == "sdpa" for _, other in tables):
+                BOOLS.add(type(self.config))
+            for classes, other in tables:
+                if name not in classes:
+                    classes[name] = classes[other]
+                    _warn(type(self), name, f"its {classes[name].__name__} computes what {other!r} does")
+        found: str = plain(self, requested_attention, is_init_check)
+        return found
+
+    correct.frisket = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = correct  # type: ignore[method-assign]
+
+
+def _warn(kind: type, name: str, instead: str) -> None:
+    warnings.warn(
+        f"attn_implementation={name!r} is not used by {kind.__name__}, which computes attention itself: {instead}",
+        stacklevel=2,
+    )
+
+
+def _no_mask(module: Any, *_: Any) -> None:
+    """Refuse the mask or score mod of a config that nobody reads."""
+    for what in ("frisket_mask", "frisket_score"):
+        if getattr(module.config, what, None) is not None:
+            raise ParameterError(
+                f"config.{what} is set, and {type(module).__name__} computes attention itself, without it: leave it out"
+            )
+
+
+def _modules(kind: type) -> list[dict[str, Any]]:
+    """What the modules know that define a model's class and its bases among models."""
+    from transformers import PreTrainedModel
+
+    bases = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]
+    return [vars(sys.modules[n]) for n in dict.fromkeys(c.__module__ for c in bases) if n in sys.modules]
+
+
+def computes_itself(kind: type) -> bool:
+    """Whether a model has attention, and no implementation from outside ever comes into it."""
+    from transformers import AttentionInterface
+
+    known = _modules(kind)
+    if any(isinstance(x, AttentionInterface) for names in known for x in names.values()):
+        return False
+    return any(
+        inspect.isclass(x) and issubclass(x, torch.nn.Module) and "attention" in x.__name__.lower()
+        and x.__module__ == names["__name__"]
+        for names in known
+        for x in names.values()
+    )  # fmt: skip
+
+
+def _by_name(kind: type) -> list[tuple[dict[str, Any], str]]:
+    """Tables of classes by implementation, in models that ask for implementations elsewhere, and the entry to take."""
+    found = []
+    for names in _modules(kind):
+        for n, x in names.items():
+            if n.endswith("ATTENTION_CLASSES") and isinstance(x, dict) and "eager" in x:
+                found.append((x, "sdpa" if "sdpa" in x else "eager"))
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def eager_only(place: str) -> bool:
+    """Whether the models of a Python module are said to work under eager attention alone. There `is_causal` of a layer
+    may say anything, and no mask means that all is seen."""
+    from transformers import PreTrainedModel
+
+    models = [
+        x for x in vars(sys.modules[place]).values()
+        if inspect.isclass(x) and issubclass(x, PreTrainedModel) and x.__module__ == place
+    ]  # fmt: skip
+    flags = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn", "_supports_attention_backend")
+    return bool(models) and not any(getattr(x, flag, False) for x in models for flag in flags)

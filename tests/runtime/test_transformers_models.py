@@ -1,0 +1,165 @@
+"""Models of transformers that do more with attention than to call it: those that choose keys, compute with their mask,
+or compute attention themselves."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from support import hf_models, hf_tiny
+from support.matrix import some
+from transformers import (
+    AlignTextModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    ClapTextModel,
+    masking_utils,
+)
+from transformers.models.git import modeling_git
+
+import frisket as fk
+from frisket import ParameterError
+from frisket.integrations.transformers import attention, register
+from frisket.integrations.transformers_masks import symbolic
+
+LENGTH = hf_models.LENGTH
+IMAGES = {"minimax_m3_vl"}
+
+
+def pair(kind, **changes):
+    config = next(hf_tiny.configs(kind, changes))
+    return hf_models.twins(AutoModelForImageTextToText if kind in IMAGES else AutoModelForCausalLM, config)
+
+
+def trained(model, ids, seen):
+    logits = model(ids, attention_mask=seen, use_cache=False).logits[seen.bool()]
+    (logits.tanh() * torch.linspace(-1, 1, logits.shape[-1])).mean().backward()
+    return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+# -- keys that a model chooses ----------------------------------------------------------------------------------------
+
+CHOOSING = {
+    "deepseek_v32": {"num_key_value_heads": 4, "index_topk": 6},  # keys of an indexer
+    "glm_moe_dsa": {"num_key_value_heads": 4, "index_topk": 6},
+    "axk2": {"num_key_value_heads": 4, "index_topk": 6},
+    "hy_v4": {},
+    "minimax_m3_vl": {},  # blocks of keys
+    "doge": {"keep_window_size": 6},  # a mask of its own, from values
+    "deepseek_v4": {},  # compressed keys beside the window's
+}
+
+
+@pytest.mark.parametrize("kind", some(CHOOSING, "deepseek_v32", "doge", "deepseek_v4"))
+@pytest.mark.parametrize("side", some(["left", "right"], "left"))
+def test_models_that_choose_keys(kind, side):
+    if (kind, side) == ("minimax_m3_vl", "left"):
+        side = "none"  # its indexer reads tokens of padding, whose states differ
+    eager, ours = pair(kind, **CHOOSING[kind])
+    ids, seen = hf_models.tokens(), hf_models.padded(**({} if side == "none" else {side: 5}))
+    want, got = trained(eager, ids, seen), trained(ours, ids, seen)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-4)
+    most = max(float(g.abs().max()) for g in want[1].values())
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-3, atol=1e-4 * most, msg=name)
+
+
+# -- models that compute with their mask, or without any ---------------------------------------------------------------
+
+
+def test_an_encoder_that_does_not_say_whether_it_is_causal_sees_both_ways():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 5, 4) for _ in range(3))
+    torch.testing.assert_close(attention(torch.nn.Module(), q, k, v, None)[0], fk.attention(q, k, v).transpose(1, 2))
+    from transformers.models.bridgetower import (
+        modeling_bridgetower,
+    )  # for eager attention alone; says causal, and is not
+
+    module = type("Layer", (torch.nn.Module,), {"is_causal": True, "__module__": modeling_bridgetower.__name__})()
+    torch.testing.assert_close(attention(module, q, k, v, None)[0], fk.attention(q, k, v).transpose(1, 2))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind", ["align_text_model", "clap_text_model"])
+def test_encoders_without_padding_are_those_of_eager(kind):
+    model = {"align_text_model": AlignTextModel, "clap_text_model": ClapTextModel}[kind]
+    eager, ours = hf_models.twins(SimpleNamespace(from_config=model._from_config), next(hf_tiny.configs(kind)))
+    with torch.no_grad():
+        got, want = (m(hf_models.tokens()).last_hidden_state for m in (ours, eager))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_that_is_computed_with_is_that_of_sdpa():
+    """Or, in models without, that of eager attention."""
+    register()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_models.config("llama"), attn_implementation="frisket")
+    seen = hf_models.padded(left=3)[:, :6].bool()
+    how = {"mask_function": masking_utils.sliding_window_causal_mask_function(3), "attention_mask": seen}
+    made = symbolic(2, 6, 6, config=model.config, **how)
+    assert made.dtype == torch.bool
+    assert torch.equal(~made, ~masking_utils.sdpa_mask(2, 6, 6, allow_is_causal_skip=False, **how))
+    made, want = symbolic(2, 6, 6, **how), masking_utils.eager_mask(2, 6, 6, **how)
+    scores = torch.randn(2, 1, 6, 6)
+    assert (made.size(), made.size(-1), made.dtype) == ((2, 1, 6, 6), 6, torch.float32)
+    assert not hasattr(made, "seq_lengths")  # asking makes no array
+    assert "array" not in made.kept
+    for use in (
+        lambda m: scores + m,
+        lambda m: m + scores,
+        lambda m: m[:, :, :, :3] != 0,
+        lambda m: m.masked_fill(scores > 0, -1.0),
+        lambda m: torch.where(scores > 0, m, 0.0),
+        lambda m: torch.cat([m, scores], dim=-1),
+        lambda m: m.bool(),
+    ):
+        assert torch.equal(use(made), use(want))
+    with pytest.raises(ParameterError, match=r"config\.frisket_mask is set, and this model computes with its own"):
+        symbolic(2, 6, 6, config=type("Config", (), {"frisket_mask": "causal"})(), **how)[:, :, :, :3]
+
+
+@pytest.mark.parametrize(
+    "kind", some(["openai-gpt", "cpmant", "bloom", "mpt", "falcon", "gptj", "gpt_neo"], "bloom", "falcon")
+)
+def test_a_model_that_computes_attention_itself_warns_and_takes_no_mask(kind):
+    register()
+    config = next(hf_tiny.configs(kind))
+    with pytest.warns(UserWarning, match="'frisket' is not used by .*, which computes attention itself: it has taken"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="frisket").eval()
+    assert model.config._attn_implementation == ("sdpa" if kind == "falcon" else "eager")
+    with torch.no_grad():
+        assert model(hf_models.tokens()).logits.isfinite().all()
+        model.config.frisket_mask = "causal & window(4)"
+        with pytest.raises(ParameterError, match=r"config\.frisket_mask is set, and .* computes attention itself"):
+            model(hf_models.tokens())
+
+
+def test_a_model_with_a_part_that_computes_attention_itself():
+    modeling_git.GIT_SELF_ATTENTION_CLASSES.pop("frisket", None)
+    with pytest.warns(UserWarning, match="GitSelfAttention computes what 'eager' does"):
+        eager, ours = pair("git")
+    ids, seen = hf_models.tokens(), hf_models.padded(left=5)
+    want, got = trained(eager, ids, seen), trained(ours, ids, seen)
+    torch.testing.assert_close(got[0], want[0])
+    ours.config.frisket_mask = "causal & window(4)"
+    with pytest.raises(ParameterError, match="frisket_mask"):
+        ours(ids)
+
+
+def test_no_weights_are_written_out():
+    eager, ours = hf_models.pair("llama", num_hidden_layers=1)
+    ids = hf_models.tokens()
+    with pytest.warns(UserWarning, match="gives None for output_attentions=True"), torch.no_grad():
+        found = ours(ids, output_attentions=True)
+    eager.set_attn_implementation("sdpa")
+    assert found.attentions == eager(ids, output_attentions=True).attentions
+    torch.testing.assert_close(found.logits, eager(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_of_a_user_is_refused_where_the_model_chooses_keys():
+    _, ours = pair("minimax_m3_vl")
+    ours.config.text_config.frisket_mask = "causal & window(4)"
+    with pytest.raises(ParameterError, match="this model chooses keys under its own mask"), torch.no_grad():
+        ours(hf_models.tokens())
