@@ -273,7 +273,7 @@ class Tiles:
         local = start + jnp.arange(body.width, dtype=jnp.int32)
         env = {**row.env, "k": row.k_origin + local, "score": s}
         if plan.score is not None:
-            s = jnp.broadcast_to(self.value(plan.score, env), s.shape)
+            s = jnp.broadcast_to(self.value(plan.score, env, rounded=True), s.shape)
         if body.partial:
             seen = (local >= first) & (local < stop)
             if plan.mask is not None:
@@ -281,8 +281,9 @@ class Tiles:
             s = jnp.where(seen, s, -jnp.inf)
         return s, env
 
-    def value(self, e: Expr, env: Mapping[str, Array]) -> Array:
-        return evaluate(e, env, self.tables, int64=self.static.int64, float64=self.static.float64)
+    def value(self, e: Expr, env: Mapping[str, Array], rounded: bool = False) -> Array:
+        kinds = {"int64": self.static.int64, "float64": self.static.float64}
+        return evaluate(e, env, self.tables, **kinds, rounded=rounded)
 
     def survivors(self, env: Mapping[str, Array]) -> Array | None:
         """Which positions dropout keeps; None: all."""

@@ -31,7 +31,7 @@ from .native_build import BuildError, fall_back
 from .parameters import digest
 
 Arrays = dict[str, Any]
-ROUGH = ("cpp", "triton")  # backends that do not say what rounding takes from lse
+ROUGH = ("cpp",)  # backends that do not say what rounding takes from lse
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 

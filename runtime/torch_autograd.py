@@ -21,9 +21,9 @@ class Attend(torch.autograd.Function):
     def forward(
         ctx: Any, ready: Ready, seed: Any, largest: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor
     ) -> Any:
-        out, lse, top = ready.run(seed, largest, q, k, v, sinks, *values)
+        out, lse, top, norm = ready.saving(seed, largest, q, k, v, sinks, *values)
         ctx.ready, ctx.seed, ctx.versions = ready, seed, _versions(ready)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *values)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, norm, *values)
         ctx.set_materialize_grads(False)
         if top is not None:
             ctx.mark_non_differentiable(top)
@@ -38,7 +38,7 @@ class Attend(torch.autograd.Function):
                 "the forward saw\n  change it after the backward, or make a new tensor and a new plan"
             )
         saved = ctx.saved_tensors
-        given = saved[:4] + saved[6:]  # q, k, v, sinks and values
+        given = saved[:4] + saved[7:]  # q, k, v, sinks and values
         if dout is None and dlse is None:
             return (None,) * (3 + len(given))
         what = ctx.ready, ctx.seed, saved, dout, dlse, ctx.needs_input_grad[3:]
@@ -56,7 +56,7 @@ def _versions(ready: Ready) -> list[int]:
 
 def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: Any, needed: Any) -> list[Any]:
     """Gradients of q, k, v, sinks and values, in this order, None where not `needed`."""
-    q, k, v, sinks, out, lse, *values = saved
+    q, k, v, sinks, out, lse, norm, *values = saved
     names, wanted = _wanted(ready.live, needed)
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
@@ -64,7 +64,10 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     found = ready.gradients(seed, wanted, saved, dout, dlse) if wanted else {}
     if needed[3]:
-        found = {**found, "sinks": _dsinks(sinks, out, lse, dout, dlse)}
+        from .triton_backward import low_of
+
+        low = low_of(norm) if norm is not None and ready.target.backend == "triton" else 0.0
+        found = {**found, "sinks": _dsinks(sinks, out, lse, low, dout, dlse)}
     given = (q, k, v, sinks, *values)
     return [found[n].to(x) if need else None for n, need, x in zip(names, needed, given, strict=True)]
 
@@ -76,12 +79,12 @@ def _wanted(live: tuple[tuple[str, str], ...], needed: tuple[bool, ...]) -> tupl
     return names, frozenset(n for n, need in zip(names, needed, strict=True) if need and n != "sinks")
 
 
-def _dsinks(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any) -> Tensor:
-    """Of one more logit of every row, whose weight is exp(sink - lse) and whose value is 0."""
+def _dsinks(sinks: Tensor, out: Tensor, lse: Tensor, low: Any, dout: Tensor, dlse: Any) -> Tensor:
+    """Of one more logit of every row, whose weight is exp(sink - lse - low) and whose value is 0."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse))
+    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse - low))
     return -(weight * delta).sum((0, 2))
 
 

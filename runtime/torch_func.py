@@ -16,7 +16,7 @@ from .torch_library import call_of, gradient_inputs, names_of, no_second, refuse
 
 
 class Attend(torch.autograd.Function):
-    """(out, lse, top) of ((numbers, spec, names), q, k, v, sinks, *values)."""
+    """(out, lse, top, norm) of ((numbers, spec, names), q, k, v, sinks, *values)."""
 
     @staticmethod
     def forward(said: Any, q: Any, k: Any, v: Any, sinks: Any, *values: Any) -> Any:
@@ -26,17 +26,17 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.said, *given = inputs
-        out, lse, top = output
-        ctx.save_for_backward(*given, out, lse)
-        ctx.mark_non_differentiable(top)
+        out, lse, top, norm = output
+        ctx.save_for_backward(*given, out, lse, norm)
+        ctx.mark_non_differentiable(top, norm)
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dlse: Any, _: Any) -> Any:
-        *given, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, dout: Any, dlse: Any, *_: Any) -> Any:
+        *given, out, lse, norm = ctx.saved_tensors
         refuse_stored(given[0], given[1], ctx.said[2])
         floating = [x is not None and x.is_floating_point() for x in given]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
-        found = iter(Backward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, *given))  # type: ignore[no-untyped-call]
+        found = iter(Backward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, norm, *given))  # type: ignore[no-untyped-call]
         return None, *(next(found) if need else None for need in needed)
 
     @staticmethod
@@ -46,20 +46,20 @@ class Attend(torch.autograd.Function):
             return _each(Attend, info, dims, args)
         n = info.batch_size
         arrays = (_joined(x, d, n) for x, d in zip((q, k, v), dims[1:4]))
-        out, lse, top = Attend.apply(said, *arrays, sinks, *values)  # type: ignore[no-untyped-call]
-        if top.ndim == 1:  # nobody asks for it
-            return (_split(out, n), _split(lse, n), top), (0, 0, None)
-        return (_split(out, n), _split(lse, n), _split(top, n)), (0, 0, 0)
+        out, lse, top, norm = Attend.apply(said, *arrays, sinks, *values)  # type: ignore[no-untyped-call]
+        asked = top.ndim > 1
+        found = _split(out, n), _split(lse, n), _split(top, n) if asked else top, _split(norm, n)
+        return found, (0, 0, 0 if asked else None, 0)
 
 
 class Backward(torch.autograd.Function):
     """The gradients that are needed."""
 
     @staticmethod
-    def forward(said: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, *given: Any) -> Any:
+    def forward(said: Any, needed: Any, dout: Any, dlse: Any, out: Any, lse: Any, norm: Any, *given: Any) -> Any:
         q, k, v, sinks, *values = given
         asked = [*needed[:4], *(n for n, x in zip(needed[4:], values, strict=True) if x.is_floating_point())]
-        inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, out, lse, said, asked)
+        inputs = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), said, asked)
         return tuple(torch.ops.frisket.attend_backward(*inputs))
 
     @staticmethod
@@ -73,11 +73,11 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
         said, needed, *arrays = args
-        if any(needed[3:]) or _apart(said, dims[9:], arrays[8:]):  # every entry has a gradient of sinks and values
+        if any(needed[3:]) or _apart(said, dims[10:], arrays[9:]):  # every entry has a gradient of sinks and values
             return _each(Backward, info, dims, args)
         n = info.batch_size
-        joined = (_joined(x, d, n) for x, d in zip(arrays[:7], dims[2:9]))
-        found = Backward.apply(said, needed, *joined, *arrays[7:])  # type: ignore[no-untyped-call]
+        joined = (_joined(x, d, n) for x, d in zip(arrays[:8], dims[2:10]))
+        found = Backward.apply(said, needed, *joined, *arrays[8:])  # type: ignore[no-untyped-call]
         return tuple(_split(x, n) for x in found), (0,) * len(found)
 
 

@@ -24,12 +24,12 @@ LIBRARY: Any = torch.library.Library("frisket", "DEF")  # type: ignore[no-untype
 _TAGS = (torch.Tag.cudagraph_unsafe,)
 LIBRARY.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
-    " -> (Tensor out, Tensor lse, Tensor top)",
+    " -> (Tensor out, Tensor lse, Tensor top, Tensor norm)",
     tags=_TAGS,
 )
 LIBRARY.define(
     "attend_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values,"
-    " Tensor out, Tensor lse, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]",
+    " Tensor out, Tensor lse, Tensor norm, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]",
     tags=_TAGS,
 )
 
@@ -131,11 +131,11 @@ def written(
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
-        out, lse, largest = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
+        out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
     else:
         from .torch_func import Attend
 
-        out, lse, largest = Attend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
+        out, lse, largest, _ = Attend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
 
 
@@ -192,18 +192,23 @@ def _kind(x: Any) -> tuple[int, type]:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
     names: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from .torch_op import attend
 
     att, call = call_of(values, numbers, spec, names)
     with torch.no_grad():
-        out, lse, top = attend(att, q, k, v, sinks=sinks, **call)
-    return out.contiguous(), lse.contiguous(), lse.new_empty(0) if top is None or not call["top"] else top.contiguous()
+        out, lse, top, norm = attend(att, q, k, v, sinks=sinks, saving=True, **call)
+    top = lse.new_empty(0) if top is None or not call["top"] else top.contiguous()
+    if norm is None:
+        norm = lse.new_zeros((*lse.shape, 2))
+    elif norm.ndim == 3:  # a graph has one shape for all that executors know of rows
+        norm = torch.stack([norm, norm], -1)
+    return out.contiguous(), lse.contiguous(), top, norm
 
 
 def _attend_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, numbers: Sequence[int], spec: str, names: str,
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     from .torch_autograd import gradients
@@ -213,7 +218,7 @@ def _attend_backward(
     with torch.no_grad():
         ready = kept_ready(att, q, k, v, sinks=sinks, **call)
         live = [call["params"][n] for _, n in ready.live]
-        saved = (q, k, v, sinks, out, lse, *live)
+        saved = (q, k, v, sinks, out, lse, norm, *live)
         learned = {n for _, n in ready.live}
         wanted = dict(zip(_learnable(values, names), needed[4:], strict=True))
         asked = (*needed[:4], *(wanted[n] for _, n in ready.live))
@@ -243,16 +248,16 @@ def _learnable(values: Sequence[Tensor], names: str) -> list[str]:
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
     names: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(q.shape[:3], dtype=real)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
-    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, lse.new_empty((*lse.shape, 2))
 
 
 def _fake_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
-    values: Sequence[Tensor], out: Tensor, lse: Tensor, numbers: Sequence[int], spec: str, names: str,
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     given = (q, k, v, sinks, *_floats(values))
@@ -261,15 +266,15 @@ def _fake_backward(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sinks, values, numbers, spec, names = inputs
-    out, lse, top = output
-    ctx.save_for_backward(q, k, v, sinks, out, lse, *values)
-    ctx.mark_non_differentiable(top)
+    out, lse, top, norm = output
+    ctx.save_for_backward(q, k, v, sinks, out, lse, norm, *values)
+    ctx.mark_non_differentiable(top, norm)
     ctx.set_materialize_grads(False)
     ctx.said = numbers, spec, names
 
 
-def _gradient(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
-    q, k, v, sinks, out, lse, *values = ctx.saved_tensors
+def _gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
+    q, k, v, sinks, out, lse, norm, *values = ctx.saved_tensors
     numbers, _, names = ctx.said
     refuse_stored(q, k, names)
     floating = [x.is_floating_point() for x in values]
@@ -279,7 +284,7 @@ def _gradient(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
     needed = [*ctx.needs_input_grad[:4], *(n for n, f in zip(need_values, floating, strict=True) if f)]
     if (dout is None and dlse is None) or not any(needed):
         return None, None, None, None, [None] * len(values), None if numbers else [], None, None
-    given = gradient_inputs(dout, dlse, (q, k, v, sinks), values, out, lse, ctx.said, needed)
+    given = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), ctx.said, needed)
     found = iter(torch.ops.frisket.attend_backward(*given))
     grads = [next(found) if need else None for need in needed]
     rest = iter(grads[4:])
@@ -287,11 +292,11 @@ def _gradient(ctx: Any, dout: Any, dlse: Any, _: Any) -> tuple[Any, ...]:
 
 
 def gradient_inputs(
-    dout: Any, dlse: Any, given: tuple[Any, ...], values: Any, out: Tensor, lse: Tensor, said: Any, needed: Any
+    dout: Any, dlse: Any, given: tuple[Any, ...], values: Any, found: tuple[Any, ...], said: Any, needed: Any
 ) -> tuple[Any, ...]:
-    """What the backward operator takes."""
+    """What the backward operator takes; `found` are out, lse and norm."""
     numbers, spec, names = said
-    return dout, dlse, *given, list(values), out, lse, numbers, spec, names, list(needed)
+    return dout, dlse, *given, list(values), *found, numbers, spec, names, list(needed)
 
 
 def refuse_stored(q: Tensor, k: Tensor, names: str) -> None:

@@ -33,6 +33,7 @@ from .stored import turned
 from .subject import Subject
 
 Tensor = Any
+NORMED = ("triton",)  # backends whose backward knows more of each row than lse
 _tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()
 
 
@@ -55,6 +56,11 @@ class Ready:
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
+
+    @property
+    def normed(self) -> bool:
+        """Whether its backward knows more of each row than lse, which rounds away what large scores differ by."""
+        return self.target.backend in NORMED
 
     @property
     def stored(self) -> bool:
@@ -84,9 +90,11 @@ class Ready:
         return made
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(out, lse, top); `values` are those of `live`, sinks [heads]. Gradients flow to all of them."""
+        self, q: Tensor, k: Tensor, v: Tensor, values: tuple[Tensor, ...], seed: Any, sinks: Tensor | None, top: bool,
+        saving: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. Gradients flow to all
+        of them."""
         import torch
 
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
@@ -98,20 +106,21 @@ class Ready:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             if self.stored:
                 refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
-            out, lse, found = _function().apply(self, seed, top, *given)
+            out, *rest = _function().apply(self, seed, top, *given)
         else:
-            out, lse, found = self.run(seed, top, *given)
-        return out.transpose(1, 2) if self.turned else out, lse, found
+            out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
+        return out.transpose(1, 2) if self.turned else out, *rest
 
     def again(
-        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, values: Any, seed: Any, options: Options, sinks: Any, top: bool,
+        saving: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """A call as users write it, of arrays that are known to fit."""
         sinks = options.sinks if sinks is None else sinks
         seed = seed_of(seed, options.dropout, "torch")
         if sinks is not None:
             sinks = sinks_of(sinks, self.geometry.heads, "torch", "float64" if self.double else "float32", q.device)
-        return self(q, k, v, values, seed, sinks, top)
+        return self(q, k, v, values, seed, sinks, top, saving)
 
     @property
     def double(self) -> bool:
@@ -122,16 +131,25 @@ class Ready:
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
         return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
+    def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
+        """The same, and what `gradients` have to know of each row beside lse; None: of this executor, nothing."""
+        if not self.normed:
+            return *self.run(seed, top, q, k, v, sinks, *values), None
+        slots, tables = self.values(q.device, seed, values)
+        given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
+        return self.forward(*given, sinks=sinks, top=top, norm=True)
+
     def gradients(
         self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None
     ) -> dict[str, Tensor]:
-        """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse and the
-        values."""
-        q, k, v, sinks, out, lse, *values = saved
+        """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
+        `saving` gave of each row, None where lse is of other keys too, and the values."""
+        q, k, v, sinks, out, lse, norm, *values = saved
         slots, tables = self.values(q.device, seed, values)
+        more = {"norm": norm} if self.normed else {}
         found: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
-            wanted=wanted, sinks=sinks,
+            wanted=wanted, sinks=sinks, **more,
         )  # fmt: skip
         return found
 
@@ -172,9 +190,9 @@ KEPT = 64  # kinds of calls
 
 def attend(
     att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
-    layout: str | None, params: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(out, lse, top) of `att(q, k, v, ...)`."""
+    layout: str | None, params: dict[str, Any], saving: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
     q, k, v = cast(q, k, v)
     settings = Settings.read()
     key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, settings)
@@ -185,15 +203,15 @@ def attend(
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.turned:
             found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
-        return ready.again(q, k, v, found, seed, att.options, sinks, top)
+        return ready.again(q, k, v, found, seed, att.options, sinks, top, saving)
     call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
     if call.backend == "dense":
         refuse_gradients("dense", (q, k, v, call.sinks, *params.values(), *att.learned.values()))
     if call.backend == "dense" or settings.check:
-        result: tuple[Tensor, Tensor, Tensor | None] = att.run(call)
+        result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
-        return result
-    return run(call, _remembered(call, att, plan, key, kept))
+        return (*result, None) if saving else result
+    return run(call, _remembered(call, att, plan, key, kept), saving)
 
 
 def kept_ready(
@@ -243,10 +261,10 @@ def _keep(kept: dict[Any, Any], key: Any, ready: Ready) -> None:
         kept.pop(next(iter(kept)), None)  # another thread may have taken it
 
 
-def run(call: Call, ready: Ready) -> tuple[Tensor, Tensor, Tensor | None]:
+def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
     given = {**call.plan.given, **call.live}
     values = tuple(given[n] for _, n in ready.live)
-    return ready(*call.given.qkv, values, call.seed, call.sinks, call.top)
+    return ready(*call.given.qkv, values, call.seed, call.sinks, call.top, saving)
 
 
 def key_of(

@@ -20,19 +20,21 @@ from .triton_grids import Step, backward_plan, of_backward
 
 Tensor = Any
 LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
-TENSORS = (*LETTERS, "Lse", "DLse", "Lse2", "Delta", "DQ", "DK", "DV")
+TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Lse2", "Low2", "Delta", "DQ", "DK", "DV")
 
 
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     lse: Tensor, dout: Tensor | None, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor],
     target: Target, *, wanted: frozenset[str], sinks: Tensor | None = None, deterministic: bool = True,
+    norm: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
     and dtype of the array, contiguous; tables and slots of the plan ("t0", "s1") in float32.
 
     q, k, v, out and dout have any strides. `out` and `lse` are the forward's: where there were `sinks`, lse includes
-    them, and that is all of them needed here; their own gradient is the caller's. Equal calls give equal bits;
+    them, and that is all of them needed here; their own gradient is the caller's. `norm` is what
+    rounding took from lse, as the forward says. Equal calls give equal bits;
     without `deterministic`, gradients of tables that are read by position may be added up in any order.
     """
     import torch
@@ -53,9 +55,11 @@ def backward(
     run = own.launches.get(kind)
     if run is None:
         run = own.launches[kind] = _Launches(own, spans, q, k, read.live, wanted, dlse is not None)
-    lse2, delta = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
+    lse2, low2, delta = torch.empty((3, *lse.shape), dtype=torch.float32, device=q.device)
+    low = torch.zeros_like(lse2) if norm is None else low_of(norm)
     given = {
-        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Lse2": lse2, "Delta": delta,
+        "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Low": low.contiguous(),
+        "Lse2": lse2, "Low2": low2, "Delta": delta,
         "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
         **{f"D{n.upper()}": x for n, x in found.items()},
     }  # fmt: skip
@@ -64,10 +68,15 @@ def backward(
         return found
     more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
     if more:
-        common = plan, spans, g, q, k, v, lse2, dout, delta, slots, tables, target
+        common = plan, spans, g, q, k, v, lse2, low2, dout, delta, slots, tables, target
         buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
     folds = folded(list(buffers), list(buffers.values()), own.placed, slots, tables)
     return found | folds | _zeros(values - folds.keys(), tables, lse)
+
+
+def low_of(norm: Tensor) -> Tensor:
+    """[batch, heads, q_len], of what a graph knows of rows, [batch, heads, q_len, 2], too."""
+    return norm if norm.ndim == 3 else norm[..., 0]
 
 
 def _zeros(names: frozenset[str], tables: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
@@ -99,11 +108,11 @@ class _Launches:
                 self.steps.append(self._step(plain, step))
 
     def _step(self, own: Bound, step: Step, **more: Any) -> tuple[Launch, list[str]]:
-        """A launch, and which tensors it takes. What attention_delta calls Lse2 the others call Lse."""
+        """A launch, and which tensors it takes. What attention_delta calls Lse2 the others call Lse, and Low2 Low."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
         names = [n for n in self.made.kernels[step.name].arg_names if n in letters]
         run = own.launch(self.made, step.name, step.grid, step.tile, {n: letters[n] for n in names}, **more)
-        return run, [n if not step.side or n != "Lse" else "Lse2" for n in names]
+        return run, [f"{n}2" if step.side and n in ("Lse", "Low") else n for n in names]
 
     def __call__(self, read: Values, given: dict[str, Tensor]) -> dict[Gradient, Tensor]:
         """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""

@@ -117,11 +117,11 @@ class Parts:
 
     def __init__(
         self, own: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, live: tuple[str, ...], sinks: bool,
-        top: bool,
+        top: bool, low: bool,
     ) -> None:  # fmt: skip
         g, target = own.geometry, chosen.target
         alike = replace(target, splits=0)  # of any number of parts the kernels are the same
-        kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top)
+        kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top, low)
         self.sizes = target.splits, g.batch, g.heads, g.q_len
         self.v_dim = g.v_dim
         tiles = -(-g.q_len // chosen.queries)
@@ -132,6 +132,7 @@ class Parts:
         )  # fmt: skip
         tensors = {"Acc": "", "Tops": "", "Totals": "", "Out": "o", "Lse": ""}
         tensors |= {"Top": ""} if top else {}
+        tensors |= {"Low": ""} if low else {}
         tensors |= {"Sinks": ""} if sinks else {}
         four = replace(target, num_warps=4)
         fixed = {"heads": g.heads, "q_len": g.q_len, "splits": target.splits}
@@ -150,5 +151,5 @@ class Parts:
 
 
 @lru_cache(maxsize=256)
-def _made(plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool) -> Made:
-    return made(emit(plan, target, dims, packs=packs, sinks=sinks, top=top), plan)
+def _made(plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool, low: bool) -> Made:
+    return made(emit(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low), plan)

@@ -38,10 +38,11 @@ TF32 = ("tensorfloat32", "high", "bfloat16", "bfloat16_3x")
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None, platform: str = "cpu",
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    low: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """(out [batch, q_len, heads, v_dim], lse and top float32 [batch, heads, q_len]) from q [batch, q_len, heads, dim]
     and k, v [batch, kv_len, kv_heads, dim], as `lowering.xla.forward` has them, or where the plan has pages [pages,
-    tokens of a page, kv_heads, dim].
+    tokens of a page, kv_heads, dim]. With `low` a fourth array is what rounding took from lse.
 
     Anything that holds values may be traced; shapes are the host's. `spans` may be None where the plan has closed-form
     bounds. On the CPU the kernels run in Triton's interpreter; BackendError where that was not asked for.
@@ -52,23 +53,23 @@ def forward(
     dims = _fit(plan, g, str(q.dtype), str(k.dtype), tables)
     row = (g.batch, g.heads, g.q_len), np.float32
     results: dict[str, Any] = {"Out": ((g.batch, g.q_len, g.heads, g.v_dim), q.dtype), "Lse": row, "Top": row}
+    results |= {"Low": row} if low else {}
     if 0 in (g.batch, g.q_len):
-        out, lse, top = (jnp.zeros(shape, dtype) for shape, dtype in results.values())
-        return out, lse, top
+        return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
     plan = forward_plan(plan, g)
     call = Call(plan, g, slots, tables, dims, platform)
     given = {"Q": q, "K": k, "V": v}
     last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
     few = shares(plan, None, g, target, dims, INTERPRETED if interpreted() else processors())
     if few is None:
-        source = _forward(plan, target, dims, sinks is not None)
+        source = _forward(plan, target, dims, sinks is not None, low)
         found = call.run(
             source, "attention_forward", of_forward(g, target), target, given | last, results,
             None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
         )  # fmt: skip
-        return found["Out"], found["Lse"], found["Top"]
+        return tuple(found[n] for n in results)
     parts, own = few.target.splits, few.target
-    source = _decode(plan, replace(own, splits=0), dims, few.pack > 1, sinks is not None)
+    source = _decode(plan, replace(own, splits=0), dims, few.pack > 1, sinks is not None, low)
     rows = (parts, *row[0])
     partial_sums = {"Acc": ((*rows, g.v_dim), np.float32), **dict.fromkeys(("Tops", "Totals"), (rows, np.float32))}
     grid = -(-g.q_len // few.queries) * parts, g.heads // few.pack, g.batch
@@ -78,16 +79,17 @@ def forward(
     )  # fmt: skip
     grid, four = (g.q_len, g.heads, g.batch), replace(own, num_warps=4)
     found = call.run(source, "attention_combine", grid, four, found | last, results, plan=NOTHING, splits=parts)
-    return found["Out"], found["Lse"], found["Top"]
+    return tuple(found[n] for n in results)
 
 
 def backward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, platform: str = "cpu",
+    low: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `lse` knows of the sinks. Equal calls
-    give equal bits."""
+    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `lse` knows of the sinks, `low` is what
+    rounding took from it. Equal calls give equal bits."""
     import jax.numpy as jnp
 
     g, arrays = geometry, {"q": q, "k": k, "v": v}
@@ -98,6 +100,7 @@ def backward(
     own = backward_plan(plan, g)
     call = Call(own, g, slots, tables, dims, platform)
     given = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
+    given["Low"] = jnp.zeros_like(given["Lse"]) if low is None else low.astype(np.float32)
     if dlse is not None:
         given["DLse"] = dlse.astype(np.float32)
     source, totals = _backward(own, target, dims, wanted, dlse is not None)
@@ -107,7 +110,7 @@ def backward(
         records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
         given |= call.run(source, step.name, step.grid, tile, given, results[step.name], records, plan=plain)
         if not step.side:  # what attention_delta calls Lse2 the others call Lse
-            given["Lse"] = given["Lse2"]
+            given |= {"Lse": given["Lse2"], "Low": given["Low2"]}
     found = {n: given[f"D{n.upper()}"] for n in arrays if n in wanted}
     if not values:
         return found
@@ -177,10 +180,12 @@ def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str
 
 
 _forward = lru_cache(maxsize=256)(
-    lambda plan, target, dims, sinks: triton_forward.emit(plan, target, dims, sinks=sinks, top=True)
+    lambda plan, target, dims, sinks, low: triton_forward.emit(plan, target, dims, sinks=sinks, top=True, low=low)
 )
 _decode = lru_cache(maxsize=256)(
-    lambda plan, target, dims, packs, sinks: triton_decode.emit(plan, target, dims, packs=packs, sinks=sinks, top=True)
+    lambda plan, target, dims, packs, sinks, low: triton_decode.emit(
+        plan, target, dims, packs=packs, sinks=sinks, top=True, low=low
+    )
 )
 
 
@@ -197,7 +202,7 @@ def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum]) -> d
     arrays = {n: {f"D{n.upper()}": (shapes[n], dtype)} for n, dtype in dtypes.items()}
     along = {n: {s.buffer: (rows if n == "q" else columns, np.float32) for s in totals if s.along == n} for n in "qk"}
     return {
-        "attention_delta": dict.fromkeys(("Lse2", "Delta"), (rows, np.float32)),
+        "attention_delta": dict.fromkeys(("Lse2", "Low2", "Delta"), (rows, np.float32)),
         "attention_dq": arrays.get("q", {}) | along["q"],
         "attention_dkv": arrays.get("k", {}) | arrays.get("v", {}) | along["k"],
     }

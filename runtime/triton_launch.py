@@ -21,9 +21,10 @@ Tensor = Any
 def forward(
     plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
-    top: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None) for torch tensors
+    top: bool = False, norm: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(out [batch, heads, q_len, v_dim], lse float32 [batch, heads, q_len], largest scores or None), with `norm` also
+    what rounding took from lse, for torch tensors
     of any strides, q [batch, heads, q_len, head_dim] and k, v [batch, kv_heads, kv_len, dim], or where the plan has
     pages [pages, kv_heads, tokens of a page, dim].
 
@@ -37,7 +38,7 @@ def forward(
         q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
     own = bound(plan, spans, g, target, q, k)
     values = own.values(slots, tables)
-    kind = values.live, sinks is not None, top
+    kind = values.live, sinks is not None, top, norm
     run = own.launches.get(kind)
     if run is None:
         run = own.launches[kind] = _launch(own, spans, *kind)
@@ -45,14 +46,17 @@ def forward(
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
     largest = torch.empty_like(lse) if top else None
     more = [largest] if top else []
+    if norm:
+        low = torch.empty_like(lse)
+        more.append(low)
     if sinks is not None:
         more.append(sinks.contiguous().resolve_neg())
     run(values, q, k, v, out, lse, *more)
-    return out, lse, largest
+    return (out, lse, largest, low) if norm else (out, lse, largest)
 
 
 def _launch(
-    own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool
+    own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool
 ) -> Launch | triton_decode.Parts:
     g, target = own.geometry, own.target
     plan = forward_plan(own.plan, g)
@@ -60,12 +64,13 @@ def _launch(
     check_keys(dims, own.device)
     chosen = triton_decode.shares(plan, spans, g, target, dims, triton_decode.processors(own.device))
     if chosen is not None:
-        return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top)
+        return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top, low)
     tensors = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
     tensors |= {"Top": ""} if top else {}
+    tensors |= {"Low": ""} if low else {}
     tensors |= {"Sinks": ""} if sinks else {}
     return own.launch(
-        _made(plan, target, dims, sinks, top), "attention_forward", of_forward(g, target), target, tensors,
+        _made(plan, target, dims, sinks, top, low), "attention_forward", of_forward(g, target), target, tensors,
         records=None if spans is None else spans.rows, live=live,
     )  # fmt: skip
 
@@ -84,5 +89,5 @@ def check_keys(dims: Dims, device: Any) -> None:
 
 
 @lru_cache(maxsize=256)
-def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool) -> Made:
-    return made(emit(plan, target, dims, sinks=sinks, top=top), plan)
+def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> Made:
+    return made(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)

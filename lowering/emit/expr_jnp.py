@@ -123,8 +123,11 @@ def _joined(pair: Callable[[Any, Any], Any], *args: Any) -> Any:
     return reduce(pair, args)
 
 
-def evaluate(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, int64: bool, float64: bool) -> Any:
-    """`root` over JAX arrays, traced or not; lookups clamp. Reductions and segments are the planner's."""
+def evaluate(
+    root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, int64: bool, float64: bool, rounded: bool = False
+) -> Any:
+    """`root` over JAX arrays, traced or not; lookups clamp. Reductions and segments are the planner's. `rounded`: every
+    product is a float before it is added to anything, so that equal expressions have equal bits in all programs."""
     import jax.numpy as jnp
 
     table = operators(int64, float64)
@@ -145,4 +148,7 @@ def evaluate(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, i
             values[node] = array[where].astype(dtype)
         else:
             values[node] = table[node.op](*args)
+            if rounded and node.op == "mul" and node.type is FLOAT:  # no compiler looks through this for a sum to fuse
+                least = float(jnp.finfo(Float).min)
+                values[node] = jnp.where(values[node] < least, -jnp.inf, values[node])
     return values[root]

@@ -56,8 +56,8 @@ def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> Kernel:
         "attention_delta",
         [
             "Out, DOut,  # [batch, heads, q_len, dim], any strides",
-            f"Lse,{' DLse,' if dlse else ''}  # float32 [batch, heads, q_len], contiguous",
-            f"Lse2, Delta,  # the same: lse in units of log2, and rowsum(dout * out){' - dlse' if dlse else ''}",
+            f"Lse, Low,{' DLse,' if dlse else ''}  # float32 [batch, heads, q_len], contiguous",
+            f"Lse2, Low2, Delta,  # the same: lse and low in units of log2, and rowsum(dout * out){' - dlse' * dlse}",
         ],
         "og", ["heads", "q_len"], scale=False, tile=["BLOCK_Q"],
     )  # fmt: skip
@@ -83,7 +83,9 @@ def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> Kernel:
             page.comment("A row that sees nothing has no gradient, whatever comes back.")
             line("empty = lse == -INFINITY")
             line("delta, lse = tl.where(empty, 0.0, delta), tl.where(empty, 0.0, lse)")
+        line("low = tl.load(Low + at, mask=present, other=0.0)")
         line("tl.store(Delta + at, delta, mask=present)", "tl.store(Lse2 + at, lse * LOG2E, mask=present)")
+        line("tl.store(Low2 + at, low * LOG2E, mask=present)")
     launch = (
         f"attention_delta: grid (query tiles, heads, batch), tiles of {DELTA.block_q} queries, "
         f"num_warps={DELTA.num_warps}."
@@ -105,7 +107,7 @@ class _Queries(Cotangents):
             "attention_dq",
             [
                 "Q, K, V, DOut,  # [batch, heads, length, dim], any strides",
-                "Lse, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta",
+                "Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta",
                 *[f"DQ,  # {self.shape('heads', 'q_len')}, contiguous"] * self.dq,
                 *self.pointers(),
             ],
@@ -152,8 +154,8 @@ class _Queries(Cotangents):
         line("present = start + rows < q_len")
         for name, pointer, s in (("query", "Q", "q"), ("dout", "DOut", "g")):
             line(wrapped(f"{name} = tl.load({pointer} + {self.within(s, 'rows')}{self.tile_mask(s, 'present')})"))
-        line("lse = tl.load(Lse + at_q + rows, mask=present, other=0.0)[:, None]")
-        line("delta = tl.load(Delta + at_q + rows, mask=present, other=0.0)[:, None]")
+        for name in ("lse", "low", "delta"):
+            line(f"{name} = tl.load({name.title()} + at_q + rows, mask=present, other=0.0)[:, None]")
 
     def products(self, inside: str) -> None:
         line = self.page.line
@@ -185,7 +187,7 @@ class _Keys(Cotangents):
             "attention_dkv",
             [
                 *(f"{a},  # [batch, heads, length, dim], any strides" for a in arrays),
-                f"Lse{', Delta' * self.inner},  # float32 [batch, heads, q_len], contiguous: of attention_delta",
+                f"Lse, Low{', Delta' * self.inner},  # float32 [batch, heads, q_len], contiguous: of attention_delta",
                 *[f"{results},  # {self.shape('key heads', 'kv_len')}, contiguous"] * bool(results),
                 *self.pointers(),
             ],
@@ -198,9 +200,6 @@ class _Keys(Cotangents):
             if "b" in self.used:
                 line(f"b = {self.widened('b_origin + batch')}")
             self.factors()
-            if not self.score:
-                self.page.comment("Products begin at -lse and -delta, which so take no registers of their own.")
-                line("per_lse = -1.0 / unit")
             if self.dk:
                 line("dk = tl.zeros([BLOCK_K, DIM], tl.float32)")
             if self.dv:
@@ -272,9 +271,7 @@ class _Keys(Cotangents):
         line = self.page.line
         line("at = tl.cast(tile * BLOCK_Q, tl.int64)")
         line(wrapped(f"query = tl.load({self._rows_of('queries', 'q')}{self.tile_mask('q', inside)})"))
-        if not self.score:
-            self._load("lse", inside)
-        self.dot("score", "keys", "query", "" if self.score else "lse * per_lse")
+        self.dot("score", "keys", "query")
         if self.dv or self.inner:
             line(wrapped(f"dout = tl.load({self._rows_of('douts', 'g')}{self.tile_mask('g', inside)})"))
         if self.inner:

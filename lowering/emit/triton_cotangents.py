@@ -148,7 +148,7 @@ class Cotangents(Rows):
         raise NotImplementedError
 
     def per_query(self, name: str, visible: str) -> None:
-        """Loads lse or delta, where it is not there from the beginning."""
+        """Loads lse, low or delta, where it is not there from the beginning."""
 
     def accumulate(self) -> None:
         """Adds the share of a tile."""
@@ -163,14 +163,15 @@ class Cotangents(Rows):
     def weights(self, written: set[str], visible: str) -> None:
         """`p`, 0 where nothing is seen, and with dropout `kept`, what its weights are multiplied with."""
         line = self.page.line
-        exponent = "score * unit" if self.swapped else "score * unit - lse"
+        exponent = "score * unit"
         if self.plan.score is not None:
             self.quote(self.plan.score)
             self.lines(self.score, POSITION, written, visible)
             line(f"modified = {self.value(self.score[0])}")
-            exponent = "modified * LOG2E - lse"
-            self.per_query("lse", visible)
-        p = f"tl.exp2({exponent})"
+            exponent = "modified * LOG2E"
+        self.per_query("lse", visible)
+        self.per_query("low", visible)
+        p = f"tl.exp2({exponent} - lse - low)"  # the forward's own product, rounded as there
         line(f"p = tl.where({visible}, {p}, 0.0)" if visible else f"p = {p}")
         if self.kept is not None and self.plan.kept is not None:
             self.quote(self.plan.kept)

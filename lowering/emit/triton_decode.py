@@ -22,19 +22,21 @@ H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a til
 
 
 def emit(
-    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False
-) -> str:
+    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
+    low: bool = False,
+) -> str:  # fmt: skip
     """The text of a module with `attention_decode` and `attention_combine`, as `triton_forward.emit`; without `packs`
     every query head has tiles of its own."""
-    given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top)
+    given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low)
     return module("Attention of few queries", plan, dims, given)
 
 
 def kernels(
-    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False
-) -> list[Kernel]:
+    plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
+    low: bool = False,
+) -> list[Kernel]:  # fmt: skip
     check_tile(target)
-    return [Decode(plan, target, dims, packs).kernel(), combine(plan, dims, sinks=sinks, top=top)]
+    return [Decode(plan, target, dims, packs).kernel(), combine(plan, dims, sinks=sinks, top=top, low=low)]
 
 
 def packed(plan: LoopPlan, dims: Dims) -> int:
@@ -61,7 +63,7 @@ class Decode(Forward):
         self.group, self.pack = dims.group, packed(plan, dims) if packs else 1
         self.packs, self.heads = self.pack > 1, "GROUP" if self.pack == dims.group else "PACK"
         levels = {**LEVELS, "h": ROW} if self.packs else LEVELS
-        super().__init__(plan, replace(target, order="forward"), dims, sinks=False, top=False, levels=levels)
+        super().__init__(plan, replace(target, order="forward"), dims, sinks=False, top=False, low=False, levels=levels)
         self.queries = "QUERIES" if self.packs else "BLOCK_Q"
 
     def kernel(self) -> Kernel:
@@ -176,7 +178,7 @@ class Decode(Forward):
             line(f"tl.store(Acc + out_at, acc{p.mark}{whole}{mask})")
 
 
-def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False) -> Kernel:
+def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False) -> Kernel:
     """The kernel that combines the parts; of the plan it asks whether a row may be empty."""
     page, signature = Page(), Page()
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
@@ -188,6 +190,8 @@ def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = Fals
         line("Out,  # [batch, heads, q_len, dim], any strides", "Lse,  # float32 [batch, heads, q_len], contiguous")
         if top:
             line("Top,  # the largest scores, as Lse")
+        if low:
+            line("Low,  # what rounding took from Lse")
         if sinks:
             line("Sinks,  # float32 [heads]: one more logit in the denominator")
         line("stride_ob, stride_oh, stride_os, stride_od,", "heads, q_len, splits,")
@@ -219,7 +223,7 @@ def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = Fals
                 "top = peak",
             )
         page.blank()
-        rescale = finish(page, sinks="tl.load(Sinks + head)" if sinks else "", top=top, guard=plan.guard)
+        rescale = finish(page, sinks="tl.load(Sinks + head)" if sinks else "", top=top, low=low, guard=plan.guard)
         line("Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_os")
         mask = masked(f"{e} < {length}" if ragged else "", other="")
         line(f"out = acc * ({rescale} / total)")
@@ -227,4 +231,6 @@ def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = Fals
         line("tl.store(Lse + row_at, lse)")
         if top:
             line("tl.store(Top + row_at, largest)")
+        if low:
+            line("tl.store(Low + row_at, low)")
     return Kernel("attention_combine", str(page), "attention_combine: grid (q_len, heads, batch).")

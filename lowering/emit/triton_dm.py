@@ -41,7 +41,7 @@ class Tiles(Cotangents):
     def kernel(self) -> Kernel:
         tensors = [
             "Q, K, V, DOut,  # [batch, heads, length, dim], any strides",
-            "Lse, Delta,  # float32 [batch, heads, q_len], contiguous, of attention_delta: lse in units of log2",
+            "Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta",
             *self.results(),
         ]
         with self.page.block(self.parameters.signature(self.name, tensors, "qkvg", self.numbers)):
@@ -99,7 +99,7 @@ class Tiles(Cotangents):
         for name, pointer, letter in (("query", "q_at", "q"), ("dout", "dout_at", "g")):
             self._load(name, pointer, letter, "rows", "present")
         line("at += tl.cast(place, tl.int64) * q_len")
-        for name in ("lse", "delta"):
+        for name in ("lse", "low", "delta"):
             line(f"{name} = tl.load({name.title()} + at + rows, mask=present, other=0.0)[:, None]")
 
     def keys(self) -> None:

@@ -27,20 +27,25 @@ ALONG = "[batch, heads, length, dim], any strides"
 POOL = "[pages, heads, tokens of a page, dim], any strides"
 
 
-def emit(plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False) -> str:
+def emit(
+    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
+) -> str:
     """`emit(plan, target, Dims(128, 128, "bfloat16", group=4))`: the module's text; the same input gives the same text.
 
     The kernel is `attention_forward`; its parameters say by their names what they hold, and those the plan has no use
-    for are absent. `sinks` and `top` ask for attention sinks and for the largest score of every row.
+    for are absent. `sinks`, `top` and `low` ask for attention sinks, for the largest score of every row and for what
+    rounding takes from its lse, which a backward wants.
     """
-    return module("Attention forward", plan, dims, [kernel(plan, target, dims, sinks=sinks, top=top)])
+    return module("Attention forward", plan, dims, [kernel(plan, target, dims, sinks=sinks, top=top, low=low)])
 
 
-def kernel(plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False) -> Kernel:
+def kernel(
+    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
+) -> Kernel:
     """The forward kernel. Of `target` the text depends on the order of rows and the precision alone, and where keys are
     in pages on how many a tile has."""
     check_tile(target)
-    return Forward(plan, target, dims, sinks, top).kernel()
+    return Forward(plan, target, dims, sinks, top, low).kernel()
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,10 @@ class Forward(Rows):
     queries = "BLOCK_Q"  # of a tile
 
     def __init__(
-        self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, levels: Mapping[str, int] = LEVELS
-    ) -> None:
-        self.target, self.sinks, self.top = target, sinks, top
+        self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool,
+        levels: Mapping[str, int] = LEVELS,
+    ) -> None:  # fmt: skip
+        self.target, self.sinks, self.top, self.low = target, sinks, top, low
         self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
         self.weight = [] if plan.weight is None else [self.machine(plan.weight)]
         super().__init__(plan, dims, target, [*self.kept, *self.weight], when=levels)
@@ -112,6 +118,8 @@ class Forward(Rows):
             tensors[:1] = [f"Q, Out,  # {ALONG}", f"K, V,  # {POOL}"]
         if self.top:
             tensors.append("Top,  # the largest scores, as Lse")
+        if self.low:
+            tensors.append("Low,  # what rounding took from Lse")
         if self.sinks:
             tensors.append("Sinks,  # float32 [heads]: one more logit in the denominator")
         return self.parameters.signature(self.name, tensors, "qkvo", ["heads", "q_len", "kv_len", *self.pool])
@@ -295,8 +303,9 @@ class Forward(Rows):
         line = self.page.line
         self.page.blank()
         rescale = finish(
-            self.page, sinks="tl.load(Sinks + head)" if self.sinks else "", top=self.top, guard=self.plan.guard
-        )
+            self.page, sinks="tl.load(Sinks + head)" if self.sinks else "", top=self.top, low=self.low,
+            guard=self.plan.guard,
+        )  # fmt: skip
         whole = f"(total * {self.survival()})" if self.survival() else "total"
         line(f"weight = {rescale} / {whole}")
         line("Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os")
@@ -307,11 +316,13 @@ class Forward(Rows):
         line("row_at = place.to(tl.int64) * q_len + start + rows", "tl.store(Lse + row_at, lse, mask=present)")
         if self.top:
             line("tl.store(Top + row_at, largest, mask=present)")
+        if self.low:
+            line("tl.store(Low + row_at, low, mask=present)")
 
 
-def finish(page: Page, *, sinks: str, top: bool, guard: bool) -> str:
-    """What a row's largest score and its sum of weights come to: `lse`, and with `top` `largest`; `sinks` loads the
-    row's sink. What is returned is the weight of the accumulator before its division by `total`."""
+def finish(page: Page, *, sinks: str, top: bool, low: bool, guard: bool) -> str:
+    """What a row's largest score and its sum of weights come to: `lse`, with `top` `largest`, and with `low` what
+    rounding took from lse; `sinks` loads the row's sink. What is returned is the weight of the accumulator before its division by `total`."""
     line = page.line
     if top:
         line(f"largest = {'tl.where(total == 0.0, -INFINITY, top * LN2)' if guard else 'top * LN2'}")
@@ -333,4 +344,9 @@ def finish(page: Page, *, sinks: str, top: bool, guard: bool) -> str:
         )
     else:
         line("lse = (top + tl.log2(total)) * LN2")
+    if low:
+        page.comment("By the product that attention_delta stores: a maximum is not joined to the sum without rounding.")
+        line("near = tl.maximum(lse * LOG2E, LOWEST)", "low = (top - near + tl.log2(total)) * LN2")
+        if guard:
+            line("low = tl.where(empty, 0.0, low)")
     return "rescale" if sinks else "1.0"

@@ -18,7 +18,7 @@ NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAG
 OWN = (
     """
 attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine
-Q K V Out Lse Top Sinks DOut DQ DK DV Delta Spans Count SliceOf Order records scale heads q_len kv_len
+Q K V Out Lse Low Top Sinks DOut DQ DK DV Delta Spans Count SliceOf Order records scale heads q_len kv_len
 b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
 BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
@@ -28,7 +28,7 @@ attention_diagonal attention_plane attention_total attention_scatter Sums Total 
 dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
 Acc Tops Totals splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
 weight query_at pool page paged seen scaled h_first
-Lse2 DLse dq dk dv at_q at_k queries douts own delta ds derivative per_lse
+Lse2 Low2 DLse low near dq dk dv at_q at_k queries douts own delta ds derivative
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
     + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]

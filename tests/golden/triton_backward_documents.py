@@ -64,8 +64,8 @@ def uniform(x):
 @triton.jit(do_not_specialize=["heads", "q_len"])
 def attention_delta(
     Out, DOut,  # [batch, heads, q_len, dim], any strides
-    Lse, DLse,  # float32 [batch, heads, q_len], contiguous
-    Lse2, Delta,  # the same: lse in units of log2, and rowsum(dout * out) - dlse
+    Lse, Low, DLse,  # float32 [batch, heads, q_len], contiguous
+    Lse2, Low2, Delta,  # the same: lse and low in units of log2, and rowsum(dout * out) - dlse
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
     heads, q_len,
@@ -93,8 +93,10 @@ def attention_delta(
     # A row that sees nothing has no gradient, whatever comes back.
     empty = lse == -INFINITY
     delta, lse = tl.where(empty, 0.0, delta), tl.where(empty, 0.0, lse)
+    low = tl.load(Low + at, mask=present, other=0.0)
     tl.store(Delta + at, delta, mask=present)
     tl.store(Lse2 + at, lse * LOG2E, mask=present)
+    tl.store(Low2 + at, low * LOG2E, mask=present)
 
 
 @triton.jit(
@@ -106,7 +108,7 @@ def attention_delta(
 )
 def attention_dq(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     DQ,  # [batch, heads, q_len, dim], contiguous
     Dslope,  # float32 [batch, heads, q_len]: the gradient of slope[h], summed over keys
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -155,6 +157,7 @@ def attention_dq(
         mask=present[:, None], other=0.0,
     )
     lse = tl.load(Lse + at_q + rows, mask=present, other=0.0)[:, None]
+    low = tl.load(Low + at_q + rows, mask=present, other=0.0)[:, None]
     delta = tl.load(Delta + at_q + rows, mask=present, other=0.0)[:, None]
 
     if ORIGIN_PER_BATCH:
@@ -196,7 +199,7 @@ def attention_dq(
             x0 = tanh(score / 50.0)
             x1 = (k - q).to(tl.float32)
             modified = 50.0 * x0 + slope_h * x1 + gate_h_k
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             dm = p * (dp * kept - delta)
@@ -221,7 +224,7 @@ def attention_dq(
             x0 = tanh(score / 50.0)
             x1 = (k - q).to(tl.float32)
             modified = 50.0 * x0 + slope_h * x1 + gate_h_k
-            p = tl.exp2(modified * LOG2E - lse)
+            p = tl.exp2(modified * LOG2E - lse - low)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             dm = p * (dp * kept - delta)
@@ -247,7 +250,7 @@ def attention_dq(
 )
 def attention_dkv(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     DK, DV,  # [batch, key heads, kv_len, dim], contiguous
     Dgate,  # float32 [batch, heads, kv_len]: the gradient of gate[h, k], summed over queries
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -342,7 +345,8 @@ def attention_dkv(
             x0 = tanh(score / 50.0)
             modified = 50.0 * x0 + slope_h * (k - q).to(tl.float32) + gate_h_k
             lse = tl.load(Lse + at_q + at + rows, mask=inside, other=0.0)[None, :]
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
+            low = tl.load(Low + at_q + at + rows, mask=inside, other=0.0)[None, :]
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             delta = tl.load(Delta + at_q + at + rows, mask=inside, other=0.0)[None, :]
@@ -369,7 +373,8 @@ def attention_dkv(
             x0 = tanh(score / 50.0)
             modified = 50.0 * x0 + slope_h * (k - q).to(tl.float32) + gate_h_k
             lse = tl.load(Lse + at_q + at + rows)[None, :]
-            p = tl.exp2(modified * LOG2E - lse)
+            low = tl.load(Low + at_q + at + rows)[None, :]
+            p = tl.exp2(modified * LOG2E - lse - low)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             delta = tl.load(Delta + at_q + at + rows)[None, :]

@@ -21,8 +21,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["heads", "q_len"])
 def attention_delta(
     Out, DOut,  # [batch, heads, q_len, dim], any strides
-    Lse,  # float32 [batch, heads, q_len], contiguous
-    Lse2, Delta,  # the same: lse in units of log2, and rowsum(dout * out)
+    Lse, Low,  # float32 [batch, heads, q_len], contiguous
+    Lse2, Low2, Delta,  # the same: lse and low in units of log2, and rowsum(dout * out)
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
     heads, q_len,
@@ -46,14 +46,16 @@ def attention_delta(
     delta = tl.sum(out * dout, 1)
     at = (batch * heads + head).to(tl.int64) * q_len + start + rows
     lse = tl.load(Lse + at, mask=present, other=0.0)
+    low = tl.load(Low + at, mask=present, other=0.0)
     tl.store(Delta + at, delta, mask=present)
     tl.store(Lse2 + at, lse * LOG2E, mask=present)
+    tl.store(Low2 + at, low * LOG2E, mask=present)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "q_origin", "k_origin", "s0"])
 def attention_dq(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     DQ,  # [batch, heads, q_len, dim], contiguous
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -89,6 +91,7 @@ def attention_dq(
         mask=present[:, None], other=0.0,
     )
     lse = tl.load(Lse + at_q + rows, mask=present, other=0.0)[:, None]
+    low = tl.load(Low + at_q + rows, mask=present, other=0.0)[:, None]
     delta = tl.load(Delta + at_q + rows, mask=present, other=0.0)[:, None]
 
     if ORIGIN_PER_BATCH:
@@ -129,7 +132,7 @@ def attention_dq(
         visible = inside[None, :]
         visible &= q >= k
         visible &= q - k < s0
-        p = tl.where(visible, tl.exp2(score * unit - lse), 0.0)
+        p = tl.where(visible, tl.exp2(score * unit - lse - low), 0.0)
         ds = p * (dp - delta)
         dq = tl.dot(ds.to(keys.dtype), keys, dq)
     # Full tiles: every position is visible.
@@ -139,7 +142,7 @@ def attention_dq(
         values = tl.load(V + at * stride_vs + value_at)
         score = tl.dot(query, tl.trans(keys))
         dp = tl.dot(dout, tl.trans(values))
-        p = tl.exp2(score * unit - lse)
+        p = tl.exp2(score * unit - lse - low)
         ds = p * (dp - delta)
         dq = tl.dot(ds.to(keys.dtype), keys, dq)
 
@@ -151,7 +154,7 @@ def attention_dq(
 @triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "records", "q_origin", "k_origin", "s0"])
 def attention_dkv(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     DK, DV,  # [batch, key heads, kv_len, dim], contiguous
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -194,8 +197,6 @@ def attention_dkv(
         q_origin = tl.load(q_origin + batch)
         k_origin = tl.load(k_origin + batch)
     unit = scale * LOG2E
-    # Products begin at -lse and -delta, which so take no registers of their own.
-    per_lse = -1.0 / unit
     dk = tl.zeros([BLOCK_K, DIM], tl.float32)
     dv = tl.zeros([BLOCK_K, DIM], tl.float32)
 
@@ -220,8 +221,7 @@ def attention_dkv(
                     queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd,
                     mask=inside[:, None], other=0.0,
                 )
-                lse = tl.load(Lse + at_q + at + rows, mask=inside, other=0.0)[None, :]
-                score = tl.dot(keys, tl.trans(query), tl.broadcast_to(lse * per_lse, [BLOCK_K, BLOCK_Q]))
+                score = tl.dot(keys, tl.trans(query))
                 dout = tl.load(
                     douts + (at + rows)[:, None] * stride_gs + d[None, :] * stride_gd,
                     mask=inside[:, None], other=0.0,
@@ -233,7 +233,9 @@ def attention_dkv(
                 visible = inside[None, :]
                 visible &= q >= k
                 visible &= q - k < s0
-                p = tl.where(visible, tl.exp2(score * unit), 0.0)
+                lse = tl.load(Lse + at_q + at + rows, mask=inside, other=0.0)[None, :]
+                low = tl.load(Low + at_q + at + rows, mask=inside, other=0.0)[None, :]
+                p = tl.where(visible, tl.exp2(score * unit - lse - low), 0.0)
                 ds = p * dp
                 dk = tl.dot(ds.to(query.dtype), query, dk)
                 dv = tl.dot(p.to(dout.dtype), dout, dv)
@@ -241,12 +243,13 @@ def attention_dkv(
             for tile in range(full_lo, full_hi):
                 at = tl.cast(tile * BLOCK_Q, tl.int64)
                 query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd)
-                lse = tl.load(Lse + at_q + at + rows)[None, :]
-                score = tl.dot(keys, tl.trans(query), tl.broadcast_to(lse * per_lse, [BLOCK_K, BLOCK_Q]))
+                score = tl.dot(keys, tl.trans(query))
                 dout = tl.load(douts + (at + rows)[:, None] * stride_gs + d[None, :] * stride_gd)
                 delta = tl.load(Delta + at_q + at + rows)[None, :]
                 dp = tl.dot(values, tl.trans(dout), tl.broadcast_to(-delta, [BLOCK_K, BLOCK_Q]))
-                p = tl.exp2(score * unit)
+                lse = tl.load(Lse + at_q + at + rows)[None, :]
+                low = tl.load(Low + at_q + at + rows)[None, :]
+                p = tl.exp2(score * unit - lse - low)
                 ds = p * dp
                 dk = tl.dot(ds.to(query.dtype), query, dk)
                 dv = tl.dot(p.to(dout.dtype), dout, dv)

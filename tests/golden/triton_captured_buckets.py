@@ -48,7 +48,7 @@ def power(x, y):
 )
 def attention_total(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous, of attention_delta: lse in units of log2
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     Total,  # float32 [batch, heads, q tiles]: the sum of the magnitudes of all that is added
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -96,6 +96,7 @@ def attention_total(
     )
     at += tl.cast(place, tl.int64) * q_len
     lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
+    low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
     delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
     q = (q_origin + start + rows)[:, None]
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
@@ -131,7 +132,7 @@ def attention_total(
                 mask=visible,
             ).to(tl.float32)
             modified = score + bias_bucket_q_k_h
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             total += tl.abs(dm)
@@ -146,7 +147,7 @@ def attention_total(
 )
 def attention_scatter(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous, of attention_delta: lse in units of log2
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     Counted,  # int64, contiguous: the gradient of bias[bucket[q, k], h], in units
     PerUnit,  # float32: how many units make 1, a power of two
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -195,6 +196,7 @@ def attention_scatter(
     )
     at += tl.cast(place, tl.int64) * q_len
     lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
+    low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
     delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
     q = (q_origin + start + rows)[:, None]
     per = tl.load(PerUnit)
@@ -230,7 +232,7 @@ def attention_scatter(
                 mask=visible,
             ).to(tl.float32)
             modified = score + bias_bucket_q_k_h
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             to = tl.cast(clamp(bucket_q_k, bias_size0), tl.int64)

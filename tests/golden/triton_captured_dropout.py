@@ -63,7 +63,7 @@ def uniform(x):
 )
 def attention_diagonal(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous, of attention_delta: lse in units of log2
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     Sums,  # float32 [batch, heads, weights, parts, 2, block diagonals, BLOCK_K]: gradients of
     # bias[k - q], by distance
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -131,6 +131,7 @@ def attention_diagonal(
             )
             at += tl.cast(place, tl.int64) * q_len
             lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
+            low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
             delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
@@ -156,7 +157,7 @@ def attention_diagonal(
             bias_at = tl.load(bias + clamp(k - q, bias_size) * bias_stride, mask=visible).to(tl.float32)
             x0 = tanh(score * bias_at / 30.0)
             modified = 30.0 * x0
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             # Where p is 0 so is dm, whatever else is there.

@@ -34,7 +34,7 @@ def clamp(i, size):
 )
 def attention_plane(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Delta,  # float32 [batch, heads, q_len], contiguous, of attention_delta: lse in units of log2
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
     Into,  # float32, contiguous: the gradient of bias[h, q, k + s0]
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -94,6 +94,7 @@ def attention_plane(
             )
             at += tl.cast(place, tl.int64) * q_len
             lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
+            low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
             delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
@@ -122,7 +123,7 @@ def attention_plane(
                 mask=visible,
             ).to(tl.float32)
             modified = score + bias_h_q_at
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             total += dm

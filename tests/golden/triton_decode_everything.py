@@ -212,6 +212,7 @@ def attention_combine(
     Out,  # [batch, heads, q_len, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse
+    Low,  # what rounding took from Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     stride_ob, stride_oh, stride_os, stride_od,
     heads, q_len, splits,
@@ -251,8 +252,13 @@ def attention_combine(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, -INFINITY, (top + tl.log2(total)) * LN2)
+    # By the product that attention_delta stores: a maximum is not joined to the sum without rounding.
+    near = tl.maximum(lse * LOG2E, LOWEST)
+    low = (top - near + tl.log2(total)) * LN2
+    low = tl.where(empty, 0.0, low)
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_os
     out = acc * (rescale / total)
     tl.store(Out + e * stride_od, out.to(Out.dtype.element_ty), mask=e < V_DIM)
     tl.store(Lse + row_at, lse)
     tl.store(Top + row_at, largest)
+    tl.store(Low + row_at, low)

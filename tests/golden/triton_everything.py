@@ -68,6 +68,7 @@ def attention_forward(
     Q, K, V, Out,  # [batch, heads, length, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse
+    Low,  # what rounding took from Lse
     Sinks,  # float32 [heads]: one more logit in the denominator
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -195,6 +196,10 @@ def attention_forward(
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
     lse = tl.where(empty, -INFINITY, (top + tl.log2(total)) * LN2)
+    # By the product that attention_delta stores: a maximum is not joined to the sum without rounding.
+    near = tl.maximum(lse * LOG2E, LOWEST)
+    low = (top - near + tl.log2(total)) * LN2
+    low = tl.where(empty, 0.0, low)
     weight = rescale / (total * (1.0 - rate))
     Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
     out_at = rows[:, None] * stride_os + e0[None, :] * stride_od
@@ -204,3 +209,4 @@ def attention_forward(
     row_at = place.to(tl.int64) * q_len + start + rows
     tl.store(Lse + row_at, lse, mask=present)
     tl.store(Top + row_at, largest, mask=present)
+    tl.store(Low + row_at, low, mask=present)

@@ -59,7 +59,7 @@ def test_golden_text(name, golden):
 
 
 EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
-WITH = {"sinks": True, "top": True}
+WITH = {"sinks": True, "top": True, "low": True}
 
 
 def test_golden_text_with_all_there_is(golden):

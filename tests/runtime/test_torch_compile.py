@@ -200,8 +200,8 @@ def test_opcheck(kind):
     torch.library.opcheck(attend, (q, k, v, sinks, values, numbers, spec, names))
     torch.library.opcheck(attend, (q, k, v, None, values, numbers, spec, names[3:]))
     with torch.no_grad():
-        out, lse, _ = attend(q, k, v, sinks, values, numbers, spec, names)
-        given = (q.detach(), k.detach(), v.detach(), sinks.detach(), [x.detach() for x in values], out, lse)
+        out, lse, _, norm = attend(q, k, v, sinks, values, numbers, spec, names)
+        given = (q.detach(), k.detach(), v.detach(), sinks.detach(), [x.detach() for x in values], out, lse, norm)
     dout, dlse = torch.randn(out.shape[::-1], generator=G).permute(3, 2, 1, 0), torch.ones(()).expand(lse.shape)
     for cotangents in ((dout, dlse), (dout, None)):
         rest = (numbers, spec, names, [True, False, True, True, True])

@@ -116,8 +116,8 @@ def test_graph_operators_are_sound(top):
     sinks = rand(2)
     torch.library.opcheck(attend, (q, k, v, sinks, values, numbers, spec, names))
     with torch.no_grad():
-        out, lse, _ = attend(q, k, v, sinks, values, numbers, spec, names)
-    given = (q.detach(), k.detach(), v.detach(), sinks.detach(), [x.detach() for x in values], out, lse)
+        out, lse, _, norm = attend(q, k, v, sinks, values, numbers, spec, names)
+    given = (q.detach(), k.detach(), v.detach(), sinks.detach(), [x.detach() for x in values], out, lse, norm)
     dout, dlse = torch.randn(out.shape[::-1], generator=G).permute(3, 2, 1, 0), torch.ones(()).expand(lse.shape)
     rest = (numbers, spec, names, [True, False, True, True, True])
     torch.library.opcheck(torch.ops.frisket.attend_backward.default, (dout, dlse, *given, *rest))
