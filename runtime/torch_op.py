@@ -99,7 +99,7 @@ class Ready:
 
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
             with torch._C.DisableTorchFunction():
-                return self(q, k, v, values, seed, sinks, top)
+                return self(q, k, v, values, seed, sinks, top, saving)
         if self.turned:
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         given = q, k, v, sinks, *values
