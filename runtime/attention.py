@@ -62,6 +62,10 @@ class Attention:
         both = [e for e in what.exprs if e is not None]
         self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - self.learned)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have nothing of what calls have left: it is found again."""
+        return Attention, (self.subject, self.options)
+
     @property
     def mask(self) -> Any:
         return self.subject.mask

@@ -151,7 +151,8 @@ class Bound:
         o = self.origin
         rows = _flattened((self.expr, *(e for _, e in o.sites)))
         origin = (o.source, tuple(s for s, _ in o.sites), dict(o.declared), o.notes)
-        return _restored, (type(self), rows, dict(self.params), origin)
+        learned = {n: x for n, x in o.captured.items() if learns(x)}  # a copy of a model reads its own
+        return _restored, (type(self), rows, {**self.params, **learned}, origin)
 
     def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
         """Both expressions in one, with different bindings of one name kept apart."""

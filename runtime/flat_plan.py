@@ -86,6 +86,10 @@ class FlatPlan:
         which calls bring anew."""
         return self.laid.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have the tables, and nothing of what was planned from them: it is planned again."""
+        return FlatPlan, (self.key, self.given, {})
+
     def again(self, given: dict[str, Any]) -> FlatPlan:
         """The same for other values, of the shapes and dtypes that this one was made from."""
         kinds = {n: dtype for n, _, dtype in self.key.given}

@@ -35,6 +35,11 @@ class Plan:
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
         self.narrow = self._narrow()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles have nothing of what calls have left: it is found again."""
+        place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
+        return Plan, (self.subject, *place)
+
     def work(self, block: tuple[int, int], proofs: bool = False) -> Work:
         """The compilation for tiles of `block`."""
         if (block, proofs) not in self._works:

@@ -27,6 +27,7 @@ from frisket.lowering.simplify import prepare
 
 from .layout_checks import check_lengths, check_reach, placed
 from .layout_facts import Counts, Facts
+from .parameters import own_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,6 +136,9 @@ class Layout:
     def transposed(self) -> Side:
         """The same tiles by columns: for each tile of keys, the runs of query tiles that read it."""
         return Side(self._analyse(transposed=True).spans, self.columns)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return own_state(self)
 
     @cached_property
     def counts(self) -> Counts:

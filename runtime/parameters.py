@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,11 @@ def learns(value: Any) -> bool:
 def with_learned(values: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """Values, but what is learned itself: it is read anew at every call."""
     return {n: params[n] if n in params and learns(params[n]) else x for n, x in values.items()}
+
+
+def own_state(x: Any) -> dict[str, Any]:
+    """The attributes of an object without what its cached properties remember: what copies and pickles have."""
+    return {n: y for n, y in vars(x).items() if not isinstance(getattr(type(x), n, None), cached_property)}
 
 
 def as_value(name: str, value: Any) -> Any:

@@ -18,7 +18,7 @@ from frisket.lowering.analysis.driver import bind as written_out
 
 from .bound_expr import Bound, separated
 from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
-from .parameters import as_value, names_of, with_learned
+from .parameters import as_value, names_of, own_state, with_learned
 from .stored import Stored
 
 Array = NDArray[Any]
@@ -34,6 +34,9 @@ class Subject:
     # score mod speak of them already, dropout draws there
     stored: Stored | None = None  # how keys and values are stored
     unwritten: bool = False  # those that no query sees may hold anything, see `LoopPlan`
+
+    def __getstate__(self) -> dict[str, Any]:
+        return own_state(self)
 
     @property
     def parts(self) -> list[Bound]:

@@ -24,7 +24,7 @@ from frisket.lowering.analysis.tiles import FULL
 from ..frameworks import framework_of
 from ..mask import Mask, MaskLike
 from ..mask import mask as as_mask
-from ..parameters import digest
+from ..parameters import digest, own_state
 from .dealing import Work, best
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ class Deal:
         what = as_mask(mask, **params)
         layout = what.layout(self.length, self.length, self.batch, self.heads, (self.tile, self.tile))
         return Deal(self.length, self.tile, self.ranks, self.batch, self.heads, self.tiles, what, layout)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return own_state(self)
 
     # -- tokens -----------------------------------------------------------------------------------
 
