@@ -212,13 +212,20 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
         raise ShapeError(f"q, k and v have dtypes {', '.join(dtypes.values())}; convert them to one")
     if dtypes["q"] not in FLOATS:
         raise ShapeError(f"q, k and v are {dtypes['q']}; attention takes {', '.join(FLOATS)}")
-    if framework == "torch" and len({x.device for x in given.values()}) > 1:
-        where = ", ".join(f"{n} on {x.device}" for n, x in given.items())
-        raise ShapeError(f"q, k and v are on different devices: {where}; move them to one")
+    if framework == "torch":
+        check_devices(q, k, v)
     table = () if pages is None else tuple(int(n) for n in getattr(pages, "shape", ()))
     if pages is not None and not table:
         raise ShapeError(f"pages are {pages!r}; they are an array int32 [batch, pages of a sequence]")
     return Arrays(q, k, v, framework, layout or NATURAL[framework], dtypes["q"], table)
+
+
+def check_devices(q: Any, k: Any, v: Any) -> None:
+    """Raise unless tensors of torch are on one device; meta is one too."""
+    given = {"q": q.device, "k": k.device, "v": v.device}
+    if len(set(given.values())) > 1:
+        where = ", ".join(f"{name} on {device}" for name, device in given.items())
+        raise ShapeError(f"q, k and v are on different devices: {where}; move them to one")
 
 
 def _not_dense(name: str, x: Any) -> str:

@@ -249,6 +249,9 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from .frameworks import check_devices
+
+    check_devices(q, k, v)
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty(q.shape[:3], dtype=real)
     top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)

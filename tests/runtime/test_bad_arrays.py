@@ -199,6 +199,14 @@ BAD = {
         lambda: fk.mask("doc(q) == 1", doc=[0, 1]), fk.MaskSyntaxError,
         "`doc` is not a function\n  mask 1:1\n    doc(q) == 1\n    ^^^^^^\n  it is a table: write `doc[q]`",
     ),
+    "q on meta": (
+        lambda: fk.attention(Q.to("meta"), K, K, "causal"), fk.ShapeError,
+        "q, k and v are on different devices: q on meta, k on cpu, v on cpu; move them to one",
+    ),
+    "k on meta": (
+        lambda: fk.attention(Q, K.to("meta"), K, "causal"), fk.ShapeError,
+        "q, k and v are on different devices: q on cpu, k on meta, v on cpu; move them to one",
+    ),
     "table on meta": (
         lambda: fk.attention(Q, K, K, "same(doc)", doc=torch.zeros(8, dtype=torch.int, device="meta")),
         fk.ParameterError,
