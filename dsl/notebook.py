@@ -21,12 +21,12 @@ def sentence(verdict: str, rest: str, *, good: bool) -> str:
 def table(rows: Iterable[tuple[str, str]]) -> str:
     """Names beside code, a row each; rows without code are left out."""
     cells = "".join(
-        f'<tr><td style="text-align:left;vertical-align:top;opacity:.7">{escape(name)}</td>'
+        f'<tr><td style="text-align:left;vertical-align:top;padding-right:1em;opacity:.7">{escape(name)}</td>'
         f'<td style="text-align:left"><code style="white-space:pre-wrap">{escape(code)}</code></td></tr>'
         for name, code in rows
         if code
     )
-    return f'<table style="border-collapse:collapse">{cells}</table>'
+    return f'<table style="border-collapse:collapse;font-size:13px">{cells}</table>'
 
 
 def sections(parts: Iterable[tuple[str, str]]) -> str:
