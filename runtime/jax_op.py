@@ -152,8 +152,10 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
         backend = call.backend_on(platform, str(q.dtype))
         result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
         return result
+    from .jax_reverse import reverse_only
+
     learned, fixed = alike(learned, fixed)
-    return _differentiable(call)(learned, fixed)  # type: ignore[no-any-return]
+    return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
 
 
 def alike(*groups: Arrays) -> tuple[Arrays, ...]:

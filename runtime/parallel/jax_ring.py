@@ -25,6 +25,7 @@ from frisket.dsl.ir import walk
 from ..attention import Attention
 from ..frameworks import framework_of
 from ..jax_op import LSE, OUT, alike, of_sinks
+from ..jax_reverse import reverse_only
 from ..merge import merged
 from ..parameters import digest
 from .deal import Deal, Variant, check_variant
@@ -104,7 +105,7 @@ def attend(
         arrays["seed"] = jnp.asarray(seed)
     flow = {"q", "k", "v", "sinks", *shard.learnable}
     learned, fixed = alike(*({n: x for n, x in arrays.items() if (n in flow) is kind} for kind in (True, False)))
-    out, lse = _differentiable(shard)(learned, fixed)
+    out, lse = _differentiable(shard)(reverse_only(learned), fixed)
     return (out, lse) if return_lse else out
 
 

@@ -232,8 +232,20 @@ def test_what_is_not_differentiated_says_so():
     )
     with pytest.raises(BackwardError):
         jax.hessian(loss)(*args)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(lambda x: loss(x, *args[1:]), args[:1], args[:1])
+
+    def one(x):
+        return loss(x, *args[1:])
+
+    def forward(f):
+        return jax.jvp(f, args[:1], args[:1])
+
+    for run in (lambda: forward(one), lambda: forward(jax.jit(one)), jax.jit(lambda: forward(one))):
+        with pytest.raises(BackwardError, match="forward mode is asked for"):
+            run()
+    with pytest.raises(BackwardError, match="jacrev"):
+        jax.jacfwd(one)(args[0])
+    x, along = jax.linearize(lambda x: x * jax.lax.stop_gradient(one(args[0])), 2.0)  # nothing of attention is asked
+    np.testing.assert_allclose(2 * along(1.0), x)
     with pytest.raises(Exception, match="custom_vjp"):
         jax.linear_transpose(lambda x: loss(x, *args[1:]), args[0])(1.0)
 
