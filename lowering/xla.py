@@ -56,16 +56,17 @@ def _compiled(static: Static) -> Any:
     import jax
 
     def attention(q: Any, k: Any, v: Any, sinks: Any, *numbers: Any) -> Any:
-        return _attention(static, Numbers(*numbers), q, k, v, sinks)
+        return attended(Tiles(static, Numbers(*numbers), q, k), q, k, v, sinks)
 
     return jax.jit(attention)
 
 
-def _attention(static: Static, numbers: Numbers, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
+def attended(t: Tiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
+    """The results of `forward`, row of tiles by row of tiles."""
     import jax.numpy as jnp
     from jax import lax
 
-    t, v_dim = Tiles(static, numbers, q, k), v.shape[-1]
+    static, v_dim = t.static, v.shape[-1]
     q_len, q = q.shape[1], t.padded(q)
     sinks = None if sinks is None else sinks.astype(static.dtype)
 
@@ -102,7 +103,7 @@ def _attention(static: Static, numbers: Numbers, q: Any, k: Any, v: Any, sinks: 
         t.full(shape, -np.inf),
         *[t.full(shape, 0.0)] * static.low,
     )
-    out, *rows = lax.fori_loop(0, len(numbers.rows), row, empty)
+    out, *rows = lax.fori_loop(0, t.steps, row, empty)
     return out[:, :q_len], *(x[..., :q_len] for x in rows)
 
 

@@ -149,10 +149,21 @@ class Tiles:
         x = jnp.full(shape, value, self.static.dtype if dtype is None else dtype)
         return lax.pcast(x, self.axes, to="varying") if self.axes else x
 
+    @property
+    def steps(self) -> Any:
+        """How many rows of tiles there are, in all."""
+        return len(self.numbers.rows)
+
+    def place(self, r: Array) -> tuple[Array, Array, Array]:
+        """The first batch entry and head of row r, and which tile of queries it is."""
+        rows = self.numbers.rows
+        return rows[r, 0], rows[r, 1], rows[r, 2]
+
     def row(self, r: Array) -> Row:
         import jax.numpy as jnp
 
-        b, h, start = self.numbers.rows[r, 0], self.numbers.rows[r, 1], self.numbers.rows[r, 2] * self.static.block_q
+        b, h, tile = self.place(r)
+        start = tile * self.static.block_q
         heads = jnp.arange(self.kvs * self.groups, dtype=jnp.int32).reshape(1, self.kvs, self.groups, 1, 1)
         batches = jnp.arange(self.static.batches, dtype=jnp.int32).reshape(-1, 1, 1, 1, 1)
         queries = start + jnp.arange(self.static.block_q, dtype=jnp.int32).reshape(1, 1, 1, -1, 1)

@@ -18,7 +18,7 @@ from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, t
 from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
 from .flat_plan import FlatPlan, divided, flat_plan
-from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph, shared, symbolic, turn
+from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph, named, shared, symbolic, turn
 from .host_plan import Plan
 from .moved import moved
 from .options import Options, seed_of, sinks_of
@@ -145,6 +145,10 @@ class Attention:
     def _called(self, q: Any, k: Any, v: Any, *what: Any) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call that is not of torch."""
         try:
+            if any(named(n) for x in (q, k, v) for n in getattr(x, "shape", ())):
+                from .jax_symbolic import attend
+
+                return attend(self, q, k, v, *what)
             call = self.call(q, k, v, *what)
         except FrisketError as error:
             error.add_note(self._said(q, k, v))

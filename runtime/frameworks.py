@@ -21,6 +21,7 @@ from .parameters import learns, traced
 
 Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}
+HEADS_AXIS = {"bhsd": 1, "bshd": 2}  # the axis of heads
 NATURAL = {"torch": "bhsd", "jax": "bshd"}
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 BYTES = ("int8", "float8_e4m3fn", "float8_e5m2")  # of keys and values beside queries of any Float
@@ -174,9 +175,12 @@ class Arrays:
         return ((batch, self.pages[1] * k[1]),) * 2
 
 
-def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None) -> Arrays:
+def arrays(
+    q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = False, pages: Any = None, exported: bool = False
+) -> Arrays:
     """q, k and v of one framework, device and floating dtype, with four axes each; `numpy` lets numpy in. k and v may
-    have 8 bits beside q, whole numbers too: those are what they are, unless a scale is given."""
+    have 8 bits beside q, whole numbers too: those are what they are, unless a scale is given. With `exported` batch
+    and lengths may be symbols of `jax.export`."""
     check_layout(layout)
     given = dict(zip("qkv", (q, k, v)))
     found = {name: framework_of(x) for name, x in given.items()}
@@ -201,10 +205,12 @@ def arrays(q: Any, k: Any, v: Any, layout: str | None = None, *, numpy: bool = F
                 f"{name} has {x.ndim} axes, shape {tuple(x.shape)}; it needs four: "
                 f"{LAYOUTS[layout or NATURAL[framework]]}"
             )
-        if framework == "jax" and not all(isinstance(n, int) for n in x.shape):
+        fixed = x.shape if not exported else tuple(x.shape[i] for i in (HEADS_AXIS[layout or NATURAL[framework]], 3))
+        if framework == "jax" and not all(isinstance(n, int) for n in fixed):
             raise ShapeError(
-                f"{name} has the shape ({', '.join(map(str, x.shape))}); tiles are laid out for known lengths\n"
-                "  export one module for each shape, instead of jax.export.symbolic_shape"
+                f"{name} has the shape ({', '.join(map(str, x.shape))}); "
+                + ("heads and their sizes are numbers" if exported else "tiles are laid out for known lengths")
+                + "\n  export one module for each of them, instead of jax.export.symbolic_shape"
             )
     dtypes = {n: str(x.dtype).removeprefix("torch.") for n, x in given.items()}
     narrow = dtypes["k"] == dtypes["v"] and dtypes["k"] in BYTES
@@ -291,9 +297,14 @@ def rounding(like: Any) -> Callable[[NDArray[Any]], NDArray[Any]]:
     return lambda x: to_numpy(from_numpy(x, like))
 
 
+def named(n: Any) -> bool:
+    """Whether a length is a symbol of `jax.export`, or made of some."""
+    return type(n).__name__ == "_DimExpr"
+
+
 def _ordered(shape: tuple[int, ...], layout: str) -> tuple[int, int, int, int]:
     """(batch, heads, length, dim) of a shape."""
-    a, b, c, d = (int(n) for n in shape)
+    a, b, c, d = (n if named(n) else int(n) for n in shape)
     return (a, b, c, d) if layout == "bhsd" else (a, c, b, d)
 
 

@@ -135,10 +135,3 @@ def test_errors_under_jit_say_under_which_mask():
         "in attention under mask = q >= k & doc[q] == doc[k]\n"
         "  of q bfloat16[1, 200, 4, 64], k bfloat16[1, 200, 2, 64], v bfloat16[1, 200, 2, 64]"
     )
-
-
-def test_symbolic_shapes_are_refused():
-    batch, length = jax.export.symbolic_shape("b, s")
-    x = jax.ShapeDtypeStruct((batch, length, 4, 16), "float32")
-    with pytest.raises(fk.ShapeError, match=r"^q has the shape \(b, s, 4, 16\).*\n  export one module for each shape"):
-        jax.export.export(jax.jit(lambda x: fk.attention(x, x, x, "causal")))(x)

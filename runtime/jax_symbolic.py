@@ -1,0 +1,130 @@
+"""Attention whose batch and lengths are symbols of `jax.export`: one module for all of them, on XLA's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, mlir
+
+from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
+from frisket.dsl.ir import Expr, walk
+from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.emit.expr import machine
+from frisket.lowering.emit.expr_jnp import JNP
+from frisket.lowering.flat import planner
+from frisket.lowering.flat_bounds import Interval
+from frisket.lowering.plan import RATE, SEED, Geometry, make_plan
+from frisket.lowering.simplify import prepare
+from frisket.lowering.simplify.hoist import finite
+from frisket.lowering.xla_symbolic import forward
+from frisket.lowering.xla_tiles import int64_enabled
+
+from .bind import UNDRAWN, limits_of
+from .flat_plan import divided
+from .frameworks import arrays, named, turn
+from .options import seed_of, sinks_of
+from .settings import Settings
+from .stored import parted
+from .subject import Subject
+
+FAR = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
+EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"
+
+
+def attend(
+    att: Any, q: Any, k: Any, v: Any, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
+    layout: str | None, params: dict[str, Any],
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """(out, lse, top) of `att(q, k, v, ...)`."""
+    live, params = parted(params)
+    given = arrays(q, k, v, layout, exported=True)
+    for what, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", live)):
+        if x or given.kv_dtype:
+            raise ShapeError(f"q has the shape {_shape(q)}, and {what} are for known lengths" + EACH)
+    g = given.geometry(att.options.scale, att.options.enable_gqa)
+    if (backend := att.options.backend or Settings.read().backend) not in (None, "xla", "library"):
+        raise BackendError(f"backend {backend!r} is for known lengths; symbolic ones run on 'xla'" + EACH)
+    host, traced = divided(params, None, (), "jax")
+    traced = {**{n: x for n, x in att.traced.items() if n not in params}, **traced}
+    rate = att.options.dropout
+    seed = seed_of(seed, rate, "jax")
+    sinks = sinks_of(att.options.sinks if sinks is None else sinks, g.heads, "jax", given.dtype, None)
+    what = att.subject.without(traced).bind(host)
+    values = {**what.scalars, **what.tables, **traced}
+    made, seen = _planned(what, values, traced, g, bool(rate))
+    _check_lengths(what, values, g)
+    slots = made.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
+    tables = {t.name: values[t.source] for t in made.tables}
+    q, k, v = (_forward_only.bind(x) for x in given.turned("bshd"))
+    out, lse, highest = forward(made, seen, g, q, k, v, slots, tables, values, sinks)
+    return turn(out, "bshd", given.layout), lse, highest
+
+
+def _planned(
+    what: Subject, values: Mapping[str, Any], traced: Mapping[str, Any], g: Geometry, dropout: bool
+) -> tuple[Any, tuple[Interval, ...] | None]:
+    """The plan, and the intervals of keys that a row of tiles sees; None: all keys."""
+    if missing := [n for p in what.parts for n in p.unbound if n not in traced]:
+        raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
+    for e in (p.expr for p in what.parts):
+        for n in walk(e):
+            if n.op == "segment" or (n.op == "extent" and any(map(named, np.shape(values[n.name[0]])))):
+                raise LoweringError(f"`{n!r}` is found for known lengths" + EACH)
+    parts = [None if p is None else written_out(p.expr, values) for p in (what.mask, what.score)]
+    sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
+    seen, mod = prepare(parts[0], parts[1], sane)
+    limits = limits_of((FAR, g.heads, FAR, FAR), what.scalars, what.tables)
+    made = make_plan(
+        seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
+        dropout=dropout, **what.beside(values),
+    )  # fmt: skip
+    return made, None if seen is None else _intervals(seen, traced, limits)
+
+
+def _intervals(mask: Expr, traced: Mapping[str, Any], limits: Mapping[str, float]) -> tuple[Interval, ...]:
+    held = {n: 2.0**30 for n, x in traced.items() if "int" in str(x.dtype)}  # positions, lengths
+    found = planner(mask, frozenset(), {**held, **limits}, int64_enabled()).seen
+    if not found or any(n.op not in KNOWN for pair in found for e in pair for n in walk(machine(e))):
+        raise LoweringError(
+            f"which tiles `{mask!r}` shows is found for known lengths: it does not bound the keys of a query by "
+            "numbers\n  bounds on k, as in `causal & window(256) & k < lengths[b]`, take symbolic ones;" + EACH[2:]
+        )
+    return found
+
+
+KNOWN = frozenset({*JNP, "lit", "var", "param", "lookup"})
+
+
+def _check_lengths(what: Subject, values: Mapping[str, Any], g: Geometry) -> None:
+    """Tables that are read at bare positions are as long as there are positions."""
+    have = {"b": g.batch, "h": g.heads, "q": g.q_len, "k": g.kv_len}
+    for n in (n for p in what.parts for n in walk(p.expr) if n.op == "lookup"):
+        for axis, index in enumerate(n.args):
+            need = have.get(index.name) if index.op == "var" else None
+            length = np.shape(values[n.name])[axis] if n.name in values else None
+            known = isinstance(need, int) and isinstance(length, int)
+            if need is not None and not (length >= need if known else length == need):
+                raise ParameterError(
+                    f"table `{n.name}` has {length} entries on axis {axis} and is read at `{index.name}`, of which "
+                    f"there are {need}; give the exported function a table of that length"
+                )
+
+
+def _shape(x: Any) -> str:
+    return f"({', '.join(map(str, x.shape))})"
+
+
+def _no_gradient(*_: Any, **__: Any) -> Any:
+    raise BackwardError(
+        "a gradient of attention to symbolic lengths is asked for, and there is none" + EACH + ": those have gradients"
+    )
+
+
+_forward_only: Any = Primitive("frisket_forward_only")
+_forward_only.def_abstract_eval(lambda x: x)
+_forward_only.def_impl(lambda x: x)
+mlir.register_lowering(_forward_only, lambda ctx, x: [x])
+ad.primitive_jvps[_forward_only] = _no_gradient
