@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, Self
 
 import jax
@@ -14,6 +15,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
+from ..sharding.fit import names_of
 from .checks import check_queries
 from .jax_store import Cache, call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
@@ -21,6 +23,7 @@ from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
 lax: Any = jax.lax  # JAX leaves some of its functions untyped
 reshard: Any = jax.sharding.reshard
 P: Any = jax.sharding.PartitionSpec
+Axes = str | tuple[str, ...] | None
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +43,9 @@ class ShardedKVCache(Cache):
     `append` writes on the device that owns a position alone and sends nothing; `attend` runs on every device over the
     positions it holds, and merges results by collectives of the size of out: one maximum and two sums. Queries and new
     tokens are whole on every device of `axis`; `batch_axis` and `head_axis` name mesh axes that split the batch and
-    the heads besides. Tables of masks and score mods are whole on every device, and speak of global b, h, q and k.
+    the heads besides, one or several: `batch_axis=("dp", "fsdp"), axis="sp", head_axis="tp"` is the layout
+    `P(("dp", "fsdp"), "sp", "tp", None)`. Tables of masks and score mods are whole on every device, and speak of global
+    b, h, q and k.
     """
 
     k: jax.Array
@@ -50,27 +55,32 @@ class ShardedKVCache(Cache):
     lengths: jax.Array
     overflowed: jax.Array
     mesh: Mesh = field(metadata={"static": True})
-    axis: str = field(metadata={"static": True})
-    batch_axis: str | None = field(metadata={"static": True})
-    head_axis: str | None = field(metadata={"static": True})
+    axis: Axes = field(metadata={"static": True})
+    batch_axis: Axes = field(metadata={"static": True})
+    head_axis: Axes = field(metadata={"static": True})
 
     @classmethod
     def create(
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None,
-        dtype: Any = jnp.float32, *, mesh: Mesh, axis: str = "sp", batch_axis: str | None = None,
-        head_axis: str | None = None,
+        dtype: Any = jnp.float32, *, mesh: Mesh, axis: Axes = "sp", batch_axis: Axes = None, head_axis: Axes = None,
     ) -> Self:  # fmt: skip
-        """An empty cache on the devices of `mesh`; `dtype` as for `KVCache`."""
+        """An empty cache on the devices of `mesh`; `dtype` as for `KVCache`. Each of the axes is the name of a mesh
+        axis, or several as in a partition spec: `("dp", "fsdp")`."""
         split = {"capacity": (axis, capacity), "batch": (batch_axis, batch), "kv_heads": (head_axis, kv_heads)}
-        used = {what: pair for what, pair in split.items() if pair[0] is not None}
-        for what, (name, n) in used.items():
-            if name not in mesh.shape or n % mesh.shape[name]:
+        if not axis:
+            raise ShapeError(
+                "axis is None; positions are split over a mesh axis, and a KVCache holds them on one device"
+            )
+        for what, (axes, n) in split.items():
+            over = prod(mesh.shape.get(name, 0) for name in names_of(axes))
+            if not over or n % over:
                 have = ", ".join(f"{a}: {m}" for a, m in mesh.shape.items())
-                raise ShapeError(
-                    f"{what} {n} over the mesh axis {name!r}: the axes are {have}, and one has to divide it"
-                )
-        if len({name for name, _ in used.values()}) < len(used):
+                told = f"its {over} devices do not divide {n}" if over else "there is no such axis"
+                raise ShapeError(f"{what} {n} over the mesh axis {axes!r}: {told}; the axes are {have}")
+        used = [name for axes, _ in split.values() for name in names_of(axes)]
+        if len({*used}) < len(used):
             raise ShapeError(f"a mesh axis splits one thing: {axis!r}, {batch_axis!r}, {head_axis!r}")
+        axis, batch_axis, head_axis = (_axes(x, mesh) for x in (axis, batch_axis, head_axis))
 
         def put() -> Any:
             arrays = empty((batch, capacity, kv_heads), head_dim, v_dim, dtype)
@@ -86,10 +96,16 @@ class ShardedKVCache(Cache):
 
     @property
     def _specs(self) -> dict[str, Any]:
+        """Specs of the arrays, spelt as what a step gives back has them: else a second step compiles again."""
         place = self.batch_axis, self.axis, self.head_axis
-        found: dict[str, Any] = {n: None if x is None else P(*place) for n, x in self.arrays.items()}
-        rows = P(self.batch_axis)
-        return found | {"k": P(*place, None), "v": P(*place, None), "lengths": rows, "overflowed": rows}
+        found: dict[str, Any] = {n: None if x is None else self._spec(*place) for n, x in self.arrays.items()}
+        rows, vectors = self._spec(self.batch_axis), self._spec(*place, None)
+        return found | {"k": vectors, "v": vectors, "lengths": rows, "overflowed": rows}
+
+    def _spec(self, *entries: Axes) -> Any:
+        while AxisType.Explicit not in self.mesh.axis_types and entries and entries[-1] is None:
+            entries = entries[:-1]
+        return P(*entries)
 
     @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
@@ -101,7 +117,7 @@ class ShardedKVCache(Cache):
 
         def put(arrays: Any, k: Any, v: Any, lengths: Any, counts: Any) -> Any:
             mine, i = arrays["k"].shape[1], jnp.arange(new, dtype=jnp.int32)
-            at = lengths[:, None] + i - lax.axis_index(self.axis) * mine
+            at = lengths[:, None] + i - self._first(self.axis, mine)
             own = (i < counts[:, None]) & (at >= 0) & (at < mine)
             return written(arrays, stored(arrays, k, v), jnp.where(own, at, mine + i))
 
@@ -128,14 +144,14 @@ class ShardedKVCache(Cache):
         sizes = batch, heads, self.capacity, self.capacity
 
         def look(arrays: Any, q: Any, starts: Any, ends: Any, params: Any) -> Any:
-            shard = lax.axis_index(self.axis)
-            tables = {START: starts, END: ends, FIRST: shard * arrays["k"].shape[1]}
+            first = self._first(self.axis, arrays["k"].shape[1])
+            tables = {START: starts, END: ends, FIRST: first}
             tables |= {BATCH: self._first(self.batch_axis, q.shape[0]), HEAD: self._first(self.head_axis, q.shape[2])}
             if "sinks" in params:  # they count once
                 mine = lax.dynamic_slice_in_dim(params["sinks"], tables[HEAD], q.shape[2])
-                params = {**params, "sinks": jnp.where(shard == 0, mine, -jnp.inf)}
+                params = {**params, "sinks": jnp.where(first == 0, mine, -jnp.inf)}
             out, lse = call(att, where, q, arrays, tables, {**params, "sizes": sizes, "return_lse": True})
-            return _merged(out, lse, self.axis)
+            return (out, lse) if self.axis is None else _merged(out, lse, self.axis)
 
         specs = {n: s for n, s in self._specs.items() if n in self.arrays}
         queries, rows = P(self.batch_axis, None, self.head_axis), P(self.batch_axis)
@@ -144,7 +160,7 @@ class ShardedKVCache(Cache):
         out, lse = run(self.arrays, q, starts, self.lengths, params)
         return (out, lse) if told else out
 
-    def _first(self, axis: str | None, mine: int) -> Any:
+    def _first(self, axis: Axes, mine: int) -> Any:
         return jnp.int32(0) if axis is None else lax.axis_index(axis) * mine
 
     def _mapped(self, run: Callable[..., Any], given: Any, results: Any) -> Callable[..., Any]:
@@ -160,7 +176,13 @@ def _split(x: Any, spec: Any, mesh: Mesh) -> Any:
     return x if isinstance(spec, dict) else reshard(x, jax.tree.map(lambda _: NamedSharding(mesh, spec), x))
 
 
-def _merged(out: jax.Array, lse: jax.Array, axis: str) -> tuple[jax.Array, jax.Array]:
+def _axes(axes: Axes, mesh: Mesh) -> Axes:
+    """Those with more than one device, as XLA spells them: a name where there is one, None where there is none."""
+    names = tuple(n for n in names_of(axes) if mesh.shape[n] > 1)
+    return names[0] if len(names) == 1 else names or None
+
+
+def _merged(out: jax.Array, lse: jax.Array, axis: Axes) -> tuple[jax.Array, jax.Array]:
     """`frisket.merge` of every device's (out, lse)."""
     top = lax.pmax(lse, axis)
     share = jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top))

@@ -7,25 +7,31 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from frisket.dsl.errors import ShapeError
+from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..caches.jax import KVCache, ShardedKVCache
+from ..caches.jax_sharded import Axes
 
 Cache = TypeVar("Cache", KVCache, ShardedKVCache)
 
 
 def init_cache(
     batch: int, capacity: int, kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: Any = jnp.float32,
-    mesh: Any = None, axis: str = "sp",
+    mesh: Any = None, axis: Axes = "sp", batch_axis: Axes = None, head_axis: Axes = None,
 ) -> Any:  # fmt: skip
     """`cache = init_cache(2, 1024, 8, 128, dtype="int8")`: an empty cache of `capacity` tokens.
 
     A `frisket.caches.jax.KVCache`; with int8 (or float8_e4m3fn, float8_e5m2) one float32 scale per (batch, position,
     head) vector is stored beside. With a mesh a `ShardedKVCache`: positions are split over its `axis`, and only the
-    device that owns a position writes it."""
+    device that owns a position writes it; `batch_axis=("dp", "fsdp"), head_axis="tp"` split batch and heads besides."""
     if mesh is None:
+        if batch_axis or head_axis:
+            raise ParameterError("batch_axis and head_axis are axes of a mesh; give mesh= too")
         return KVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype)
-    return ShardedKVCache.create(batch, capacity, kv_heads, head_dim, v_dim, dtype, mesh=mesh, axis=axis)
+    return ShardedKVCache.create(
+        batch, capacity, kv_heads, head_dim, v_dim, dtype, mesh=mesh, axis=axis, batch_axis=batch_axis,
+        head_axis=head_axis,
+    )  # fmt: skip
 
 
 def concatenate_to_cache(

@@ -71,12 +71,47 @@ n = tokens.shape[1] - 1
 positions = jnp.broadcast_to(jnp.arange(n), (2, n))
 dense = llama_jax.forward(w, tokens[:, :-1], positions, llama_jax.dense(np.tri(n, dtype=bool)))
 np.testing.assert_allclose(logits, dense, atol=2e-4)
-for bad, what in (({"axis": "tp"}, "the axes are sp: 4"), ({"batch_axis": "sp"}, "a mesh axis splits one thing")):
+for bad, what in (
+    ({"axis": "tp"}, "there is no such axis; the axes are sp: 4"),
+    ({"batch_axis": "sp"}, "a mesh axis splits one thing"),
+    ({"batch_axis": ("sp",), "axis": ()}, "a KVCache holds them on one device"),
+    ({"batch_axis": ("sp", "dp")}, "batch 4 over the mesh axis ('sp', 'dp'): there is no such axis"),
+    ({"head_axis": ("sp",)}, "kv_heads 1 over the mesh axis ('sp',): its 4 devices do not divide 1"),
+):
     try:
         ShardedKVCache.create(4, 16, 1, 1, mesh=mesh, **bad)
     except fk.ShapeError as error:
         assert what in str(error), error
         print("refused")
+"""
+
+# EasyDeL's layout P(("dp", "fsdp"), "sp", "tp", None) on meshes of several shapes, by arrays and sharding-in-types
+LAYOUTS = """
+att, names = fk.compile("causal & window(9)"), ("dp", "fsdp", "sp", "tp")
+q, k, v = (np.random.default_rng(0).standard_normal((8, 20, h, 16)).astype(np.float32) for h in (4, 2, 2))
+wanted = fk.reference(q, k, v, "causal & window(9)", layout="bshd")
+easydel = {"axis": "sp", "batch_axis": ("dp", "fsdp"), "head_axis": "tp"}
+for mesh, how, dtype in (
+    (auto(names, 2, 2, 1, 2), easydel, "int8"),
+    (auto(names, 1, 2, 2, 2), easydel, "float32"),
+    (jax.make_mesh((1, 2, 2, 2), names), easydel, "int8"),
+    (auto(("x", "y", "z"), 2, 2, 2), {"axis": ("x", "y"), "batch_axis": ("z",)}, "float32"),
+    (auto(("sp",), 4), {}, "int8"),
+):
+    cache = init_cache(8, 64, 2, 16, dtype=dtype, mesh=mesh, **how)
+    if how is easydel:
+        layout = jax.NamedSharding(mesh, jax.P(("dp", "fsdp"), "sp", "tp", None))
+        assert cache.k.sharding.is_equivalent_to(layout, 4), cache.k.sharding
+    step = jax.jit(lambda c, q, k, v: c.attention(att, q, k, v)[::-1], donate_argnums=0)
+    for i in range(4):
+        given = [jnp.asarray(x[:, i : i + 1]) for x in (q, k, v)]
+        cache, out = step(cache, *given)
+        np.testing.assert_allclose(out, wanted[:, i : i + 1], atol=3e-6 if dtype == "float32" else 0.05)
+    cache, _ = step(cache.truncate(1), *given)
+    eager = init_cache(8, 64, 2, 16, dtype=dtype, mesh=mesh, **how).append(*given[1:])
+    step(eager, *given)
+    print("compiled", step._cache_size())
+    print("HLO", step.lower(cache, *given).compile().as_text())
 """
 
 
@@ -106,4 +141,13 @@ def test_a_cache_over_devices():
 
 @pytest.mark.matrix
 def test_a_model_over_devices():
-    assert printed(MODEL).count("refused") == 2
+    assert printed(MODEL).count("refused") == 5
+
+
+@pytest.mark.matrix
+def test_layouts_of_several_axes():
+    """A step compiles once, and sends nothing but sums and maxima."""
+    said = printed(LAYOUTS)
+    assert re.findall(r"^compiled (\d+)", said, re.M) == ["1"] * 5
+    sends = re.findall(r"\b(all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(", said)
+    assert {*sends} == {"all-reduce"}
