@@ -109,9 +109,10 @@ def _plan(att: Attention, given: SymbolicMask, query: Tensor, values: dict[str, 
 def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bool | None) -> SymbolicMask:
     """The mask of a layer, whatever stands for it."""
     if isinstance(given, SymbolicMask):
-        if given.q_len == 1 < q.shape[2] and given.kv_len == k.shape[2] and given.make is not None:
-            return _dense(given.array(), q, k)  # one row for all queries, as an array of it would be
-        if (q.shape[2], k.shape[2]) != (given.q_len, given.kv_len):
+        have, want = (given.q_len, given.kv_len), (q.shape[2], k.shape[2])
+        if have != want and all(n in (1, m) for n, m in zip(have, want)) and given.make is not None:
+            return _dense(given.array(), q, k)  # one row for all queries or keys, as an array of it would be
+        if have != want:
             raise ShapeError(
                 f"attention of {q.shape[2]} queries to {k.shape[2]} keys, under a mask of {given.q_len} x "
                 f"{given.kv_len} that transformers has made\n  give every layer the mask made for its cache"

@@ -1,8 +1,9 @@
-"""What happens when a model of transformers is made that computes attention itself, whatever implementation is named.
+"""What is looked at when a model of transformers is made: whether it asks for an implementation of attention at all.
 
 transformers checks the name of an implementation and nothing more. A model that looks classes up by that name then ends
 in a KeyError, and one that never asks for an implementation ignores it, with the masks of its config. `watch` has both
-told: such a model gets what transformers would choose for it by itself, with a warning.
+told: such a model gets what transformers would choose for it by itself, with a warning, and a mask that no attention
+reads is an error when the model is called.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def watch(name: str) -> None:
     @wraps(plain)
     def correct(self: Any, requested_attention: str | None, is_init_check: bool = False) -> str:
         if requested_attention == name:
+            if _check_read not in self._forward_pre_hooks.values():
+                self.register_forward_pre_hook(_check_read)
             if computes_itself(type(self)):
                 taken: str = plain(self, None, is_init_check)
                 _warn(type(self), name, f"it has taken {taken!r}")
-                self.register_forward_pre_hook(_no_mask)
-                _no_mask(self)
                 return taken
             tables = _by_name(type(self))
             if self._supports_sdpa and all(other == "sdpa" for _, other in tables):
@@ -58,13 +59,32 @@ def _warn(kind: type, name: str, instead: str) -> None:
     )
 
 
-def _no_mask(module: Any, *_: Any) -> None:
-    """Refuse the mask or score mod of a config that nobody reads."""
+def _check_read(module: Any, *_: Any) -> None:
+    """Refuse the mask or score mod of a config that no attention of the model reads."""
+    config = module.config
     for what in ("frisket_mask", "frisket_score"):
-        if getattr(module.config, what, None) is not None:
+        value = getattr(config, what, None)
+        if value is not None and not torch.compiler.is_compiling() and not _is_read(module, what, value):
+            parts = ", ".join([f"config.{n}" for n in config.sub_configs])
             raise ParameterError(
-                f"config.{what} is set, and {type(module).__name__} computes attention itself, without it: leave it out"
+                f"config.{what} is set, and no attention of {type(module).__name__} reads it\n  "
+                + (f"set it on the part that has attention: {parts}" if parts else "leave it out")
             )
+
+
+def _is_read(module: Any, what: str, value: Any) -> bool:
+    """Whether some layer that asks for an implementation finds that value in its config."""
+    return any(
+        getattr(getattr(m, "config", None), what, None) == value and _asks(vars(sys.modules[type(m).__module__]))
+        for m in module.modules()
+        if m is not module
+    )
+
+
+def _asks(names: dict[str, Any]) -> bool:
+    from transformers import AttentionInterface
+
+    return any(isinstance(x, AttentionInterface) for x in names.values())
 
 
 def _modules(kind: type) -> list[dict[str, Any]]:
@@ -77,10 +97,8 @@ def _modules(kind: type) -> list[dict[str, Any]]:
 
 def computes_itself(kind: type) -> bool:
     """Whether a model has attention, and no implementation from outside ever comes into it."""
-    from transformers import AttentionInterface
-
     known = _modules(kind)
-    if any(isinstance(x, AttentionInterface) for names in known for x in names.values()):
+    if any(map(_asks, known)):
         return False
     return any(
         inspect.isclass(x) and issubclass(x, torch.nn.Module) and "attention" in x.__name__.lower()

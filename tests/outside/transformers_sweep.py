@@ -47,6 +47,7 @@ VERDICTS = {
     "no tiny model": "no tiny configuration works under eager attention",
     "differs": "a result is not eager attention's",
     "fails": "fails otherwise",
+    "not run": "not run since the plug-in or transformers changed",
 }
 # tried in this order: the first class of a type that works under eager attention is compared
 CLASSES = [
@@ -445,14 +446,21 @@ def write(found: dict[str, Any]) -> None:
     RESULTS.write_text(head + lines + "\n}}\n", encoding="utf-8")
 
 
-def main(chosen: list[str]) -> None:
-    os.environ.update(
-        TRANSFORMERS_VERBOSITY="error", OMP_NUM_THREADS="1", FRISKET_BACKEND="library", HF_HUB_OFFLINE="1"
-    )
+def prepare(set_: Callable[[str, str], object]) -> None:
+    """What processes that are forked find done: settings, and imports."""
+    for name, value in (("TRANSFORMERS_VERBOSITY", "error"), ("OMP_NUM_THREADS", "1"), ("HF_HUB_OFFLINE", "1")):
+        set_(name, value)
+    set_("FRISKET_BACKEND", os.environ.get("FRISKET_BACKEND", "library"))
     import torch
-    import transformers  # noqa: F401  # before processes are forked, which then have them
+    import transformers  # noqa: F401
+
+    import frisket.integrations.transformers  # noqa: F401
 
     torch.set_num_threads(1)
+
+
+def main(chosen: list[str]) -> None:
+    prepare(os.environ.__setitem__)
     found = read()
     with ThreadPoolExecutor(2) as pool:
         for kind, verdict in zip(all_ := chosen or types(), pool.map(limited, all_)):

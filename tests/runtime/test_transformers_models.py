@@ -81,6 +81,16 @@ def test_an_encoder_that_does_not_say_whether_it_is_causal_sees_both_ways():
     torch.testing.assert_close(attention(module, q, k, v, None)[0], fk.attention(q, k, v).transpose(1, 2))
 
 
+def test_a_mask_of_one_row_is_for_all_queries():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 6, 4) for _ in range(3))
+    seen = hf_models.padded(right=2)[:, 18:].bool()
+    how = {"mask_function": masking_utils.bidirectional_mask_function, "attention_mask": seen}
+    got = attention(torch.nn.Module(), q, k, v, symbolic(2, 1, 6, **how))[0]
+    want = fk.attention(q, k, v, "seen[b, k]", seen=seen).transpose(1, 2)
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["align_text_model", "clap_text_model"])
 def test_encoders_without_padding_are_those_of_eager(kind):
@@ -132,7 +142,7 @@ def test_a_model_that_computes_attention_itself_warns_and_takes_no_mask(kind):
     with torch.no_grad():
         assert model(hf_models.tokens()).logits.isfinite().all()
         model.config.frisket_mask = "causal & window(4)"
-        with pytest.raises(ParameterError, match=r"config\.frisket_mask is set, and .* computes attention itself"):
+        with pytest.raises(ParameterError, match=r"config\.frisket_mask is set, and no attention of .* reads it"):
             model(hf_models.tokens())
 
 
@@ -163,3 +173,23 @@ def test_a_mask_of_a_user_is_refused_where_the_model_chooses_keys():
     ours.config.text_config.frisket_mask = "causal & window(4)"
     with pytest.raises(ParameterError, match="this model chooses keys under its own mask"), torch.no_grad():
         ours(hf_models.tokens())
+
+
+def test_a_mask_on_a_config_that_no_attention_reads():
+    for kind, says in (
+        ("llava", "set it on the part that has attention: .*config.text_config"),
+        ("mamba", "leave it out"),
+    ):
+        made = AutoModelForImageTextToText if kind == "llava" else AutoModelForCausalLM
+        model = made.from_config(next(hf_tiny.configs(kind)), attn_implementation="frisket").eval()
+        model.config.frisket_mask = "causal & window(4)"
+        with pytest.raises(ParameterError, match=says), torch.no_grad():
+            model(hf_models.tokens())
+    model = AutoModelForImageTextToText.from_config(
+        next(hf_tiny.configs("llava")), attn_implementation="frisket"
+    ).eval()
+    with torch.no_grad():
+        model.config.text_config.frisket_mask = "causal & window(4)"
+        near, ids = model(hf_models.tokens()).logits, hf_models.tokens()
+        model.config.text_config.frisket_mask = None
+        assert not torch.allclose(near, model(ids).logits)

@@ -1,0 +1,124 @@
+"""The page of model types of transformers: `python docs/compatibility.py` writes docs/compatibility.md.
+
+What it says is in tests/outside/transformers.json, which `python tests/outside/transformers_sweep.py` writes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent / "compatibility.md"
+RESULTS = PAGE.parents[1] / "tests" / "outside" / "transformers.json"
+INTRO = """\
+# Compatibility with transformers
+
+For those who want to know whether a model of Hugging Face transformers works under `attn_implementation="frisket"`, and
+what has been compared. How to use it is on the page [transformers](transformers.md).
+
+Every model type of transformers {version} is listed: {count} types. A type is compared in a tiny configuration with
+random weights, float32 on a CPU, with the same model under eager attention. Written by `python docs/compatibility.py`
+from `tests/outside/transformers.json`, the results of `python tests/outside/transformers_sweep.py`.
+"""
+# verdict: heading, what it says, the columns beside the type and the model's class
+SECTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "equal": (
+        "Equal",
+        "All that was compared is equal to eager attention: outputs to 2e-4, gradients of every parameter to 2e-3 of "
+        "their largest element, generated tokens exactly.",
+        ("compared",),
+    ),
+    "as sdpa": (
+        "As sdpa",
+        "A result is that of transformers' sdpa, where sdpa and eager attention differ from each other.",
+        ("compared", "why"),
+    ),
+    "differs": ("Different", "A result is not that of eager attention.", ("compared", "why")),
+    "refused": ("Refused", "An error says what is not supported.", ("compared", "why")),
+    "fails": ("Fails otherwise", "An error that is not frisket's.", ("compared", "why")),
+    "its own": (
+        "Attention of their own",
+        "These models compute attention themselves and take no implementation from outside. They warn when they are "
+        'made with `attn_implementation="frisket"`, and refuse `frisket_mask`.',
+        ("why",),
+    ),
+    "no attention": (
+        "No attention",
+        "These models have no attention that asks for an implementation: convolutions, state spaces, Fourier mixing, "
+        "codecs. frisket has no part in their results.",
+        (),
+    ),
+    "no tiny model": (
+        "Not compared",
+        "No tiny configuration of these types works under eager attention here, so there is nothing to compare with: "
+        "a type is a part of a larger model, needs a library that is not installed, or inputs and sizes that are not "
+        "made from names alone. The error is that of eager attention.",
+        ("why",),
+    ),
+}
+SECTIONS["not run"] = (
+    "Not run yet",
+    "No result of this version of the plug-in: `python tests/outside/transformers_sweep.py TYPE ...` runs them.",
+    (),
+)
+PARTS = {
+    "outputs and gradients": "outputs and gradients",
+    "padded left": "padding left",
+    "padded right": "padding right",
+    "generate, dynamic cache": "dynamic cache",
+    "generate, static cache": "static cache",
+    "generate, padded left": "generation from padded prompts",
+    "assisted decoding": "assisted decoding",
+    "beam search": "beam search",
+}
+
+
+def said(parts: list[str]) -> str:
+    """The parts that were equal, in few words."""
+    if list(PARTS) == parts:
+        return "all"
+    missing = [PARTS[p] for p in PARTS if p not in parts]
+    if len(parts) > 4:
+        return "all but " + ", ".join(missing)
+    return ", ".join([PARTS[p] for p in parts]) or "nothing"
+
+
+def row(kind: str, found: dict[str, Any], columns: tuple[str, ...]) -> str:
+    model = found.get("model", "")
+    cells = [f"`{kind}`", f"`{model}`" if model else ""]
+    for column in columns:
+        text = said(found["parts"]) if column == "compared" else found.get("why", "")
+        cells.append(text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*"))
+    return "| " + " | ".join(cells) + " |"
+
+
+def page() -> str:
+    """The whole page."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    types = results["types"]
+    lines = [INTRO.format(version=results["transformers"], count=len(types))]
+    lines += ["| verdict | model types |", "|---|---|"]
+    kinds = {verdict: [k for k in types if types[k]["verdict"] == verdict] for verdict in SECTIONS}
+    for verdict, (heading, _, _) in SECTIONS.items():
+        lines.append(f"| {heading} | {len(kinds[verdict])} |")
+    lines.append(
+        "\n`all` means: outputs and gradients of every parameter; the same with padding on the left and on the right; "
+        "`generate` through dynamic and static caches (sliding where the model has sliding windows) and from padded "
+        "prompts; assisted decoding by prompt lookup; beam search with 3 beams. A part that the model cannot do under "
+        "eager attention is left out.\n"
+    )
+    for verdict, (heading, text, columns) in SECTIONS.items():
+        if not kinds[verdict]:
+            continue
+        titles = {"compared": "equal in", "why": "what happens"}
+        lines += [f"## {heading}\n", text, ""]
+        lines.append("| type | model | " + "".join(f"{titles[c]} | " for c in columns).rstrip())
+        lines.append("|---|---|" + "---|" * len(columns))
+        lines += [row(k, types[k], columns) for k in kinds[verdict]]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
