@@ -42,9 +42,8 @@ def watch(name: str) -> None:
             if self._supports_sdpa and all(other == "sdpa" for _, other in tables):
                 BOOLS.add(type(self.config))
             for classes, other in tables:
-                if name not in classes:
-                    classes[name] = classes[other]
-                    _warn(type(self), name, f"its {classes[name].__name__} computes what {other!r} does")
+                own = classes.setdefault(name, classes[other])
+                _warn(type(self), name, f"its {own.__name__} computes what {other!r} does")
         found: str = plain(self, requested_attention, is_init_check)
         return found
 

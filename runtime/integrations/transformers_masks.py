@@ -233,11 +233,12 @@ def symbolic(
             raise ParameterError(
                 "config.frisket_mask is set, and this model computes with its own attention mask: leave it out"
             )
-        found: Tensor = (sdpa_mask if bools else eager_mask)(
+        made: Any = (sdpa_mask if bools else eager_mask)(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
             mask_function=mask_function, attention_mask=attention_mask, dtype=dtype, use_vmap=use_vmap, device=device,
             allow_is_causal_skip=False,
         )  # fmt: skip
+        found: Tensor = made
         return found
 
     if getattr(config, "model_type", None) in EXTENDED:

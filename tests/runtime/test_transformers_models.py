@@ -17,7 +17,6 @@ from transformers import (
     ClapTextModel,
     masking_utils,
 )
-from transformers.models.git import modeling_git
 
 import frisket as fk
 from frisket import ParameterError
@@ -147,7 +146,6 @@ def test_a_model_that_computes_attention_itself_warns_and_takes_no_mask(kind):
 
 
 def test_a_model_with_a_part_that_computes_attention_itself():
-    modeling_git.GIT_SELF_ATTENTION_CLASSES.pop("frisket", None)
     with pytest.warns(UserWarning, match="GitSelfAttention computes what 'eager' does"):
         eager, ours = pair("git")
     ids, seen = hf_models.tokens(), hf_models.padded(left=5)

@@ -41,6 +41,7 @@ LINES: list[tuple[Any, str]] = [
     (WINDOW, "window_length .*sliding_window_size"),
     (32, "(.*_)?image_size pretrain_image_size input_resolution"),
     (8, "(.*_)?patch_size"),
+    (64, "hidden_size_global"),
     (48, ".*intermediate_size .*ffn_dim .*dim_feedforward .*d_ff .*n_inner .*ffn_hidden_size .*mlp_dim .*d_inner"),
     (HIDDEN, ".*hidden_size .*d_model .*n_embd .*hidden_dim .*dim .*embedding_size .*feature_size"),
 ]
@@ -54,7 +55,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "autoformer": {"prediction_length": 4},
     "bamba": {"attn_layer_indices": [1]},
-    "blt": {"cross_attn_k": 1},
+    "blt_global_transformer": {"hidden_size": 64, "head_dim": 16, "num_key_value_heads": HEADS},
     "esm": {"vocab_size": VOCABULARY},
     "esmc": {"num_key_value_heads": HEADS},
     "gemma3n_text": {"intermediate_size": 48, "activation_sparsity_pattern": [0.0, 0.0], "num_kv_shared_layers": 0},
