@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import BackwardError, ParameterError
+from frisket.lowering.jax_promotion import usual_promotion
 
 from ..extras import extras
 
@@ -54,6 +55,7 @@ def _scaling(bits: int) -> str:
     return f"absmax,{127.5 / (2 ** (bits - 1) - 1)}"
 
 
+@usual_promotion()
 def trained(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
     """The product with integers in the forward and the backward."""
     # qwix's public way to it is a flax module that it rewrites
@@ -69,6 +71,7 @@ def trained(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
     return dot_general_qt(lhs, rhs, dimension_numbers, config)
 
 
+@usual_promotion()
 def rounded(x: Any, contracted: Any, bits: int) -> Any:
     """`x` as a QArray: a scale for every index of the axes that are not contracted."""
     import qwix  # type: ignore[import-untyped]
@@ -78,6 +81,7 @@ def rounded(x: Any, contracted: Any, bits: int) -> Any:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+@usual_promotion()
 def served(lhs: Any, rhs: Any, dimension_numbers: Any, bits: int) -> Any:
     """The product with integers; `rhs` is a QArray."""
     import qwix

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError
+from frisket.lowering.jax_promotion import usual_promotion
 
 T = TypeVar("T")
 
 
+@usual_promotion()
 def canonicalize_dtype(*args: Any, dtype: Any = None, inexact: bool = True) -> Any:
     """The dtype that arrays are brought to before they meet: `dtype`, or what JAX promotes them to.
 

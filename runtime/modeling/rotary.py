@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.lowering.jax_promotion import usual_promotion
 from frisket.runtime.frameworks import framework_of
 
 LENGTH_OF = {"bhsd": -2, "bshd": -3}  # layout -> the axis of positions
@@ -33,7 +34,8 @@ def rotary_tables(positions: Any, head_dim: int, base: float = 10000.0) -> tuple
     import jax.numpy as jnp
 
     steps = jnp.arange(0, head_dim, 2, dtype=jnp.float32)
-    angles = jnp.asarray(positions, jnp.float32)[..., None] * base ** (-steps / head_dim)
+    turns = (base ** (-steps / head_dim)).reshape((1,) * jnp.ndim(positions) + (-1,))
+    angles = jnp.asarray(positions, jnp.float32)[..., None] * turns
     angles = jnp.concatenate((angles, angles), -1)
     return jnp.sin(angles), jnp.cos(angles)
 
@@ -75,8 +77,10 @@ def apply_rotary_pos_emb(tensor: Any, sin: Any, cos: Any, layout: str = "bhsd") 
     if len(tensor.shape) != 4:
         raise ShapeError(f"tensor is {list(tensor.shape)}; it has 4 axes, {' '.join(layout)}")
     sin, cos = (_fitted(name, x, tensor, layout) for name, x in (("sin", sin), ("cos", cos)))
-    turned = tensor * cos + rotate_half(tensor) * sin
-    return turned.to(tensor.dtype) if framework_of(tensor) == "torch" else turned.astype(tensor.dtype)
+    if framework_of(tensor) == "torch":
+        return (tensor * cos + rotate_half(tensor) * sin).to(tensor.dtype)
+    with usual_promotion():
+        return (tensor * cos + rotate_half(tensor) * sin).astype(tensor.dtype)
 
 
 def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import walk
+from frisket.lowering.jax_promotion import usual_promotion
 
 from ..attention import Attention
 from ..frameworks import framework_of
@@ -43,6 +44,7 @@ _reshard: Any = jax.sharding.reshard
 _spec: Any = PartitionSpec
 
 
+@usual_promotion()
 def attend(
     att: Attention, q: jax.Array, k: jax.Array, v: jax.Array, *, deal: Deal, axis: str = "sp",
     variant: Variant = "ring", batch_axis: Axes = None, head_axis: Axes = None, split: Split = None,
@@ -180,11 +182,13 @@ def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
     def attended(learned: Arrays, fixed: Arrays) -> Any:
         return run.forward(learned, fixed)[:2]
 
+    @usual_promotion()
     def forwards(learned: Arrays, fixed: Arrays) -> Any:
         out, lse, low = run.forward(learned, fixed)
         out, lse, low = _checkpoint(out, OUT), _checkpoint(lse, LSE), _checkpoint(low, LSE)
         return (out, lse), (learned, fixed, out, lse, low)
 
+    @usual_promotion()
     def backwards(kept: Any, given: Any) -> Any:
         learned, fixed, out, lse, low = kept
         rows = {"q": learned["q"], "out": out, "lse": lse, "low": low}

@@ -14,6 +14,7 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.driver import analyse
+from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import Geometry, Target, make_plan
 from frisket.runtime import jax_op
 
@@ -52,6 +53,7 @@ def ours(mask=causal, mod=LEARNED, tables=None, origin=(0, 0, 0, 0), spans_of_al
     return call
 
 
+@usual_promotion()
 def dense(q, k, v, values, sinks=None, seen=None):
     """The same in jnp, for JAX to differentiate: causal, or `seen` [.., q, k]."""
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], 2) for x in (k, v))
@@ -73,7 +75,9 @@ SINKS = normal(8, 4)
 def loss_of(attend):
     def loss(*args):
         out, lse = attend(*args)
-        return (out * jnp.sin(jnp.arange(D))).sum() + (lse * 0.1).sum()
+        return jnp.einsum("...d,d->", out, jnp.sin(jnp.arange(D)).astype(out.dtype)) + (lse * 0.1).sum().astype(
+            out.dtype
+        )
 
     return loss
 

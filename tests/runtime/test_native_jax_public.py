@@ -133,7 +133,8 @@ def loss(att, learned, wrapped=lambda f: f, **changes):
         return att(learned["q"], learned["k"], learned["v"], **others, **given)
 
     out, lse = rows(learned)
-    return (jnp.sin(out) * jnp.arange(out.shape[-1])).mean() + jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)).sum()
+    mean = jnp.einsum("...d,d->...", jnp.sin(out), jnp.arange(out.shape[-1]).astype(out.dtype)).sum() / out.size
+    return mean.astype(lse.dtype) + jnp.cos(jnp.where(lse == -jnp.inf, 0, lse)).sum()
 
 
 def gradients(att, learned=LEARNED, **changes):
