@@ -71,8 +71,11 @@ def trace(
         raise TraceError("this function takes `score`, so it is a score mod; use frisket.score")
     kind = kind or found
     had_torch = "torch" in sys.modules
+    call = _called
+    if "torch._dynamo" in sys.modules:  # symbols are none of its business: it would compile the user's function
+        call = sys.modules["torch"].compiler.disable(_called)
     try:
-        return _called(fn, names, kind, valueless, by_place)
+        return call(fn, names, kind, valueless, by_place)
     except TraceError:
         if had_torch or "torch" not in sys.modules:
             raise

@@ -183,6 +183,11 @@ class Geometry:
     kv_dtype: str = ""  # that of k and v, where it is another one than that of q: of 8 bits
 
     @property
+    def vacant(self) -> bool:
+        """Whether there is nothing to compute: no batch entries, heads, queries or keys."""
+        return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
+
+    @property
     def full(self) -> Sizes:
         return self.sizes or whole(self.origin, (self.batch, self.heads, self.q_len, self.kv_len))
 

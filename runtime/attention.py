@@ -28,10 +28,11 @@ from .report import Report
 from .settings import Settings
 from .stages_of import show, stages_of
 from .stored import Stored, live_of, parted, refuse_taken, stored
-from .subject import Subject
+from .subject import Subject, check_used
 from .torch_jagged import Pattern, is_jagged, rewritten
 from .torch_jagged import attend as jagged_attend
 from .torch_spec import spec_of
+from .vacant import check_bound, nothing
 
 NOWHERE: Origin = (0, 0, 0, 0)
 KEPT = 32  # plans of an attention, and places it was moved to
@@ -163,7 +164,7 @@ class Attention:
         return f"in attention under {'; '.join(str(self.subject).splitlines()) or 'everything visible'}\n  of {shapes}"
 
     def check_if_asked(self, call: Call, found: tuple[Any, Any, Any]) -> None:
-        if not Settings.read().check:
+        if call.geometry.vacant or not Settings.read().check:
             return
         if traced(found[0]):
             report_later(call, *found[:2])
@@ -178,7 +179,7 @@ class Attention:
         live, params = parted(params)
         given = arrays(q, k, v, layout, pages=live.get(PAGES))
         geometry = self._geometry(given, plan, origin, sizes)
-        if layout is None and plan is None:
+        if layout is None and plan is None and not geometry.vacant:
             check_order(given, geometry, self.subject, params)
         how, live = stored(given, geometry, live)
         if plan is not None:
@@ -191,11 +192,17 @@ class Attention:
         sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
             torch_op().refuse_ambiguous(self.subject, {**self.subject.captured, **params})
-        plan = plan or self._plan_for(geometry, params, given.framework, how)
-        return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)
+        if geometry.vacant:
+            check_used(params, self.subject.names)
+            check_bound(self.subject, {**self.constants, **self.traced, **params})
+        else:
+            plan = plan or self._plan_for(geometry, params, given.framework, how)
+        return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)  # type: ignore[arg-type]  # vacant
 
     def run(self, call: Call) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where nobody asks for it."""
+        if call.geometry.vacant:
+            return nothing(call)
         if call.backend == "dense":
             return interpreted(call)
         given, geometry, plan = call.given, call.geometry, call.plan

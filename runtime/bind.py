@@ -22,6 +22,7 @@ from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, S
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
 
+from .integers import as_int
 from .layout import Layout
 from .layout_checks import check_lengths, check_reach, place_of
 from .parameters import names_of, short_tables
@@ -252,11 +253,20 @@ def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Arra
     return limits
 
 
+LONGEST_TILE, LARGEST_TILE = 1 << 16, 1 << 24
+
+
 def check_tile(tile: Any) -> tuple[int, int] | None:
     """(queries, keys) of a tile, or `ShapeError`."""
     if tile is None:
         return None
-    pair = (tile, tile) if isinstance(tile, int) else tuple(tile)
-    if len(pair) != 2 or any(int(n) != n or n <= 0 for n in pair):
+    given = as_int(tile)
+    pair = (given, given) if isinstance(given, int) else tuple(map(as_int, given)) if np.iterable(given) else ()
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n <= 0 for n in pair):
         raise ShapeError(f"tile is {tile}; tile sizes are two positive integers (queries, keys), in tokens")
-    return int(pair[0]), int(pair[1])
+    if max(pair) > LONGEST_TILE or pair[0] * pair[1] > LARGEST_TILE:
+        raise ShapeError(
+            f"tile is {tile}; a tile has at most {LONGEST_TILE:,} queries or keys and {LARGEST_TILE:,} pairs of them\n"
+            "  its scores are held at once: tiles of 32 to 256 are usual"
+        )
+    return pair

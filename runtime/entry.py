@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -22,6 +23,7 @@ from .parameters import as_value, learns, traced
 from .stored import live_of, stored
 from .subject import subject
 from .torch_jagged import is_jagged
+from .vacant import results_of
 
 
 def compile(
@@ -180,6 +182,9 @@ def reference(
         check_order(given, g, what, {})
     seed = seed_of(seed, rate, "numpy")
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
+    if g.vacant:
+        what.require_bound()
+        return results(results_of(replace(given, framework="numpy"), g, sinks), return_lse, return_max)
     _, live = stored(given, g, live_of(k_scale, v_scale, pages))
     out, lse, top = oracle(given, g, what, rate, seed, sinks, live)
     return results((turn(out, "bhsd", given.layout), lse, top), return_lse, return_max)

@@ -141,12 +141,12 @@ class Arrays:
         if self.pages:
             (kb, n), (vb, vn) = self._paged(b, (kb, n), (vb, vn), shapes)
         for what, wrong in (
-            ("a batch, length, head count or head size is zero", 0 in (b, h, s, d, kb, hkv, n, kd, vb, hv, vn, dv)),
+            ("a head size is zero", 0 in (d, kd, dv)),
             (f"q, k and v have {b}, {kb} and {vb} batch entries", not b == kb == vb),
             (f"k and v have {hkv} and {hv} heads", hkv != hv),
             (f"k and v have {n} and {vn} keys", n != vn),
             (f"q and k have head sizes {d} and {kd}", d != kd),
-            (f"{h} query heads do not divide among {hkv} key heads", bool(hkv) and h % hkv != 0),
+            (f"{h} query heads do not divide among {hkv} key heads", h % hkv != 0 if hkv else h != 0),
             (f"{h} query heads share {hkv} key heads and enable_gqa is False", h != hkv and not enable_gqa),
         ):
             if wrong:

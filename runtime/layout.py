@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
+from frisket.dsl.errors import BudgetError, ExportError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
 from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.dsl.show import show
@@ -56,6 +56,24 @@ class RunTable:
     stop: NDArray[np.int32]
     kind: NDArray[np.uint8]
     slice_of: NDArray[np.int32]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def of_something(made: F) -> F:
+    """Refuses a layout without queries or keys, of which there is no picture and no export."""
+
+    @wraps(made)
+    def run(self: Layout, *args: Any, **kwargs: Any) -> Any:
+        if not (self.q_len and self.kv_len):
+            raise ExportError(
+                f"{made.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
+                "  there is nothing to show: leave out layouts without queries or keys"
+            )
+        return made(self, *args, **kwargs)
+
+    return cast(F, run)
 
 
 class Layout:
@@ -170,12 +188,16 @@ class Layout:
     @cached_property
     def row_counts(self) -> NDArray[np.int64]:
         """Keys each query sees, int64 [batch, heads, q_len]; BudgetError when counting costs too much."""
+        if not (self.q_len and self.kv_len):
+            return np.zeros((self.batch, self.heads, self.q_len), np.int64)
         grid, slice_of = self._grid
         return row_counts(self.mask, grid, self.scope(), self._spread)[slice_of]
 
     @cached_property
     def row_pairs(self) -> NDArray[np.int64]:
         """Visible pairs of each row of tiles, over every batch entry and head, int64 [rows]; BudgetError likewise."""
+        if not (self.q_len and self.kv_len):
+            return np.zeros(self.rows, np.int64)
         grid, slice_of = self._grid
         counts = row_counts(self.mask, grid, self.scope(), self._spread)
         every = np.bincount(slice_of.reshape(-1), minlength=len(grid.b)) @ counts
@@ -185,12 +207,16 @@ class Layout:
     def visible_pairs(self) -> int:
         """The exact number of visible (query, key) pairs over every batch entry and head; BudgetError when
         counting costs too much."""
+        if not (self.q_len and self.kv_len):
+            return 0
         grid, slice_of = self._grid
         return int(pair_counts(self.mask, grid, self.scope(), self._spread)[slice_of].sum())
 
     @cached_property
     def rows_nonempty(self) -> bool | None:
         """Whether every query sees a key; None where that takes more than a little searching."""
+        if not (self.q_len and self.kv_len):
+            return not self.q_len
         grid, _ = self._grid
         return no_row_empty(self.mask, grid, self.scope(min(self.work, 1 << 22) + grid.q_len * len(grid.b)))
 
@@ -227,7 +253,7 @@ class Layout:
     def density(self) -> float:
         """The share of tiles that are read."""
         read = self.counts.partial + self.counts.full
-        return read / (read + self.counts.empty)
+        return read / max(read + self.counts.empty, 1)
 
     @cached_property
     def facts(self) -> Facts:
@@ -303,6 +329,7 @@ class Layout:
 
     # -- pictures and exports -----------------------------------------------------------------------
 
+    @of_something
     def plot(self, path: str | Path | None = None, **options: Any) -> Figure:
         """A picture of the tiles, written to a `.png` or `.svg` if there is a path: `layout.plot("mask.png")`.
 
@@ -314,6 +341,7 @@ class Layout:
 
         return plot(self, path, **options)
 
+    @of_something
     def to_html(self, path: str | Path | None = None) -> str:
         """The text of one page that works offline: zoom, pan, and ask any position why. Written to `path` if there is
         one: `layout.to_html("mask.html")`."""
@@ -321,11 +349,14 @@ class Layout:
 
         return to_html(self, path)
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
+        if not (self.q_len and self.kv_len):
+            return None  # there is a text
         from .draw.html import notebook
 
         return notebook(self)
 
+    @of_something
     def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
         """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`. `ExportError` where the layout is
         not exact, or the lists would take more than 8 GiB."""
@@ -333,6 +364,7 @@ class Layout:
 
         return to_block_mask(self, device, separate_full_blocks)
 
+    @of_something
     def to_flashmask(self) -> FlashMask:
         """FlashMask's start and end rows per key column. `ExportError` where a key is hidden from three runs of queries
         or more."""
@@ -340,6 +372,7 @@ class Layout:
 
         return to_flashmask(self)
 
+    @of_something
     def to_slices(self) -> Slices:
         """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or the mask falls
         into more slices than queries."""
@@ -347,12 +380,14 @@ class Layout:
 
         return to_slices(self)
 
+    @of_something
     def to_bsr(self, bits: bool = False) -> BSR:
         """Block sparse rows, per distinct slice; with the elements of cut tiles as `bits`."""
         from .export.bsr import to_bsr
 
         return to_bsr(self, bits)
 
+    @of_something
     def to_splash(self, fused: bool = False) -> Splash:
         """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel. `ExportError`
         where batch entries differ, lengths are no whole tiles, or a query sees no key."""
@@ -360,12 +395,14 @@ class Layout:
 
         return to_splash(self, fused)
 
+    @of_something
     def to_fa4(self, device: Any = "cpu", compact: bool = False) -> FA4:
         """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""
         from .export.fa4 import to_fa4
 
         return to_fa4(self, device, compact)
 
+    @of_something
     def to_varlen(self) -> Varlen:
         """`cu_seqlens` and the causal and window flags of variable-length attention. `ExportError` where the mask is
         not documents on the diagonal under one flag and one window."""

@@ -71,8 +71,10 @@ def check_lengths(
 ) -> None:
     """Refuse what cannot be laid out."""
     for name, n in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch), ("heads", heads)):
-        if not _positive(n):
-            raise ShapeError(f"{name} is {n}\n  lengths and counts are positive integers, in tokens")
+        may = name in ("q_len", "kv_len")
+        if not _positive(n) and not (may and type(n) is int and n == 0):
+            what = "lengths are integers, 0 or more, in tokens" if may else "counts are positive integers"
+            raise ShapeError(f"{name} is {n}\n  {what}")
         if n >= _LONGEST:
             raise ShapeError(f"{name} is {n:,}, {_LONGEST:,} or more\n  positions are computed in 64 bits")
     if len(block) != 2 or not all(map(_positive, block)):

@@ -257,7 +257,7 @@ def attend(
         given = {**rest, **values, **params}
         found = written(spec, att.options.dropout, *packed, seed, sinks, top, None, None, None, given)
     else:
-        how = {"seed": seed, "sinks": sinks, "return_lse": True, "return_max": True}
-        found = att.jagged(ragged.pattern)[0](*packed, **how, **values, **params)
+        inside: Any = att.jagged(ragged.pattern)[0]
+        found = inside(*packed, seed=seed, sinks=sinks, return_lse=True, return_max=True, **values, **params)
     out, lse, largest = closed_all(found, q)
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest

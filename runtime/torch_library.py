@@ -34,6 +34,13 @@ LIBRARY.define(
 )
 
 
+LIBRARY.define(
+    "tiles(Tensor like, Tensor[] values, SymInt[] numbers, SymInt[] sizes, SymInt[] block, str spec, str names)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+
+
 # -- what a graph is written with: traced by Dynamo, so plain Python --------------------------------------------------
 
 
@@ -106,15 +113,29 @@ def written(
         params = {n: x.transpose(1, 2) if n.startswith("scale of") else x for n, x in params.items()}
     if rate and seed is None:
         seed = torch.randint(0, 1 << 31, (), device="cpu")
-    tensors: list[Tensor] = []
-    numbers: list[int] = []
-    names = "max" if top else ""
     items = list(params.items())
     if rate:
         items.append((" seed", seed))
     for what, place in (("origin", origin), ("size", sizes)):
         if place is not None:
             items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
+    tensors, numbers, names = _sorted_out(items, "max" if top else "")
+    if sinks is not None:
+        real = torch.float64 if q.dtype == torch.float64 else torch.float32
+        sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
+    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
+        out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
+    else:
+        from .torch_func import Attend
+
+        out, lse, largest, _ = Attend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
+
+
+def _sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], list[int], str]:
+    """Tensors, numbers, and what they are."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
     for name, x in items:
         if isinstance(x, (bool, float)):  # part of the graph
             names += f",{x} {name}"
@@ -127,16 +148,14 @@ def written(
         else:
             tensors.append(torch.tensor(x, device="cpu"))
             names += f",tensor {name}"
-    if sinks is not None:
-        real = torch.float64 if q.dtype == torch.float64 else torch.float32
-        sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])
-    if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
-        out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
-    else:
-        from .torch_func import Attend
+    return tensors, numbers, names
 
-        out, lse, largest, _ = Attend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
+
+def written_tiles(spec: str, like: Tensor, sizes: Any, block: Any, params: dict[str, Any]) -> Tensor:
+    """uint8 [B, H, rows, columns]: the tiles of a mask, on the device of `like`. `sizes` are q_len, kv_len, B, H."""
+    tensors, numbers, names = _sorted_out(list(params.items()), "")
+    found: Tensor = torch.ops.frisket.tiles(like, tensors, numbers, list(sizes), list(block), spec, names)
+    return found
 
 
 # -- what runs ------------------------------------------------------------------------------------------------------
@@ -206,6 +225,25 @@ def _attend(
     return out.contiguous(), lse.contiguous(), top, norm
 
 
+def _tiles(
+    like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
+    spec: str, names: str,
+) -> Tensor:  # fmt: skip
+    att, call = call_of(values, numbers, spec, names)
+    q_len, kv_len, batch, heads = sizes
+    mask = att.mask.bind(**call["params"])
+    kinds = mask.layout(q_len, kv_len, batch=batch, heads=heads, block=(block[0], block[1])).kinds()
+    return torch.from_numpy(kinds).to(like.device)
+
+
+def _fake_tiles(
+    like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
+    spec: str, names: str,
+) -> Tensor:  # fmt: skip
+    rows, columns = (-(-n // size) for n, size in zip(sizes, block))
+    return like.new_empty((sizes[2], sizes[3], rows, columns), dtype=torch.uint8)
+
+
 def _attend_backward(
     dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
@@ -214,6 +252,8 @@ def _attend_backward(
     from .torch_autograd import gradients
     from .torch_op import kept_ready
 
+    if not (q.numel() and k.numel()):
+        return _vacant_gradients(dlse, q, k, v, sinks, values, needed)
     att, call = call_of(values, numbers, spec, names)
     with torch.no_grad():
         ready = kept_ready(att, q, k, v, sinks=sinks, **call)
@@ -230,6 +270,17 @@ def _attend_backward(
         if need:  # a table the score mod reads through no derivative, or the mask alone, has none
             grads.append(by_name[name] if name in by_name else torch.zeros_like(named[name]))
     return [g.contiguous() for g in grads]
+
+
+def _vacant_gradients(
+    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Where there is nothing to attend to, lse is the sink, and nothing else hangs on anything."""
+    grads = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *_floats(values))]
+    if sinks is not None and dlse is not None:
+        grads[3] = dlse.sum((0, 2)).to(sinks.dtype)
+    return [g for g, need in zip(grads, needed, strict=True) if need and g is not None]
 
 
 def _floats(values: Sequence[Tensor]) -> list[Tensor]:
@@ -321,6 +372,8 @@ def no_second(ctx: Any, *cotangents: Any) -> Any:
 for _key in ("CPU", "CUDA"):
     LIBRARY.impl("attend", _attend, _key)
     LIBRARY.impl("attend_backward", _attend_backward, _key)
+    LIBRARY.impl("tiles", _tiles, _key)
+torch.library.register_fake("frisket::tiles", _fake_tiles, lib=LIBRARY)
 torch.library.register_fake("frisket::attend", _fake, lib=LIBRARY)
 torch.library.register_fake("frisket::attend_backward", _fake_backward, lib=LIBRARY)
 torch.library.register_autograd("frisket::attend", _gradient, setup_context=_setup, lib=LIBRARY)

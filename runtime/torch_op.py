@@ -31,6 +31,7 @@ from .stages_of import show
 from .stored import refuse_gradients as refuse_stored
 from .stored import turned
 from .subject import Subject
+from .vacant import nothing
 
 Tensor = Any
 NORMED = ("triton",)  # backends whose backward knows more of each row than lse
@@ -205,6 +206,9 @@ def attend(
             found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
         return ready.again(q, k, v, found, seed, att.options, sinks, top, saving)
     call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
+    if call.geometry.vacant:
+        empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
+        return (*empty, None) if saving else empty
     if call.backend == "dense":
         refuse_gradients("dense", (q, k, v, call.sinks, *params.values(), *att.learned.values()))
     if call.backend == "dense" or settings.check:

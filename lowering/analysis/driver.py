@@ -74,6 +74,8 @@ def analyse(
     expr = TRUE if mask is None else mask
     bound = {n: t if isinstance(t, Table) else Table(t) for n, t in (tables or {}).items()}
     expr = simplify(bind(expr, {n: t.array for n, t in bound.items()}))
+    if not (q_len and kv_len):
+        return _nothing(-(-kv_len // block[1]) if transposed else -(-q_len // block[0]), batch, heads)
     grid, slice_of = grid_of(expr, q_len, kv_len, batch, heads, block, origin)
     if transposed:
         expr = simplify(swap(expr))
@@ -95,6 +97,12 @@ def analyse(
         found, method = records(from_boxes(boxes), slices, grid.rows), "coarse to fine"
     spans = share(*found, slice_of)
     return Analysis(spans, formula, method, not scope.undecided, scope.settled, scope.looked_at)
+
+
+def _nothing(rows: int, batch: int, heads: int) -> Analysis:
+    """Of no queries, or no keys."""
+    bounds, count = np.zeros((1, rows, 1, 4), np.int32), np.zeros((1, rows), np.int32)
+    return Analysis(Spans(bounds, count, np.zeros((batch, heads), np.int32)), None, "nothing to see", True, 0, 0)
 
 
 def grid_of(

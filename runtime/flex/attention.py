@@ -16,7 +16,7 @@ from frisket.dsl.errors import ParameterError
 from ..frameworks import in_graph
 from ..torch_jagged import closed_all, opened
 from .block_mask import BlockMask
-from .checks import check_arrays, check_block_mask, check_device
+from .checks import alike, check_arrays, check_block_mask, check_device
 from .errors import ArrayError
 from .kernel_options import options_of, read
 from .live_mask import version_of
@@ -106,6 +106,9 @@ def attend(
         (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
         check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
+    own = query.dtype
+    if not own == key.dtype == value.dtype:
+        query, key, value = alike(query, key, value)
     if block_mask is not None:
         check_block_mask(block_mask, query, key)
         if not isinstance(block_mask, BlockMask):
@@ -123,7 +126,7 @@ def attend(
 
         live = None if score_mod is None else traced(score_mod, valueless=True)[0]
         live = live if live is None or ragged is None else local_live(live, ragged)
-        found = operator(query, key, value, live, visible, options, top)
+        found: tuple[Tensor, Tensor, Tensor | None] = operator(query, key, value, live, visible, options, top)
     else:
         mod, tensors = (None, {}) if score_mod is None else scored(score_mod)
         if mod is not None and ragged is not None:
@@ -132,6 +135,8 @@ def attend(
         made = pair_of(mod, visible, options, tensors)
         made.check(query, key, tensors, asked, block_mask)
         found = made(query, key, value, tensors, top)
+    if query.dtype != own:
+        found = found[0].to(own), *found[1:]
     return found if nested is None else closed_all(found, nested)
 
 

@@ -19,8 +19,10 @@ from ..answers import score_lookups
 from ..export.block_mask import exact_lists
 from ..layout import Layout
 from ..mask import Mask, MaskLike
+from . import graph_mask
 from .derived import crop, joined, part, restored, there
 from .errors import ListError, check_lookups
+from .leave import outside
 from .lengths import pair
 from .live_mask import LiveMask, live_mask, version_of
 from .tile_string import LEGEND, to_string
@@ -72,22 +74,23 @@ class BlockMask(theirs.BlockMask):
             kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
             full_q_num_blocks, full_q_indices, dq_write_order, dq_write_order_full, dq_kv_order,
         ), strict=True))  # fmt: skip
-        lengths, block = pair(seq_lengths, "seq_lengths"), pair(BLOCK_SIZE, "BLOCK_SIZE")
+        lengths, block = pair(seq_lengths, "seq_lengths", 0), pair(BLOCK_SIZE, "BLOCK_SIZE")
         check_lists(lists, lengths[1], block[1])
         if dq_write_order_full is not None and dq_write_order is None:
             raise ListError("dq_write_order_full requires dq_write_order")
-        self._begin(live_mask(mask_mod), lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device)
+        live, fn, text = held(mask_mod)
+        self._begin(live, lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device, text)
         self.dq_kv_order_spt, self._orders = dq_kv_order_spt, dq_write_order is not None
         self._apart, self._columns = full_kv_indices is not None, q_indices is not None
-        self._given, self._fn = lists, mask_mod if callable(mask_mod) else None
+        self._given, self._fn = lists, fn
         self._check_cover(lengths)
 
     def _begin(
-        self, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any,
-        text: str | None = None,
+        self, mod: LiveMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
+        device: Any, text: str | None = None,
     ) -> None:  # fmt: skip
-        self._mod = mod  # what mask_mod says; all of the mask unless there are lists of the user's
-        self._text = mod.text if text is None else text
+        self._live = mod  # what mask_mod says; all of the mask unless there are lists of the user's
+        self._text = mod.text if text is None and mod is not None else text
         self._fn = self._given = None
         self._lengths, self._block, self._batch, self._device = lengths, block, batch, torch.device(device)
         self._apart = self._columns = True  # full tiles in lists of their own; lists of columns at all
@@ -97,8 +100,8 @@ class BlockMask(theirs.BlockMask):
 
     @classmethod
     def of(
-        cls, mod: LiveMask, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...], device: Any,
-        like: BlockMask | None = None, text: str | None = None,
+        cls, mod: LiveMask | None, lengths: tuple[int, int], block: tuple[int, int], batch: tuple[int, ...],
+        device: Any, like: BlockMask | None = None, text: str | None = None,
     ) -> BlockMask:  # fmt: skip
         """A mask by its expression alone, with the options of another."""
         made = cls.__new__(cls)
@@ -130,7 +133,7 @@ class BlockMask(theirs.BlockMask):
         lists |= {"full_kv_num_blocks": full_kv_num_blocks, "full_kv_indices": full_kv_indices}
         lists |= {"dq_write_order": dq_write_order, "dq_write_order_full": dq_write_order_full}
         block = pair(BLOCK_SIZE, "BLOCK_SIZE")
-        kv_len = None if seq_lengths is None else seq_lengths[1]
+        kv_len = None if seq_lengths is None else pair(seq_lengths, "seq_lengths", 0)[1]
         check_lists(lists, kv_len, block[1])
         if dq_kv_order is not None and not isinstance(dq_kv_order, bool | Tensor):
             raise ListError(f"dq_kv_order must be a bool, Tensor, or None, not {type(dq_kv_order).__name__}")
@@ -148,6 +151,16 @@ class BlockMask(theirs.BlockMask):
     # -- the mask ---------------------------------------------------------------------------------
 
     @property
+    def _mod(self) -> LiveMask:
+        """What mask_mod says. Of a mask that was made in a graph, it is traced when it is needed."""
+        if self._live is None:
+            what = self._fn if self._text is None else self._text
+            assert what is not None
+            self._live = live_mask(what)
+            self._text = self._live.text
+        return self._live
+
+    @property
     def live(self) -> LiveMask:
         """The whole mask, over the user's own tensors."""
         if self._given is None:
@@ -158,6 +171,7 @@ class BlockMask(theirs.BlockMask):
         return made["live"]  # type: ignore[no-any-return]
 
     @property
+    @outside
     def mask(self) -> Mask:
         """The mask as a `frisket.Mask`, with copies of its tensors as they are now."""
         made = self._now()
@@ -166,16 +180,19 @@ class BlockMask(theirs.BlockMask):
         return made["mask"]  # type: ignore[no-any-return]
 
     @property
+    @outside
     def formula(self) -> Mask:
         """The mask with its tensors left open: nothing is copied. Their values are `tensors`, by the same names."""
         return self.live.formula
 
     @property
+    @outside
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the mask reads: the user's own."""
         return self.live.tensors
 
     @property
+    @outside
     def layout(self) -> Layout:
         """Its tiles, counted, drawn and explained: `frisket.Layout`. `IndexError` where the mask shows a position
         at which it reads outside a table."""
@@ -185,6 +202,7 @@ class BlockMask(theirs.BlockMask):
             made["layout"] = self.mask.layout(*self._lengths, *self._heads, block=self._block)
         return made["layout"]  # type: ignore[no-any-return]
 
+    @outside
     def check_lookups(self) -> None:
         """Raise `GatherError` where the mask shows a position at which it reads outside a table."""
         made = self._now()
@@ -209,6 +227,8 @@ class BlockMask(theirs.BlockMask):
         if self._fn is not None:
             return self._fn
         if torch.compiler.is_dynamo_compiling():
+            if self._live is None:
+                return graph_mask.function_of(self._text)  # type: ignore[arg-type]
             self._prepared()
             return cast(Callable[..., Any], self._made["mask_mod"])
         made = self._now()
@@ -222,9 +242,9 @@ class BlockMask(theirs.BlockMask):
 
     @mask_mod.setter
     def mask_mod(self, value: MaskLike) -> None:
-        lists, mod = self._tensors(), live_mask(value)
+        lists, (mod, fn, text) = self._tensors(), held(value)
         self._hold(lists)
-        self._mod, self._text, self._fn = mod, mod.text, value if callable(value) else None
+        self._live, self._fn, self._text = mod, fn, text if mod is None else mod.text
 
     # -- the lists --------------------------------------------------------------------------------
 
@@ -234,7 +254,10 @@ class BlockMask(theirs.BlockMask):
         Needed by nobody but who gives new masks to a compiled function of torch's own, step by step: one that is not
         laid out is traced anew, as it is laid out while the graph is made.
         """
-        self._prepared()
+        if torch.compiler.is_dynamo_compiling():
+            self._tensors()
+        else:
+            self._prepared()
         return self
 
     def _prepared(self) -> None:
@@ -248,9 +271,14 @@ class BlockMask(theirs.BlockMask):
         if self._given is not None:
             return self._given
         if torch.compiler.is_dynamo_compiling():
-            self._prepared()
+            if self._live is not None:
+                self._prepared()
+            elif "lists" not in self._made:
+                self._made["lists"] = graph_mask.laid_out(self)
             return cast(Lists, self._made["lists"])
         made = self._now()
+        if "lists" not in made and 0 in self._lengths:
+            made["lists"] = graph_mask.lists_of(self._kinds(), self._apart, self._columns)
         if "lists" not in made:
             found = exact_lists(self.layout, self.device, apart=self._apart)
             pairs = [x for one in found for x in (one.count, one.index)]
@@ -272,8 +300,10 @@ class BlockMask(theirs.BlockMask):
 
     @seq_lengths.setter
     def seq_lengths(self, value: tuple[int, int]) -> None:
-        lengths = pair(value, "seq_lengths")
+        lengths = pair(value, "seq_lengths", 0)
         self._check_cover(lengths)
+        if torch.compiler.is_dynamo_compiling() and self._given is None:  # what is prepared has other lengths
+            self._live, self._fn, self._text = None, self.mask_mod, None
         self._lengths, self._made, self._versions = lengths, {}, None
 
     def _check_cover(self, lengths: tuple[int, int]) -> None:
@@ -316,6 +346,7 @@ class BlockMask(theirs.BlockMask):
         """(B, H, Q_LEN, KV_LEN)."""
         return (*self._batch, *self._lengths)
 
+    @outside
     def sparsity(self) -> float:
         """The percentage of tiles that are not computed, 0 to 100.
 
@@ -329,8 +360,9 @@ class BlockMask(theirs.BlockMask):
 
     def _kinds(self) -> Tensor:
         """uint8 [B, H, rows, columns] of tiles: 0 empty, 1 partial, 2 full."""
-        if self._given is not None:
-            return kinds_of(self._given, columns_of(self._given, self._lengths[1], self._block[1]))
+        if self._given is not None or torch.compiler.is_dynamo_compiling():
+            lists = self._tensors()
+            return kinds_of(lists, columns_of(lists, self._lengths[1], self._block[1]))
         kinds = torch.from_numpy(self.layout.kinds())
         return (kinds if self._apart else kinds.clamp(max=PARTIAL)).to(self.device)
 
@@ -338,6 +370,7 @@ class BlockMask(theirs.BlockMask):
         """int32 [B, H, rows, columns] of tiles: 1 where a tile is read."""
         return (self._kinds() > 0).to(torch.int32)
 
+    @outside
     def to_string(self, grid_size: int | tuple[int, int] = (20, 20), limit: int = 4) -> str:
         """A picture of the tiles for each batch entry and head, at most `limit` of them, of at most `grid_size`
         (rows, columns) cells; -1 draws every tile. A cell is `██` where every tile in it is full, `▒▒` where every
@@ -345,10 +378,12 @@ class BlockMask(theirs.BlockMask):
         partial tiles alike.)"""
         return to_string(self._kinds(), grid_size, limit)
 
+    @outside
     def __str__(self) -> str:
         head = f"BlockMask(shape={self.shape}, sparsity={self.sparsity():.2f}%,"
         return f"{head}\n{self.to_string().rstrip()}\n{LEGEND}\n)"
 
+    @outside
     def __repr__(self) -> str:
         text = show(self._mod.expr, self._mod.values)
         lists = "" if self._given is None else ", in the tiles listed"
@@ -367,24 +402,28 @@ class BlockMask(theirs.BlockMask):
         there are. Rows may be picked in any order; queries that would lie beyond the end are hidden.
         Raises `PickError`, an IndexError.
         """
-        return part(self, index)
+        return graph_mask.part(self, index) if torch.compiler.is_dynamo_compiling() else part(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The first queries and keys of it; of a mask without lists, any number. Its lists are those of the new
         lengths."""
-        return crop(self, pair((new_q_len, new_kv_len), "lengths"))
+        lengths = pair((new_q_len, new_kv_len), "lengths", 0)
+        return graph_mask.crop(self, lengths) if torch.compiler.is_dynamo_compiling() else crop(self, lengths)
 
     def to(self, device: Any) -> BlockMask:
         """The same on another device, captured tensors too."""
-        return there(self, torch.device(device))
+        where = torch.device(device)
+        return graph_mask.there(self, where) if torch.compiler.is_dynamo_compiling() else there(self, where)
 
     def __and__(self, other: Any) -> BlockMask:
-        return joined("and", self, other)
+        return (graph_mask.joined if torch.compiler.is_dynamo_compiling() else joined)("and", self, other)
 
     def __or__(self, other: Any) -> BlockMask:
-        return joined("or", self, other)
+        return (graph_mask.joined if torch.compiler.is_dynamo_compiling() else joined)("or", self, other)
 
     def __invert__(self) -> BlockMask:
+        if torch.compiler.is_dynamo_compiling():
+            return graph_mask.inverted(self)
         live = self.live
         turned = replace(live, expr=ir.build("not", live.expr))
         return self.of(turned, self._lengths, self._block, self._batch, self.device, self)
@@ -393,16 +432,27 @@ class BlockMask(theirs.BlockMask):
     def _identity(self) -> tuple[Any, ...]:
         return self.mask, self.shape, self._block, self._apart, self._given is None
 
+    @outside
     def __eq__(self, other: object) -> bool:
         return self._identity == other._identity if isinstance(other, BlockMask) else NotImplemented
 
+    @outside
     def __hash__(self) -> int:
         return hash(self._identity)
 
+    @outside
     def __reduce__(self) -> tuple[Any, ...]:
         values = {n: x.detach() if isinstance(x, Tensor) else x for n, x in self._mod.values.items()}
-        bare = {n: x for n, x in self.__dict__.items() if n not in ("_mod", "_fn", "_made", "_versions")}
+        bare = {n: x for n, x in self.__dict__.items() if n not in ("_live", "_fn", "_made", "_versions")}
         return restored, (type(self), Mask(self._mod.expr), values, bare)
+
+
+def held(mask_mod: Any) -> tuple[LiveMask | None, Callable[..., Any] | None, str | None]:
+    """A mask_mod as an expression, a function and a text, as far as there is one. In a graph nothing is traced."""
+    if torch.compiler.is_dynamo_compiling():
+        return None, *graph_mask.function_or_text(mask_mod)
+    live = live_mask(mask_mod)
+    return live, mask_mod if callable(mask_mod) else None, live.text
 
 
 def _attribute(name: str) -> property:

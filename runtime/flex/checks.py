@@ -32,13 +32,12 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
                 f"{name} is a nested tensor, and query is none\n  query, key and value are jagged nested tensors, all "
                 "or none"
             )
+        if x.layout is not torch.strided:
+            raise ArrayError(f"{name} is sparse, of layout {x.layout}\n  it is dense: {name}.to_dense()")
         if x.dim() != 4:
             raise ArrayError(f"{name} has {x.dim()} axes\n  it is (batch, heads, length, dim)")
-        if 0 in x.shape:
-            raise ShapeError(
-                f"{name} is empty: (batch, heads, length, dim) = {tuple(x.shape)}\n  every one of them is positive; "
-                "leave the call out where there is nothing to attend to"
-            )
+        if x.shape[3] == 0:
+            raise ShapeError(f"{name} has a head size of 0: (batch, heads, length, dim) = {tuple(x.shape)}")
     if query.device != key.device or query.device != value.device:
         raise ShapeError(
             f"query is on {query.device}, key on {key.device}, value on {value.device}\n  move them to one device"
@@ -54,10 +53,27 @@ def check_arrays(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         raise ShapeError(
             f"query has {h} heads, key and value {hkv}\n  enable_gqa=True shares a head of theirs among several"
         )
-    if h % hkv:
+    if h % hkv if hkv else h:
         raise ShapeError(f"query has {h} heads, key and value {hkv}\n  their number divides that of query's")
     if kb not in (1, b):
         raise ShapeError(f"query has {b} batch entries, key and value {kb}\n  theirs are as many, or one for all")
+
+
+BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)  # of keys and values that kernels read as they are
+
+
+def alike(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """query, key and value in one dtype that holds all three, as torch computes: nothing is rounded to query's."""
+    if key.dtype == value.dtype and key.dtype in BYTES and not query.requires_grad:
+        return query, key, value
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
+        return query, key, value  # all of them are cast to its dtype
+    widest = query.dtype
+    for x in (key, value):
+        if not x.is_floating_point() and x.dtype not in BYTES:
+            raise ArrayError(f"query is {query.dtype}, key {key.dtype}, value {value.dtype}\n  they are Floats")
+        widest = widest if x.dtype.itemsize == 1 else torch.promote_types(widest, x.dtype)
+    return query.to(widest), key.to(widest), value.to(widest)
 
 
 def check_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import flex_attention as theirs
+from torch.nn.attention.flex_attention import and_masks as torch_and_masks  # theirs, whoever replaces them there
+from torch.nn.attention.flex_attention import create_mask as torch_create_mask
 from torch.nn.attention.flex_attention import noop_mask
+from torch.nn.attention.flex_attention import or_masks as torch_or_masks
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
@@ -20,9 +22,10 @@ from frisket.lowering.analysis.driver import SIZE_NAMES
 from frisket.lowering.plan import Sizes
 
 from ..mask import Mask, MaskLike, ScoreLike, ScoreMod, program
-from .block_mask import Block, BlockMask
+from .block_mask import Block, BlockMask, held
 from .errors import MaskModError
-from .lengths import is_count, pair
+from .leave import leave
+from .lengths import count_of, is_count, pair
 from .live_mask import LiveMask, kept, live_mask, of_bound, of_function
 
 
@@ -45,12 +48,8 @@ def create_block_mask(
     and counts that are not positive; and `GatherError`, an IndexError, where the mask shows a position at which it
     reads outside a table, below 0 too: at once if its tables are on the host, else when it is laid out.
     """
-    if torch.compiler.is_dynamo_compiling():  # between two graphs
-        return _outside(
-            mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, _compile, separate_full_blocks, compute_dq_write_order,
-            dq_kv_order,
-        )  # fmt: skip
-    if _compile:
+    compiling = torch.compiler.is_dynamo_compiling()
+    if _compile and not compiling:
         warnings.warn(
             "_compile has no effect: the mask is never evaluated on every position", DeprecationWarning, stacklevel=2
         )
@@ -59,26 +58,16 @@ def create_block_mask(
             f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
             "  BlockMask.from_kv_blocks takes a tensor"
         )
-    mod = live_mask(mask_mod)
-    lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)")
-    made = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device))
-    made._fn = mask_mod if callable(mask_mod) and not isinstance(mask_mod, Joined) else None
+    mod, fn, text = held(mask_mod)
+    lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0)
+    made = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device), text=text)
+    made._fn = None if isinstance(mask_mod, Joined) else fn
     made._apart = separate_full_blocks
     if compute_dq_write_order:
         made._orders, made.dq_kv_order_spt = True, dq_kv_order
-    if all(x.is_cpu for x in mod.tensors.values()):  # values on a device are not waited for
+    if mod is not None and all(x.is_cpu for x in mod.tensors.values()):  # values on a device are not waited for
         made.check_lookups()
     return made
-
-
-def _outside(*arguments: Any) -> BlockMask:
-    return torch.compiler.disable(create_block_mask)(*arguments)  # type: ignore[no-untyped-call,no-any-return]
-
-
-_outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo does not read it
-_outside._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # what it says where it may not leave the graph
-    "it runs between two graphs: make masks outside of the compiled function, or leave out fullgraph=True"
-)
 
 
 def create_mask(
@@ -89,8 +78,12 @@ def create_mask(
     `mod_fn` is a mask or a score mod, as a function, a text or one of ours; a score mod shows a position where it
     makes anything but -inf of a score of 0. For looking at: memory is the square of the length.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if callable(mod_fn):
+            return torch_create_mask(mod_fn, B, H, Q_LEN, KV_LEN, _device(device))
+        return leave(create_mask, mod_fn, B, H, Q_LEN, KV_LEN, device)  # type: ignore[no-any-return]
     mod = _shown(mod_fn)
-    sizes: Sizes = (*_heads(B, H), *pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)"))
+    sizes: Sizes = (*_heads(B, H), *pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0))
     where = _device(device)
     found = mod.callable(dict(zip("bhqk", sizes, strict=True)), sizes, "", where)
     axes = (torch.arange(n, device=where) for n in sizes)
@@ -137,7 +130,9 @@ def _joined(op: str, mask_mods: tuple[Any, ...]) -> Callable[..., Any]:
                 "kv_idx), texts, or frisket.Mask"
             )
     if all(map(callable, mask_mods)):
-        return (theirs.and_masks if op == "and" else theirs.or_masks)(*mask_mods)
+        return (torch_and_masks if op == "and" else torch_or_masks)(*mask_mods)
+    if torch.compiler.is_dynamo_compiling():
+        return leave(_joined, op, mask_mods)  # type: ignore[no-any-return]
     return Joined(reduce(lambda x, y: x.join(op, y), map(live_mask, mask_mods)))
 
 
@@ -161,6 +156,7 @@ class Joined:
 
 
 def _heads(batch: Any, heads: Any) -> tuple[int, int]:
+    batch, heads = count_of(batch), count_of(heads)
     for name, n in (("B", batch), ("H", heads)):
         if n is not None and not is_count(n):
             raise ShapeError(f"{name} is {n!r}\n  it is how many there are, or None where all are alike")
@@ -168,7 +164,14 @@ def _heads(batch: Any, heads: Any) -> tuple[int, int]:
 
 
 def _device(device: Any) -> torch.device:
-    return torch.device(torch.accelerator.current_accelerator() or "cpu" if device is None else device)
+    return _accelerator() if device is None else torch.device(device)
+
+
+def _accelerator() -> torch.device:
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+
+_accelerator._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
 
 
 __all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]

@@ -29,7 +29,7 @@ from ..subject import Subject
 from ..torch_jagged import Ragged, closed_all, opened
 from ..torch_spec import spec_of
 from .block_mask import BlockMask
-from .checks import check_arrays, check_block_mask
+from .checks import alike, check_arrays, check_block_mask
 from .errors import ArrayError
 from .kernel_options import options_of, read
 from .live_mask import LiveMask
@@ -48,6 +48,9 @@ def compiled(
         (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
         check_total(block_mask, query, key)
     check_arrays(query, key, value, gqa)
+    own = query.dtype
+    if not own == key.dtype == value.dtype:
+        query, key, value = alike(query, key, value)
     said: dict[str, Any] = {
         "scale": scale, "gqa": gqa, "top": top, "kernel": dict(kernel_options or {}), "text": None, "values": {},
         "tiles": None, "block": None, "ragged": None if ragged is None else ragged.tensors,
@@ -57,8 +60,9 @@ def compiled(
     if block_mask is not None:
         check_block_mask(block_mask, query, key)
         ours = isinstance(block_mask, BlockMask)
-        if ours:
-            said["text"], said["values"] = block_mask._text, dict(block_mask._mod.values)
+        if ours and block_mask._text is not None:
+            said["text"] = block_mask._text
+            said["values"] = {} if block_mask._live is None else dict(block_mask._live.values)
         else:
             mask_mod = block_mask.mask_mod
         if not ours or block_mask._given is not None:
@@ -69,7 +73,9 @@ def compiled(
     if key.shape[0] != query.shape[0]:
         key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
     found = call(query, key, value, score_mod or unchanged, (mask_mod,), None, said)
-    return found if ragged is None else closed_all(found, nested)  # type: ignore[no-any-return]
+    if query.dtype != own:
+        found = found[0].to(own), found[1], found[2]
+    return found if ragged is None else closed_all(found, nested)
 
 
 def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -97,15 +103,59 @@ class Call(HigherOrderOperator):
         if said["tiles"] is not None:
             visible = visible.within(said["tiles"], tuple(said["tiles"].shape[:-2]), tuple(map(_fixed, said["block"])))
         if said["ragged"] is not None:
-            ragged = Ragged(*said["ragged"], known=said["pattern"])
+            ragged = Ragged(*(*said["ragged"], said["pattern"]))
             visible, mod = confined(visible, ragged), local_live(mod, ragged)
         kernel = {n: _fixed(x) for n, x in said["kernel"].items()}
         options = options_of(_fixed(said["scale"]), said["gqa"], read(kernel), query.device.type)
         return operator(query, key, value, mod, visible, options, said["top"])
 
 
-call = Call()
-dynamo._hop_name_to_variable_class[call.__name__] = dynamo.FlexAttentionHigherOrderVariable
+class Tiles(HigherOrderOperator):
+    """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `Call`."""
+
+    def __init__(self) -> None:
+        super().__init__("frisket_block_mask", cacheable=True)  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, masks: tuple[Any, ...], _: None, said: Any,
+        score_values: tuple[Any, ...] = (), mask_values: tuple[Any, ...] = (),
+    ) -> Any:  # fmt: skip
+        visible = over_graph(masks[-1], mask_values, "mask")
+        if said["text"] is not None:
+            visible = LiveMask(program(said["text"]).mask.expr, {})  # type: ignore[union-attr]
+        numbers = {n: x for n, x in visible.values.items() if isinstance(x, bool | int | float)}
+        free = {n: x for n, x in visible.values.items() if n not in numbers}
+        what = Subject(Mask(visible.expr, only(numbers, visible.expr)), None)
+        return (torch_library.written_tiles(spec_of(what, Options(), free), query, said["sizes"], said["block"], free),)
+
+
+def tiles(mask: BlockMask) -> Tensor:
+    """uint8 [B, H, rows, columns] of the tiles of a mask that the graph at hand made: 0 empty, 1 partial, 2 full."""
+    like = torch.empty(0, device=mask._device)
+    heads = (1, 1, *mask._batch)[-2:]
+    said = {"text": mask._text, "sizes": (*mask._lengths, *heads), "block": mask._block}
+    mask_mod = noop_mask if mask._text is not None else mask._fn
+    (kinds,) = laid_out(like, like, like, unchanged, (mask_mod,), None, said)
+    return kinds  # type: ignore[no-any-return]
+
+
+call, laid_out = Call(), Tiles()
+
+
+class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
+    """What Dynamo makes of both. Of a mask that the graph made before, attributes that are set after such a call were
+    not seen: Dynamo goes on with a copy of its record, and objects it knows look into the old one."""
+
+    def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        record = tx.output.side_effects
+        found = super()._call_function(tx, args, kwargs)
+        vars(record).update(vars(tx.output.side_effects))
+        tx.output.side_effects = record
+        return found
+
+
+for _one in (call, laid_out):
+    dynamo._hop_name_to_variable_class[_one.__name__] = CallVariable
 
 
 def _fixed(x: Any) -> Any:

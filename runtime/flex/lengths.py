@@ -4,20 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from frisket.dsl.errors import ShapeError
 
+from ..integers import as_int
 
-def pair(value: Any, name: str) -> tuple[int, int]:
-    """Two positive lengths, from one or two."""
-    found = tuple(value) if isinstance(value, tuple | list) else (value, value)
-    if len(found) != 2 or not all(map(is_count, found)):
-        raise ShapeError(f"{name} is {value!r}\n  it is positive ints, (queries, keys), in tokens")
+
+def pair(value: Any, name: str, least: int = 1) -> tuple[int, int]:
+    """Two lengths, from one or two."""
+    given = tuple(value) if isinstance(value, tuple | list) else (value, value)
+    found = tuple([count_of(n) for n in given])
+    if len(found) != 2 or not all(is_count(n, least) for n in found):
+        what = "positive ints" if least else "ints, 0 or more"
+        raise ShapeError(f"{name} is {value!r}\n  it is {what}, (queries, keys), in tokens")
     return int(found[0]), int(found[1])
 
 
-def is_count(n: Any) -> bool:
+def count_of(n: Any) -> Any:
+    """An int, of what stands for one: numpy's ints, a tensor without axes."""
+    return n if isinstance(n, int | torch.SymInt) else as_int(n)
+
+
+def is_count(n: Any, least: int = 1) -> bool:
     """Whether n can count something. A size of an exported program is one: it becomes that number there."""
-    return isinstance(n, int | np.integer | torch.SymInt) and not isinstance(n, bool) and bool(n > 0)
+    return isinstance(n, int | torch.SymInt) and not isinstance(n, bool) and bool(n >= least)

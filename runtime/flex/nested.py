@@ -20,7 +20,9 @@ from ..parameters import names_of
 from ..torch_jagged import Names, Ragged, names_for, ragged_of
 from .block_mask import Block, BlockMask
 from .create import create_block_mask
-from .live_mask import LiveMask, Value, kept, live_mask
+from .graph_mask import packed as graph_packed
+from .leave import leave
+from .live_mask import LiveMask, kept, live_mask
 from .score_mod import Scored, remember
 
 
@@ -49,6 +51,12 @@ def create_nested_block_mask(
         raise ShapeError(
             f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
         )
+    if torch.compiler.is_dynamo_compiling():
+        if not callable(mask_mod) or any(x.lengths() is not None for x in (q_nt, kv_nt)):  # type: ignore[attr-defined]
+            return leave(create_nested_block_mask, mask_mod, B, H, q_nt, kv_nt, BLOCK_SIZE)  # type: ignore[no-any-return]
+        lengths = _total(q_nt), _total(kv_nt)
+        fn = graph_packed(mask_mod, q_nt.offsets(), kv_nt.offsets(), *lengths)  # type: ignore[attr-defined]
+        return create_block_mask(fn, B, H, *lengths, q_nt.device, BLOCK_SIZE)
     packed = _packed(live_mask(mask_mod), q_nt, kv_nt)
     return create_block_mask(packed, B, H, _total(q_nt), _total(kv_nt), q_nt.device, BLOCK_SIZE, _compile)
 
@@ -69,7 +77,7 @@ def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = No
     return names_for(ragged.pattern, {*mod.values, *(taken or {}), *names_of(mod.expr)}, number)
 
 
-def values_of(names: Names, ragged: Ragged) -> dict[str, Value]:
+def values_of(names: Names, ragged: Ragged) -> dict[str, Tensor]:
     return {n: x for n, x in zip(names.tables, ragged.tensors, strict=True) if n is not None and x is not None}
 
 
@@ -99,7 +107,7 @@ def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
     return own if visible.expr is TRUE else visible.join("and", own)
 
 
-def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Value]]:
+def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Tensor]]:
     """A score mod that is told positions inside the sequence, and its tables. Kept with the score mod."""
     made, key = _local.setdefault(mod, {}), (ragged.pattern, ragged.sequences)
     if key not in made:
@@ -128,7 +136,7 @@ def check_total(block_mask: Any, q: Tensor, k: Tensor) -> None:
 
 def _total(nested: Tensor) -> int:
     """Tokens of all sequences."""
-    return int(nested.values().shape[nested._ragged_idx - 1])  # type: ignore[attr-defined]
+    return nested.values().shape[nested._ragged_idx - 1]  # type: ignore[attr-defined]
 
 
 __all__ = ["create_nested_block_mask"]

@@ -63,7 +63,7 @@ class Pair:
     def check(self, query: Tensor, key: Tensor, tensors: Mapping[str, Tensor], asked: Asked, block_mask: Any) -> None:
         """Once for these lengths, where nothing is on a device."""
         place = query.shape[:3], key.shape[2], asked.promises
-        if place in self.checked:
+        if place in self.checked or 0 in query.shape or 0 in key.shape:
             return
         if not self.placed:
             if self.att.score is not None and any(n.op == "lookup" for n in ir.walk(self.att.score.expr)):
@@ -79,9 +79,11 @@ class Pair:
         plan = None
         if self.placed and not params:
             place = query.shape[2], key.shape[2], query.shape[0], query.shape[1]
-            if place not in self.plans:
+            if 0 in place:  # no plan, and nothing to plan
+                params |= self.placed
+            elif place not in self.plans:
                 remember(self.plans, place, self.att.plan(*place, flat=True, **self.placed))  # type: ignore[arg-type]
-            plan = self.plans[place]
+            plan = self.plans.get(place)
         elif self.placed:
             params |= self.placed
         found: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(

@@ -59,7 +59,7 @@ def _pick(index: Any, n: int, name: str) -> Pick:
     if isinstance(index, list):
         index = torch.tensor(index)
     if isinstance(index, Tensor) and index.ndim == 0 and index.dtype is not torch.bool:
-        index = int(index)
+        index = index.reshape(1) if torch.compiler.is_dynamo_compiling() else int(index)
     if isinstance(index, int) and not isinstance(index, bool):
         if not -n <= index < n:
             raise PickError(f"{name} {index}\n  there are {n}: {-n}..{n - 1}")
@@ -82,7 +82,7 @@ def _entries(at: Tensor, n: int, name: str) -> Pick:
         at = at.nonzero()[:, 0]
     if not len(at):
         raise PickError(f"{name} [] picks nothing of {n}")
-    if at.is_cpu and bool(((at < -n) | (at >= n)).any()):
+    if not torch.compiler.is_dynamo_compiling() and at.is_cpu and bool(((at < -n) | (at >= n)).any()):
         raise PickError(f"{name} {at.tolist()}\n  there are {n}: {-n}..{n - 1}")
     return Pick(0, len(at), n, torch.where(at < 0, at + n, at).long())
 

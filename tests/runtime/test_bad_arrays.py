@@ -52,9 +52,9 @@ BAD = {
         lambda: fk.attention(Q, K, K, enable_gqa=False), fk.ShapeError,
         "4 query heads share 2 key heads and enable_gqa is False" + shapes(*GOOD),
     ),
-    "zero length": (
-        lambda: fk.attention(t(1, 4, 0, 16), K, K), fk.ShapeError,
-        "a batch, length, head count or head size is zero" + shapes((1, 4, 0, 16), *GOOD[1:]),
+    "zero head size": (
+        lambda: fk.attention(t(1, 4, 8, 0), K, K), fk.ShapeError,
+        "a head size is zero" + shapes((1, 4, 8, 0), *GOOD[1:]),
     ),
     "dtypes": (
         lambda: fk.attention(Q, K.half(), K), fk.ShapeError,
@@ -92,6 +92,15 @@ BAD = {
     "tile": (
         lambda: fk.compile("causal", tile=(128, 0)), fk.ShapeError,
         "tile is (128, 0); tile sizes are two positive integers (queries, keys), in tokens",
+    ),
+    "large tile": (
+        lambda: fk.compile("causal", tile=10**9), fk.ShapeError,
+        "tile is 1000000000; a tile has at most 65,536 queries or keys and 16,777,216 pairs of them\n"
+        "  its scores are held at once: tiles of 32 to 256 are usual",
+    ),
+    "sparse": (
+        lambda: fk.attention(Q.to_sparse(), K, K), fk.ShapeError,
+        "q is sparse, of layout torch.sparse_coo\n  attention takes dense tensors: q.to_dense()",
     ),
     "origin": (
         lambda: fk.attention(Q, K, K, "causal", origin=(0, 0)), fk.ShapeError,

@@ -121,7 +121,7 @@ def test_the_same_lookups_hidden_or_clamped_are_fine():
         ({"B": 0}, r"B is 0\n  it is how many there are, or None where all are alike"),
         ({"H": 2.5}, "H is 2.5"),
         ({"H": True}, "H is True"),
-        ({"Q_LEN": 0}, r"\(Q_LEN, KV_LEN\) is \(0, 24\)"),
+        ({"Q_LEN": -1}, r"\(Q_LEN, KV_LEN\) is \(-1, 24\)"),
         ({"KV_LEN": -3}, r"\(Q_LEN, KV_LEN\) is \(24, -3\)"),
         ({"BLOCK_SIZE": 0}, r"BLOCK_SIZE is 0\n  it is positive ints, \(queries, keys\), in tokens"),
         ({"BLOCK_SIZE": (8, 8, 8)}, r"BLOCK_SIZE is \(8, 8, 8\)"),

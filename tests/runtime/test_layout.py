@@ -193,18 +193,18 @@ def test_counting_has_a_budget():
 
 
 BAD = {
-    "q_len is 0\n  lengths and counts are positive integers, in tokens": {"q_len": 0},
-    "kv_len is -4\n  lengths and counts are positive integers, in tokens": {"kv_len": -4},
-    "heads is 0\n  lengths and counts are positive integers, in tokens": {"heads": 0},
+    "q_len is -1\n  lengths are integers, 0 or more, in tokens": {"q_len": -1},
+    "kv_len is -4\n  lengths are integers, 0 or more, in tokens": {"kv_len": -4},
+    "heads is 0\n  counts are positive integers": {"heads": 0},
     "block is (0, 64)\n  tile sizes are two positive integers (queries, keys), in tokens": {"block": (0, 64)},
     "block is (64,)\n  tile sizes are two positive integers (queries, keys), in tokens": {"block": (64,)},
     "origin is (0, 0, -1, 0)\n  it is (b, h, q, k), none negative, in global positions": {"origin": (0, 0, -1, 0)},
     "origin has 3 entries for 1 batch entries\n  give one int, or one per batch entry": {
         "origin": (0, 0, np.array([1, 2, 3]), 0)
     },
-    "q_len is 1.5\n  lengths and counts are positive integers, in tokens": {"q_len": 1.5},
-    "q_len is None\n  lengths and counts are positive integers, in tokens": {"q_len": None},
-    "batch is True\n  lengths and counts are positive integers, in tokens": {"batch": True},
+    "q_len is 1.5\n  lengths are integers, 0 or more, in tokens": {"q_len": 1.5},
+    "q_len is None\n  lengths are integers, 0 or more, in tokens": {"q_len": None},
+    "batch is True\n  counts are positive integers": {"batch": True},
     "block is (8.0, 8.0)\n  tile sizes are two positive integers (queries, keys), in tokens": {"block": 8.0},
     "kv_len is 1,000,000,000,000,000, 281,474,976,710,656 or more\n  positions are computed in 64 bits": {
         "kv_len": 10**15

@@ -1,0 +1,35 @@
+"""Where Dynamo does not look: what runs between two graphs, or while a graph is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def leave(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`fn(*args)` outside of graphs; frames below it are no graphs either."""
+    return torch.compiler.disable(fn)(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+leave._torchdynamo_disable = True  # type: ignore[attr-defined]  # Dynamo does not read it
+leave._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # what it says where it may not leave the graph
+    "it runs between two graphs: call it outside of the compiled function, or leave out fullgraph=True"
+)
+
+
+def outside(fn: Callable[P, R]) -> Callable[P, R]:
+    """A function that no graph holds."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            return leave(fn, *args, **kwargs)  # type: ignore[no-any-return]
+        return fn(*args, **kwargs)
+
+    return run

@@ -1,0 +1,28 @@
+"""Integers as people give them: of Python, numpy and torch, and arrays of one entry without axes.
+
+>>> import numpy as np
+>>> as_int(np.int64(4)), as_int(np.array(4)), as_int(4.0), as_int(True)
+(4, 4, 4.0, True)
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def as_int(x: Any) -> Any:
+    """An int, of anything that stands for one; anything else as it is, for the checks that follow to refuse."""
+    if type(x) is int or isinstance(x, bool | float | str):
+        return x
+    if getattr(x, "ndim", 0) or "bool" in str(getattr(x, "dtype", "")):  # one entry with an axis is no number
+        return x
+    try:
+        return operator.index(x)
+    except (TypeError, RuntimeError):  # a Float, or something without values
+        return x
+
+
+def as_ints(x: Any) -> Any:
+    """A tuple of them, of a tuple or list; anything else as it is."""
+    return tuple(map(as_int, x)) if isinstance(x, tuple | list) else x

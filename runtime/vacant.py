@@ -1,0 +1,48 @@
+"""Attention where there is nothing: no keys, no queries, no batch entries, no heads. As torch's own attention: a query
+without keys has out 0, and lse -inf, or that of its sink; all gradients of q, k, v and tables are 0."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from frisket.lowering.plan import Geometry
+
+from .call import Call
+from .frameworks import Arrays
+from .subject import Subject
+
+
+def check_bound(what: Subject, params: Mapping[str, Any]) -> None:
+    """Refuse names without a value, as any other call does."""
+    for part in what.parts:
+        if any(n not in params for n in part.unbound):
+            part.require_bound()
+
+
+def nothing(call: Call, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
+    """(out, lse, top) of a call; `learned` are further arrays that gradients flow to."""
+    return results_of(call.given, call.geometry, call.sinks, learned)
+
+
+def results_of(given: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
+    q, k, v = given.qkv
+    real = "float64" if given.dtype == "float64" or given.framework == "numpy" else "float32"
+    rows = (g.batch, g.heads, g.q_len)
+    out = (*rows, g.v_dim) if given.layout == "bhsd" else (g.batch, g.q_len, g.heads, g.v_dim)
+    if given.framework == "torch":
+        torch = sys.modules["torch"]
+        real = getattr(torch, real)
+        inputs = [x for x in (q, k, v, sinks, *learned) if x is not None and x.requires_grad]
+        link = sum((x.reshape(-1)[:0].sum().to(real) for x in inputs), torch.zeros((), dtype=real, device=q.device))
+        made = q.new_zeros(out) + link.to(q.dtype)
+        empty = torch.full(rows, -torch.inf, dtype=real, device=q.device)
+        lse = empty if sinks is None else sinks.to(real)[None, :, None].expand(rows).clone()
+        return made, lse + link, empty.clone()
+    np_like: Any = np if given.framework == "numpy" else sys.modules["jax"].numpy
+    empty = np_like.full(rows, -np.inf, real)
+    lse = empty if sinks is None else np_like.broadcast_to(np_like.asarray(sinks, real)[None, :, None], rows)
+    return np_like.zeros(out, real if given.framework == "numpy" else q.dtype), lse, empty
