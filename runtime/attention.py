@@ -20,6 +20,8 @@ from .checking import interpreted, learned_values, report, report_gradients, rep
 from .flat_plan import FlatPlan, divided, flat_plan
 from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph, named, shared, symbolic, turn
 from .host_plan import Plan
+from .integers import counting
+from .layout_checks import check_lengths
 from .moved import moved
 from .options import Options, seed_of, sinks_of
 from .order_of_axes import check_order
@@ -297,6 +299,7 @@ class Attention:
             return flat_plan(what, host, given, *place, block, Settings.read().check, dropout)
         return Plan(what.bind(host), *place, dropout)
 
+    @counting
     @usual_promotion()
     def plan(
         self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1, *, origin: Origin = NOWHERE,
@@ -309,6 +312,7 @@ class Attention:
         Float tables that only the score mod reads are not part of a plan: it holds the arrays themselves, and
         gradients flow to them.
         """
+        check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
         host, given = divided(params, flat, self.subject.learnable)
         given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
@@ -367,6 +371,7 @@ class Attention:
 
     # -- looking ----------------------------------------------------------------------------------
 
+    @counting
     def source(self, backend: str, *shape: Any, **sizes: Any) -> str:
         """The kernel's text: `att.source("triton", q_len=4096, kv_len=4096, heads=8, head_dim=64)`.
 
@@ -379,6 +384,7 @@ class Attention:
             )
         return self.stages(*shape, backend=backend, **sizes).source
 
+    @counting
     def stages(
         self, q: Any = None, k: Any = None, v: Any = None, *, q_len: int = 4096, kv_len: int | None = None,
         batch: int = 1, heads: int = 1, kv_heads: int | None = None, head_dim: int = 64, v_dim: int | None = None,

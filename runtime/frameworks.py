@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
 
+from .integers import as_int
 from .parameters import learns, traced
 
 Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
@@ -155,7 +156,7 @@ class Arrays:
         if len(where) != 4:
             raise ShapeError(f"origin is {origin}\n  it is (b, h, q, k), in global positions")
         start = (int(_start(where[0])), int(_start(where[1])), _start(where[2]), _start(where[3]))
-        whole: Any = None if sizes is None else tuple(sizes)
+        whole: Any = None if sizes is None else tuple(map(as_int, sizes))
         factor = d**-0.5 if scale is None else _factor(scale)
         return Geometry(b, h, hkv, s, n, d, dv, factor, start, whole, self.kv_dtype)
 
@@ -312,6 +313,8 @@ def _start(x: Any) -> Any:
     """An int, or an int64 vector with one entry per batch."""
     if type(x) is int:
         return x
+    if not hasattr(x, "dtype"):
+        x = as_int(x)
     if traced(x):
         raise ShapeError(
             "origin is traced by jax.jit or another transform, and tiles are laid out for one that is known\n"

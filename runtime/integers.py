@@ -8,7 +8,12 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+COUNTS = frozenset("q_len kv_len batch heads kv_heads head_dim v_dim block origin sizes budget".split())
 
 
 def as_int(x: Any) -> Any:
@@ -26,3 +31,18 @@ def as_int(x: Any) -> Any:
 def as_ints(x: Any) -> Any:
     """A tuple of them, of a tuple or list; anything else as it is."""
     return tuple(map(as_int, x)) if isinstance(x, tuple | list) else x
+
+
+def counting(method: F) -> F:
+    """A method whose lengths may be anything that stands for an int: `lengths.sum()`, a numpy int."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **given: Any) -> Any:
+        named = {n: _count(x) if n in COUNTS else x for n, x in given.items()}
+        return method(self, *map(_count, args), **named)
+
+    return cast(F, run)
+
+
+def _count(x: Any) -> Any:
+    return as_ints(as_int(x))

@@ -25,6 +25,7 @@ from frisket.dsl.trace import trace
 from frisket.dsl.types import BOOL
 
 from .bound_expr import Bound, Origin
+from .integers import counting
 from .parameters import as_value, names_of, traced, with_learned
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Mask(Bound):
     def __bool__(self) -> bool:
         raise ParameterError("a mask has no truth value; write `&`, `|`, `~` for `and`, `or`, `not`")
 
+    @counting
     def dense(self, q_len: int, kv_len: int, batch: int = 1, heads: int = 1) -> NDArray[np.bool_]:
         """The whole mask, bool [batch, heads, q_len, kv_len], by the interpreter: for looking at, and for checking.
 
@@ -96,6 +98,7 @@ class Mask(Bound):
         env = {**coordinates(*shape), **self.scalars}
         return visible(self.expr, env, self.tables, shape).copy()
 
+    @counting
     def layout(
         self,
         q_len: int,
@@ -121,6 +124,7 @@ class Mask(Bound):
 
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact)
 
+    @counting
     def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:
         """How many (query, key) pairs are visible, over every batch entry and head, exactly: `layout(...)` counts
         the same, and makes tiles besides. `BudgetError` where counting would cost too much.
@@ -132,6 +136,7 @@ class Mask(Bound):
 
         return visible_pairs(self, q_len, kv_len, **where)
 
+    @counting
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
         """Whether `other` shows every position this mask shows; else `.witness` is one (b, h, q, k) it hides.
 
@@ -144,6 +149,7 @@ class Mask(Bound):
 
         return implies(self, mask(other), q_len, kv_len, **where)
 
+    @counting
     def equivalent(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
         """Whether both show the same positions; else `.witness` is one (b, h, q, k) where they differ.
 
@@ -156,6 +162,7 @@ class Mask(Bound):
 
         return equivalent(self, mask(other), q_len, kv_len, **where)
 
+    @counting
     def is_empty(self, q_len: int, kv_len: int, **where: Any) -> Answer:
         """Whether nothing is visible; else `.witness` is a visible (b, h, q, k).
 
@@ -166,6 +173,7 @@ class Mask(Bound):
 
         return is_empty(self, q_len, kv_len, **where)
 
+    @counting
     def empty_rows(self, q_len: int, kv_len: int, **where: Any) -> Answer:
         """Whether some query sees no key: truthy when there is one, `.witness` its (b, h, q, None).
 
@@ -179,6 +187,7 @@ class Mask(Bound):
     def __add__(self, other: Any) -> Mask:
         raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
 
+    @counting
     def check_tables(
         self,
         q_len: int,
@@ -226,6 +235,7 @@ class ScoreMod(Bound):
             raise ParameterError(f"`{second._brief()}` does not use `score`, so nothing can be fed to it")
         return self._combined(second, lambda x, y: ir.substitute(y, {ir.SCORE: x}))
 
+    @counting
     def lookups(self, q_len: int, kv_len: int, mask: MaskLike | None = None, **where: Any) -> tuple[Lookup, ...]:
         """Every table lookup, and whether it stays inside its table wherever `mask` shows a position; `where` as
         for `Mask`.
