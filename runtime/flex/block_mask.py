@@ -230,7 +230,7 @@ class BlockMask(theirs.BlockMask):
             if self._live is None:
                 return graph_mask.function_of(self._text)  # type: ignore[arg-type]
             self._prepared()
-            return cast(Callable[..., Any], self._made["mask_mod"])
+            return self._made["mask_mod"]  # type: ignore[no-any-return]  # for `cast` Dynamo forgets where it is from
         made = self._now()
         if "mask_mod" not in made:
             reach = dict(zip("bhqk", self._sizes, strict=True))
@@ -275,7 +275,7 @@ class BlockMask(theirs.BlockMask):
                 self._prepared()
             elif "lists" not in self._made:
                 self._made["lists"] = graph_mask.laid_out(self)
-            return cast(Lists, self._made["lists"])
+            return self._made["lists"]  # type: ignore[no-any-return]
         made = self._now()
         if "lists" not in made and 0 in self._lengths:
             made["lists"] = graph_mask.lists_of(self._kinds(), self._apart, self._columns)

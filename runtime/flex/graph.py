@@ -149,8 +149,9 @@ class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         record = tx.output.side_effects
         found = super()._call_function(tx, args, kwargs)
-        vars(record).update(vars(tx.output.side_effects))
-        tx.output.side_effects = record
+        if record is not tx.output.side_effects:
+            vars(record).update(vars(tx.output.side_effects))
+            tx.output.side_effects = record
         return found
 
 

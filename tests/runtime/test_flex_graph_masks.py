@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.attention.flex_attention as theirs  # noqa: E402
 
+import frisket as fk  # noqa: E402
 import frisket.flex as ours  # noqa: E402
 from frisket.runtime.flex.tile_tensors import LISTS  # noqa: E402
 
@@ -124,7 +125,7 @@ def outside(doc):
     )
 
 
-ALWAYS = {"lists of a text", "from lists outside", "row by a tensor", "mask_mod", "union with a text"}
+ALWAYS = {"row by a tensor", "mask_mod", "union with a text"}
 
 
 @pytest.mark.parametrize(
@@ -245,3 +246,19 @@ def test_torchs_names_replaced_by_ours(monkeypatch):
         want = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=dense).nan_to_num()
         torch.testing.assert_close(theirs.flex_attention(q, q, q, block_mask=mask), want)
         listed(mask).mask.layout(S, S, block=(16, 16)).to_block_mask("cpu")
+
+
+@pytest.mark.matrix
+def test_masks_from_outside_of_every_kind():
+    """Texts, functions and masks over tables, one after another to one compiled function, of torch too."""
+    q, doc, _ = data(0)
+    documents = fk.mask("same(doc)", doc=doc.numpy())
+    kinds = ("causal", documents, causal, fk.mask("window(3)"), ours.and_masks("causal", documents))
+    made = [ours.create_block_mask(x, None, None, S, S, "cpu", BLOCK) for x in kinds]
+    part = lambda q, mask: attend(q[:, :, 16:32], mask[:, :, 1], q)  # noqa: E731
+    whole = lambda q, mask: theirs.flex_attention(q, q, q, block_mask=mask)  # noqa: E731
+    for run in (part, whole):
+        compiled = torch.compile(run, backend="eager", fullgraph=True)
+        for mask in made if run is part else made[:2]:
+            want = part(q, mask) if run is part else attend(q, mask)
+            torch.testing.assert_close(compiled(q, mask), want)

@@ -29,7 +29,10 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALWAYS = {"numpy", "torch int32", "index"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=[] if n in ALWAYS else pytest.mark.matrix) for n in KINDS])
 def test_every_length(kind):
     i = KINDS[kind]
     m = fk.mask("causal & window(5)")
@@ -66,6 +69,7 @@ def test_what_is_no_length(wrong):
             ask(wrong)
 
 
+@pytest.mark.matrix
 def test_symbolic_sizes():
     def run(q, lengths):
         mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, q.shape[2], q.shape[2], "cpu", 16)
