@@ -24,7 +24,7 @@ def as_int(x: Any) -> Any:
         return x
     try:
         return operator.index(x)
-    except (TypeError, RuntimeError):  # a Float, or something without values
+    except Exception:  # a Float, or something without a value: every library raises its own
         return x
 
 
