@@ -32,6 +32,7 @@ from .parameters import digest
 
 Arrays = dict[str, Any]
 ROUGH = ("cpp",)  # backends that do not say what rounding takes from lse
+NORMED = ("cpp",)  # those that say, as a fourth result, what they take off the scores of each row
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
@@ -142,8 +143,9 @@ class JaxCall:
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top), with `low` what rounding took from lse behind them. `plan` is the source where it is at
-        hand, and keeps what is made of it."""
+        """(out, lse, top), with `low` what a backward takes beside lse: what rounding took from it, and of native
+        kernels, which have that in their own way, [batch, heads, q_len, 2]; zeros of the other kind. `plan` is the source
+        where it is at hand, and keeps what is made of it."""
         run, how = _Run(self, backend, arrays, plan), _how(backend, platform)
         if low and backend not in ROUGH:
             how["low"] = True
@@ -155,11 +157,13 @@ class JaxCall:
             )  # fmt: skip
         except BuildError as error:
             return self.forward(self._instead(error), platform, arrays, plan, low)
-        if low and backend in ROUGH:
-            import jax.numpy as jnp
+        if not low:
+            return result[:3]
+        import jax.numpy as jnp
 
-            return *result, jnp.zeros_like(result[1])
-        return result
+        lse = result[1]
+        rest = result[3:] if backend not in ROUGH else [jnp.zeros_like(lse)]
+        return *result[:3], *rest, result[3] if backend in NORMED else jnp.zeros((*lse.shape, 2), lse.dtype)
 
     def _instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
@@ -175,6 +179,8 @@ class JaxCall:
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if backend not in ROUGH:
             how["low"] = arrays.get("low")
+        if backend in NORMED:
+            how["norm"] = arrays.get("norm")
         try:
             found: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,

@@ -197,13 +197,13 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         wanted = {n: () for n, x in learned.items() if not told or x.perturbed}  # in the tree, without a leaf
         if told:
             learned, fixed = ({n: x.value for n, x in arrays.items()} for arrays in (learned, fixed))
-        out, lse, top, low = task(learned | fixed, low=True)
-        out, lse, low = checkpoint_name(out, OUT), checkpoint_name(lse, LSE), checkpoint_name(low, LSE)
+        out, lse, top, *low = task(learned | fixed, low=True)
+        out, lse, *low = checkpoint_name(out, OUT), *(checkpoint_name(x, LSE) for x in (lse, *low))
         return (out, lse, top), (learned, fixed, out, lse, low, wanted)
 
     @usual_promotion()
     def backwards(kept: Any, given: Any) -> Any:
-        learned, fixed, out, lse, low, wanted = kept
+        learned, fixed, out, lse, (low, norm), wanted = kept
         dout, dlse, _ = given  # the largest score is not differentiable
         dout = jax.numpy.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
         rows = {"out": out, "lse": lse, "low": low, "dout": dout} | (
@@ -211,7 +211,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
         )
         found: Arrays = {}
         if inner := tuple(sorted(wanted.keys() - {"sinks"})):
-            found = dict(zip(inner, task(learned | fixed | rows, inner), strict=True))
+            found = dict(zip(inner, task(learned | fixed | rows | {"norm": norm}, inner), strict=True))
         if "sinks" in wanted:
             found["sinks"] = of_sinks(learned["sinks"], **rows)
         return {n: placed(found[n], x) if n in found else None for n, x in learned.items()}, None

@@ -30,7 +30,7 @@ Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operan
 # the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
 AXES = {
     "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "low": "bhs",
-    "top": "bhs", "dlse": "bhs", K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b",
+    "norm": "bhsr", "top": "bhs", "dlse": "bhs", K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b",
 }  # fmt: skip
 POOLS = {"k": "ptnd", "v": "ptne", K_SCALE: "ptn", V_SCALE: "ptn"}  # page of the pool, in place of batch
 NOWHERE = AbstractMesh((), ())
@@ -56,7 +56,7 @@ class Task:
 
     @property
     def results(self) -> tuple[str, ...]:
-        return self.wanted or ("out", "lse", "top", *["low"] * self.low)
+        return self.wanted or ("out", "lse", "top", *["low", "norm"] * self.low)
 
     def axes(self, name: str) -> str:
         """Those of an array, without the ones in front; empty for others."""
@@ -74,6 +74,7 @@ class Task:
         rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
         if not self.wanted:
             given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
+            given["norm"] = (*rows[0], 2), rows[1]
         front = tuple(n for n, _ in self.levels)
         return [((*front, *given[n][0]), given[n][1]) for n in self.results]
 

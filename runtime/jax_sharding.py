@@ -19,8 +19,8 @@ from .jax_call import SHARD
 from .jax_primitives import AXES, NOWHERE, Task
 from .sharding.fit import fitting, names_of
 
-WHOLE = ("s", "t", "d", "e", "g", "p", "c")  # factors that are not split: lengths, sizes of heads, the heads of one
-# group, pages
+WHOLE = ("s", "t", "d", "e", "g", "p", "c", "r")  # factors that are not split: lengths, sizes of heads, the heads of
+# one group, pages, what is known of a row
 
 
 _split: Any = custom_partitioning  # JAX leaves some of its functions untyped, and types others too narrowly

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 # where instances beside one another go: in the batch, or among the heads
 FOLDS = (
-    {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0, "low": 0, "top": 0, "dout": 0, "dlse": 0, K_SCALE: 0, V_SCALE: 0},
-    {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "low": 1, "top": 1, "dout": 2, "dlse": 1, K_SCALE: 2, V_SCALE: 2},
-)
+    {"q": 0, "k": 0, "v": 0, "out": 0, "lse": 0, "low": 0, "norm": 0, "top": 0, "dout": 0, "dlse": 0, K_SCALE: 0,
+     V_SCALE: 0},
+    {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "low": 1, "norm": 1, "top": 1, "dout": 2, "dlse": 1, K_SCALE: 2,
+     V_SCALE: 2},
+)  # fmt: skip
 
 
 def mapped(primitive: Any, axis: Any, operands: Sequence[Any], dims: Sequence[Any], *, task: Task) -> Any:

@@ -1,8 +1,8 @@
 // A call by XLA as the record of a native kernel. native_jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
 // of lowering/emit/cpp_call.py with Real = void.
 //
-// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse; words, floats, spans, count, slice_of; sinks,
-//           if given; tables. Results: out, lse, top; or those wanted of dq, dk, dv and a buffer for each captured
+// Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of; sinks,
+//           if given; tables. Results: out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured
 //           gradient.
 // words     pairs of int32, low half first: the four sizes, b and h of the origin, q's and k's, Int slots (a Float
 //           slot's word is unused); floats has an entry for each slot too. Tables in 64 bits are pairs likewise.
@@ -121,7 +121,7 @@ static int64_t threads_of(Pool *pool) {
 // the captured gradients is wanted.
 struct Form {
     int64_t wanted;  // how many of those flags there are: 0 in a forward
-    int64_t dlse, sinks;
+    int64_t dlse, norm, sinks;
     int64_t q_origins, k_origins;  // one, or one for each batch entry
     int64_t slots, tables;
     int64_t page, paged;  // tokens of a page, 0: k and v are not in pages; the number of the table that says in which
@@ -225,10 +225,12 @@ static int64_t call_kernel(const Frame &f, int64_t n, bool alone) {
     if (f.form.wanted) {
         call.out = array(f, take(), n), call.lse = (Real *)part(f, take(), n), call.dout = array(f, take(), n);
         if (f.form.dlse) call.dlse = (const Real *)part(f, take(), n);
+        if (f.form.norm) call.norm = (Real *)part(f, take(), n);
         call.dq = array(f, wanted(0), n), call.dk = array(f, wanted(1), n), call.dv = array(f, wanted(2), n);
         for (int64_t i = 0; i < captured; ++i) gradients[i] = (Real *)part(f, wanted(3 + i), n);
     } else {
         call.out = array(f, give(), n), call.lse = (Real *)part(f, give(), n), call.top = (Real *)part(f, give(), n);
+        call.norm = (Real *)part(f, give(), n);
     }
     call.gradients = captured ? gradients : nullptr;
 
@@ -308,8 +310,8 @@ extern "C" void *frisket_bridge(void *data, Kernel kernel) {
     f.frame = frame, f.kernel = kernel, f.pool = {frame->api, frame->ctx};
     if (!read_attributes(f))
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "this call was made by another version of frisket");
-    int64_t arguments = 8 + f.form.sinks + f.form.tables + (f.form.wanted ? 3 + f.form.dlse : 0);
-    int64_t results = f.form.wanted ? 0 : 3, main = 0;
+    int64_t arguments = 8 + f.form.sinks + f.form.tables + (f.form.wanted ? 3 + f.form.dlse + f.form.norm : 0);
+    int64_t results = f.form.wanted ? 0 : 4, main = 0;
     for (int64_t i = 0; i < f.form.wanted; ++i) results += f.wanted[i], main += i < 3 && f.wanted[i];
     if (frame->args.size != arguments || frame->rets.size != results || !results)
         return error(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "operands of a frisket kernel are missing");

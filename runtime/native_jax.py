@@ -46,15 +46,16 @@ EMIT = {"forward": cpp.emit, "backward": cpp_backward.emit}
 def forward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], target: Target, *, sinks: Any = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len]) from q [batch, q_len, heads, dim] and
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """(out [batch, q_len, heads, v_dim], lse and top [batch, heads, q_len], and [batch, heads, q_len, 2] what the
+    backward has to know of each row) from q [batch, q_len, heads, dim] and
     k, v [batch, kv_len, kv_heads, dim], or pools [pages, page, kv_heads, dim], as `lowering.xla.forward` has them.
     Anything that holds values may be traced or mapped; shapes are the host's."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
     name = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, *dtypes)
     static = Static(name, _form(plan, geometry, sinks), geometry.scale)
-    result: tuple[jax.Array, jax.Array, jax.Array] = _compiled(static)(
+    result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)(
         (q, k, v), *_values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
     )
     return result
@@ -63,19 +64,19 @@ def forward(
 def backward(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, q: jax.Array, k: jax.Array, v: jax.Array,
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
-    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None,
+    tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, norm: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them."""
+    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `norm` is the forward's; without it, where
+    lse is of other keys too, weights are as exact as a float is at the size of lse."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
     given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]
     name = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     asked = tuple(x for x, mine in zip(sums, given, strict=True) if mine)
-    static = Static(name, _form(plan, geometry, sinks, dlse, given), geometry.scale, asked)
+    static = Static(name, _form(plan, geometry, sinks, dlse, norm, given), geometry.scale, asked)
     arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
-    if dlse is not None:
-        arrays = (*arrays, dlse.astype(real))
+    arrays = (*arrays, *(x.astype(real) for x in (dlse, norm) if x is not None))
     values = _values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
     results = list(_compiled(static)(arrays, *values))
     found: dict[str, Any] = {n: results.pop(0) for n in ("q", "k", "v") if n in wanted}
@@ -104,12 +105,12 @@ def _folded(
 
 
 def _form(
-    plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, wanted: Sequence[bool] = ()
+    plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, norm: Any = None, wanted: Sequence[bool] = ()
 ) -> tuple[int, ...]:
     """Which operands and results there are: `Form` of native_bridge.cpp and what stands behind it."""
     origins = (_count(x) for x in geometry.origin[2:])
     floating = (int(s.type is FLOAT) for s in plan.slots)
-    flags = (len(wanted), int(dlse is not None), int(sinks is not None))
+    flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks)))
     ranks = (t.rank for t in plan.tables)
     pages = plan.page, next((i for i, t in enumerate(plan.tables) if t.name == plan.pages), 0)
     return (*flags, *origins, len(plan.slots), len(plan.tables), *pages, *floating, *ranks, *map(int, wanted))
@@ -270,7 +271,7 @@ def _results(
     batch, q_len, heads, _ = q.shape
     row = (batch, heads, q_len)
     if gradients is None:
-        return [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real)]
+        return [((batch, q_len, heads, v.shape[3]), q.dtype), (row, real), (row, real), ((*row, 2), real)]
     known: dict[str, tuple[tuple[int, ...], Any]] = {n: (x.shape, x.dtype) for n, x in zip("qkv", (q, k, v))}
     known |= {"head": (row[:2], real), "row": (row, real), "column": ((*row[:2], k.shape[1]), real)}
     known["diagonal"] = (*row[:2], q_len + k.shape[1] - 1), real

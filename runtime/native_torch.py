@@ -31,10 +31,12 @@ EMIT = {"frisket_forward": cpp.emit, "frisket_backward": cpp_backward.emit}
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, slots: Mapping[str, Any],
     tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None, top: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    norm: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse and top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
     k, v [batch, kv_heads, kv_len, dim] of any strides, in one dtype; or k and v of 8 bits, or pools [pages, kv_heads,
-    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None."""
+    page, dim]. lse and top are float32, float64 beside float64; `top=False`: nobody asks for it, None. With `norm` a
+    fourth result is what the backward has to know of each row."""
     import torch
 
     g = geometry
@@ -44,33 +46,37 @@ def forward(
     out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype)
     lse = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real)
     peak = torch.empty((g.batch, g.heads, g.q_len), dtype=made.real) if top else None
+    rows = torch.empty((*lse.shape, 2), dtype=made.real) if norm else None
     sinks = _real(sinks, made.real)
+    words = [0 if sinks is None else sinks.data_ptr(), lse.data_ptr(), 0 if peak is None else peak.data_ptr()]
+    words += (0 if rows is None else rows.data_ptr(), pages)
     made.call(
         "frisket_forward", slots, tables,
-        [0 if sinks is None else sinks.data_ptr(), lse.data_ptr(), 0 if peak is None else peak.data_ptr(), pages,
-         *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3], *_NOTHING],
+        [*words, *_array(q, copies), *_array(k, copies), *_array(v, copies), out.data_ptr(), *out.stride()[:3],
+         *_NOTHING],
     )  # fmt: skip
-    return out, lse, peak
+    return (out, lse, peak, rows) if norm else (out, lse, peak)
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None,
+    wanted: frozenset[str], sinks: Tensor | None = None, norm: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of `wanted`: "q", "k", "v", and names of tables and slots of the plan, those in float32 (float64
-    beside float64). `out` and `lse` are the forward's."""
+    beside float64). `out`, `lse` and `norm` are the forward's; without `norm`, where lse is of other keys too, weights
+    are as exact as a float is at the size of lse."""
     import torch
 
     g = geometry
     made = _prepared(plan, spans, g, target, q.dtype, q.dtype)
     arrays, copies = (q, k, v, out, dout.to(q.dtype)), []
-    lse, dlse, sinks = (_real(x, made.real) for x in (lse, dlse, sinks))
+    lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
     found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
     captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
     sums = [torch.zeros(_shape(x, g, tables), dtype=made.real) if mine else None for x, mine in captured]
     pointers = (ctypes.c_int64 * len(sums))(*map(_at, sums))
-    words = [_at(sinks), lse.data_ptr(), 0, 0]
+    words = [_at(sinks), lse.data_ptr(), 0, _at(norm), 0]
     for x in (*arrays, *map(found.get, "qkv")):
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])

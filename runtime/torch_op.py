@@ -34,7 +34,7 @@ from .subject import Subject
 from .vacant import nothing
 
 Tensor = Any
-NORMED = ("triton",)  # backends whose backward knows more of each row than lse
+NORMED = ("cpp", "triton")  # backends whose backward knows more of each row than lse
 _tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()
 
 

@@ -115,7 +115,7 @@ class Kernel:
             *map(part, ARITHMETIC),
             self.expressions(),
             self.storage(),
-            *map(part, ("forward", "forward_work", "decode")),
+            *map(part, ("scores", "forward", "forward_work", "decode")),
             self.entries(),
         ]
         return "\n".join(parts)

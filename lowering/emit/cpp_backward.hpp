@@ -7,14 +7,14 @@
 
 const Real BASE = SCORED ? LOG2E : 1;
 const int VECTORS = BLOCK_K / LANES, PANEL = panel(VECTORS);
-const int Q_STEPS = round_up(HEAD_DIM, PAIR) / PAIR, V_STEPS = round_up(V_DIM, PAIR) / PAIR;
+const int V_STEPS = round_up(V_DIM, PAIR) / PAIR;
 const int Q_WIDE = round_up(HEAD_DIM, LANES), V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, PAIR), GROUPS = (ROWS + GROUP - 1) / GROUP;
 const int Q_TAIL = ROWS % GROUP ? ROWS % GROUP : GROUP, K_TAIL = BLOCK_K % GROUP ? BLOCK_K % GROUP : GROUP;
 const int LEFT = round_up(BLOCK_K, PAIR * LANES) / PAIR;              // Operands in a row of slopes
 const bool K_AS_IS = HALF == 0 && HEAD_DIM % LANES == 0;             // rows of keys and of dK need no copy
 const bool V_AS_IS = HALF == 0 && V_DIM % LANES == 0;                // rows of dV
-const int64_t TURNED_K = (int64_t)Q_STEPS * BLOCK_K, TURNED_V = (int64_t)V_STEPS * BLOCK_K;
+const int64_t TURNED_K = (int64_t)STEPS * BLOCK_K, TURNED_V = (int64_t)V_STEPS * BLOCK_K;
 const int64_t TILE = TURNED_K + TURNED_V + (K_AS_IS ? 0 : (int64_t)BLOCK_K / PAIR * Q_WIDE);  // Operands of a packed tile
 const int64_t KEPT_BYTES = 16 << 20;     // packed tiles that a worker keeps, from one row of tiles to the next
 const int64_t COPIES_BYTES = 64 << 20;   // of scattered gradients
@@ -104,14 +104,14 @@ struct Worker {
     bool with_dq, with_dk, with_dv, with_slopes;
     Captured captured;
     // a tile of queries
-    Operand q_lines[ROWS / PAIR * Q_WIDE], dout_lines[ROWS / PAIR * V_WIDE];
+    Operand query[ROWS * QUERY], q_lines[ROWS / PAIR * Q_WIDE], dout_lines[ROWS / PAIR * V_WIDE];
 #if PAIRS
-    Operand q_left[ROWS * Q_STEPS], dout_left[ROWS * V_STEPS], slopes_left[ROWS * LEFT];
+    Operand dout_left[ROWS * V_STEPS], slopes_left[ROWS * LEFT];
 #endif
-    Real dq[ROWS * Q_WIDE], lse[ROWS], delta[ROWS];
+    Real dq[ROWS * Q_WIDE], shift[ROWS], share[ROWS], delta[ROWS];
     Row rows[ROWS];
     int present;     // queries of the tile
-    bool queries_odd;
+    bool queries_odd, few;  // few: the forward's products were those of few rows
     // a tile of keys beside it
     Column columns[VECTORS];
     Bits seen[GROUP * VECTORS];
@@ -127,9 +127,8 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
     const int row = start + i;
     weight_of = slope_of = Vec{};
     if (row >= w.present) return;
-    const Vec score = load<Vec>(w.scores + i * BLOCK_K + j * LANES) * unit;
-    const Vec m = SCORED ? modified(fixed, w.rows[row], w.columns[j], score) : score;
-    Vec p = weight((m - w.lse[row]) * BASE);
+    const Vec score = scaled(load<Vec>(w.scores + i * BLOCK_K + j * LANES), unit);
+    Vec p = weight((score_of(fixed, w.rows[row], w.columns[j], score) - w.shift[row]) * BASE) * w.share[row];
     if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
     weight_of = p;
     if (!w.with_slopes) {
@@ -161,9 +160,11 @@ INLINE void multiply_rows(int m, int vectors, const Operand *a, int64_t a_row, c
         multiply_some<Q_TAIL, ZERO>(vectors, a, a_row, 1, b, PANEL * LANES, steps, c, BLOCK_K);
 }
 
-// Weights and slopes of m rows of a tile of queries beside a tile of keys. PARTIAL: not every position is visible.
+// Weights and slopes of m rows of a tile of queries beside a tile of keys, packed and, `from`, as they are. PARTIAL: not
+// every position is visible.
 template <bool PARTIAL>
-static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, int start, int m, Real unit, Real scale) {
+static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Operand *values, const Lines<Entry> &from, int64_t present,
+                  int start, int m, Real unit, Real scale) {
     int lo = 0, hi = VECTORS;
     if (PARTIAL) {
         Bits some[VECTORS] = {};
@@ -180,19 +181,23 @@ static void strip(Worker &w, const Fixed &fixed, const Operand *keys, const Oper
     }
     w.from[start / GROUP] = lo, w.to[start / GROUP] = hi;
     if (lo == hi) return;
+    const Operand *q = w.query + start * QUERY;
 #if PAIRS
-    const Operand *q = w.q_left + start * Q_STEPS, *dout = w.dout_left + start * V_STEPS;
-    const int q_row = Q_STEPS, dout_row = V_STEPS;
+    const Operand *dout = w.dout_left + start * V_STEPS;
+    const int dout_row = V_STEPS;
 #else
-    const Operand *q = w.q_lines + start * Q_WIDE, *dout = w.dout_lines + start * V_WIDE;
-    const int q_row = Q_WIDE, dout_row = V_WIDE;
+    const Operand *dout = w.dout_lines + start * V_WIDE;
+    const int dout_row = V_WIDE;
 #endif
     for (int j = lo, n; j < hi; j += n) {
         n = PANEL - j % PANEL < hi - j ? PANEL - j % PANEL : hi - j;
         const int64_t panel = (int64_t)(j / PANEL) * PANEL * LANES, inside = j % PANEL * LANES;
-        multiply_rows(m, n, q, q_row, keys + panel * Q_STEPS + inside, Q_STEPS, w.scores + j * LANES);
+        if (!w.few) multiply_rows(m, n, q, QUERY, keys + panel * STEPS + inside, STEPS, w.scores + j * LANES);
         if (w.with_slopes) multiply_rows(m, n, dout, dout_row, values + panel * V_STEPS + inside, V_STEPS, w.products + j * LANES);
     }
+    const int rows = m < w.present - start ? m : w.present - start;
+    for (int64_t j = lo * LANES; w.few && j < hi * LANES; j += LANES)
+        few_products(q, rows, from.row(j), from.row(j + FETCH), from.stride, present - j, w.scores + j, BLOCK_K);
     for (int i = 0; i < m; i += PAIR) {
         Operand *weights = w.weights + (start + i) / PAIR * BLOCK_K, *slopes = w.slopes + (start + i) / PAIR * BLOCK_K;
 #if PAIRS

@@ -55,7 +55,7 @@ class BackwardKernel(Kernel):
         return roots
 
     def source(self) -> str:
-        walk = ("backward", "backward_walk", "backward_work")
+        walk = ("scores", "backward", "backward_walk", "backward_work")
         parts = [self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()]
         return "\n".join(parts)
 

@@ -45,20 +45,23 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     const Entry *out = entries_of<const Entry>(call->out, batch, head) + start * call->out.row;
     const Entry *dout = entries_of<const Entry>(call->dout, batch, head) + start * call->dout.row;
     w.present = present;
+    pack_queries(w.query, q, call->q.row, present, ROWS, unit_of(call));
     pack_rows<HEAD_DIM>(w.q_lines, Lines<Entry>{q, call->q.row}, present, ROWS);
     pack_rows<V_DIM>(w.dout_lines, Lines<Entry>{dout, call->dout.row}, present, ROWS);
 #if PAIRS
-    pack_left<HEAD_DIM>(w.q_left, q, call->q.row, present, ROWS, 1);
     pack_left<V_DIM>(w.dout_left, dout, call->dout.row, present, ROWS, 1);
 #endif
     w.queries_odd = any_odd(q, call->q.row, present, HEAD_DIM) || any_odd(dout, call->dout.row, present, V_DIM);
+    w.few = false;
     const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
     for (int i = 0; i < present; i++, out += call->out.row, dout += call->dout.row) {
         const Real lse = call->lse[line + i];
         Vec delta = {};
         for (int d = 0; d < V_DIM; d += LANES) delta += load_reals(out + d, V_DIM - d) * load_reals(dout + d, V_DIM - d);
         w.rows[i] = row_of(fixed, q_first + i);
-        w.lse[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E;  // weights of an empty row are 0
+        w.shift[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E, w.share[i] = 1;  // weights of an empty row are 0
+        const Real *norm = call->norm ? call->norm + 2 * (line + i) : nullptr;
+        if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
         w.delta[i] = sum(delta) - (call->dlse ? call->dlse[line + i] : 0);
     }
     for (int i = 0; i < ROWS * Q_WIDE; i++) w.dq[i] = 0;
@@ -66,12 +69,12 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
 
 // A tile of queries beside one tile of keys.
 template <bool PARTIAL>
-static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand *tile, const Operand *rows, int64_t stride, int64_t n,
-                  int64_t present, bool exactly) {
-    const Real scale = (Real)call->scale, unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
+static void visit(Worker &w, const Call *call, const Fixed &fixed, const Operand *tile, const Lines<Entry> &keys, const Operand *rows,
+                  int64_t stride, int64_t n, int64_t present, bool exactly) {
+    const Real scale = (Real)call->scale, unit = unit_of(call);
     const int groups = (w.present + GROUP - 1) / GROUP;
     for (int start = 0; start < w.present; start += GROUP)
-        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, start, ROWS - start < GROUP ? ROWS - start : GROUP, unit, scale);
+        strip<PARTIAL>(w, fixed, tile, tile + TURNED_K, keys, present, start, ROWS - start < GROUP ? ROWS - start : GROUP, unit, scale);
     if (PARTIAL && exactly) return add_exactly(w, groups, rows, stride, present, n);
     for (int key = 0; key < present; key += GROUP) {
         int from = 0, to = groups * GROUP < ROWS ? groups * GROUP : ROWS;
@@ -109,11 +112,9 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
             const int64_t start = n * BLOCK_K, slot = packed(w, call, batch, kv_head, n);
             const int64_t present = call->kv_len - start < BLOCK_K ? call->kv_len - start : BLOCK_K;
             const Operand *tile = w.tiles + slot * TILE, *rows = tile + TURNED_K + TURNED_V;
+            const Lines<Entry> keys = {entries_of<const Entry>(call->k, batch, kv_head) + start * call->k.row, call->k.row};
             int64_t stride = Q_WIDE;
-            if (K_AS_IS) {
-                rows = (const Operand *)(entries_of<const Entry>(call->k, batch, kv_head) + start * call->k.row);
-                stride = call->k.row;
-            }
+            if (K_AS_IS) rows = (const Operand *)keys.data, stride = keys.stride;
             if (partial || POSITIONS)
                 for (int j = 0; j < VECTORS; j++)
                     w.columns[j] = column_of(fixed, (Int)(k_origin + start + j * LANES), call->kv_len - start - j * LANES);
@@ -124,9 +125,9 @@ static void differentiate(Worker &w, Task &task, int64_t part, int64_t batch, in
                     captured.place[c] = task.lines[c] + (part * call->batch * call->heads + line) * length + in_line;
                 }
             if (partial)
-                visit<true>(w, call, fixed, tile, rows, stride, n, present, w.queries_odd || w.tag_odd[slot]);
+                visit<true>(w, call, fixed, tile, keys, rows, stride, n, present, w.queries_odd || w.tag_odd[slot]);
             else
-                visit<false>(w, call, fixed, tile, rows, stride, n, present, false);
+                visit<false>(w, call, fixed, tile, keys, rows, stride, n, present, false);
         }
     for (int n = 0; n < CAPTURED; n++) {
         if (!captured.buffer[n]) continue;

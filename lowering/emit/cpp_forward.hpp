@@ -7,8 +7,6 @@
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
 const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
-const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
-const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // query heads of one item of decoding, at most
@@ -95,27 +93,10 @@ struct Tile {
 
 // -- few rows -----------------------------------------------------------------------------------------------------
 
-// Rows of an item by twos, threes and fours, as even as can be.
-template <class Do> INLINE void by_few(int rows, Do run) {
-    for (int done = 0, n; done < rows; done += n) {
-        const int left = rows - done, parts = (left + 3) / 4;
-        n = (left + parts - 1) / parts;
-        run(done, n);
-    }
-}
-
 // Scores of one vector of keys.
 static void score_few(Worker &w, const Tile &tile, int rows, int j) {
     const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
-    const int64_t stride = tile.k.stride, present = tile.present - j * LANES;
-    by_few(rows, [&](int row, int n) {
-        const Operand *q = w.query + row * QUERY;
-        Real *to = w.scores + row * BLOCK_K + j * LANES;
-        if (n == 1) return dots<1, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-        if (n == 2) return dots<2, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-        if (n == 3) return dots<3, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-        dots<4, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-    });
+    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.scores + j * LANES, BLOCK_K);
 }
 
 // acc = acc * shrink + weights * values for N vectors of them, from `column` on; weights are in place of scores.
@@ -193,9 +174,8 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
             Vec peak = reals(LOWEST);
             for (int j = lo; j < hi; j++) {
                 Real *at = w.scores + i * BLOCK_K + j * LANES;
-                Vec score = load<Vec>(at);
-                if (PAIR == 2) score *= unit;
-                if (SCORED) score = modified(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
+                Vec score = scaled(load<Vec>(at), unit);
+                score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
                 if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
                 if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
                 peak = larger(score, peak);

@@ -34,15 +34,15 @@ template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64
 static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
-    const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
+    const Real unit = unit_of(call);
     const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : GROUP);
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
         const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
         const int row = n * (int)item.count;
-        pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
-                                   n == item.heads - 1 ? all - row : item.count, unit);
+        const int64_t here = n == item.heads - 1 ? all - row : item.count;
+        pack_queries(w.query + row * QUERY, q, call->q.row, item.count, here, unit);
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
@@ -96,7 +96,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
                 w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
     if (PARTIAL)
         for (int i = 0; i < BLOCK_K; i++) w.some[i] = 0;
-    const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
+    const Real unit = unit_of(call);
     if (item.rows() <= FEW) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
         add_few_values<PARTIAL>(w, tile, item.rows());
@@ -131,7 +131,9 @@ static void finish(Worker &w, const Item &item) {
             }
         }
         call->lse[line] = total == 0 ? -INF : peak + log(total);
-        const Real factor = (total == 0 ? 0 : shrink / total) * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
+        const Real share = total == 0 ? 0 : shrink / total;
+        if (call->norm) call->norm[2 * line] = top, call->norm[2 * line + 1] = item.rows() <= FEW ? -share : share;
+        const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
         for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
     }

@@ -127,7 +127,7 @@ class Shard:
         """(out in the dtype of lse, lse, what rounding took from it) of attention to these keys, without sinks."""
         inner, learned, fixed = self._call(q, keys, self.read(values, keys, k_at), k_at, values.get("seed"))
         arrays = {n: learned[n] for n in "qkv"} | learned | fixed
-        out, lse, _, low = bound(Task(inner, tuple(arrays), low=True), *arrays.values())
+        out, lse, _, low, _ = bound(Task(inner, tuple(arrays), low=True), *arrays.values())
         return out.astype(lse.dtype), lse, low
 
     def backward(self, rows: Arrays, values: Arrays, keys: Arrays, k_at: Any) -> tuple[Any, Arrays, Arrays]:

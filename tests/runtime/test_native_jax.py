@@ -58,8 +58,13 @@ def parts(case=CASE, made=PLAN, **changes):
     return given | dict(zip("qkv", cases.arrays(case))) | changes
 
 
+def forward(*args, **given):
+    """(out, lse, top)"""
+    return native_jax.forward(*args, **given)[:3]
+
+
 def run(case=CASE, made=PLAN, **changes):
-    return native_jax.forward(**parts(case, made, **changes))
+    return forward(**parts(case, made, **changes))
 
 
 def check(case, found, sinks=None, exact=2e-6):
@@ -108,11 +113,11 @@ def test_under_jit_with_everything_traced():
     def call(origin, runs, given):
         placed = replace(static["geometry"], origin=origin, sizes=sizes)
         held = DeviceSpans(*runs, False, spans.slice_of)
-        return native_jax.forward(static["plan"], held, placed, target=static["target"], **given)
+        return forward(static["plan"], held, placed, target=static["target"], **given)
 
     check(moved, call(moved.origin, (spans.bounds, spans.count), given), SINKS)
     static["spans"] = spans
-    check(moved, native_jax.forward(**static | {"geometry": cases.geometry(moved)}, **given), SINKS)
+    check(moved, forward(**static | {"geometry": cases.geometry(moved)}, **given), SINKS)
 
 
 def test_an_origin_for_each_batch_entry():
@@ -139,17 +144,17 @@ def test_numbers_beyond_32_bits(x64, traced):
     with jax.enable_x64(x64):
         given = parts(case, made)
         if not traced:
-            check(case, native_jax.forward(**given))
+            check(case, forward(**given))
         elif x64:
             table = given["tables"].pop("t0")
-            run_on = jax.jit(lambda t: native_jax.forward(**given | {"tables": given["tables"] | {"t0": t}}))
+            run_on = jax.jit(lambda t: forward(**given | {"tables": given["tables"] | {"t0": t}}))
             check(case, run_on(jnp.asarray(table, np.int64)))
             check(case, run_on(jnp.asarray(table, np.uint64)))
         else:  # what is traced has no more than 32 bits: negative numbers keep their sign, unsigned ones have none
             for dtype, low in ((np.int32, -7), (np.uint32, 0xF0000000)):
                 doc = np.arange(90) // 20 + low
                 given["tables"]["t0"] = jnp.asarray(doc.astype(dtype))
-                check(case.but(tables={**case.tables, "doc": doc}), native_jax.forward(**given))
+                check(case.but(tables={**case.tables, "doc": doc}), forward(**given))
 
 
 def test_tables_beyond_32_bits_are_refused_in_32():
@@ -183,13 +188,13 @@ def test_copies_of_tables_are_kept_while_nobody_can_write_to_them():
     doc = np.array(DOC)
     case = CASE.but(tables={**CASE.tables, "doc": doc})
     given = parts(case)
-    check(case, native_jax.forward(**given))
+    check(case, forward(**given))
     doc[:] = doc[::-1].copy()
-    check(case, native_jax.forward(**given | {"spans": cases.spans(case)}))
+    check(case, forward(**given | {"spans": cases.spans(case)}))
     assert not any(key == id(doc) for key, _ in native_jax._copies)
     doc.flags.writeable = False
     for _ in range(2):
-        check(case, native_jax.forward(**given | {"spans": cases.spans(case)}))
+        check(case, forward(**given | {"spans": cases.spans(case)}))
         assert sum(key == id(doc) for key, _ in native_jax._copies) == 1
     was = id(doc)
     del doc, case, given
@@ -213,7 +218,7 @@ ALL = frozenset({"q", "k", "v", "t1", "s1"})
 
 
 def differentiate(dout, dlse, sinks=None, wanted=ALL, **given):
-    out, lse, _ = native_jax.forward(**given, sinks=sinks)
+    out, lse, _ = forward(**given, sinks=sinks)
     return native_jax.backward(**given, out=out, lse=lse, dout=dout, dlse=dlse, wanted=wanted, sinks=sinks)
 
 
@@ -273,7 +278,7 @@ def everything(values):
         slots={"s0": values["s0"], "s1": values["s1"]}, tables={"t0": values["t0"], "t1": values["t1"]},
         **{n: values[n] for n in "qkv"},
     )  # fmt: skip
-    out, lse, top = native_jax.forward(**given, sinks=values["sinks"])
+    out, lse, top = forward(**given, sinks=values["sinks"])
     found = native_jax.backward(
         **given, out=out, lse=lse, dout=jnp.cos(out), dlse=jnp.where(jnp.isinf(lse), 0, lse), wanted=ALL,
         sinks=values["sinks"],
@@ -317,7 +322,7 @@ def test_donated_arrays():
     given, want = parts(), run()
     q_, k_, v_ = (given.pop(n) for n in "qkv")
     held = np.array(q_)
-    call = jax.jit(lambda q, k, v: native_jax.forward(**given, q=q, k=k, v=v)[0][..., : CASE.dim] + q, donate_argnums=0)
+    call = jax.jit(lambda q, k, v: forward(**given, q=q, k=k, v=v)[0][..., : CASE.dim] + q, donate_argnums=0)
     got = call(jnp.array(held), k_, v_)
     np.testing.assert_array_equal(got, want[0][..., : CASE.dim] + held)
 
@@ -326,7 +331,7 @@ def test_calls_from_many_threads_end():
     """More callers than XLA has threads: each is the first worker of its own call."""
     given = parts()
     want = run()[0]
-    call = jax.jit(lambda q: native_jax.forward(**given | {"q": q})[0])
+    call = jax.jit(lambda q: forward(**given | {"q": q})[0])
     wrong = []
 
     def loop():
@@ -379,7 +384,7 @@ def child(code, timeout=120, **environment):
 
 def exported(given):
     arrays = [given.pop(n) for n in "qkv"]
-    call = jax.jit(lambda q, k, v: native_jax.forward(**given, q=q, k=k, v=v))
+    call = jax.jit(lambda q, k, v: forward(**given, q=q, k=k, v=v))
     name = native_jax.target_name("forward", PLAN, given["target"], CASE.dim, CASE.v_dim, "float32")
     allowed = [jax.export.DisabledSafetyCheck.custom_call(name)]
     return name, jax.export.export(call, disabled_checks=allowed)(*arrays).serialize(), arrays
@@ -429,7 +434,7 @@ def test_devices_of_a_mesh():
         whole = given.pop("geometry")
 
         def both(geometry, spans, q, k, v, dout):
-            out, lse, top = native_jax.forward(q=q, k=k, v=v, geometry=geometry, spans=spans, **given)
+            out, lse, top = forward(q=q, k=k, v=v, geometry=geometry, spans=spans, **given)
             grads = native_jax.backward(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=None, geometry=geometry,
                                         spans=spans, wanted=t.ALL, **given)
             return out, lse, top, grads

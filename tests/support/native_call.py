@@ -37,9 +37,9 @@ def from_bfloat16(x):
 
 
 def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float32", *, sinks=None, threads=2,
-            want_top=True, variant="native", source=None, stored=""):  # fmt: skip
+            want_top=True, variant="native", source=None, stored="", norm=None):  # fmt: skip
     """(out, lse, top) as numpy arrays; bfloat16 arrays are their bits, uint16. Any strides,
-    of rows' entries 1. `stored` is the dtype of k and v where it is not that of q."""
+    of rows' entries 1. `stored` is the dtype of k and v where it is not that of q, `norm` an array to be filled."""
     g = geometry
     library = native_build.library(source or cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, stored), variant)
     real = np.float64 if dtype == "float64" else np.float32
@@ -47,8 +47,8 @@ def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float3
     lse = np.full((g.batch, g.heads, g.q_len), 7, real)
     top = np.full_like(lse, 7)
     arrays = {"q": q, "k": k, "v": v, "out": out}
-    call, _keep = record(plan, spans, g, slots, tables, real, arrays, {"lse": lse, "top": top if want_top else None},
-                         sinks, threads)  # fmt: skip
+    rows = {"lse": lse, "top": top if want_top else None, "norm": norm}
+    call, _keep = record(plan, spans, g, slots, tables, real, arrays, rows, sinks, threads)
     kernel = library.frisket_forward
     kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     assert kernel(call.ctypes.data) == 0
@@ -56,7 +56,7 @@ def forward(plan, spans, geometry, q, k, v, slots, tables, target, dtype="float3
 
 
 def backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, slots, tables, target, dtype="float32", *,
-             wanted=None, sinks=None, threads=2, variant="native", source=None):  # fmt: skip
+             wanted=None, sinks=None, threads=2, variant="native", source=None, norm=None):  # fmt: skip
     """dq, dk, dv by "q", "k", "v", and a buffer for each captured gradient by its number; `wanted`: of which, None
     for all. bfloat16 arrays are their bits, lse and dlse are Real."""
     g = geometry
@@ -81,7 +81,7 @@ def backward(plan, spans, geometry, q, k, v, out, lse, dout, dlse, slots, tables
     call, _keep = record(
         plan, spans, g, slots, tables, real, arrays,
         {"lse": np.ascontiguousarray(lse, real), "dlse": None if dlse is None else np.ascontiguousarray(dlse, real),
-         "gradients": pointers}, sinks, threads,
+         "gradients": pointers, "norm": norm}, sinks, threads,
     )  # fmt: skip
     kernel.restype, kernel.argtypes = ctypes.c_int64, [ctypes.c_void_p]
     assert kernel(call.ctypes.data) == 0

@@ -1,0 +1,64 @@
+// -- scores, the same to the last bit in both kernels --------------------------------------------------------------
+//
+// The backward works scores out anew and takes off each row's largest, which the forward has left in `Call.norm`. Of a
+// score of a million the last bit is e^0.06 in its weight, so queries are packed and multiplied in one way and order,
+// and no operation here becomes one with an operation outside.
+
+const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
+const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
+
+// What a score is multiplied with: times log2 e where nothing modifies it.
+INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
+
+// Rows of queries, `all` of them; where products are exact the unit is in the queries.
+static void pack_queries(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real unit) {
+    pack_left<HEAD_DIM, QUERY>(to, from, stride, rows, all, PAIR == 1 ? unit : 1);
+}
+
+#if defined(__AVX512F__)
+#define REGISTER "+v"
+#elif defined(__x86_64__)
+#define REGISTER "+x"
+#elif defined(__aarch64__)
+#define REGISTER "+w"
+#else
+#define REGISTER "+m"
+#endif
+// x, of which the compiler knows nothing more.
+INLINE Vec settled(Vec x) {
+#if LANES > 1
+    asm("" : REGISTER(x));
+    return x;
+#else
+    Real number = x[0];
+    asm("" : REGISTER(number));
+    return reals(number);
+#endif
+}
+INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }
+INLINE Vec score_of(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
+    return SCORED ? settled(modified(fixed, row, column, score)) : score;
+}
+
+// Rows of an item by twos, threes and fours, as even as can be.
+template <class Do> INLINE void by_few(int rows, Do run) {
+    for (int done = 0, n; done < rows; done += n) {
+        const int left = rows - done, parts = (left + 3) / 4;
+        n = (left + parts - 1) / parts;
+        run(done, n);
+    }
+}
+
+// Products of a few rows of packed queries and one vector of keys, of which `present` are there. Their sums have
+// another order than those of many rows: `Call.norm` says which rows were few.
+static void few_products(const Operand *query, int rows, const Stored *keys, const Stored *ahead, int64_t stride,
+                         int64_t present, Real *to, int64_t to_row) {
+    by_few(rows, [&](int row, int n) {
+        const Operand *q = query + row * QUERY;
+        Real *scores = to + row * to_row;
+        if (n == 1) return dots<1, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+        if (n == 2) return dots<2, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+        if (n == 3) return dots<3, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+        dots<4, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+    });
+}
