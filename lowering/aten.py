@@ -1,7 +1,7 @@
 """The LoopPlan on torch's own library calls: nothing is compiled, no key or value is gathered or copied.
 
 For each row of tiles and each run of keys one batched GEMM over heads (or over rows of equal relative spans),
-a float32 softmax in base 2, the mask added on PARTIAL tiles only. Where the mask is a plain triangle and
+a float32 softmax, the mask added on PARTIAL tiles only. Where the mask is a plain triangle and
 there is no score mod, torch's built-in flash kernel does the block and the pieces are merged by their lse.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from .aten_flash import flash, fusible
 from .aten_steps import Block, chunks, cut
-from .aten_tiles import LN2, LOG2E, Tiles, tame
+from .aten_tiles import Tiles, finite, tame
 from .aten_workers import spread
 from .plan import Geometry, LoopPlan, Spans, Target
 
@@ -115,20 +115,20 @@ class _Forward(Tiles):
         hollow = self._hollow or (self.mask is not None and (len(todo) > 1 or whole is not None))
         top = total = acc = None
         for chunk in todo:
-            tiles = self._scores(block, query, chunk)
+            tiles = self.scores(block, query, chunk)
             peak = tiles[0].amax(-1, keepdim=True)
             for t in tiles[1:]:
                 peak = torch.maximum(peak, t.amax(-1, keepdim=True))
             if top is not None:
                 peak = torch.maximum(peak, top)
-            base = _finite(torch, peak) if hollow else peak
+            base = finite(torch, peak) if hollow else peak
             if acc is not None:
-                shrink = torch.exp2(top - base)
+                shrink = torch.exp(top - base)
                 total *= shrink
                 acc *= shrink
             top = peak
             for t, piece in zip(tiles, chunk, strict=True):
-                t.sub_(base).exp2_()
+                t.sub_(base).exp_()
                 share = t.sum(-1, keepdim=True)
                 total = share if total is None else total.add_(share)
                 if self.kept is not None:
@@ -159,27 +159,14 @@ class _Forward(Tiles):
         """Whether a row may show nothing finite."""
         return self.plan.guard or self.careful
 
-    def _scores(self, block: Block, query: Tensor, chunk: list[Any]) -> list[Tensor]:
-        """Masked scores times log2(e), one matrix per piece, [batch, group * height, width]."""
-        found, used = [], 0
-        room = self.buffer("scores", block.batch * block.rows * sum(p.width for p in chunk))
-        for piece in chunk:
-            size = block.batch * block.rows * piece.width
-            s = self.products(block, query, piece, room[used : used + size].view(block.batch, block.rows, -1))
-            used += size
-            self.modify(block, piece, s)
-            self.hide(block, piece, s)
-            found.append(s)
-        return found
-
     def _merge(self) -> None:
         """Join parts of keys, in order: equal calls give equal bits, whichever thread was first."""
         torch = self.torch
         for whole in dict.fromkeys(block for block, _ in self.parts):
             parts = [self.parts[whole, i] for i in range(sum(block == whole for block, _ in self.parts))]
             top = torch.stack([t for _, t, _ in parts]).amax(0)
-            base = _finite(torch, top)
-            factors = [torch.exp2(t - base) for _, t, _ in parts]
+            base = finite(torch, top)
+            factors = [torch.exp(t - base) for _, t, _ in parts]
             acc = sum(a * f for (a, _, _), f in zip(parts, factors, strict=True))
             total = sum(n * f for (_, _, n), f in zip(parts, factors, strict=True))
             self._store(whole, acc, top, total)
@@ -189,17 +176,17 @@ class _Forward(Tiles):
     def _store(self, block: Block, acc: Tensor, top: Tensor, total: Tensor) -> None:
         torch, base = self.torch, top
         if self.sinks is not None:
-            sink = self.rows(self._sinks_of(block), block).unsqueeze(-1) * LOG2E
-            base = _finite(torch, torch.maximum(top, sink))
-            shrink = torch.exp2(top - base)
+            sink = self.rows(self._sinks_of(block), block).unsqueeze(-1)
+            base = finite(torch, torch.maximum(top, sink))
+            shrink = torch.exp(top - base)
             acc = acc.mul_(shrink)
-            total = total * shrink + torch.exp2(sink - base)
+            total = total * shrink + torch.exp(sink - base)
         safe = torch.where(total == 0, 1.0, total) if self._hollow else total
         acc = acc.div_(safe if self.kept is None else safe * self.keep)
         self.put(self.out, block, acc)
-        self.put(self.lse, block, total.log2().add_(base).mul_(LN2).squeeze(-1))
+        self.put(self.lse, block, total.log().add_(base).squeeze(-1))
         if self.top is not None:
-            self.put(self.top, block, top.mul(LN2).squeeze(-1))
+            self.put(self.top, block, top.squeeze(-1))
 
     def _sinks_of(self, block: Block) -> Tensor:
         g = self.geometry
@@ -223,10 +210,6 @@ class _Forward(Tiles):
             self.out, self.lse = out[None, :, None], lse[None, :, None]
         else:
             self.out[place], self.lse[place] = out, lse
-
-
-def _finite(torch: Any, top: Tensor) -> Tensor:
-    return torch.where(top == -math.inf, 0.0, top)
 
 
 __all__ = ["forward"]

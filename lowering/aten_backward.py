@@ -1,6 +1,7 @@
-"""Gradients of the LoopPlan on torch's library calls: five GEMMs per block, scores computed anew from lse.
+"""Gradients of the LoopPlan on torch's library calls: five GEMMs per block, scores computed anew.
 
-The blocks are those of the forward (`lowering.aten`), the formulas those of `lowering.derive`. A lane is a range of
+A GEMM of another shape has other last bits, and at large scores lse rounds away what they differ by: the weights of a
+row are normalised by their own sum, not by lse. The blocks are those of the forward (`lowering.aten`), the formulas those of `lowering.derive`. A lane is a range of
 key heads, walked by one thread in one order, so that dk, dv and captured gradients repeat bit for bit; where there
 are fewer key heads than threads, a lane is a part of the rows with sums of its own, added in order at the end.
 """
@@ -8,7 +9,7 @@ are fewer key heads than threads, a lane is a part of the rows with sums of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,31 +18,33 @@ from frisket.dsl.ir import uses
 from .aten_captured import Captured
 from .aten_flash import Fused, flash_backward, fusible
 from .aten_steps import Block, Heads, Piece, chunks, cut, shares
-from .aten_tiles import LOG2E, Tiles, tame
+from .aten_tiles import Tiles, finite, tame
 from .aten_workers import spread
 from .derive import backward_of
 from .plan import Geometry, LoopPlan, Spans, Target
 
 Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again
+WHOLE = 1 << 21  # scores of whole rows, where that many are all of a block: their sums are then at hand
+LARGE = 16.0  # |lse| from which on longer rows are worth a product more for their sums
 PARTS = 8  # arrays of sums at most
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None,
+    wanted: frozenset[str], sinks: Tensor | None = None, part: bool = False,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
     and dtype of the array, tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
 
-    `out` and `lse` are the forward's: where there were `sinks` lse includes them, and that is all of them needed
-    here. Of the sinks themselves the caller computes the gradient (`lowering.derive`)."""
+    `out` and `lse` are the forward's; `part`: of other keys too, so that weights can come from lse alone. Of the
+    sinks themselves the caller computes the gradient (`lowering.derive`)."""
     import torch
 
     with torch.no_grad():
         run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        return run.everything(out, lse, dout, dlse, wanted)
+        return run.everything(out, lse, dout, dlse, wanted, sinks, part)
 
 
 @dataclass
@@ -63,10 +66,12 @@ class _Backward(Tiles):
     """The backward of one call."""
 
     def everything(
-        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str]
-    ) -> dict[str, Tensor]:
+        self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str],
+        sinks: Tensor | None, part: bool,
+    ) -> dict[str, Tensor]:  # fmt: skip
         torch = self.torch
-        self.wanted = wanted
+        self.wanted, self.part = wanted, part
+        self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1).expand(lse.shape))
         self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
         # Sums, not isfinite: one pass without an array of its own; where a sum overflows, careful is only slower.
         self.careful |= not all(bool(x.sum().isfinite()) for x in (self.q, self.k, self.v, self.dout))
@@ -80,13 +85,15 @@ class _Backward(Tiles):
         self.reads_score = any("score" in uses(e) for e in parts)
         self.lse = self.grouped(lse.to(self.dtype))
         self.delta = (self.dout * self.out).sum(-1)
-        if dlse is not None:
-            self.delta -= self.grouped(dlse.to(self.dtype))
+        self.dlse = None if dlse is None else self.grouped(dlse.to(self.dtype)).masked_fill(self.lse == -math.inf, 0.0)
+        if self.dlse is not None:
+            self.delta -= self.dlse
         self.delta.masked_fill_(self.lse == -math.inf, 0.0)  # whatever came for a row that sees nothing
         if self.careful:
             self.dout = self.dout.masked_fill((self.lse == -math.inf).unsqueeze(-1), 0.0)
-        # A row that sees nothing: exp2(-inf - 0) is 0.
-        self.base = torch.where(self.lse == -math.inf, 0.0, self.lse * LOG2E)
+        self.base = finite(torch, self.lse)
+        self.hollow = bool((self.lse == -math.inf).any())
+        self.large = bool(self.base.abs().max() > LARGE) if lse.numel() else False
         # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
         self.plain_k = self.k if not self.half or self.given_k.stride(-1) != 1 else self.given_k
         if self.careful:
@@ -159,35 +166,101 @@ class _Backward(Tiles):
         query, dout = self.rows(self.q, block), self.rows(self.dout, block)
         plain_query = query.nan_to_num(0.0, 0.0, 0.0) if self.careful else query
         rough_query, rough_dout = self.rounded(plain_query, "rough query"), self.rounded(dout, "rough dout")
-        base, delta = (self.rows(x, block).unsqueeze(-1) for x in (self.base, self.delta))
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
-        room = max(64, BUDGET // (block.batch * block.rows))
-        for piece in (p for chunk in chunks(block.step.pieces, room) for p in chunk):
-            self._piece(block, piece, (query, rough_query, dout, rough_dout, base, delta), dq, sums)
+        whole = block.cells <= WHOLE and not self.part
+        for pieces, tiles, raws in self._weights(block, query, whole):
+            kept = [self._kept(block, p) for p in pieces]
+            for piece, p, some in zip(pieces, tiles, kept, strict=True):
+                weights = p if some is None else (self.cells(block, p) * some).view(p.shape)
+                self.add_keys(sums.dv, block, piece, self.rounded(weights, "weights"), rough_dout)
+            if not self.inner:
+                continue
+            slopes = self._slopes(block, dout, pieces, tiles, kept, whole and not self.careful)
+            for piece, p, raw, dm in zip(pieces, tiles, raws, slopes, strict=True):
+                self._piece(block, piece, p, raw, dm, rough_query, dq, sums)
         if dq is not None:
             self.put(self.dq, block, dq)
 
-    def _piece(self, block: Block, piece: Piece, rows: tuple[Tensor, ...], dq: Tensor | None, sums: _Sums) -> None:
-        torch, scale = self.torch, self.geometry.scale
-        query, rough_query, dout, rough_dout, base, delta = rows
-        shape = (block.batch, block.rows, piece.width)
-        p = self.products(block, query, piece, self.buffer("scores", *shape))
-        raw = self.buffer("raw", *shape).copy_(p) if self.reads_score else None
-        self.modify(block, piece, p)
-        if not self.careful:
-            self.hide(block, piece, p)
-        p.sub_(base).exp2_()
-        if self.careful:
-            self.hide(block, piece, p, 0.0)
-        kept = None if self.kept is None else self.survivors(block, piece).div_(self.keep)
-        weights = p if kept is None else (self.cells(block, p) * kept).view(shape)
-        self.add_keys(sums.dv, block, piece, self.rounded(weights, "weights"), rough_dout)
-        if not self.inner:
-            return
-        dm = torch.bmm(dout, self.keys(self.v, block, piece).mT, out=self.buffer("products", *shape))
-        if kept is not None:
-            self.cells(block, dm).mul_(kept)
-        dm.sub_(delta).mul_(p)
+    def _kept(self, block: Block, piece: Piece) -> Tensor | None:
+        return None if self.kept is None else self.survivors(block, piece).div_(self.keep)
+
+    def _weights(self, block: Block, query: Tensor, whole: bool) -> Iterator[tuple[Any, list[Tensor], list[Any]]]:
+        """Pieces, their weights, and their scores before the score mod where derivatives read those: all of a block at
+        once if `whole`."""
+        pieces, room = block.step.pieces, max(64, BUDGET // (block.batch * block.rows))
+        todo = [list(pieces)] if whole else [[p] for chunk in chunks(pieces, room) for p in chunk]
+        base, share = self.rows(self.base, block).unsqueeze(-1), None
+        if not whole and self.large and not self.part:
+            base, share = self._sums_of(block, (self.scores(block, query, chunk) for chunk in todo))
+        for chunk in todo:
+            raws: list[Tensor] | None = [] if self.reads_score else None
+            tiles = self.scores(block, query, chunk, raws)
+            if whole and len(tiles) == 1 and self.sinks is None:
+                self.torch.softmax(tiles[0], -1, out=tiles[0])
+                if self.hollow:
+                    tiles[0].masked_fill_((self.rows(self.lse, block) == -math.inf).unsqueeze(-1), 0.0)
+            else:
+                if whole:
+                    share = self._sums_of(block, [tiles])[1]
+                for t in tiles:
+                    if not whole:
+                        t.sub_(base).exp_()
+                    if share is not None:
+                        t.mul_(share)
+            if self.careful:
+                for piece, t in zip(chunk, tiles, strict=True):
+                    self.hide(block, piece, t, 0.0)
+            yield chunk, tiles, raws or [None] * len(chunk)
+
+    def _sums_of(self, block: Block, chunks: Iterable[list[Tensor]]) -> tuple[Tensor, Tensor]:
+        """What is taken off the scores of each row, and what their exponentials are multiplied with; the scores become
+        exponentials, of a lesser number where chunks are to come."""
+        torch = self.torch
+        top = torch.full((block.batch, block.rows, 1), -math.inf, dtype=self.dtype)
+        total = torch.zeros_like(top)
+        for tiles in chunks:
+            peak = top
+            for t in tiles:
+                peak = torch.maximum(peak, t.amax(-1, keepdim=True))
+            base = finite(torch, peak)
+            total *= torch.exp(top - base)
+            for t in tiles:
+                total += t.sub_(base).exp_().sum(-1, keepdim=True)
+            top = peak
+        base = finite(torch, top)
+        if self.sinks is not None:
+            total = total + torch.exp(self.rows(self.sinks, block).unsqueeze(-1) - base)
+        return base, torch.where(total == 0, 0.0, 1 / total)
+
+    def _slopes(
+        self, block: Block, dout: Tensor, pieces: Sequence[Piece], tiles: list[Tensor], kept: list[Any], whole: bool
+    ) -> list[Tensor]:
+        """Cotangents of modified scores. Those of `whole` rows take their mean from the products themselves: where a
+        row sees one key it is exactly that product."""
+        torch, size = self.torch, sum(t.numel() for t in tiles)
+        room = self.buffer("products", size).split([t.numel() for t in tiles])
+        found = []
+        for piece, some, x, t in zip(pieces, kept, room, tiles, strict=True):
+            dm = torch.bmm(dout, self.keys(self.v, block, piece).mT, out=x.view(t.shape))
+            if some is not None:
+                self.cells(block, dm).mul_(some)
+            found.append(dm)
+        dlse = None if self.dlse is None else self.rows(self.dlse, block).unsqueeze(-1)
+        if whole and len(tiles) == 1:
+            dm, p = found[0], tiles[0]
+            torch.ops.aten._softmax_backward_data.out(dm, p, -1, p.dtype, grad_input=dm)
+            return [dm if dlse is None else dm.addcmul_(p, dlse)]
+        delta = self.rows(self.delta, block).unsqueeze(-1)
+        if whole:
+            delta = sum((dm * p).sum(-1, keepdim=True) for dm, p in zip(found, tiles, strict=True))
+            delta = delta if dlse is None else delta - dlse
+        return [dm.sub_(delta).mul_(p) for dm, p in zip(found, tiles, strict=True)]
+
+    def _piece(
+        self, block: Block, piece: Piece, p: Tensor, raw: Tensor | None, dm: Tensor, rough_query: Tensor,
+        dq: Tensor | None, sums: _Sums,
+    ) -> None:  # fmt: skip
+        scale = self.geometry.scale
         hidden = p == 0 if self.guard else None
         if hidden is not None:
             dm.masked_fill_(hidden, 0.0)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from threading import local
 from typing import Any
 
 import numpy as np
 
-from frisket.dsl.ir import Expr, binary, walk
+from frisket.dsl.ir import Expr, walk
 
 from .aten_expr import Program, distance_only
 from .aten_steps import Block, Heads, Piece, Step, heads, steps
 from .plan import Geometry, LoopPlan, Spans, Target
 
 Tensor = Any
-LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 RECENT = 8  # masks of blocks
 STRIP = 1 << 24  # entries of a strip at most
 FEW = 8  # rows that a product takes twice as long over as over columns
@@ -37,6 +36,11 @@ def tame(score: Expr | None) -> bool:
 
 def _safe_division(n: Expr) -> bool:
     return n.op == "div" and n.args[1].op == "lit" and n.args[1].name != 0
+
+
+def finite(torch: Any, top: Tensor) -> Tensor:
+    """What is taken off the scores of a row: 0 where it shows nothing."""
+    return torch.where(top == -math.inf, 0.0, top)
 
 
 class Tiles:
@@ -103,17 +107,36 @@ class Tiles:
 
     # -- scores -----------------------------------------------------------------------------------------
 
+    def scores(
+        self, block: Block, query: Tensor, pieces: Sequence[Piece], raws: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Masked scores, one matrix per piece, [batch, group * height, width]; `raws` gets them as they were before
+        the score mod."""
+        found, used = [], 0
+        size = block.batch * block.rows * sum(p.width for p in pieces)
+        room = self.buffer("scores", size)
+        kept = None if raws is None else self.buffer("raw", size)
+        for piece in pieces:
+            shape = block.batch, block.rows, piece.width
+            part = slice(used, used := used + math.prod(shape))
+            s = self.products(block, query, piece, room[part].view(shape))
+            if kept is not None and raws is not None:
+                raws.append(kept[part].view(shape).copy_(s))
+            self.modify(block, piece, s)
+            self.hide(block, piece, s)
+            found.append(s)
+        return found
+
     def products(self, block: Block, query: Tensor, piece: Piece, s: Tensor) -> Tensor:
-        """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
-        log2(e) where no score mod is to come."""
-        factor = self.geometry.scale * (LOG2E if self.score is None else 1.0)
+        """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]."""
+        factor = self.geometry.scale
         keys = self.keys(self.k, block, piece, self.dtype)
         if 1 < block.rows <= FEW:
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
         return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
 
     def modify(self, block: Block, piece: Piece, s: Tensor) -> None:
-        """Turn scaled products into modified scores times log2(e)."""
+        """Turn scaled products into modified scores."""
         if self.score is None:
             return
         cells = self.cells(block, s)
@@ -322,20 +345,12 @@ def _program(e: Expr, dtype: Any) -> Program:
 
 @lru_cache(maxsize=256)
 def _score_programs(score: Expr, dtype: Any, strips: bool) -> tuple[Program, dict[str, Program]]:
-    """The score mod in base 2, and the programs of its parts that are worked out as strips, by name."""
+    """The score mod, and the programs of its parts that are worked out as strips, by name."""
     shared = _hoisted(score) if strips else {}
-    return Program(_in_base_2(score), dtype, shared), {name: Program(e, dtype) for e, name in shared.items()}
+    return Program(score, dtype, shared), {name: Program(e, dtype) for e, name in shared.items()}
 
 
 _still = lru_cache(maxsize=256)(distance_only)
-
-
-def _in_base_2(score: Expr) -> Expr:
-    """The score mod times log2(e), in one factor with a literal that is there already."""
-    if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
-        other = score.args[1] if score.args[0] is known else score.args[0]
-        return binary("mul", other, float(known.name) * LOG2E)
-    return binary("mul", score, LOG2E)
 
 
 def _vectors(g: Geometry) -> bool:

@@ -141,13 +141,14 @@ class Ready:
         return self.forward(*given, sinks=sinks, top=top, norm=True)
 
     def gradients(
-        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None
-    ) -> dict[str, Tensor]:
+        self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
+        part: bool = False,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
-        `saving` gave of each row, None where lse is of other keys too, and the values."""
+        `saving` gave of each row, and the values. `part`: out and lse are of other keys too, nothing else is known."""
         q, k, v, sinks, out, lse, norm, *values = saved
         slots, tables = self.values(q.device, seed, values)
-        more = {"norm": norm} if self.normed else {}
+        more = {"norm": norm} if self.normed else {"part": part} if self.target.backend == "aten" else {}
         found: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
             wanted=wanted, sinks=sinks, **more,

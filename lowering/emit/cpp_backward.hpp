@@ -104,7 +104,7 @@ struct Worker {
     bool with_dq, with_dk, with_dv, with_slopes;
     Captured captured;
     // a tile of queries
-    Operand query[ROWS * QUERY], q_lines[ROWS / PAIR * Q_WIDE], dout_lines[ROWS / PAIR * V_WIDE];
+    Operand query[ROWS * QUERY], outs[ROWS * V_STEPS], q_lines[ROWS / PAIR * Q_WIDE], dout_lines[ROWS / PAIR * V_WIDE];
 #if PAIRS
     Operand dout_left[ROWS * V_STEPS], slopes_left[ROWS * LEFT];
 #endif
@@ -150,6 +150,30 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
         if (CHECKED) dm = select(p != 0, dm, Vec{});
     }
     slope_of = dm * scale;
+}
+
+// dout times out of every row, in the order of the products of dout and values: where a row sees one key, whose value is
+// out, nothing is left of their difference.
+static void multiply_outs(Worker &w) {
+#if PAIRS
+    const Operand *dout = w.dout_left;
+    const int row = V_STEPS;
+#else
+    const Operand *dout = w.dout_lines;
+    const int row = V_WIDE;
+#endif
+    for (int start = 0; start < w.present; start += GROUP) {
+        const int rows = w.present - start < GROUP ? w.present - start : GROUP;
+        Vec sum[GROUP];
+        for (int i = 0; i < GROUP; i++) sum[i] = settled(Vec{});
+        for (int step = 0; step < V_STEPS; step++)
+            for (int i = 0; i < GROUP; i++) {
+                const int at = start + (i < rows ? i : 0);
+                const Operands out = w.outs[at * V_STEPS + step] - Operands{};
+                sum[i] = plus_product(sum[i], dout[at * row + step], PAIR == 1 ? (Operands)settled((Vec)out) : out);
+            }
+        for (int i = 0; i < rows; i++) w.delta[start + i] = sum[i][0];
+    }
 }
 
 // C[M, vectors] = A B for GROUP rows, or those at the end of a tile.

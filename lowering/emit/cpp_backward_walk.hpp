@@ -54,15 +54,15 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
     w.queries_odd = any_odd(q, call->q.row, present, HEAD_DIM) || any_odd(dout, call->dout.row, present, V_DIM);
     w.few = false;
     const Int q_first = (Int)(call->q_origin[batch * call->q_origin_step] + start);
-    for (int i = 0; i < present; i++, out += call->out.row, dout += call->dout.row) {
+    pack_left<V_DIM>(w.outs, out, call->out.row, present, present, 1);
+    multiply_outs(w);
+    for (int i = 0; i < present; i++) {
         const Real lse = call->lse[line + i];
-        Vec delta = {};
-        for (int d = 0; d < V_DIM; d += LANES) delta += load_reals(out + d, V_DIM - d) * load_reals(dout + d, V_DIM - d);
         w.rows[i] = row_of(fixed, q_first + i);
         w.shift[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E, w.share[i] = 1;  // weights of an empty row are 0
         const Real *norm = call->norm ? call->norm + 2 * (line + i) : nullptr;
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
-        w.delta[i] = sum(delta) - (call->dlse ? call->dlse[line + i] : 0);
+        if (call->dlse) w.delta[i] -= call->dlse[line + i];
     }
     for (int i = 0; i < ROWS * Q_WIDE; i++) w.dq[i] = 0;
 }

@@ -48,8 +48,8 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
     Vec sum[M][N];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) {
-            sum[i][j] = Vec{};
-            if (START != ZERO) sum[i][j] = load<Vec>(c + i * c_row + j * LANES);
+            if (START == ZERO) sum[i][j] = settled(Vec{});  // equal products have equal bits wherever this is inlined
+            else sum[i][j] = load<Vec>(c + i * c_row + j * LANES);
             if (START == RESCALE) sum[i][j] *= factor[i];
         }
     for (; steps > 0; steps--, a += a_step, b += b_step) {
@@ -319,7 +319,9 @@ static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ah
     for (int first = 0; first < LANES; first += ONCE) {
         const T *key[ONCE];
         for (int i = 0; i < ONCE; i++) key[i] = keys + (first + i < present ? first + i : present - 1) * stride;
-        Vec sum[M][ONCE] = {};
+        Vec sum[M][ONCE];
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < ONCE; i++) sum[m][i] = settled(Vec{});
         for (int d = 0; d < LAST; d += STEP) add_dots<true, M>(sum, query, q_row, key, ahead, stride, d, STEP);
         if (LAST < DIM) add_dots<false, M>(sum, query, q_row, key, ahead, stride, LAST, DIM - LAST);
         ahead += ONCE * stride;

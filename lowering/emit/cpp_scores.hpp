@@ -15,26 +15,6 @@ static void pack_queries(Operand *to, const Entry *from, int64_t stride, int64_t
     pack_left<HEAD_DIM, QUERY>(to, from, stride, rows, all, PAIR == 1 ? unit : 1);
 }
 
-#if defined(__AVX512F__)
-#define REGISTER "+v"
-#elif defined(__x86_64__)
-#define REGISTER "+x"
-#elif defined(__aarch64__)
-#define REGISTER "+w"
-#else
-#define REGISTER "+m"
-#endif
-// x, of which the compiler knows nothing more.
-INLINE Vec settled(Vec x) {
-#if LANES > 1
-    asm("" : REGISTER(x));
-    return x;
-#else
-    Real number = x[0];
-    asm("" : REGISTER(number));
-    return reals(number);
-#endif
-}
 INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }
 INLINE Vec score_of(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
     return SCORED ? settled(modified(fixed, row, column, score)) : score;

@@ -48,6 +48,28 @@ INLINE Vec reals(Real x) { return x - Vec{}; }
 INLINE Ints ints(Int x) { return x + Ints{}; }
 INLINE Bits bits(bool x) { return -(Lane)x - Bits{}; }
 INLINE Words words(Word x) { return x + Words{}; }
+#if defined(__AVX512F__)
+#define REGISTER "+v"
+#elif defined(__x86_64__)
+#define REGISTER "+x"
+#elif defined(__aarch64__)
+#define REGISTER "+w"
+#else
+#define REGISTER "+m"
+#endif
+// x, of which the compiler knows nothing more: what is worked out before does not become one with what comes behind, as
+// a product and a sum would, or a sum that begins at 0.
+INLINE Vec settled(Vec x) {
+#if LANES > 1
+    asm("" : REGISTER(x));
+    return x;
+#else
+    Real number = x[0];
+    asm("" : REGISTER(number));
+    return reals(number);
+#endif
+}
+
 template <class To, class From> INLINE To cast(From x) { return __builtin_convertvector(x, To); }
 
 template <class T> INLINE T load(const void *p) {

@@ -229,7 +229,7 @@ class _Ring(torch.autograd.Function):
                 ready = ctx.ready[i]
                 wanted = frozenset(asked & {"q", "k", "v"}) | {n for n, source in ready.live if source in asked}
                 saved = q, keys, vals, None, out, lse, None, *(given[n] for _, n in ready.live)
-                found = ready.gradients(job.seed, wanted, saved, dout, dlse)
+                found = ready.gradients(job.seed, wanted, saved, dout, dlse, part=True)
                 for name, source in (("q", "q"), *ready.live):
                     if name in found:
                         sums[source] += found[name]

@@ -434,7 +434,7 @@ def test_devices_of_a_mesh():
         whole = given.pop("geometry")
 
         def both(geometry, spans, q, k, v, dout):
-            out, lse, top = forward(q=q, k=k, v=v, geometry=geometry, spans=spans, **given)
+            out, lse, top, _ = native_jax.forward(q=q, k=k, v=v, geometry=geometry, spans=spans, **given)
             grads = native_jax.backward(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dlse=None, geometry=geometry,
                                         spans=spans, wanted=t.ALL, **given)
             return out, lse, top, grads

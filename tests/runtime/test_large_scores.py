@@ -1,0 +1,132 @@
+"""Gradients at scores of any size: as near to float64 as those of torch's own attention, on both tiers of the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import frisket as fk
+from frisket.lowering import aten_backward
+from frisket.runtime import native_build
+
+SIZES = (1e-3, 1.0, 10.0, 1e3, 1e5, 1e9)
+NATIVE = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
+BACKENDS = ["aten", pytest.param("cpp", marks=NATIVE)]
+SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
+
+
+@dataclass(frozen=True)
+class Case:
+    mask: str = "causal"
+    score: str | None = None
+    length: int = 96
+    kv_heads: int = 4
+    sinks: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+    def bias(self):
+        """What torch adds to scores, [q, k]."""
+        q, k = torch.arange(self.length)[:, None], torch.arange(self.length)
+        seen = {
+            "causal": q >= k, "k == q": q == k, "causal & q - k < 3": (q >= k) & (q - k < 3),
+            "abs(q - k) < 9 | k < 5": ((q - k).abs() < 9) | (k < 5), "q > k & k > 20": (q > k) & (k > 20),
+        }[self.mask]  # fmt: skip
+        added = -0.125 * (q - k) if self.score else torch.zeros(())
+        return torch.where(seen, added, -torch.inf)
+
+
+CASES = {
+    "itself": Case("k == q"),
+    "causal": Case(),
+    "window": Case("causal & q - k < 3"),
+    "two runs": Case("abs(q - k) < 9 | k < 5"),
+    "bias": Case(score="score - 0.125 * (q - k)"),
+    "shared keys": Case(kv_heads=1),
+    "sinks": Case("causal & q - k < 3", sinks=True),
+    "empty rows": Case("q > k & k > 20"),
+    "flash": Case(length=700),
+    "bfloat16": Case(dtype=torch.bfloat16),
+}
+
+
+def drawn(case, size):
+    g = torch.Generator().manual_seed(3)
+    q, k, v, dout = (
+        torch.randn(1, n, case.length, 32, generator=g, dtype=torch.float64) for n in (4, *[case.kv_heads] * 2, 4)
+    )
+    return [x.to(case.dtype) for x in (q * size**0.5, k * size**0.5, v, dout)]
+
+
+def plain(case, q, k, v):
+    """Attention as one would write it."""
+    k, v = (x.repeat_interleave(4 // case.kv_heads, 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5 + case.bias().to(q.dtype)
+    if case.sinks:
+        sinks = SINKS.to(q.dtype).view(1, 4, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+    seen = (scores > -torch.inf).any(-1, keepdim=True)
+    return torch.where(seen, scores, 0.0).softmax(-1) * seen @ v
+
+
+def gradients(attend, q, k, v, dout):
+    given = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    return torch.autograd.grad(attend(*given), given, dout)
+
+
+def check(case, backend):
+    att = fk.compile(case.mask, case.score, backend=backend)
+    for size in SIZES:
+        q, k, v, dout = drawn(case, size)
+        right = gradients(lambda *x: plain(case, *x), *(x.double() for x in (q, k, v, dout)))
+
+        def errors(attend, q=q, k=k, v=v, dout=dout, right=right):
+            found = gradients(attend, q, k, v, dout)
+            return [(x.double() - y).norm().item() for x, y in zip(found, right, strict=True)]
+
+        ours = errors(lambda *x: att(*x, sinks=SINKS if case.sinks else None))
+        theirs = errors(lambda *x: plain(case, *x))
+        for n, x, y, z in zip("qkv", ours, theirs, right, strict=True):
+            floor = 1e-7 * z.norm().item()  # torch has some of them without any error
+            assert x <= 2 * y + floor, f"d{n} at scores of {size}: {x:.1e}, torch {y:.1e}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ("itself", "two runs", "sinks") else pytest.mark.matrix) for n in CASES]
+)
+def test_gradients(name, backend):
+    check(CASES[name], backend)
+
+
+@pytest.mark.parametrize("name", ["itself", "causal", "two runs", "sinks"])
+def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
+    """Their sums are measured first."""
+    monkeypatch.setattr(aten_backward, "WHOLE", 0)
+    monkeypatch.setattr(aten_backward, "BUDGET", 0)
+    check(CASES[name], "aten")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1.0, 10.0, 1e3, 1e5, 1e9, 1e30])
+def test_a_query_that_sees_itself_alone_gives_dv_back(size, backend):
+    att = fk.compile("k == q", backend=backend)
+    q, k, v, dout = drawn(Case("k == q", length=40), size)
+    v.requires_grad_()
+    for run in (att, torch.compile(att, fullgraph=True, backend="eager")):
+        assert torch.equal(torch.autograd.grad(run(q, k, v), v, dout)[0], dout)
+    one = torch.func.vjp(lambda v: att(q, k, v), v.detach())[1](dout)[0]
+    both = torch.func.vmap(lambda v: torch.func.vjp(lambda v: att(q, k, v), v)[1](dout)[0])(torch.stack([v, v]).detach())
+    assert torch.equal(one, dout) and all(torch.equal(x, dout) for x in both)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_check_says_of_large_scores(backend):
+    """The comparison with the interpreter finds no bug where there is none but rounding."""
+    q, k, v, _ = drawn(Case(length=256), 10.0)
+    report = fk.compile("causal", backend=backend).check(q * 10.0, k, v)
+    assert report.good, str(report)
