@@ -1,7 +1,7 @@
 """The LoopPlan on torch's own library calls: nothing is compiled, no key or value is gathered or copied.
 
 For each row of tiles and each run of keys one batched GEMM over heads (or over rows of equal relative spans),
-a float32 softmax, the mask added on PARTIAL tiles only. Where the mask is a plain triangle and
+a float32 softmax in base 2, the mask added on PARTIAL tiles only. Where the mask is a plain triangle and
 there is no score mod, torch's built-in flash kernel does the block and the pieces are merged by their lse.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from .aten_flash import flash, fusible
 from .aten_steps import Block, chunks, cut
-from .aten_tiles import Tiles, finite, tame
+from .aten_tiles import LN2, LOG2E, Tiles, finite, tame
 from .aten_workers import spread
 from .plan import Geometry, LoopPlan, Spans, Target
 
@@ -52,6 +52,8 @@ def forward(
 
 class _Forward(Tiles):
     """The forward of one call."""
+
+    unit = LOG2E
 
     def everything(self, sinks: Tensor | None, top: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         g, torch = self.geometry, self.torch
@@ -123,12 +125,12 @@ class _Forward(Tiles):
                 peak = torch.maximum(peak, top)
             base = finite(torch, peak) if hollow else peak
             if acc is not None:
-                shrink = torch.exp(top - base)
+                shrink = torch.exp2(top - base)
                 total *= shrink
                 acc *= shrink
             top = peak
             for t, piece in zip(tiles, chunk, strict=True):
-                t.sub_(base).exp_()
+                t.sub_(base).exp2_()
                 share = t.sum(-1, keepdim=True)
                 total = share if total is None else total.add_(share)
                 if self.kept is not None:
@@ -166,7 +168,7 @@ class _Forward(Tiles):
             parts = [self.parts[whole, i] for i in range(sum(block == whole for block, _ in self.parts))]
             top = torch.stack([t for _, t, _ in parts]).amax(0)
             base = finite(torch, top)
-            factors = [torch.exp(t - base) for _, t, _ in parts]
+            factors = [torch.exp2(t - base) for _, t, _ in parts]
             acc = sum(a * f for (a, _, _), f in zip(parts, factors, strict=True))
             total = sum(n * f for (_, _, n), f in zip(parts, factors, strict=True))
             self._store(whole, acc, top, total)
@@ -176,17 +178,17 @@ class _Forward(Tiles):
     def _store(self, block: Block, acc: Tensor, top: Tensor, total: Tensor) -> None:
         torch, base = self.torch, top
         if self.sinks is not None:
-            sink = self.rows(self._sinks_of(block), block).unsqueeze(-1)
+            sink = self.rows(self._sinks_of(block), block).unsqueeze(-1) * LOG2E
             base = finite(torch, torch.maximum(top, sink))
-            shrink = torch.exp(top - base)
+            shrink = torch.exp2(top - base)
             acc = acc.mul_(shrink)
-            total = total * shrink + torch.exp(sink - base)
+            total = total * shrink + torch.exp2(sink - base)
         safe = torch.where(total == 0, 1.0, total) if self._hollow else total
         acc = acc.div_(safe if self.kept is None else safe * self.keep)
         self.put(self.out, block, acc)
-        self.put(self.lse, block, total.log().add_(base).squeeze(-1))
+        self.put(self.lse, block, total.log2().add_(base).mul_(LN2).squeeze(-1))
         if self.top is not None:
-            self.put(self.top, block, top.squeeze(-1))
+            self.put(self.top, block, top.mul(LN2).squeeze(-1))
 
     def _sinks_of(self, block: Block) -> Tensor:
         g = self.geometry

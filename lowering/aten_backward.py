@@ -1,9 +1,10 @@
 """Gradients of the LoopPlan on torch's library calls: five GEMMs per block, scores computed anew.
 
 A GEMM of another shape has other last bits, and at large scores lse rounds away what they differ by: the weights of a
-row are normalised by their own sum, not by lse. The blocks are those of the forward (`lowering.aten`), the formulas those of `lowering.derive`. A lane is a range of
-key heads, walked by one thread in one order, so that dk, dv and captured gradients repeat bit for bit; where there
-are fewer key heads than threads, a lane is a part of the rows with sums of its own, added in order at the end.
+row are normalised by their own sum, not by lse. The blocks are those of the forward (`lowering.aten`), the formulas
+those of `lowering.derive`. A lane is a range of key heads, walked by one thread in one order, so that dk, dv and
+captured gradients repeat bit for bit; where there are fewer key heads than threads, a lane is a part of the rows with
+sums of its own, added in order at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from frisket.dsl.ir import uses
 from .aten_captured import Captured
 from .aten_flash import Fused, flash_backward, fusible
 from .aten_steps import Block, Heads, Piece, chunks, cut, shares
-from .aten_tiles import Tiles, finite, tame
+from .aten_tiles import LOG2E, Tiles, finite, tame
 from .aten_workers import spread
 from .derive import backward_of
 from .plan import Geometry, LoopPlan, Spans, Target
@@ -204,7 +205,7 @@ class _Backward(Tiles):
                     share = self._sums_of(block, [tiles])[1]
                 for t in tiles:
                     if not whole:
-                        t.sub_(base).exp_()
+                        _exp(t.sub_(base))
                     if share is not None:
                         t.mul_(share)
             if self.careful:
@@ -225,7 +226,7 @@ class _Backward(Tiles):
             base = finite(torch, peak)
             total *= torch.exp(top - base)
             for t in tiles:
-                total += t.sub_(base).exp_().sum(-1, keepdim=True)
+                total += _exp(t.sub_(base)).sum(-1, keepdim=True)
             top = peak
         base = finite(torch, top)
         if self.sinks is not None:
@@ -277,6 +278,11 @@ class _Backward(Tiles):
                 dq.add_(self.rough_product(ds, keys), alpha=scale)
             else:
                 dq.baddbmm_(ds, keys, alpha=scale)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """In place. torch's own exp takes five times as long over what is hidden."""
+    return x.mul_(LOG2E).exp2_()
 
 
 def _within(member: Heads, part: range, kv_heads: int) -> Iterator[Heads]:

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from frisket.dsl.ir import Expr, walk
+from frisket.dsl.ir import Expr, binary, walk
 
 from .aten_expr import Program, distance_only
 from .aten_steps import Block, Heads, Piece, Step, heads, steps
 from .plan import Geometry, LoopPlan, Spans, Target
 
 Tensor = Any
+LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 RECENT = 8  # masks of blocks
 STRIP = 1 << 24  # entries of a strip at most
 FEW = 8  # rows that a product takes twice as long over as over columns
@@ -46,6 +47,8 @@ def finite(torch: Any, top: Tensor) -> Tensor:
 class Tiles:
     """One call: arrays, compiled predicates and reused buffers. Where `careful`, masked scores are overwritten; else
     -inf is added to them, which is faster and a NaN there would survive."""
+
+    unit = 1.0  # of scores; log2(e) where exponentials are those of 2, which torch has faster: exp minds infinities
 
     def __init__(
         self, plan: LoopPlan, spans: Spans, geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor],
@@ -79,7 +82,7 @@ class Tiles:
         self.weight = None if plan.weight is None else self.program(plan.weight)
         self.strips: dict[str, Program] = {}
         if plan.score is not None:
-            self.score, self.strips = _score_programs(plan.score, self.dtype, not _vectors(geometry))
+            self.score, self.strips = _score_programs(plan.score, self.dtype, not _vectors(geometry), self.unit)
         if plan.kept is not None:
             assert plan.rate is not None
             rate = float(np.float32(slots[plan.rate]))
@@ -110,8 +113,8 @@ class Tiles:
     def scores(
         self, block: Block, query: Tensor, pieces: Sequence[Piece], raws: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Masked scores, one matrix per piece, [batch, group * height, width]; `raws` gets them as they were before
-        the score mod."""
+        """Masked scores times the unit, one matrix per piece, [batch, group * height, width]; `raws` gets them as they
+        were before the score mod."""
         found, used = [], 0
         size = block.batch * block.rows * sum(p.width for p in pieces)
         room = self.buffer("scores", size)
@@ -128,15 +131,16 @@ class Tiles:
         return found
 
     def products(self, block: Block, query: Tensor, piece: Piece, s: Tensor) -> Tensor:
-        """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]."""
-        factor = self.geometry.scale
+        """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
+        the unit where no score mod is to come."""
+        factor = self.geometry.scale * (self.unit if self.score is None else 1.0)
         keys = self.keys(self.k, block, piece, self.dtype)
         if 1 < block.rows <= FEW:
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
         return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
 
     def modify(self, block: Block, piece: Piece, s: Tensor) -> None:
-        """Turn scaled products into modified scores."""
+        """Turn scaled products into modified scores times the unit."""
         if self.score is None:
             return
         cells = self.cells(block, s)
@@ -344,13 +348,23 @@ def _program(e: Expr, dtype: Any) -> Program:
 
 
 @lru_cache(maxsize=256)
-def _score_programs(score: Expr, dtype: Any, strips: bool) -> tuple[Program, dict[str, Program]]:
-    """The score mod, and the programs of its parts that are worked out as strips, by name."""
+def _score_programs(score: Expr, dtype: Any, strips: bool, unit: float) -> tuple[Program, dict[str, Program]]:
+    """The score mod times the unit, and the programs of its parts that are worked out as strips, by name."""
     shared = _hoisted(score) if strips else {}
-    return Program(score, dtype, shared), {name: Program(e, dtype) for e, name in shared.items()}
+    return Program(_times(score, unit), dtype, shared), {name: Program(e, dtype) for e, name in shared.items()}
 
 
 _still = lru_cache(maxsize=256)(distance_only)
+
+
+def _times(score: Expr, unit: float) -> Expr:
+    """In one factor with a literal that is there already."""
+    if unit == 1:
+        return score
+    if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
+        other = score.args[1] if score.args[0] is known else score.args[0]
+        return binary("mul", other, float(known.name) * unit)
+    return binary("mul", score, unit)
 
 
 def _vectors(g: Geometry) -> bool:

@@ -143,9 +143,9 @@ class JaxCall:
     def forward(
         self, backend: str, platform: str, arrays: Arrays, plan: Any = None, low: bool = False
     ) -> tuple[Any, ...]:
-        """(out, lse, top), with `low` what a backward takes beside lse: what rounding took from it, and of native
-        kernels, which have that in their own way, [batch, heads, q_len, 2]; zeros of the other kind. `plan` is the source
-        where it is at hand, and keeps what is made of it."""
+        """(out, lse, top), with `low` what a backward takes beside lse: what rounding took from it, and, [batch, heads,
+        q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
+        hand, and keeps what is made of it."""
         run, how = _Run(self, backend, arrays, plan), _how(backend, platform)
         if low and backend not in ROUGH:
             how["low"] = True

@@ -66,8 +66,8 @@ def backward(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, norm: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `norm` is the forward's; without it, where
-    lse is of other keys too, weights are as exact as a float is at the size of lse."""
+    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `norm` is the forward's; without it,
+    where lse is of other keys too, weights are as exact as a float is at the size of lse."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
     given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]

@@ -5,7 +5,7 @@ field is one word, so that a record is written by one `struct.pack` and by an XL
 the only place that says what there is: the C text and the offsets come from it.
 
 >>> OFFSET["threads"], OFFSET["q"], OFFSET["k"] - OFFSET["q"]
-(0, 30, 4)
+(0, 31, 4)
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ FIELDS = (
     Field("sinks", "const Real *sinks;", "[heads], a logit beside every row's keys that has no value; or null"),
     Field("lse", "Real *lse;", "[batch, heads, q_len], natural log; written forward, read backward"),
     Field("top", "Real *top;", "[batch, heads, q_len], the largest visible score of each row, or null"),
-    Field("norm", "Real *norm;", "[batch, heads, q_len, 2]: what is taken off a row's scores in the kernels' unit, and what "
-          "weights are multiplied with, below 0 of few rows, 0: use lse; written forward, read backward; or null"),
+    Field("norm", "Real *norm;", "[batch, heads, q_len, 2], what a backward takes off scores and its factor; or null"),
     Field("pages", "int64_t pages;", "of the pool that keys and values are in, where they are in one"),
     _array("q", "[batch, heads, q_len, HEAD_DIM]"),
     _array("k", "[batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]"),
