@@ -28,6 +28,7 @@ Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again
 WHOLE = 1 << 21  # scores of whole rows, where that many are all of a block: their sums are then at hand
 LARGE = 16.0  # |lse| from which on longer rows are worth a product more for their sums
+FUSED = 64.0  # |lse| up to which the built-in flash kernel, which takes weights from it, has them right to 1e-5
 PARTS = 8  # arrays of sums at most
 
 
@@ -94,7 +95,8 @@ class _Backward(Tiles):
             self.dout = self.dout.masked_fill((self.lse == -math.inf).unsqueeze(-1), 0.0)
         self.base = finite(torch, self.lse)
         self.hollow = bool((self.lse == -math.inf).any())
-        self.large = bool(self.base.abs().max() > LARGE) if lse.numel() else False
+        largest = float(self.base.abs().max()) if lse.numel() else 0.0
+        self.large = largest > LARGE
         # What is not finite in a hidden key meets a 0 in ds, and 0 * inf is NaN.
         self.plain_k = self.k if not self.half or self.given_k.stride(-1) != 1 else self.given_k
         if self.careful:
@@ -103,7 +105,8 @@ class _Backward(Tiles):
             self.plain_k = self.plain_k.to(self.given)
         self.dq = torch.zeros_like(self.q, memory_format=torch.contiguous_format) if "q" in wanted else None
         total = self._zeros()
-        lanes = self._lanes(total, fusible_too=dlse is None and not self.careful and bool(wanted & {"q", "k", "v"}))
+        fusible_too = dlse is None and not self.careful and largest <= FUSED and bool(wanted & {"q", "k", "v"})
+        lanes = self._lanes(total, fusible_too)
         if total.captured.scattered:  # one array of the table's shape, however large: one thread after the other
             for lane in lanes:
                 self._walk(lane)

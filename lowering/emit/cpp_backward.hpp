@@ -128,7 +128,8 @@ INLINE void position(Worker &w, const Fixed &fixed, int start, int i, int j, Rea
     weight_of = slope_of = Vec{};
     if (row >= w.present) return;
     const Vec score = scaled(load<Vec>(w.scores + i * BLOCK_K + j * LANES), unit);
-    Vec p = weight((score_of(fixed, w.rows[row], w.columns[j], score) - w.shift[row]) * BASE) * w.share[row];
+    // What is negligible is 0, or gradients of far keys would be denormal numbers, a hundred times as slow.
+    Vec p = weight((score_of(fixed, w.rows[row], w.columns[j], score) - w.shift[row]) * BASE, NEGLIGIBLE) * w.share[row];
     if (PARTIAL) p = select(w.seen[i * VECTORS + j], p, Vec{});
     weight_of = p;
     if (!w.with_slopes) {

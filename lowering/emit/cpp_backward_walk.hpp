@@ -60,7 +60,7 @@ static void load_queries(Worker &w, const Call *call, const Fixed &fixed, int64_
         const Real lse = call->lse[line + i];
         w.rows[i] = row_of(fixed, q_first + i);
         w.shift[i] = lse == -INF ? INF : SCORED ? lse : lse * LOG2E, w.share[i] = 1;  // weights of an empty row are 0
-        const Real *norm = call->norm ? call->norm + 2 * (line + i) : nullptr;
+        const Real *norm = call->norm ? call->norm + 2 * (line + i) : nullptr;  // 0: nothing is known but lse
         if (norm && norm[1] != 0) w.shift[i] = norm[0], w.share[i] = magnitude(norm[1]), w.few |= norm[1] < 0;
         if (call->dlse) w.delta[i] -= call->dlse[line + i];
     }

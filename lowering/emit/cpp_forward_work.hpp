@@ -132,7 +132,10 @@ static void finish(Worker &w, const Item &item) {
         }
         call->lse[line] = total == 0 ? -INF : peak + log(total);
         const Real share = total == 0 ? 0 : shrink / total;
-        if (call->norm) call->norm[2 * line] = top, call->norm[2 * line + 1] = item.rows() <= FEW ? -share : share;
+        if (call->norm) {  // below 0: of few rows
+            call->norm[2 * line] = top;
+            call->norm[2 * line + 1] = item.rows() <= FEW ? -share : share;
+        }
         const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
         for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);

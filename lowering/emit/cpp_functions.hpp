@@ -3,10 +3,10 @@
 // 2^n for whole n in [-127, 128] (float): n is added to the exponent field of a number that is rounded on the way.
 #if REAL_BYTES == 4
 const int MANTISSA = 23;
-const Real ROUNDER = 12582912.0f, BIAS = 127.0f;  // 1.5 * 2^23
+const Real ROUNDER = 12582912.0f, BIAS = 127.0f, NEGLIGIBLE = 90.0f;  // 1.5 * 2^23
 #else
 const int MANTISSA = 52;
-const Real ROUNDER = 6755399441055744.0, BIAS = 1023.0;  // 1.5 * 2^52
+const Real ROUNDER = 6755399441055744.0, BIAS = 1023.0, NEGLIGIBLE = 900.0;  // 1.5 * 2^52
 #endif
 
 // 2^f - 1 for |f| <= 1/2, relative error 1e-8 of 2^f (float), 1e-17 (double). Coefficients fitted for this file.
@@ -33,9 +33,9 @@ INLINE Vec power_less_one(Vec f) {
 }
 
 // 2^x for x <= 0, the weights of the softmax: 0 below 2^-126, NaN for NaN. Adding ROUNDER leaves round(x) in the
-// low bits, which become the exponent of a factor; -ffast-math would cancel the addition.
-INLINE Vec weight(Vec x) {
-    x = x < -BIAS ? reals(-BIAS) : x;
+// low bits, which become the exponent of a factor; -ffast-math would cancel the addition. `least`: 0 below 2^-least.
+INLINE Vec weight(Vec x, Real least = BIAS) {
+    x = x < -least ? reals(-BIAS) : x;
     Vec shifted = x + (ROUNDER + BIAS);
     Vec f = x - (shifted - (ROUNDER + BIAS));
     Vec scale = (Vec)((Raw)shifted << MANTISSA);

@@ -61,6 +61,7 @@ struct Call {
     const Real *sinks;       // [heads], a logit beside every row's keys that has no value; or null
     Real *lse;               // [batch, heads, q_len], natural log; written forward, read backward
     Real *top;               // [batch, heads, q_len], the largest visible score of each row, or null
+    Real *norm;              // [batch, heads, q_len, 2], what a backward takes off scores and its factor; or null
     int64_t pages;           // of the pool that keys and values are in, where they are in one
     Array q;                 // [batch, heads, q_len, HEAD_DIM]
     Array k;                 // [batch, kv_heads, kv_len, HEAD_DIM], in a pool [pages, kv_heads, PAGE, HEAD_DIM]
@@ -126,6 +127,28 @@ INLINE Vec reals(Real x) { return x - Vec{}; }
 INLINE Ints ints(Int x) { return x + Ints{}; }
 INLINE Bits bits(bool x) { return -(Lane)x - Bits{}; }
 INLINE Words words(Word x) { return x + Words{}; }
+#if defined(__AVX512F__)
+#define REGISTER "+v"
+#elif defined(__x86_64__)
+#define REGISTER "+x"
+#elif defined(__aarch64__)
+#define REGISTER "+w"
+#else
+#define REGISTER "+m"
+#endif
+// x, of which the compiler knows nothing more: what is worked out before does not become one with what comes behind, as
+// a product and a sum would, or a sum that begins at 0.
+INLINE Vec settled(Vec x) {
+#if LANES > 1
+    asm("" : REGISTER(x));
+    return x;
+#else
+    Real number = x[0];
+    asm("" : REGISTER(number));
+    return reals(number);
+#endif
+}
+
 template <class To, class From> INLINE To cast(From x) { return __builtin_convertvector(x, To); }
 
 template <class T> INLINE T load(const void *p) {
@@ -245,10 +268,10 @@ INLINE void transpose(Vec *x) {
 // 2^n for whole n in [-127, 128] (float): n is added to the exponent field of a number that is rounded on the way.
 #if REAL_BYTES == 4
 const int MANTISSA = 23;
-const Real ROUNDER = 12582912.0f, BIAS = 127.0f;  // 1.5 * 2^23
+const Real ROUNDER = 12582912.0f, BIAS = 127.0f, NEGLIGIBLE = 90.0f;  // 1.5 * 2^23
 #else
 const int MANTISSA = 52;
-const Real ROUNDER = 6755399441055744.0, BIAS = 1023.0;  // 1.5 * 2^52
+const Real ROUNDER = 6755399441055744.0, BIAS = 1023.0, NEGLIGIBLE = 900.0;  // 1.5 * 2^52
 #endif
 
 // 2^f - 1 for |f| <= 1/2, relative error 1e-8 of 2^f (float), 1e-17 (double). Coefficients fitted for this file.
@@ -275,9 +298,9 @@ INLINE Vec power_less_one(Vec f) {
 }
 
 // 2^x for x <= 0, the weights of the softmax: 0 below 2^-126, NaN for NaN. Adding ROUNDER leaves round(x) in the
-// low bits, which become the exponent of a factor; -ffast-math would cancel the addition.
-INLINE Vec weight(Vec x) {
-    x = x < -BIAS ? reals(-BIAS) : x;
+// low bits, which become the exponent of a factor; -ffast-math would cancel the addition. `least`: 0 below 2^-least.
+INLINE Vec weight(Vec x, Real least = BIAS) {
+    x = x < -least ? reals(-BIAS) : x;
     Vec shifted = x + (ROUNDER + BIAS);
     Vec f = x - (shifted - (ROUNDER + BIAS));
     Vec scale = (Vec)((Raw)shifted << MANTISSA);
@@ -625,8 +648,8 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
     Vec sum[M][N];
     for (int i = 0; i < M; i++)
         for (int j = 0; j < N; j++) {
-            sum[i][j] = Vec{};
-            if (START != ZERO) sum[i][j] = load<Vec>(c + i * c_row + j * LANES);
+            if (START == ZERO) sum[i][j] = settled(Vec{});  // equal products have equal bits wherever this is inlined
+            else sum[i][j] = load<Vec>(c + i * c_row + j * LANES);
             if (START == RESCALE) sum[i][j] *= factor[i];
         }
     for (; steps > 0; steps--, a += a_step, b += b_step) {
@@ -896,7 +919,9 @@ static void dots(const Operand *query, int64_t q_row, const T *keys, const T *ah
     for (int first = 0; first < LANES; first += ONCE) {
         const T *key[ONCE];
         for (int i = 0; i < ONCE; i++) key[i] = keys + (first + i < present ? first + i : present - 1) * stride;
-        Vec sum[M][ONCE] = {};
+        Vec sum[M][ONCE];
+        for (int m = 0; m < M; m++)
+            for (int i = 0; i < ONCE; i++) sum[m][i] = settled(Vec{});
         for (int d = 0; d < LAST; d += STEP) add_dots<true, M>(sum, query, q_row, key, ahead, stride, d, STEP);
         if (LAST < DIM) add_dots<false, M>(sum, query, q_row, key, ahead, stride, LAST, DIM - LAST);
         ahead += ONCE * stride;
@@ -994,6 +1019,51 @@ INLINE bool alike_in_group(const Call *call) {
     return false;
 }
 
+// -- scores, the same to the last bit in both kernels --------------------------------------------------------------
+//
+// The backward works scores out anew and takes off each row's largest, which the forward has left in `Call.norm`. Of a
+// score of a million the last bit is e^0.06 in its weight, so queries are packed and multiplied in one way and order,
+// and no operation here becomes one with an operation outside.
+
+const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
+const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
+
+// What a score is multiplied with: times log2 e where nothing modifies it.
+INLINE Real unit_of(const Call *call) { return (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634)); }
+
+// Rows of queries, `all` of them; where products are exact the unit is in the queries.
+static void pack_queries(Operand *to, const Entry *from, int64_t stride, int64_t rows, int64_t all, Real unit) {
+    pack_left<HEAD_DIM, QUERY>(to, from, stride, rows, all, PAIR == 1 ? unit : 1);
+}
+
+INLINE Vec scaled(Vec product, Real unit) { return PAIR == 1 ? product : settled(product * unit); }
+INLINE Vec score_of(const Fixed &fixed, const Row &row, const Column &column, Vec score) {
+    return SCORED ? settled(modified(fixed, row, column, score)) : score;
+}
+
+// Rows of an item by twos, threes and fours, as even as can be.
+template <class Do> INLINE void by_few(int rows, Do run) {
+    for (int done = 0, n; done < rows; done += n) {
+        const int left = rows - done, parts = (left + 3) / 4;
+        n = (left + parts - 1) / parts;
+        run(done, n);
+    }
+}
+
+// Products of a few rows of packed queries and one vector of keys, of which `present` are there. Their sums have
+// another order than those of many rows: `Call.norm` says which rows were few.
+static void few_products(const Operand *query, int rows, const Stored *keys, const Stored *ahead, int64_t stride,
+                         int64_t present, Real *to, int64_t to_row) {
+    by_few(rows, [&](int row, int n) {
+        const Operand *q = query + row * QUERY;
+        Real *scores = to + row * to_row;
+        if (n == 1) return dots<1, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+        if (n == 2) return dots<2, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+        if (n == 3) return dots<3, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+        dots<4, HEAD_DIM>(q, QUERY, keys, ahead, stride, present, scores, to_row);
+    });
+}
+
 // -- forward ------------------------------------------------------------------------------------------------------
 //
 // One work item is one tile of BLOCK_Q queries of one head. For every tile of keys it visits: scores and weights of
@@ -1003,8 +1073,6 @@ INLINE bool alike_in_group(const Call *call) {
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
 const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
-const int STEPS = round_up(HEAD_DIM, PAIR) / PAIR;     // of the product of queries and keys
-const int QUERY = round_up(STEPS, LANES);              // Operands in a row of queries
 const int V_WIDE = round_up(V_DIM, LANES);
 const int ROWS = round_up(BLOCK_Q, GROUP);
 const int HEADS = 16;                                  // query heads of one item of decoding, at most
@@ -1091,27 +1159,10 @@ struct Tile {
 
 // -- few rows -----------------------------------------------------------------------------------------------------
 
-// Rows of an item by twos, threes and fours, as even as can be.
-template <class Do> INLINE void by_few(int rows, Do run) {
-    for (int done = 0, n; done < rows; done += n) {
-        const int left = rows - done, parts = (left + 3) / 4;
-        n = (left + parts - 1) / parts;
-        run(done, n);
-    }
-}
-
 // Scores of one vector of keys.
 static void score_few(Worker &w, const Tile &tile, int rows, int j) {
     const Stored *k = tile.k.row(j * LANES), *ahead = tile.k.row(j * LANES + FETCH);
-    const int64_t stride = tile.k.stride, present = tile.present - j * LANES;
-    by_few(rows, [&](int row, int n) {
-        const Operand *q = w.query + row * QUERY;
-        Real *to = w.scores + row * BLOCK_K + j * LANES;
-        if (n == 1) return dots<1, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-        if (n == 2) return dots<2, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-        if (n == 3) return dots<3, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-        dots<4, HEAD_DIM>(q, QUERY, k, ahead, stride, present, to, BLOCK_K);
-    });
+    few_products(w.query, rows, k, ahead, tile.k.stride, tile.present - j * LANES, w.scores + j * LANES, BLOCK_K);
 }
 
 // acc = acc * shrink + weights * values for N vectors of them, from `column` on; weights are in place of scores.
@@ -1189,9 +1240,8 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
             Vec peak = reals(LOWEST);
             for (int j = lo; j < hi; j++) {
                 Real *at = w.scores + i * BLOCK_K + j * LANES;
-                Vec score = load<Vec>(at);
-                if (PAIR == 2) score *= unit;
-                if (SCORED) score = modified(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
+                Vec score = scaled(load<Vec>(at), unit);
+                score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
                 if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
                 if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
                 peak = larger(score, peak);
@@ -1328,15 +1378,15 @@ template <class T = Entry> static T *at_row(const Array &x, int64_t batch, int64
 static void begin(Worker &w, const Item &item) {
     const Call *call = item.call;
     const Int first = (Int)(call->q_origin[item.batch * call->q_origin_step] + item.start);
-    const Real unit = (Real)(PAIR == 1 ? call->scale * (SCORED ? 1.0 : 1.4426950408889634) : 1.0);
+    const Real unit = unit_of(call);
     const int all = round_up(item.rows(), item.rows() <= FEW ? 1 : GROUP);
     w.places = BY_HEAD && !alike_in_group(call) ? item.heads : 1;
     for (int n = 0; n < item.heads; n++) {
         w.fixed[n] = fixed_of(call, item.batch, item.head + n);
         const Entry *q = at_row(call->q, item.batch, item.head + n, item.start);
         const int row = n * (int)item.count;
-        pack_left<HEAD_DIM, QUERY>(w.query + row * QUERY, q, call->q.row, item.count,
-                                   n == item.heads - 1 ? all - row : item.count, unit);
+        const int64_t here = n == item.heads - 1 ? all - row : item.count;
+        pack_queries(w.query + row * QUERY, q, call->q.row, item.count, here, unit);
         for (int i = row; i < all; i++) {
             w.rows[i] = row_of(w.fixed[n], first + (i - row));
             w.place[i] = n < w.places ? n : 0;
@@ -1390,7 +1440,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
                 w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
     if (PARTIAL)
         for (int i = 0; i < BLOCK_K; i++) w.some[i] = 0;
-    const Real unit = (Real)(call->scale * (SCORED ? 1.0 : 1.4426950408889634));
+    const Real unit = unit_of(call);
     if (item.rows() <= FEW) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);
         add_few_values<PARTIAL>(w, tile, item.rows());
@@ -1425,7 +1475,12 @@ static void finish(Worker &w, const Item &item) {
             }
         }
         call->lse[line] = total == 0 ? -INF : peak + log(total);
-        const Real factor = (total == 0 ? 0 : shrink / total) * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
+        const Real share = total == 0 ? 0 : shrink / total;
+        if (call->norm) {  // below 0: of few rows
+            call->norm[2 * line] = top;
+            call->norm[2 * line + 1] = item.rows() <= FEW ? -share : share;
+        }
+        const Real factor = share * (DROPPED ? survivors(w.fixed[head - item.head]) : 1);
         const Real *acc = w.acc + row * V_WIDE;
         for (int d = 0; d < V_DIM; d++) out[d] = rounded(acc[d] * factor);
     }

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
 from frisket.lowering import aten_backward
@@ -73,25 +74,39 @@ def plain(case, q, k, v):
     return torch.where(seen, scores, 0.0).softmax(-1) * seen @ v
 
 
+def by_rows(case, q, k, v, dout):
+    """Gradients from dense weights as flash attention has them: what is taken off dP is the row's sum of dout * out."""
+    group, scale = 4 // case.kv_heads, q.shape[-1] ** -0.5
+    keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+    p = plain(case, q, k, torch.eye(case.length, dtype=q.dtype).expand(1, case.kv_heads, -1, -1))
+    ds = p * (dout @ values.mT - (dout * (p @ values)).sum(-1, keepdim=True)) * scale
+    return ds @ keys, *((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
+
+
 def gradients(attend, q, k, v, dout):
     given = [x.detach().clone().requires_grad_() for x in (q, k, v)]
     return torch.autograd.grad(attend(*given), given, dout)
 
 
-def check(case, backend):
+def check(case, backend, flash=False):
+    """Errors are at most twice those of dense attention in the same dtype; with `flash`, of its gradients as flash
+    attention has them."""
     att = fk.compile(case.mask, case.score, backend=backend)
     for size in SIZES:
-        q, k, v, dout = drawn(case, size)
-        right = gradients(lambda *x: plain(case, *x), *(x.double() for x in (q, k, v, dout)))
+        given = drawn(case, size)
+        right = gradients(lambda *x: plain(case, *x), *(x.double() for x in given))
 
-        def errors(attend, q=q, k=k, v=v, dout=dout, right=right):
-            found = gradients(attend, q, k, v, dout)
+        def errors(found, right=right):
             return [(x.double() - y).norm().item() for x, y in zip(found, right, strict=True)]
 
-        ours = errors(lambda *x: att(*x, sinks=SINKS if case.sinks else None))
-        theirs = errors(lambda *x: plain(case, *x))
+        ours = errors(gradients(lambda *x: att(*x, sinks=SINKS if case.sinks else None), *given))
+        theirs = errors(gradients(lambda *x: plain(case, *x), *given))
+        if flash:
+            theirs = map(max, theirs, errors(by_rows(case, *given)))
+        if case.length > 512 and size < 1e3:  # torch's own kernel runs
+            theirs = map(max, theirs, errors(gradients(lambda *x: sdpa(*x, is_causal=True), *given)))
         for n, x, y, z in zip("qkv", ours, theirs, right, strict=True):
-            floor = 1e-7 * z.norm().item()  # torch has some of them without any error
+            floor = 1e-7 * z.norm().item()  # dense attention has some of them without any error
             assert x <= 2 * y + floor, f"d{n} at scores of {size}: {x:.1e}, torch {y:.1e}"
 
 
@@ -100,15 +115,15 @@ def check(case, backend):
     "name", [pytest.param(n, marks=() if n in ("itself", "two runs", "sinks") else pytest.mark.matrix) for n in CASES]
 )
 def test_gradients(name, backend):
-    check(CASES[name], backend)
+    check(CASES[name], backend, flash=backend == "cpp")
 
 
 @pytest.mark.parametrize("name", ["itself", "causal", "two runs", "sinks"])
 def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
-    """Their sums are measured first."""
+    """Their sums are measured first, where scores are large."""
     monkeypatch.setattr(aten_backward, "WHOLE", 0)
     monkeypatch.setattr(aten_backward, "BUDGET", 0)
-    check(CASES[name], "aten")
+    check(CASES[name], "aten", flash=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
