@@ -51,6 +51,7 @@ CASES = {
     "plain": PLAIN,
     "few rows": PLAIN.but(q_len=3, mask="k <= q + 70"),
     "few rows and bias": BIAS.but(q_len=2, mask="doc[q] <= doc[k]"),
+    "heads together": PLAIN.but(q_len=5, kv_heads=1, mask="k <= q + 70"),
     "few rows at the end": PLAIN.but(q_len=69),
     "one row": PLAIN.but(q_len=1, mask=None, heads=2, kv_heads=2),
     "few rows of bfloat16": PLAIN.but(q_len=2, mask=None, dtype="bfloat16"),
