@@ -129,13 +129,14 @@ def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("size", [1.0, 10.0, 1e3, 1e5, 1e9, 1e30])
-def test_a_query_that_sees_itself_alone_gives_dv_back(size, backend):
+def test_a_query_that_sees_itself_alone_gives_dv_back(backend):
     att = fk.compile("k == q", backend=backend)
-    q, k, v, dout = drawn(Case("k == q", length=40), size)
-    v.requires_grad_()
-    for run in (att, torch.compile(att, fullgraph=True, backend="eager")):
-        assert torch.equal(torch.autograd.grad(run(q, k, v), v, dout)[0], dout)
+    for size in (1.0, 10.0, 1e3, 1e5, 1e9, 1e30):
+        q, k, v, dout = drawn(Case("k == q", length=40), size)
+        v.requires_grad_()
+        assert torch.equal(torch.autograd.grad(att(q, k, v), v, dout)[0], dout)
+    graph = torch.compile(att, fullgraph=True, backend="eager")
+    assert torch.equal(torch.autograd.grad(graph(q, k, v), v, dout)[0], dout)
     v = v.detach()
 
     def back(v):
