@@ -80,6 +80,12 @@ class ParameterError(FrisketError, ValueError):
     """A parameter or table is unbound, unused, reserved, or of the wrong rank, dtype or size."""
 
 
+class UnknownNameError(ParameterError, KeyError):
+    """Nothing has that name; a KeyError for those who looked it up."""
+
+    __str__ = Exception.__str__  # a KeyError would quote it
+
+
 class ShapeError(FrisketError, ValueError):
     """Arrays or lengths that do not fit together."""
 

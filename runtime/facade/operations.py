@@ -20,6 +20,7 @@ from frisket.runtime.operations.base import BaseOperation as BaseOperation
 from frisket.runtime.operations.base import OperationRegistry as OperationRegistry
 from frisket.runtime.operations.metadata import AttentionMetadata as AttentionMetadata
 from frisket.runtime.operations.metadata import Backend as Backend
+from frisket.runtime.operations.metadata import OperationMetadata as OperationMetadata
 from frisket.runtime.operations.metadata import Platform as Platform
 from frisket.runtime.operations.output import AttentionOutput as AttentionOutput
 
@@ -30,6 +31,7 @@ __all__ = [
     "AttentionRegistry",
     "Backend",
     "BaseOperation",
+    "OperationMetadata",
     "OperationRegistry",
     "Platform",
 ]

@@ -65,6 +65,15 @@ from frisket.runtime.sharding.names import UnifiedExpertRowWise as UnifiedExpert
 from frisket.runtime.sharding.partition import PartitionAxis as PartitionAxis
 from frisket.runtime.sharding.partition import PartitionManager as PartitionManager
 from frisket.runtime.sharding.partition import current_partition_manager as current_partition_manager
+from frisket.runtime.sharding.types import RUNTIME_MODE_TYPES as RUNTIME_MODE_TYPES
+from frisket.runtime.sharding.types import Array as Array
+from frisket.runtime.sharding.types import AxisIdxes as AxisIdxes
+from frisket.runtime.sharding.types import AxisNames as AxisNames
+from frisket.runtime.sharding.types import AxisType as AxisType
+from frisket.runtime.sharding.types import DType as DType
+from frisket.runtime.sharding.types import Mesh as Mesh
+from frisket.runtime.sharding.types import PRNGKey as PRNGKey
+from frisket.runtime.sharding.types import Shape as Shape
 
 __all__ = [
     "BATCH",
@@ -97,14 +106,20 @@ __all__ = [
     "MODE_TRAIN",
     "NOT_GIVEN",
     "QUERY_LENGTH",
+    "RUNTIME_MODE_TYPES",
     "SEQUENCE_PARALLEL",
     "SP",
     "TENSOR_PARALLEL",
     "TP",
     "VOCAB",
+    "Array",
     "AttnKVSharding",
     "AttnQSharding",
+    "AxisIdxes",
+    "AxisNames",
+    "AxisType",
     "ColumnWise",
+    "DType",
     "DynamicShardingAxes",
     "ExpertActivations",
     "ExpertActivationsAlt",
@@ -113,12 +128,15 @@ __all__ = [
     "ExpertRowWise",
     "ExpertRowWiseAlt",
     "HiddenStateSharding",
+    "Mesh",
+    "PRNGKey",
     "PartitionAxis",
     "PartitionManager",
     "Replicated",
     "RowWise",
     "SColumnWise",
     "SRowWise",
+    "Shape",
     "UnifiedExpertColumnWise",
     "UnifiedExpertRowWise",
     "current_mesh",

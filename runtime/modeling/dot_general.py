@@ -17,6 +17,19 @@ MODES = ("train", "serve", "convert")
 BITS = range(2, 9)
 
 
+class Keywords(dict[str, Any]):
+    """Keywords of a layer of flax nnx, with `dot_general_cls` beside them for those who make the product themselves:
+    flax's layers take one of the two names each."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == "dot_general_cls" and "dot_general" in self:
+            return lambda: self["dot_general"]
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self or (key == "dot_general_cls" and self) else default
+
+
 def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dict[str, Any]:
     """Keywords of a layer with products of few bits: `nnx.Linear(64, 64, **get_dot_general_by_bits(8), rngs=rngs)`.
 
@@ -36,6 +49,9 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     - "serve": takes the weights in `rhs`, or those it is called with where there are none, or a `qwix.QArray`. No
       gradients.
 
+    `get_dot_general_by_bits(8)["dot_general_cls"]` is a function without arguments that gives the product, for layers
+    that take it so, as `flax.linen.Dense`.
+
     Needs qwix: `pip install 'frisket-attention[quantized]'`.
     """
     if mode not in MODES:
@@ -47,7 +63,7 @@ def get_dot_general_by_bits(bits: int | None = None, mode: str = "train") -> dic
     with extras():
         from .dot_general_qwix import DotGeneral
 
-    return {"dot_general": DotGeneral(bits, mode)}
+    return Keywords(dot_general=DotGeneral(bits, mode))
 
 
 def _scaling(bits: int) -> str:

@@ -11,6 +11,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..caches.jax import KVCache, ShardedKVCache
 from ..caches.jax_sharded import Axes
+from ..parameters import traced
 
 Cache = TypeVar("Cache", KVCache, ShardedKVCache)
 
@@ -41,8 +42,9 @@ def concatenate_to_cache(
 
     key [batch, new, kv_heads, head_dim], value likewise. The cache that comes back is whole: `cache.k`, `cache.v`
     [batch, capacity, kv_heads, dim], their scales, and `cache.lengths`, the running index. The mask is bool [batch, 1,
-    new, capacity], or as `mask` broadcasts with that: True where a token is written and `mask`, bool of the whole
-    capacity, is True. With the cache donated under `jax.jit` nothing is copied, and no step compiles anew.
+    new, capacity], or as `mask` broadcasts with that: True where a token is written and `mask` is not 0. `mask` is
+    anything that flax's `combine_masks` takes: of any dtype, 0 where a key is hidden, and it broadcasts with [batch,
+    heads, new, capacity]. With the cache donated under `jax.jit` nothing is copied, and no step compiles anew.
 
     For an attention of frisket there is no such array: `cache.attend(att, query)` reads the same mask text at every
     step. Raises `ShapeError` for a mask of other lengths and `CapacityError` for tokens without room."""
@@ -52,10 +54,17 @@ def concatenate_to_cache(
     seen = jnp.broadcast_to(seen, (cache.batch, 1, new, capacity))
     if mask is None:
         return cache, seen
-    if mask.dtype != bool or mask.ndim > 4 or mask.shape[-2:] not in ((new, capacity), (1, capacity)):
+    mask = jnp.asarray(mask)
+    axes = zip(mask.shape[::-1], (capacity, new, None, cache.batch), strict=False)
+    if mask.ndim > 4 or any(n != 1 and most not in (None, n) for n, most in axes):
         raise ShapeError(
-            f"the mask is {mask.dtype}{list(mask.shape)}; it is bool [batch, heads, {new}, {capacity}], axes of 1 "
+            f"the mask is {mask.dtype}{list(mask.shape)}; it is [batch, heads, {new}, {capacity}], axes of 1 "
             "broadcast: of the whole capacity of the cache"
+        )
+    if not traced(mask) and bool((mask < 0).any()):
+        raise ParameterError(
+            "the mask has negative numbers, as a bias that is added to scores; a mask is 0 where a key is hidden: "
+            "mask=bias == 0"
         )
     return cache, jnp.logical_and(seen, mask)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from frisket.dsl.errors import ParameterError
+from frisket.dsl.errors import ParameterError, UnknownNameError
 from frisket.lowering.jax_promotion import usual_promotion
 
 T = TypeVar("T")
@@ -41,14 +41,14 @@ def get_gradient_checkpoint_policy(name: str) -> Callable[..., Any]:
     """`jax.checkpoint(f, policy=get_gradient_checkpoint_policy("dots_saveable"))`: that of `jax.checkpoint_policies`.
 
     Some are policies, some make one of names: `get_gradient_checkpoint_policy("save_only_these_names")("frisket out",
-    "frisket lse")` keeps attention's results, so that the backward does not run it again.
+    "frisket lse")` keeps attention's results, so that the backward does not run it again. Another name is a `KeyError`.
     """
     policies = {n: p for n in dir(jax.checkpoint_policies) if callable(p := getattr(jax.checkpoint_policies, n))}
     policies = {n: p for n, p in policies.items() if not n.startswith("_")}
     if name not in policies:
         near = difflib.get_close_matches(str(name), policies, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ParameterError(f"there is no checkpoint policy {name!r}{hint}\n  there are {', '.join(policies)}")
+        raise UnknownNameError(f"there is no checkpoint policy {name!r}{hint}\n  there are {', '.join(policies)}")
     policy: Callable[..., Any] = policies[name]
     return policy
 

@@ -60,7 +60,9 @@ def rotate_half(x: Any) -> Any:
     return jnp.concatenate((-b, a), -1)
 
 
-def apply_rotary_pos_emb(tensor: Any, sin: Any, cos: Any, layout: str = "bhsd") -> Any:
+def apply_rotary_pos_emb(
+    tensor: Any, sin: Any = None, cos: Any = None, layout: str = "bhsd", *, sin_: Any = None, cos_: Any = None
+) -> Any:
     """`tensor * cos + rotate_half(tensor) * sin`: queries or keys turned by their positions, in their own dtype.
 
     >>> import jax.numpy as jnp
@@ -69,9 +71,12 @@ def apply_rotary_pos_emb(tensor: Any, sin: Any, cos: Any, layout: str = "bhsd") 
     (2, 4, 8, 64)
 
     `layout` "bhsd" is [batch, heads, length, head_dim], "bshd" [batch, length, heads, head_dim]. `sin` and `cos` are
-    [length, head_dim], [batch, length, head_dim], or have a heads axis of length 1 where the layout has heads. Tables
-    of more positions than `tensor` has are cut.
+    [length, head_dim], [batch, length, head_dim], or have an axis of heads where the layout has it, of length 1 or one
+    table for each head. Tables of more positions than `tensor` has are cut. `sin_` and `cos_` are EasyDeL's names.
     """
+    if (sin is None) == (sin_ is None) or (cos is None) == (cos_ is None):
+        raise ParameterError("give sin and cos once each: apply_rotary_pos_emb(tensor, sin, cos), or sin_= and cos_=")
+    sin, cos = sin_ if sin is None else sin, cos_ if cos is None else cos
     if layout not in LENGTH_OF:
         raise ParameterError(f"layout is {layout!r}; it is 'bhsd' or 'bshd'")
     if len(tensor.shape) != 4:
@@ -84,18 +89,19 @@ def apply_rotary_pos_emb(tensor: Any, sin: Any, cos: Any, layout: str = "bhsd") 
 
 
 def _fitted(name: str, table: Any, tensor: Any, layout: str) -> Any:
-    """A table as [batch or 1, 1, length, head_dim], or with the last three axes in the order of `layout`."""
+    """A table as [batch or 1, heads or 1, length, head_dim], or with the last three axes in the order of `layout`."""
     at, heads = LENGTH_OF[layout], -5 - LENGTH_OF[layout]
     given, length = list(table.shape), tensor.shape[at]
     if len(given) in (2, 3):
         table = table[..., None, :, :] if layout == "bhsd" else table[..., None, :]
     if len(table.shape) == 3:
         table = table[None]
-    right = len(table.shape) == 4 and table.shape[heads] == 1 and table.shape[at] >= length
+    right = len(table.shape) == 4 and table.shape[heads] in (1, tensor.shape[heads]) and table.shape[at] >= length
     if not (right and table.shape[-1] == tensor.shape[-1] and table.shape[0] in (1, tensor.shape[0])):
         raise ShapeError(
             f"{name} is {given} for a tensor {list(tensor.shape)} in layout {layout!r}; it is [length, head_dim] or "
-            f"[batch, length, head_dim], with at least {length} positions"
+            f"[batch, length, head_dim], or has the axes of {layout!r} with 1 or {tensor.shape[heads]} heads; with at "
+            f"least {length} positions"
         )
     return table[:, :, :length] if layout == "bhsd" else table[:, :length]
 

@@ -138,14 +138,18 @@ class AttentionMetadata(Record):
             raise ParameterError("give both of blocksize_q and blocksize_k, or neither")
 
     def set_attrs_carefully(
-        self, attr: str, default: Any, pickup_name: str | None = None, use_base_config: bool = True
-    ) -> None:
-        """Give `attr` a value where it has none: that of `base_config` under `pickup_name` (or `attr`), if it is to be
-        used and has one, else `default`."""
-        if getattr(self, attr, EMPTY_VAL) is not EMPTY_VAL:
+        self, attr_name: str = EMPTY_VAL, default: Any = EMPTY_VAL, pickup_name: str | None = None,
+        use_base_config: bool = True, *, attr: str = EMPTY_VAL,
+    ) -> None:  # fmt: skip
+        """Give `attr_name`, also called `attr`, a value where it has none: that of `base_config` under `pickup_name`
+        (or `attr_name`), if it is to be used and has one, else `default`."""
+        name = attr if attr_name is EMPTY_VAL else attr_name
+        if name is EMPTY_VAL or default is EMPTY_VAL:
+            raise ParameterError('give a name and a default: set_attrs_carefully("softmax_scale", 1.0)')
+        if getattr(self, name, EMPTY_VAL) is not EMPTY_VAL:
             return
         config = self.base_config if use_base_config else None
-        setattr(self, attr, getattr(config, pickup_name or attr, default))
+        setattr(self, name, getattr(config, pickup_name or name, default))
 
     def replace(self, **changes: Any) -> Self:
         """The same with other values; another `partition_axis` or `mesh` is that of the partition manager too."""
@@ -209,3 +213,6 @@ def _member(kind: Any, name: str, x: Any) -> Any:
         return kind(str(x).lower())
     except ValueError:
         raise ParameterError(f"{name} is {x!r}; it is one of {', '.join(map(repr, map(str, kind)))}") from None
+
+
+OperationMetadata = AttentionMetadata  # EasyDeL's later name of it

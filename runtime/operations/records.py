@@ -55,13 +55,13 @@ class Record:
         cls._check(values)
         return cls(**values)
 
-    def to_json(self) -> str:
-        """A text that `from_json` reads, in another process too."""
+    def to_json(self, **kwargs: Any) -> str:
+        """A text that `from_json` reads, in another process too; `kwargs` as for `json.dumps`: `indent=2`."""
         made = {}
         for name, value in self.to_dict().items():
             write = self.codecs.get(name, (lambda x: x, None))[0]
             made[name] = None if value is None else write(value)
-        return json.dumps(made)
+        return json.dumps(made, **kwargs)
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
+
+from frisket.dsl.errors import ParameterError
 
 # Runtime modes: what a model is doing. The last two make tokens one after another.
 MODE_TRAIN = "__train__"
@@ -61,32 +64,124 @@ NOT_GIVEN = EMPTY_VAL
 Axis = str | list[str] | None  # of one dimension; a list: over several axes of a mesh
 
 
-class DynamicShardingAxes(NamedTuple):
-    """`DynamicShardingAxes([BATCH, QUERY_LENGTH, EMBED], 1)`: an axis for every dimension, and the mode.
-
-    `mode` is a runtime mode, or the number of the dimension it is told by: decode where that has length 1, train
-    otherwise.
-    """
-
+class _Said(NamedTuple):
     axes: list[Axis]
     mode: str | int
 
 
-HiddenStateSharding = DynamicShardingAxes([BATCH, QUERY_LENGTH, EMBED], 1)
-AttnQSharding = DynamicShardingAxes([BATCH, QUERY_LENGTH, HEAD, HEAD_DIM], 1)
-AttnKVSharding = DynamicShardingAxes([BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM], 1)
-RowWise = DynamicShardingAxes([TP, [FSDP, SP]], MODE_TRAIN)
-ColumnWise = DynamicShardingAxes([[FSDP, SP], TP], MODE_TRAIN)
-SRowWise = DynamicShardingAxes([TP], MODE_TRAIN)
-SColumnWise = DynamicShardingAxes([[FSDP, SP]], MODE_TRAIN)
-Replicated = DynamicShardingAxes([EMPTY], MODE_TRAIN)
+class _Forms(type):
+    """A named form is a class that says its axes and its mode by itself, as an instance of it does."""
+
+    form: tuple[list[Axis], str | int]
+    axes = property(lambda cls: cls.form[0])
+    mode = property(lambda cls: cls.form[1])
+
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        if {"axes", "mode"} & {*body}:  # as they are written in eformer
+            before = next((b.form for b in bases if hasattr(b, "form")), ([], MODE_TRAIN))
+            body["form"] = body.pop("axes", before[0]), body.pop("mode", before[1])
+        return super().__new__(cls, name, bases, body)
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls.form)
+
+    def __getitem__(cls, i: Any) -> Any:
+        return cls.form[i]
+
+    def __len__(cls) -> int:
+        return 2
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (isinstance(other, tuple) and getattr(cls, "form", None) == other)
+
+    __hash__ = type.__hash__
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return type.__instancecheck__(cls, x) or (type(x) is _Forms and hasattr(x, "form") and issubclass(x, cls))
+
+
+class DynamicShardingAxes(_Said, metaclass=_Forms):
+    """`DynamicShardingAxes([BATCH, QUERY_LENGTH, EMBED], 1)`: an axis for every dimension, and the mode.
+
+    `mode` is a runtime mode, or the number of the dimension it is told by: decode where that has length 1, train
+    otherwise. A class below it is a form with a name, which stands for itself, as do its instances:
+
+    >>> class Logits(DynamicShardingAxes):
+    ...     axes = [BATCH, LENGTH, VOCAB]
+    ...     mode = MODE_TRAIN
+    >>> Logits.mode, Logits(mode=MODE_DECODE).mode, Logits().axes == Logits.axes
+    ('__train__', '__autoregressive__', True)
+    """
+
+    def __new__(cls, axes: list[Axis] | None = None, mode: str | int | None = None) -> Self:
+        form: Any = getattr(cls, "form", (None, None))
+        axes, mode = form[0] if axes is None else axes, form[1] if mode is None else mode
+        if axes is None or mode is None:
+            raise ParameterError("give axes and mode: DynamicShardingAxes([BATCH, EMBED], MODE_TRAIN)")
+        return super().__new__(cls, axes, mode)
+
+
+class HiddenStateSharding(DynamicShardingAxes):
+    form = [BATCH, QUERY_LENGTH, EMBED], 1
+
+
+class AttnQSharding(DynamicShardingAxes):
+    form = [BATCH, QUERY_LENGTH, HEAD, HEAD_DIM], 1
+
+
+class AttnKVSharding(DynamicShardingAxes):
+    form = [BATCH, KV_LENGTH, KV_HEAD, KV_HEAD_DIM], 1
+
+
+class RowWise(DynamicShardingAxes):
+    form = [TP, [FSDP, SP]], MODE_TRAIN
+
+
+class ColumnWise(DynamicShardingAxes):
+    form = [[FSDP, SP], TP], MODE_TRAIN
+
+
+class SRowWise(DynamicShardingAxes):
+    form = [TP], MODE_TRAIN
+
+
+class SColumnWise(DynamicShardingAxes):
+    form = [[FSDP, SP]], MODE_TRAIN
+
+
+class Replicated(DynamicShardingAxes):
+    form = [EMPTY], MODE_TRAIN
+
+
 # Weights of experts: [experts, in, out], columns being the first product of a layer and rows the second.
-ExpertColumnWise = DynamicShardingAxes([EP, FSDP, TP], MODE_TRAIN)
-ExpertRowWise = DynamicShardingAxes([EP, TP, FSDP], MODE_TRAIN)
-ExpertColumnWiseAlt = DynamicShardingAxes([EP, [FSDP, SP], TP], MODE_TRAIN)
-ExpertRowWiseAlt = DynamicShardingAxes([EP, TP, [FSDP, SP]], MODE_TRAIN)
-UnifiedExpertColumnWise = DynamicShardingAxes([[FSDP, SP, EP], EMPTY, TP], MODE_TRAIN)
-UnifiedExpertRowWise = DynamicShardingAxes([[FSDP, SP, EP], TP, EMPTY], MODE_TRAIN)
+class ExpertColumnWise(DynamicShardingAxes):
+    form = [EP, FSDP, TP], MODE_TRAIN
+
+
+class ExpertRowWise(DynamicShardingAxes):
+    form = [EP, TP, FSDP], MODE_TRAIN
+
+
+class ExpertColumnWiseAlt(DynamicShardingAxes):
+    form = [EP, [FSDP, SP], TP], MODE_TRAIN
+
+
+class ExpertRowWiseAlt(DynamicShardingAxes):
+    form = [EP, TP, [FSDP, SP]], MODE_TRAIN
+
+
+class UnifiedExpertColumnWise(DynamicShardingAxes):
+    form = [[FSDP, SP, EP], EMPTY, TP], MODE_TRAIN
+
+
+class UnifiedExpertRowWise(DynamicShardingAxes):
+    form = [[FSDP, SP, EP], TP, EMPTY], MODE_TRAIN
+
+
 # Activations of experts: [batch, length, experts, size], and [batch, length, size] of those that were chosen.
-ExpertActivations = DynamicShardingAxes([DP, SP, EP, TP], MODE_TRAIN)
-ExpertActivationsAlt = DynamicShardingAxes([DP, SP, [TP, FSDP]], MODE_TRAIN)
+class ExpertActivations(DynamicShardingAxes):
+    form = [DP, SP, EP, TP], MODE_TRAIN
+
+
+class ExpertActivationsAlt(DynamicShardingAxes):
+    form = [DP, SP, [TP, FSDP]], MODE_TRAIN

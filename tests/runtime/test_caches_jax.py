@@ -379,8 +379,27 @@ def test_concatenate_to_cache(dtype):
     )
     cache, mask = concatenate_to_cache(cache, K[:, :1], VALUES[:, :1])
     np.testing.assert_array_equal(mask[:, 0, 0], np.broadcast_to(np.arange(24) < 21, (B, 24)))
-    with pytest.raises(fk.ShapeError, match=r"it is bool \[batch, heads, 1, 24\]"):
+    with pytest.raises(fk.ShapeError, match=r"it is \[batch, heads, 1, 24\]"):
         concatenate_to_cache(cache, K[:, :1], VALUES[:, :1], np.ones((1, 1, 1, 20), bool))
+
+
+def test_masks_of_combine_masks():
+    """Whatever flax's `combine_masks` takes beside ours: any dtype, any axes of 1; a bias is none of them."""
+    combine = pytest.importorskip("flax.linen").combine_masks
+    draw = np.random.default_rng(2)
+    for shape in ((B, 1, 3, 24), (1, H, 3, 1), (B, 1, 1, 24), (3, 24), (1, 1, 1, 1), (3, 1)):
+        for dtype in (bool, np.int32, np.float32, jnp.bfloat16):
+            mask = jnp.asarray(draw.integers(0, 2, shape)).astype(dtype)
+            cache = init_cache(B, 24, G, D, V)
+            _, ours = concatenate_to_cache(cache, K[:, :3], VALUES[:, :3])
+            _, found = concatenate_to_cache(cache, K[:, :3], VALUES[:, :3], mask)
+            wanted = combine(ours, mask.reshape((1,) * (4 - mask.ndim) + shape), dtype=bool)
+            np.testing.assert_array_equal(found, wanted)
+    bias = np.where(np.tri(3, 24), 0, -np.inf)
+    with pytest.raises(fk.ParameterError, match=r"negative numbers, as a bias .*: mask=bias == 0"):
+        concatenate_to_cache(init_cache(B, 24, G, D, V), K[:, :3], VALUES[:, :3], bias)
+    with pytest.raises(fk.ParameterError, match="give mesh= too"):
+        init_cache(B, 24, G, D, V, head_axis="tp")
 
 
 # -- refusals --------------------------------------------------------------------------------------------

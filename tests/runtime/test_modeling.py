@@ -63,6 +63,20 @@ def test_rotary(world, layout, tables):
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_rotary_by_the_names_of_easydel_and_a_table_for_every_head(world, layout):
+    make, draw = WORLDS[world], np.random.default_rng(8)
+    x, sin, cos = (draw.standard_normal((n, 3, 5, 8)).astype(np.float32) for n in (2, 1, 2))
+    given = [a if layout == "bhsd" else np.ascontiguousarray(a.swapaxes(1, 2)) for a in (x, sin, cos)]
+    found = m.apply_rotary_pos_emb(make(given[0]), sin_=make(given[1]), cos_=make(given[2]), layout=layout)
+    found = np.asarray(found) if layout == "bhsd" else np.asarray(found).swapaxes(1, 2)
+    np.testing.assert_allclose(found, x * cos + np.concatenate((-x[..., 4:], x[..., :4]), -1) * sin, atol=1e-6)
+    for wrong in ({"sin": x}, {"sin": x, "cos": x, "sin_": x}):
+        with pytest.raises(fk.ParameterError, match="give sin and cos once each"):
+            m.apply_rotary_pos_emb(x, **wrong)
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_rotary_keeps_the_dtype(world):
     x = jnp.ones((1, 1, 4, 8), "bfloat16") if world == "jax" else torch.ones(1, 1, 4, 8, dtype=torch.bfloat16)
     found = m.apply_rotary_pos_emb(x, *m.rotary_tables(WORLDS[world](np.arange(4)), 8))
@@ -237,6 +251,30 @@ def test_converted_weights_serve():
 
 def test_layers_of_their_own_product():
     assert m.get_dot_general_by_bits() == {} == m.get_dot_general_by_bits(None, "serve")
+
+
+def test_the_product_by_the_key_of_linen():
+    nn = pytest.importorskip("flax.linen")
+    pytest.importorskip("qwix")
+    given = m.get_dot_general_by_bits(8)
+    assert [*given] == ["dot_general"]  # what layers of nnx take, by **
+    assert given["dot_general_cls"]() is given.get("dot_general_cls")() is given["dot_general"]
+    x = jnp.asarray(rng.standard_normal((3, 64)), jnp.float32)
+    layer, plain = nn.Dense(4, dot_general_cls=given["dot_general_cls"]), nn.Dense(4)
+    weights = plain.init(jax.random.key(0), x)
+    exact, found = plain.apply(weights, x), layer.apply(weights, x)
+    assert 0 < jnp.abs(found - exact).max() < 0.05
+    for empty in (m.get_dot_general_by_bits(), given):
+        with pytest.raises(KeyError, match="nothing"):
+            empty["nothing"]
+    assert given.get("nothing", 3) == 3
+
+
+def test_an_unknown_policy_is_a_key_error():
+    with pytest.raises(KeyError) as caught:
+        m.get_gradient_checkpoint_policy("dot_saveable")
+    assert isinstance(caught.value, fk.ParameterError)
+    assert str(caught.value).startswith("there is no checkpoint policy 'dot_saveable'; did you mean 'dots_saveable'?\n")
 
 
 def test_without_qwix(monkeypatch):

@@ -183,7 +183,17 @@ def test_set_attrs_carefully():
     made.set_attrs_carefully("b", 5, "here")
     made.set_attrs_carefully("c", 5, "here", use_base_config=False)
     made.set_attrs_carefully("b", 6)
-    assert (made.a, made.b, made.c) == (5, 1, 5)
+    made.set_attrs_carefully(attr_name="d", default=7)
+    made.set_attrs_carefully(attr="e", default=8, pickup_name="here")
+    assert (made.a, made.b, made.c, made.d, made.e) == (5, 1, 5, 7, 1)
+    with pytest.raises(fk.ParameterError, match="give a name and a default"):
+        made.set_attrs_carefully("f")
+
+
+def test_the_later_name_of_metadata():
+    from frisket.operations import OperationMetadata
+
+    assert OperationMetadata is AttentionMetadata
 
 
 def test_metadata_goes_through_dicts_and_json():
@@ -194,6 +204,9 @@ def test_metadata_goes_through_dicts_and_json():
     assert json.loads(text)["runtime_dtype"] == "bfloat16"
     same(AttentionMetadata.from_json(text), full)
     same(AttentionMetadata.from_json(AttentionMetadata().to_json()), AttentionMetadata())
+    pretty = full.to_json(indent=2, sort_keys=True)
+    assert pretty.splitlines()[1].startswith('  "backend"')
+    same(AttentionMetadata.from_json(pretty), full)
     changed = full.replace(softmax_scale=2.0)
     assert (changed.softmax_scale, full.softmax_scale, changed.backend) == (2.0, 0.25, full.backend)
 

@@ -1,8 +1,11 @@
 """Semantic axes, modes and the specs they become, against the page that names them."""
 
 import pickle
+from collections.abc import Sequence
+from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
@@ -94,6 +97,52 @@ def test_forms(name):
     assert isinstance(form, s.DynamicShardingAxes)
     manager = s.PartitionManager(s.PartitionAxis(), MESH)
     assert manager.resolve(form, shape=(8,) * len(axes)) == SPECS[name]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_are_classes(name):
+    """As eformer has them, and values as before."""
+    form, manager = getattr(s, name), s.PartitionManager(s.PartitionAxis(), MESH)
+    axes, mode = form
+    assert (axes, mode) == (form[0], form[1]) == form == form() == s.DynamicShardingAxes(axes, mode)
+    assert len(form) == 2 == len(form())
+    other = form([s.BATCH, s.EMBED], s.MODE_DECODE)
+    assert isinstance(other, form)
+    assert isinstance(other, s.DynamicShardingAxes)
+    assert (other.axes, other.mode) == ([s.BATCH, s.EMBED], s.MODE_DECODE) != form
+    assert form(mode=s.MODE_DECODE).axes == axes
+    assert pickle.loads(pickle.dumps(other)) == other
+    assert pickle.loads(pickle.dumps(form)) is form
+    assert manager.resolve(form(), shape=(8,) * len(axes)) == SPECS[name]
+    assert len({form, form}) == 1
+
+
+def test_forms_of_ones_own():
+    class Logits(s.DynamicShardingAxes):
+        axes = [s.BATCH, s.LENGTH, s.VOCAB]  # noqa: RUF012
+        mode = 1
+
+    class Small(s.HiddenStateSharding):
+        axes = [s.EMBED]  # noqa: RUF012
+
+    assert (Logits.axes, Logits.mode, Logits(mode=0).mode) == ([s.BATCH, s.LENGTH, s.VOCAB], 1, 0)
+    assert (Small.axes, Small.mode) == ([s.EMBED], s.HiddenStateSharding.mode)
+    assert isinstance(Small, s.HiddenStateSharding)
+    assert not isinstance(Small, s.RowWise)
+    assert not isinstance(s.DynamicShardingAxes, s.DynamicShardingAxes)
+    manager = s.PartitionManager(s.PartitionAxis(), MESH)
+    assert manager.resolve(Logits, shape=(8, 8, 8)) == P(("fsdp", "dp"), "sp", "tp")
+    with pytest.raises(fk.ParameterError, match="give axes and mode"):
+        s.DynamicShardingAxes([s.BATCH])
+
+
+def test_names_of_types():
+    """The nine of `common_types`."""
+    assert (s.Array, s.PRNGKey, s.Mesh) == (jax.Array, jax.Array, jax.sharding.Mesh)
+    assert isinstance(jnp.dtype("bfloat16"), s.DType)
+    assert s.AxisType == tuple[str, ...] | str | Any | None
+    assert (s.AxisNames, s.AxisIdxes, s.Shape) == (tuple[str, ...], tuple[int, ...], Sequence[int])
+    assert {*get_args(s.RUNTIME_MODE_TYPES)} == {*s.MODES}
 
 
 @pytest.mark.parametrize("name", ["HiddenStateSharding", "AttnQSharding"])

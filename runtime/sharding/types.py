@@ -1,0 +1,19 @@
+"""Names of types that eformer's `common_types` has, for annotations of model code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh as Mesh
+
+Array = jax.Array
+PRNGKey = jax.Array
+DType = jnp.dtype
+Shape = Sequence[int]
+AxisIdxes = tuple[int, ...]
+AxisNames = tuple[str, ...]
+AxisType = tuple[str, ...] | str | Any | None  # the mesh axes of one dimension
+RUNTIME_MODE_TYPES = Literal["__train__", "__prefill__", "__autoregressive__", "__insert__"]
