@@ -105,7 +105,7 @@ class Ledger:
 
 def empty_rows(batch: int) -> Rows:
     """Rows that no sequence sits in."""
-    return np.repeat(np.int32([0, 0, 0, NEVER, 0])[:, None], batch, 1)
+    return np.repeat(np.array([[0], [0], [0], [NEVER], [0]], np.int32), batch, 1)
 
 
 def seated(

@@ -84,7 +84,8 @@ class PagedKVCache(Cache):
         held = self.known()
         if held is None:
             held = self.lengths.tolist()
-        *found, rows = seated(pool, sequences, new, self.k.shape[0], self.page, *self.pages.shape, self._rows, held)
+        pages, (batch, width) = self.k.shape[0], self.pages.shape
+        *found, rows = seated(pool, sequences, new, pages, self.page, batch, width, self._rows, held)
         for source, target in copies:
             for x in (self.k, self.v, self.k_scale, self.v_scale):
                 if x is not None:

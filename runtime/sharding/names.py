@@ -78,7 +78,7 @@ class _Forms(type):
 
     def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
         if {"axes", "mode"} & {*body}:  # as they are written in eformer
-            before = next((b.form for b in bases if hasattr(b, "form")), ([], MODE_TRAIN))
+            before: Any = next((b.form for b in bases if hasattr(b, "form")), ([], MODE_TRAIN))
             body["form"] = body.pop("axes", before[0]), body.pop("mode", before[1])
         return super().__new__(cls, name, bases, body)
 
