@@ -111,7 +111,12 @@ def written(
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         params = {n: x.transpose(1, 2) if n.startswith("scale of") else x for n, x in params.items()}
+    spread = type(q).__name__ == "DTensor"
+    if spread:
+        from . import torch_dtensor  # noqa: F401, says what the operators are on them
     if rate and seed is None:
+        if spread:
+            raise ParameterError("dropout of DTensors needs a seed, the same in every rank and another at every step")
         seed = torch.randint(0, 1 << 31, (), device="cpu")
     items = list(params.items())
     if rate:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import frisket as fk
@@ -186,3 +189,22 @@ def test_a_cuda_graph_is_replayed_on_other_inputs():
     doc.copy_((torch.arange(S) + 3) // 7)
     graph.replay()
     torch.testing.assert_close(found, att(*held, bias=bias, doc=doc))
+
+
+@pytest.mark.parametrize("name", ["plain", "learned", "planned", "flex", "entry of a lambda"])
+def test_policies_of_checkpoints_see_the_operator(name):
+    """Selective activation checkpointing in eager mode: what is saved is not computed again."""
+    seen = []
+
+    def policy(ctx, op, *args, **more):
+        seen.append((ctx.is_recompute, op))
+        kept = op is torch.ops.frisket.attend.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checked(q, k, v):
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(CALLS[name], q, k, v, use_reentrant=False, context_fn=contexts)
+
+    given = inputs()
+    torch.testing.assert_close(results(checked, given), results(CALLS[name], given))
+    assert (False, torch.ops.frisket.attend.default) in seen

@@ -1,0 +1,216 @@
+"""The operators of attention on DTensors: batch and heads over the devices of a mesh. Imports torch.distributed.
+
+Every rank computes its own batch entries and heads, at their place in the whole problem, so that a mask or score mod
+that reads `b` or `h` means those of all ranks. Tables are whole in every rank. Nothing travels but what is not placed
+so already, and gradients of what all ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from frisket.dsl.errors import ParameterError, ShapeError
+
+from .torch_library import names_of, reserved
+
+Placements = tuple[Any, ...]
+AXES = ("batch", "heads", "length", "head_dim")
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a rank computes: `first` and `count` are its batch entries and heads of q, `keys` the heads of k and v that
+    it reads of those it holds; None: all of them, in groups as before."""
+
+    mesh: Any
+    q: Placements
+    kv: Placements
+    first: tuple[int, int]
+    count: tuple[int, int]
+    keys: Tensor | None
+
+    @property
+    def sums(self) -> Placements:
+        """Of the gradient of what every rank reads: a sum over the ranks that compute something else."""
+        return tuple(Partial() if isinstance(p, Shard) else Replicate() for p in self.q)
+
+    @property
+    def kv_sums(self) -> Placements:
+        """Of the gradients of k and v."""
+        return tuple(s if isinstance(p, Replicate) else p for p, s in zip(self.kv, self.sums, strict=True))
+
+    def whole(self, x: Any) -> Any:
+        """A table as every rank reads it."""
+        return local(x, self.mesh, (Replicate(),) * self.mesh.ndim)
+
+    def heads(self, x: Any) -> Any:
+        """Sinks of this rank's heads."""
+        return None if x is None else self.whole(x).narrow(0, self.first[1], self.count[1])
+
+
+def place_of(q: Any, k: Any, v: Any, names: str) -> Place:
+    """Where q, k and v are to be; errors say what cannot be split."""
+    given = {"q": q, "k": k, "v": v}
+    if any(not isinstance(x, DTensor) for x in given.values()):
+        kinds = ", ".join(f"{n} is a {type(x).__name__}" for n, x in given.items())
+        raise ShapeError(f"{kinds}\n  DTensors go with DTensors: distribute_tensor(x, mesh, placements)")
+    if any(x.device_mesh != q.device_mesh for x in (k, v)):
+        raise ShapeError("q, k and v are on different meshes; distribute them over one")
+    if any(reserved(n) for _, n in names_of(names)[1]):
+        raise ParameterError(
+            "q, k and v are DTensors, and keys are stored in 8 bits or pages\n"
+            "  give every rank its own part: q.to_local(), and origin for its first batch entry and head"
+        )
+    for name, x in given.items():
+        if any(isinstance(p, Shard) and p.dim % 4 == 2 for p in x.placements):
+            raise ShapeError(
+                f"{name} is split along its length: {x.placements}\n  ranks then need one another's keys: use "
+                "frisket.parallel (deal, attend) for that mesh axis; here batch and heads are split"
+            )
+    mesh, heads, keys = q.device_mesh, q.shape[1], k.shape[1]
+    where = split(q)
+    (b, batch), (h, count) = (part(n, axis, mesh, where) for axis, n in enumerate(q.shape[:2]))
+    parts = prod(mesh.size(i) for i, p in enumerate(where) if isinstance(p, Shard) and p.dim % 4 == 1)
+    even = heads % parts == 0 and keys % parts == 0
+    kv = tuple(p if even or p.is_replicate() or p.dim % 4 == 0 else Replicate() for p in where)
+    read = None
+    if not even:
+        read = torch.arange(h, h + count, device=q.device) // max(heads // max(keys, 1), 1)
+    return Place(mesh, where, kv, (b, h), (batch, count), read)
+
+
+def split(q: Any) -> Placements:
+    """The placements of q that stay: batch and heads, as long as every rank has some."""
+    left, found = list(q.shape[:2]), []
+    for i, p in enumerate(q.placements):
+        axis, size = p.dim % 4 if type(p) is Shard else 4, q.device_mesh.size(i)
+        even = axis < 2 and left[axis] % size == 0
+        first = axis < 2 and left[axis] == q.shape[axis] and (size - 1) * -(-left[axis] // size) < left[axis]
+        found.append(p if even or first else Replicate())
+        if even or first:
+            left[axis] = -(-left[axis] // size) if even else 1
+    return tuple(found)
+
+
+def part(n: int, axis: int, mesh: Any, placements: Placements) -> tuple[int, int]:
+    """(start, size) of what this rank has of `n` entries along an axis, in chunks as DTensors have them."""
+    start = 0
+    for i, p in enumerate(placements):
+        if isinstance(p, Shard) and p.dim % 4 == axis:
+            each = -(-n // mesh.size(i))
+            before = min(mesh.get_local_rank(i) * each, n)
+            start, n = start + before, min(each, n - before)
+    return start, n
+
+
+def local(x: Any, mesh: Any, placements: Placements) -> Any:
+    """This rank's part of a tensor that is placed so; one that is no DTensor is whole in every rank."""
+    if not isinstance(x, DTensor):
+        return x
+    if x.device_mesh != mesh:
+        raise ShapeError("a table or cotangent is on another mesh than q, k and v; distribute it over theirs")
+    return x.redistribute(mesh, placements).to_local()
+
+
+def dealt(x: Tensor, like: Any, place: Place, have: Placements, shape: Sequence[int]) -> Any:
+    """What ranks have found as a tensor placed as `like` is; whole in every rank where that is no DTensor."""
+    made = _of_ranks(x.contiguous(), place, have, shape)
+    if isinstance(like, DTensor):
+        return made.redistribute(place.mesh, like.placements)
+    return made.redistribute(place.mesh, (Replicate(),) * place.mesh.ndim).to_local()
+
+
+def placed(
+    place: Place, q: Any, values: Sequence[Any], numbers: Sequence[Any], names: str, kv_len: int
+) -> tuple[list[Any], list[Any], str]:
+    """The values of a call of one rank: its place in the whole problem is among them."""
+    tensors, ints = [place.whole(x) for x in values], list(numbers)
+    at: dict[str, tuple[list[Any], int]] = {}
+    places = {"tensor": tensors, "number": ints}
+    seen = dict.fromkeys(places, 0)
+    for kind, name in names_of(names)[1]:
+        if kind in places:
+            at[name] = places[kind], seen[kind]
+            seen[kind] += 1
+    starts = [0, 0, 0, 0]
+    if " origin0" in at:
+        starts = [held[i] for held, i in (at[f" origin{i}"] for i in range(4))]
+    if " size0" not in at:  # of the whole problem, where nobody says more
+        sizes = [s + n for s, n in zip(starts, (*q.shape[:3], kv_len), strict=True)]
+        whole = [x if isinstance(x, int | torch.SymInt) else x.max() for x in sizes]
+        names += "".join(f",{'tensor' if isinstance(x, Tensor) else 'number'}  size{i}" for i, x in enumerate(whole))
+        for x in whole:
+            (tensors if isinstance(x, Tensor) else ints).append(x)
+    if " origin0" in at:
+        for i, more in enumerate(place.first):
+            held, j = at[f" origin{i}"]
+            held[j] = held[j] + more
+    else:
+        names += "".join(f",number  origin{i}" for i in range(4))
+        ints += [*place.first, 0, 0]
+    return tensors, ints, names
+
+
+def keys_of(place: Place, x: Any) -> Tensor:
+    found = local(x, place.mesh, place.kv)
+    return found if place.keys is None else found.index_select(1, place.keys)
+
+
+def attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`frisket::attend`."""
+    q, k, v, sinks, values, numbers, spec, names = args
+    with torch.no_grad():
+        place = place_of(q, k, v, names)
+        tensors, ints, said = placed(place, q, values, numbers, names, k.shape[2])
+        mine = local(q, place.mesh, place.q)
+        found = op(mine, keys_of(place, k), keys_of(place, v), place.heads(sinks), tensors, ints, spec, said)
+        rows = q.shape[:3]
+        shapes = (*rows, v.shape[3]), rows, rows if names_of(names)[0] else (), (*rows, 2)
+        return tuple(_of_ranks(x, place, place.q, s) if s else x for x, s in zip(found, shapes, strict=True))
+
+
+def _of_ranks(x: Tensor, place: Place, have: Placements, shape: Sequence[int]) -> Any:
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return DTensor.from_local(x, place.mesh, have, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def attend_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`frisket::attend_backward`."""
+    dout, dlse, q, k, v, sinks, values, out, lse, norm, numbers, spec, names, needed = args
+    with torch.no_grad():
+        place = place_of(q, k, v, names)
+        tensors, ints, said = placed(place, q, values, numbers, names, k.shape[2])
+        dout, dlse, mine, out, lse, norm = (local(x, place.mesh, place.q) for x in (dout, dlse, q, out, lse, norm))
+        given = mine, keys_of(place, k), keys_of(place, v), place.heads(sinks)
+        found = op(dout, dlse, *given, tensors, out, lse, norm, ints, spec, said, needed)
+        wanted = [(i, x) for i, x in enumerate((q, k, v, sinks, *[x for x in values if x.is_floating_point()]))]
+        wanted = [(i, x) for (i, x), need in zip(wanted, needed, strict=True) if need]
+        return [_gradient(place, i, x, g) for (i, x), g in zip(wanted, found, strict=True)]
+
+
+def _gradient(place: Place, which: int, like: Any, g: Tensor) -> Any:
+    """Of input `which` (q, k, v, sinks, then tables), placed as that is."""
+    if which == 0:
+        return dealt(g, like, place, place.q, like.shape)
+    if which in (1, 2):
+        if place.keys is not None:
+            g = g.new_zeros(g.shape[0], like.shape[1], *g.shape[2:]).index_add_(1, place.keys, g)
+        return dealt(g, like, place, place.kv_sums, like.shape)
+    if which == 3:
+        whole = g.new_zeros(like.shape)
+        whole.narrow(0, place.first[1], place.count[1]).copy_(g)
+        g = whole
+    return dealt(g, like, place, place.sums, like.shape)
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    torch.ops.frisket.attend.default: attend, torch.ops.frisket.attend_backward.default: attend_backward,
+}  # fmt: skip
+DTensor._op_dispatcher._custom_op_handlers.update(HANDLERS)

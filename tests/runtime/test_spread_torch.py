@@ -1,0 +1,42 @@
+"""Attention of DTensors, and models under TP, FSDP2 and DDP, on two gloo processes: what one process computes."""
+
+import pytest
+import torch.distributed as dist
+from support import spread_torch_ranks as ranks
+from support.processes import together
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch without gloo")
+
+
+@pytest.fixture(scope="module")
+def said():
+    found = together(ranks.work, ranks.RANKS, timeout=60, limit=240)
+    assert not {r: x for (r, name), x in found.items() if name == "failed"}
+    return found
+
+
+NUMBERS = (
+    *(f"{name}, {tables}" for name in ranks.SPLITS for tables in (False, True)), "flex batch", "flex heads",
+    "head_dim", "tp", "tp of DTensors", "fsdp", "ddp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_ranks_compute_what_one_process_does(said, name):
+    """out, lse and the gradients of q, k, v, tables and sinks."""
+    for r in range(ranks.RANKS):
+        assert said[r, name] < 1e-4
+
+
+@pytest.mark.matrix
+def test_compiled():
+    found = together(ranks.compiled, ranks.RANKS, timeout=60, limit=240)
+    for r in range(ranks.RANKS):
+        assert max(found[r, f"compiled {name}"] for name in ("batch", "heads")) < 1e-4
+
+
+def test_what_is_refused(said):
+    for r in range(ranks.RANKS):
+        assert "q is split along its length" in said[r, "length"]
+        assert "frisket.parallel" in said[r, "length"]
+        assert "needs a seed" in said[r, "no seed"]
