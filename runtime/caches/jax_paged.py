@@ -127,6 +127,7 @@ class PagedKVCache(Cache):
         return replace(self, **arrays, lengths=start + counts, rows=rows,
                        overflowed=self.overflowed | (real < counts))  # fmt: skip
 
+    @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
         """As `KVCache.truncate`, and tell the pool, as after `keep`. A row that ends on pages that another sequence
         shares takes no tokens until `seat` has given it others."""

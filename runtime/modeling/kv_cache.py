@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.lowering.jax_promotion import usual_promotion
 
 from ..caches.jax import KVCache, ShardedKVCache
 from ..caches.jax_sharded import Axes
@@ -35,6 +36,7 @@ def init_cache(
     )  # fmt: skip
 
 
+@usual_promotion()
 def concatenate_to_cache(
     cache: Cache, key: jax.Array, value: jax.Array, mask: jax.Array | None = None
 ) -> tuple[Cache, jax.Array]:

@@ -395,6 +395,10 @@ def test_masks_of_combine_masks():
             _, found = concatenate_to_cache(cache, K[:, :3], VALUES[:, :3], mask)
             wanted = combine(ours, mask.reshape((1,) * (4 - mask.ndim) + shape), dtype=bool)
             np.testing.assert_array_equal(found, wanted)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        concatenate_to_cache(init_cache(B, 24, G, D, V), K[:, :3], VALUES[:, :3], np.ones((3, 24), np.int32))
+        paged = PagedKVCache.create(12, 16, B, 4, G, D, V)
+        paged.truncate([0, 0]).keep(np.zeros((B, 1), np.int32), 0, [0, 0])
     bias = np.where(np.tri(3, 24), 0, -np.inf)
     with pytest.raises(fk.ParameterError, match=r"negative numbers, as a bias .*: mask=bias == 0"):
         concatenate_to_cache(init_cache(B, 24, G, D, V), K[:, :3], VALUES[:, :3], bias)
