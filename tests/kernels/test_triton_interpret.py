@@ -34,6 +34,11 @@ def test_interpreted_stored_keys_and_values():
 
 
 @pytest.mark.matrix
+def test_interpreted_large_scores():
+    run(HERE / "triton_large_interpreted.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("part", ["every_case", "not every_case"])
 def test_interpreted_backward(part):
     run(HERE / "triton_backward_interpreted.py", only=part, TRITON_INTERPRET="1")

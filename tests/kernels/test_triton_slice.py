@@ -29,6 +29,9 @@ INTERPRETED = {
         "every_case[documents-by-batch]", "every_gradient[learned by-diagonal]", "everything_at_once[empty-rows]",
         "few_queries_of_all_heads_in_parts_of_the_keys[3]", "traced_values_make_no_other_kernel",
     ),
+    "kernels/triton_large_interpreted.py": (
+        "weights_in_torch[one key-1e+30]", "weights_in_torch[affine-100000.0]", "weights_in_jax[distance-100000.0]",
+    ),
     "kernels/triton_planner_interpreted.py": (
         "written_masks[documents]", "random_masks[1]",
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",

@@ -240,11 +240,28 @@ def bytes_sent(name, case):
     assert case.variant == "ring" or sorted(kinds) == ["all-gather"] * 2 + ["reduce-scatter"] * 2, kinds
 
 
+def large(name, case):
+    """The weights of a row sum to 1 in the backward, over the keys of all devices, however large scores are."""
+    for size in (1e5, 1e9):
+        (q, k, v), dout, _, sinks = arrays(case)
+        run, *_ = attention(case)
+
+        def step(q, k, v, run=run, sinks=sinks, tables=case.params):
+            return run(q, k, v, tables, sinks)
+
+        grown = [x * np.sqrt(size) for x in (q, k)]
+        (_, lse), back = jax.vjp(jax.jit(step), *grown, v)
+        dq, dk, dv = back((dout, jnp.zeros_like(lse)))
+        assert all(bool(jnp.isfinite(x).all()) for x in (dq, dk, dv)), (name, size)
+        have, want = (x.reshape(*x.shape[:2], case.kv_heads, -1, 16).sum((1, 3)) for x in (dv, dout))
+        close(name, have, want, 1e-4)
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         kind, _, of = name.rpartition(": ")
         try:
-            (bytes_sent if kind == "bytes" else check)(name, CASES[of])
+            {"bytes": bytes_sent, "large": large}.get(kind, check)(name, CASES[of])
             print(name, flush=True)
         except Exception:
             traceback.print_exc()

@@ -23,7 +23,7 @@ EVERY = [
     "causal", "window", "documents", "full", "prefix", "streaming", "block diffusion", "dilated", "chunks", "offsets",
     "prefix documents", "documents by batch", "sparse", "rows without keys", "biases", "plane", "distances",
     "split tables", "dropout and sinks", "split heads", "gathered", "gathered documents", "short", "bfloat16",
-    "bytes: causal", "bytes: window", "bytes: gathered", "bytes: documents",
+    "bytes: causal", "bytes: window", "bytes: gathered", "bytes: documents", "large: causal", "large: gathered",
 ]  # fmt: skip
 
 
@@ -47,6 +47,8 @@ MANY = [
     "split heads",
     "gathered",
     "bytes: documents",
+    "large: causal",
+    "large: gathered",
 ]
 
 
