@@ -236,10 +236,11 @@ def attend(
     import torch
 
     stored = next((n for n in params if " of " in n), None)
-    for name, x in (("plan", plan), ("origin", origin), ("sizes", sizes), (stored, stored)):
+    refused = (("`plan`", plan), ("`origin`", origin), ("`sizes`", sizes), ("a scale or `pages`", stored))
+    for name, x in refused:
         if x is not None:
             raise ParameterError(
-                f"`{name}` is given beside nested tensors\n"
+                f"{name} is given beside nested tensors\n"
                 "  leave it out, or give packed tokens: positions are those inside each sequence, all of it at hand"
             )
     if layout == "bshd":
@@ -254,8 +255,9 @@ def attend(
 
         rest = {n: x for n, x in att.constants.items() if n not in params}
         sinks = att.options.sinks if sinks is None else sinks
-        given = {**rest, **values, **params}
-        found = written(spec, att.options.dropout, *packed, seed, sinks, top, None, None, None, given)
+        found = written(
+            spec, att.options.dropout, *packed, seed, sinks, top, None, None, None, {**rest, **values, **params}
+        )
     else:
         inside: Any = att.jagged(ragged.pattern)[0]
         found = inside(*packed, seed=seed, sinks=sinks, return_lse=True, return_max=True, **values, **params)

@@ -126,7 +126,7 @@ PARAMETERS = [
         "table `doc` has 3 entries on axis 0 and is read at `q` = 0..3; "
         "give 4, or hide what lies beyond: `q < 3 & ...`",
     ),
-    (lambda: mask("causal").dense(0, 4), "q_len is 0\n  lengths and counts are positive integers, in tokens"),
+    (lambda: mask("causal").dense(-1, 4), "q_len is -1\n  lengths are integers, 0 or more, in tokens"),
     (lambda: mask(score("alibi")), "this is a score mod, not a mask"),
     (lambda: score(mask("causal")), "this is a mask, not a score mod; a mask is given as mask=..."),
     (

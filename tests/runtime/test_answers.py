@@ -181,8 +181,8 @@ def test_what_is_refused():
     m = fk.mask("causal")
     with pytest.raises(ParameterError, match="`w` has no value"):
         m.implies("window(w)", 4, 4)
-    with pytest.raises(ShapeError, match="q_len is 0"):
-        m.is_empty(0, 4)
+    with pytest.raises(ShapeError, match="q_len is -1"):
+        m.is_empty(-1, 4)
     with pytest.raises(ParameterError, match="table `doc` has 3 entries on axis 0"):
         m.implies(fk.mask("same(doc)", doc=np.arange(3)), 4, 4)
 
