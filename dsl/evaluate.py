@@ -20,14 +20,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import EvaluationError
-from .ir import Expr, substitute, walk
+from .errors import BudgetError, EvaluationError
+from .ir import Expr, build, make, substitute, walk
 from .ir import lit as literal
 from .types import BOOL, FLOAT, INT, Type
+from .work import outside, steps
 
 Array = NDArray[Any]
 DTYPES: dict[Type, Any] = {BOOL: np.bool_, INT: np.int64, FLOAT: np.float64}
 _INT_LIMIT = 2.0**63
+MOST = 1 << 34  # steps that the reductions of one evaluation may take: half a minute or so
+_AT_ONCE = 1 << 16  # values of a reduction's body held together
 
 
 def evaluate(
@@ -39,29 +42,86 @@ def evaluate(
     """The value of `root`, broadcast over the arrays of `env` (variable and parameter names).
 
     `tables` are numpy arrays; `hooks` add operators of the analysis. Raises `EvaluationError` for a name
-    without a value and for an Int outside 64 bits.
+    without a value and for an Int outside 64 bits, `BudgetError` for reductions that would take more than `MOST` steps.
     """
-    tables, hooks = tables or {}, hooks or {}
-    root = unrolled(root, env, tables)
-    values: dict[Expr, Array] = {}
     with np.errstate(all="ignore"):
-        for node in walk(root):
-            args = [values[a] for a in node.args]
-            if node.op in hooks:
-                values[node] = hooks[node.op](node, *args)
-            elif node.op == "lit":
-                if node.type is INT and not -(2**63) <= node.name < 2**63:
-                    raise EvaluationError("an integer leaves 64 bits")
-                values[node] = np.asarray(node.name, DTYPES[node.type])
-            elif node.op in ("var", "param"):
-                if node.name not in env:
-                    raise EvaluationError(f"`{node.name}` has no value")
-                values[node] = np.asarray(env[node.name]).astype(DTYPES[node.type], copy=False)
-            elif node.op in ("lookup", "segment"):
-                values[node] = _lookup(node, table_array(tables, node.name), args)
+        return _Evaluation(env, tables or {}, hooks or {})(root, {})
+
+
+class _Evaluation:
+    """One evaluation: what names stand for, and the steps that its reductions may still take."""
+
+    def __init__(
+        self, env: Mapping[str, Any], tables: Mapping[str, Any], hooks: Mapping[str, Callable[..., Array]]
+    ) -> None:
+        self.env, self.tables, self.hooks = env, tables, hooks
+        self.spent = 0
+
+    def __call__(self, root: Expr, bound: Mapping[Expr, Array]) -> Array:
+        order = outside(root)
+        last = {a: i for i, node in enumerate(order) for a in node.args}
+        values: dict[Expr, Array] = {}
+        for i, node in enumerate(order):
+            if node.op == "reduce":
+                values[node] = self._reduced(node, [int(values[a]) for a in node.args[:2]], bound)
             else:
-                values[node] = OPERATORS[node.op](*args)
-    return values[root]
+                values[node] = self._value(node, [values[a] for a in node.args], bound)
+            for a in node.args:
+                if last[a] == i and a is not root:
+                    values.pop(a, None)  # memory follows what is still needed
+        return values[root]
+
+    def _value(self, node: Expr, args: list[Array], bound: Mapping[Expr, Array]) -> Array:
+        if node.op in self.hooks:
+            return self.hooks[node.op](node, *args)
+        if node.op == "lit":
+            if node.type is INT and not -(2**63) <= node.name < 2**63:
+                raise EvaluationError("an integer leaves 64 bits")
+            return np.asarray(node.name, DTYPES[node.type])
+        if node.op in ("var", "param"):
+            if node.name not in self.env:
+                raise EvaluationError(f"`{node.name}` has no value")
+            return np.asarray(self.env[node.name]).astype(DTYPES[node.type], copy=False)
+        if node.op == "bound":
+            return bound[node]
+        if node.op == "extent":
+            return np.asarray(table_array(self.tables, node.name[0]).shape[node.name[1]])
+        if node.op in ("lookup", "segment"):
+            return _lookup(node, table_array(self.tables, node.name), args)
+        return OPERATORS[node.op](*args)
+
+    def _reduced(self, node: Expr, ends: list[int], bound: Mapping[Expr, Array]) -> Array:
+        """A reduction, many values of its variable at a time, along an axis in front of all others."""
+        (kind, height), (start, stop), body = node.name, ends, node.args[2]
+        if start >= stop:
+            return np.asarray(_of_nothing(kind, start, stop, node.type).name, DTYPES[node.type])
+        read = [*(bound[n] for n in walk(body) if n in bound)]
+        read += [np.asarray(self.env[n.name]) for n in walk(body) if n.op in ("var", "param") and n.name in self.env]
+        shape = np.broadcast_shapes(*(x.shape for x in read))
+        positions, each = math.prod(shape), steps(body)
+        self.spent += positions * each * (stop - start) if not bound else 0  # inner ones are part of the outer's
+        if self.spent > MOST:
+            raise BudgetError(
+                f"`{kind}` over {stop - start:,} values would take {self.spent:,} steps at {positions:,} positions, "
+                f"more than {MOST:,}\n  ask for fewer positions, or put the inner reduction in a table"
+            )
+        own, fold = make("bound", (), height), OPERATORS[JOIN[kind]]
+        width = max(1, _AT_ONCE // max(positions, 1))
+        found: Array | None = None
+        for first in range(start, stop, width):
+            several = np.arange(first, min(first + width, stop)).reshape(-1, *(1,) * len(shape))
+            part = self(body, {**bound, own: several})
+            if part.ndim <= len(shape):  # the body does not read its variable
+                part = part[None]
+            if kind == "sum":
+                part = np.broadcast_to(part, (len(several), *part.shape[1:]))
+                parts = list(part)  # one after the other, as written: Floats depend on it
+            else:
+                parts = [_ALL_AT_ONCE[kind](part, axis=0)]
+            for x in parts:
+                found = x if found is None else fold(found, x)
+        assert found is not None
+        return found
 
 
 def table_array(tables: Mapping[str, Any], name: str) -> Array:
@@ -89,12 +149,20 @@ def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> E
 
 
 JOIN = {"any": "or", "all": "and", "sum": "add", "min": "min", "max": "max"}
+_ALL_AT_ONCE: dict[str, Any] = {
+    "any": np.logical_or.reduce, "all": np.logical_and.reduce, "min": np.minimum.reduce, "max": np.maximum.reduce,
+}  # fmt: skip
+
+
+def _of_nothing(kind: str, start: int, stop: int, type: Type) -> Expr:
+    """A reduction over no value."""
+    if kind in ("min", "max"):
+        raise EvaluationError(f"{kind} over the empty range {start}..{stop}")
+    return literal({"any": False, "all": True}[kind] if type is BOOL else 0.0 if type is FLOAT else 0)
 
 
 def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
     """Write reductions with known bounds out as chains of operators."""
-    from .ir import build, make
-
     while True:
         found = [n for n in walk(root) if n.op == "reduce"]
         if not found:
@@ -102,13 +170,12 @@ def unroll(root: Expr, env: Mapping[str, Any] | None = None) -> Expr:
         # the last in walk order has no reduction above it: outer binders go first
         node = found[-1]
         kind, height = node.name
-        bounds = [int(evaluate(a, env or {})) for a in node.args[:2]]
-        terms = [substitute(node.args[2], {make("bound", (), height): literal(j)}) for j in range(bounds[0], bounds[1])]
+        start, stop = (int(evaluate(a, env or {})) for a in node.args[:2])
+        terms = [substitute(node.args[2], {make("bound", (), height): literal(j)}) for j in range(start, stop)]
         if not terms:
-            if kind in ("min", "max"):
-                raise EvaluationError(f"{kind} over the empty range {bounds[0]}..{bounds[1]}")
-            zero = literal(0.0) if node.type is FLOAT else literal(0)
-            whole = {"any": literal(False), "all": literal(True)}.get(kind, zero)
+            whole = _of_nothing(kind, start, stop, node.type)
+        elif kind in ("any", "all"):
+            whole = build(JOIN[kind], *terms) if len(terms) > 1 else terms[0]
         else:
             whole = terms[0]
             for t in terms[1:]:

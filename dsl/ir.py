@@ -56,12 +56,13 @@ class Expr:
     `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
     """
 
-    __slots__ = ("__weakref__", "args", "depth", "name", "op", "type")
+    __slots__ = ("__weakref__", "args", "depth", "leaves", "name", "op", "type")
     op: str
     args: tuple[Expr, ...]
     name: Any  # the name of a leaf or table, the value of a literal, the kind of a reduction
     type: Type
     depth: int
+    leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found, None before it is asked
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Interning must survive pickling: rebuild through `make`.
@@ -132,7 +133,7 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
     if found is None:
         found = object.__new__(Expr)
         found.op, found.args, found.name, found.type = op, args, name, type
-        found.depth = 1 + max([a.depth for a in args], default=0)
+        found.depth, found.leaves = 1 + max([a.depth for a in args], default=0), None
         _interned[key] = found
     return found
 
@@ -385,20 +386,49 @@ def renamed(root: Expr, names: Mapping[str, str]) -> Expr:
     return transform(root, change)
 
 
+Leaf: TypeAlias = tuple[str, Any, int, Type]  # operator, name, how many indices, type
+
+
+def named(root: Expr) -> tuple[Leaf, ...]:
+    """What has a name, in the order of `walk`: variables, parameters, extents and tables. Every node keeps its own, so
+    that an expression that grows by a node is not walked through again."""
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        if node.leaves is None and (missing := [a for a in node.args if a.leaves is None]):
+            stack.extend(missing)
+            continue
+        stack.pop()
+        if node.leaves is None:
+            node.leaves = _named(node)
+    return root.leaves or ()
+
+
+def _named(node: Expr) -> tuple[Leaf, ...]:
+    below = [a.leaves for a in node.args if a.leaves]
+    mine = node.op in ("var", "param", "extent", "lookup", "segment")
+    if len(below) == 1 and not mine:
+        return below[0]
+    found = {leaf[:2]: leaf for leaves in below for leaf in leaves}
+    if mine:
+        found[node.op, node.name] = node.op, node.name, len(node.args), node.type
+    return tuple(found.values())
+
+
 def free_names(root: Expr) -> tuple[dict[str, Type], dict[str, tuple[int, Type]]]:
     """(scalar parameters with their types, tables with (rank, element type)) used by `root`."""
     scalars: dict[str, Type] = {}
     tables: dict[str, tuple[int, Type]] = {}
-    for node in walk(root):
-        if node.op == "param":
-            scalars[node.name] = node.type
-        elif node.op == "lookup":
-            tables[node.name] = (len(node.args), node.type)
-        elif node.op == "segment":
-            tables[node.name] = (1, INT)
+    for op, name, rank, type in named(root):
+        if op == "param":
+            scalars[name] = type
+        elif op == "lookup":
+            tables[name] = (rank, type)
+        elif op == "segment":
+            tables[name] = (1, INT)
     return scalars, tables
 
 
 def uses(root: Expr) -> frozenset[str]:
     """The names of the variables that occur: a subset of b h q k score B H Q_LEN KV_LEN."""
-    return frozenset(n.name for n in walk(root) if n.op == "var")
+    return frozenset(name for op, name, _, _ in named(root) if op == "var")

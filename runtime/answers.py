@@ -20,14 +20,14 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, make
 from frisket.dsl.notebook import sentence
 from frisket.lowering.analysis.count import literal
-from frisket.lowering.analysis.decide import Spent, first_empty_row, first_visible
-from frisket.lowering.analysis.driver import SIZE_NAMES, bind, grid_of
+from frisket.lowering.analysis.decide import first_empty_row, first_visible
+from frisket.lowering.analysis.driver import SIZE_NAMES, bind_in_part, grid_of
 from frisket.lowering.analysis.facts import pair_counts
 from frisket.lowering.analysis.groups import Beyond
 from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.spans import Runs
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.analysis.tiles import Grid, Scope
+from frisket.lowering.analysis.tiles import Grid, Scope, Spent
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 
@@ -37,7 +37,7 @@ from .layout_checks import check_lengths, check_reach
 if TYPE_CHECKING:
     from .mask import Mask, MaskLike
 
-BUDGET = 1 << 26  # positions looked at; asking about a rectangle counts for 16
+BUDGET = 1 << 30  # steps: one operator at one position or rectangle
 Witness = tuple[int, int, int, int | None]
 
 
@@ -142,8 +142,8 @@ def score_lookups(
         right.require_bound()
         left, right = separated(left, right)
         values = {**left.params, **right.params}
-        visible = bind(right.expr, right.tables)
-    e = bind(left.expr, left.tables)
+        visible = bind_in_part(right.expr, right.tables)
+    e = bind_in_part(left.expr, left.tables)
     grid, _ = grid_of(make("both", (e, visible)), q_len, kv_len, batch, heads, (1, 1), origin)
     tables = {n: Table(v) for n, v in values.items() if isinstance(v, np.ndarray)}
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **{n: v for n, v in values.items() if n not in tables}}
@@ -166,7 +166,7 @@ def visible_pairs(
 
     _refused((mask,), q_len, kv_len, batch, heads, origin, sizes)
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **mask.scalars}
-    e = simplify(bind(mask.expr, mask.tables))
+    e = simplify(bind_in_part(mask.expr, mask.tables))
     grid, slice_of = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
     scope = Scope(env, {n: Table(t) for n, t in mask.tables.items()})
     try:
@@ -208,15 +208,15 @@ def _answered(
 ) -> Witness | None:
     _refused(given, q_len, kv_len, batch, heads, origin, sizes)
     env = {**_sizes(q_len, kv_len, batch, heads, origin, sizes), **joint.scalars}
-    e = literal(simplify(bind(joint.expr, joint.tables)), env)
+    e = literal(simplify(bind_in_part(joint.expr, joint.tables)), env)
     grid, _ = grid_of(e, q_len, kv_len, batch, heads, (1, 1), origin)
     scope = Scope(env, {n: Table(t) for n, t in joint.tables.items()}, budget)
     try:
         return ask(e, grid, scope)
     except Spent:
         raise Undecided(
-            f"{question} is not decided within a budget of {budget:,} positions looked at\n"
-            f"  ask about a part (shorter lengths, `origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 20)}"
+            f"{question} is not decided within a budget of {budget:,} steps\n"
+            f"  ask about a part (shorter lengths, `origin`, `sizes`), or allow more: budget={4 * max(budget, 1 << 26)}"
         ) from None
 
 

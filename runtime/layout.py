@@ -15,13 +15,13 @@ from frisket.dsl.errors import BudgetError, ExportError, ParameterError, ShapeEr
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
 from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.dsl.show import show
-from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind, grid_of
+from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind_in_part, grid_of
 from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.reach import Lookup, lookups
 from frisket.lowering.analysis.spans import Runs, from_records
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, Grid, Scope
+from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.plan import Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import prepare
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 _TILE = 1 << 22  # positions of a tile that explain looks at
-_BUDGET = 1 << 28  # positions looked at where nothing else decides a tile
+_ROW = 1 << 8  # steps to search a row for a key it sees
 
 
 @dataclass(frozen=True)
@@ -103,20 +103,20 @@ class Layout:
         sizes: Sizes | None,
         exact: bool,
         written: Expr,
-        budget: int = _BUDGET,
+        budget: int = WORK,
     ) -> None:
         self.mask, self.written = mask, written  # simplified, and as the user wrote it
         self.params, self.tables = params, tables
         self.q_len, self.kv_len, self.batch, self.heads, self.block = q_len, kv_len, batch, heads, block
         self.origin, self.sizes = origin, sizes or whole(origin, (batch, heads, q_len, kv_len))
-        self.work = budget if exact else 0
+        self.work, self.look = budget, exact
         self.analysis: Analysis = self._analyse(transposed=False)
 
     def _analyse(self, *, transposed: bool) -> Analysis:
         return analyse(
             self.mask, q_len=self.q_len, kv_len=self.kv_len, batch=self.batch, heads=self.heads, block=self.block,
             origin=self.origin, sizes=self.sizes, params=self.params, tables=self.tables, work=self.work,
-            transposed=transposed,
+            look=self.look, transposed=transposed,
         )  # fmt: skip
 
     # -- tiles ------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Layout:
         if not (self.q_len and self.kv_len):
             return not self.q_len
         grid, _ = self._grid
-        return no_row_empty(self.mask, grid, self.scope(min(self.work, 1 << 22) + grid.q_len * len(grid.b)))
+        return no_row_empty(self.mask, grid, self.scope(min(self.work, 1 << 28) + _ROW * grid.q_len * len(grid.b)))
 
     @cached_property
     def lookups(self) -> tuple[Lookup, ...]:
@@ -226,7 +226,7 @@ class Layout:
         rest of the mask leaves the answer to it."""
         grid = grid_of(self.written, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)[0]
         return lookups(
-            bind(self.written, {n: t.array for n, t in self.tables.items()}), TRUE, grid, self.scope(1 << 24)
+            bind_in_part(self.written, {n: t.array for n, t in self.tables.items()}), TRUE, grid, self.scope(1 << 27)
         )
 
     def scope(self, work: int | None = None) -> Scope:
@@ -452,13 +452,15 @@ def make_layout(
     origin: Origin = (0, 0, 0, 0),
     sizes: Sizes | None = None,
     exact: bool = True,
-    budget: int = _BUDGET,
+    budget: int | None = None,
 ) -> Layout:
     """The layout of a mask over `[origin.q, origin.q + q_len)` x `[origin.k, origin.k + kv_len)`.
 
-    `exact=False` leaves tiles PARTIAL that only a look at their elements could decide, and so does `budget` once so
-    many positions were looked at. Raises `ShapeError` for lengths, tile sizes or origins that make no sense,
-    `ParameterError` for a parameter without a value.
+    `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. `budget` are the steps that the
+    analysis may take, one operator at one position each; past them tiles stay PARTIAL and `exact` is False.
+
+    Raises `ShapeError` for lengths, tile sizes or origins that make no sense, `ParameterError` for a parameter without
+    a value.
     """
     pair: tuple[Any, ...] = tuple(block) if isinstance(block, Iterable) else (block, block)
     check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
@@ -466,9 +468,9 @@ def make_layout(
     mask.require_bound()
     check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
     tables = {n: Table(t) for n, t in mask.tables.items()}
-    written = bind(mask.expr, mask.tables)
+    written = bind_in_part(mask.expr, mask.tables)
     simple, _ = prepare(written, None)
     return Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
-        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, budget,
+        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, var
-from frisket.lowering.analysis.driver import SIZE_NAMES, analyse, bind
+from frisket.lowering.analysis.driver import SIZE_NAMES, analyse, bind_in_part
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 
@@ -34,7 +34,7 @@ def check_reach(
     stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
     batch, heads, q_len, kv_len = lengths
     for coordinate, name, axis, have in (found for e in readers for found in short_tables(e, tables, stops)):
-        beyond = simplify(conj(bind(mask, tables), var(coordinate) >= have))
+        beyond = simplify(conj(bind_in_part(mask, tables), var(coordinate) >= have))
         found = analyse(
             beyond, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads, origin=origin, sizes=sizes, params=scalars,
             tables=tables,

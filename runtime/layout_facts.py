@@ -37,6 +37,12 @@ class Facts:
     layout: Layout = field(repr=False, compare=False)
 
     @property
+    def exact(self) -> bool:
+        """Every tile has its true kind; False where the budget was spent and some full or empty tiles count as
+        partial."""
+        return self.layout.exact
+
+    @property
     def rows_nonempty(self) -> bool | None:
         """Every query sees a key; None where that would exceed the budget."""
         return self.layout.rows_nonempty
@@ -67,7 +73,7 @@ class Facts:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it by name, in numbers and text."""
-        names = ("rows_nonempty", "max_runs_per_row", "contiguous", "closed_form", "uses", "method", "settled")
+        names = ("exact", "rows_nonempty", "max_runs_per_row", "contiguous", "closed_form", "uses", "method", "settled")
         values = {n: getattr(self, n) for n in (*names, "visible_pairs", "flops")}
         tables = {name: asdict(facts) for name, facts in self.tables.items()}
         return {**values, "tables": tables, "lookups": [one.as_dict() for one in self.lookups]}
@@ -80,6 +86,9 @@ class Facts:
             "found by": self.method + (f", {self.settled} tiles looked at" if self.settled else ""),
             "uses": ", ".join(self.uses) or "positions only",
         }
+        if not self.exact:
+            left = self.layout.analysis.undecided
+            lines["exact"] = f"no: {left:,} tiles count as partial without being looked at"
         pairs = self.visible_pairs
         if pairs is not None:
             lines["visible"] = f"{pairs:,} pairs"

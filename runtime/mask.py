@@ -49,7 +49,7 @@ class Mask(Bound):
 
     Masks, texts and functions are joined with `&`, `|`, `^` and `-`, and turned round with `~`. A mask is immutable; it
     compares by its expression and values, hashes and pickles. `where` of its questions is any of `batch`, `heads`,
-    `origin` (b, h, q, k) and `sizes` (B, H, Q_LEN, KV_LEN), as for `layout`, and `budget`, the positions to look at
+    `origin` (b, h, q, k) and `sizes` (B, H, Q_LEN, KV_LEN), as for `layout`, and `budget`, the steps it may take
     before `Undecided` is raised. Lengths are in tokens.
     """
 
@@ -109,6 +109,7 @@ class Mask(Bound):
         origin: tuple[Any, Any, Any, Any] = (0, 0, 0, 0),
         sizes: tuple[int, int, int, int] | None = None,
         exact: bool = True,
+        budget: int | None = None,
     ) -> Layout:
         """Which tiles hold visible positions: `frisket.Layout`.
 
@@ -117,12 +118,14 @@ class Mask(Bound):
 
         `block` is (queries, keys) of a tile, in tokens, or one number for both. `origin` (b, h, q, k) is where the
         layout begins in a problem of `sizes` (B, H, Q_LEN, KV_LEN), those of the layout unless given.
-        `exact=False` leaves tiles partial that only a look at their elements could decide. Raises `ShapeError` for
-        lengths, tiles or origins that make no sense, `ParameterError` for a parameter without a value.
+        `exact=False` leaves tiles partial that only a look at their elements could decide. `budget` is how many steps
+        the analysis may take, one operator at one position each (default 2**32, a second or two); past it tiles stay
+        partial and `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that make no sense,
+        `ParameterError` for a parameter without a value.
         """
         from .layout import make_layout
 
-        return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact)
+        return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
 
     @counting
     def visible_pairs(self, q_len: int, kv_len: int, **where: Any) -> int:

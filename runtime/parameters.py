@@ -28,7 +28,7 @@ def names_of(e: Expr) -> dict[str, tuple[int | None, Type]]:
     """(rank, type) of what an Expr reads; rank 0 is a scalar, None a table of which only the size is used."""
     scalars, tables = ir.free_names(e)
     found: dict[str, tuple[int | None, Type]] = {n: (0, t) for n, t in scalars.items()}
-    found |= {n.name[0]: (None, INT) for n in ir.walk(e) if n.op == "extent"}
+    found |= {name[0]: (None, INT) for op, name, _, _ in ir.named(e) if op == "extent"}
     return {**found, **tables}
 
 

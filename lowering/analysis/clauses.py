@@ -28,6 +28,7 @@ from ..simplify import simplify
 from ..simplify.affine import Linear, is_int_comparison, linear, relation, write
 from ..simplify.rules_boolean import negate
 from .abstract import depends
+from .questions import beyond
 
 PRODUCTS = 24  # conjunctions a mask may be a disjunction of
 D = var("d")  # q - k
@@ -108,7 +109,9 @@ Conjunction = tuple[Clause, ...]
 @lru_cache(maxsize=4096)
 def products(e: Expr) -> list[Conjunction] | None:
     """The disjunction of conjunctions of clauses that `e` is; None where a part is none of these, or where there
-    are more than PRODUCTS of them."""
+    are more than PRODUCTS of them, or `e` is `beyond`."""
+    if beyond(e):
+        return None
     found = read(e)
     if found is not None:
         return [found]

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.ir import COORDINATES, FALSE, Expr, build, conj, lit, substitute, var, walk
+from frisket.dsl.work import steps
 
 from ..simplify import simplify
 from .clauses import Along, Clause, Conjunction, Digit, Key, Keys, Limit, Of, Rows, Target, Unequal, Widest
@@ -31,6 +32,7 @@ Array = NDArray[Any]
 ROWS = 1 << 16  # queries solved in one go
 _JOINT = 5  # conjunctions that are no ranges, joined by inclusion and exclusion
 _UNEQUAL = 3
+_ROW = 100  # steps for a clause of a query, beside those of its functions
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Rowwise:
         if found is None:
             raise Beyond
         self.conjunctions, self.scope = found, scope
+        self.each = sum(_ROW + sum(map(steps, _reads(c))) for one in found for c in one) + _ROW
         self.at = {"b": int(grid.b[slice]), "h": int(grid.h[slice])}
         self.q0, self.q_len = int(grid.q[slice]), grid.q_len
         self.k0, self.k1 = int(grid.k[slice]), int(grid.k[slice]) + grid.kv_len - 1
@@ -121,13 +124,17 @@ class Rowwise:
 
     def counts(self) -> Array:
         """Keys each query of the slice sees, int64 [q_len]."""
-        return np.concatenate([self.count(q) for q in self.chunks()])
+        return np.concatenate([self._paid(q) for q in self.chunks()])
 
     def total(self) -> int:
         """Visible pairs of all queries."""
         if self.pieces is None:
-            return sum(int(self.count(q).sum()) for q in self.chunks())
-        return sum(p.total(self.count(p.asked())) for p in self.pieces)
+            return sum(int(self._paid(q).sum()) for q in self.chunks())
+        return sum(p.total(self._paid(p.asked())) for p in self.pieces)
+
+    def _paid(self, q: Array) -> Array:
+        self.scope.spend(len(q) * self.each)
+        return self.count(q)
 
     def sees_a_key(self, q: Array) -> Array:
         """bool [queries]."""
@@ -222,6 +229,7 @@ class Rowwise:
 
     def _over_keys(self, e: Expr) -> Array:
         k = np.arange(self.k0, self.k1 + 1)
+        self.scope.spend(len(k) * steps(e))
         return np.broadcast_to(self.scope.value(e, {**self.at, "k": k}), k.shape)
 
     # -- counting one conjunction -----------------------------------------------------------------
@@ -279,6 +287,7 @@ class Rowwise:
         """How often the conditions on d hold below each of q0 - k1 .. q1 - k0 + 1."""
         if along not in self._along:
             d = np.arange(self.q0 - self.k1, self.q0 + self.q_len - self.k0)
+            self.scope.spend(len(d) * sum(map(steps, along)))
             self._along[along] = _sums(self.scope.value(conj(*sorted(along, key=str)), {**self.at, "d": d}), d)
         return self._along[along]
 

@@ -1,4 +1,4 @@
-"""Is there a visible position, a row without one? Exact, with the position, or `Spent` past the budget.
+"""Is there a visible position, a row without one? Exact, with the position, or `tiles.Spent` past the budget.
 
 Masks of clauses that can be solved by row are asked row by row, or piece by piece (`count`). All others are
 searched coarse to fine: rectangles that `never` hold a visible position are dropped, one that `always` does ends
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError, MismatchError
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, substitute, var, walk
+from frisket.dsl.work import steps
 
 from ..simplify import simplify
 from .count import Rowwise
@@ -26,21 +27,12 @@ from .tiles import Grid, Scope
 Array = NDArray[Any]
 SMALL = 256  # positions of a rectangle that are looked at one by one
 _AT_ONCE = 1 << 12  # rectangles asked together
-_ASKED = 16  # what asking a rectangle counts for, in positions
 _SAMPLES = 64  # keys tried in a row before it is searched
-_FEW = 1 << 16  # positions that are looked at without asking
+_FEW = 1 << 22  # steps of positions that are looked at without asking
 _KEYS = 1 << 16  # keys of one row looked at together
+_CALL = 1 << 10  # steps that an operator takes however few the positions
+_EACH = 40  # steps for a rectangle and a position themselves
 _Q, _K = var("q"), var("k")
-
-
-class Spent(Exception):  # noqa: N818 (never leaves the package)
-    """The budget is spent and the answer is open."""
-
-
-def spend(scope: Scope, n: int) -> None:
-    scope.looked_at += n
-    if scope.looked_at > scope.work:
-        raise Spent
 
 
 # -- a visible position ---------------------------------------------------------------------------
@@ -56,7 +48,7 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
         "k1": grid.k + grid.kv_len - 1,
     }  # fmt: skip
     hidden = np.zeros(len(grid.b), bool)
-    if grid.q_len * grid.kv_len > _FEW and not any(n.op == "lookup" for n in walk(mask)):
+    if grid.q_len * grid.kv_len * steps(mask) > _FEW and not any(n.op == "lookup" for n in walk(mask)):
         hidden = _known(never(mask), env, scope, len(grid.b))  # of tables, rows tell more for less
     for s in np.flatnonzero(~hidden):
         try:
@@ -71,7 +63,7 @@ def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] 
 def _first_by_row(mask: Expr, grid: Grid, scope: Scope, s: int) -> tuple[int, int] | None:
     rows = Rowwise(mask, grid, scope, s)
     for q in rows.telling():
-        spend(scope, len(q))
+        scope.spend(len(q) * rows.each)
         seen = rows.sees_a_key(q)
         if seen.any():
             query = int(q[np.argmax(seen)])
@@ -82,6 +74,7 @@ def _first_by_row(mask: Expr, grid: Grid, scope: Scope, s: int) -> tuple[int, in
 def _first_key(mask: Expr, rows: Rowwise, scope: Scope, q: int) -> int:
     for start in range(rows.k0, rows.k1 + 1, _KEYS):
         k = np.arange(start, min(start + _KEYS, rows.k1 + 1))
+        scope.spend(len(k) * steps(mask))
         seen = np.broadcast_to(scope.value(mask, {**rows.at, "q": q, "k": k}), k.shape)
         if seen.any():
             return int(k[np.argmax(seen)])
@@ -90,7 +83,7 @@ def _first_key(mask: Expr, rows: Rowwise, scope: Scope, q: int) -> int:
 
 def _known(question: Expr, env: dict[str, Any], scope: Scope, n: int) -> Array:
     """What is certain of n rectangles; nothing where an end of a range leaves 64 bits."""
-    spend(scope, _ASKED * n)
+    scope.spend(max(n, _CALL) * (steps(question) + _EACH))
     try:
         return np.broadcast_to(scope.value(question, env), (n,))
     except EvaluationError:
@@ -100,7 +93,7 @@ def _known(question: Expr, env: dict[str, Any], scope: Scope, n: int) -> Array:
 def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | None:
     """Depth first over rectangles q0 q1 k0 k1 (columns), the earliest on top of the stack."""
     at = {"b": whole["b"], "h": whole["h"]}
-    if (whole["q1"] - whole["q0"] + 1) * (whole["k1"] - whole["k0"] + 1) <= _FEW:
+    if (whole["q1"] - whole["q0"] + 1) * (whole["k1"] - whole["k0"] + 1) * steps(mask) <= _FEW:
         return _read(mask, whole, scope)
     stack = [np.array([[whole[n]] for n in ("q0", "q1", "k0", "k1")])]
     width = SMALL // 4
@@ -127,7 +120,7 @@ def _read(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | 
     step = max(1, _AT_ONCE // len(k))
     for start in range(whole["q0"], whole["q1"] + 1, step):
         q = np.arange(start, min(start + step, whole["q1"] + 1))
-        spend(scope, len(q) * len(k))
+        scope.spend(len(q) * len(k) * steps(mask))
         env = {"b": whole["b"], "h": whole["h"], "q": q[:, None], "k": k}
         seen = np.broadcast_to(scope.value(mask, env), (len(q), len(k)))
         if seen.any():
@@ -156,7 +149,7 @@ def _look(mask: Expr, at: dict[str, int], box: Array, scope: Scope) -> tuple[int
         return None
     high, wide = box[1] - box[0] + 1, box[3] - box[2] + 1
     area = high * wide
-    spend(scope, int(area.sum()))
+    scope.spend(max(int(area.sum()), _CALL) * (steps(mask) + _EACH))
     owner = np.repeat(np.arange(len(area)), area)
     place = np.arange(len(owner)) - np.repeat(np.cumsum(area) - area, area)
     q, k = box[0][owner] + place // wide[owner], box[2][owner] + place % wide[owner]
@@ -187,7 +180,7 @@ def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | N
 def _empty_by_row(mask: Expr, one: Grid, scope: Scope) -> int | None:
     rows = Rowwise(mask, one, scope, 0)
     for q in rows.telling():
-        spend(scope, len(q))
+        scope.spend(len(q) * rows.each)
         seen = rows.sees_a_key(q)
         if not seen.all():
             return int(q[np.argmin(seen)])
@@ -200,7 +193,7 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
     at = {"b": int(one.b[0]), "h": int(one.h[0])}
     q0, k0 = int(one.q[0]), int(one.k[0])
     keys = (k0, k0 + one.kv_len - 1)
-    if one.q_len * one.kv_len <= _FEW:
+    if one.q_len * one.kv_len * steps(mask) <= _FEW:
         return _rows_without(mask, at, np.arange(q0, q0 + one.q_len), keys, scope)
     likely = [_at_key(mask, e, keys) for e in (_Q, lit(keys[0]), lit(keys[1]), _Q - 1)]
     stack = [(q0, q0 + one.q_len - 1)]
@@ -214,7 +207,7 @@ def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
         if last - first < _AT_ONCE:
             q = np.arange(first, last + 1)
             for e in likely:
-                spend(scope, len(q))
+                scope.spend(max(len(q), _CALL) * steps(e))
                 q = q[~np.broadcast_to(scope.value(e, {**at, "q": q}), q.shape)]
             found = _rows_without(mask, at, q, keys, scope)
             if found is not None:
@@ -233,7 +226,7 @@ def _at_key(mask: Expr, k: Expr, keys: tuple[int, int]) -> Expr:
 def _rows_without(mask: Expr, at: dict[str, int], q: Array, keys: tuple[int, int], scope: Scope) -> int | None:
     """The first of these queries that sees no key."""
     some = np.unique(np.linspace(*keys, _SAMPLES).astype(np.int64))
-    spend(scope, len(q) * len(some))
+    scope.spend(max(len(q) * len(some), _CALL) * (steps(mask) + _EACH))
     seen = np.broadcast_to(scope.value(mask, {**at, "q": q[:, None], "k": some}), (len(q), len(some)))
     for row in q[~seen.any(axis=1)]:
         whole = {**at, "q0": int(row), "q1": int(row), "k0": keys[0], "k1": keys[1]}

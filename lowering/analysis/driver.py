@@ -9,20 +9,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.errors import EvaluationError
+from frisket.dsl.errors import EvaluationError, LoweringError
 from frisket.dsl.evaluate import unroll
 from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
+from frisket.dsl.work import outside, steps
 
 from ..plan import Bounds, Origin, Sizes, Spans, whole
 from ..simplify import simplify
-from .queries import LOOKED, by_query
+from .queries import by_query
 from .rows import Solved, solved, sweep
-from .spans import from_boxes, merge, records, share
+from .spans import Runs, fitted, from_boxes, merge, records, share
 from .table import Table
-from .tiles import Grid, Scope, classify, outside
+from .tiles import WORK, Grid, Scope, Spent, classify
+from .tiles import outside as outside_of
 
 Array = NDArray[Any]
 SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
+WRITTEN = 1 << 18  # steps of reductions that kernels write out
+UNDERSTOOD = 1 << 11  # steps of reductions that are reasoned about
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,35 @@ class Analysis:
     exact: bool  # no tile was left PARTIAL for want of budget
     settled: int  # tiles decided by looking at their elements
     looked_at: int  # elements looked at
+    steps: int  # taken of the budget
+    undecided: int  # tiles left PARTIAL
 
 
-def bind(e: Expr, tables: Mapping[str, Any]) -> Expr:
-    """Extents become the sizes of the bound tables, and reductions are written out."""
-    if not any(n.op in ("extent", "reduce") for n in walk(e)):
+def bind(e: Expr, tables: Mapping[str, Any], most: int = WRITTEN) -> Expr:
+    """Extents become the sizes of the bound tables, and reductions are written out, as kernels need them.
+
+    Raises `LoweringError` for reductions that take more than `most` steps a position."""
+    e = _sized(e, tables)
+    if not any(n.op == "reduce" for n in walk(e)):
         return e
+    if (found := steps(e)) > most:
+        raise LoweringError(
+            f"the reductions here, written out, are {found:,} steps at every position, more than the {most:,} of a "
+            "kernel\n  let them run over fewer values, or put the inner one in a table"
+        )
+    return unroll(e)
+
+
+def bind_in_part(e: Expr, tables: Mapping[str, Any]) -> Expr:
+    """The same for an analysis: reductions that are too long to reason about stay; tiles they decide are looked at."""
+    e = _sized(e, tables)
+    outer = [n for n in outside(e) if n.op == "reduce"]
+    return substitute(e, {n: unroll(n) for n in outer}) if outer and steps(e) <= UNDERSTOOD else e
+
+
+def _sized(e: Expr, tables: Mapping[str, Any]) -> Expr:
     sizes = {n: lit(int(np.shape(tables[n.name[0]])[n.name[1]])) for n in walk(e) if n.op == "extent"}
-    return unroll(substitute(e, sizes))
+    return substitute(e, sizes) if sizes else e
 
 
 def swap(e: Expr) -> Expr:
@@ -62,18 +87,19 @@ def analyse(
     sizes: Sizes | None = None,
     params: Mapping[str, Any] | None = None,
     tables: Mapping[str, Any] | None = None,
-    work: int = 1 << 28,
+    work: int = WORK,
+    look: bool = True,
     transposed: bool = False,
 ) -> Analysis:
     """The spans of `mask` over queries `[q, q + q_len)` and keys `[k, k + kv_len)` of the whole problem.
 
     `origin` is (b, h, q, k), its q and k ints or one per batch; `sizes` (B, H, Q_LEN, KV_LEN) defaults to
-    where the crop ends. `transposed` gives rows of key tiles whose records hold query tiles. `work` bounds the
-    elements looked at where the analysis cannot decide a tile; past it tiles stay PARTIAL and `exact` is False.
+    where the crop ends. `transposed` gives rows of key tiles whose records hold query tiles. `work` are the steps the
+    analysis may take; past them tiles stay PARTIAL and `exact` is False. `look=False`: no elements are looked at.
     """
     expr = TRUE if mask is None else mask
     bound = {n: t if isinstance(t, Table) else Table(t) for n, t in (tables or {}).items()}
-    expr = simplify(bind(expr, {n: t.array for n, t in bound.items()}))
+    expr = simplify(bind_in_part(expr, {n: t.array for n, t in bound.items()}))
     if not (q_len and kv_len):
         return _nothing(-(-kv_len // block[1]) if transposed else -(-q_len // block[0]), batch, heads)
     grid, slice_of = grid_of(expr, q_len, kv_len, batch, heads, block, origin)
@@ -83,7 +109,7 @@ def analyse(
     full = sizes or whole(origin, (batch, heads, q_len, kv_len))
     env = {**dict(zip(SIZE_NAMES, full, strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
-    slices, formula = len(grid.b), None
+    formula = None
     ways = solved(expr)
     if ways is not None and not (ways.needs is TRUE or scope.value(ways.needs, _slices(grid)).all()):
         ways = None
@@ -91,18 +117,25 @@ def analyse(
         found, formula = made, ways.formula
         method = "closed form" if formula is not None else "bounds"
     elif ways is not None and _reads(expr) and (runs := by_query(ways, grid, scope)) is not None:
-        found, method = records(runs, slices, grid.rows), "query by query"
+        found, method = _recorded(runs, grid, scope), "query by query"
     else:
-        boxes = classify(expr, grid, scope)
-        found, method = records(from_boxes(boxes), slices, grid.rows), "coarse to fine"
+        found, method = _recorded(from_boxes(classify(expr, grid, scope, look)), grid, scope), "coarse to fine"
     spans = share(*found, slice_of)
-    return Analysis(spans, formula, method, not scope.undecided, scope.settled, scope.looked_at)
+    counts = scope.settled, scope.looked_at, scope.spent, scope.undecided
+    return Analysis(spans, formula, method, not scope.undecided, *counts)
+
+
+def _recorded(runs: Runs, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Records of runs; of very many, the last of a row are one that is PARTIAL."""
+    runs, widened = fitted(runs, len(grid.b) * grid.rows, grid.rows)
+    scope.undecided += widened
+    return records(runs, len(grid.b), grid.rows)
 
 
 def _nothing(rows: int, batch: int, heads: int) -> Analysis:
     """Of no queries, or no keys."""
     bounds, count = np.zeros((1, rows, 1, 4), np.int32), np.zeros((1, rows), np.int32)
-    return Analysis(Spans(bounds, count, np.zeros((batch, heads), np.int32)), None, "nothing to see", True, 0, 0)
+    return Analysis(Spans(bounds, count, np.zeros((batch, heads), np.int32)), None, "nothing to see", True, 0, 0, 0, 0)
 
 
 def grid_of(
@@ -148,7 +181,8 @@ def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
     at = _slices(grid)
     unsure = [value for value, condition in ways.rises if not (condition is TRUE or scope.value(condition, at).all())]
     looks = bool(unsure) or any("q" in uses(e) for a in ways.anchors for e in (*a.lows, *a.highs))
-    if looks and len(grid.b) * grid.q_len > LOOKED:
+    asked = [*unsure, *(e for a in ways.anchors for e in (*a.lows, *a.highs))]
+    if looks and not scope.afford(len(grid.b) * grid.q_len * sum(map(steps, asked))):
         return False
     at["q"] = grid.q[:, None] + np.arange(grid.q_len if looks else 1)
     shape = at["q"].shape
@@ -170,7 +204,7 @@ def _by_row(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], 
         if not (ways.rowwise and _holds(ways, grid, scope)):
             return None
         return _closed(ways, grid, scope) if ways.full is not None else _swept(ways, grid, scope)
-    except EvaluationError:
+    except (EvaluationError, Spent):
         return None
 
 
@@ -204,7 +238,7 @@ def _swept(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], N
         tiles.append(np.stack([start, stop], axis=-1).reshape(-1, 2))
     both = np.stack(tiles, axis=1)
     seen, hidden = both[:, : len(yes)], both[:, len(yes) :]
-    hidden = np.concatenate([hidden, outside(grid)[:, None]], axis=1)
+    hidden = np.concatenate([hidden, outside_of(grid)[:, None]], axis=1)
     row, start, stop, kind = sweep(seen, hidden, grid.columns)
     runs = merge(row // grid.rows, row % grid.rows, start, stop, kind)
     return records(runs, len(grid.b), grid.rows)

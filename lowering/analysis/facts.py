@@ -10,16 +10,18 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, EvaluationError
 from frisket.dsl.ir import TRUE, Expr, substitute, var
+from frisket.dsl.work import steps
 
 from ..simplify import simplify
 from .count import Rowwise
-from .decide import Spent, first_empty_row
+from .decide import first_empty_row
 from .groups import Beyond
 from .spans import Runs
-from .tiles import FULL, Grid, Scope
+from .tiles import FULL, Grid, Scope, Spent
 
 Array = NDArray[Any]
-_BATCH = 1 << 21
+_BATCH = 1 << 18
+_TILE = 64  # steps for a tile itself
 
 
 def sees_itself(mask: Expr) -> bool:
@@ -37,11 +39,11 @@ def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -
     """How many keys each query sees, int64 [slices, q_len].
 
     Masks made of clauses that can be solved by row are counted without looking at pairs; others from their runs,
-    looking only at PARTIAL tiles. Raises `BudgetError` when that is more than `scope.work` elements.
+    looking only at PARTIAL tiles. Raises `BudgetError` when that takes more than `scope.work` steps.
     """
     try:
         return np.stack([r.counts() for r in _by_row(mask, grid, scope)])
-    except (Beyond, EvaluationError):
+    except (Beyond, EvaluationError, Spent):
         return _from_runs(mask, grid, scope, runs())
 
 
@@ -49,7 +51,7 @@ def pair_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) 
     """Visible pairs of each slice, int64 [slices]: sums of `row_counts`, in closed form where there is one."""
     try:
         return np.array([r.total() for r in _by_row(mask, grid, scope)], np.int64)
-    except (Beyond, EvaluationError):
+    except (Beyond, EvaluationError, Spent):
         return np.asarray(_from_runs(mask, grid, scope, runs()).sum(axis=1))
 
 
@@ -73,7 +75,7 @@ def _from_runs(mask: Expr, grid: Grid, scope: Scope, runs: Runs) -> Array:
     np.add.at(out, (runs.slice[full], runs.row[full]), ((runs.stop - runs.start)[full] * bk)[:, None])
     width = np.where(full, 0, runs.stop - runs.start)
     tiles = int(width.sum())
-    if tiles * bq * bk > scope.work:
+    if tiles * (bq * bk * steps(mask) + _TILE) > scope.work:
         raise BudgetError(
             f"counting the visible pairs would look at {tiles * bq * bk:,} elements of {tiles:,} border tiles\n"
             "  ask for a smaller crop, or for the tile counts, which are exact without it"

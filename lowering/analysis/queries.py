@@ -12,20 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
+from frisket.dsl.work import steps
 
 from .rows import Solved, sweep
 from .spans import Runs, merge
 from .tiles import Grid, Scope, outside
 
 Array = NDArray[Any]
-LOOKED = 1 << 25  # queries of all slices that may be looked at
+_QUERY = 60  # steps for an interval of a query, beside those of its ends
 _PIECES = 64  # runs of tiles a row may have before tiles are asked instead
 _BATCH = 1 << 19  # intervals held at a time
 
 
 def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
     """The runs of a mask from the intervals of its queries; None where that is too much work."""
-    if len(grid.b) * grid.q_len > LOOKED:
+    each = sum(_QUERY + steps(e) for pair in ways.yes for e in pair)
+    if not scope.afford(len(grid.b) * grid.q_len * each):
         return None
     bq = grid.block[0]
     step = max(1, _BATCH // (bq * (2 * len(ways.yes) + 1)))

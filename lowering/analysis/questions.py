@@ -16,7 +16,7 @@ needs no luck; everything else is judged alone, which is sound.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -37,6 +37,8 @@ SINGLE = var("single", BOOL)
 TK = var("tk", INT)
 _Q, _K = var("q"), var("k")
 TERMS = 24  # conjunctions a disjunctive form may have before its parts are judged alone
+DEEP, LARGE = 100, 2048  # of an expression that is reasoned about: nesting, operators
+_TURNS = 40  # nesting of an `xor` whose sides are reasoned about: each is asked for both truths
 _PERIODS = 1 << 16  # positions enumerated to understand a periodic clause
 
 
@@ -50,8 +52,21 @@ class System:
     rest: list[Expr] = field(default_factory=list)
 
 
+def beyond(e: Expr) -> bool:
+    """Whether an expression is too large to reason about: nested so deep, or of so many operators. Nothing is known of
+    it, then, but what its positions say."""
+    return e.depth > DEEP or _size(e) > LARGE
+
+
+@lru_cache(maxsize=4096)
+def _size(e: Expr) -> int:
+    return sum(1 for _ in walk(e))
+
+
 def terms(e: Expr) -> list[Expr] | None:
-    """The disjunction of conjunctions `e` is, as a list; None if it has more than TERMS."""
+    """The disjunction of conjunctions `e` is, as a list; None if it has more than TERMS, or is `beyond`."""
+    if beyond(e):
+        return None
     if e.op == "or":
         out: list[Expr] = []
         for a in e.args:
@@ -71,7 +86,7 @@ def terms(e: Expr) -> list[Expr] | None:
     if e.op == "where" and e.type is BOOL:
         c, x, y = e.args
         return terms(disj(conj(c, x), conj(negate(c), y)))
-    if e.op == "xor" or (e.op == "not" and e.args[0].op == "xor"):
+    if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
         x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
         return terms(simplify(disj(conj(x, negate(y)), conj(negate(x), y))))
     if e.op == "ne" and is_int_comparison(e):  # two half-planes are bounds, a hole is not
@@ -129,6 +144,8 @@ def infeasible(s: System) -> Expr:
 @lru_cache(maxsize=65536)
 def never(e: Expr) -> Expr:
     """True only if `e` is false at every point of the rectangle."""
+    if beyond(e):
+        return _of_parts(e, never, "and")
     found = terms(e)
     if found is None:  # too many conjunctions: judge the parts alone
         parts = [never(a) for a in e.args]
@@ -139,7 +156,18 @@ def never(e: Expr) -> Expr:
 @lru_cache(maxsize=65536)
 def always(e: Expr) -> Expr:
     """True only if `e` is true at every point of the rectangle."""
+    if beyond(e):
+        return _of_parts(e, always, "or")
     return never(simplify(negate(e)))
+
+
+def _of_parts(e: Expr, ask: Callable[[Expr], Expr], one: str) -> Expr:
+    """What is known of a junction that is `beyond`, from those of its parts that are not; `one` of them is enough under
+    this operator, under the other it takes all."""
+    if e.op not in ("and", "or"):
+        return FALSE
+    parts = [FALSE if beyond(a) else ask(a) for a in e.args]
+    return disj(*parts) if e.op == one else conj(*parts)
 
 
 def _never_term(term: Expr) -> Expr:
@@ -157,7 +185,7 @@ def _never_literal(e: Expr) -> Expr:
     if e.op == "lookup":
         lows, highs = table_box(e)
         return build("not", make("range_max", (*lows, *highs), e.name, BOOL))
-    if e.op == "xor" or (e.op == "not" and e.args[0].op == "xor"):
+    if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
         x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
         return disj(conj(always(x), always(y)), conj(never(x), never(y)))
     return FALSE
@@ -170,7 +198,7 @@ def _always_literal(e: Expr) -> Expr:
     if e.op == "lookup":
         lows, highs = table_box(e)
         return make("range_min", (*lows, *highs), e.name, BOOL)
-    if e.op == "xor" or (e.op == "not" and e.args[0].op == "xor"):
+    if (e.op == "xor" or (e.op == "not" and e.args[0].op == "xor")) and e.depth <= _TURNS:
         x, y = e.args if e.op == "xor" else (negate(e.args[0].args[0]), e.args[0].args[1])
         return disj(conj(always(x), never(y)), conj(never(x), always(y)))
     if e.op == "isfinite":
@@ -252,12 +280,16 @@ def _always_float(e: Expr) -> Expr:
 @lru_cache(maxsize=65536)
 def mixed(e: Expr) -> Expr:
     """True only if every tile inside the rectangle holds a true and a false point."""
+    if beyond(e):
+        return FALSE
     return simplify(conj(some(e), some(simplify(negate(e)))))
 
 
 @lru_cache(maxsize=65536)
 def some(e: Expr) -> Expr:
     """True only if every tile inside the rectangle holds a point where `e` is true."""
+    if beyond(e):
+        return FALSE
     found = terms(e)
     if found is None:
         return disj(*(some(a) for a in e.args)) if e.op == "or" else always(e)

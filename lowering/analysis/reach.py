@@ -22,8 +22,8 @@ from ..simplify import simplify
 from ..simplify.rules_boolean import negate
 from .abstract import ends
 from .count import literal
-from .decide import Spent, first_visible
-from .tiles import Grid, Scope
+from .decide import first_visible
+from .tiles import Grid, Scope, Spent
 
 
 @dataclass(frozen=True)

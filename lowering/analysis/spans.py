@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from ..plan import Spans
 from .tiles import FULL, PARTIAL, Boxes
 
 Array = NDArray[Any]
+_AT_ONCE = 1 << 19  # runs made in one go
+_ROOM, _LEAST = 1 << 22, 64  # records of a layout, and of one row
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,37 @@ def merge(slice: Array, row: Array, start: Array, stop: Array, kind: Array) -> R
 
 
 def from_boxes(boxes: Boxes) -> Runs:
-    """Boxes of several rows become one run in each."""
-    height = boxes.r1 - boxes.r0
-    index = np.repeat(np.arange(len(height)), height)
-    offset = np.arange(len(index)) - np.repeat(np.cumsum(height) - height, height)
-    return merge(boxes.slice[index], boxes.r0[index] + offset, boxes.c0[index], boxes.c1[index], boxes.kind[index])
+    """Boxes of several rows become one run in each, some rows at a time."""
+    height = (boxes.r1 - boxes.r0).astype(np.int64)
+    order = np.lexsort((boxes.r0, boxes.slice))
+    parts, n = [], int(height.sum())
+    for mine in np.array_split(order, max(1, -(-n // _AT_ONCE))) if n > _AT_ONCE else [order]:
+        index = np.repeat(mine, height[mine])
+        offset = np.arange(len(index)) - np.repeat(np.cumsum(height[mine]) - height[mine], height[mine])
+        c0, c1 = boxes.c0[index].astype(np.int64), boxes.c1[index].astype(np.int64)
+        parts.append(merge(boxes.slice[index].astype(np.int64), boxes.r0[index] + offset, c0, c1, boxes.kind[index]))
+    if len(parts) == 1:
+        return parts[0]
+    return merge(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Runs)))
+
+
+def fitted(runs: Runs, lines: int, rows: int) -> tuple[Runs, int]:
+    """Runs of so few a row that their records take 64 MB at most, or 1 KB a row: where there are more, the last is
+    PARTIAL and reaches to the end of all. And how many tiles that are."""
+    most = max(_LEAST, _ROOM // max(lines, 1))
+    line = runs.slice * rows + runs.row
+    heads = np.flatnonzero(np.append(True, line[1:] != line[:-1])[: len(line)])
+    length = np.diff(np.append(heads, len(line)))
+    if not len(line) or length.max() <= most:
+        return runs, 0
+    place = np.arange(len(line)) - np.repeat(heads, length)
+    last = np.repeat(runs.stop[heads + length - 1], length)
+    over = (place == most - 1) & (np.repeat(length, length) > most)
+    stop, kind = np.where(over, last, runs.stop), np.where(over, PARTIAL, runs.kind)
+    kept = place < most
+    return Runs(*(x[kept] for x in (runs.slice, runs.row, runs.start, stop, kind))), int(
+        (last - runs.start)[over].sum()
+    )
 
 
 def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -1,7 +1,10 @@
 """Coarse to fine: classify rectangles of tiles, keep what is certain whole, split the rest, settle single tiles.
 
 Work follows the border of the mask, not its area. What the Exprs of `questions` leave open on a single tile is
-settled by witnesses (a true and a false point prove PARTIAL), then by looking at every element, up to a budget.
+settled by witnesses (a true and a false point prove PARTIAL), then by looking at every element.
+
+All of it is paid from one budget, in steps (`dsl.work`): one operator at one position or rectangle. Past it, what is
+open is PARTIAL. Steps depend on the mask and the grid alone, so every machine finds the same layout.
 """
 
 from __future__ import annotations
@@ -17,19 +20,25 @@ from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, make, uses
 from frisket.dsl.types import BOOL
+from frisket.dsl.work import steps
 
 from ..simplify import simplify
 from ..simplify.rules_boolean import negate
-from .questions import always, mixed, never, some
+from .questions import always, beyond, mixed, never, some
 from .seams import pieces, seams
 from .table import Table
 
 Array = NDArray[Any]
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_BATCH = 1 << 20  # elements looked at in one go
+WORK = 1 << 32  # steps of one analysis: a second or two
+_BATCH = 1 << 18  # elements looked at in one go
 _CHUNK = 1 << 15  # boxes classified in one go
 _POINTS = 1 << 18  # witnesses looked at in one go
-_BOXES = 1 << 22  # boxes classified before the rest is called PARTIAL as it is
+_FIRST = 64  # tiles whose points are looked at before those of others
+_BOX = 250  # steps for a box itself: its corners, its parts, its place among the runs
+_RUN = 500  # steps for a run of tiles in one row, which boxes fall into
+_COARSE = 4  # boxes of more than one tile may take one step in so many
+_WORTH = 16  # steps that decide boxes and tiles count for one in so many: borders and images are not given up
 
 
 @dataclass(frozen=True)
@@ -65,21 +74,36 @@ def outside(grid: Grid) -> Array:
     return out.reshape(-1, 2)
 
 
+class Spent(Exception):  # noqa: N818 (never leaves the package)
+    """The budget is spent and the answer is open."""
+
+
 @dataclass
 class Scope:
     """Values of sizes, parameters and tables during one analysis."""
 
     env: Mapping[str, Any]
     tables: Mapping[str, Table]
-    work: int = 1 << 28  # elements that may be looked at
-    looked_at: int = 0
+    work: int = WORK  # steps that may be taken
+    spent: int = 0  # steps that were
+    looked_at: int = 0  # elements
     settled: int = 0  # tiles decided element by element
-    boxes: int = 0  # classified
     undecided: int = 0  # tiles left PARTIAL because the budget was spent
     arrays: dict[str, Array] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arrays = {n: t.array for n, t in self.tables.items()}
+
+    def afford(self, cost: int) -> bool:
+        """Whether there are so many steps left; they are taken."""
+        if self.spent + cost > self.work:
+            return False
+        self.spent += cost
+        return True
+
+    def spend(self, cost: int) -> None:
+        if not self.afford(cost):
+            raise Spent
 
     def value(self, e: Expr, env: Mapping[str, Any]) -> Array:
         return evaluate(e, {**self.env, **env}, self.arrays, self.hooks())
@@ -124,6 +148,8 @@ class Scope:
             return True
         if {"b", "h"} & uses(asked):
             return False
+        if not self.afford(table.array.size * steps(asked)):
+            return False
         kept = np.broadcast_to(self.value(asked, {"q": np.arange(table.array.size)}), table.array.shape)
         starts = table.starts[np.logical_or.reduceat(kept, table.starts)]
         values = table.array[starts]
@@ -142,39 +168,74 @@ class Boxes:
     kind: Array
 
 
-def classify(mask: Expr, grid: Grid, scope: Scope) -> Boxes:
-    """The boxes of `mask` over `grid`; every tile not covered is EMPTY."""
-    questions = (always(mask), never(mask), mixed(mask))
+def classify(mask: Expr, grid: Grid, scope: Scope, look: bool = True) -> Boxes:
+    """The boxes of `mask` over `grid`; every tile not covered is EMPTY. `look=False`: no tile is looked at element by
+    element."""
     n = len(grid.b)
     zero = np.zeros(n, np.int64)
-    waiting = [np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns])]
-    done: list[Array] = []
-    while waiting:
-        live = waiting.pop()
+    found = _Refined(mask, grid, scope, look)
+    found.refine(np.stack([np.arange(n), zero, zero + grid.rows, zero, zero + grid.columns]), scope.work // _COARSE)
+    return Boxes(*np.concatenate(found.done, axis=1))
+
+
+class _Refined:
+    """Boxes that are decided, and how others are."""
+
+    def __init__(self, mask: Expr, grid: Grid, scope: Scope, look: bool) -> None:
+        self.mask, self.grid, self.scope, self.look = mask, grid, scope, look
+        self.questions = (always(mask), never(mask), mixed(mask))
+        self.each = _BOX + steps(make("answers", self.questions))
+        self.done: list[Array] = [np.zeros((6, 0), np.int32)]
+
+    def refine(self, live: Array, allowance: int) -> int:
+        """Decide boxes, level by level while they are few; of many, one part after the other, each with its share of
+        the steps, so that memory follows the answer and no part of the grid goes without. Gives the steps taken."""
+        taken = 0
+        while n := live.shape[1]:
+            if n > _CHUNK:
+                parts = np.array_split(live, -(-n // _CHUNK), axis=1)
+                for i, part in enumerate(parts):
+                    taken += self.refine(part, (allowance - taken) // (len(parts) - i))
+                break
+            cost = n * self.each
+            if taken > allowance or not self.scope.afford(cost // _WORTH):
+                self._leave(live)
+                break
+            rest = self._classified(live)
+            used = cost * rest.shape[1] // n  # what decides boxes is worth its steps, and ends by itself
+            self.scope.spent += used
+            taken += used + cost // _WORTH
+            if 2 * used > cost and 2 * used > allowance - taken:
+                self._leave(rest)  # a part of what they would be split into could not be asked about
+                break
+            live = _split(rest)
+        return taken
+
+    def _leave(self, live: Array) -> None:
+        _, r0, r1, c0, c1 = live
+        self.scope.undecided += int(((r1 - r0) * (c1 - c0)).sum())
+        self._add(_joined(live), PARTIAL)
+
+    def _add(self, live: Array, kind: int) -> None:
+        self.scope.spent += _RUN * int((live[2] - live[1]).sum())
+        self.done.append(_kinds(live, kind).astype(np.int32))
+
+    def _classified(self, live: Array) -> Array:
+        """Keeps what is certain of boxes, settles single tiles, gives back the others."""
         s, r0, r1, c0, c1 = live
-        if live.shape[1] > _CHUNK:  # depth first, so that memory follows the answer
-            waiting += np.array_split(live, -(-live.shape[1] // _CHUNK), axis=1)
-            continue
-        if scope.boxes + live.shape[1] > _BOXES:
-            scope.undecided += int(((r1 - r0) * (c1 - c0)).sum())
-            done.append(_kinds(live, PARTIAL))
-            continue
-        scope.boxes += live.shape[1]
-        env = _corners(grid, live)
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
-        yes, no, both = _answers(questions, {**env, "single": single}, scope, len(s))
+        env = {**_corners(self.grid, live), "single": single}
+        yes, no, both = _answers(self.questions, env, self.scope, len(s))
         # outside the lengths is False: a box with a cut tile is not FULL, and its cut tiles are narrower
-        cut = cut_off(grid, live)
+        cut = cut_off(self.grid, live)
         full, partial = yes & ~cut & ~no, (both | (yes & cut & single)) & ~no
-        done.append(_kinds(live[:, full], FULL))
-        done.append(_kinds(live[:, partial], PARTIAL))
-        rest = live[:, ~(full | partial | no)]
-        single = (rest[2] - rest[1] == 1) & (rest[4] - rest[3] == 1)
-        if single.any():
-            done.append(_settle(mask, grid, rest[:, single], scope))
-        if not single.all():
-            waiting.append(_split(rest[:, ~single]))
-    return Boxes(*np.concatenate(done, axis=1))
+        self._add(live[:, full], FULL)
+        self._add(live[:, partial], PARTIAL)
+        open_ = ~(full | partial | no)
+        if (single & open_).any():
+            tiles = live[:, single & open_]
+            self.done.append(_settle(self.mask, self.grid, tiles, self.scope, self.look).astype(np.int32))
+        return live[:, open_ & ~single]
 
 
 def cut_off(grid: Grid, live: Array) -> Array:
@@ -209,38 +270,44 @@ def _kinds(live: Array, kind: int) -> Array:
 
 
 def _split(live: Array) -> Array:
-    """Halve every box that has more than one tile, along both axes where both are long."""
+    """Halve every box that has more than one tile, along both axes where both are long; its parts stay together."""
     for lo, hi in ((1, 2), (3, 4)):
-        width = live[hi] - live[lo]
-        wide = width > 1
-        middle = live[lo] + (width + 1) // 2
-        left, right = live.copy(), live[:, wide].copy()
-        left[hi] = np.where(wide, middle, live[hi])
-        right[lo] = middle[wide]
-        live = np.concatenate([left, right], axis=1)
+        wide = live[hi] - live[lo] > 1
+        owner = np.repeat(np.arange(live.shape[1]), 1 + wide)
+        live = live[:, owner]
+        second = np.append(False, owner[1:] == owner[:-1])
+        first = np.append(second[1:], False)
+        middle = live[lo] + (live[hi] - live[lo] + 1) // 2
+        live[hi] = np.where(first, middle, live[hi])
+        live[lo] = np.where(second, middle, live[lo])
     return live
 
 
-def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope) -> Array:
+def _joined(live: Array) -> Array:
+    """Neighbours over the same rows as one box."""
+    s, r0, r1, c0, c1 = live = live[:, np.lexsort((live[3], live[1], live[0]))]
+    new = np.ones(live.shape[1], bool)
+    new[1:] = (s[1:] != s[:-1]) | (r0[1:] != r0[:-1]) | (r1[1:] != r1[:-1]) | (c0[1:] != c1[:-1])
+    heads = np.flatnonzero(new)
+    return np.stack([s[heads], r0[heads], r1[heads], c0[heads], c1[np.append(heads[1:], len(s)) - 1]])
+
+
+def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope, look: bool) -> Array:
     """Kinds of single tiles, by witnesses and then by their elements."""
     kind = np.full(tiles.shape[1], -1)
     env = _corners(grid, tiles)
     bq, bk = grid.block
-    for points, many in ((_witnesses, 14), (_lattice, 256), (_lines, 5 * bk)):
-        open_ = np.flatnonzero(kind < 0)
-        step = max(1, _POINTS // many)
-        for few in (open_[i : i + step] for i in range(0, len(open_), step)):
-            seen = scope.value(mask, points({n: v[few] for n, v in env.items()}))
-            seen = np.broadcast_to(seen, (len(few), *seen.shape[1:])).reshape(len(few), -1)
-            kind[few[seen.any(axis=1) & ~seen.all(axis=1)]] = PARTIAL
-        if bq * bk <= 1024:
-            break
+    each = steps(mask)
+    _ask_points(mask, env, kind, _witnesses, 14, scope)
+    if bq * bk > 1024:
+        _ask_points(mask, env, kind, _lattice, 256, scope)
+        _ask_points(mask, env, kind, _lines, 5 * bk, scope)
     _ask_pieces(mask, env, kind, cut_off(grid, tiles), scope)
     open_ = np.flatnonzero(kind < 0)
     step = max(1, _BATCH // (bq * bk))
     for start in range(0, len(open_), step):
         mine = open_[start : start + step]
-        if scope.looked_at + len(mine) * bq * bk > scope.work:
+        if not look or not scope.afford(len(mine) * bq * bk * each):
             scope.undecided += len(open_) - start
             kind[open_[start:]] = PARTIAL
             break
@@ -250,14 +317,36 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope) -> Array:
     return np.concatenate([tiles, kind[None]])[:, kind != EMPTY]
 
 
+def _ask_points(mask: Expr, env: Mapping[str, Array], kind: Array, points: Any, many: int, scope: Scope) -> None:
+    """PARTIAL are the tiles that some of `many` points find both visible and hidden."""
+    open_ = np.flatnonzero(kind < 0)
+    first, step = _FIRST, max(1, _POINTS // many)
+    for few in (open_[:first], *(open_[i : i + step] for i in range(first, len(open_), step))):
+        if not len(few):
+            break
+        cost = len(few) * many * steps(mask)
+        if not scope.afford(cost // _WORTH):
+            break
+        seen = scope.value(mask, points({n: v[few] for n, v in env.items()}))
+        seen = np.broadcast_to(seen, (len(few), *seen.shape[1:])).reshape(len(few), -1)
+        both = seen.any(axis=1) & ~seen.all(axis=1)
+        kind[few[both]] = PARTIAL
+        scope.spent += cost * int(np.count_nonzero(~both)) // len(few)
+        if len(few) == first and not both.any() and (points is _lattice or seams(mask)):
+            break  # tiles are alike: others will not be decided by these points, either
+
+
 def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, scope: Scope) -> None:
     """Settle tiles from what is certain of their pieces, between the seams of `//` and `%`."""
-    questions = (always(mask), never(mask), some(mask), some(simplify(negate(mask))))
     open_ = np.flatnonzero(kind < 0)
-    if not len(open_) or not seams(mask):
+    if not len(open_) or beyond(mask) or not seams(mask):
         return
+    questions = (always(mask), never(mask), some(mask), some(simplify(negate(mask))))
+    each = steps(make("answers", questions))
     for mine in np.array_split(open_, -(-len(open_) // (_CHUNK >> 4))):
         owner, corners = pieces(mask, {n: v[mine] for n, v in env.items()}, scope.value)
+        if not scope.afford(len(owner) * each // _WORTH):
+            break
         fixed = {n: env[n][mine][owner] for n in ("b", "h")}
         # a piece may be narrower than its tile, and then holds fewer phases
         at = {**corners, **fixed, "tk": corners["k1"] - corners["k0"] + 1, "single": np.ones(len(owner), bool)}
@@ -266,6 +355,8 @@ def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, s
         full, empty = (np.logical_and.reduceat(x, heads) for x in (yes, no))
         both = np.logical_or.reduceat(seen | yes, heads) & (np.logical_or.reduceat(hidden | no, heads) | cut[mine])
         kind[mine] = np.where(empty, EMPTY, np.where(both, PARTIAL, np.where(full, FULL, -1)))
+        missed = int(np.count_nonzero(kind[mine] < 0))
+        scope.spent += len(owner) * each * missed // len(mine)
 
 
 def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:

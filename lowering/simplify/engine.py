@@ -11,6 +11,7 @@ from frisket.dsl.types import Type
 
 from . import rules_arithmetic, rules_boolean, rules_compare, rules_division, rules_order, rules_select, rules_whole
 from .pattern import Rule
+from .rules_order import LONGEST
 
 RULES: tuple[Rule, ...] = tuple(
     r
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = tuple(
     if isinstance(r, Rule)
 )
 _STEPS = 100_000  # a rule that undoes another would run for ever; no honest text comes near
+_WORK = 1 << 20  # pairs of operands that rules may compare, some seconds; past it a node stays as it is
 
 
 Row = tuple[str, frozenset[str], Callable[[Expr], Expr | None]]  # a rule's name, what must stand below, the rule
@@ -52,9 +54,11 @@ class Simplifier:
         self.done: dict[Expr, Expr] = {}
         self.counts: Counter[str] = Counter()
         self.steps = 0
+        self.work = 0
 
     def __call__(self, root: Expr) -> Expr:
-        """The simplest form the rules reach: the same object when none applies."""
+        """The simplest form the rules reach: the same object when none applies. Of very large expressions what lies
+        past `_WORK` stays as it is, which is as right."""
         stack = [root]
         while stack:
             node = stack[-1]
@@ -81,6 +85,11 @@ class Simplifier:
 
     def _once(self, node: Expr) -> Expr:
         if not node.args:
+            return node
+        # rules compare the operands of chains in pairs
+        operands = min(node.depth, LONGEST) if node.op in ("min", "max") else len(node.args)
+        self.work += 1 + operands * operands // 16
+        if self.work > _WORK:
             return node
         below = {a.op for a in node.args}
         for name, wanted, run in self.by_op.get((node.op, node.args[0].type), ()):

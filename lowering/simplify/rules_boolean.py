@@ -156,10 +156,12 @@ def merge_bounds(node: Expr) -> Expr | None:
             new[a] = None
             continue
         terms = relation(a.op, *a.args)[1].terms
+        if terms not in groups:  # merged where its first bound stands
+            continue
         if len(groups[terms]) == 1:
             new[a] = None
             continue
-        merged = (_intersect if node.op == "and" else _unite)(groups[terms])
+        merged = (_intersect if node.op == "and" else _unite)(groups.pop(terms))
         if merged is None:
             return FALSE if node.op == "and" else TRUE
         for op, bound in merged:

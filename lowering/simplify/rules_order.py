@@ -19,6 +19,7 @@ from .order import sort_key
 from .pattern import rule
 
 LONGEST = 64  # operands sorted together, so that work grows with the length of a chain
+_COMPARED = 16  # operands of min and max that are compared pair by pair
 IDEMPOTENT = frozenset({"min", "max", "bitand", "bitor"})
 _JOIN: dict[str, Callable[[Any, Any], Any]] = {
     "min": min, "max": max, "bitand": operator.and_, "bitor": operator.or_, "bitxor": operator.xor,
@@ -59,7 +60,7 @@ def chain_in_order(node: Expr) -> Expr | None:
     parts = sorted(_literals_joined(node.op, parts), key=sort_key)
     if node.op in IDEMPOTENT:
         parts = list(dict.fromkeys(parts))
-    if node.op in ("min", "max") and len(parts) > 2:
+    if node.op in ("min", "max") and 2 < len(parts) <= _COMPARED:
         parts = _undominated(node.op, parts)
     if node.op == "bitxor":  # what stands there twice cancels; one pair stays for the rule that says so
         odd = [e for e, n in Counter(parts).items() if n % 2]

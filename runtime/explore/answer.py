@@ -37,7 +37,7 @@ LONGEST = 1 << 22  # tokens
 TILES = 1 << 16  # along each axis
 ROWS = 1 << 19  # of tiles, of all batch entries and heads
 CHARACTERS = 20_000
-BUDGET = 1 << 25  # positions looked at, about half a second; tiles beyond that are drawn as partial
+BUDGET = 1 << 30  # steps of an analysis, under half a second; tiles beyond that are drawn as partial
 NAMED = (  # numbers as the page calls them
     "the number of queries", "the number of keys", "batch", "heads", "documents", "the tile's height",
     "the tile's width",

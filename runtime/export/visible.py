@@ -154,7 +154,7 @@ def _from_tiles(
     origin = (small.b[0], small.h[0], small.q[0], small.k[0])
     b, h, q, k = (int(x) for x in origin)
     found = analyse(
-        layout.mask, q_len=layout.q_len, kv_len=layout.kv_len, block=(_FINE, _FINE), work=0, params=layout.params,
+        layout.mask, q_len=layout.q_len, kv_len=layout.kv_len, block=(_FINE, _FINE), look=False, params=layout.params,
         origin=(b, h, k, q) if transposed else (b, h, q, k), sizes=layout.sizes, tables=layout.tables,
         transposed=transposed,
     )  # fmt: skip

@@ -207,7 +207,7 @@ class BlockMask(theirs.BlockMask):
         """Raise `GatherError` where the mask shows a position at which it reads outside a table."""
         made = self._now()
         if "checked" not in made and not self.live.plainly_inside(self._sizes):
-            check_lookups(score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 24))
+            check_lookups(score_lookups(self.mask, None, *self._lengths, *self._heads, budget=1 << 28))
         made["checked"] = True
 
     def _now(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
 from frisket.dsl.program import parse_expression
 from frisket.dsl.sugar import k, q
-from frisket.lowering.analysis import queries, tiles
+from frisket.lowering.analysis import queries, spans, tiles
 from frisket.lowering.analysis.driver import analyse
 from frisket.lowering.analysis.spans import from_records
 from frisket.lowering.analysis.table import Table
@@ -102,17 +102,32 @@ def test_queries_are_taken_in_batches(name, monkeypatch):
         check(masks.case(masks.written()[name], rng))
 
 
-def test_past_the_budget_of_boxes_tiles_are_partial(monkeypatch):
-    monkeypatch.setattr(tiles, "_BOXES", 60)
+@pytest.mark.parametrize("work", [0, 10**4, 10**5, 10**6])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_past_the_budget_tiles_are_partial(work, transposed, monkeypatch):
     monkeypatch.setattr(tiles, "_CHUNK", 16)
     case = masks.case(masks.written()["neighbourhood"], random.Random(1))
     case.block, case.q_len, case.kv_len = (4, 8), 150, 170
-    found = analyse(case.mask, q_len=case.q_len, kv_len=case.kv_len, **case.options)
+    found = analyse(case.mask, q_len=case.q_len, kv_len=case.kv_len, work=work, transposed=transposed, **case.options)
     want = brute.kinds(case.mask, case.q_len, case.kv_len, **case.options)
+    want = want.swapaxes(2, 3) if transposed else want
     got = kinds(found, want.shape[3])
     assert not found.exact
     assert ((got == want) | (got == 1)).all()
     assert (got != want).any()
+
+
+def test_very_many_runs_of_a_row_end_in_one_that_is_partial(monkeypatch):
+    monkeypatch.setattr(spans, "_LEAST", 4)
+    monkeypatch.setattr(spans, "_ROOM", 4)
+    mask = parse_expression("(k // 8) % 2 == 0 & (q >= k | q < 30)", {})
+    found = analyse(simplify(mask), q_len=100, kv_len=200, block=(16, 8))
+    want = brute.kinds(mask, 100, 200, block=(16, 8))
+    got = kinds(found, want.shape[3])
+    assert not found.exact
+    assert found.spans.bounds.shape[2] == 4
+    assert ((got == want) | (got == 1)).all()
+    records(found)
 
 
 def test_an_end_beyond_64_bits_leaves_the_mask_alone():

@@ -50,7 +50,7 @@ def test_methods(name):
 
 def test_layout_arguments():
     have = inspect.signature(fk.Mask.layout).parameters
-    wanted = "q_len kv_len batch heads block origin sizes exact".split()
+    wanted = "q_len kv_len batch heads block origin sizes exact budget".split()
     assert [n for n in have if n != "self"] == wanted
     assert (have["block"].default, have["origin"].default) == ((128, 128), (0, 0, 0, 0))
 

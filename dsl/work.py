@@ -1,0 +1,53 @@
+"""What evaluating an expression costs: deterministic, so that a budget means the same on every machine.
+
+One step is one operator at one position. A reduction costs its body once for every value it runs over, and nested
+reductions multiply:
+
+>>> from frisket.dsl.ir import lit, reduce
+>>> from frisket.dsl.sugar import eq, k, q
+>>> steps(q >= k), steps(reduce("any", lit(0), lit(100), lambda j: eq(q + j, k)))
+(3, 602)
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .ir import Expr, walk
+
+# operators that take as long as several others: divisions by 0 and overflow are looked for, tables searched
+_HEAVY: dict[str, int] = {"mod": 4, "floordiv": 4, "pow": 8, "random": 24, "erf": 64, "segment": 8, "lookup": 2}
+_ENDS = [f"{how}_{end}" for how in ("run", "segment", "rank") for end in ("first", "last")]
+_HEAVY |= dict.fromkeys(["range_min", "range_max", *_ENDS], 24)  # the analysis searches a table
+
+
+@lru_cache(maxsize=4096)
+def steps(root: Expr) -> int:
+    """Steps of one position."""
+    total = 0
+    for e in outside(root):
+        if e.op == "reduce":
+            lo, hi = e.args[:2]  # where they are no literals, the steps of one value
+            total += (max(0, hi.name - lo.name) if lo.op == hi.op == "lit" else 1) * (steps(e.args[2]) + 1)
+        else:
+            total += _HEAVY.get(e.op, 1)
+    return total
+
+
+def outside(*roots: Expr) -> list[Expr]:
+    """Every distinct node, arguments before their users, without what stands in the body of a reduction."""
+    if not any(e.op == "reduce" for e in walk(*roots)):
+        return list(walk(*roots))
+    seen: set[Expr] = set()
+    out: list[Expr] = []
+    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            out.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            below = node.args[:2] if node.op == "reduce" else node.args
+            stack.extend((a, False) for a in reversed(below))
+    return out
