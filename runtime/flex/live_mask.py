@@ -200,8 +200,9 @@ def of_bound(what: Bound) -> LiveMask:
 
 def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
     """From a function of torch; `MaskModError` where it is none. With no `kind`, a score mod's score, too."""
+    recorded = torch.compiler.is_compiling()  # by an export that runs Python: tensors have no values there
     try:
-        found = trace(fn, kind, by_place=True)
+        found = trace(fn, kind, valueless=recorded, by_place=True)
     except TraceError as error:
         raise MaskModError(str(error)) from error
     values = {n: _tensor(x) for n, x in found.tables.items()}

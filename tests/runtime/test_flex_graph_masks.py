@@ -262,3 +262,20 @@ def test_masks_from_outside_of_every_kind():
         for mask in made if run is part else made[:2]:
             want = part(q, mask) if run is part else attend(q, mask)
             torch.testing.assert_close(compiled(q, mask), want)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_with_a_mask_made_inside(strict):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("doc", torch.arange(S) // 7)
+
+        def forward(self, q, limit):
+            shown = lambda b, h, x, y: (self.doc[x] == self.doc[y]) & (y <= limit[x])  # noqa: E731
+            return attend(q, ours.create_block_mask(shown, None, None, S, S, "cpu", BLOCK))
+
+    q, model = data(0)[0], Model()
+    program = torch.export.export(model, (q, torch.arange(S)), strict=strict)
+    limit = torch.arange(S) - 2
+    torch.testing.assert_close(program.module()(q, limit), model(q, limit))
