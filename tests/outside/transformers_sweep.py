@@ -1,10 +1,10 @@
 """Every model type of transformers with frisket in place of its eager attention: what is equal, refused, or neither.
 
-    python tests/outside/transformers_sweep.py [TYPE ...]
+    python tests/outside/transformers_sweep.py [TYPE ... | --rest]
 
 Each type runs in a process of its own with a time limit, a tiny configuration and random weights. The results are
-written to tests/outside/transformers.json, one line for each type; with types, only their lines change. `python
-docs/compatibility.py` makes the page from it.
+written to tests/outside/transformers.json, one line for each type; with types, only their lines change, and
+`--rest` runs those that have not run. `python docs/compatibility.py` makes the page from it.
 
 A verdict is one of VERDICTS. What was compared is in `parts`: outputs and gradients of all parameters, padding on both
 sides, and `generate` through caches, assisted, and with beams. A part that eager attention itself cannot do is left
@@ -36,6 +36,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from support.hf_tiny import LENGTH, VOCABULARY, configs  # noqa: E402
 
+NOT_RUN = {"verdict": "not run"}
 RESULTS = HERE / "transformers.json"
 LIMIT = 60  # seconds of a processor for a type; other work on the machine changes no verdict
 VERDICTS = {
@@ -462,6 +463,8 @@ def prepare(set_: Callable[[str, str], object]) -> None:
 def main(chosen: list[str]) -> None:
     prepare(os.environ.__setitem__)
     found = read()
+    if chosen == ["--rest"]:
+        chosen = [k for k in types() if found["types"].get(k, NOT_RUN) == NOT_RUN]
     with ThreadPoolExecutor(2) as pool:
         for kind, verdict in zip(all_ := chosen or types(), pool.map(limited, all_)):
             found["types"][kind] = verdict
