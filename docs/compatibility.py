@@ -88,7 +88,7 @@ def row(kind: str, found: dict[str, Any], columns: tuple[str, ...]) -> str:
     model = found.get("model", "")
     cells = [f"`{kind}`", f"`{model}`" if model else ""]
     for column in columns:
-        text = said(found["parts"]) if column == "compared" else found.get("why", "")
+        text = said(found.get("parts", [])) if column == "compared" else found.get("why", "")
         cells.append(text.replace("|", "\\|").replace("<", "&lt;").replace("_", "\\_").replace("*", "\\*"))
     return "| " + " | ".join(cells) + " |"
 
