@@ -325,7 +325,7 @@ def _ask_points(mask: Expr, env: Mapping[str, Array], kind: Array, points: Any, 
         if not len(few):
             break
         cost = len(few) * many * steps(mask)
-        if not scope.afford(cost // _WORTH):
+        if cost > scope.work - scope.spent or not scope.afford(cost // _WORTH):
             break
         seen = scope.value(mask, points({n: v[few] for n, v in env.items()}))
         seen = np.broadcast_to(seen, (len(few), *seen.shape[1:])).reshape(len(few), -1)
