@@ -139,7 +139,12 @@ class Attention:
         if symbolic(q, k, v, *params.values()):
             from .torch_fx import record
 
-            said = {"origin": origin, "sizes": sizes, "layout": layout, "return_lse": return_lse or None}
+            said: dict[str, Any] = {
+                "origin": origin,
+                "sizes": sizes,
+                "layout": layout,
+                "return_lse": return_lse or None,
+            }
             said |= {"plan": plan, "seed": seed, "sinks": sinks, "return_max": return_max or None}
             return record(self, q, k, v, params, **said)
         return results(self._called(q, k, v, *what), return_lse, return_max)

@@ -78,7 +78,7 @@ def symbolic(*values: Any) -> bool:
 
 def shared(tables: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """Arrays of numpy, which nobody writes to, as tensors over the same memory, where torch is there."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "from_numpy"):
         return dict(tables)
     with warnings.catch_warnings():

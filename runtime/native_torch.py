@@ -70,7 +70,8 @@ def backward(
 
     g = geometry
     made = _prepared(plan, spans, g, target, q.dtype, q.dtype)
-    arrays, copies = (q, k, v, out, dout.to(q.dtype)), []
+    arrays = (q, k, v, out, dout.to(q.dtype))
+    copies: list[Tensor] = []
     lse, dlse, sinks, norm = (_real(x, made.real) for x in (lse, dlse, sinks, norm))
     found = {n: torch.empty(s, dtype=q.dtype) for n, s in made.shapes.items() if n in wanted}
     captured = [(x, x.source in wanted) for x in backward_of(plan).gradients] if len(wanted) > len(found) else []
