@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 from support import triton_null
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.device_tables import Watch
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, ShapeError
@@ -186,7 +186,7 @@ def test_the_device_is_that_of_the_arrays(monkeypatch):
 # -- what a warm call does ------------------------------------------------------------------------------------------
 
 
-class Reads(TorchDispatchMode):
+class Reads(Watch):
     """Refuses what waits for a device to answer."""
 
     WAIT = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item")

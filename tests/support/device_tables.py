@@ -8,7 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frisket.runtime import flat_plan, flat_triton, torch_op
+from frisket.runtime import attention, entry, flat_plan, flat_triton, torch_decode, torch_op
 
 LOOKS = "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ is_nonzero equal __contains__".split()
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
@@ -32,7 +32,25 @@ class NoLook(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class NoWait(TorchDispatchMode):
+class Watch(TorchDispatchMode):
+    """Sees the operators of calls as they are without anybody who watches: under a mode of torch's dispatcher, a call
+    of attention is one operator."""
+
+    WATCHED = (attention, entry, torch_decode)
+
+    def __enter__(self) -> Any:
+        self.kept = [(module, module.in_graph) for module in self.WATCHED]
+        for module, _ in self.kept:
+            module.in_graph = lambda x: False
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> Any:
+        for module, in_graph in self.kept:
+            module.in_graph = in_graph
+        return super().__exit__(*raised)
+
+
+class NoWait(Watch):
     """Refuses operators that wait for a device or copy between devices."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
