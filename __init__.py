@@ -22,7 +22,8 @@ def _installed() -> ModuleSpec:
 
 
 if __name__ == "frisket":
-    __spec__ = _installed()
-    __loader__, __file__ = __spec__.loader, __spec__.origin
-    __path__ = __spec__.submodule_search_locations
-    __loader__.exec_module(sys.modules[__name__])
+    _spec = _installed()
+    globals().update(
+        __spec__=_spec, __loader__=_spec.loader, __file__=_spec.origin, __path__=_spec.submodule_search_locations
+    )
+    _spec.loader.exec_module(sys.modules[__name__])  # type: ignore[union-attr]  # found only with a loader

@@ -112,8 +112,8 @@ class _Backward(Tiles):
                 self._walk(lane)
         else:
             spread(self._walk, list(lanes))
-        for part in {id(lane.sums): lane.sums for lane in lanes if lane.sums is not total}.values():
-            self._add_sums(total, part)
+        for sums in {id(lane.sums): lane.sums for lane in lanes if lane.sums is not total}.values():
+            self._add_sums(total, sums)
         found = {"q": None if self.dq is None else self.dq.flatten(1, 2), "k": total.dk, "v": total.dv}
         return {
             **{n: x.to(self.given) for n, x in found.items() if x is not None},

@@ -140,12 +140,9 @@ class Attention:
             from .torch_fx import record
 
             said: dict[str, Any] = {
-                "origin": origin,
-                "sizes": sizes,
-                "layout": layout,
-                "return_lse": return_lse or None,
-            }
-            said |= {"plan": plan, "seed": seed, "sinks": sinks, "return_max": return_max or None}
+                "origin": origin, "sizes": sizes, "layout": layout, "return_lse": return_lse or None, "plan": plan,
+                "seed": seed, "sinks": sinks, "return_max": return_max or None,
+            }  # fmt: skip
             return record(self, q, k, v, params, **said)
         return results(self._called(q, k, v, *what), return_lse, return_max)
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
 
@@ -56,7 +57,11 @@ def plot(args: argparse.Namespace, console: Console) -> Answer:
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
     if what.score is not None:
         data["score"] = {"text": str(what.score), "hides": what.hidden_by_score is not None}
-    lines = [("written", f"{path}, {size(bytes_)}"), ("tiles", tiles(layout)), ("score", scored(what))]
+    lines: list[tuple[str, str | Text]] = [
+        ("written", f"{path}, {size(bytes_)}"),
+        ("tiles", tiles(layout)),
+        ("score", scored(what)),
+    ]
     return Answer(data, rows(lines))
 
 

@@ -79,7 +79,7 @@ def symbolic(*values: Any) -> bool:
 def shared(tables: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
     """Arrays of numpy, which nobody writes to, as tensors over the same memory, where torch is there."""
     torch: Any = sys.modules.get("torch")
-    if not hasattr(torch, "from_numpy"):
+    if torch is None or not hasattr(torch, "from_numpy"):
         return dict(tables)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")

@@ -104,7 +104,7 @@ def _check_lengths(what: Subject, values: Mapping[str, Any], g: Geometry) -> Non
     for n in (n for p in what.parts for n in walk(p.expr) if n.op == "lookup"):
         for axis, index in enumerate(n.args):
             need = have.get(index.name) if index.op == "var" else None
-            length = np.shape(values[n.name])[axis] if n.name in values else None
+            length: Any = np.shape(values[n.name])[axis] if n.name in values else None
             known = isinstance(need, int) and isinstance(length, int)
             if need is not None and not (length >= need if known else length == need):
                 raise ParameterError(

@@ -159,7 +159,7 @@ def placed(
 
 
 def keys_of(place: Place, x: Any) -> Any:
-    found = local(x, place.mesh, place.kv)
+    found: Any = local(x, place.mesh, place.kv)
     return found if place.keys is None else found.index_select(1, place.keys)
 
 

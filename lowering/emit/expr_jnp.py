@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial, reduce
 from typing import Any
 
+import numpy as np
+
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT, INT
 
@@ -149,6 +151,6 @@ def evaluate(
         else:
             values[node] = table[node.op](*args)
             if rounded and node.op == "mul" and node.type is FLOAT:  # no compiler looks through this for a sum to fuse
-                least = float(jnp.finfo(Float).min)
+                least = float(np.finfo(np.float64 if float64 else np.float32).min)
                 values[node] = jnp.where(values[node] < least, -jnp.inf, values[node])
     return values[root]
