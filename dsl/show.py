@@ -183,8 +183,12 @@ class _Printer:
         return (x, self.plain(y)) if y.op == "float" else (self.plain(x), y)
 
     def power(self, x: Expr, y: Expr) -> tuple[Expr, ...]:
-        literal = y.op == "float" and y.args[0].op == "lit" and y.args[0].name >= 0
-        return (x if literal else self.plain(x)), self.plain(y)
+        return (x if _whole(y) else self.plain(x)), self.plain(y)
+
+
+def _whole(exponent: Expr) -> bool:
+    """Whether it is written as a whole number that is not negative: then the power of an Int is an Int."""
+    return exponent.op == "float" and exponent.args[0].op == "lit" and bool(exponent.args[0].name >= 0)
 
 
 def _separated(args: tuple[Expr, ...]) -> list[Piece]:
@@ -260,8 +264,10 @@ def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tup
 def _evidence(node: Expr, flex: dict[Expr, frozenset[str]]) -> Iterator[str]:
     """Names of Bools and Floats that this use gives away."""
     op, args = node.op, node.args
-    if op in TELLING or op in FLOAT_FUNCTIONS or (op == "pow" and node.type is FLOAT):
+    if op in TELLING or op in FLOAT_FUNCTIONS:
         direct = args
+    elif op == "pow" and node.type is FLOAT:  # `p ** 2` is an Int where nothing says that p is none
+        direct = () if _whole(args[1]) else args
     elif op == "reduce" and node.name[0] in ("any", "all"):
         direct = args[2:]
     elif op == "where":

@@ -23,6 +23,13 @@ def quick(n):
     return settings(max_examples=n, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+def test_a_float_to_a_whole_number_is_declared():
+    """`p ** 2` alone is a power of an Int."""
+    e = ir.make("pow", (ir.param("p", FLOAT), ir.make("float", (ir.lit(2),), None, FLOAT)), None, FLOAT)
+    assert show(e) == "param p: float\np ** 2"
+    assert parse_expression(show(e)) is e
+
+
 @quick(400)
 @given(expressions.any_expression())
 def test_parse_of_show_is_the_same_node(e):

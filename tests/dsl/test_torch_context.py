@@ -50,7 +50,9 @@ def test_the_originals_are_kept_and_the_values_are_copies():
     assert fk.score(alibi, slopes=np.ones(2)).origin.captured == {}
     again = pickle.loads(pickle.dumps(mod))
     assert again == mod
-    assert again.origin.captured == {}
+    assert list(again.origin.captured) == ["slopes"]  # a learned tensor travels along
+    assert torch.equal(again.origin.captured["slopes"], slopes)
+    assert again.origin.captured["slopes"].requires_grad
 
 
 def test_renamed_parameters_keep_their_originals():

@@ -151,7 +151,8 @@ def kernel(
         top_ref[0, 0] = laid(jnp.where(whole == 0, -jnp.inf, most))
         nothing = whole == 0
         out_ref[0, 0] = (acc[...] / jnp.where(nothing, 1, whole)).astype(out_ref.dtype)
-        lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, most + jnp.log(whole)))
+        lse = most + jnp.log(whole)
+        lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, lse))
 
 
 def laid(column):
@@ -160,7 +161,8 @@ def laid(column):
 
 
 def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
-    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays [batch, length, heads, dim]."""
+    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len]) of arrays
+    [batch, length, heads, dim]."""
     batch, q_len, heads, dim = query.shape
     kv_len, v_dim = tables[2].shape[1] * PAGE, value.shape[3]
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
@@ -209,7 +211,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
         b, h, q_tile, _ = place(*step)
         return b, h, 0, q_tile
 
-    out, lse, top = pl.pallas_call(
+    out, *rows = pl.pallas_call(
         functools.partial(kernel, at=at, q_len=q_len, kv_len=kv_len),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=9,
@@ -225,8 +227,7 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
             ],
             out_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
-                pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row),
+                *[pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row)] * 2,
             ],
             scratch_shapes=[
                 pltpu.VMEM((BLOCK_Q, 1), Float),
@@ -237,10 +238,9 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
         ),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, q_len, v_dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
-            jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float),
+            *[jax.ShapeDtypeStruct((batch, heads, 1, q_len), Float)] * 2,
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
     )(*scalars, query, *[key] * PARTS, *[value] * PARTS, of_query0, of_key0, of_key1, of_key2)
-    return out.swapaxes(1, 2), lse[:, :, 0], top[:, :, 0]
+    return out.swapaxes(1, 2), *(row[:, :, 0] for row in rows)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import signal
-import sys
 import tracemalloc
 from contextlib import contextmanager
 
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 from support import masks
 from support.effort import at_most
+from support.forget import forget
 
 import frisket as fk
 from frisket.dsl.errors import BudgetError, EvaluationError, LoweringError, Undecided
@@ -96,11 +95,7 @@ def test_a_mask_has_the_same_layout_whatever_was_asked_before(text):
 
     first = made()
     assert made() == first
-    for module in [m for n, m in sys.modules.items() if n.startswith("frisket.")]:
-        for x in list(vars(module).values()):
-            if hasattr(x, "cache_clear"):
-                x.cache_clear()
-    gc.collect()
+    forget()
     assert made() == first
 
 

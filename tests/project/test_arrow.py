@@ -13,7 +13,7 @@ FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"
 FRAMEWORKS = {"torch", "jax", "jaxlib", "triton"}
 # of runtime, imported by functions alone: classes, operators and primitives of a framework
 OF_TORCH = {"torch_autograd", "torch_func", "torch_fx", "torch_dtensor", "torch_library", "torch_decode"}
-OF_JAX = {"jax_primitives", "jax_sharding", "jax_transforms"}
+OF_JAX = {"jax_primitives", "jax_reverse", "jax_sharding", "jax_symbolic", "jax_transforms"}
 # packages behind doors of their own (`frisket.caches`, ...), whose modules may each be about one framework
 DOORS = ("caches", "integrations", "modeling", "operations", "parallel", "sharding")
 FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").glob("*.py")}  # torch's own API
