@@ -90,6 +90,11 @@ class _Evaluation:
             return _lookup(node, table_array(self.tables, node.name), args)
         return OPERATORS[node.op](*args)
 
+    def _with_ends(self, body: Expr) -> Expr:
+        """A body whose reductions run between numbers, so that their steps can be counted: `extent(t, 0)` is one."""
+        ends = {a for n in walk(body) if n.op == "reduce" for a in n.args[:2] if a.op != "lit"}
+        return substitute(body, {a: literal(int(self(a, {}))) for a in ends}) if ends else body
+
     def _reduced(self, node: Expr, ends: list[int], bound: Mapping[Expr, Array]) -> Array:
         """A reduction, many values of its variable at a time, along an axis in front of all others."""
         (kind, height), (start, stop), body = node.name, ends, node.args[2]
@@ -98,8 +103,9 @@ class _Evaluation:
         read = [*(bound[n] for n in walk(body) if n in bound)]
         read += [np.asarray(self.env[n.name]) for n in walk(body) if n.op in ("var", "param") and n.name in self.env]
         shape = np.broadcast_shapes(*(x.shape for x in read))
-        positions, each = math.prod(shape), steps(body)
-        self.spent += positions * each * (stop - start) if not bound else 0  # inner ones are part of the outer's
+        positions = math.prod(shape)
+        if not bound:  # inner reductions are part of the outermost
+            self.spent += positions * steps(self._with_ends(body)) * (stop - start)
         if self.spent > MOST:
             raise BudgetError(
                 f"`{kind}` over {stop - start:,} values would take {self.spent:,} steps at {positions:,} positions, "

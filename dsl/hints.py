@@ -7,9 +7,9 @@ from difflib import get_close_matches
 
 GLYPHS = {
     "≥": ">=", "≤": "<=", "≠": "!=", "∧": "&", "∨": "|", "¬": "~", "⊕": "^", "×": "*", "·": "*", "÷": "/", "−": "-",
-    "∞": "inf", "π": "pi", "≪": "<<", "≫": ">>", "“": "no quotes", "”": "no quotes",
+    "∞": "inf", "π": "pi", "≪": "<<", "≫": ">>",
 }  # fmt: skip
-TURNED = {("=", ">"): ">=", ("=", "<"): "<=", ("=", "="): "=="}  # two signs, exchanged or apart
+TURNED = {("=", ">"): ">=", ("=", "<"): "<="}  # two signs in the other order
 POSITIONS = {
     **dict.fromkeys(("q_idx", "query_idx", "query", "qi", "q_index", "row", "i"), "q"),
     **dict.fromkeys(("kv_idx", "k_idx", "key_idx", "key", "kv", "ki", "kv_index", "col", "j"), "k"),

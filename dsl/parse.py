@@ -104,7 +104,7 @@ def _strange(text: str, name: str, at: int) -> NoReturn:
     remedies = {
         ".": "a float has a digit on both sides of its dot: `1.0`, `0.5`",
         '"': "there are no strings in the language",
-        "'": "there are no strings in the language",
+        **dict.fromkeys("'“”‘’", "there are no strings in the language"),
         ";": "statements end with their line",
         "{": "brackets are `( )` and `[ ]`",
         "@": "to multiply, write `*`",

@@ -348,24 +348,25 @@ class Attention:
         texts = tuple(coordinates.items())
         if not all(isinstance(x, str | int) for _, x in texts):
             return Attention(moved(self.subject, coordinates), self.options)
-        if texts not in self._moved:
-            self._moved[texts] = Attention(moved(self.subject, coordinates), self.options)
+        found: Attention | None = self._moved.get(texts)
+        if found is None:
+            found = self._moved[texts] = Attention(moved(self.subject, coordinates), self.options)
             if len(self._moved) > KEPT:  # other numbers at every step
-                del self._moved[next(iter(self._moved))]
-        found: Attention = self._moved[texts]
+                self._moved.pop(next(iter(self._moved)), None)  # another thread may have taken it
         return found
 
     def jagged(self, pattern: Pattern) -> tuple[Attention, tuple[str | None, ...], str | None]:
-        """The same for packed rows of nested tensors, the names of the tables it takes, and that of the number of
-        sequences where it is read."""
-        if ("jagged", pattern) not in self._moved:
+        """This attention for packed rows of nested tensors, the names of the tables it takes, and the name of the
+        number of sequences where the text reads that number."""
+        found: tuple[Attention, tuple[str | None, ...], str | None] | None = self._moved.get(("jagged", pattern))
+        if found is None:
             what, names, number = rewritten(self.subject, pattern)
-            self._moved["jagged", pattern] = Attention(what, self.options), names.tables, number
-        found: tuple[Attention, tuple[str | None, ...], str | None] = self._moved["jagged", pattern]
+            found = self._moved["jagged", pattern] = Attention(what, self.options), names.tables, number
         return found
 
     def jagged_names(self, pattern: Pattern, spec: str) -> tuple[tuple[str | None, ...], str | None, str]:
-        """What of it a graph holds: names, and all the rest as a text. Given `self.spec`, a graph guards it."""
+        """The part of `jagged` that a graph holds: names, and the attention as a text. A graph guards `spec`, which is
+        `self.spec`."""
         att, names, number = self.jagged(pattern)
         return names, number, att.spec
 

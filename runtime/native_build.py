@@ -44,7 +44,7 @@ class BuildError(LoweringError, BackendError):
 
 
 _loaded: OrderedDict[tuple[str, ...], ctypes.CDLL] = OrderedDict()
-_failed: OrderedDict[tuple[str, ...], BuildError] = OrderedDict()  # not tried again in this process
+_failed: OrderedDict[tuple[str, ...], str] = OrderedDict()  # why, in words: an error would hold the arrays of its call
 _building: dict[tuple[str, ...], threading.Lock] = {}
 _guard = threading.Lock()
 
@@ -65,11 +65,11 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     with lock:  # one thread builds, the others wait for it
         try:
             if key in _failed:
-                raise _failed[key]
+                raise BuildError(_failed[key])
             made = _loaded.get(key) or _find_or_build(source, variant)
         except BuildError as error:
             with _guard:
-                _failed[key] = error.with_traceback(None)
+                _failed[key] = str(error)
                 _building.pop(key, None)
                 while len(_failed) > LOADED:
                     _failed.popitem(last=False)

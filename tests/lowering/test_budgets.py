@@ -162,6 +162,10 @@ def test_dense_reductions_are_bounded():
     with pytest.raises(BudgetError, match=r"`any` over 4,096 values would take 687,\d+,\d+,\d+ steps at 4,096"):
         fk.mask(NESTED).dense(64, 64)
     assert fk.mask(NESTED.replace("4096", "16")).dense(64, 64).any()
+    by_table = NESTED.replace("4096", "extent(t, 0)") + " & t[0] == 0"
+    assert fk.mask(by_table, t=np.zeros(16, int)).dense(64, 64).any()
+    with pytest.raises(BudgetError, match=r"`any` over 4,096 values"):
+        fk.mask(by_table, t=np.zeros(4096, int)).dense(64, 64)
 
 
 def test_kernels_say_what_they_cannot_write_out():

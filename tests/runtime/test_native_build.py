@@ -230,6 +230,10 @@ def test_a_compiler_that_fails_over_a_kernel(does, cache, monkeypatch, tmp_path)
     if "memory" in str(caught.value):
         assert "SIGKILL" in str(caught.value) or "cc1plus" in str(caught.value)
     assert not [p for p in cache.iterdir() if p.suffix != ".cpp"]
+    with pytest.raises(native_build.BuildError) as again:
+        library(source(2))
+    assert str(again.value) == str(caught.value)
+    assert again.value is not caught.value  # an error that is kept would hold the arrays of the call it ended
 
 
 # -- machines without ---------------------------------------------------------------------------------
