@@ -81,7 +81,7 @@ class ParameterError(FrisketError, ValueError):
 
 
 class UnknownNameError(ParameterError, KeyError):
-    """Nothing has that name; a KeyError for those who looked it up."""
+    """A name is looked up and nothing has it; also a KeyError."""
 
     __str__ = Exception.__str__  # a KeyError would quote it
 

@@ -49,7 +49,7 @@ def evaluate(
 
 
 class _Evaluation:
-    """One evaluation: what names stand for, and the steps that its reductions may still take."""
+    """One evaluation: the values of names, and the steps that its reductions have taken."""
 
     def __init__(
         self, env: Mapping[str, Any], tables: Mapping[str, Any], hooks: Mapping[str, Callable[..., Array]]
@@ -96,7 +96,7 @@ class _Evaluation:
         return substitute(body, {a: literal(int(self(a, {}))) for a in ends}) if ends else body
 
     def _reduced(self, node: Expr, ends: list[int], bound: Mapping[Expr, Array]) -> Array:
-        """A reduction, many values of its variable at a time, along an axis in front of all others."""
+        """The value of a reduction: its body is evaluated for many values at a time, along a new first axis."""
         (kind, height), (start, stop), body = node.name, ends, node.args[2]
         if start >= stop:
             return np.asarray(_of_nothing(kind, start, stop, node.type).name, DTYPES[node.type])
@@ -161,7 +161,7 @@ _ALL_AT_ONCE: dict[str, Any] = {
 
 
 def _of_nothing(kind: str, start: int, stop: int, type: Type) -> Expr:
-    """A reduction over no value."""
+    """The value of a reduction over an empty range."""
     if kind in ("min", "max"):
         raise EvaluationError(f"{kind} over the empty range {start}..{stop}")
     return literal({"any": False, "all": True}[kind] if type is BOOL else 0.0 if type is FLOAT else 0)

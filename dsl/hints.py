@@ -1,4 +1,4 @@
-"""Words that people bring from other libraries and from mathematics, and what to write for them here."""
+"""Hints for words and signs of other libraries and of mathematics: the text of the language that says the same."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def misnamed(name: str) -> str:
-    """What to write for a name by which others know a position; empty for any other name.
+    """The hint for a name that other libraries give a position; empty for any other name.
 
     >>> misnamed("q_idx")
     'positions are `b`, `h`, `q` and `k`: write `q`'
@@ -52,7 +52,7 @@ def misnamed(name: str) -> str:
 
 
 def keyword(name: str, names: Sequence[str] = ()) -> str:
-    """What to write for a keyword that neither a call nor a mask knows; empty where nobody can tell.
+    """The hint for a keyword that neither a call nor a mask knows; empty where there is none.
 
     `names` are the parameters of the mask and the score mod.
 
@@ -68,7 +68,7 @@ def keyword(name: str, names: Sequence[str] = ()) -> str:
 
 
 def dense(what: str, axes: int) -> str:
-    """How a dense mask or bias, given as an array of so many axes, is written."""
+    """The hint for a dense mask or bias that is given as an array of `axes` axes."""
     index = {1: "k", 2: "q, k", 3: "h, q, k", 4: "b, h, q, k"}.get(axes, "...")
     text = f"t[{index}]" if what == "mask" else f"score + t[{index}]"
     return f'an array is a table of the text: frisket.{"mask" if what == "mask" else "score"}("{text}", t=...)'

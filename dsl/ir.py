@@ -390,8 +390,9 @@ Leaf: TypeAlias = tuple[str, Any, int, Type]  # operator, name, how many indices
 
 
 def named(root: Expr) -> tuple[Leaf, ...]:
-    """What has a name, in the order of `walk`: variables, parameters, extents and tables. Every node keeps its own, so
-    that an expression that grows by a node is not walked through again."""
+    """The named leaves of an expression, in the order of `walk`: variables, parameters, extents and tables.
+
+    Every node keeps the list of its leaves, so an expression that grows by one node is not walked again."""
     stack = [root]
     while stack:
         node = stack[-1]

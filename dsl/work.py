@@ -1,4 +1,4 @@
-"""What evaluating an expression costs: deterministic, so that a budget means the same on every machine.
+"""The cost of evaluating an expression, in steps: a budget of steps means the same on every machine.
 
 One step is one operator at one position. A reduction costs its body once for every value it runs over, and nested
 reductions multiply:
@@ -23,7 +23,7 @@ _HEAVY |= dict.fromkeys(["range_min", "range_max", *_ENDS], 24)  # the analysis 
 
 @lru_cache(maxsize=4096)
 def steps(root: Expr) -> int:
-    """Steps of one position."""
+    """How many steps the expression takes at one position."""
     total = 0
     for e in outside(root):
         if e.op == "reduce":
@@ -35,7 +35,7 @@ def steps(root: Expr) -> int:
 
 
 def outside(*roots: Expr) -> list[Expr]:
-    """Every distinct node, arguments before their users, without what stands in the body of a reduction."""
+    """Every distinct node outside the bodies of reductions, arguments before their users."""
     if not any(e.op == "reduce" for e in walk(*roots)):
         return list(walk(*roots))
     seen: set[Expr] = set()

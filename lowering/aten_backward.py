@@ -189,8 +189,9 @@ class _Backward(Tiles):
         return None if self.kept is None else self.survivors(block, piece).div_(self.keep)
 
     def _weights(self, block: Block, query: Tensor, whole: bool) -> Iterator[tuple[Any, list[Tensor], list[Any]]]:
-        """Pieces, their weights, and their scores before the score mod where derivatives read those: all of a block at
-        once if `whole`."""
+        """Yield (pieces, weights, scores before the score mod, or None where no derivative reads them).
+
+        With `whole`, one item has all pieces of the block."""
         pieces, room = block.step.pieces, max(64, BUDGET // (block.batch * block.rows))
         todo = [list(pieces)] if whole else [[p] for chunk in chunks(pieces, room) for p in chunk]
         base, share = self.rows(self.base, block).unsqueeze(-1), None
@@ -217,8 +218,7 @@ class _Backward(Tiles):
             yield chunk, tiles, raws or [None] * len(chunk)
 
     def _sums_of(self, block: Block, chunks: Iterable[list[Tensor]]) -> tuple[Tensor, Tensor]:
-        """What is taken off the scores of each row, and what their exponentials are multiplied with; the scores become
-        exponentials, of a lesser number where chunks are to come."""
+        """(maximum, 1 / sum of exponentials) of every row, with sinks. Scores become exp(score - maximum so far)."""
         torch = self.torch
         top = torch.full((block.batch, block.rows, 1), -math.inf, dtype=self.dtype)
         total = torch.zeros_like(top)
@@ -284,7 +284,7 @@ class _Backward(Tiles):
 
 
 def _exp(x: Tensor) -> Tensor:
-    """In place. torch's own exp takes five times as long over what is hidden."""
+    """The exponential, in place. torch's exp is five times slower on -inf."""
     return x.mul_(LOG2E).exp2_()
 
 

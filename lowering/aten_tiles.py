@@ -40,7 +40,7 @@ def _safe_division(n: Expr) -> bool:
 
 
 def finite(torch: Any, top: Tensor) -> Tensor:
-    """What is taken off the scores of a row: 0 where it shows nothing."""
+    """The maximum of a row, to subtract from its scores: 0 where the row sees no key."""
     return torch.where(top == -math.inf, 0.0, top)
 
 
@@ -358,7 +358,7 @@ _still = lru_cache(maxsize=256)(distance_only)
 
 
 def _times(score: Expr, unit: float) -> Expr:
-    """In one factor with a literal that is there already."""
+    """The score times a unit; a literal factor that is there already is multiplied with the unit."""
     if unit == 1:
         return score
     if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:

@@ -1,7 +1,7 @@
-"""JAX's promotion of shapes and dtypes for code of ours, whatever a program has set for its own.
+"""JAX's default promotion of shapes and dtypes inside frisket, whatever the program around it has set.
 
-Under `jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"` JAX refuses what executors, generated
-planners and kernels are written with. What these are traced and run inside has JAX's defaults.
+Executors, generated planners and kernels promote ranks and dtypes, which JAX refuses under
+`jax_numpy_rank_promotion="raise"` and `jax_numpy_dtype_promotion="strict"`. They are traced and run under the defaults.
 """
 
 from __future__ import annotations

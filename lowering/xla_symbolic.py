@@ -28,7 +28,7 @@ KEYS = Body(EDGE, True)
 
 @dataclass(frozen=True)
 class Lengths:
-    """What of a call is a value: entries of the batch, queries, keys."""
+    """The sizes of a call that are traced values: batch entries, queries, keys."""
 
     batch: Array
     q_len: Array
@@ -99,8 +99,9 @@ def forward(
     plan: LoopPlan, seen: tuple[Interval, ...] | None, geometry: Geometry, q: Array, k: Array, v: Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], values: Mapping[str, Any], sinks: Array | None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """As `xla.forward`, in shapes whose batch and lengths are symbols. `seen` are intervals of keys that read `values`,
-    by the names of the mask; None: all keys."""
+    """(out, lse, top) as of `xla.forward`, in shapes whose batch and lengths are symbols.
+
+    `seen` are the intervals of keys that a row of tiles sees, as expressions over `values`; None: all keys."""
     import jax.numpy as jnp
 
     float64, g = q.dtype == jnp.float64, geometry

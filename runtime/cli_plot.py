@@ -74,7 +74,7 @@ def titled(what: Program) -> str:
 
 
 def scored(what: Program) -> str:
-    """What the picture shows of the score mod."""
+    """A line that says how much of the score mod the picture shows."""
     if what.score is None:
         return ""
     if (hidden := what.hidden_by_score) is None:

@@ -1,4 +1,4 @@
-"""Integers as people give them: of Python, numpy and torch, and arrays of one entry without axes.
+"""Conversion to int of all that stands for one: ints of Python, numpy and torch, and arrays without axes.
 
 >>> import numpy as np
 >>> as_int(np.int64(4)), as_int(np.array(4)), as_int(4.0), as_int(True)
@@ -29,12 +29,12 @@ def as_int(x: Any) -> Any:
 
 
 def as_ints(x: Any) -> Any:
-    """A tuple of them, of a tuple or list; anything else as it is."""
+    """A tuple or list as a tuple of ints; anything else as it is."""
     return tuple(map(as_int, x)) if isinstance(x, tuple | list) else x
 
 
 def counting(method: F) -> F:
-    """A method whose lengths may be anything that stands for an int: `lengths.sum()`, a numpy int."""
+    """Decorate a method whose lengths may be anything that stands for an int: `lengths.sum()`, a numpy int."""
 
     @wraps(method)
     def run(self: Any, *args: Any, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Kernels of accelerators on a CPU: which run in an interpreter there, and a warning of how long that may take."""
+"""Backends of accelerators that run in an interpreter on a CPU, and a warning of how long a call may take there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A mark on what gradients flow to: JAX differentiates it in reverse, and forward mode is refused in our words.
+"""A mark on arrays that gradients flow to: reverse mode works, forward mode raises an error of frisket.
 
-Its primal is what it marks. Its tangent goes through a primitive that can be transposed and never runs.
+The primal of the mark is the array. The tangent goes through a primitive that can be transposed and never runs.
 """
 
 from __future__ import annotations

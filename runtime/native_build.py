@@ -267,7 +267,7 @@ def _build(source: str, command: list[str], folder: Path, name: str) -> None:
 
 
 def _refusal(said: subprocess.CompletedProcess[str], compiler: str, text: Path) -> OSError | BuildError:
-    """What a compiler that failed says; a full disk is an OSError, so that another directory is tried."""
+    """The error of a compiler that failed; a full disk is an OSError, so that another directory is tried."""
     if os.strerror(errno.ENOSPC) in said.stderr:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(text.parent))
     words = "".join(f"\n  {x}" for x in said.stderr.splitlines()[:12])

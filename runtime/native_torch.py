@@ -173,7 +173,7 @@ class _Kernel:
         return found
 
     def table(self, use: TableUse, given: Tensor, dtype: Any) -> Tensor:
-        """In the kernel's dtype, signs in memory; a conversion is kept while the tensor lives and is not written to."""
+        """A table in the kernel's dtype, negated views resolved; a conversion is kept until its tensor changes."""
         if given.dtype == dtype and not given.is_neg():
             return given
         seen, version, made = self.converted.get(use.name, (_gone, 0, None))

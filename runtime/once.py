@@ -1,4 +1,4 @@
-"""Warnings that are said once in a process, at the user's own line."""
+"""Warnings that a process gives once, at the line of the user's code."""
 
 from __future__ import annotations
 

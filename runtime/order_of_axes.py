@@ -1,4 +1,4 @@
-"""Arrays whose heads and length seem to stand in the other order: said once, never decided."""
+"""A warning, once, for arrays whose axes of heads and length seem to be exchanged; they are read as documented."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _wanted(live: tuple[tuple[str, str], ...], needed: tuple[bool, ...]) -> tupl
 
 
 def _dsinks(sinks: Tensor, out: Tensor, lse: Tensor, low: Any, dout: Tensor, dlse: Any) -> Tensor:
-    """Of one more logit of every row, whose weight is exp(sink - lse - low) and whose value is 0."""
+    """The gradient of the sinks: one more logit of every row, with weight exp(sink - lse - low) and value 0."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse

@@ -1,8 +1,8 @@
 """The operators of attention on DTensors: batch and heads over the devices of a mesh. Imports torch.distributed.
 
 Every rank computes its own batch entries and heads, at their place in the whole problem, so that a mask or score mod
-that reads `b` or `h` means those of all ranks. Tables are whole in every rank. Nothing travels but what is not placed
-so already, and gradients of what all ranks read.
+that reads `b` or `h` means those of all ranks. Tables are whole in every rank. Ranks send tensors that are placed
+otherwise, and gradients of tensors that all ranks read.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ AXES = ("batch", "heads", "length", "head_dim")
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank computes: `first` and `count` are its batch entries and heads of q, `keys` the heads of k and v that
-    it reads of those it holds; None: all of them, in groups as before."""
+    """The part of a call that one rank computes.
+
+    `first` and `count` are the batch entries and heads of q. `keys` are the heads of k and v that the rank reads among
+    those it holds; None: all of them, in the groups of the whole problem."""
 
     mesh: Any
     q: Placements
@@ -38,12 +40,12 @@ class Place:
 
     @property
     def sums(self) -> Placements:
-        """Of the gradient of what every rank reads: a sum over the ranks that compute something else."""
+        """The placements of gradients of tensors that every rank reads: a sum over the ranks that split q."""
         return tuple(Partial() if isinstance(p, Shard) else Replicate() for p in self.q)
 
     @property
     def kv_sums(self) -> Placements:
-        """Of the gradients of k and v."""
+        """The placements of the gradients of k and v."""
         return tuple(s if isinstance(p, Replicate) else p for p, s in zip(self.kv, self.sums, strict=True))
 
     def whole(self, x: Any) -> Any:
@@ -56,7 +58,7 @@ class Place:
 
 
 def place_of(q: Any, k: Any, v: Any, names: str) -> Place:
-    """Where q, k and v are to be; errors say what cannot be split."""
+    """The part of a call for this rank, from the placements of q. Raises `ShapeError` for splits that cannot work."""
     given = {"q": q, "k": k, "v": v}
     if any(not isinstance(x, DTensor) for x in given.values()):
         kinds = ", ".join(f"{n} is a {type(x).__name__}" for n, x in given.items())
@@ -120,7 +122,7 @@ def local(x: Any, mesh: Any, placements: Placements) -> Any:
 
 
 def dealt(x: Tensor, like: Any, place: Place, have: Placements, shape: Sequence[int]) -> Any:
-    """What ranks have found as a tensor placed as `like` is; whole in every rank where that is no DTensor."""
+    """The parts `x` of all ranks as one tensor, placed as `like` is; whole in every rank if `like` is no DTensor."""
     made = _of_ranks(x.contiguous(), place, have, shape)
     if isinstance(like, DTensor):
         return made.redistribute(place.mesh, like.placements)
@@ -196,7 +198,7 @@ def attend_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _gradient(place: Place, which: int, like: Any, g: Tensor) -> Any:
-    """Of input `which` (q, k, v, sinks, then tables), placed as that is."""
+    """The gradient of input number `which` (q, k, v, sinks, then tables), placed as that input is."""
     if which == 0:
         return dealt(g, like, place, place.q, like.shape)
     if which in (1, 2):

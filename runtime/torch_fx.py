@@ -17,7 +17,7 @@ _NAMES = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}
 
 
 def record(att: Any, q: Any, k: Any, v: Any, params: dict[str, Any], **said: Any) -> Any:
-    """The Proxy of `att(q, k, v, ...)`: its node has the attention as a text, and tables as constants of the graph."""
+    """The Proxy of `att(q, k, v, ...)`: its node holds the attention as a text and tables as constants of the graph."""
     if said["plan"] is not None:
         raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
     if said["sinks"] is None:
@@ -30,5 +30,5 @@ def record(att: Any, q: Any, k: Any, v: Any, params: dict[str, Any], **said: Any
 
 
 def attend(spec: str, q: Any, k: Any, v: Any, /, **given: Any) -> Any:
-    """A call of the attention that a text says, with the keywords of such a call: what a graph calls."""
+    """Call the attention that the text `spec` says; nodes of graphs call this function."""
     return attention_of(spec, ())(q, k, v, **given)

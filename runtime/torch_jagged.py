@@ -40,7 +40,7 @@ class Names:
 
     @property
     def tables(self) -> tuple[str | None, ...]:
-        """In the order of `NAMES`."""
+        """The names of the tables, in the order of `NAMES`."""
         return self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths
 
     def own_sequence(self) -> Expr:
@@ -55,7 +55,9 @@ class Names:
         return conj(*clauses)
 
     def places(self, visible: bool) -> dict[Expr, Expr]:
-        """What variables become. At a visible pair the query's sequence is the key's, and found once for a row."""
+        """The expression that replaces each variable.
+
+        At a visible pair the key's sequence is the query's, which is found once for a row."""
         q, k = var("q"), var("k")
         mine = segment(self.q_offsets, q)
         theirs = mine if visible else segment(self.kv_offsets, k)
@@ -74,7 +76,7 @@ def _length(offsets: str, lengths: str | None, of: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Where sequences begin in packed queries and keys, and how long they are where there are holes."""
+    """The offsets of sequences in packed queries and keys, and their lengths where there are holes."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
@@ -84,7 +86,7 @@ class Ragged:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order of `NAMES`."""
+        """The tensors in the order of `NAMES`."""
         return self.q_offsets, self.kv_offsets, self.q_lengths, self.kv_lengths
 
     @property
@@ -117,7 +119,7 @@ def names_for(pattern: Pattern, taken: Iterable[str], sequences: Expr) -> Names:
 
 
 def fresh(name: str, taken: Iterable[str]) -> str:
-    """The name, or the same with a number where it is taken."""
+    """The name, with a number behind it where it is taken."""
     return next(new for i in count() if (new := f"{name}_{i}" if i else name) not in taken)
 
 
@@ -159,7 +161,7 @@ def opened(
 
 
 def ragged_of(q: Tensor, k: Tensor) -> Ragged:
-    """Where the sequences of nested queries and keys are; keys of the same lengths share the queries' tensors."""
+    """The offsets and lengths of nested queries and keys; keys of the same lengths share the queries' tensors."""
     mine = q.offsets(), q.lengths()
     theirs = mine if _alike(q, k) else (k.offsets(), k.lengths())
     return Ragged(mine[0], theirs[0], mine[1], theirs[1])

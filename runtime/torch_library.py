@@ -138,7 +138,7 @@ def written(
 
 
 def _sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], list[int], str]:
-    """Tensors, numbers, and what they are."""
+    """(tensors, numbers, names and kinds of both) of the values of a call."""
     tensors: list[Tensor] = []
     numbers: list[int] = []
     for name, x in items:
@@ -203,7 +203,7 @@ def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: 
 
 
 def _known(x: Any) -> Any:
-    """A number where a tensor stands for it: torch.jit.trace has lengths so."""
+    """The number that a tensor without axes holds: torch.jit.trace gives lengths as such tensors."""
     return int(x) if isinstance(x, Tensor) and not x.ndim else x
 
 
@@ -281,7 +281,7 @@ def _vacant_gradients(
     dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Where there is nothing to attend to, lse is the sink, and nothing else hangs on anything."""
+    """The gradients of a call without queries or keys: lse is the sink, and every other gradient is 0."""
     grads = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *_floats(values))]
     if sinks is not None and dlse is not None:
         grads[3] = dlse.sum((0, 2)).to(sinks.dtype)
@@ -353,7 +353,7 @@ def _gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
 def gradient_inputs(
     dout: Any, dlse: Any, given: tuple[Any, ...], values: Any, found: tuple[Any, ...], said: Any, needed: Any
 ) -> tuple[Any, ...]:
-    """What the backward operator takes; `found` are out, lse and norm."""
+    """The arguments of the backward operator; `found` are out, lse and norm."""
     numbers, spec, names = said
     return dout, dlse, *given, list(values), *found, numbers, spec, names, list(needed)
 

@@ -133,7 +133,7 @@ class Ready:
         return self.forward(*given, sinks=sinks, top=top)  # largest scores that nobody asks for take time
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
-        """The same, and what `gradients` have to know of each row beside lse; None: of this executor, nothing."""
+        """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing."""
         if not self.normed:
             return *self.run(seed, top, q, k, v, sinks, *values), None
         slots, tables = self.values(q.device, seed, values)
@@ -317,7 +317,9 @@ def _stays(x: Any, device: Any) -> bool:
 
 
 def prepare(call: Call, options: Options) -> Ready:
-    """What calls of these shapes need. Where a native kernel that nobody named cannot be built, library calls serve."""
+    """The prepared executor of calls of these shapes.
+
+    Library calls replace a native kernel that cannot be built, unless the backend was named."""
     ready = _prepared(call, options)
     if call.backend != "cpp" or options.backend or Settings.read().backend:
         return ready

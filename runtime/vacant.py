@@ -1,5 +1,7 @@
-"""Attention where there is nothing: no keys, no queries, no batch entries, no heads. As torch's own attention: a query
-without keys has out 0, and lse -inf, or that of its sink; all gradients of q, k, v and tables are 0."""
+"""Attention without keys, queries, batch entries or heads, with the results of torch's SDPA.
+
+A query without keys has out 0 and lse -inf, or its sink; all gradients of q, k, v and tables are 0.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def bind(e: Expr, tables: Mapping[str, Any], most: int = WRITTEN) -> Expr:
 
 
 def bind_in_part(e: Expr, tables: Mapping[str, Any]) -> Expr:
-    """The same for an analysis: reductions that are too long to reason about stay; tiles they decide are looked at."""
+    """`bind` for an analysis: reductions too long to reason about stay, and tiles they decide are looked at."""
     e = _sized(e, tables)
     outer = [n for n in outside(e) if n.op == "reduce"]
     return substitute(e, {n: unroll(n) for n in outer}) if outer and steps(e) <= UNDERSTOOD else e
@@ -126,14 +126,14 @@ def analyse(
 
 
 def _recorded(runs: Runs, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Records of runs; of very many, the last of a row are one that is PARTIAL."""
+    """The records of runs; in a row with too many runs, one PARTIAL record stands for the last of them."""
     runs, widened = fitted(runs, len(grid.b) * grid.rows, grid.rows)
     scope.undecided += widened
     return records(runs, len(grid.b), grid.rows)
 
 
 def _nothing(rows: int, batch: int, heads: int) -> Analysis:
-    """Of no queries, or no keys."""
+    """The analysis of a layout without queries or without keys."""
     bounds, count = np.zeros((1, rows, 1, 4), np.int32), np.zeros((1, rows), np.int32)
     return Analysis(Spans(bounds, count, np.zeros((batch, heads), np.int32)), None, "nothing to see", True, 0, 0, 0, 0)
 

@@ -162,8 +162,9 @@ def always(e: Expr) -> Expr:
 
 
 def _of_parts(e: Expr, ask: Callable[[Expr], Expr], one: str) -> Expr:
-    """What is known of a junction that is `beyond`, from those of its parts that are not; `one` of them is enough under
-    this operator, under the other it takes all."""
+    """The answer for an `and` or `or` that is `beyond`, from the parts that are not.
+
+    Under the operator `one` a single part decides; under the other operator all parts must."""
     if e.op not in ("and", "or"):
         return FALSE
     parts = [FALSE if beyond(a) else ask(a) for a in e.args]

@@ -56,8 +56,9 @@ def from_boxes(boxes: Boxes) -> Runs:
 
 
 def fitted(runs: Runs, lines: int, rows: int) -> tuple[Runs, int]:
-    """Runs of so few a row that their records take 64 MB at most, or 1 KB a row: where there are more, the last is
-    PARTIAL and reaches to the end of all. And how many tiles that are."""
+    """(runs whose records take at most 64 MB, or 1 KB a row; how many tiles were widened for that).
+
+    In a row with more runs, one PARTIAL run reaches from the last run that fits to the end of the row's runs."""
     most = max(_LEAST, _ROOM // max(lines, 1))
     line = runs.slice * rows + runs.row
     heads = np.flatnonzero(np.append(True, line[1:] != line[:-1])[: len(line)])

@@ -95,7 +95,7 @@ class Scope:
         self.arrays = {n: t.array for n, t in self.tables.items()}
 
     def afford(self, cost: int) -> bool:
-        """Whether there are so many steps left; they are taken."""
+        """Take `cost` steps of the budget if so many are left, and say whether they were."""
         if self.spent + cost > self.work:
             return False
         self.spent += cost
@@ -179,7 +179,7 @@ def classify(mask: Expr, grid: Grid, scope: Scope, look: bool = True) -> Boxes:
 
 
 class _Refined:
-    """Boxes that are decided, and how others are."""
+    """The refinement of boxes of tiles until each is decided or the budget is spent; `done` has the decided ones."""
 
     def __init__(self, mask: Expr, grid: Grid, scope: Scope, look: bool) -> None:
         self.mask, self.grid, self.scope, self.look = mask, grid, scope, look
@@ -221,7 +221,7 @@ class _Refined:
         self.done.append(_kinds(live, kind).astype(np.int32))
 
     def _classified(self, live: Array) -> Array:
-        """Keeps what is certain of boxes, settles single tiles, gives back the others."""
+        """Add the boxes that are certain and the single tiles to `done`, and return the boxes that are still open."""
         s, r0, r1, c0, c1 = live
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
         env = {**_corners(self.grid, live), "single": single}
@@ -284,7 +284,7 @@ def _split(live: Array) -> Array:
 
 
 def _joined(live: Array) -> Array:
-    """Neighbours over the same rows as one box."""
+    """Join neighbouring boxes over the same rows into one box."""
     s, r0, r1, c0, c1 = live = live[:, np.lexsort((live[3], live[1], live[0]))]
     new = np.ones(live.shape[1], bool)
     new[1:] = (s[1:] != s[:-1]) | (r0[1:] != r0[:-1]) | (r1[1:] != r1[:-1]) | (c0[1:] != c1[:-1])
@@ -318,7 +318,7 @@ def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope, look: bool) -> A
 
 
 def _ask_points(mask: Expr, env: Mapping[str, Array], kind: Array, points: Any, many: int, scope: Scope) -> None:
-    """PARTIAL are the tiles that some of `many` points find both visible and hidden."""
+    """Mark tiles PARTIAL in which some of `many` points are visible and others hidden."""
     open_ = np.flatnonzero(kind < 0)
     first, step = _FIRST, max(1, _POINTS // many)
     for few in (open_[:first], *(open_[i : i + step] for i in range(first, len(open_), step))):

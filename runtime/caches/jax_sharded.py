@@ -177,7 +177,7 @@ def _split(x: Any, spec: Any, mesh: Mesh) -> Any:
 
 
 def _axes(axes: Axes, mesh: Mesh) -> Axes:
-    """Those with more than one device, as XLA spells them: a name where there is one, None where there is none."""
+    """The mesh axes with more than one device, as XLA spells them: a name for one axis, None for no axis."""
     names = tuple(n for n in names_of(axes) if mesh.shape[n] > 1)
     return names[0] if len(names) == 1 else names or None
 

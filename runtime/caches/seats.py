@@ -31,7 +31,7 @@ Rows = NDArray[np.int32]
 
 @dataclass
 class Known:
-    """What a pool knows of one sequence beside its pages and its length."""
+    """The record that a pool keeps of one sequence beside its pages and its length."""
 
     number: int  # no other sequence of the process has it
     cuts: int = 0  # how often it was truncated
@@ -89,7 +89,7 @@ class Ledger:
         return self.names.get(number)
 
     def seated(self, sequence: Hashable) -> None:
-        """From here on a row says how many tokens of it are stored."""
+        """Note that a sequence sits in a row: from here on the row says how many of its tokens are stored."""
         self.waits_no_more(sequence)
         self.known[sequence].stored = None
 
@@ -112,10 +112,13 @@ def seated(
     pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int,
     rows: Any = None, held: Any = None,
 ) -> tuple[Rows, Rows, Rows, Rows]:  # fmt: skip
-    """What a cache of `pages` pages of `page` tokens, with `batch` rows of `width` pages, holds of sequences, one a
-    row, None for an empty one: pages int32 [batch, width], the tokens that those have place for int32 [batch], the
-    tokens stored, without the `new` ones, int32 [batch], and the five numbers of every row. Raises where the pool
-    disagrees with the `rows` so far, of `held` tokens each."""
+    """(pages int32 [batch, width], room and lengths int32 [batch], rows int32 [5, batch]) of sequences in a cache.
+
+    `sequences` are names in the pool, one a row, None for an empty row. The cache has `pages` pages of `page` tokens,
+    and `batch` rows of `width` pages. `room` is how many tokens the pages of a row can hold, `lengths` how many are
+    stored without the `new` ones, `rows` the five numbers of every row.
+
+    Raises `ShapeError` where the pool disagrees with the `rows` before, which hold `held` tokens each."""
     if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
         raise ShapeError(
             f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
@@ -159,8 +162,7 @@ def seated(
 
 
 def _read(pool: PagePool, rows: list[list[int]], held: list[int]) -> dict[Any, tuple[int, int, int]]:
-    """Of sequences that sit in rows: which row, its tokens, and how often the pool had cut them when they were
-    seated."""
+    """(row, tokens, cuts when seated) of every sequence that sits in a row, by its name in the pool."""
     sat = {}
     for b, (row, tokens) in enumerate(zip(rows, held, strict=True)):
         if row[NUMBER] and (name := pool.ledger.read(row, tokens)) is not None:

@@ -152,7 +152,7 @@ class BlockMask(theirs.BlockMask):
 
     @property
     def _mod(self) -> LiveMask:
-        """What mask_mod says. Of a mask that was made in a graph, it is traced when it is needed."""
+        """The mask_mod as an expression. Where the mask was made in a graph, it is traced when somebody asks for it."""
         if self._live is None:
             what = self._fn if self._text is None else self._text
             assert what is not None

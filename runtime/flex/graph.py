@@ -143,8 +143,10 @@ call, laid_out = Call(), Tiles()
 
 
 class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
-    """What Dynamo makes of both. Of a mask that the graph made before, attributes that are set after such a call were
-    not seen: Dynamo goes on with a copy of its record, and objects it knows look into the old one."""
+    """The variable of Dynamo for `Call` and `Tiles`. It keeps one record of side effects across such a call.
+
+    Dynamo goes on with a copy of that record, and objects it knows look into the old one: attributes of a mask that are
+    set after the call would be lost."""
 
     def _call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         record = tx.output.side_effects

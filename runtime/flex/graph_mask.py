@@ -97,7 +97,7 @@ def visible(mask: BlockMask) -> MaskMod:
 
 
 def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
-    """Two in one, or one with a mask_mod."""
+    """The join of a mask with another mask or with a mask_mod."""
     mine, batch = visible(mask), mask._batch
     if isinstance(other, type(mask)):
         second, batch = visible(other), tuple(torch.broadcast_shapes(batch, other._batch))  # type: ignore[no-untyped-call]
@@ -118,7 +118,7 @@ def inverted(mask: BlockMask) -> BlockMask:
 
 
 def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
-    """The first queries and keys of it."""
+    """The first queries and keys of a mask."""
     made = made_of(mask, mask.mask_mod, lengths, mask._batch)
     if mask._given is not None:
         mask._check_cover(lengths)
@@ -128,7 +128,7 @@ def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
 
 
 def there(mask: BlockMask, device: Any) -> BlockMask:
-    """The same with its lists elsewhere. Tensors of its function stay where they are, as in torch."""
+    """The mask with its lists on another device. Tensors of its function stay where they are, as in torch."""
     made = made_of(mask, mask.mask_mod, mask._lengths, mask._batch)
     made._device = torch.device(device)
     made._hold({n: None if x is None else x.to(device) for n, x in mask._tensors().items()})

@@ -1,4 +1,4 @@
-"""Where Dynamo does not look: what runs between two graphs, or while a graph is made."""
+"""Calls that Dynamo does not trace: they run between two graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def leave(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`fn(*args)` outside of graphs; frames below it are no graphs either."""
+    """Call `fn(*args)` outside of graphs; Dynamo compiles no frame below it either."""
     return torch.compiler.disable(fn)(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
@@ -24,7 +24,7 @@ leave._torchdynamo_disable_msg = (  # type: ignore[attr-defined]  # what it says
 
 
 def outside(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function that no graph holds."""
+    """Decorate a function that no graph holds: Dynamo breaks the graph for its call."""
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

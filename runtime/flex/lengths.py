@@ -12,7 +12,7 @@ from ..integers import as_int
 
 
 def pair(value: Any, name: str, least: int = 1) -> tuple[int, int]:
-    """Two lengths, from one or two."""
+    """(queries, keys) from one length or two, each at least `least`."""
     given = tuple(value) if isinstance(value, tuple | list) else (value, value)
     found = tuple([count_of(n) for n in given])
     if len(found) != 2 or not all(is_count(n, least) for n in found):

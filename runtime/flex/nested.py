@@ -82,7 +82,7 @@ def values_of(names: Names, ragged: Ragged) -> dict[str, Tensor]:
 
 
 def own_sequence(names: Names, ragged: Ragged) -> LiveMask:
-    """What shows a query the keys of its sequence."""
+    """The mask that shows a query the keys of its own sequence."""
     return kept(names.own_sequence(), values_of(names, ragged))
 
 
@@ -93,7 +93,7 @@ _local: WeakKeyDictionary[Scored, dict[Any, tuple[Scored, Names]]] = WeakKeyDict
 
 
 def visible_inside(visible: LiveMask | None, ragged: Ragged) -> LiveMask:
-    """What a mask of packed positions shows, inside sequences. Kept with the mask."""
+    """A mask of packed positions inside sequences, as `confined` makes it; kept with the mask."""
     visible = visible or _EVERYTHING
     made, key = _inside.setdefault(visible, {}), tuple(map(id, ragged.tensors))
     if key not in made:  # it holds these tensors, so that no other one has their id
@@ -102,7 +102,7 @@ def visible_inside(visible: LiveMask | None, ragged: Ragged) -> LiveMask:
 
 
 def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
-    """What a mask of packed positions shows, inside sequences."""
+    """A mask of packed positions, and no keys of other sequences."""
     own = own_sequence(names_in(_EVERYTHING, ragged), ragged)
     return own if visible.expr is TRUE else visible.join("and", own)
 
@@ -119,7 +119,7 @@ def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Tensor]]:
 
 
 def local_live(mod: LiveMask, ragged: Ragged) -> LiveMask:
-    """The same in a graph."""
+    """A score mod in a graph that is told positions inside the sequence."""
     names = names_in(mod, ragged)
     return mod.at(names.places(True), values_of(names, ragged))
 

@@ -1,9 +1,9 @@
-"""What is looked at when a model of transformers is made: whether it asks for an implementation of attention at all.
+"""Checks of a model of transformers when it is made: whether it asks for an implementation of attention at all.
 
-transformers checks the name of an implementation and nothing more. A model that looks classes up by that name then ends
-in a KeyError, and one that never asks for an implementation ignores it, with the masks of its config. `watch` has both
-told: such a model gets what transformers would choose for it by itself, with a warning, and a mask that no attention
-reads is an error when the model is called.
+transformers checks the name of an implementation and nothing more. A model that looks classes up by that name ends in a
+KeyError; a model that never asks for an implementation ignores it, and the masks of its config. `watch` mends both:
+such a model gets the implementation that transformers would choose without a name, with a warning. A mask that no
+attention reads is an error when the model is called.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _asks(names: dict[str, Any]) -> bool:
 
 
 def _modules(kind: type) -> list[dict[str, Any]]:
-    """What the modules know that define a model's class and its bases among models."""
+    """The namespaces of the Python modules that define a model's class and its bases among models."""
     from transformers import PreTrainedModel
 
     bases = [c for c in kind.__mro__ if issubclass(c, PreTrainedModel) and c is not PreTrainedModel]

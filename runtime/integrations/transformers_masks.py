@@ -1,7 +1,7 @@
-"""What the attention of a model of transformers gets for a mask: what `symbolic` makes where transformers asks for one.
+"""Symbolic masks for models of transformers: `symbolic` makes one where transformers asks for a mask.
 
-Texts and tables stand for the mask functions of the model, for documents packed in a row and for padding; plans are
-made of these, and no array, unless a model computes with one.
+Texts and tables stand for the mask functions of the model, for documents packed in a row and for padding. Plans are
+made of them. An array is made only where a model computes with its mask.
 """
 
 from __future__ import annotations
@@ -139,8 +139,10 @@ class SymbolicMask:
     # -- for models that compute with it
 
     def array(self) -> Tensor:
-        """What transformers' sdpa takes, [batch, 1, q_len, kv_len] of Bools, or for models without it what their eager
-        attention adds to scores: 0 and the least of the dtype."""
+        """The mask as transformers' own array [batch, 1, q_len, kv_len].
+
+        Bools for models that have sdpa; for others the numbers that eager attention adds to scores, 0 and the least of
+        the dtype."""
         if self.make is None:
             raise ParameterError(
                 "this model computes with its attention mask, and under attn_implementation='frisket' that is no "
