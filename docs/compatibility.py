@@ -1,6 +1,6 @@
 """The page of model types of transformers: `python docs/compatibility.py` writes docs/compatibility.md.
 
-What it says is in tests/outside/transformers.json, which `python tests/outside/transformers_sweep.py` writes.
+The results are in tests/outside/transformers.json, which `python tests/outside/transformers_sweep.py` writes.
 """
 
 from __future__ import annotations
