@@ -336,18 +336,18 @@ def prepare(call: Call, options: Options) -> Ready:
     return made
 
 
-def _native_or_library(*given: Any, **more: Any) -> dict[str, Tensor]:
-    """The native backward, or that of library calls where it cannot be built."""
+def _native_or_library(*given: Any, norm: Any = None, **more: Any) -> dict[str, Tensor]:
+    """The gradients of the native backward, or of library calls where the native one cannot be built."""
     from frisket.lowering import aten_backward
 
     from . import native_torch
     from .native_build import BuildError, fall_back
 
     try:
-        return native_torch.backward(*given, **more)
+        return native_torch.backward(*given, norm=norm, **more)
     except BuildError as error:
         fall_back(error)
-        return aten_backward.backward(*given, **more)
+        return aten_backward.backward(*given, part=norm is None, **more)  # without norm, of a part of the keys
 
 
 def _prepared(call: Call, options: Options) -> Ready:
