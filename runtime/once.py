@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 import warnings
-from functools import cache
+from collections.abc import Hashable
 
 INSIDE = frozenset({"frisket", "jax", "jaxlib", "torch", "contextlib"})
+SAID: set[Hashable] = set()
 
 
-@cache
-def warn_once(text: str) -> None:
-    """Warn at the caller outside of frisket and what calls it back, the first time for each text."""
+def warn_once(text: str, about: Hashable = None) -> None:
+    """Warn at the caller outside of frisket and what calls it back, the first time for each text, or each `about`."""
+    key = text if about is None else about
+    if key in SAID:
+        return
+    SAID.add(key)
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in INSIDE:
         frame, level = frame.f_back, level + 1

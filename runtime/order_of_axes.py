@@ -30,7 +30,8 @@ def check_order(given: Arrays, g: Geometry, what: Subject, params: Mapping[str, 
     shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip("qkv", given.qkv, strict=True))
     warn_once(
         f"{shapes} are read as {LAYOUTS[have]}: {g.q_len} tokens of {g.heads} heads, and {why}\n"
-        f'  if they are {LAYOUTS[other]} give layout="{other}"; if not, layout="{have}" says so'
+        f'  if they are {LAYOUTS[other]} give layout="{other}"; if not, layout="{have}" says so',
+        about=(have, g.q_len, g.kv_len),  # the heads, if they are exchanged: another length is not another warning
     )
 
 

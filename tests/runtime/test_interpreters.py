@@ -7,13 +7,13 @@ import pytest
 import frisket as fk
 from frisket.lowering.plan import Geometry
 from frisket.runtime.interpreters import emulated, warn_slow
-from frisket.runtime.once import warn_once
+from frisket.runtime.once import SAID
 
 jnp = pytest.importorskip("jax.numpy")
 
 
 def said(backend, *lengths):
-    warn_once.cache_clear()
+    SAID.clear()
     batch, heads, q_len, kv_len = lengths
     with pytest.warns(UserWarning, match=f"backend {backend!r}") as caught:
         warn_slow(backend, Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0))
@@ -34,7 +34,7 @@ def test_how_long_a_call_may_take():
 
 def test_a_call_says_it_once_and_others_say_nothing():
     assert emulated("pallas-tpu")
-    warn_once.cache_clear()
+    SAID.clear()
     q = jnp.ones((1, 8, 1, 16))
     with pytest.warns(UserWarning, match="'pallas-tpu' runs in Pallas' interpreter") as caught:
         fk.attention(q, q, q, "causal", backend="pallas-tpu")

@@ -10,7 +10,7 @@ import pytest
 
 import frisket as fk
 from frisket.runtime import jax_platforms, native_build
-from frisket.runtime.once import warn_once
+from frisket.runtime.once import SAID
 
 draw = np.random.default_rng(0)
 Q, K, V = (jnp.asarray(draw.standard_normal((1, 200, heads, 64)), "bfloat16") for heads in (4, 2, 2))
@@ -97,7 +97,7 @@ def test_a_backend_that_is_named_is_that_backend_everywhere():
 
 
 def test_what_a_backend_lacks_is_said_once(called, monkeypatch):
-    warn_once.cache_clear()
+    SAID.clear()
     monkeypatch.setattr(jax_platforms, "missing", lambda backend: "not here" if backend == "triton" else "")
     args = *(x.astype("float32") for x in (Q, K, V)), DOC
     with pytest.warns(UserWarning, match="for want of") as said:

@@ -7,7 +7,7 @@ import pytest
 
 import frisket as fk
 from frisket.runtime.frameworks import arrays
-from frisket.runtime.once import warn_once
+from frisket.runtime.once import SAID
 from frisket.runtime.order_of_axes import check_order
 
 jax = pytest.importorskip("jax")
@@ -52,7 +52,7 @@ def empty(framework, *shapes):
 
 def said(framework, q, k, mask=None, **tables):
     """The warnings about an order."""
-    warn_once.cache_clear()
+    SAID.clear()
     found = []
 
     def ask(q, k):
@@ -113,7 +113,7 @@ def test_tables_of_the_other_length_tell():
 
 
 def test_calls_warn_once_at_the_line_of_the_user_and_never_where_the_order_is_given():
-    warn_once.cache_clear()
+    SAID.clear()
     q = jax.numpy.ones((1, 2, 160, 4))
     with pytest.warns(UserWarning, match="2 tokens of 160 heads") as caught:
         fk.attention(q, q, q, "causal")
@@ -121,6 +121,7 @@ def test_calls_warn_once_at_the_line_of_the_user_and_never_where_the_order_is_gi
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fk.attention(q, q, q, "causal")
+        fk.attention(*[q[:, :, :150]] * 3, "causal")  # of another length
         for layout in ("bhsd", "bshd"):
             assert fk.attention(q[:, :, :150], *[q[:, :, :150]] * 2, "causal", layout=layout).shape == (1, 2, 150, 4)
         x = torch.ones(1, 170, 2, 4)
@@ -128,8 +129,8 @@ def test_calls_warn_once_at_the_line_of_the_user_and_never_where_the_order_is_gi
         fk.attention(x, x, x, "causal", layout="bhsd")
     with pytest.warns(UserWarning, match="2 tokens of 170 heads"):
         fk.attention(x, x, x, "causal")
-    with pytest.warns(UserWarning, match="2 tokens of 140 heads"):
-        fk.reference(q[:, :, :140], *[q[:, :, :140]] * 2, "causal")
+    with pytest.warns(UserWarning, match="1 tokens of 140 heads"):
+        fk.reference(*[q[:, :1, :140]] * 3, "causal")
 
 
 def test_a_plan_of_the_other_order_says_how_to_read_the_arrays():

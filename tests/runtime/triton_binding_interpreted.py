@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ShapeError
 from frisket.runtime import triton_bind
-from frisket.runtime.once import warn_once
+from frisket.runtime.once import SAID
 
 G = torch.Generator().manual_seed(0)
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"
@@ -190,7 +190,7 @@ def test_eager_beside_the_interpreter(name):
 
 
 def test_the_interpreter_says_that_it_is_slow():
-    warn_once.cache_clear()
+    SAID.clear()
     with pytest.warns(UserWarning, match="'triton' runs in Triton's interpreter on this CPU"):
         fk.compile("causal", **NARROW)(*qkv(9))
 
