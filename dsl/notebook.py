@@ -13,13 +13,13 @@ GOOD, BAD = "#1a7f37", "#b3261e"  # legible on light and on dark pages
 
 
 def sentence(verdict: str, rest: str, *, good: bool) -> str:
-    """A verdict in colour, and why; lines stay lines."""
+    """HTML of a verdict in colour and the reason behind it; line breaks are kept."""
     why = escape(rest).replace("\n", "<br>")
     return f'<div><b style="color:{GOOD if good else BAD}">{escape(verdict)}</b>{": " if rest else ""}{why}</div>'
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
-    """Names beside code, a row each; rows without code are left out."""
+    """An HTML table of names beside code; rows without code are left out."""
     cells = "".join(
         f'<tr><td style="text-align:left;vertical-align:top;padding-right:1em;opacity:.7">{escape(name)}</td>'
         f'<td style="text-align:left"><code style="white-space:pre-wrap">{escape(code)}</code></td></tr>'
@@ -30,7 +30,7 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def sections(parts: Iterable[tuple[str, str]]) -> str:
-    """Headings that open on a click, with text in columns of equal letters."""
+    """HTML of headings that open on a click and show preformatted text."""
     return "".join(
         f'<details><summary>{escape(name)}</summary><pre style="overflow-x:auto">{escape(text)}</pre></details>'
         for name, text in parts

@@ -239,8 +239,10 @@ class _Backward(Tiles):
     def _slopes(
         self, block: Block, dout: Tensor, pieces: Sequence[Piece], tiles: list[Tensor], kept: list[Any], whole: bool
     ) -> list[Tensor]:
-        """Cotangents of modified scores. Those of `whole` rows take their mean from the products themselves: where a
-        row sees one key it is exactly that product."""
+        """The cotangents of modified scores.
+
+        With `whole`, the mean of a row is taken from the products themselves: where a row sees one key, the mean is
+        exactly that product and the cotangent 0."""
         torch, size = self.torch, sum(t.numel() for t in tiles)
         room = self.buffer("products", size).split([t.numel() for t in tiles])
         found = []

@@ -66,7 +66,7 @@ class Attention:
         self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - self.learned)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have nothing of what calls have left: it is found again."""
+        """Copies and pickles hold the subject and the options; a copy prepares its calls again."""
         return Attention, (self.subject, self.options)
 
     @property
@@ -248,7 +248,7 @@ class Attention:
         self, q: Any, k: Any, v: Any, plan: AnyPlan, origin: Origin | None, sizes: Sizes | None, layout: str | None,
         params: dict[str, Any],
     ) -> None:  # fmt: skip
-        """Refuse a plan that is for another call, and what it holds already."""
+        """Raise where a plan is for another call, or a parameter is given that the plan holds."""
         live, params = parted(params)
         self._geometry(arrays(q, k, v, layout, pages=live.get(PAGES)), plan, origin, sizes)
         self._check_plan(plan, params)

@@ -87,7 +87,7 @@ class FlatPlan:
         return self.laid.planner is not None or any("float" not in dtype for *_, dtype in self.key.given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have the tables, and nothing of what was planned from them: it is planned again."""
+        """Copies and pickles hold the key and the tables; a copy plans again."""
         return FlatPlan, (self.key, self.given, {})
 
     def again(self, given: dict[str, Any]) -> FlatPlan:

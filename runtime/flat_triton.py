@@ -138,7 +138,7 @@ def _at_once(module: ModuleType, wish: int) -> int:
 
 
 def _readable(table: Tensor) -> Tensor:
-    """Bool as bytes, Floats of at least 32 bits, and signs in memory."""
+    """A table as the planner reads it: Bool as bytes, Floats of at least 32 bits, negated views resolved."""
     import torch
 
     table = table.detach().resolve_neg()

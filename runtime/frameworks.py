@@ -71,13 +71,13 @@ def recorded() -> bool:
 
 
 def symbolic(*values: Any) -> bool:
-    """Whether one of them stands for a value in a graph that torch.fx.symbolic_trace makes."""
+    """Whether one of the values is a Proxy of torch.fx.symbolic_trace."""
     fx = sys.modules.get("torch.fx")
     return fx is not None and any(isinstance(x, fx.Proxy) for x in values)
 
 
 def shared(tables: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
-    """Arrays of numpy, which nobody writes to, as tensors over the same memory, where torch is there."""
+    """Read-only arrays of numpy as tensors of torch over the same memory; without torch, the arrays."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "from_numpy"):
         return dict(tables)

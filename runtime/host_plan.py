@@ -36,7 +36,7 @@ class Plan:
         self.narrow = self._narrow()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles have nothing of what calls have left: it is found again."""
+        """Copies and pickles hold the subject and its place; a copy lays out tiles again."""
         place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
         return Plan, (self.subject, *place)
 

@@ -53,8 +53,8 @@ class System:
 
 
 def beyond(e: Expr) -> bool:
-    """Whether an expression is too large to reason about: nested so deep, or of so many operators. Nothing is known of
-    it, then, but what its positions say."""
+    """Whether an expression is too large to reason about: nested more than DEEP, or of more than LARGE operators. Then
+    only its values at positions are known."""
     return e.depth > DEEP or _size(e) > LARGE
 
 

@@ -321,9 +321,9 @@ class Forward(Rows):
 
 
 def finish(page: Page, *, sinks: str, top: bool, low: bool, guard: bool) -> str:
-    """What a row's largest score and its sum of weights come to: `lse`, with `top` `largest`, and with `low` what
-    rounding took from lse; `sinks` loads the row's sink. What is returned is the weight of the accumulator before its
-    division by `total`."""
+    """Write `lse` of a row from its largest score and sum of weights; return the accumulator's weight before division.
+
+    With `top`, `largest` is written, with `low` what rounding took from lse. `sinks` loads the row's sink."""
     line = page.line
     if top:
         line(f"largest = {'tl.where(total == 0.0, -INFINITY, top * LN2)' if guard else 'top * LN2'}")

@@ -57,8 +57,9 @@ class Simplifier:
         self.work = 0
 
     def __call__(self, root: Expr) -> Expr:
-        """The simplest form the rules reach: the same object when none applies. Of very large expressions what lies
-        past `_WORK` stays as it is, which is as right."""
+        """The simplest form the rules reach: the same object when none applies.
+
+        In very large expressions the nodes past `_WORK` stay as they are."""
         stack = [root]
         while stack:
             node = stack[-1]

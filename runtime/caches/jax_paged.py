@@ -110,9 +110,11 @@ class PagedKVCache(Cache):
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
-        """As `KVCache.keep`. Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`:
-        `seat` refuses a pool that counts drafts which were not kept. Drafts on pages that another sequence shares are
-        a `ShapeError`, under `jax.jit` they are left and set `overflowed`: `pool.own` gives copies."""
+        """Keep the drafts on `path`, as `KVCache.keep` does, and drop the others.
+
+        Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`: `seat` refuses a pool
+        that counts drafts which were not kept. Drafts on pages that another sequence shares are a `ShapeError`,
+        under `jax.jit` they are left and set `overflowed`: `pool.own` gives copies."""
         path, start, counts = pathed(self, path, drafted, counts)
         known = (start, counts, self.rows[OWN])
         if not any(map(traced, known)):
@@ -129,8 +131,9 @@ class PagedKVCache(Cache):
 
     @usual_promotion()
     def truncate(self, lengths: Any) -> Self:
-        """As `KVCache.truncate`, and tell the pool, as after `keep`. A row that ends on pages that another sequence
-        shares takes no tokens until `seat` has given it others."""
+        """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Tell the pool, as after `keep`.
+
+        A row that ends on pages that another sequence shares takes no tokens until `seat` has given it others."""
         made = super().truncate(lengths)
         shorter = made.lengths < self.lengths
         rows = self.rows.at[LOW].min(jnp.where(shorter, made.lengths, self.rows[LOW]))

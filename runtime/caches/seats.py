@@ -1,4 +1,4 @@
-"""Whether rows of a paged cache and its pool agree: a pool counts tokens, and the cache alone knows what `keep` left.
+"""The check that rows of a paged cache and its pool count the same tokens: only the cache knows what `keep` left.
 
 Every row carries five numbers beside its length, and a pool keeps a `Ledger`; `seated` compares the two before anything
 is written. `keep` cannot tell the pool itself: under `jax.jit` there is no host to tell, and a pool serves all layers.
@@ -76,8 +76,9 @@ class Ledger:
         del self.names[self.known.pop(sequence).number]
 
     def read(self, row: Sequence[int], tokens: int) -> Hashable | None:
-        """The name of the sequence in a row of so many tokens, where the pool has it still; what was forked from it
-        gets to know how many tokens it has."""
+        """The name of the sequence in a row of `tokens` tokens; None where the pool has freed it.
+
+        Forks of the sequence learn from the row how many of their tokens are stored."""
         number, cuts, _, low, peak = row
         for child in self.children.pop(number, {}).values():
             assert child.waits is not None
@@ -104,7 +105,7 @@ class Ledger:
 
 
 def empty_rows(batch: int) -> Rows:
-    """Rows that no sequence sits in."""
+    """The five numbers of `batch` rows in which no sequence sits."""
     return np.repeat(np.array([[0], [0], [0], [NEVER], [0]], np.int32), batch, 1)
 
 

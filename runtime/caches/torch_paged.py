@@ -98,15 +98,17 @@ class PagedKVCache(Cache):
         return self
 
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
-        """As `KVCache.keep`. Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`:
-        `seat` refuses a pool that counts drafts which were not kept. Drafts on pages that another sequence shares are
-        a `ShapeError`: `pool.own` gives copies. Where only a device knows the lengths they are left, and `overflowed`
-        is true."""
+        """Keep the drafts on `path`, as `KVCache.keep` does, and drop the others.
+
+        Tell the pool before anything else is asked of it, `pool.truncate(sequence, tokens)`: `seat` refuses a pool
+        that counts drafts which were not kept. Drafts on pages that another sequence shares are a `ShapeError`:
+        `pool.own` gives copies. Where only a device knows the lengths they are left, and `overflowed` is true."""
         return super().keep(path, drafted, counts)
 
     def truncate(self, lengths: Any) -> Self:
-        """As `KVCache.truncate`, and tell the pool, as after `keep`. A row that ends on pages that another sequence
-        shares takes no tokens until `seat` has given it others."""
+        """Keep the first `lengths` tokens of each row, as `KVCache.truncate` does. Tell the pool, as after `keep`.
+
+        A row that ends on pages that another sequence shares takes no tokens until `seat` has given it others."""
         before = self.known()
         super().truncate(lengths)
         self.room.copy_(torch.where(self.lengths < self.own, torch.minimum(self.room, self.lengths), self.room))

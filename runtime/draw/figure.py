@@ -1,4 +1,4 @@
-"""Figure: a matplotlib figure that notebooks show as a picture, though no `pyplot` made it."""
+"""A matplotlib figure that notebooks show as a picture, though `pyplot` did not make it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure as Plain
 
 
 class Figure(Plain):
-    """A figure drawn by Agg, of so many pixels per inch as it was made with.
+    """A figure drawn by Agg, with the pixels per inch it was made with.
 
     Without `%matplotlib inline`, a notebook knows nothing of figures that are made without `pyplot`, and prints
     `<Figure size 960x720 with 1 Axes>`.

@@ -81,7 +81,7 @@ def laid_out(mask: BlockMask) -> Lists:
 
 
 def visible(mask: BlockMask) -> MaskMod:
-    """All that a mask shows, as a function: lists of the user's, too."""
+    """The whole mask as a function: its mask_mod, and the tiles of lists that a user gave."""
     mask_mod = mask.mask_mod
     if mask._given is None:
         return mask_mod

@@ -22,7 +22,7 @@ def pair(value: Any, name: str, least: int = 1) -> tuple[int, int]:
 
 
 def count_of(n: Any) -> Any:
-    """An int, of what stands for one: numpy's ints, a tensor without axes."""
+    """The int that a numpy int or a tensor without axes stands for; anything else as it is."""
     return n if isinstance(n, int | torch.SymInt) else as_int(n)
 
 

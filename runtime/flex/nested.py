@@ -71,8 +71,8 @@ def _packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
 
 
 def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> Names:
-    """Names of the tables of positions that a mask or score mod does not have. The number of sequences is part of one
-    that reads it."""
+    """Names for tables of positions, different from all names in a mask or score mod. Where `mod` reads `B`, the number
+    of sequences is a literal."""
     number = lit(ragged.sequences) if B in ir.walk(mod.expr) else lit(0)
     return names_for(ragged.pattern, {*mod.values, *(taken or {}), *names_of(mod.expr)}, number)
 

@@ -202,7 +202,7 @@ class SymbolicMask:
 
 
 def _arrays(x: Any) -> Any:
-    """Arguments with arrays for masks."""
+    """The arguments of a function of torch, with arrays in place of symbolic masks."""
     if isinstance(x, SymbolicMask):
         return x.array()
     if isinstance(x, tuple | list):
