@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .aten_flash import flash, fusible
+from .aten_flash import FUSED, flash, fusible
 from .aten_steps import Block, chunks, cut
 from .aten_tiles import LN2, LOG2E, Tiles, finite, tame
 from .aten_workers import spread
@@ -28,25 +28,28 @@ TILE = 1 << 18  # numbers of stored keys that are converted together
 def forward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    sinks: Tensor | None = None, top: bool = True,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    sinks: Tensor | None = None, top: bool = True, norm: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
     k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
 
     `sinks` [heads] are logits without a value: they are part of lse, not of top. Without `top` the third result is
-    None: the flash kernel, which does not tell the largest score, may then be used."""
+    None: the flash kernel, which does not tell the largest score, may then be used. With `norm` a fourth is what
+    rounding took from lse, [batch, heads, q_len]."""
     import torch
 
     with torch.no_grad():
         done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        found = done.everything(sinks, top)
+        found = done.everything(sinks, top, norm)
+        if norm and sinks is None and not top and bool((done.lse.abs() > FUSED).logical_and(done.lse.isfinite()).any()):
+            found = done.everything(None, True, True)  # the flash kernel does not say what rounding took
         # A NaN may come from a masked position: inf or NaN in K, where masks have to overwrite, not to be added, or in
         # V, as in a cache that is used again. A sum has it too, in a twentieth of the time of a look at every element;
         # infinities of both signs are no more than work done twice.
         if not (done.careful and done.clean) and plan.mask is not None and bool(found[0].sum().isnan()):
             done = _Forward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=True)
             done.clean = True
-            found = done.everything(sinks, top)
+            found = done.everything(sinks, top, norm)
     return found
 
 
@@ -55,7 +58,7 @@ class _Forward(Tiles):
 
     unit = LOG2E
 
-    def everything(self, sinks: Tensor | None, top: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    def everything(self, sinks: Tensor | None, top: bool, norm: bool) -> tuple[Any, ...]:
         g, torch = self.geometry, self.torch
         shape = (g.batch, g.kv_heads, self.group, g.q_len)
         new = {"dtype": self.dtype, "device": self.q.device}
@@ -63,6 +66,7 @@ class _Forward(Tiles):
         self.lse = torch.empty(shape, **new)
         self.top = torch.empty(shape, **new) if top else None
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1))
+        self.exact = torch.zeros(shape, dtype=torch.float64) if norm else None  # lse; where it is -inf, anything
         blocks = self._split(list(self._blocks()))
         blocks.sort(key=lambda x: x[0].cells)  # the largest go first: the last ones to end are short
         self.values = self.given_v if self.half or self.stored else self.v
@@ -71,8 +75,12 @@ class _Forward(Tiles):
         self.parts: dict[tuple[Block, int], tuple[Tensor, Tensor, Tensor]] = {}
         spread(self._attend, blocks)
         self._merge()
-        found = self.out.flatten(1, 2).to(self.given), self.lse.flatten(1, 2)
-        return (*found, None if self.top is None else self.top.flatten(1, 2))
+        largest = None if self.top is None else self.top.flatten(1, 2)
+        found = self.out.flatten(1, 2).to(self.given), self.lse.flatten(1, 2), largest
+        if self.exact is None:
+            return found
+        low = (self.exact - self.lse).to(self.dtype)
+        return (*found, low.masked_fill_(~low.isfinite(), 0.0).flatten(1, 2))
 
     def _blocks(self) -> Iterator[Block]:
         rows = []
@@ -178,15 +186,19 @@ class _Forward(Tiles):
     def _store(self, block: Block, acc: Tensor, top: Tensor, total: Tensor) -> None:
         torch, base = self.torch, top
         if self.sinks is not None:
-            sink = self.rows(self._sinks_of(block), block).unsqueeze(-1) * LOG2E
-            base = finite(torch, torch.maximum(top, sink))
-            shrink = torch.exp2(top - base)
+            # In float32 a large one would be off by percents of its weight, once it is in the unit of scores.
+            sink = self.rows(self._sinks_of(block), block).unsqueeze(-1).double() * LOG2E
+            above = (sink - top).masked_fill_((sink == -math.inf) & (top == -math.inf), -math.inf).to(self.dtype)
+            shrink = torch.exp2((-above).clamp_(max=0))
             acc = acc.mul_(shrink)
-            total = total * shrink + torch.exp2(sink - base)
+            total = total * shrink + torch.exp2(above.clamp(max=0))
+            base = torch.where(above > 0, sink, top)
+        if self.exact is not None:
+            self.put(self.exact, block, total.double().log2().add_(base).mul_(LN2).squeeze(-1))
         safe = torch.where(total == 0, 1.0, total) if self._hollow else total
         acc = acc.div_(safe if self.kept is None else safe * self.keep)
         self.put(self.out, block, acc)
-        self.put(self.lse, block, total.log2().add_(base).mul_(LN2).squeeze(-1))
+        self.put(self.lse, block, total.log2().add_(base.to(self.dtype)).mul_(LN2).squeeze(-1))
         if self.top is not None:
             self.put(self.top, block, top.mul(LN2).squeeze(-1))
 
@@ -199,15 +211,20 @@ class _Forward(Tiles):
         place = block.place
         self.out[place] = 0
         self.lse[place] = -math.inf if self.sinks is None else self._sinks_of(block)[place]
+        if self.exact is not None:
+            self.exact[place] = self.lse[place]
         if self.top is not None:
             self.top[place] = -math.inf
 
     def _put_fused(self, place: Any, out: Tensor, lse: Tensor) -> None:
-        torch = self.torch
+        torch, exact = self.torch, lse
         if self.sinks is not None:
             sink = self.sinks[0, place[1], place[2]]
-            joined = torch.logaddexp(lse, sink)
-            out, lse = out * (lse - joined).exp().unsqueeze(-1), joined
+            above = sink - lse
+            exact = torch.logaddexp(lse.double(), sink.double())
+            out, lse = out * above.neg().sigmoid().unsqueeze(-1), torch.logaddexp(lse, sink)
+        if self.exact is not None:
+            self.exact[place] = exact.double()
         if out.numel() == self.out.numel():  # the whole call: no copy
             self.out, self.lse = out[None, :, None], lse[None, :, None]
         else:

@@ -17,7 +17,7 @@ from typing import Any
 from frisket.dsl.ir import uses
 
 from .aten_captured import Captured
-from .aten_flash import Fused, flash_backward, fusible
+from .aten_flash import FUSED, Fused, flash_backward, fusible
 from .aten_steps import Block, Heads, Piece, chunks, cut, shares
 from .aten_tiles import LOG2E, Tiles, finite, tame
 from .aten_workers import spread
@@ -28,25 +28,24 @@ Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again
 WHOLE = 1 << 21  # scores of whole rows, where that many are all of a block: their sums are then at hand
 LARGE = 16.0  # |lse| from which on longer rows are worth a product more for their sums
-FUSED = 64.0  # |lse| up to which the built-in flash kernel, which takes weights from it, has them right to 1e-5
 PARTS = 8  # arrays of sums at most
 
 
 def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
-    wanted: frozenset[str], sinks: Tensor | None = None, part: bool = False,
+    wanted: frozenset[str], sinks: Tensor | None = None, share: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Gradients of sum(dout * out) + sum(dlse * lse) by name, for the names in `wanted`: "q", "k", "v" in the shape
     and dtype of the array, tables and slots of the plan ("t0", "s1") in float32, float64 when q is float64.
 
-    `out` and `lse` are the forward's; `part`: of other keys too, so that weights can come from lse alone. Of the
-    sinks themselves the caller computes the gradient (`lowering.derive`)."""
+    `out` and `lse` are the forward's; with `share` [batch, heads, q_len] of other keys too, and that is the part that
+    these keys have of each row's weights. The gradient of the sinks is the caller's (`lowering.derive`)."""
     import torch
 
     with torch.no_grad():
         run = _Backward(plan, spans, geometry, (q, k, v), slots, tables, target, careful=not tame(plan.score))
-        return run.everything(out, lse, dout, dlse, wanted, sinks, part)
+        return run.everything(out, lse, dout, dlse, wanted, sinks, share)
 
 
 @dataclass
@@ -69,10 +68,11 @@ class _Backward(Tiles):
 
     def everything(
         self, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, wanted: frozenset[str],
-        sinks: Tensor | None, part: bool,
+        sinks: Tensor | None, share: Tensor | None,
     ) -> dict[str, Tensor]:  # fmt: skip
         torch = self.torch
-        self.wanted, self.part = wanted, part
+        self.wanted = wanted
+        self.part = None if share is None else self.grouped(share.to(self.dtype))
         self.sinks = None if sinks is None else self.grouped(sinks.to(self.dtype).view(1, -1, 1).expand(lse.shape))
         self.out, self.dout = (self.grouped(self.worked(x)) for x in (out, dout))
         # Sums, not isfinite: one pass without an array of its own; where a sum overflows, careful is only slower.
@@ -171,7 +171,7 @@ class _Backward(Tiles):
         plain_query = query.nan_to_num(0.0, 0.0, 0.0) if self.careful else query
         rough_query, rough_dout = self.rounded(plain_query, "rough query"), self.rounded(dout, "rough dout")
         dq = self.buffer("dq", *query.shape).zero_() if self.dq is not None else None
-        whole = block.cells <= WHOLE and not self.part
+        whole = block.cells <= WHOLE
         for pieces, tiles, raws in self._weights(block, query, whole):
             kept = [self._kept(block, p) for p in pieces]
             for piece, p, some in zip(pieces, tiles, kept, strict=True):
@@ -179,7 +179,7 @@ class _Backward(Tiles):
                 self.add_keys(sums.dv, block, piece, self.rounded(weights, "weights"), rough_dout)
             if not self.inner:
                 continue
-            slopes = self._slopes(block, dout, pieces, tiles, kept, whole and not self.careful)
+            slopes = self._slopes(block, dout, pieces, tiles, kept, whole and not self.careful and self.part is None)
             for piece, p, raw, dm in zip(pieces, tiles, raws, slopes, strict=True):
                 self._piece(block, piece, p, raw, dm, rough_query, dq, sums)
         if dq is not None:
@@ -195,12 +195,12 @@ class _Backward(Tiles):
         pieces, room = block.step.pieces, max(64, BUDGET // (block.batch * block.rows))
         todo = [list(pieces)] if whole else [[p] for chunk in chunks(pieces, room) for p in chunk]
         base, share = self.rows(self.base, block).unsqueeze(-1), None
-        if not whole and self.large and not self.part:
+        if not whole and self.large:
             base, share = self._sums_of(block, (self.scores(block, query, chunk) for chunk in todo))
         for chunk in todo:
             raws: list[Tensor] | None = [] if self.reads_score else None
             tiles = self.scores(block, query, chunk, raws)
-            if whole and len(tiles) == 1 and self.sinks is None:
+            if whole and len(tiles) == 1 and self.sinks is None and self.part is None:
                 self.torch.softmax(tiles[0], -1, out=tiles[0])
                 if self.hollow:
                     tiles[0].masked_fill_((self.rows(self.lse, block) == -math.inf).unsqueeze(-1), 0.0)
@@ -234,7 +234,8 @@ class _Backward(Tiles):
         base = finite(torch, top)
         if self.sinks is not None:
             total = total + torch.exp(self.rows(self.sinks, block).unsqueeze(-1) - base)
-        return base, torch.where(total == 0, 0.0, 1 / total)
+        share = torch.where(total == 0, 0.0, 1 / total)
+        return base, share if self.part is None else share * self.rows(self.part, block).unsqueeze(-1)
 
     def _slopes(
         self, block: Block, dout: Tensor, pieces: Sequence[Piece], tiles: list[Tensor], kept: list[Any], whole: bool

@@ -11,6 +11,7 @@ from .aten_steps import Heads, Step, joined, partial, triangles
 from .aten_tiles import Tiles
 
 Tensor = Any
+FUSED = 64.0  # |lse| up to which weights by its float32 are right to 1e-5
 FLASH_ROWS = 512  # below, a few batched products are as fast and need no merging
 
 

@@ -31,8 +31,7 @@ from .native_build import BuildError, fall_back
 from .parameters import digest
 
 Arrays = dict[str, Any]
-ROUGH = ("cpp",)  # backends that do not say what rounding takes from lse
-NORMED = ("cpp",)  # those that say, as a fourth result, what they take off the scores of each row
+NORMED = ("cpp",)  # backends that say what they take off the scores of each row, not what rounding takes from lse
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
@@ -147,7 +146,7 @@ class JaxCall:
         q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
         hand, and keeps what is made of it."""
         run, how = _Run(self, backend, arrays, plan), _how(backend, platform)
-        if low and backend not in ROUGH:
+        if low and backend not in NORMED:
             how["low"] = True
         qkv = (arrays[n] for n in "qkv")
         try:
@@ -162,8 +161,11 @@ class JaxCall:
         import jax.numpy as jnp
 
         lse = result[1]
-        rest = result[3:] if backend not in ROUGH else [jnp.zeros_like(lse)]
-        return *result[:3], *rest, result[3] if backend in NORMED else jnp.zeros((*lse.shape, 2), lse.dtype)
+        if backend not in NORMED:
+            return *result, jnp.zeros((*lse.shape, 2), lse.dtype)
+        from .native_jax import low_of
+
+        return *result[:3], low_of(run.plan, result[3], lse), result[3]
 
     def _instead(self, error: BuildError) -> str:
         """The backend where a native kernel cannot be built; whoever named it has the error."""
@@ -177,10 +179,14 @@ class JaxCall:
         """The gradients of `wanted`, in the dtypes of what they are of."""
         run, how = _Run(self, backend, arrays), _how(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
-        if backend not in ROUGH:
+        if backend not in NORMED:
             how["low"] = arrays.get("low")
-        if backend in NORMED:
+        elif "norm" in arrays or "low" not in arrays:
             how["norm"] = arrays.get("norm")
+        else:
+            from .native_jax import norm_of
+
+            how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"])
         try:
             found: Arrays = executor(backend, "backward")(
                 run.plan, run.spans, run.geometry, *given, run.slots, run.tables, run.target,

@@ -48,7 +48,15 @@ def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple
     for lse in lses[1:]:
         highest = xp.maximum(highest, _constant(lse))
     shift = xp.where(highest == -xp.inf, xp.zeros_like(highest), highest)
-    shares = [xp.exp(lse - shift + low) for lse, (*_, low) in zip(lses, parts, strict=True)]
+    gaps = [lse - shift + low for lse, (*_, low) in zip(lses, parts, strict=True)]
+    most: Any = 0.0
+    if any(framework_of(low) for *_, low in parts):  # of huge scores they are more than exp takes
+        most = gaps[0]
+        for gap in gaps[1:]:
+            most = xp.maximum(most, gap)
+        most = xp.where(most == -xp.inf, xp.zeros_like(most), _constant(most))
+        gaps = [gap - most for gap in gaps]
+    shares = [xp.exp(gap) for gap in gaps]
     total = shares[0]
     for share in shares[1:]:
         total = total + share
@@ -61,7 +69,7 @@ def merged(parts: Sequence[tuple[Any, Any, Any]], xp: Any, layout: str) -> tuple
         mine = _cast(mine, wide)
         term = xp.where(weight == 0, xp.zeros_like(mine), mine) * weight  # what an empty part holds may be NaN
         out = term if out is None else out + term
-    log = xp.log(total)
+    log = xp.log(total) + most
     lse = xp.where(nowhere, xp.full_like(total, -xp.inf), log + shift)
     return _cast(out, kind), lse, xp.where(nowhere, xp.zeros_like(total), shift - lse + log)
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import jax
 
 INT32 = np.iinfo(np.int32)
+LN2 = 2839 / 2**12, 535 / 2**24, 5.7699990475432854e-08  # of 12 bits, of 12 more, and the rest
 EMIT = {"forward": cpp.emit, "backward": cpp_backward.emit}
 
 
@@ -66,8 +67,8 @@ def backward(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, norm: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `norm` is the forward's; without it,
-    where lse is of other keys too, weights are as exact as a float is at the size of lse."""
+    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `norm` is the forward's, or
+    `norm_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]
     given = [n in wanted for n in ("q", "k", "v", *(g.source for g in gradients))]
@@ -99,6 +100,55 @@ def _folded(
         )
     arrays = {name: jnp.asarray(table) for name, table in tables.items()}
     return folded(captured, sums, geometry, slots, arrays, int64=plan.int64)
+
+
+# -- what is known of rows -------------------------------------------------------------------------
+
+
+def low_of(plan: LoopPlan, norm: jax.Array, lse: jax.Array) -> jax.Array:
+    """What rounding took from lse, from what the forward knows of each row."""
+    result: jax.Array = _rounding(plan.score is not None)[0](norm, lse)
+    return result
+
+
+def norm_of(plan: LoopPlan, lse: jax.Array, low: jax.Array) -> jax.Array:
+    """What a backward takes of rows whose softmax is one over other keys too: of lse + low."""
+    result: jax.Array = _rounding(plan.score is not None)[1](lse, low)
+    return result
+
+
+@lru_cache(maxsize=2)
+def _rounding(scored: bool) -> tuple[Any, Any]:
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    def apart(top: jax.Array, lse: jax.Array) -> jax.Array:
+        """`top`, in the unit of scores, less lse: products of 12 bits by 12 are exact, and so are their sums."""
+        if scored or top.dtype == np.float64:
+            return top * (1 if scored else np.log(2.0)) - lse
+        bits = lax.bitcast_convert_type(top, np.uint32) & np.uint32(0xFFFFF000)
+        most = lax.bitcast_convert_type(bits, np.float32)
+        rest = top - most
+        first, second, third = (np.float32(x) for x in LN2)
+        return ((most * first - lse) + rest * first + most * second) + (rest * second + top * third)
+
+    @jax.jit
+    def low(norm: jax.Array, lse: jax.Array) -> jax.Array:
+        top, share = norm[..., 0], jnp.abs(norm[..., 1])
+        known = share > 1e-30  # below, lse is the sink
+        found = apart(top, lse) - jnp.log(jnp.where(known, share, 1))
+        return jnp.where(known & jnp.isfinite(found), found, 0)
+
+    @jax.jit
+    def norm(lse: jax.Array, low: jax.Array) -> jax.Array:
+        seen = jnp.isfinite(lse)
+        held = jnp.where(seen, lse, 0)
+        shift = held * lse.dtype.type(1 if scored else 1 / np.log(2.0))
+        share = jnp.exp(jnp.clip(apart(shift, held) - low, -80, 80))
+        return jnp.stack([shift, jnp.where(seen, share, 0)], -1)  # 0: what lse says
+
+    return low, norm
 
 
 # -- what a call is made of -------------------------------------------------------------------------

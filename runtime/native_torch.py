@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -62,11 +63,17 @@ def backward(
     plan: LoopPlan, spans: Spans, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
     wanted: frozenset[str], sinks: Tensor | None = None, norm: Tensor | None = None,
+    share: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients of `wanted`: "q", "k", "v", and names of tables and slots of the plan, those in float32 (float64
-    beside float64). `out`, `lse` and `norm` are the forward's; without `norm`, where lse is of other keys too, weights
-    are as exact as a float is at the size of lse."""
+    beside float64). `out`, `lse` and `norm` are the forward's; without `norm` weights are as exact as a float is at the
+    size of lse. With `share` [batch, heads, q_len] out and lse are of other keys too, and that is the part that these
+    keys have of each row's weights."""
     import torch
+
+    if share is not None and norm is not None:
+        norm = torch.stack([norm[..., 0], norm[..., 1] * share], -1)
+        lse = lse.masked_fill(norm[..., 1] == 0, -torch.inf)
 
     g = geometry
     made = _prepared(plan, spans, g, target, q.dtype, q.dtype)
@@ -89,6 +96,17 @@ def backward(
     for name in wanted - found.keys():  # read by the score mod, and of no influence
         found[name] = torch.zeros(tables[name].shape if name in tables else (), dtype=made.real)
     return found
+
+
+def lse_of(plan: LoopPlan, norm: Tensor, lse: Tensor) -> Tensor:
+    """lse in float64, from what the forward knows of each row: to the last bit of the scores."""
+    import torch
+
+    top, share = norm.double().unbind(-1)
+    share = share.abs()
+    known = share > 1e-30  # below, lse is the sink
+    exact = top * (1.0 if plan.score is not None else math.log(2.0)) - share.log()
+    return torch.where(known, exact, lse.double())
 
 
 def build(plan: LoopPlan, geometry: Geometry, target: Target, dtype: Any, stored: Any) -> None:

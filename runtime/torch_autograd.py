@@ -64,10 +64,7 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
     found = ready.gradients(seed, wanted, saved, dout, dlse) if wanted else {}
     if needed[3]:
-        from .triton_backward import low_of
-
-        low = low_of(norm) if norm is not None and ready.target.backend == "triton" else 0.0
-        found = {**found, "sinks": _dsinks(sinks, out, lse, low, dout, dlse)}
+        found = {**found, "sinks": dsinks(share_of_sinks(ready, sinks, lse, norm), out, lse, dout, dlse)}
     given = (q, k, v, sinks, *values)
     return [found[n].to(x) if need else None for n, need, x in zip(names, needed, given, strict=True)]
 
@@ -79,13 +76,26 @@ def _wanted(live: tuple[tuple[str, str], ...], needed: tuple[bool, ...]) -> tupl
     return names, frozenset(n for n, need in zip(names, needed, strict=True) if need and n != "sinks")
 
 
-def _dsinks(sinks: Tensor, out: Tensor, lse: Tensor, low: Any, dout: Tensor, dlse: Any) -> Tensor:
-    """The gradient of the sinks: one more logit of every row, with weight exp(sink - lse - low) and value 0."""
+def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tensor:
+    """The weight of the sink in each row, [batch, heads, q_len]: exp(sink - lse), with what `norm` knows of the row
+    where it does, since a float32 lse of 1e5 is off by 0.004."""
+    if norm is None:
+        share: Tensor = (sinks[:, None] - lse).exp()
+    elif ready.target.backend == "cpp":
+        from .native_torch import lse_of
+
+        share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)
+    else:  # what rounding took from lse; twice, where it comes from a graph
+        share = (sinks[:, None] - lse - (norm if norm.ndim == 3 else norm[..., 0])).exp()
+    return share
+
+
+def dsinks(share: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Any) -> Tensor:
+    """The gradient of the sinks: one more logit of every row, with weight `share` and value 0."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if dlse is not None:
         delta = delta - dlse
-    weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse - low))
-    return -(weight * delta).sum((0, 2))
+    return -(torch.where(lse == -torch.inf, 0.0, share) * delta).sum((0, 2))
 
 
 class _Once(torch.autograd.Function):

@@ -134,21 +134,35 @@ class Ready:
 
     def saving(self, seed: Any, top: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         """The results of `run`, and what the backward knows of each row beside lse; None where that is nothing."""
-        if not self.normed:
+        if not self.normed and sinks is None:
             return *self.run(seed, top, q, k, v, sinks, *values), None
         slots, tables = self.values(q.device, seed, values)
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
         return self.forward(*given, sinks=sinks, top=top, norm=True)
 
+    def parted(self, seed: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
+        slots, tables = self.values(given[0].device, seed, given[4:])
+        common = self.plan, self.spans, self.geometry, *given[:3], slots, tables, self.target
+        out, lse, _, norm = self.forward(*common, sinks=given[3], top=False, norm=True)
+        if self.target.backend != "cpp":
+            return out, lse.double() + norm, None
+        from .native_torch import lse_of
+
+        return out, lse_of(self.plan, norm, lse), norm
+
     def gradients(
         self, seed: Any, wanted: frozenset[str], saved: tuple[Any, ...], dout: Tensor, dlse: Tensor | None,
-        part: bool = False,
+        share: Tensor | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         """Gradients by "q", "k", "v" and the names of tables and slots; `saved` is q, k, v, sinks, out, lse, what
-        `saving` gave of each row, and the values. `part`: out and lse are of other keys too, nothing else is known."""
+        `saving` gave of each row, and the values. `share`: out and lse are of other keys too, and these have that part
+        of each row's weights."""
         q, k, v, sinks, out, lse, norm, *values = saved
         slots, tables = self.values(q.device, seed, values)
-        more = {"norm": norm} if self.normed else {"part": part} if self.target.backend == "aten" else {}
+        more = {"norm": norm} if self.normed else {}
+        if share is not None and self.target.backend != "triton":  # there lse and norm say all
+            more["share"] = share
         found: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
             wanted=wanted, sinks=sinks, **more,
@@ -347,7 +361,7 @@ def _native_or_library(*given: Any, norm: Any = None, **more: Any) -> dict[str, 
         return native_torch.backward(*given, norm=norm, **more)
     except BuildError as error:
         fall_back(error)
-        return aten_backward.backward(*given, part=norm is None, **more)  # without norm, of a part of the keys
+        return aten_backward.backward(*given, **more)
 
 
 def _prepared(call: Call, options: Options) -> Ready:

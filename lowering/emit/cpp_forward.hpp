@@ -5,6 +5,7 @@
 // (log2 e is in the scale), in base e otherwise. Few rows read keys and values where they are, many have them packed.
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
+const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float of it is off by percents at scores of 1e5
 const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 const int V_WIDE = round_up(V_DIM, LANES);

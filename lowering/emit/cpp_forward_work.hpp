@@ -123,11 +123,12 @@ static void finish(Worker &w, const Item &item) {
         Real peak = total == 0 ? -INF : top * NATURAL;  // natural logarithms from here on
         if (call->top) call->top[line] = total != total && top != INF ? NOT_A_NUMBER : peak;
         if (call->sinks) {
-            const Real sink = call->sinks[head], most = sink > peak ? sink : peak;
-            if (most > -INF) {
-                shrink = total == 0 ? 0 : exp(peak - most);
-                total = total * shrink + exp(sink - most);
-                peak = most;
+            const Real sink = call->sinks[head];
+            const double above = (double)sink - (total == 0 ? (double)-INF : (double)top * EXACTLY_NATURAL);
+            if (sink > -INF || peak > -INF) {
+                shrink = total == 0 ? 0 : above > 0 ? exp((Real)-above) : 1;
+                total = total * shrink + (above > 0 ? 1 : exp((Real)above));
+                if (above > 0) peak = sink;
             }
         }
         call->lse[line] = total == 0 ? -INF : peak + log(total);

@@ -22,9 +22,9 @@ from frisket.dsl.errors import ParameterError, ShapeError
 
 from ..attention import Attention
 from ..frameworks import recorded
-from ..merge import merge
 from ..options import seed_of, sinks_of
 from ..parameters import digest
+from ..torch_autograd import dsinks
 from ..torch_op import Ready, cast, kept_ready
 from .deal import Deal, Variant, check_variant
 from .places import check_covered, check_names
@@ -90,10 +90,8 @@ def attend(
     held = int(deal.held[wire.rank])
     fixed = {n: x for n, x in params.items() if n not in learned}
     job = Job(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
-    out, lse = _Ring.apply(job, *(x[:, :, :held] for x in (q, k, v)), *learned.values())  # type: ignore[no-untyped-call]
-    if sinks is not None:
-        nothing = out.new_zeros(()).expand(out.shape)
-        out, lse = merge((out, lse), (nothing, sinks[:, None].expand(lse.shape)))
+    given = [x[:, :, :held] for x in (q, k, v)]
+    out, lse = _Ring.apply(job, *given, sinks, *learned.values())  # type: ignore[no-untyped-call]
     if held < deal.shard:
         out = pad(out, (0, 0, 0, deal.shard - held))
         lse = pad(lse, (0, deal.shard - held), value=-torch.inf)
@@ -189,47 +187,68 @@ def _parts(found: tuple[Tensor, ...], step: Step) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """(out, lse) of (job, q, k, v, *values): tokens of this rank, without padding."""
+    """(out, lse) of (job, q, k, v, sinks, *values): tokens of this rank, without padding. Rows are merged by lse in
+    float64: by a float of 1e5 weights would be wrong in the third digit."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Any:
+    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float64)
+        if sinks is not None:
+            lse = torch.maximum(lse, sinks[:, None].double())
         named = dict(zip(job.learned, values, strict=True))
-        ctx.ready = [None] * len(job.steps)
+        ctx.ready, own = [None] * len(job.steps), {}
         with closing(job.keys(k, v)) as brought:
             for i, keys, vals in brought:
                 if keys is None:
                     continue
                 ready = ctx.ready[i] = job.ready(i, q, keys, vals, named)
-                mine, its, _ = ready.run(job.seed, False, q, keys, vals, None, *(named[n] for _, n in ready.live))
-                out, lse = merge((out, lse), (mine.to(wide), its.to(wide)))
-        out = out.to(q.dtype)
+                given = q, keys, vals, None, *(named[n] for _, n in ready.live)
+                mine, *rows = ready.parted(job.seed, *given)
+                own[i] = rows
+                both = torch.logaddexp(lse, rows[0])
+                out = _share(lse, both).to(wide).unsqueeze(-1) * out
+                out += torch.where(rows[0].unsqueeze(-1) == -torch.inf, 0.0, mine.to(wide)) * (
+                    _share(rows[0], both).to(wide).unsqueeze(-1)
+                )
+                lse = both
+        found = lse.to(wide)
+        low = torch.where(lse == -torch.inf, 0.0, lse - found).to(wide)
+        kept: list[Any] = [None if sinks is None else _share(sinks[:, None].double(), lse).to(wide)]
+        for i in range(len(job.steps)):  # what is known of rows, and the part of their weights that a step has
+            its, norm = own.get(i, (None, None))
+            by_lse = its is not None and ctx.ready[i].target.backend == "triton"
+            kept += [low if by_lse else norm, None if its is None else _share(its, lse).to(wide)]
         ctx.job = job
-        ctx.save_for_backward(q, k, v, out, lse, *values)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, found, sinks, *values, *kept)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         job, needed = ctx.job, ctx.needs_input_grad[1:]
-        q, k, v, out, lse, *values = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *values = ctx.saved_tensors
+        values, (of_sinks, *kept) = values[: len(job.learned)], values[len(job.learned) :]
         dout = out.new_zeros(()).expand(out.shape) if dout is None else dout
-        given = {"q": q, "k": k, "v": v, **dict(zip(job.learned, values, strict=True))}
+        given = {"q": q, "k": k, "v": v, "sinks": sinks, **dict(zip(job.learned, values, strict=True))}
         asked = {n for n, need in zip(given, needed, strict=True) if need}
         if asked & {"k", "v"}:
             asked |= {"k", "v"}
         sums = {n: torch.zeros_like(x, dtype=lse.dtype) for n, x in given.items() if n in asked}
+        if "sinks" in asked:
+            sums["sinks"] = dsinks(of_sinks, out, lse, dout, dlse)
         home: list[Callable[[], None]] = []
         for i, keys, vals in job.keys(k, v):
             found: dict[str, Tensor] = {}
             if keys is not None:
                 ready = ctx.ready[i]
                 wanted = frozenset(asked & {"q", "k", "v"}) | {n for n, source in ready.live if source in asked}
-                saved = q, keys, vals, None, out, lse, None, *(given[n] for _, n in ready.live)
-                found = ready.gradients(job.seed, wanted, saved, dout, dlse, part=True)
+                norm, share = kept[2 * i : 2 * i + 2]
+                saved = q, keys, vals, None, out, lse, norm, *(given[n] for _, n in ready.live)
+                found = ready.gradients(job.seed, wanted, saved, dout, dlse, share)
                 for name, source in (("q", "q"), *ready.live):
                     if name in found:
                         sums[source] += found[name]
@@ -242,6 +261,11 @@ class _Ring(torch.autograd.Function):
         return None, *(
             sums[n].to(x.dtype) if need else None for (n, x), need in zip(given.items(), needed, strict=True)
         )
+
+
+def _share(lse: Tensor, whole: Tensor) -> Tensor:
+    """The part that weights of `lse` are of those of the `whole`."""
+    return torch.where(lse == -torch.inf, 0.0, torch.exp(lse - whole))
 
 
 def _send_home(

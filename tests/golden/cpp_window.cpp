@@ -1071,6 +1071,7 @@ static void few_products(const Operand *query, int rows, const Stored *keys, con
 // (log2 e is in the scale), in base e otherwise. Few rows read keys and values where they are, many have them packed.
 
 const Real BASE = SCORED ? LOG2E : 1, NATURAL = SCORED ? 1 : LN2;  // of scores: to exponents of 2, to natural ones
+const double EXACTLY_NATURAL = SCORED ? 1 : 0.6931471805599453;  // a float of it is off by percents at scores of 1e5
 const int VECTORS = BLOCK_K / LANES;
 const int PANEL = panel(VECTORS);                      // vectors of a panel of packed keys
 const int V_WIDE = round_up(V_DIM, LANES);
@@ -1467,11 +1468,12 @@ static void finish(Worker &w, const Item &item) {
         Real peak = total == 0 ? -INF : top * NATURAL;  // natural logarithms from here on
         if (call->top) call->top[line] = total != total && top != INF ? NOT_A_NUMBER : peak;
         if (call->sinks) {
-            const Real sink = call->sinks[head], most = sink > peak ? sink : peak;
-            if (most > -INF) {
-                shrink = total == 0 ? 0 : exp(peak - most);
-                total = total * shrink + exp(sink - most);
-                peak = most;
+            const Real sink = call->sinks[head];
+            const double above = (double)sink - (total == 0 ? (double)-INF : (double)top * EXACTLY_NATURAL);
+            if (sink > -INF || peak > -INF) {
+                shrink = total == 0 ? 0 : above > 0 ? exp((Real)-above) : 1;
+                total = total * shrink + (above > 0 ? 1 : exp((Real)above));
+                if (above > 0) peak = sink;
             }
         }
         call->lse[line] = total == 0 ? -INF : peak + log(total);

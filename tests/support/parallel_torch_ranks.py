@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 import frisket as fk
+from frisket.runtime import native_build
 from support.processes import stop
 
+BACKENDS = ["aten", *([] if native_build.reason() else ["cpp"])]
 RANKS, LENGTH, TILE, BATCH, HEADS, KV_HEADS, DIM, V_DIM = 4, 170, 8, 2, 4, 2, 8, 12
 DOC = np.minimum(np.arange(LENGTH) // 23, 6).astype(np.int32)
 BY_BATCH = np.stack([DOC, np.arange(LENGTH) // 40]).astype(np.int32)
@@ -105,6 +107,55 @@ def differences(name, rank):
         for a, b in zip([out.detach(), *found], right, strict=True):
             off[variant].append((a - b).abs().max().item() / max(1, b.abs().max().item()))
     return off
+
+
+def large(rank, report):
+    """Errors of gradients at large scores, with sinks that are the largest scores of rows: (ours, those of one softmax
+    in the same dtype) beside float64."""
+    deal = fk.parallel.deal("causal", LENGTH, RANKS, tile=TILE)
+
+    def dense(q, k, v, sinks):
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        scores = (q @ k.mT * DIM**-0.5).masked_fill(torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1), -torch.inf)
+        sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+
+    def by_rows(q, k, v, sinks, dout):
+        """As flash attention has them: what is taken off dP is the row's sum of dout * out."""
+        group = HEADS // KV_HEADS
+        p = dense(q, k, torch.eye(LENGTH).expand(BATCH, KV_HEADS, -1, -1), sinks)
+        keys, values = (x.repeat_interleave(group, 1) for x in (k, v))
+        ds = p * (dout @ values.mT - (dout * (p @ values)).sum(-1, keepdim=True)) * DIM**-0.5
+        return ds @ keys, *((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (p, dout)))
+
+    def gradients(attend, *given):
+        leaves = [x.detach().clone().requires_grad_() for x in given[:4]]
+        return torch.autograd.grad(attend(*leaves), leaves, given[4])
+
+    for size in (1e3, 1e5, 1e9):
+        q, k, v, dout, _, _ = arrays()
+        q, k = q * size**0.5, k * size**0.5
+        keys = k.double().repeat_interleave(HEADS // KV_HEADS, 1)
+        sinks = (q.double() @ keys.mT * DIM**-0.5).tril().amax(-1).median(-1).values[0].float()
+        right = gradients(dense, *(x.double() for x in (q, k, v, sinks, dout)))
+        theirs = gradients(dense, q, k, v, sinks, dout)
+        rows = by_rows(q, k, v, sinks, dout)
+        for backend in BACKENDS:
+            att = fk.compile("causal", backend=backend)
+            for variant in ("ring", "all-gather"):
+                mine = [shard(deal, x, 2, rank) for x in (q, k, v)]
+                how = {"deal": deal, "variant": variant}
+                found = gradients(
+                    lambda q, k, v, sinks, att=att, how=how: fk.parallel.attend(att, q, k, v, sinks=sinks, **how),
+                    *mine, sinks, shard(deal, dout, 2, rank),
+                )  # fmt: skip
+                errors = []
+                for i, (a, b, c) in enumerate(zip(found, theirs, right, strict=True)):
+                    b = b if i == 3 or (b - c).norm() > (rows[i] - c).norm() else rows[i]
+                    here = c if i == 3 else shard(deal, c, 2, rank)
+                    ours, other = ((x - y).norm(dim=-1).flatten().quantile(0.9).item() for x, y in ((a, here), (b, c)))
+                    errors.append((ours, other, c.norm(dim=-1).max().item()))
+                report(("large", backend, variant, size), errors)
 
 
 def agreement(rank, report):
@@ -210,7 +261,7 @@ def disagreement(rank, report):
 
 
 def all_checks(rank, report):
-    for part in (agreement, refusal, traffic, disagreement):
+    for part in (agreement, large, refusal, traffic, disagreement):
         try:
             part(rank, report)
         except Exception:
