@@ -43,14 +43,14 @@ def in_graph(x: Any) -> bool:
     """Whether someone watches or records what torch does to `x`: then one operator has to stand for a call, for what
     kernels do to memory is not seen. True in torch.compile, torch.export, make_fx, torch.jit.trace, torch.func and
     under every mode of torch's dispatcher, and of fake and meta tensors and other subclasses."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return False
+    torch = sys.modules["torch"]
     if torch.compiler.is_compiling():
         return True
-    if not isinstance(x, torch.Tensor):
-        return False
-    if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta:
+    if type(x) is not torch.Tensor and type(x) is not torch.nn.Parameter:
+        return isinstance(x, torch.Tensor)
+    if x.is_meta:
         return True
     c = torch._C
     if c._len_torch_dispatch_stack() or c._is_tracing() or c._functorch.maybe_current_level() is not None:

@@ -142,7 +142,7 @@ def greedy_sweep(seen, hidden, columns):
 
 
 def no_ragged_edge(grid):
-    return sound["outside"](grid) * 0
+    return tiles.outside(grid) * 0
 
 
 def careless_implication(a, b):
@@ -179,7 +179,7 @@ MUTANTS = {
     "tables are always sorted": (Table, "sorted", True),
     "chunks end one short": (curves, "_of_quotient", short_quotient),
     "rows are one interval, come what may": (driver, "_holds", lambda *_: True),
-    "the ragged edge is full": (driver, "outside", no_ragged_edge),
+    "the ragged edge is full": (driver, "outside_of", no_ragged_edge),
     "strict comparisons drift": (rules_compare, "relation", drifting_relation),
     "upper bounds drift": (rules_compare, "write_relation", upper_bound_drifts),
     "q may be negative... or positive": (rules_compare, "interval", lambda e: (1, facts.interval(e)[1])),
@@ -196,7 +196,7 @@ sound = {
     "_affine": abstract._affine, "_floordiv": abstract._floordiv, "_mod": abstract._mod, "_abs": abstract._abs,
     "_mul": abstract._mul, "infeasible": questions.infeasible, "terms": questions.terms, "_truth": questions._truth,
     "_everywhere": rows._everywhere, "_visible": rows._visible, "run": Table.run, "rank": Table.rank,
-    "_of_quotient": curves._of_quotient, "sweep": rows.sweep, "outside": tiles.outside, "relation": affine.relation,
+    "_of_quotient": curves._of_quotient, "sweep": rows.sweep, "relation": affine.relation,
     "write_relation": affine.write_relation,
 }  # fmt: skip
 
