@@ -6,7 +6,7 @@
     decode        one query over a cache: the share of the bandwidth at which the device copies memory
     layout        documents that live on the device, planned there, any synchronization an error
     first         the first call of a process, cold and with kernels on disk
-    tune          other tiles than those of runtime/triton_tiles.py, best first
+    tune          other tiles than those of runtime/backends/triton/tiles.py, best first
 
     jax-correctness  cases of the tests by JAX's two ways to the device, Mosaic GPU and Triton, beside float64
     jax-forward      TFLOP/s of causal masks and windows, 2k to 32k tokens, both ways, beside cuDNN and tokamax

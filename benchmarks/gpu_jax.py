@@ -49,7 +49,7 @@ def platform(scale: Scale) -> str:
     if scale.dry:
         jax.config.update("jax_platforms", "cpu")
         return "cpu"
-    from frisket.runtime.jax_platforms import here
+    from frisket.runtime.jax.platforms import here
 
     return here()
 
@@ -88,7 +88,7 @@ def correctness(row: str, scale: Scale) -> Measure:
 
 def _cases(dtype: str, scale: Scale) -> Iterator[tuple[str, Any]]:
     from support.attention_cases import CASES
-    from support.jax_gradients import LEARNED as GRADIENTS
+    from support.jax.jax_gradients import LEARNED as GRADIENTS
 
     names = [("", CASES, n) for n in CHECKED] + [("learned ", GRADIENTS, n) for n in LEARNED]
     for kind, cases, name in names[1 : 3 if scale.dry else None]:
@@ -98,9 +98,9 @@ def _cases(dtype: str, scale: Scale) -> Iterator[tuple[str, Any]]:
 def _checked(backend: str, what: str, case: Any, where: str) -> tuple[str, str]:
     """(why it is not taken, what is wrong)."""
     from support import attention_cases as cases
-    from support import jax_gradients
+    from support.jax import jax_gradients
 
-    from frisket.runtime.jax_platforms import EXECUTORS, executor, target_on
+    from frisket.runtime.jax.platforms import EXECUTORS, executor, target_on
 
     made, g = cases.plan(case), cases.geometry(case)
     tables = cases.tables(case, made)

@@ -21,8 +21,8 @@ from gpu_scale import Measure, Part, Scale, drawn, on_device, same
 
 import frisket as fk
 from frisket.lowering.plan import Geometry
+from frisket.runtime.backends.triton.tiles import target
 from frisket.runtime.bench.machine import fresh, rounds_of
-from frisket.runtime.triton_tiles import target
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 WORKERS = min(12, os.cpu_count() or 1)  # of a part's tests
@@ -146,7 +146,10 @@ def first(row: str, scale: Scale) -> Measure:
 
 
 def correctness_rows(scale: Scale) -> list[str]:
-    return [p.name for p in sorted((TESTS / "kernels").glob("triton*interpreted*.py"))]
+    return [
+        *(str(p.relative_to(TESTS)) for p in sorted((TESTS / "lowering").rglob("triton*interpreted*.py"))),
+        "runtime/backends/triton_jax_interpreted.py",
+    ]
 
 
 def correctness(row: str, scale: Scale) -> Measure:
@@ -156,13 +159,13 @@ def correctness(row: str, scale: Scale) -> Measure:
     def measure() -> dict[str, Any]:
         env = {n: x for n, x in os.environ.items() if scale.dry or n != "TRITON_INTERPRET"}
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path[1:]])}
-        how = ["-n", "0", "-k", "causal"] if scale.dry else ["-n", str(WORKERS), "-p", "support.on_gpu"]
+        how = ["-n", "0", "-k", "causal"] if scale.dry else ["-n", str(WORKERS), "-p", "support.triton.on_gpu"]
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "report.xml")
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *how]
             start = time.perf_counter()
             done = subprocess.run(
-                [*command, str(TESTS / "kernels" / row)], capture_output=True, text=True, cwd=TESTS.parent, env=env
+                [*command, str(TESTS / row)], capture_output=True, text=True, cwd=TESTS.parent, env=env
             )
             took = time.perf_counter() - start
             if not report.exists():

@@ -25,7 +25,7 @@ import numpy as np
 from store import run_parts
 
 import frisket as fk
-from frisket.runtime import native_jax
+from frisket.runtime.backends.cpp import jax as native_jax
 from frisket.runtime.bench.machine import median_ratio, rounds_of
 
 Call = Callable[[], Any]

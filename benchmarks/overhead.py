@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import torch
 from store import keep, shown
-from support import triton_null
+from support.triton import triton_null
 
 import frisket as fk
-from frisket.runtime import backends
+from frisket.runtime.backends import registry as backends
 
 S, H = 256, 2
 CALLS, ROUNDS = 200, 31

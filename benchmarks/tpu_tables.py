@@ -26,10 +26,12 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from store import keep, shown
 
 import frisket as fk
-from frisket.lowering.emit.pallas_walk import walk
+from frisket.lowering.kernels.pallas_tpu.walk import walk
 from frisket.lowering.plan import Geometry, Target
-from frisket.runtime import modules, pallas_tpu, pallas_tpu_backward
+from frisket.runtime.backends.pallas_tpu import backward as pallas_tpu_backward
+from frisket.runtime.backends.pallas_tpu import forward as pallas_tpu
 from frisket.runtime.bench.machine import processor_seconds, raced
+from frisket.runtime.machine import generated as modules
 
 BLOCK = (512, 512)
 LENGTHS = {2**14: 3, 2**16: 1}  # and how often they are timed: splash attention takes most of a minute

@@ -20,7 +20,7 @@ from store import Row, run_parts
 
 from frisket.integrations.transformers import register
 from frisket.runtime.bench.machine import processor_seconds, raced
-from frisket.runtime.packed import pack
+from frisket.runtime.bench.packed import pack
 
 ROOT = Path(__file__).parent.parent
 LENGTH = 4096

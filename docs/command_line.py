@@ -13,8 +13,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from itertools import groupby
 from pathlib import Path
 
-from frisket.runtime.cli import COMMANDS, main, parser
-from frisket.runtime.cli_check import Case
+from frisket.runtime.cli.check import Case
+from frisket.runtime.cli.main import COMMANDS, main, parser
 
 PAGE = Path(__file__).resolve().parent / "command-line.md"
 INTRO = """\

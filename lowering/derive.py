@@ -34,10 +34,10 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COMPARISONS, COORDINATES, SCORE, TRUE, Expr, build, conj, disj, lit, uses, var, walk
 from frisket.dsl.sugar import eq, function, ne, where
 from frisket.dsl.types import FLOAT, INT
+from frisket.lowering.simplify.hoist import finite
 
 from .plan import LoopPlan
 from .simplify import Simplifier
-from .simplify.hoist import finite
 
 Over = Literal["head", "row", "column", "diagonal", "scatter"]
 

@@ -19,10 +19,10 @@ from frisket.dsl.ir import Expr, build, lookup, make, param, random, renamed, us
 from frisket.dsl.show import show
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.simplify.canonical import untied
+from frisket.lowering.simplify.facts import interval
 
 from .simplify import simplify
-from .simplify.canonical import untied
-from .simplify.facts import interval
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
 Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, never of the crop

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import Spans
-from .tiles import FULL, PARTIAL, Boxes
+from frisket.lowering.analysis.tiles import FULL, PARTIAL, Boxes
+
+from .plan import Spans
 
 Array = NDArray[Any]
 _AT_ONCE = 1 << 19  # runs made in one go

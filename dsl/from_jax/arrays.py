@@ -11,12 +11,13 @@ from functools import reduce as fold
 from itertools import count
 from typing import Any
 
-from . import ir
-from .evaluate import JOIN, evaluate
-from .forms import MAX_RANGE
-from .ir import REDUCTIONS, TRUE, ZERO, Expr, build, lit
-from .jaxpr_scalars import Refused
-from .types import BOOL
+from frisket.dsl import ir
+from frisket.dsl.evaluate import JOIN, evaluate
+from frisket.dsl.forms import MAX_RANGE
+from frisket.dsl.ir import REDUCTIONS, TRUE, ZERO, Expr, build, lit
+from frisket.dsl.types import BOOL
+
+from .scalars import Refused
 
 MAX_WRITTEN = 64  # terms or turns of a loop that are written out
 

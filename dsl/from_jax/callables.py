@@ -1,7 +1,7 @@
 """A JAX function of positions to Expr, through its jaxpr.
 
-`jax.make_jaxpr` runs the function once on int32 scalars (and a float32 score); `dsl/jaxpr_arrays.py` and
-`dsl/jaxpr_scalars.py` say what the primitives mean. Captured arrays are the constants of the jaxpr: the very objects
+`jax.make_jaxpr` runs the function once on int32 scalars (and a float32 score); `dsl/from_jax/arrays.py` and
+`dsl/from_jax/scalars.py` say what the primitives mean. Captured arrays are the constants of the jaxpr: the very objects
 the function closes over, which is how they get their names back. Captured scalars become run-time parameters.
 
 JAX is imported by the caller who wrote the function, never by frisket first.
@@ -18,11 +18,11 @@ from functools import cache, partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from .errors import TraceError
-from .from_numpy import Naming
-from .symbol import Symbol
-from .types import FLOAT
-from .user_line import NO_TRUTH, fail, instead, raised_at
+from frisket.dsl.errors import TraceError
+from frisket.dsl.from_python.numpy_functions import Naming
+from frisket.dsl.from_python.symbol import Symbol
+from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, raised_at
+from frisket.dsl.types import FLOAT
 
 # -- which functions are JAX's ----------------------------------------------------------------------
 
@@ -137,9 +137,9 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     captures."""
     import jax
 
+    from .arrays import scalar
     from .jaxpr import Reader  # the primitives' tables are of no use before
-    from .jaxpr_arrays import scalar
-    from .jaxpr_scalars import argument
+    from .scalars import argument
 
     given = [s.expr for s in (*args, *keywords.values())]
     kinds = [argument((), "float32" if e.type is FLOAT else "int32") for e in given]

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from . import ir
-from .errors import TraceError
-from .ir import Expr
-from .jaxpr_arrays import MAX_WRITTEN, SHAPED, Array, Reductions, broadcast, only_units, row, scalar, stacked, taken
-from .jaxpr_scalars import REASONS, SCALARS, Refused, argument, choose, literal, type_of
-from .jaxpr_written import replaced
-from .user_line import line
+from frisket.dsl import ir
+from frisket.dsl.errors import TraceError
+from frisket.dsl.from_python.user_line import line
+from frisket.dsl.ir import Expr
+
+from .arrays import MAX_WRITTEN, SHAPED, Array, Reductions, broadcast, only_units, row, scalar, stacked, taken
+from .scalars import REASONS, SCALARS, Refused, argument, choose, literal, type_of
+from .written import replaced
 
 Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wishes for and its array
 
@@ -254,7 +255,7 @@ def _searches(eqn: Any, side: str) -> bool:
 
 # -- the user's line -----------------------------------------------------------------------------------
 
-_OURS = (str(Path(__file__).parent), os.sep + "jax" + os.sep, os.sep + "jaxlib" + os.sep)
+_OURS = (str(Path(__file__).parents[1]), os.sep + "jax" + os.sep, os.sep + "jaxlib" + os.sep)
 _STANDARD = os.path.dirname(os.__file__)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from . import ir
-from .functions import expm1
-from .ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
-from .types import BOOL, FLOAT, INT, Type
+from frisket.dsl import ir
+from frisket.dsl.functions import expm1
+from frisket.dsl.ir import COMPARISONS, FLOAT_FUNCTIONS, Expr, build, lit, to_float
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 Equation = Any  # jax.extend.core.JaxprEqn
 Meaning = Callable[..., Expr]  # of the equation and its operands

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 
-from . import ir
-from .functions import MADE_OF
-from .ir import Expr, build, lit, to_float
-from .jaxpr_scalars import Refused, argument
-from .types import FLOAT, INT, Type
+from frisket.dsl import ir
+from frisket.dsl.functions import MADE_OF
+from frisket.dsl.ir import Expr, build, lit, to_float
+from frisket.dsl.types import FLOAT, INT, Type
+
+from .scalars import Refused, argument
 
 
 def _power(x: Expr, y: Expr) -> Expr:
@@ -41,8 +42,8 @@ def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Exp
     """Operator at the root -> (what jnp writes, its holes, what is meant)."""
     import jax
 
+    from .arrays import scalar
     from .jaxpr import Reader
-    from .jaxpr_arrays import scalar
 
     found: dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]] = {}
     for where, type, count, meant in WRITTEN:

@@ -9,9 +9,10 @@ q >= k & q > 2
 
 from __future__ import annotations
 
-from . import ir
-from .ir import Expr, binary, build, lit, to_float
-from .types import BOOL, FLOAT, INT
+from frisket.dsl import ir
+from frisket.dsl.ir import Expr, binary, build, lit, to_float
+from frisket.dsl.types import BOOL, FLOAT, INT
+
 from .user_line import fail
 
 

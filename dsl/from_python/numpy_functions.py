@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from frisket.dsl.functions import expm1
+from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, build, lit
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
 from .elements import floor, joined, number, real, truth
-from .functions import expm1
-from .ir import FLOAT_FUNCTIONS, Expr, build, lit
 from .symbol import ARITHMETIC, COMPARISONS, Symbol, apply_binary, choice, elementwise, indexed, operand, table
-from .types import BOOL, FLOAT, INT, Type
 from .user_line import fail
 
 ELEMENT: dict[str, Type] = {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}
@@ -70,7 +71,7 @@ def apply(name: str, inputs: tuple[Any, ...]) -> Any:
 
 
 def array_function(func: Any, args: Any, kwargs: Any) -> Any:
-    from .torch_arrays import REDUCTIONS
+    from frisket.dsl.from_torch.arrays import REDUCTIONS
 
     name = func.__name__
     if name in REDUCTIONS and args and not set(kwargs) - {"axis", "keepdims"}:

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from . import ir
+from frisket.dsl import ir
+from frisket.dsl.forms import MAX_RANGE
+from frisket.dsl.ir import Expr, build, lit
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
 from .elements import alike, joined, number, truth
 from .elements import floor as floored
-from .forms import MAX_RANGE
-from .ir import Expr, build, lit
-from .types import BOOL, FLOAT, INT, Type
 from .user_line import fail, no_truth
 
 
@@ -260,14 +261,14 @@ class Symbol:
     # -- other libraries meet a symbol
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        from .from_numpy import apply
+        from .numpy_functions import apply
 
         if method != "__call__" or options:
             fail(f"np.{ufunc.__name__}.{method} does not take positions")
         return apply(ufunc.__name__, inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        from .from_numpy import array_function
+        from .numpy_functions import array_function
 
         return array_function(func, args, kwargs)
 
@@ -282,7 +283,7 @@ class Symbol:
         return NotImplemented if context.front is None else context.front.call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        from .torch_functions import attribute
+        from frisket.dsl.from_torch.functions import attribute
 
         return attribute(self, name)
 
@@ -309,7 +310,7 @@ class Symbol:
         return int(self._number("int() of a position: leave it out, or write np.floor(x) to round"))
 
     def __repr__(self) -> str:
-        from .show import show
+        from frisket.dsl.show import show
 
         e = ir.substitute(self.expr, {a.bound: ir.param(f"i{n}") for n, a in enumerate(self.axes)})
         scalars, tables = ir.free_names(e)

@@ -23,16 +23,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from frisket.dsl import ir
+from frisket.dsl.errors import TraceError
+from frisket.dsl.from_jax import callables as from_jax
+from frisket.dsl.functions import BUILT_IN, RESERVED
+from frisket.dsl.hints import dense
+from frisket.dsl.ir import COORDINATES, Expr, to_float
+from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar import load
 
-from . import from_jax, ir
-from .errors import TraceError
-from .from_numpy import BUILTINS, ELEMENT, Table
-from .functions import BUILT_IN, RESERVED
-from .hints import dense
-from .ir import COORDINATES, Expr, to_float
+from .numpy_functions import BUILTINS, ELEMENT, Table
 from .symbol import Symbol, shown, symbol_of, what_is
-from .types import BOOL, FLOAT, Type
 from .user_line import fail
 
 Kind = Literal["mask", "score"]
@@ -118,7 +119,7 @@ def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
     """torch is listened to where it is there to listen to."""
     if not hasattr(sys.modules.get("torch"), "Tensor"):
         return nullcontext()
-    from .from_torch import active
+    from frisket.dsl.from_torch.callables import active
 
     return active(tracer.name_table, tracer.tables, tracer.wishes, tracer.read)
 
@@ -284,7 +285,7 @@ class _Tracer:
             self.wishes[id(value)] = name
             return value
         if (cls := _autograd_function(value)) is not None:
-            from .from_torch import Forward
+            from frisket.dsl.from_torch.callables import Forward
 
             self.notes.append(
                 f"`{cls.__name__}` is read through its forward: gradients are those of the forward, not its backward's"

@@ -12,7 +12,7 @@ import sys
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
-from .errors import TraceError
+from frisket.dsl.errors import TraceError
 
 LIBRARY_FRAMES = frozenset({"frisket", "numpy", "torch", "jax", "jaxlib"})
 

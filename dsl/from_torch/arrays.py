@@ -15,13 +15,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from . import ir
-from .elements import alike
-from .ir import Expr, lit
-from .sugar import eq, where
-from .symbol import Symbol, aligned, apply_binary, axis, indexed, operand, product, reduced
-from .torch_scalars import SCALARS, Function, to
-from .user_line import fail
+from frisket.dsl import ir
+from frisket.dsl.from_python.elements import alike
+from frisket.dsl.from_python.symbol import Symbol, aligned, apply_binary, axis, indexed, operand, product, reduced
+from frisket.dsl.from_python.user_line import fail
+from frisket.dsl.ir import Expr, lit
+from frisket.dsl.sugar import eq, where
+
+from .scalars import SCALARS, Function, to
 
 
 def _reduce(kind: str) -> Function:

@@ -27,15 +27,16 @@ from typing import Any
 
 import numpy as np
 
-from . import ir
-from .errors import TraceError
-from .evaluate import evaluate
-from .ir import lit
-from .symbol import Symbol, context, operand, table
-from .torch_arrays import REDUCTIONS
-from .torch_functions import FUNCTIONS, METHODS, called
-from .types import BOOL, FLOAT, INT, Type
-from .user_line import fail, is_users, user_frame
+from frisket.dsl import ir
+from frisket.dsl.errors import TraceError
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.from_python.symbol import Symbol, context, operand, table
+from frisket.dsl.from_python.user_line import fail, is_users, user_frame
+from frisket.dsl.ir import lit
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
+
+from .arrays import REDUCTIONS
+from .functions import FUNCTIONS, METHODS, called
 
 RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal multinomial poisson dropout "
@@ -112,7 +113,7 @@ class Front:
         if id(value) in self.wishes:
             return self.wishes[id(value)]
         frame = user_frame()
-        while frame is not None and frame.f_globals.get("__name__") != "frisket.dsl.trace":
+        while frame is not None and frame.f_globals.get("__name__") != "frisket.dsl.from_python.trace":
             if is_users(frame):
                 scopes: list[Mapping[str, Any]] = [
                     frame.f_locals,

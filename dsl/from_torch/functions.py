@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .symbol import Symbol, context
-from .torch_arrays import ARRAYS
-from .torch_scalars import SCALARS, Function
-from .types import FLOAT
-from .user_line import fail
+from frisket.dsl.from_python.symbol import Symbol, context
+from frisket.dsl.from_python.user_line import fail
+from frisket.dsl.types import FLOAT
+
+from .arrays import ARRAYS
+from .scalars import SCALARS, Function
 
 FUNCTIONS: dict[str, Function] = {**SCALARS, **ARRAYS}
 

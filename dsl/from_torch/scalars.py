@@ -15,13 +15,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .elements import alike, number, real, truth
-from .functions import MADE_OF, expm1
-from .ir import FLOAT_FUNCTIONS, INF, NEG_INF, Expr, build, lit, to_float
-from .sugar import eq, maximum, minimum, ne, where
-from .symbol import Symbol, apply_binary, choice, elementwise, operand
-from .types import BOOL, FLOAT, INT, Type
-from .user_line import fail
+from frisket.dsl.from_python.elements import alike, number, real, truth
+from frisket.dsl.from_python.symbol import Symbol, apply_binary, choice, elementwise, operand
+from frisket.dsl.from_python.user_line import fail
+from frisket.dsl.functions import MADE_OF, expm1
+from frisket.dsl.ir import FLOAT_FUNCTIONS, INF, NEG_INF, Expr, build, lit, to_float
+from frisket.dsl.sugar import eq, maximum, minimum, ne, where
+from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 Function = Callable[..., Any]
 

@@ -23,11 +23,11 @@ from itertools import product
 
 from frisket.dsl.ir import TRUE, Expr, build, conj, disj, lit, substitute, var
 from frisket.dsl.types import BOOL, INT
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.affine import Linear, is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.rules_boolean import negate
 
-from ..simplify import simplify
-from ..simplify.affine import Linear, is_int_comparison, linear, relation, write
-from ..simplify.rules_boolean import negate
-from .abstract import depends
+from .intervals import depends
 from .questions import beyond
 
 PRODUCTS = 24  # conjunctions a mask may be a disjunction of

@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from frisket.dsl.ir import COORDINATES, FALSE, Expr, build, conj, lit, substitute, var, walk
 from frisket.dsl.work import steps
+from frisket.lowering.simplify import simplify
 
-from ..simplify import simplify
 from .clauses import Along, Clause, Conjunction, Digit, Key, Keys, Limit, Of, Rows, Target, Unequal, Widest
 from .clauses import products as conjunctions
 from .groups import Beyond, Function, Groups, below, chain, chained
-from .pieces import Piece, pieces
+from .quasi_affine import Piece, pieces
 from .tiles import Grid, Scope
 
 Array = NDArray[Any]

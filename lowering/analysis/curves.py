@@ -19,9 +19,9 @@ from typing import Literal
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, make, var
 from frisket.dsl.types import BOOL, INT
+from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
 
-from ..simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
-from .abstract import depends
+from .intervals import depends
 
 _Q, _K = var("q"), var("k")
 

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import EvaluationError, MismatchError
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, substitute, var, walk
 from frisket.dsl.work import steps
+from frisket.lowering.simplify import simplify
 
-from ..simplify import simplify
 from .count import Rowwise
 from .groups import Beyond
 from .questions import always, never

@@ -19,8 +19,8 @@ import numpy as np
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import FLOAT
+from frisket.lowering.plan import Bounds, Origin, Sizes, Spans
 
-from ..plan import Bounds, Origin, Sizes, Spans
 from .rows import Solved, solved
 from .table import Table
 from .tiles import FULL, PARTIAL, Scope

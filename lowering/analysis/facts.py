@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BudgetError, EvaluationError
 from frisket.dsl.ir import TRUE, Expr, substitute, var
 from frisket.dsl.work import steps
+from frisket.lowering.simplify import simplify
+from frisket.lowering.spans import Runs
 
-from ..simplify import simplify
 from .count import Rowwise
 from .decide import first_empty_row
 from .groups import Beyond
-from .spans import Runs
 from .tiles import FULL, Grid, Scope, Spent
 
 Array = NDArray[Any]

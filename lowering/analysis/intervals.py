@@ -21,8 +21,7 @@ from functools import lru_cache
 from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, uses, var
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL, FLOAT, INT
-
-from ..simplify.affine import Linear, linear, write
+from frisket.lowering.simplify.affine import Linear, linear, write
 
 Q0, Q1, K0, K1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
 

@@ -13,12 +13,12 @@ from frisket.dsl.errors import EvaluationError, LoweringError
 from frisket.dsl.evaluate import unroll
 from frisket.dsl.ir import TRUE, Expr, lit, substitute, uses, var, walk
 from frisket.dsl.work import outside, steps
+from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
+from frisket.lowering.simplify import simplify
+from frisket.lowering.spans import Runs, fitted, from_boxes, merge, records, share
 
-from ..plan import Bounds, Origin, Sizes, Spans, whole
-from ..simplify import simplify
 from .queries import by_query
 from .rows import Solved, solved, sweep
-from .spans import Runs, fitted, from_boxes, merge, records, share
 from .table import Table
 from .tiles import WORK, Grid, Scope, Spent, classify
 from .tiles import outside as outside_of

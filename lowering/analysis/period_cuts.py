@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.ir import Expr, var, walk
+from frisket.lowering.simplify.affine import linear, write
 
-from ..simplify.affine import linear, write
-from .abstract import depends
+from .intervals import depends
 
 Array = NDArray[Any]
 _MOST = 64  # pieces a tile may be cut into

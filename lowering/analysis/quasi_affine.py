@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from frisket.dsl.ir import COMPARISONS, TRUE, Expr, lit, var, walk
 from frisket.dsl.types import INT
+from frisket.lowering.simplify.affine import linear, write
 
-from ..simplify.affine import linear, write
 from .clauses import Along, Clause, Conjunction, Digit, Key, Keys, Of, Rows, Widest
 from .questions import _period
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.work import steps
+from frisket.lowering.spans import Runs, merge
 
 from .rows import Solved, sweep
-from .spans import Runs, merge
 from .tiles import Grid, Scope, outside
 
 Array = NDArray[Any]

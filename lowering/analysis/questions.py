@@ -27,11 +27,11 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, INT
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.affine import is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.rules_boolean import negate
 
-from ..simplify import simplify
-from ..simplify.affine import is_int_comparison, linear, relation, write
-from ..simplify.rules_boolean import negate
-from .abstract import K0, K1, Q0, Q1, Range, depends, ends, table_box
+from .intervals import K0, K1, Q0, Q1, Range, depends, ends, table_box
 
 SINGLE = var("single", BOOL)
 TK = var("tk", INT)

@@ -17,12 +17,12 @@ import numpy as np
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, free_names, uses, walk
 from frisket.dsl.show import show
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.rules_boolean import negate
 
-from ..simplify import simplify
-from ..simplify.rules_boolean import negate
-from .abstract import ends
 from .count import literal
 from .decide import first_visible
+from .intervals import ends
 from .tiles import Grid, Scope, Spent
 
 

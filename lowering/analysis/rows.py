@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, var, walk
 from frisket.dsl.sugar import maximum, minimum, where
+from frisket.lowering.plan import Bounds
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.rules_boolean import negate
 
-from ..plan import Bounds
-from ..simplify import simplify
-from ..simplify.rules_boolean import negate
-from .abstract import K0, K1, Q0, Q1, depends
 from .curves import Curve, solve, together
+from .intervals import K0, K1, Q0, Q1, depends
 from .questions import System, system, terms
 
 Array = NDArray[Any]

@@ -21,11 +21,11 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, make, uses
 from frisket.dsl.types import BOOL
 from frisket.dsl.work import steps
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.rules_boolean import negate
 
-from ..simplify import simplify
-from ..simplify.rules_boolean import negate
+from .period_cuts import pieces, seams
 from .questions import always, beyond, mixed, never, some
-from .seams import pieces, seams
 from .table import Table
 
 Array = NDArray[Any]

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from frisket.dsl.ir import uses
+from frisket.lowering.derive import backward_of
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
-from .aten_captured import Captured
-from .aten_flash import FUSED, Fused, flash_backward, fusible
-from .aten_steps import Block, Heads, Piece, chunks, cut, shares
-from .aten_tiles import LOG2E, Tiles, finite, tame
-from .aten_workers import spread
-from .derive import backward_of
-from .plan import Geometry, LoopPlan, Spans, Target
+from .captured import Captured
+from .flash import FUSED, Fused, flash_backward, fusible
+from .steps import Block, Heads, Piece, chunks, cut, shares
+from .tiles import LOG2E, Tiles, finite, tame
+from .workers import spread
 
 Tensor = Any
 BUDGET = 1 << 19  # scores of one step: their gradients want as much room again

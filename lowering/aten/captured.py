@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from frisket.dsl.ir import Expr
+from frisket.lowering.derive import Gradient
 
-from .aten_fold import folded
-from .aten_steps import Block, Piece
-from .aten_tiles import Tiles
-from .derive import Gradient
+from .fold import folded
+from .steps import Block, Piece
+from .tiles import Tiles
 
 Tensor = Any
 SMALL = 1 << 20  # entries of a table that many cells may be scattered to: summed in float64

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .aten_steps import Heads, Step, joined, partial, triangles
-from .aten_tiles import Tiles
+from .steps import Heads, Step, joined, partial, triangles
+from .tiles import Tiles
 
 Tensor = Any
 FUSED = 64.0  # |lse| up to which weights by its float32 are right to 1e-5

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from .aten_expr import Program
-from .aten_sum import summed
-from .derive import Gradient
-from .plan import Geometry
+from frisket.lowering.derive import Gradient
+from frisket.lowering.plan import Geometry
+
+from .expr import Program
+from .sums import summed
 
 Tensor = Any
 _program = lru_cache(maxsize=256)(Program)

@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .aten_flash import FUSED, flash, fusible
-from .aten_steps import Block, chunks, cut
-from .aten_tiles import LN2, LOG2E, Tiles, finite, tame
-from .aten_workers import spread
-from .plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+
+from .flash import FUSED, flash, fusible
+from .steps import Block, chunks, cut
+from .tiles import LN2, LOG2E, Tiles, finite, tame
+from .workers import spread
 
 Tensor = Any
 BUDGET = 1 << 20  # scores of one step: fewer, larger steps pay for their Python even out of the second-level cache

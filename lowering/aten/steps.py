@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .plan import Geometry, Spans
+from frisket.lowering.plan import Geometry, Spans
 
 TALL = 512  # queries of a block, where keys do not move with the row
 

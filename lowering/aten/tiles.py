@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.ir import Expr, binary, walk
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
-from .aten_expr import Program, distance_only
-from .aten_steps import Block, Heads, Piece, Step, heads, steps
-from .plan import Geometry, LoopPlan, Spans, Target
+from .expr import Program, distance_only
+from .steps import Block, Heads, Piece, Step, heads, steps
 
 Tensor = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)

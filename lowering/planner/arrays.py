@@ -16,12 +16,13 @@ from functools import lru_cache
 from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels import jnp_expr as expr_jnp
+from frisket.lowering.kernels import torch_mask_mod as expr_torch
+from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Printed, Text, machine, printed
+from frisket.lowering.kernels.text import Names, Page
 
-from ..flat import SEARCHES, Planner
-from . import expr_jnp, expr_torch
-from .expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Printed, Text, machine, printed
-from .planner_text import HEADERS, INTERVALS, PIECES, READING, SHARED
-from .text import Names, Page
+from .arrays_text import HEADERS, INTERVALS, PIECES, READING, SHARED
+from .planner import SEARCHES, Planner
 
 WHEN = {"q0": ROW, "q1": ROW, "k0": COLUMN, "k1": COLUMN, "tk": COLUMN, "single": COLUMN}
 _BY_LITERAL = {"floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>"}

@@ -17,14 +17,14 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.kernels.cpp.expr import BINDS, CPP
+from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine, printed
+from frisket.lowering.kernels.text import Names, Page
 
-from ..flat import SEARCHES, Planner
-from .expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine, printed
-from .expr_cpp import BINDS, CPP
-from .planner import WHEN
-from .text import Names, Page
+from .arrays import WHEN
+from .planner import SEARCHES, Planner
 
-AXES = 64  # of a table, as in planner_cpp.hpp
+AXES = 64  # of a table, as in cpp.hpp
 HEAD = ("slices", "q_len", "kv_len", "bq", "bk", "room", "most", "from_b", "from_h", "from_q", "from_k", "bounds",
         "count")  # fmt: skip
 TYPES = {INT: "Int", FLOAT: "Real", BOOL: "bool"}
@@ -35,7 +35,7 @@ ON_TABLES = frozenset({"look", "segment", *SEARCHES})
 
 def prelude() -> str:
     """What all of them share."""
-    parts = ("planner_cpp.hpp", "planner_cpp_pieces.hpp")
+    parts = ("cpp.hpp", "cpp_pieces.hpp")
     return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in parts)
 
 

@@ -19,13 +19,12 @@ from functools import reduce
 from frisket.dsl.ir import FALSE, ONE, ZERO, Expr, disj, extent, lit, lookup, make, rebuild, transform, var
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.types import INT
-
-from .analysis.abstract import FAR as UNKNOWN
-from .analysis.abstract import K0, K1, Q0, Q1, depends, ends
-from .analysis.questions import System, never, system, terms
-from .simplify import simplify
-from .simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
-from .simplify.rules_boolean import negate
+from frisket.lowering.analysis.intervals import FAR as UNKNOWN
+from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, depends, ends
+from frisket.lowering.analysis.questions import System, never, system, terms
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.rules_boolean import negate
 
 Interval = tuple[Expr, Expr]  # first and last key, inclusive; empty where last < first
 MOST = 16  # intervals of a mask; beyond, tiles are asked one by one

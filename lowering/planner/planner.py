@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, lookup, substitute, transform, walk
 from frisket.dsl.types import Type
+from frisket.lowering.analysis.questions import SINGLE, always, mixed, never
+from frisket.lowering.plan import needs_int64
+from frisket.lowering.simplify import simplify
 
-from .analysis.questions import SINGLE, always, mixed, never
-from .flat_bounds import FAR as FARTHEST
-from .flat_bounds import Interval, intervals, points
-from .plan import needs_int64
-from .simplify import simplify
+from .intervals import FAR as FARTHEST
+from .intervals import Interval, intervals, points
 
 ROOM = 64  # pieces of a row of tiles that are held at once
 RECORDS = 16  # records per row where the mask does not say how few there are

@@ -17,13 +17,13 @@ from functools import lru_cache
 from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine, printed
+from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.triton import expr as expr_triton
 
-from ..flat import SEARCHES, Planner
-from . import expr_triton
-from . import planner_triton_text as parts
-from .expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine, printed
-from .planner import WHEN
-from .text import Names, Page
+from . import triton_text as parts
+from .arrays import WHEN
+from .planner import SEARCHES, Planner
 
 TRITON = {
     **expr_triton.TRITON, "float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})",

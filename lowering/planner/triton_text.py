@@ -8,7 +8,7 @@ the planner's other texts, so all of them find the same records.
 
 from __future__ import annotations
 
-from . import expr_triton
+from frisket.lowering.kernels.triton import expr as expr_triton
 
 FINE, GRAIN = 4096, 32
 HEADER = f"""

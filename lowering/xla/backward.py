@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .derive import Gradient, backward_of
-from .flat import DeviceSpans
-from .jax_promotion import usual_promotion
-from .plan import Geometry, LoopPlan, Spans, Target
-from .xla_captured import Captured, Plane, plane_of
-from .xla_fold import folded
-from .xla_tiles import Numbers, Row, Static, Tiles, dot, prepared
+from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.planner.planner import DeviceSpans
+
+from .captured import Captured, Plane, plane_of
+from .fold import folded
+from .promotion import usual_promotion
+from .tiles import Numbers, Row, Static, Tiles, dot, prepared
 
 if TYPE_CHECKING:
     import jax

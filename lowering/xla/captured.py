@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .derive import Gradient
-from .plan import Geometry
+from frisket.lowering.derive import Gradient
+from frisket.lowering.plan import Geometry
 
 if TYPE_CHECKING:
-    from .xla_tiles import Row, Tiles
+    from .tiles import Row, Tiles
 
 Array = Any  # a jax.Array, traced or not
 LINES = ("head", "row")  # summed along a whole row of tiles before anything is written

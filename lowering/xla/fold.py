@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .derive import Gradient
-from .emit.expr_jnp import evaluate
-from .plan import Geometry
+from frisket.lowering.derive import Gradient
+from frisket.lowering.kernels.jnp_expr import evaluate
+from frisket.lowering.plan import Geometry
 
 Array = Any  # a jax.Array, traced or not
 Add = Callable[[tuple[Array, ...], Array, tuple[int, ...]], Array]  # of places, values and a shape

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .flat import DeviceSpans
-from .jax_promotion import usual_promotion
-from .plan import Geometry, LoopPlan, Spans, Target
-from .xla_tiles import Numbers, Row, Static, Tiles, dot, prepared
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.planner.planner import DeviceSpans
+
+from .promotion import usual_promotion
+from .tiles import Numbers, Row, Static, Tiles, dot, prepared
 
 if TYPE_CHECKING:
     import jax

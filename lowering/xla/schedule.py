@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .flat import DeviceSpans
-from .plan import Geometry, Spans
-from .xla_walk import Body, bodies
+from frisket.lowering.plan import Geometry, Spans
+from frisket.lowering.planner.planner import DeviceSpans
+
+from .walk import Body, bodies
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
 STEP_COST = 96.0  # tokens of key length that one more step of a loop is worth

@@ -13,13 +13,13 @@ from typing import Any
 
 from frisket.dsl.ir import walk
 from frisket.dsl.types import INT
+from frisket.lowering.kernels.jnp_expr import evaluate
+from frisket.lowering.plan import Geometry, LoopPlan
+from frisket.lowering.planner.intervals import Interval
 
-from .emit.expr_jnp import evaluate
-from .flat_bounds import Interval
-from .plan import Geometry, LoopPlan
-from .xla import attended
-from .xla_tiles import Numbers, Row, Static, Tiles, scalar
-from .xla_walk import EDGE, Body, Loop
+from .forward import attended
+from .tiles import Numbers, Row, Static, Tiles, scalar
+from .walk import EDGE, Body, Loop
 
 QUERIES = 128  # of a row of tiles
 Array = Any  # a jax.Array, traced

@@ -12,12 +12,12 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.kernels.jnp_expr import evaluate
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.planner.planner import DeviceSpans
 
-from .emit.expr_jnp import evaluate
-from .flat import DeviceSpans
-from .plan import Geometry, LoopPlan, Spans, Target
-from .xla_schedule import schedule
-from .xla_walk import Body, Chunk, Loop, of_records
+from .schedule import schedule
+from .walk import Body, Chunk, Loop, of_records
 
 Array = Any  # a jax.Array, traced or not
 

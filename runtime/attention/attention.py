@@ -10,31 +10,42 @@ import numpy as np
 
 from frisket.dsl.errors import FrisketError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
-from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.backends.registry import GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
+from frisket.runtime.backends.stages import show, stages_of
+from frisket.runtime.calls.arrays import (
+    Array,
+    Arrays,
+    arrays,
+    device_of,
+    framework_of,
+    in_graph,
+    named,
+    shared,
+    symbolic,
+    turn,
+)
+from frisket.runtime.calls.empty import check_bound, nothing
+from frisket.runtime.calls.options import Options, seed_of, sinks_of
+from frisket.runtime.calls.order_of_axes import check_order
+from frisket.runtime.calls.program import Subject, check_used
+from frisket.runtime.calls.reordered import moved
+from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
+from frisket.runtime.layouts.checks import check_lengths
+from frisket.runtime.machine.integers import counting
+from frisket.runtime.machine.parameters import learns, names_of, summary, traced
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.call import AnyPlan, Call, results
+from frisket.runtime.plans.device import FlatPlan, divided, flat_plan
+from frisket.runtime.plans.host import Plan
+from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
+from frisket.runtime.torch.jagged import attend as jagged_attend
+from frisket.runtime.torch.spec import spec_of
 
-from .backends import GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
-from .call import AnyPlan, Call, results
 from .checking import interpreted, learned_values, report, report_gradients, report_later
-from .flat_plan import FlatPlan, divided, flat_plan
-from .frameworks import Array, Arrays, arrays, device_of, framework_of, in_graph, named, shared, symbolic, turn
-from .host_plan import Plan
-from .integers import counting
-from .layout_checks import check_lengths
-from .moved import moved
-from .options import Options, seed_of, sinks_of
-from .order_of_axes import check_order
-from .parameters import learns, names_of, summary, traced
 from .report import Report
-from .settings import Settings
-from .stages_of import show, stages_of
-from .stored import Stored, live_of, parted, refuse_taken, stored
-from .subject import Subject, check_used
-from .torch_jagged import Pattern, is_jagged, rewritten
-from .torch_jagged import attend as jagged_attend
-from .torch_spec import spec_of
-from .vacant import check_bound, nothing
 
 NOWHERE: Origin = (0, 0, 0, 0)
 KEPT = 32  # plans of an attention, and places it was moved to
@@ -131,13 +142,13 @@ class Attention:
         if in_graph(q):
             if is_jagged(q):
                 return results(jagged_attend(self, q, k, v, *what), return_lse, return_max)
-            from .torch_library import traced_call
+            from frisket.runtime.torch.graph import traced_call
 
             return results(traced_call(self, q, k, v, *what), return_lse, return_max)
         if framework_of(q) == "torch":
             return results(torch_op().attend(self, q, k, v, *what), return_lse, return_max)
         if symbolic(q, k, v, *params.values()):
-            from .torch_fx import record
+            from frisket.runtime.torch.fx import record
 
             said: dict[str, Any] = {
                 "origin": origin, "sizes": sizes, "layout": layout, "return_lse": return_lse or None, "plan": plan,
@@ -151,7 +162,7 @@ class Attention:
         """(out, lse, top) of a call that is not of torch."""
         try:
             if any(named(n) for x in (q, k, v) for n in getattr(x, "shape", ())):
-                from .jax_symbolic import attend
+                from frisket.runtime.jax.symbolic import attend
 
                 return attend(self, q, k, v, *what)
             call = self.call(q, k, v, *what)
@@ -218,7 +229,7 @@ class Attention:
             target = target_of(call.backend, geometry, given.dtype, self.options, plan)
             made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
             show(names, plan, made, target, geometry, given.dtype)
-        from . import jax_op
+        from frisket.runtime.jax import op as jax_op
 
         named = call.backend if self.options.backend or settings.backend else ""
         out, lse, top = jax_op.attend(call, self.options, named)
@@ -448,7 +459,7 @@ class Attention:
 @cache
 def torch_op() -> Any:
     """The module behind torch's tensors."""
-    from . import torch_op
+    from frisket.runtime.torch import op as torch_op
 
     return torch_op
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
+from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, to_numpy, turn
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.stored_kv import meant
+from frisket.runtime.plans.call import Call, dropout_terms
+from frisket.runtime.plans.device import FlatPlan
 
-from .call import Call, dropout_terms
-from .flat_plan import FlatPlan
-from .frameworks import Arrays, framework_of, from_numpy, to_numpy, turn
 from .report import Cotangents, Report, compared, differentiated
-from .stored import meant
-from .subject import Subject
 
 
 def oracle(

@@ -9,21 +9,21 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from frisket.lowering.plan import Origin, Sizes
+from frisket.runtime.backends.registry import check_name
+from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, turn
+from frisket.runtime.calls.empty import results_of
+from frisket.runtime.calls.options import Options, flag, rate_of, seed_of, sinks_of
+from frisket.runtime.calls.order_of_axes import check_order
+from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.stored_kv import live_of, stored
+from frisket.runtime.machine.parameters import as_value, learns, traced
+from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
+from frisket.runtime.plans.call import results
+from frisket.runtime.plans.compiled import check_tile
+from frisket.runtime.torch.jagged import is_jagged
 
 from .attention import Attention
-from .backends import check_name
-from .bind import check_tile
-from .call import results
 from .checking import oracle
-from .frameworks import Array, arrays, by_dynamo, in_graph, turn
-from .mask import MaskLike, Program, ScoreLike
-from .options import Options, flag, rate_of, seed_of, sinks_of
-from .order_of_axes import check_order
-from .parameters import as_value, learns, traced
-from .stored import live_of, stored
-from .subject import subject
-from .torch_jagged import is_jagged
-from .vacant import results_of
 
 
 def compile(
@@ -107,7 +107,7 @@ def attention(
     rate, deterministic = rate_of(dropout), flag(deterministic)
     texts = isinstance(mask, str | None) and isinstance(score, str | None)
     if in_graph(q) and (by_dynamo() or (texts and not is_jagged(q))):
-        from .torch_library import written_call
+        from frisket.runtime.torch.graph import written_call
 
         said = scale, enable_gqa, backend, None, rate, None, deterministic
         params |= live_of(k_scale, v_scale, pages)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ShapeError
-
-from .frameworks import FLOATS, LAYOUTS, NATURAL, Array, check_layout, framework_of
+from frisket.runtime.calls.arrays import FLOATS, LAYOUTS, NATURAL, Array, check_layout, framework_of
 
 
 def merge(*parts: tuple[Array, Array], layout: str | None = None) -> tuple[Array, Array]:

@@ -14,10 +14,9 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
-
-from .frameworks import Arrays, rounding, to_numpy, turn
-from .stored import meant
-from .subject import Subject
+from frisket.runtime.calls.arrays import Arrays, rounding, to_numpy, turn
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.stored_kv import meant
 
 Array = NDArray[Any]
 FLOOR = 1e-6

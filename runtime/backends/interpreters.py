@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from frisket.lowering.plan import Geometry
+from frisket.runtime.machine.once import warn_once
 
-from .backends import PALLAS, interpreted
-from .once import warn_once
+from .registry import PALLAS, interpreted
 
 # seconds for 128 queries and 128 keys of one head, forward, measured on two cores; gradients take some three times more
 SECONDS = {"triton": 0.03, "pallas-tpu": 0.0005, "pallas-mosaic-gpu": 4.0}

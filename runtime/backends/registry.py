@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import BackendError
-
-from . import native_build
-from .extras import pip_install
-from .settings import BACKENDS, TIERS, Settings
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.settings import BACKENDS, TIERS, Settings
 
 if TYPE_CHECKING:
-    from .call import AnyPlan
-    from .options import Options
+    from frisket.runtime.calls.options import Options
+    from frisket.runtime.plans.call import AnyPlan
 
 LATER = {"gluon": "the Gluon kernels come in a later version"}
 PALLAS = ("pallas-tpu", "pallas-mosaic-gpu")
@@ -71,7 +70,7 @@ def _triton_torch() -> str:
 
 
 def _triton_jax() -> str:
-    from .jax_platforms import missing
+    from frisket.runtime.jax.platforms import missing
 
     return _installed("jax", "jax") or missing("triton") or ("" if interpreted("triton") else _no_gpu())
 
@@ -151,14 +150,14 @@ def choose(name: str | None, framework: str, device: str) -> str:
 
 def lowerable(name: str) -> str:
     """Why JAX cannot lower for a backend, whatever devices are there."""
-    from .jax_platforms import missing
+    from frisket.runtime.jax.platforms import missing
 
     return missing(name) if name == "triton" or name in PALLAS else reason(name)
 
 
 def _automatic(framework: str, device: str) -> str:
     if framework == "jax" and device != "cpu":
-        from .jax_platforms import likely
+        from frisket.runtime.jax.platforms import likely
 
         return likely()
     if device == "cpu" and not native_build.reason():
@@ -178,16 +177,16 @@ def target_of(
 
     tile, narrow = options.tile, plan is not None and plan.narrow  # rows see few keys: smaller tiles waste less
     if backend in ("xla", *PALLAS):
-        from .jax_platforms import target_on
+        from frisket.runtime.jax.platforms import target_on
 
         kernel: Any = None if plan is None else plan.work((128, 128)).plan  # tiles are found without one too
         return target_on(backend, kernel, geometry, dtype, tile, narrow)
     if backend == "triton":
-        from .triton_tiles import target
+        from frisket.runtime.backends.triton.tiles import target
 
         return target(plan, geometry, dtype, tile, options.tuning, device, arch)
     if backend == "cpp":
-        from frisket.lowering.cpu_tiles import tiles
+        from frisket.lowering.kernels.cpp.tiles import tiles
 
         return Target(backend, *(tile or tiles(geometry, dtype, narrow)))
     return Target(backend, *(tile or ((64, 32) if narrow else (128, 32))))

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.lowering.stages import Pair, Stages
-
-from .bind import Work
-from .call import AnyPlan
-from .flat_plan import FlatPlan, FlatWork
+from frisket.runtime.plans.call import AnyPlan
+from frisket.runtime.plans.compiled import Work
+from frisket.runtime.plans.device import FlatPlan, FlatWork
 
 if TYPE_CHECKING:
-    from frisket.lowering.emit.triton_writer import Dims
-
-    from .triton_decode import Shares
+    from frisket.lowering.kernels.triton.writer import Dims
+    from frisket.runtime.backends.triton.decode import Shares
 
 
 def text_of(
@@ -25,11 +23,12 @@ def text_of(
     """The kernel's text and the target it runs with; the text is empty where library calls run. `learned` are the
     user's names of what gradients flow to beside the arrays."""
     if target.backend == "cpp":
-        from frisket.lowering.emit import cpp
+        from frisket.lowering.kernels.cpp import forward as cpp
 
         return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype), target
     if target.backend == "triton":
-        from frisket.lowering.emit import triton, triton_decode
+        from frisket.lowering.kernels.triton import decode as triton_decode
+        from frisket.lowering.kernels.triton import module as triton
 
         values: list[Any] = [*plan.tables, *plan.slots]
         read = [x for x in values if x.source in learned]
@@ -40,7 +39,8 @@ def text_of(
         wanted = triton.ARRAYS.union(x.name for x in read)
         return triton.emit(plan, target, dims, wanted=wanted, sinks=sinks), target
     if target.backend == "pallas-tpu":
-        from frisket.lowering.emit import pallas_tpu, pallas_tpu_backward
+        from frisket.lowering.kernels.pallas_tpu import backward as pallas_tpu_backward
+        from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 
         known: list[Any] = [*plan.tables, *plan.slots]
         names = {*"qkv", *(x.name for x in known if x.source in learned)}
@@ -49,7 +49,7 @@ def text_of(
             return text, target
         return f"{text}\n\n{pallas_tpu_backward.emit(plan, target, g, dtype, names)}", target
     if target.backend == "pallas-mosaic-gpu":
-        from frisket.lowering.emit import pallas_gpu
+        from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 
         return pallas_gpu.emit(plan, target, g, dtype, sinks), target
     return "", target
@@ -57,7 +57,7 @@ def text_of(
 
 def dims_of(g: Geometry, dtype: str, live: tuple[str, ...] = ()) -> Dims:
     """What of the shapes Triton's kernels depend on, and the slots whose values they load."""
-    from frisket.lowering.emit.triton_writer import Dims
+    from frisket.lowering.kernels.triton.writer import Dims
 
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
 
@@ -65,8 +65,8 @@ def dims_of(g: Geometry, dtype: str, live: tuple[str, ...] = ()) -> Dims:
 def few_queries(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> Shares | None:
     """How Triton divides a call of few queries, on the GPU at hand or an H100; None where there are many, though
     such a call is divided too where its grid leaves much of the GPU idle."""
-    from .triton_decode import PACK, shares
-    from .triton_tiles import processors
+    from frisket.runtime.backends.triton.decode import PACK, shares
+    from frisket.runtime.backends.triton.tiles import processors
 
     return None if g.q_len >= PACK else shares(plan, None, g, target, dims_of(g, dtype), processors())
 

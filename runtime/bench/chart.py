@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.draw.palette import DARK, LIGHT, Palette
+from frisket.runtime.draw.save import save
+from frisket.runtime.machine.extras import extras
 
-from ..draw.palette import DARK, LIGHT, Palette
-from ..draw.save import save
-from ..extras import extras
 from .schema import leaves
 
 COLOURS = ("#d9730d", "#7a5cc4", "#1a8f6f", "#b03a6f", "#8a6d1c", "#4f6f8f")

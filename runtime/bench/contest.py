@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from frisket.dsl.ir import uses
 from frisket.lowering.simplify import prepare
-
-from ..entry import reference
-from ..mask import Mask, Program, ScoreMod, mask, score
+from frisket.runtime.attention.entry import reference
+from frisket.runtime.masks.mask import Mask, Program, ScoreMod, mask, score
 
 Array = NDArray[Any]
 Call = Callable[[], Any]

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..backends import OF_FRAMEWORK, reason
-from ..entry import compile
+from frisket.runtime.attention.entry import compile
+from frisket.runtime.backends.registry import OF_FRAMEWORK, reason
+
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
 from .machine import seconds
 

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from frisket.lowering.analysis.tiles import EMPTY
+from frisket.runtime.masks.mask import Mask
 
-from ..mask import Mask
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
 from .machine import seconds
 
@@ -71,7 +71,7 @@ def _create(contest: Contest) -> Call:
     """`create_block_mask`, eager, of our mask_mod."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from ..export.block_mask import mask_mod_of
+    from frisket.runtime.export.block_mask import mask_mod_of
 
     s = contest.sizes
     _short(contest, "create_block_mask")

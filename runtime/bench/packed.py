@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BackendError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.lowering import dense
-
-from .extras import pip_install
+from frisket.runtime.machine.extras import pip_install
 
 SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
 Array = NDArray[Any]
@@ -140,7 +139,7 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     import torch
     from torch.nn import functional
 
-    from frisket.lowering.aten_expr import Program
+    from frisket.lowering.aten.expr import Program
 
     q, k, v = (torch.from_numpy(x) for x in job.arrays)
     mask = torch.from_numpy(seen)
@@ -168,7 +167,7 @@ def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     import jax
     import jax.numpy as jnp
 
-    from frisket.lowering.emit.expr_jnp import evaluate
+    from frisket.lowering.kernels.jnp_expr import evaluate
 
     q, k, v = (jnp.asarray(x.swapaxes(1, 2)) for x in job.arrays)
     mask = jnp.asarray(seen)

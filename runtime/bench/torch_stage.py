@@ -14,14 +14,14 @@ from frisket.dsl.errors import FrisketError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import SCORE, Expr, free_names, lit, param, substitute, uses, var
 from frisket.lowering import dense
-from frisket.lowering.analysis.driver import SIZE_NAMES
-from frisket.lowering.emit.expr_torch import score_mod
+from frisket.lowering.analysis.layout import SIZE_NAMES
+from frisket.lowering.kernels.torch_mask_mod import score_mod
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
+from frisket.runtime.attention.entry import compile
+from frisket.runtime.backends.registry import reason
+from frisket.runtime.machine.generated import load
 
-from ..backends import reason
-from ..entry import compile
-from ..modules import load
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
 from .machine import seconds
 

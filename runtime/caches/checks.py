@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
-
-from ..attention import Attention
-from ..frameworks import BYTES, FLOATS, framework_of
-from ..parameters import traced
-from ..subject import check_used
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.arrays import BYTES, FLOATS, framework_of
+from frisket.runtime.calls.program import check_used
+from frisket.runtime.machine.parameters import traced
 
 OF_CACHE = "origin", "sizes", "plan", "layout", "k_scale", "v_scale", "pages"  # of a call: a cache says what they are
 ASKED = "return_lse", "return_max", "sinks"  # beside parameters

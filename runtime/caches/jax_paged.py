@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from frisket.dsl.errors import ShapeError
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.machine.parameters import traced
 
-from ..attention import Attention
-from ..parameters import traced
 from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 from .pool import Copy, PagePool
 from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated

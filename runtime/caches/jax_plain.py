@@ -8,9 +8,9 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.attention.attention import Attention
 
-from ..attention import Attention
 from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.merge import merge
+from frisket.runtime.machine.parameters import traced
 
-from ..attention import Attention
-from ..merge import merge
-from ..parameters import traced
 from .checks import check_beside, check_queries, refuse_tree
 from .jax_store import Cache, call, check_new, counted, empty, numbers, stored, written
 from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_before, ring_padded

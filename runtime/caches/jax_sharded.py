@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.sharding.fit import names_of
 
-from ..attention import Attention
-from ..sharding.fit import names_of
 from .checks import check_queries
 from .jax_store import Cache, call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from frisket.dsl.errors import CapacityError, ParameterError, ShapeError
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.arrays import BYTES, FLOATS
+from frisket.runtime.machine.parameters import traced
 
-from ..attention import Attention
-from ..frameworks import BYTES, FLOATS
-from ..parameters import traced
 from . import checks
 from .checks import check_beside, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed

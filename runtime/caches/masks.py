@@ -24,11 +24,10 @@ from frisket.dsl.errors import FrisketError, ParameterError, ShapeError
 from frisket.dsl.ir import clauses, uses
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
-
-from ..attention import Attention
-from ..mask import Mask, mask
-from ..parameters import names_of
-from ..subject import Subject
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.mask import Mask, mask
 
 START, END, NEW = "cache_start", "cache_end", "cache_new"
 DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .. import native_build
-from ..frameworks import in_graph
+from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.machine import cpp_build as native_build
 
 CALL = struct.Struct("27q")
 FROM = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from frisket.dsl.errors import CapacityError, ShapeError
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.backends.cpp.decode import Decode, step_of
+from frisket.runtime.calls.stored_kv import WORDS, live_of
+from frisket.runtime.plans.call import results
 
-from ..attention import Attention
-from ..call import results
-from ..stored import WORDS, live_of
-from ..torch_decode import Decode, step_of
 from . import torch_store as store
 from .checks import ASKED, check_beside, check_path, check_queries
 from .masks import ANCESTORS, APPENDED, DEPTH, END, PADDED, START, TREE, TREES, Places, placed

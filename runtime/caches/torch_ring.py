@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.merge import merge
 
-from ..attention import Attention
-from ..merge import merge
 from . import torch_store as store
 from .checks import check_beside, refuse_tree
 from .masks import CHUNK, END, NEW, START, Places, no_room, placed, require_room, ring, ring_before, ring_padded

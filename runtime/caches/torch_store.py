@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
+from frisket.runtime.calls.arrays import FLOATS
 
-from ..frameworks import FLOATS
 from . import checks
 
 NARROW = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}  # and their largest numbers

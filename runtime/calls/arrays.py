@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.lowering.plan import Geometry, Origin, Sizes
-
-from .integers import as_int
-from .parameters import learns, traced
+from frisket.runtime.machine.integers import as_int
+from frisket.runtime.machine.parameters import learns, traced
 
 Array = TypeVar("Array")  # torch's Tensor or JAX's Array, whichever was brought
 LAYOUTS = {"bhsd": "(batch, heads, length, head_dim)", "bshd": "(batch, length, heads, head_dim)"}

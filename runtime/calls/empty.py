@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from frisket.lowering.plan import Geometry
+from frisket.runtime.plans.call import Call
 
-from .call import Call
-from .frameworks import Arrays
-from .subject import Subject
+from .arrays import Arrays
+from .program import Subject
 
 
 def check_bound(what: Subject, params: Mapping[str, Any]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.machine.parameters import traced
 
-from .frameworks import framework_of, uploaded
-from .parameters import traced
+from .arrays import framework_of, uploaded
 from .tuning import AS_CHOSEN, Tuning
 
 SEEDS = 1 << 31

@@ -7,10 +7,10 @@ from typing import Any
 
 from frisket.dsl.ir import walk
 from frisket.lowering.plan import Geometry
+from frisket.runtime.machine.once import warn_once
 
-from .frameworks import LAYOUTS, Arrays
-from .once import warn_once
-from .subject import Subject
+from .arrays import LAYOUTS, Arrays
+from .program import Subject
 
 MOST_HEADS = 128  # of keys: models with more are not known
 GROUPED = 64  # this many heads that share nothing, beside fewer keys than queries, are a length rather

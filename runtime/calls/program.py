@@ -14,12 +14,12 @@ from frisket.dsl.hints import keyword
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
-from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.analysis.layout import bind as written_out
+from frisket.runtime.machine.bound import Bound, separated
+from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
+from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
 
-from .bound_expr import Bound, separated
-from .mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
-from .parameters import as_value, names_of, own_state, with_learned
-from .stored import Stored
+from .stored_kv import Stored
 
 Array = NDArray[Any]
 

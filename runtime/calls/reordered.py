@@ -9,10 +9,10 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import COORDINATES, renamed, substitute, var
+from frisket.runtime.machine.bound import Bound, Origin, position
+from frisket.runtime.machine.parameters import as_value, digest, names_of
 
-from .bound_expr import Bound, Origin, position
-from .parameters import as_value, digest, names_of
-from .subject import Subject
+from .program import Subject
 
 
 def moved(what: Subject, coordinates: Mapping[str, Any]) -> Subject:

@@ -17,7 +17,7 @@ from frisket.dsl.ir import SCORE, Expr, lookup, substitute, var
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.plan import FIRST, K_SCALE, LIVE, PAGES, V_SCALE, Geometry, Pages
 
-from .frameworks import NATURAL, Arrays, framework_of, to_numpy, turn
+from .arrays import NATURAL, Arrays, framework_of, to_numpy, turn
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

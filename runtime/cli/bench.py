@@ -16,12 +16,12 @@ from rich.live import Live
 from rich.text import Text
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.runtime.bench.contest import Contest, Sizes, Stage, standard
+from frisket.runtime.bench.packed import choose, installed
+from frisket.runtime.machine.extras import extras, pip_install
 
-from .bench.contest import Contest, Sizes, Stage, standard
-from .cli_answer import Answer, Piece, row, table
-from .cli_options import examples, positive
-from .extras import extras, pip_install
-from .packed import choose, installed
+from .answer import Answer, Piece, row, table
+from .options import examples, positive
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
 LENGTHS = {"cpu": 4096, "gpu": 8192, "tpu": 8192, "layout": 4096, "compile": 1024}  # where nobody says
@@ -107,7 +107,7 @@ def written(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         found.append(str(args.output))
     if args.chart is not None:
-        from .bench.chart import draw, ratios
+        from frisket.runtime.bench.chart import draw, ratios
 
         if rows := ratios(result["parts"]):
             draw(rows, args.chart, title=f"frisket bench --suite {args.suite}")
@@ -155,7 +155,7 @@ def absent(suite: str, framework: str | None) -> str:
 def stages(suite: str, framework: str | None) -> Iterator[Stage]:
     device = suite if suite in ("gpu", "tpu") else "cpu"
     if suite == "layout":
-        from .bench.layouts import stage
+        from frisket.runtime.bench.layouts import stage
 
         yield stage()
         return
@@ -163,11 +163,11 @@ def stages(suite: str, framework: str | None) -> Iterator[Stage]:
         if not visible(device, name):
             continue
         if name == "torch":
-            from .bench import torch_stage
+            from frisket.runtime.bench import torch_stage
 
             yield torch_stage.stage("cuda" if device == "gpu" else device)
         else:
-            from .bench import jax_stage
+            from frisket.runtime.bench import jax_stage
 
             yield jax_stage.stage(device)
 
@@ -191,7 +191,7 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
     """The user's, or several."""
     if args.expr is None:
         return standard(sizes)
-    from .cli_input import require_bound, subject
+    from .input import require_bound, subject
 
     what = subject(args)
     require_bound(what)
@@ -202,7 +202,7 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
 
 
 def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str] | None) -> Iterator[Any]:
-    from .bench.race import run
+    from frisket.runtime.bench.race import run
 
     raced = contests(args, sizes)
     if args.suite == "layout":
@@ -217,7 +217,7 @@ def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str
 
 
 def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) -> Iterator[Any]:
-    from .bench.compiles import run
+    from frisket.runtime.bench.compiles import run
 
     n = sizes.q_len
     lengths = [n, *(x for x in (n // 2, 3 * n // 4, n // 4) if x)]
@@ -246,10 +246,10 @@ def followed(steps: Iterator[Any]) -> list[Any]:
 
 
 def lines_of(found: list[Any]) -> list[Any]:
-    from .bench.race import Race
+    from frisket.runtime.bench.race import Race
 
     if all(isinstance(x, Race) for x in found):
-        from .bench.table import lines
+        from frisket.runtime.bench.table import lines
 
         return list(lines(found))
     return [piece for x in found for piece in first_lines(x)]
@@ -257,7 +257,7 @@ def lines_of(found: list[Any]) -> list[Any]:
 
 def first_lines(found: Any) -> list[Piece]:
     """A table of first calls."""
-    from .bench.table import spoken
+    from frisket.runtime.bench.table import spoken
 
     head = ("", "cold", "from disk", "another length", f"compiled for {len(found.lengths) - 1} others")
     body: list[list[str]] = [
@@ -274,8 +274,8 @@ def first_lines(found: Any) -> list[Piece]:
 
 def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str, Any]:
     """In the form of bench/schema.py: a part for each framework."""
-    from .bench import schema
-    from .bench.machine import described
+    from frisket.runtime.bench import schema
+    from frisket.runtime.bench.machine import described
 
     parts: dict[str, Any] = {}
     for x in found:
@@ -290,8 +290,8 @@ def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str
 
 def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], wrong: list[str]) -> list[Piece]:
     """The machine, the sizes, what was lost."""
-    from .bench.race import Race
-    from .bench.table import losses
+    from frisket.runtime.bench.race import Race
+    from frisket.runtime.bench.table import losses
 
     part = next(iter(result["parts"].values()))
     machine, s = part["machine"], part["settings"]

@@ -15,17 +15,17 @@ from rich.console import Console
 from rich.text import Text
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
+from frisket.runtime.attention.report import FLOOR, Report
+from frisket.runtime.backends.interpreters import emulated
+from frisket.runtime.backends.registry import OF_FRAMEWORK, PALLAS, check_name, interpreted, lowerable, reason
+from frisket.runtime.bench.packed import choose, installed
+from frisket.runtime.masks.mask import Program, mask
 
-from .backends import OF_FRAMEWORK, PALLAS, check_name, interpreted, lowerable, reason
-from .cli_answer import BAD, GOOD, SOME, WIDTH, Answer, row, rows, table
-from .cli_input import compiled, require_bound, subject
-from .cli_options import add_sizes, add_subject, examples
-from .cli_progress import progress
-from .cli_show import described
-from .interpreters import emulated
-from .mask import Program, mask
-from .packed import choose, installed
-from .report import FLOOR, Report
+from .answer import BAD, GOOD, SOME, WIDTH, Answer, row, rows, table
+from .input import compiled, require_bound, subject
+from .options import add_sizes, add_subject, examples
+from .progress import progress
+from .show import described
 
 LENGTHS = ((128, 128), (100, 100), (77, 131), (1, 200))  # whole tiles, ragged, fewer queries than keys, one query
 DTYPES = ("float32", "bfloat16", "float16")

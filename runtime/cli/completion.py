@@ -8,8 +8,8 @@ from rich.console import Console
 
 from frisket.dsl.library import library
 
-from .cli_answer import Answer
-from .cli_options import examples
+from .answer import Answer
+from .options import examples
 
 HOW = {
     "bash": 'eval "$(frisket completion bash)"            # for this shell; or a line of ~/.bashrc',
@@ -30,7 +30,7 @@ def add_completion(p: argparse.ArgumentParser) -> None:
 def completion(args: argparse.Namespace, console: Console) -> Answer:
     import shtab
 
-    from .cli import COMMANDS, parser
+    from .main import COMMANDS, parser
 
     top = parser(*COMMANDS)
     for action in top._actions:

@@ -15,16 +15,17 @@ from rich.console import Console
 from rich.text import Text
 
 import frisket
+from frisket.runtime.backends.registry import HOW, backends, choose
+from frisket.runtime.bench.machine import cpu_name
+from frisket.runtime.bench.packed import installed
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.machine.extras import pip_install
+from frisket.runtime.machine.settings import VARIABLES, Settings
 
-from . import native_build, native_cpu
-from .backends import HOW, backends, choose
-from .bench.machine import cpu_name
-from .cli_answer import GOOD, SOME, Answer, Piece, Row, row
-from .cli_options import examples
-from .cli_show import size
-from .extras import pip_install
-from .packed import installed
-from .settings import VARIABLES, Settings
+from .answer import GOOD, SOME, Answer, Piece, Row, row
+from .options import examples
+from .show import size
 
 PACKAGES = {  # what each is for, and the extra that brings it
     "numpy": ("", ""),

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.backends.registry import PRINTED
 
-from .backends import PRINTED
-from .cli_answer import Answer, code
-from .cli_input import LENGTH, compiled, subject
-from .cli_options import add_sizes, add_subject, examples, positive
+from .answer import Answer, code
+from .input import LENGTH, compiled, subject
+from .options import add_sizes, add_subject, examples, positive
 
 
 def add_emit(p: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def add_emit(p: argparse.ArgumentParser) -> None:
 
 def emit(args: argparse.Namespace, console: Console) -> Answer:
     if args.report:
-        from .cli_report import report
+        from .report import report
 
         return report(args, console)
     if args.arch and args.backend != "triton":

@@ -12,13 +12,13 @@ from rich.text import Text
 from frisket.dsl.errors import ShapeError, Span
 from frisket.dsl.ir import Expr, walk
 from frisket.lowering.stages import NAMES
+from frisket.runtime.draw import terminal
+from frisket.runtime.masks.layout import Layout
+from frisket.runtime.masks.mask import Mask
 
-from .cli_answer import BAD, GOOD, SOME, Answer, Piece, code, coloured, rows
-from .cli_input import LENGTH, compiled, laid_out, subject, visible_mask
-from .cli_options import add_sizes, add_slice, add_subject, examples, natural, tile
-from .draw import terminal
-from .layout import Layout
-from .mask import Mask
+from .answer import BAD, GOOD, SOME, Answer, Piece, code, coloured, rows
+from .input import LENGTH, compiled, laid_out, subject, visible_mask
+from .options import add_sizes, add_slice, add_subject, examples, natural, tile
 
 STYLE = {"visible": GOOD, "full": GOOD, "hidden": BAD, "empty": BAD, "partial": SOME}
 

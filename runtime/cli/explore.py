@@ -11,10 +11,10 @@ from rich.console import Console
 
 from frisket.dsl.errors import FrisketError, ParameterError
 
-from .cli_answer import Answer, rows
-from .cli_input import LENGTH, scalar, source, table
-from .cli_options import add_sizes, add_subject, examples, natural
-from .cli_show import counted
+from .answer import Answer, rows
+from .input import LENGTH, scalar, source, table
+from .options import add_sizes, add_subject, examples, natural
+from .show import counted
 
 
 def add_explore(p: argparse.ArgumentParser) -> None:
@@ -33,9 +33,9 @@ def add_explore(p: argparse.ArgumentParser) -> None:
 
 def explore(args: argparse.Namespace, console: Console) -> Answer:
     """Serve the page until Ctrl-C. A text with mistakes is served too: they are shown where they can be mended."""
-    from .explore.analyst import Analyst
-    from .explore.page import page
-    from .explore.server import Server
+    from frisket.runtime.explore.analyst import Analyst
+    from frisket.runtime.explore.page import page
+    from frisket.runtime.explore.server import Server
 
     text, _ = source(args.expr, args.score)
     tables = dict(map(table, args.table))

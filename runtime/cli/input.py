@@ -15,10 +15,9 @@ from frisket.dsl.errors import MaskSyntaxError, ParameterError, ShapeError
 from frisket.dsl.parse import parse
 from frisket.dsl.program import Parsed, read
 from frisket.dsl.types import FLOAT
-
-from .layout import Layout
-from .mask import Mask, Program, mask, program
-from .parameters import names_of
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.layout import Layout
+from frisket.runtime.masks.mask import Mask, Program, mask, program
 
 Scalar = bool | int | float
 LENGTH = 2048  # of queries, where nobody says
@@ -69,7 +68,7 @@ def visible_mask(what: Program, why: str) -> Mask:
 
 def compiled(what: Program, tile: tuple[int, int] | None = None, **options: Any) -> Any:
     """The attention of a mask and score mod whose parameters all have values."""
-    from .entry import compile  # the frameworks behind it are none of `show`'s business
+    from frisket.runtime.attention.entry import compile  # the frameworks behind it are none of `show`'s business
 
     require_bound(what)
     return compile(mask=what.mask, score=what.score, tile=tile, **options)

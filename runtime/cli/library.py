@@ -14,12 +14,12 @@ from frisket.dsl.errors import ParameterError
 from frisket.dsl.hints import nearest
 from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
+from frisket.runtime.masks.mask import program
 
-from .cli_answer import Answer, Piece, Row, rows
-from .cli_input import LENGTH
-from .cli_options import examples
-from .cli_show import picture
-from .mask import program
+from .answer import Answer, Piece, Row, rows
+from .input import LENGTH
+from .options import examples
+from .show import picture
 
 
 def add_library(p: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """The command line: `frisket show 'causal & window(256)' --q-len 2048`.
 
->>> from frisket.runtime.cli import main
+>>> from frisket.runtime.cli.main import main
 >>> main(["show", "q - k"])  # the error goes to stderr
 2
 
@@ -25,8 +25,8 @@ from rich.text import Text
 from frisket import __version__
 from frisket.dsl.errors import FrisketError, MismatchError
 
-from .cli_answer import BAD, Answer, Piece, Row
-from .cli_options import Parser, meant
+from .answer import BAD, Answer, Piece, Row
+from .options import Parser, meant
 
 PLAIN = str.maketrans({
     "×": "x", "·": ".", "→": "->", "…": "...", "–": "-", "≤": "<=", "╲": "\\", "’": "'", "✓": "+", "✗": "-",
@@ -174,7 +174,7 @@ def parser(*filled: str) -> Parser:
 
 
 def fill(p: Parser, c: Command) -> None:
-    module = import_module(f".cli_{c.name}", __package__)
+    module = import_module(f".{c.name}", __package__)
     getattr(module, f"add_{c.name}")(p)
     p.add_argument("--json", action="store_true", help="print one JSON object")
     p.set_defaults(command=getattr(module, c.name), parser=p)

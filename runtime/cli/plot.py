@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.draw.plot import SUFFIXES
+from frisket.runtime.masks.mask import Program
 
-from .cli_answer import Answer, rows
-from .cli_input import laid_out, subject, visible_mask
-from .cli_options import add_sizes, add_subject, examples, natural
-from .cli_show import size, tiles, written
-from .draw.plot import SUFFIXES
-from .mask import Program
+from .answer import Answer, rows
+from .input import laid_out, subject, visible_mask
+from .options import add_sizes, add_subject, examples, natural
+from .show import size, tiles, written
 
 PAGES = (".html", ".htm")
 

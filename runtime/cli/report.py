@@ -10,19 +10,19 @@ from rich.console import Console
 from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims
 
-from .cli_answer import BAD, GOOD, Answer, table
-from .cli_emit import shapes
-from .cli_input import compiled, subject
-from .cli_progress import progress
+from .answer import BAD, GOOD, Answer, table
+from .emit import shapes
+from .input import compiled, subject
+from .progress import progress
 
 HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
 
 
 def report(args: argparse.Namespace, console: Console) -> Answer:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
-    from . import triton_report
+    from frisket.runtime.backends.triton import report as triton_report
 
     if args.backend != "triton":
         raise ParameterError(f"--report is about Triton kernels, not {args.backend!r}; write --backend triton")

@@ -13,15 +13,15 @@ from rich.console import Console
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import uses
 from frisket.lowering.simplify import prepare
+from frisket.runtime.bench import packed
+from frisket.runtime.bench.table import spoken
 
-from . import packed
-from .bench.table import spoken
-from .cli_answer import Answer, rows
-from .cli_doctor import cpu_count
-from .cli_input import compiled, require_bound, scalars, subject, tables
-from .cli_options import add_subject, even, examples, positive
-from .cli_progress import progress
-from .cli_show import described, laid, picture
+from .answer import Answer, rows
+from .doctor import cpu_count
+from .input import compiled, require_bound, scalars, subject, tables
+from .options import add_subject, even, examples, positive
+from .progress import progress
+from .show import described, laid, picture
 
 
 def add_run(p: argparse.ArgumentParser) -> None:

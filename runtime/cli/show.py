@@ -14,14 +14,14 @@ from frisket.dsl.errors import Undecided
 from frisket.dsl.ir import Expr
 from frisket.dsl.show import show as show_text
 from frisket.lowering.simplify import prepare
+from frisket.runtime.draw import terminal
+from frisket.runtime.machine.bound import Bound
+from frisket.runtime.masks.layout import Layout
+from frisket.runtime.masks.mask import Mask, Program
 
-from .bound_expr import Bound
-from .cli_answer import GOOD, SOME, Answer, row, rows
-from .cli_input import laid_out, require_bound, scalars, subject, tables
-from .cli_options import add_sizes, add_slice, add_subject, examples
-from .draw import terminal
-from .layout import Layout
-from .mask import Mask, Program
+from .answer import GOOD, SOME, Answer, row, rows
+from .input import laid_out, require_bound, scalars, subject, tables
+from .options import add_sizes, add_slice, add_subject, examples
 
 FOUND = {
     "closed form": "by solving the mask: one formula for all rows of tiles",

@@ -29,7 +29,7 @@ from .pixels import of_tiles, png, start
 from .save import save
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from frisket.runtime.masks.layout import Layout
 
 ROOM = str(__package__)
 STILL = 128  # cells along each axis of the picture in a notebook

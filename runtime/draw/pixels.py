@@ -1,7 +1,7 @@
 """The pixels of a layout: a colour for every tile, every few tiles, or every token.
 
 >>> from frisket.runtime.draw.palette import LIGHT
->>> from frisket.runtime.mask import mask
+>>> from frisket.runtime.masks.mask import mask
 >>> panel = of_tiles(mask("causal").layout(512, 512), LIGHT)
 >>> panel.colours.shape, panel.step, panel.tiles
 ((4, 4, 3), (128, 128), (1, 1))
@@ -26,7 +26,7 @@ from .palette import Palette
 from .terminal import of_layout
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
 CELLS = 512  # along each axis at most

@@ -19,8 +19,8 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import uses
+from frisket.runtime.machine.extras import extras
 
-from ..extras import extras
 from .palette import DARK, LIGHT, Palette
 from .pixels import Panel, panels, start
 from .save import save
@@ -29,7 +29,8 @@ from .terminal import tokens as position
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..layout import Layout
+    from frisket.runtime.masks.layout import Layout
+
     from .figure import Figure
 
 TOKENS = 512 * 512  # positions of one picture that shows tokens

@@ -20,10 +20,10 @@ from frisket.dsl.explain import wording
 from frisket.dsl.ir import COORDINATES, Expr, walk
 from frisket.dsl.show import places
 from frisket.dsl.types import FLOAT
-from frisket.lowering.analysis.driver import SIZE_NAMES
+from frisket.lowering.analysis.layout import SIZE_NAMES
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
 Pack = Callable[[Array], dict[str, str]]

@@ -20,7 +20,7 @@ from rich.text import Text
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from frisket.runtime.masks.layout import Layout
 
 CELLS = 32  # drawn cells along each axis at most: two columns each, so 64 of 80
 MARGIN = 8  # columns for the labels of rows

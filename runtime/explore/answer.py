@@ -25,11 +25,11 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, conj, uses, walk
 from frisket.dsl.program import read
 from frisket.dsl.show import show
+from frisket.runtime.draw import html, portable
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.layout import Layout, make_layout
+from frisket.runtime.masks.mask import Mask, Program, ScoreMod, program
 
-from ..draw import html, portable
-from ..layout import Layout, make_layout
-from ..mask import Mask, Program, ScoreMod, program
-from ..parameters import names_of
 from .values import MadeUp, Number, Problem, Scalar, given
 
 Array = NDArray[Any]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from frisket.dsl.library import Entry, library
+from frisket.runtime.draw import html
 
-from ..draw import html
 from .answer import LONGEST
 
 ROOM = str(__package__)

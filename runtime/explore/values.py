@@ -20,8 +20,7 @@ from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, uses, walk
 from frisket.dsl.types import BOOL, FLOAT, Type
-
-from ..parameters import names_of
+from frisket.runtime.machine.parameters import names_of
 
 Array = NDArray[Any]
 Number = bool | int | float

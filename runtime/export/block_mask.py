@@ -12,14 +12,14 @@ from frisket.dsl.errors import ExportError
 from frisket.dsl.ir import Expr, free_names, lit, lookup, param, renamed, substitute, var
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, Type
-from frisket.lowering.analysis.driver import SIZE_NAMES
-from frisket.lowering.emit.expr_torch import mask_mod
+from frisket.lowering.analysis.layout import SIZE_NAMES
+from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import Sizes, make_plan
 from frisket.lowering.simplify import simplify
+from frisket.runtime.machine.extras import extras
+from frisket.runtime.machine.generated import load
+from frisket.runtime.masks.layout import Layout
 
-from ..extras import extras
-from ..layout import Layout
-from ..modules import load
 from .tile_lists import Lists, both_ways
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
-from frisket.lowering.aten_expr import distance_only
+from frisket.lowering.aten.expr import distance_only
+from frisket.runtime.masks.layout import Layout
 
-from ..layout import Layout
 from .visible import BUDGET, elements, scene
 
 Array = NDArray[Any]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..layout import Layout
+from frisket.runtime.masks.layout import Layout
+
 from .tile_lists import both_ways
 
 Tensor = Any  # torch is imported only when asked for

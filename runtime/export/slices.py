@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError, MismatchError
+from frisket.runtime.masks.layout import Layout
 
-from ..layout import Layout
 from .varlen import one_mask, packed
 from .visible import ANY, lines, listed, why
 

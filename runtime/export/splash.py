@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.runtime.machine.extras import extras
+from frisket.runtime.masks.layout import Layout
 
-from ..extras import extras
-from ..layout import Layout
 from .bsr import BSR, to_bsr
 from .visible import why
 

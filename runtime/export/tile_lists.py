@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
-from frisket.lowering.analysis.driver import grid_of
+from frisket.lowering.analysis.layout import grid_of
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
-
-from ..layout import Layout, RunTable
+from frisket.runtime.masks.layout import Layout, RunTable
 
 Array = NDArray[Any]
 Tensor = Any

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
+from frisket.runtime.masks.layout import Layout
 
-from ..layout import Layout
 from .visible import ANY, Lines, lines, listed, why
 
 Array = NDArray[Any]

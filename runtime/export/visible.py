@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr
-from frisket.lowering.analysis.driver import SIZE_NAMES, analyse, grid_of, swap
+from frisket.lowering.analysis.layout import SIZE_NAMES, analyse, grid_of, swap
 from frisket.lowering.analysis.rows import solved
-from frisket.lowering.analysis.spans import Runs, from_records, merge
 from frisket.lowering.analysis.tiles import FULL, Grid, Scope
 from frisket.lowering.simplify import simplify
-
-from ..layout import Layout
+from frisket.lowering.spans import Runs, from_records, merge
+from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold

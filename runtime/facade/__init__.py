@@ -37,23 +37,23 @@ if TYPE_CHECKING:
     from frisket.dsl.library import Entry as Entry
     from frisket.dsl.library import library as library
     from frisket.lowering.stages import Stages as Stages
-    from frisket.runtime.answers import Answer as Answer
-    from frisket.runtime.attention import Attention as Attention
-    from frisket.runtime.backends import backends as backends
-    from frisket.runtime.entry import attention as attention
-    from frisket.runtime.entry import compile as compile
-    from frisket.runtime.entry import reference as reference
-    from frisket.runtime.flat_plan import FlatPlan as FlatPlan
-    from frisket.runtime.host_plan import Plan as Plan
-    from frisket.runtime.layout import Layout as Layout
-    from frisket.runtime.mask import Mask as Mask
-    from frisket.runtime.mask import Program as Program
-    from frisket.runtime.mask import ScoreMod as ScoreMod
-    from frisket.runtime.mask import load as load
-    from frisket.runtime.mask import mask as mask
-    from frisket.runtime.mask import score as score
-    from frisket.runtime.merge import merge as merge
-    from frisket.runtime.report import Report as Report
+    from frisket.runtime.attention.attention import Attention as Attention
+    from frisket.runtime.attention.entry import attention as attention
+    from frisket.runtime.attention.entry import compile as compile
+    from frisket.runtime.attention.entry import reference as reference
+    from frisket.runtime.attention.merge import merge as merge
+    from frisket.runtime.attention.report import Report as Report
+    from frisket.runtime.backends.registry import backends as backends
+    from frisket.runtime.masks.answers import Answer as Answer
+    from frisket.runtime.masks.layout import Layout as Layout
+    from frisket.runtime.masks.mask import Mask as Mask
+    from frisket.runtime.masks.mask import Program as Program
+    from frisket.runtime.masks.mask import ScoreMod as ScoreMod
+    from frisket.runtime.masks.mask import load as load
+    from frisket.runtime.masks.mask import mask as mask
+    from frisket.runtime.masks.mask import score as score
+    from frisket.runtime.plans.device import FlatPlan as FlatPlan
+    from frisket.runtime.plans.host import Plan as Plan
 
 __version__ = "0.1.0"
 
@@ -66,16 +66,16 @@ _HOMES = {
     "frisket.dsl.explain": "Explanation",
     "frisket.dsl.library": "Entry library",
     "frisket.lowering.stages": "Stages",
-    "frisket.runtime.answers": "Answer",
-    "frisket.runtime.attention": "Attention",
-    "frisket.runtime.backends": "backends",
-    "frisket.runtime.entry": "attention compile reference",
-    "frisket.runtime.flat_plan": "FlatPlan",
-    "frisket.runtime.host_plan": "Plan",
-    "frisket.runtime.layout": "Layout",
-    "frisket.runtime.mask": "Mask Program ScoreMod load mask score",
-    "frisket.runtime.merge": "merge",
-    "frisket.runtime.report": "Report",
+    "frisket.runtime.masks.answers": "Answer",
+    "frisket.runtime.attention.attention": "Attention",
+    "frisket.runtime.backends.registry": "backends",
+    "frisket.runtime.attention.entry": "attention compile reference",
+    "frisket.runtime.plans.device": "FlatPlan",
+    "frisket.runtime.plans.host": "Plan",
+    "frisket.runtime.masks.layout": "Layout",
+    "frisket.runtime.masks.mask": "Mask Program ScoreMod load mask score",
+    "frisket.runtime.attention.merge": "merge",
+    "frisket.runtime.attention.report": "Report",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _DOORS = ("caches", "flex", "modeling", "operations", "parallel", "sharding")
@@ -83,7 +83,7 @@ __all__ = sorted(_HOME)
 
 
 if "torch" in sys.modules:  # operators that programs exported by torch hold
-    import_module("frisket.runtime.torch_library")
+    import_module("frisket.runtime.torch.graph")
 
 
 def __getattr__(name: str) -> Any:

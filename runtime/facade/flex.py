@@ -5,7 +5,7 @@
 67.1875
 """
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     from torch.nn.attention.flex_attention import AuxOutput as AuxOutput

@@ -7,7 +7,7 @@
 (1, 16, 8, 64)
 """
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     from frisket.runtime.modeling.dot_general import get_dot_general_by_bits as get_dot_general_by_bits

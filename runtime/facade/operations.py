@@ -8,7 +8,7 @@
 (1, 256, 8, 64)
 """
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     from frisket.runtime.operations import operators as operators  # registered by being imported

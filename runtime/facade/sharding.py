@@ -5,7 +5,7 @@
 P(('fsdp', 'dp'), 'sp', 'tp', None)
 """
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     from frisket.runtime.sharding.mesh import current_mesh as current_mesh

@@ -12,9 +12,9 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelO
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.torch.jagged import closed_all, opened
 
-from ..frameworks import in_graph
-from ..torch_jagged import closed_all, opened
 from .block_mask import BlockMask
 from .checks import alike, check_arrays, check_block_mask, check_device
 from .errors import ArrayError

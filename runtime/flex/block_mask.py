@@ -14,11 +14,11 @@ from frisket.dsl import ir
 from frisket.dsl.show import show
 from frisket.lowering.analysis.tiles import PARTIAL
 from frisket.lowering.plan import Sizes
+from frisket.runtime.export.block_mask import exact_lists
+from frisket.runtime.masks.answers import score_lookups
+from frisket.runtime.masks.layout import Layout
+from frisket.runtime.masks.mask import Mask, MaskLike
 
-from ..answers import score_lookups
-from ..export.block_mask import exact_lists
-from ..layout import Layout
-from ..mask import Mask, MaskLike
 from . import graph_mask
 from .derived import crop, joined, part, restored, there
 from .errors import ListError, check_lookups

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.arrays import symbolic
+from frisket.runtime.masks.mask import Mask, ScoreMod
 
-from ..attention import Attention
-from ..frameworks import symbolic
-from ..mask import Mask, ScoreMod
 from .errors import ArrayError, check_lookups
 from .kernel_options import KernelOptionError
 

@@ -18,10 +18,10 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL
-from frisket.lowering.analysis.driver import SIZE_NAMES
+from frisket.lowering.analysis.layout import SIZE_NAMES
 from frisket.lowering.plan import Sizes
+from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, program
 
-from ..mask import Mask, MaskLike, ScoreLike, ScoreMod, program
 from .block_mask import Block, BlockMask, held
 from .errors import MaskModError
 from .leave import leave

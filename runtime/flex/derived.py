@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from frisket.dsl.errors import ShapeError
+from frisket.runtime.masks.mask import Mask
 
-from ..mask import Mask
 from .errors import ListError, OrderError
 from .live_mask import LiveMask, live_mask
 from .slicing import moved, picks

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from frisket.dsl.trace import LIBRARIES
+from frisket.dsl.from_python.trace import LIBRARIES
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
 REFLECTION = frozenset("getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next".split())

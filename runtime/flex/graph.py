@@ -18,16 +18,16 @@ from torch.nn.attention.flex_attention import noop_mask
 from torch.utils._python_dispatch import _disable_current_modes
 
 from frisket.dsl import ir
-from frisket.dsl.symbol import Symbol
-from frisket.dsl.trace import Kind, trace
+from frisket.dsl.from_python.symbol import Symbol
+from frisket.dsl.from_python.trace import Kind, trace
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.mask import Mask, ScoreMod, program
+from frisket.runtime.torch import graph as torch_library
+from frisket.runtime.torch.jagged import Ragged, closed_all, opened
+from frisket.runtime.torch.spec import spec_of
 
-from .. import torch_library
-from ..mask import Mask, ScoreMod, program
-from ..options import Options
-from ..parameters import names_of
-from ..subject import Subject
-from ..torch_jagged import Ragged, closed_all, opened
-from ..torch_spec import spec_of
 from .block_mask import BlockMask
 from .checks import alike, check_arrays, check_block_mask
 from .errors import ArrayError

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.runtime.masks.mask import program
 
-from ..mask import program
 from .errors import MaskModError
 from .live_mask import LiveMask
 from .slicing import Pick, picks

@@ -13,9 +13,8 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.hints import nearest
-
-from ..options import Options
-from ..tuning import AS_CHOSEN, KERNELS, Launch, Tuning
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.tuning import AS_CHOSEN, KERNELS, Launch, Tuning
 
 # key -> the kernels it is for, and its place in a Launch
 TILES = {

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from frisket.dsl.errors import ShapeError
-
-from ..integers import as_int
+from frisket.runtime.machine.integers import as_int
 
 
 def pair(value: Any, name: str, least: int = 1) -> tuple[int, int]:

@@ -17,18 +17,18 @@ import torch
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, TraceError
+from frisket.dsl.from_python.trace import Kind, trace
 from frisket.dsl.ir import Expr
-from frisket.dsl.trace import Kind, trace
-from frisket.lowering.analysis.driver import SIZE_NAMES, bind
+from frisket.lowering.analysis.layout import SIZE_NAMES, bind
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.machine.bound import Bound
+from frisket.runtime.machine.parameters import as_value, names_of
+from frisket.runtime.masks.mask import Mask, MaskLike, mask
+from frisket.runtime.torch.spec import text_of
 
-from ..bound_expr import Bound
-from ..mask import Mask, MaskLike, mask
-from ..parameters import as_value, names_of
-from ..subject import Subject
-from ..torch_spec import text_of
 from .errors import MaskModError
 
 Value = bool | int | float | torch.Tensor
@@ -126,7 +126,7 @@ class LiveMask:
 
     def callable(self, reach: Mapping[str, int], sizes: Sizes, title: str, device: Any) -> Callable[..., Any]:
         """`mask_mod(b, h, q_idx, kv_idx)`, which looks into the tensors themselves where torch can."""
-        from ..export.block_mask import written
+        from frisket.runtime.export.block_mask import written
 
         places: dict[Expr, Expr] = {}
         for name, type in ir.free_names(self.expr)[0].items():

@@ -14,10 +14,10 @@ from torch import Tensor
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import TRUE, B, conj, lit
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.mask import MaskLike
+from frisket.runtime.torch.jagged import Names, Ragged, names_for, ragged_of
 
-from ..mask import MaskLike
-from ..parameters import names_of
-from ..torch_jagged import Names, Ragged, names_for, ragged_of
 from .block_mask import Block, BlockMask
 from .create import create_block_mask
 from .graph_mask import packed as graph_packed

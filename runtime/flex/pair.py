@@ -11,14 +11,14 @@ from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.types import FLOAT
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.program import joined
+from frisket.runtime.machine.parameters import as_value, names_of
+from frisket.runtime.masks.mask import Mask, ScoreMod
+from frisket.runtime.torch import op as torch_op
 
-from .. import torch_op
-from ..attention import Attention
-from ..entry import attention_for
-from ..mask import Mask, ScoreMod
-from ..options import Options
-from ..parameters import as_value, names_of
-from ..subject import joined
 from .checks import check_gathers, check_promises
 from .kernel_options import Asked
 from .live_mask import LiveMask

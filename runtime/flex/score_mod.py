@@ -11,12 +11,12 @@ from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.errors import TraceError
-from frisket.dsl.trace import trace
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.types import FLOAT
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.mask import ScoreMod
+from frisket.runtime.masks.mask import score as written
 
-from ..mask import ScoreMod
-from ..mask import score as written
-from ..parameters import names_of
 from .errors import ScoreModError
 from .function_state import state_of
 from .live_mask import LiveMask, fresh, of_bound, version_of

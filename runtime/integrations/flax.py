@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     import jax
@@ -22,7 +22,7 @@ import frisket.operations as operations
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.modeling import apply_rotary_pos_emb, rotary_tables
 from frisket.runtime.caches.jax import KVCache
-from frisket.runtime.mask import MaskLike, ScoreLike
+from frisket.runtime.masks.mask import MaskLike, ScoreLike
 
 from .flax_attention import AttentionFn, attention_fn
 

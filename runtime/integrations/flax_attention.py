@@ -17,21 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     import jax
     import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.backends import check_name
-from frisket.runtime.entry import attention_for
-from frisket.runtime.mask import Mask, MaskLike, ScoreLike, ScoreMod
-from frisket.runtime.mask import mask as as_mask
-from frisket.runtime.mask import score as as_score
-from frisket.runtime.options import Options, rate_of
-from frisket.runtime.parameters import traced
-from frisket.runtime.subject import subject
+from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.backends.registry import check_name
+from frisket.runtime.calls.options import Options, rate_of
+from frisket.runtime.calls.program import subject
+from frisket.runtime.machine.parameters import traced
+from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
+from frisket.runtime.masks.mask import mask as as_mask
+from frisket.runtime.masks.mask import score as as_score
 
 MASK, BIAS, STEP = "flax_mask", "flax_bias", "flax_step"  # names of what a layer passes
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     import torch
@@ -25,11 +25,11 @@ with extras():
     from torch.utils.weak import WeakIdKeyDictionary
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.attention import Attention
-from frisket.runtime.entry import attention as called
-from frisket.runtime.entry import attention_for
-from frisket.runtime.frameworks import in_graph
-from frisket.runtime.options import Options, rate_of
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.entry import attention as called
+from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.calls.options import Options, rate_of
 
 from .transformers_config import program
 from .transformers_loading import eager_only, watch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from frisket.dsl.errors import FrisketError, ParameterError
 from frisket.lowering.plan import whole
-from frisket.runtime.mask import mask, score
+from frisket.runtime.masks.mask import mask, score
 
 from .transformers_masks import SymbolicMask, constant, joined
 from .transformers_terms import POSITIONS

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, clauses, conj, lookup, substitute, var
-from frisket.lowering.aten_expr import distance_only
+from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.simplify import simplify
-from frisket.runtime.mask import Mask, mask
+from frisket.runtime.masks.mask import Mask, mask
 
 from .transformers_loading import BOOLS
 from .transformers_terms import POSITIONS, read

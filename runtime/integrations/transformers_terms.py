@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from frisket.runtime.mask import mask
+from frisket.runtime.masks.mask import mask
 
 POSITIONS = ("b", "h", "q", "k")
 

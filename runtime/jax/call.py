@@ -18,17 +18,17 @@ import frisket
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
-from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSource, Target
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.backends.registry import GUARDED
+from frisket.runtime.machine.cpp_build import BuildError, fall_back
+from frisket.runtime.machine.parameters import digest
+from frisket.runtime.plans.device import FlatPlan
+from frisket.runtime.plans.device_static import Key
+from frisket.runtime.plans.host import Plan
 
-from .backends import GUARDED
-from .flat_laid import Key
-from .flat_plan import FlatPlan
-from .host_plan import Plan
-from .jax_platforms import backend_on, executor, library, target_on
-from .native_build import BuildError, fall_back
-from .parameters import digest
+from .platforms import backend_on, executor, library, target_on
 
 Arrays = dict[str, Any]
 NORMED = ("cpp",)  # backends that say what they take off the scores of each row, not what rounding takes from lse
@@ -163,7 +163,7 @@ class JaxCall:
         lse = result[1]
         if backend not in NORMED:
             return *result, jnp.zeros((*lse.shape, 2), lse.dtype)
-        from .native_jax import low_of
+        from frisket.runtime.backends.cpp.jax import low_of
 
         return *result[:3], low_of(run.plan, result[3], lse), result[3]
 
@@ -184,7 +184,7 @@ class JaxCall:
         elif "norm" in arrays or "low" not in arrays:
             how["norm"] = arrays.get("norm")
         else:
-            from .native_jax import norm_of
+            from frisket.runtime.backends.cpp.jax import norm_of
 
             how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"])
         try:

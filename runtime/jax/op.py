@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.flat import DeviceSpans
-from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, SpanSource, Target
-from frisket.lowering.xla_tiles import varying_axes
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.lowering.xla.tiles import varying_axes
+from frisket.runtime.calls.stored_kv import refuse_gradients
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.call import AnyPlan, Call
+from frisket.runtime.plans.host import Plan
 
-from .call import AnyPlan, Call
-from .host_plan import Plan
-from .jax_call import JaxCall, Traced, narrowed, placed
-from .jax_platforms import BACKENDS, platform_of, target_on
-from .settings import Settings
-from .stored import refuse_gradients
+from .call import JaxCall, Traced, narrowed, placed
+from .platforms import BACKENDS, platform_of, target_on
 
 if TYPE_CHECKING:
     import jax
 
-    from .options import Options
+    from frisket.runtime.calls.options import Options
 
 Arrays = dict[str, Any]  # by name; see jax_call
 ANY = (128, 128)  # a tile, where only what all have in common is asked for
@@ -152,7 +152,7 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
         backend = call.backend_on(platform, str(q.dtype))
         result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
         return result
-    from .jax_reverse import reverse_only
+    from .reverse import reverse_only
 
     learned, fixed = alike(learned, fixed)
     return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
@@ -177,7 +177,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
     from jax.custom_derivatives import SymbolicZero
 
-    from .jax_primitives import Task, bound
+    from .primitives import Task, bound
 
     checkpoint_name: Any = _checkpoint_name  # JAX leaves some of its functions untyped
     # JAX does not say inside a shard_map whose gradient is wanted: all are made

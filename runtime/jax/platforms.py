@@ -9,21 +9,23 @@ from functools import cache
 from typing import Any
 
 from frisket.dsl.errors import BackendError
-from frisket.lowering.cpu_tiles import tiles
+from frisket.lowering.kernels.cpp.tiles import tiles
 from frisket.lowering.plan import Geometry, LoopPlan, Target
-
-from . import native_build
-from .backends import interpreted
-from .interpreters import warn_slow
-from .once import warn_once
+from frisket.runtime.backends.interpreters import warn_slow
+from frisket.runtime.backends.registry import interpreted
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.once import warn_once
 
 Shapes = Mapping[str, tuple[int, ...]]
 EXECUTORS = {  # backend -> modules with its forward and its backward
-    "xla": ("frisket.lowering.xla", "frisket.lowering.xla_backward"),
-    "cpp": ("frisket.runtime.native_jax", "frisket.runtime.native_jax"),
-    "pallas-tpu": ("frisket.runtime.pallas_tpu", "frisket.runtime.pallas_tpu_backward"),
-    "pallas-mosaic-gpu": ("frisket.runtime.pallas_gpu", "frisket.runtime.pallas_gpu_backward"),
-    "triton": ("frisket.runtime.triton_jax", "frisket.runtime.triton_jax"),
+    "xla": ("frisket.lowering.xla.forward", "frisket.lowering.xla.backward"),
+    "cpp": ("frisket.runtime.backends.cpp.jax", "frisket.runtime.backends.cpp.jax"),
+    "pallas-tpu": ("frisket.runtime.backends.pallas_tpu.forward", "frisket.runtime.backends.pallas_tpu.backward"),
+    "pallas-mosaic-gpu": (
+        "frisket.runtime.backends.pallas_gpu.forward",
+        "frisket.runtime.backends.pallas_gpu.backward",
+    ),
+    "triton": ("frisket.runtime.backends.triton.jax", "frisket.runtime.backends.triton.jax"),
 }
 BACKENDS = tuple(EXECUTORS)
 PLATFORMS = {  # where each can be lowered; on a CPU Pallas interprets

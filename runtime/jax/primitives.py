@@ -23,8 +23,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from frisket.dsl.errors import BackwardError, FrisketError
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
 
-from .jax_call import JaxCall
-from .jax_platforms import platform_of
+from .call import JaxCall
+from .platforms import platform_of
 
 Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
 # the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
@@ -179,7 +179,7 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     run: Callable[..., Any] = partial(task.run, platform, exported)
     shared = split and not exported and len(devices) > 1
     if shared:
-        from .jax_sharding import partitioned
+        from .sharding import partitioned
 
         ctx = _on_mesh(ctx)
         run = partitioned(task, LOCAL[bool(task.wanted)])
@@ -244,7 +244,7 @@ LOCAL: tuple[Any, Any] = _primitive("frisket_forward_shard", False), _primitive(
 
 
 def _register_batchers() -> None:
-    from .jax_transforms import mapped
+    from .vmap import mapped
 
     for made in (*WHOLE, *LOCAL):
         batching.fancy_primitive_batchers[made] = partial(mapped, made)

@@ -15,9 +15,10 @@ import jax
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .jax_call import SHARD
-from .jax_primitives import AXES, NOWHERE, Task
-from .sharding.fit import fitting, names_of
+from frisket.runtime.sharding.fit import fitting, names_of
+
+from .call import SHARD
+from .primitives import AXES, NOWHERE, Task
 
 WHOLE = ("s", "t", "d", "e", "g", "p", "c", "r")  # factors that are not split: lengths, sizes of heads, the heads of
 # one group, pages, what is known of a row

@@ -11,24 +11,23 @@ from jax.interpreters import ad, mlir
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.ir import Expr, walk
-from frisket.lowering.analysis.driver import bind as written_out
-from frisket.lowering.emit.expr import machine
-from frisket.lowering.emit.expr_jnp import JNP
-from frisket.lowering.flat import planner
-from frisket.lowering.flat_bounds import Interval
+from frisket.lowering.analysis.layout import bind as written_out
+from frisket.lowering.kernels.expr import machine
+from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.plan import RATE, SEED, Geometry, make_plan
+from frisket.lowering.planner.intervals import Interval
+from frisket.lowering.planner.planner import planner
 from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
-from frisket.lowering.xla_symbolic import forward
-from frisket.lowering.xla_tiles import int64_enabled
-
-from .bind import UNDRAWN, limits_of
-from .flat_plan import divided
-from .frameworks import arrays, named, turn
-from .options import seed_of, sinks_of
-from .settings import Settings
-from .stored import parted
-from .subject import Subject
+from frisket.lowering.xla.symbolic import forward
+from frisket.lowering.xla.tiles import int64_enabled
+from frisket.runtime.calls.arrays import arrays, named, turn
+from frisket.runtime.calls.options import seed_of, sinks_of
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.stored_kv import parted
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.compiled import UNDRAWN, limits_of
+from frisket.runtime.plans.device import divided
 
 FAR = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
 EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, var
-from frisket.lowering.analysis.driver import SIZE_NAMES, analyse, bind_in_part
+from frisket.lowering.analysis.layout import SIZE_NAMES, analyse, bind_in_part
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
-
-from .parameters import short_tables
+from frisket.runtime.machine.parameters import short_tables
 
 Array = NDArray[Any]
 _LONGEST = 1 << 48  # tokens

@@ -10,8 +10,7 @@ from frisket.dsl.errors import BudgetError
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
     from frisket.lowering.analysis.table import TableFacts
-
-    from .layout import Layout
+    from frisket.runtime.masks.layout import Layout
 
 
 @dataclass(frozen=True)

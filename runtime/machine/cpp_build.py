@@ -21,7 +21,7 @@ from pathlib import Path
 
 from frisket.dsl.errors import BackendError, FrisketError, LoweringError
 
-from .native_cpu import VARIANTS, identity, lacking
+from .cpp_cpu import VARIANTS, identity, lacking
 from .once import warn_once
 from .settings import Settings
 

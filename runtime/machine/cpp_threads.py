@@ -10,9 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from frisket.lowering.emit import cpp_call
+from frisket.lowering.kernels.cpp import call as cpp_call
 
-from .native_build import library
+from .cpp_build import library
 
 
 class Threads(NamedTuple):
@@ -63,7 +63,7 @@ _kept: list[Any] = []  # pool arguments: functions keep them
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    source = resources.files(__package__).joinpath("native_pool.cpp").read_text(encoding="utf-8")
+    source = resources.files(__package__).joinpath("cpp_threads.cpp").read_text(encoding="utf-8")
     pool = library(f"#include <stdint.h>\ntypedef void Real;\n{cpp_call.text()}{source}")
     if _forked:
         pool.frisket_set_forked()

@@ -1,6 +1,6 @@
 """Questions about masks, answered exactly or not at all.
 
->>> from frisket.runtime.mask import mask
+>>> from frisket.runtime.masks.mask import mask
 >>> print(mask("causal & window(256)").implies("window(512)", 4096, 4096))
 yes: every position the first mask shows, the second shows
 >>> print(mask("causal").implies("window(256)", 4096, 4096))
@@ -21,18 +21,17 @@ from frisket.dsl.ir import TRUE, make
 from frisket.dsl.notebook import sentence
 from frisket.lowering.analysis.count import literal
 from frisket.lowering.analysis.decide import first_empty_row, first_visible
-from frisket.lowering.analysis.driver import SIZE_NAMES, bind_in_part, grid_of
 from frisket.lowering.analysis.facts import pair_counts
 from frisket.lowering.analysis.groups import Beyond
+from frisket.lowering.analysis.layout import SIZE_NAMES, bind_in_part, grid_of
 from frisket.lowering.analysis.reach import Lookup, lookups
-from frisket.lowering.analysis.spans import Runs
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Grid, Scope, Spent
 from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
-
-from .bound_expr import Bound, separated
-from .layout_checks import check_lengths, check_reach
+from frisket.lowering.spans import Runs
+from frisket.runtime.layouts.checks import check_lengths, check_reach
+from frisket.runtime.machine.bound import Bound, separated
 
 if TYPE_CHECKING:
     from .mask import Mask, MaskLike
@@ -45,7 +44,7 @@ Witness = tuple[int, int, int, int | None]
 class Answer:
     """An answer to a question about a mask, truthy or falsy.
 
-    >>> from frisket.runtime.mask import mask
+    >>> from frisket.runtime.masks.mask import mask
     >>> found = mask("causal").is_empty(8, 8)
     >>> bool(found), found.witness, str(found)
     (False, (0, 0, 0, 0), 'no: query 0 sees key 0 (b 0, h 0)')

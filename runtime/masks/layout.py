@@ -15,30 +15,30 @@ from frisket.dsl.errors import BudgetError, ExportError, ParameterError, ShapeEr
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
 from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.dsl.show import show
-from frisket.lowering.analysis.driver import SIZE_NAMES, Analysis, analyse, bind_in_part, grid_of
 from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
+from frisket.lowering.analysis.layout import SIZE_NAMES, Analysis, analyse, bind_in_part, grid_of
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.reach import Lookup, lookups
-from frisket.lowering.analysis.spans import Runs, from_records
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
 from frisket.lowering.plan import Origin, Sizes, Spans, whole
 from frisket.lowering.simplify import prepare
-
-from .layout_checks import check_lengths, check_reach, placed
-from .layout_facts import Counts, Facts
-from .parameters import own_state
+from frisket.lowering.spans import Runs, from_records
+from frisket.runtime.layouts.checks import check_lengths, check_reach, placed
+from frisket.runtime.layouts.facts import Counts, Facts
+from frisket.runtime.machine.parameters import own_state
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.nn.attention.flex_attention import BlockMask
 
-    from .export.bsr import BSR
-    from .export.fa4 import FA4
-    from .export.flashmask import FlashMask
-    from .export.slices import Slices
-    from .export.splash import Splash
-    from .export.varlen import Varlen
+    from frisket.runtime.export.bsr import BSR
+    from frisket.runtime.export.fa4 import FA4
+    from frisket.runtime.export.flashmask import FlashMask
+    from frisket.runtime.export.slices import Slices
+    from frisket.runtime.export.splash import Splash
+    from frisket.runtime.export.varlen import Varlen
+
     from .mask import Mask
 
 Array = NDArray[Any]
@@ -337,7 +337,7 @@ class Layout:
         `compact`, without axes; `dark`; `size` of the longer side in inches; `dpi`; `title`. Gives the matplotlib
         figure. Raises `ParameterError` for other suffixes and for options that do not fit.
         """
-        from .draw.plot import plot
+        from frisket.runtime.draw.plot import plot
 
         return plot(self, path, **options)
 
@@ -345,14 +345,14 @@ class Layout:
     def to_html(self, path: str | Path | None = None) -> str:
         """The text of one page that works offline: zoom, pan, and ask any position why. Written to `path` if there is
         one: `layout.to_html("mask.html")`."""
-        from .draw.html import to_html
+        from frisket.runtime.draw.html import to_html
 
         return to_html(self, path)
 
     def _repr_html_(self) -> str | None:
         if not (self.q_len and self.kv_len):
             return None  # there is a text
-        from .draw.html import notebook
+        from frisket.runtime.draw.html import notebook
 
         return notebook(self)
 
@@ -360,7 +360,7 @@ class Layout:
     def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
         """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`. `ExportError` where the layout is
         not exact, or the lists would take more than 8 GiB."""
-        from .export.block_mask import to_block_mask
+        from frisket.runtime.export.block_mask import to_block_mask
 
         return to_block_mask(self, device, separate_full_blocks)
 
@@ -368,7 +368,7 @@ class Layout:
     def to_flashmask(self) -> FlashMask:
         """FlashMask's start and end rows per key column. `ExportError` where a key is hidden from three runs of queries
         or more."""
-        from .export.flashmask import to_flashmask
+        from frisket.runtime.export.flashmask import to_flashmask
 
         return to_flashmask(self)
 
@@ -376,14 +376,14 @@ class Layout:
     def to_slices(self) -> Slices:
         """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or the mask falls
         into more slices than queries."""
-        from .export.slices import to_slices
+        from frisket.runtime.export.slices import to_slices
 
         return to_slices(self)
 
     @of_something
     def to_bsr(self, bits: bool = False) -> BSR:
         """Block sparse rows, per distinct slice; with the elements of cut tiles as `bits`."""
-        from .export.bsr import to_bsr
+        from frisket.runtime.export.bsr import to_bsr
 
         return to_bsr(self, bits)
 
@@ -391,14 +391,14 @@ class Layout:
     def to_splash(self, fused: bool = False) -> Splash:
         """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel. `ExportError`
         where batch entries differ, lengths are no whole tiles, or a query sees no key."""
-        from .export.splash import to_splash
+        from frisket.runtime.export.splash import to_splash
 
         return to_splash(self, fused)
 
     @of_something
     def to_fa4(self, device: Any = "cpu", compact: bool = False) -> FA4:
         """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""
-        from .export.fa4 import to_fa4
+        from frisket.runtime.export.fa4 import to_fa4
 
         return to_fa4(self, device, compact)
 
@@ -406,12 +406,12 @@ class Layout:
     def to_varlen(self) -> Varlen:
         """`cu_seqlens` and the causal and window flags of variable-length attention. `ExportError` where the mask is
         not documents on the diagonal under one flag and one window."""
-        from .export.varlen import to_varlen
+        from frisket.runtime.export.varlen import to_varlen
 
         return to_varlen(self)
 
     def __str__(self) -> str:
-        from .draw.terminal import draw
+        from frisket.runtime.draw.terminal import draw
 
         return draw(self)
 

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
-from frisket.dsl.trace import trace
 from frisket.dsl.types import BOOL
-
-from .bound_expr import Bound, Origin
-from .integers import counting
-from .parameters import as_value, names_of, traced, with_learned
+from frisket.runtime.machine.bound import Bound, Origin
+from frisket.runtime.machine.integers import counting
+from frisket.runtime.machine.parameters import as_value, names_of, traced, with_learned
 
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
@@ -201,7 +200,7 @@ class Mask(Bound):
     ) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
         a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
-        from .layout_checks import check_lengths, check_reach
+        from frisket.runtime.layouts.checks import check_lengths, check_reach
 
         check_lengths(q_len, kv_len, batch, heads, (1, 1), (0, 0, 0, 0), sizes)
         self.require_bound()

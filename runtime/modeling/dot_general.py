@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import BackwardError, ParameterError
-from frisket.lowering.jax_promotion import usual_promotion
-
-from ..extras import extras
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.machine.extras import extras
 
 MODES = ("train", "serve", "convert")
 BITS = range(2, 9)

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.lowering.jax_promotion import usual_promotion
-
-from ..caches.jax import KVCache, ShardedKVCache
-from ..caches.jax_sharded import Axes
-from ..parameters import traced
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.caches.jax import KVCache, ShardedKVCache
+from frisket.runtime.caches.jax_sharded import Axes
+from frisket.runtime.machine.parameters import traced
 
 Cache = TypeVar("Cache", KVCache, ShardedKVCache)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import ParameterError, UnknownNameError
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.lowering.jax_promotion import usual_promotion
-from frisket.runtime.frameworks import framework_of
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.calls.arrays import framework_of
 
 LENGTH_OF = {"bhsd": -2, "bshd": -3}  # layout -> the axis of positions
 

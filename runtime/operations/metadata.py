@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.calls.options import rate_of
 from frisket.runtime.modeling.meshes import create_mesh
-from frisket.runtime.options import rate_of
 from frisket.runtime.sharding import names as n
 from frisket.runtime.sharding.mesh import current_mesh
 from frisket.runtime.sharding.names import EMPTY_VAL

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from frisket.dsl.errors import BackendError, ParameterError
-from frisket.runtime.attention import Attention
-from frisket.runtime.entry import attention_for
-from frisket.runtime.options import Options, rate_of
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.calls.options import Options, rate_of
 
 from .attention import AttentionImpl
 from .base import AttentionRegistry

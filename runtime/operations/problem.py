@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.entry import attention_for, stand_in
-from frisket.runtime.frameworks import framework_of
-from frisket.runtime.mask import Mask, ScoreMod
-from frisket.runtime.mask import mask as as_mask
-from frisket.runtime.mask import score as as_score
-from frisket.runtime.options import Options
-from frisket.runtime.parameters import as_value, traced
-from frisket.runtime.subject import subject
+from frisket.runtime.attention.entry import attention_for, stand_in
+from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.program import subject
+from frisket.runtime.machine.parameters import as_value, traced
+from frisket.runtime.masks.mask import Mask, ScoreMod
+from frisket.runtime.masks.mask import mask as as_mask
+from frisket.runtime.masks.mask import score as as_score
 
 TABLES = (  # names of what comes as arrays
     "attention_mask", "attention_bias", "query_segment_ids", "key_segment_ids", "query_positions", "key_positions",

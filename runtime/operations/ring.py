@@ -8,12 +8,12 @@ import numpy as np
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
-from frisket.runtime.mask import Mask
-from frisket.runtime.options import Options
+from frisket.runtime.calls.options import Options
+from frisket.runtime.machine.parameters import names_of, traced
+from frisket.runtime.masks.mask import Mask
 from frisket.runtime.parallel.deal import Deal
 from frisket.runtime.parallel.deal import deal as make_deal
 from frisket.runtime.parallel.jax_ring import attend
-from frisket.runtime.parameters import names_of, traced
 from frisket.runtime.sharding.fit import fitting
 from frisket.runtime.sharding.fit import names_of as axes_of
 

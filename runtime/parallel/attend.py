@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.calls.arrays import framework_of
 
-from ..frameworks import framework_of
 from .deal import Deal, Variant
 
 

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.lowering.analysis.tiles import FULL
+from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.machine.parameters import digest, own_state
+from frisket.runtime.masks.mask import Mask, MaskLike
+from frisket.runtime.masks.mask import mask as as_mask
 
-from ..frameworks import framework_of
-from ..mask import Mask, MaskLike
-from ..mask import mask as as_mask
-from ..parameters import digest, own_state
-from .dealing import Work, best
+from .partition import Work, best
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
 Variant = Literal["ring", "all-gather"]

@@ -21,19 +21,19 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import walk
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.merge import merged
+from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.jax.op import LSE, OUT, alike, of_sinks
+from frisket.runtime.jax.reverse import reverse_only
+from frisket.runtime.machine.parameters import digest
 
-from ..attention import Attention
-from ..frameworks import framework_of
-from ..jax_op import LSE, OUT, alike, of_sinks
-from ..jax_reverse import reverse_only
-from ..merge import merged
-from ..parameters import digest
 from .deal import Deal, Variant, check_variant
 from .jax_agree import agree
 from .jax_shard import Arrays, Axes, Shard, shard_of, size
-from .places import check_covered, check_sides
 from .schedule import Step, steps
+from .shards import check_covered, check_sides
 
 Split: TypeAlias = Mapping[str, int | tuple[int, ...]] | None
 _checkpoint: Any = _checkpoint_name  # JAX leaves some of its functions untyped

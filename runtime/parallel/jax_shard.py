@@ -14,15 +14,15 @@ from jax import lax
 
 from frisket.dsl.ir import param, substitute, walk
 from frisket.dsl.types import INT
-from frisket.lowering.emit.expr_jnp import evaluate
+from frisket.lowering.kernels.jnp_expr import evaluate
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.jax.call import narrowed
+from frisket.runtime.jax.op import alike, prepared
+from frisket.runtime.jax.primitives import Task, bound
+from frisket.runtime.plans.device import divided
 
-from ..attention import Attention
-from ..flat_plan import divided
-from ..jax_call import narrowed
-from ..jax_op import alike, prepared
-from ..jax_primitives import Task, bound
 from .deal import Deal
-from .places import AT, Placed, Table, Where, check_names, placed
+from .shards import AT, Placed, Table, Where, check_names, placed
 
 Arrays = dict[str, Any]
 Axes = str | tuple[str, ...] | None

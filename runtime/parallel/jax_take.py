@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from ..sharding.fit import fitting
+from frisket.runtime.sharding.fit import fitting
 
 _auto_axes: Any = jax.sharding.auto_axes  # JAX leaves some of its functions untyped
 _spec: Any = PartitionSpec

@@ -39,13 +39,13 @@ from frisket.dsl.ir import (
 )
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
-from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.analysis.layout import bind as written_out
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.machine.bound import Bound, Origin
+from frisket.runtime.machine.parameters import digest, names_of
+from frisket.runtime.masks.mask import Mask, ScoreMod
 
-from ..attention import Attention
-from ..bound_expr import Bound, Origin
-from ..mask import Mask, ScoreMod
-from ..parameters import digest, names_of
-from ..subject import Subject
 from .deal import Deal
 
 AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # where a shard's coordinates are

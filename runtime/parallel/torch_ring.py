@@ -19,15 +19,15 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.arrays import recorded
+from frisket.runtime.calls.options import seed_of, sinks_of
+from frisket.runtime.machine.parameters import digest
+from frisket.runtime.torch.autograd import dsinks
+from frisket.runtime.torch.op import Ready, cast, kept_ready
 
-from ..attention import Attention
-from ..frameworks import recorded
-from ..options import seed_of, sinks_of
-from ..parameters import digest
-from ..torch_autograd import dsinks
-from ..torch_op import Ready, cast, kept_ready
 from .deal import Deal, Variant, check_variant
-from .places import check_covered, check_names
+from .shards import check_covered, check_names
 from .torch_steps import Step, start, steps
 from .torch_wire import Wire
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
+from frisket.runtime.calls.arrays import Arrays
+from frisket.runtime.calls.program import Subject
 
-from .flat_plan import FlatPlan
-from .frameworks import Arrays
-from .host_plan import Plan
-from .subject import Subject
+from .device import FlatPlan
+from .host import Plan
 
 AnyPlan: TypeAlias = "Plan | FlatPlan"
 

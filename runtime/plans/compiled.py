@@ -13,20 +13,19 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ShapeError
 from frisket.dsl.ir import TRUE, Expr
-from frisket.lowering.analysis.driver import bind as written_out
+from frisket.lowering.analysis.decode import Few, few
 from frisket.lowering.analysis.facts import sees_itself
-from frisket.lowering.analysis.few import Few, few
+from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.cpu_tiles import FEW
+from frisket.lowering.kernels.cpp.tiles import FEW
 from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
-
-from .integers import as_int
-from .layout import Layout
-from .layout_checks import check_lengths, check_reach, place_of
-from .parameters import names_of, short_tables
-from .subject import Subject
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.layouts.checks import check_lengths, check_reach, place_of
+from frisket.runtime.machine.integers import as_int
+from frisket.runtime.machine.parameters import names_of, short_tables
+from frisket.runtime.masks.layout import Layout
 
 Array = NDArray[Any]
 Place = tuple[int, int, int, int, tuple[int, int], Origin, Sizes | None]  # q_len, kv_len, batch, heads, tiles, ...

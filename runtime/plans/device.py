@@ -15,19 +15,19 @@ from typing import Any
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
-from frisket.lowering.aten_expr import distance_only
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans
+from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.stages import Pair, Stages
+from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.calls.program import Subject, check_used
+from frisket.runtime.calls.stored_kv import Stored
+from frisket.runtime.layouts.checks import check_lengths, place_of
+from frisket.runtime.machine.parameters import names_of, refuse_meta, traced
 
-from .bind import UNDRAWN
-from .flat_laid import Key, Laid, Values, host_layout, laid_of, origin_of
-from .frameworks import framework_of
-from .host_plan import few_tiles
-from .layout_checks import check_lengths, place_of
-from .parameters import names_of, refuse_meta, traced
-from .stored import Stored
-from .subject import Subject, check_used
+from .compiled import UNDRAWN
+from .device_static import Key, Laid, Values, host_layout, laid_of, origin_of
+from .host import few_tiles
 
 
 def divided(
@@ -168,7 +168,7 @@ class FlatPlan:
             layout = host_layout(key, block)
             return layout.transposed.spans if turned else layout.spans
         if (block, turned) not in self._made:
-            from .flat_run import Place, spans  # with its printers, of no use before
+            from .run import Place, spans  # with its printers, of no use before
 
             b, h, q, k = laid.at
             place = Place((b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges)
@@ -199,13 +199,13 @@ class FlatPlan:
     def planner(self) -> str:
         """The text of the planner."""
         laid = self.laid
-        from .flat_run import source
+        from .run import source
 
         return "" if laid.planner is None else source(laid.planner, self.key.framework, self.device)
 
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""
-        from .flat_run import kernel_tables
+        from .run import kernel_tables
 
         laid = self.laid
         return kernel_tables(
@@ -262,7 +262,7 @@ def flat_plan(
     most = tuple(sorted((n, m) for n, m in known.items() if n in values))
     key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
-        from .flat_run import check_sorted
+        from .run import check_sorted
 
         check_sorted(key.framework, {n: values[n] for n in facts if n in values})
     if key.framework == "jax":

@@ -14,21 +14,21 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
 from frisket.dsl.sugar import eq
-from frisket.lowering.analysis.driver import bind as written_out
-from frisket.lowering.analysis.driver import grid_of, swap
 from frisket.lowering.analysis.facts import sees_itself
+from frisket.lowering.analysis.layout import bind as written_out
+from frisket.lowering.analysis.layout import grid_of, swap
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.flat import Planner, planner
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, make_plan, whole
+from frisket.lowering.planner.planner import Planner, planner
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.layouts.checks import check_reach
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.layout import Layout, make_layout
+from frisket.runtime.masks.mask import Mask
 
-from .bind import limits_of
-from .layout import Layout, make_layout
-from .layout_checks import check_reach
-from .mask import Mask
-from .parameters import names_of
-from .subject import Subject
+from .compiled import limits_of
 
 Values = Mapping[str, Any]
 
@@ -129,7 +129,7 @@ def host_layout(key: Key, block: tuple[int, int]) -> Layout:
 
 
 def _wide() -> bool:
-    from frisket.lowering.xla_tiles import int64_enabled
+    from frisket.lowering.xla.tiles import int64_enabled
 
     return int64_enabled()
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from frisket.dsl.ir import Expr
-from frisket.lowering.aten_expr import distance_only
+from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import Origin, Sizes, Spans, Target
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.stored_kv import Stored
 
-from .bind import Work, fixed_of, work
-from .stored import Stored
-from .subject import Subject
+from .compiled import Work, fixed_of, work
 
 
 class Plan:

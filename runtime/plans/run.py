@@ -11,16 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.emit import planner as text
-from frisket.lowering.emit import planner_triton
-from frisket.lowering.flat import ROOM, Planner
-from frisket.lowering.jax_promotion import usual_promotion
 from frisket.lowering.plan import LIVE, LoopPlan, Sizes
-
-from .frameworks import uploaded
-from .modules import load
-from .parameters import traced, unsorted
-from .settings import Settings
+from frisket.lowering.planner import arrays as text
+from frisket.lowering.planner import triton as planner_triton
+from frisket.lowering.planner.planner import ROOM, Planner
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.calls.arrays import uploaded
+from frisket.runtime.machine.generated import load
+from frisket.runtime.machine.parameters import traced, unsorted
+from frisket.runtime.machine.settings import Settings
 
 Array = Any
 
@@ -59,11 +58,11 @@ def spans(
     device, as `lowering.flat.DeviceSpans` has them; `values` by the planner's names."""
     given = [values[n] for n in (*plan.tables, *plan.scalars)]
     if framework == "torch" and _kernels(given, place.device):
-        from .flat_triton import spans as launched
+        from .run_triton import spans as launched
 
         return launched(plan, place, values)
     if _reachable(framework, given, place.device):
-        from .native_build import BuildError, fall_back
+        from frisket.runtime.machine.cpp_build import BuildError, fall_back
 
         try:
             return _native(plan, framework, place, values)
@@ -94,14 +93,14 @@ def _kernels(values: list[Any], device: Any) -> bool:
         return False
     if device.type == "cpu" and Settings.read().backend != "triton":
         return False
-    from .flat_triton import runs
+    from .run_triton import runs
 
     return runs(device)
 
 
 def _reachable(framework: str, values: list[Any], device: Any) -> bool:
     """Whether C++ may read these values: arrays of the host with numbers in them, and a compiler is there."""
-    from . import native_build
+    from frisket.runtime.machine import cpp_build as native_build
 
     if Settings.read().backend not in (None, "native", "cpp") or any(traced(x) for x in values):
         return False
@@ -128,7 +127,7 @@ def _plain(x: Any, device: str) -> bool:
 def _native(
     plan: Planner, framework: str, place: Place, values: Mapping[str, Any]
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
-    from .flat_native import spans as planned
+    from .run_cpp import spans as planned
 
     bounds, count, overflow = planned(
         plan, place.at, place.sizes, values, place.q_len, place.kv_len, place.block, place.room
@@ -145,7 +144,7 @@ def _native(
 def source(plan: Planner, framework: str, device: Any = None) -> str:
     """The text that plans there."""
     if framework == "torch" and device is not None and device.type == "cuda":
-        from .flat_triton import runs
+        from .run_triton import runs
 
         if runs(device):
             return planner_triton.emit(plan).text
@@ -159,7 +158,7 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
         return run
     import jax
 
-    from .jax_call import placed
+    from frisket.runtime.jax.call import placed
 
     def plan_spans(*given: Any, **options: Any) -> Any:  # along an axis that is split JAX looks nothing up
         with usual_promotion():
@@ -212,7 +211,7 @@ def _segments(framework: str, offsets: Array, length: int) -> Array:
     if framework == "jax":  # positions may go on where the offsets' dtype does not
         import jax.numpy as jnp
 
-        from .jax_call import placed
+        from frisket.runtime.jax.call import placed
 
         offsets = placed(offsets)
         with usual_promotion():

@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import planner_cpp as text
-from frisket.lowering.flat import Planner
 from frisket.lowering.plan import Sizes
-
-from . import native_build
-from .frameworks import framework_of
+from frisket.lowering.planner import cpp as text
+from frisket.lowering.planner.planner import Planner
+from frisket.runtime.calls.arrays import framework_of
+from frisket.runtime.machine import cpp_build as native_build
 
 Array = NDArray[Any]
 _DTYPES: dict[Any, Any] = {INT: np.int64, FLOAT: np.float64, BOOL: np.bool_}

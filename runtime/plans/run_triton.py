@@ -12,12 +12,12 @@ import numpy as np
 
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import FLOAT, Type
-from frisket.lowering.emit import planner_triton as text
-from frisket.lowering.emit.planner_triton_text import FINE, GRAIN
-from frisket.lowering.flat import Planner
+from frisket.lowering.planner import triton as text
+from frisket.lowering.planner.planner import Planner
+from frisket.lowering.planner.triton_text import FINE, GRAIN
+from frisket.runtime.backends.triton.source import load
 
-from .flat_run import Place, on_device
-from .triton_source import load
+from .run import Place, on_device
 
 Tensor = Any
 

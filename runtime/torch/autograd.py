@@ -10,8 +10,8 @@ from torch import Tensor
 
 from frisket.dsl.errors import BackwardError
 
-from .torch_library import no_second
-from .torch_op import Ready
+from .graph import no_second
+from .op import Ready
 
 
 class Attend(torch.autograd.Function):
@@ -82,7 +82,7 @@ def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tenso
     if norm is None:
         share: Tensor = (sinks[:, None] - lse).exp()
     elif ready.target.backend == "cpp":
-        from .native_torch import lse_of
+        from frisket.runtime.backends.cpp.torch import lse_of
 
         share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)
     else:  # what rounding took from lse; twice, where it comes from a graph

@@ -12,7 +12,7 @@ import torch
 
 from frisket.dsl.ir import uses
 
-from .torch_library import call_of, gradient_inputs, names_of, no_second, refuse_stored
+from .graph import call_of, gradient_inputs, names_of, no_second, refuse_stored
 
 
 class Attend(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import K_SCALE, PAGES, V_SCALE
 
-from .torch_spec import attention_of
+from .spec import attention_of
 
 _NAMES = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}
 

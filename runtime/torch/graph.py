@@ -65,7 +65,7 @@ def by_plan(
     layout: str | None, params: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, top) of `att(q, k, v, plan=plan, ...)`, by the values and the place that the plan holds."""
-    from .attention import Attention
+    from frisket.runtime.attention.attention import Attention
 
     att.check_planned(q, k, v, plan, origin, sizes, layout, params)
     same = Attention(plan.what.stored_as(None), att.options)
@@ -93,7 +93,7 @@ def written_call(
             "in a graph of torch frisket.attention takes no nested tensors\n"
             "  make att = frisket.compile(mask, score) outside, and call that"
         )
-    from .torch_spec import HEAD
+    from .spec import HEAD
 
     text = mask or ""
     spec = HEAD.format(*options, False, len(text), "-") + text + (score or "")
@@ -105,7 +105,7 @@ def written(
     layout: str | None, params: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """One call of the operator."""
-    from .torch_op import cast
+    from .op import cast
 
     q, k, v = cast(q, k, v)
     if layout == "bshd":
@@ -113,7 +113,7 @@ def written(
         params = {n: x.transpose(1, 2) if n.startswith("scale of") else x for n, x in params.items()}
     spread = type(q).__name__ == "DTensor"
     if spread:
-        from . import torch_dtensor  # noqa: F401, says what the operators are on them
+        from . import dtensor as torch_dtensor  # noqa: F401, says what the operators are on them
     if rate and seed is None:
         if spread:
             raise ParameterError("dropout of DTensors needs a seed, the same in every rank and another at every step")
@@ -131,7 +131,7 @@ def written(
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
         out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
     else:
-        from .torch_func import Attend
+        from .func import Attend
 
         out, lse, largest, _ = Attend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
@@ -180,7 +180,7 @@ def reserved(name: str) -> bool:
 
 def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
     """The attention and the keywords of a call of it."""
-    from .torch_spec import attention_of
+    from .spec import attention_of
 
     top, said = names_of(names)
     tensors, ints = iter(values), iter(numbers)
@@ -217,7 +217,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from .torch_op import attend
+    from .op import attend
 
     att, call = call_of(values, numbers, spec, names)
     with torch.no_grad():
@@ -254,8 +254,8 @@ def _attend_backward(
     values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
     needed: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    from .torch_autograd import gradients
-    from .torch_op import kept_ready
+    from .autograd import gradients
+    from .op import kept_ready
 
     if not (q.numel() and k.numel()):
         return _vacant_gradients(dlse, q, k, v, sinks, values, needed)
@@ -305,7 +305,7 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from .frameworks import check_devices
+    from frisket.runtime.calls.arrays import check_devices
 
     check_devices(q, k, v)
     real = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -362,7 +362,7 @@ def refuse_stored(q: Tensor, k: Tensor, names: str) -> None:
     """Raise where keys and values are stored: such calls have no gradients."""
     live = [n for _, n in names_of(names)[1] if reserved(n)]
     if live or q.dtype != k.dtype:
-        from .stored import refuse_gradients
+        from frisket.runtime.calls.stored_kv import refuse_gradients
 
         refuse_gradients("" if q.dtype == k.dtype else str(k.dtype).removeprefix("torch."), live)
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
-
-from .bound_expr import Bound
-from .mask import Mask
-from .subject import Subject
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.machine.bound import Bound
+from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:
-    from .attention import Attention
+    from frisket.runtime.attention.attention import Attention
 
 Tensor = Any
 Pattern = tuple[int | None, ...]
@@ -253,7 +252,7 @@ def attend(
     if number is not None:
         values[number] = ragged.sequences
     if torch.compiler.is_compiling():
-        from .torch_library import written
+        from .graph import written
 
         rest = {n: x for n, x in att.constants.items() if n not in params}
         sinks = att.options.sinks if sinks is None else sinks

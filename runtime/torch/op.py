@@ -15,23 +15,22 @@ from weakref import WeakKeyDictionary
 
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
-from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, Target
-
-from .backends import GUARDED, interpreted, target_of
-from .bind import Work
-from .call import Call
-from .flat_plan import FlatPlan, FlatWork
-from .frameworks import NATURAL, uploaded
-from .interpreters import warn_slow
-from .options import Options, seed_of, sinks_of
-from .parameters import names_of
-from .settings import Settings
-from .stages_of import show
-from .stored import refuse_gradients as refuse_stored
-from .stored import turned
-from .subject import Subject
-from .vacant import nothing
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.interpreters import warn_slow
+from frisket.runtime.backends.registry import GUARDED, interpreted, target_of
+from frisket.runtime.backends.stages import show
+from frisket.runtime.calls.arrays import NATURAL, uploaded
+from frisket.runtime.calls.empty import nothing
+from frisket.runtime.calls.options import Options, seed_of, sinks_of
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
+from frisket.runtime.calls.stored_kv import turned
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.call import Call
+from frisket.runtime.plans.compiled import Work
+from frisket.runtime.plans.device import FlatPlan, FlatWork
 
 Tensor = Any
 NORMED = ("cpp", "triton")  # backends whose backward knows more of each row than lse
@@ -147,7 +146,7 @@ class Ready:
         out, lse, _, norm = self.forward(*common, sinks=given[3], top=False, norm=True)
         if self.target.backend != "cpp":
             return out, lse.double() + norm, None
-        from .native_torch import lse_of
+        from frisket.runtime.backends.cpp.torch import lse_of
 
         return out, lse_of(self.plan, norm, lse), norm
 
@@ -337,8 +336,8 @@ def prepare(call: Call, options: Options) -> Ready:
     ready = _prepared(call, options)
     if call.backend != "cpp" or options.backend or Settings.read().backend:
         return ready
-    from . import native_torch
-    from .native_build import BuildError, fall_back
+    from frisket.runtime.backends.cpp import torch as native_torch
+    from frisket.runtime.machine.cpp_build import BuildError, fall_back
 
     try:
         native_torch.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
@@ -352,10 +351,9 @@ def prepare(call: Call, options: Options) -> Ready:
 
 def _native_or_library(*given: Any, norm: Any = None, **more: Any) -> dict[str, Tensor]:
     """The gradients of the native backward, or of library calls where the native one cannot be built."""
-    from frisket.lowering import aten_backward
-
-    from . import native_torch
-    from .native_build import BuildError, fall_back
+    from frisket.lowering.aten import backward as aten_backward
+    from frisket.runtime.backends.cpp import torch as native_torch
+    from frisket.runtime.machine.cpp_build import BuildError, fall_back
 
     try:
         return native_torch.backward(*given, norm=norm, **more)
@@ -397,20 +395,21 @@ def _prepared(call: Call, options: Options) -> Ready:
 def _executor(backend: str, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward and the backward; on the CPU equal calls always have equal gradients."""
     if backend == "triton":
-        from . import triton_launch
+        from frisket.runtime.backends.triton import forward as triton_launch
 
         return triton_launch.forward, _triton_backward if deterministic else _free
     if backend == "cpp":
-        from . import native_torch
+        from frisket.runtime.backends.cpp import torch as native_torch
 
         return native_torch.forward, native_torch.backward
-    from frisket.lowering import aten, aten_backward
+    from frisket.lowering.aten import backward as aten_backward
+    from frisket.lowering.aten import forward as aten
 
     return aten.forward, aten_backward.backward
 
 
 def _triton_backward(*given: Any, **more: Any) -> dict[str, Tensor]:
-    from .triton_backward import backward
+    from frisket.runtime.backends.triton.backward import backward
 
     return backward(*given, **more)
 
@@ -420,7 +419,7 @@ _free = partial(_triton_backward, deterministic=False)
 
 @cache
 def _function() -> Any:
-    from .torch_autograd import Attend
+    from .autograd import Attend
 
     return Attend
 

@@ -24,16 +24,15 @@ import numpy as np
 
 from frisket.dsl.program import read
 from frisket.dsl.show import show
-
-from .bound_expr import Bound, Origin
-from .mask import Program, program
-from .options import Options
-from .parameters import names_of
-from .subject import Subject, joined
-from .tuning import Tuning
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.program import Subject, joined
+from frisket.runtime.calls.tuning import Tuning
+from frisket.runtime.machine.bound import Bound, Origin
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.mask import Program, program
 
 if TYPE_CHECKING:
-    from .attention import Attention
+    from frisket.runtime.attention.attention import Attention
 
 HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} unwritten={} score={} at={}\n"
 _HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
@@ -96,7 +95,7 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
     """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
     found = _HEAD.match(spec)
     assert found is not None, spec
-    from .attention import Attention
+    from frisket.runtime.attention.attention import Attention
 
     said = (None if x == "None" else x for x in found.groups())
     scale, gqa, backend, tile, dropout, tuning, deterministic, unwritten, score, places = said
@@ -114,6 +113,6 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
         moved = tuple(_place("".join(lines), x) for x in others) or None
         what = replace(joined(made.mask, made.score), places=moved, unwritten=unwritten == "True")
         return Attention(what, options)
-    from .entry import attention_for
+    from frisket.runtime.attention.entry import attention_for
 
     return attention_for(text[:at] or None, text[at:] or None, options, {n: np.ones((1,) * r, t) for n, r, t in kinds})

@@ -12,11 +12,11 @@ import re
 from pathlib import Path
 
 import pytest
-from support.effort import at_most
+from support.lowering.effort import at_most
 
 from frisket.dsl.errors import FrisketError, MaskSyntaxError, ParameterError
 from frisket.dsl.program import read
-from frisket.runtime.mask import mask, score
+from frisket.runtime.masks.mask import mask, score
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "bad_text.txt"
 

@@ -7,10 +7,10 @@ import re
 
 import numpy as np
 import pytest
-from support.jax_callables import MASKS, MODS, tables
+from support.jax.jax_callables import MASKS, MODS, tables
 
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.program import read
-from frisket.dsl.trace import trace
 from frisket.lowering.simplify import canonical
 
 torch = pytest.importorskip("torch")

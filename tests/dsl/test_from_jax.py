@@ -8,12 +8,12 @@ import re
 
 import numpy as np
 import pytest
-from support.jax_callables import MASKS, MODS, B, H, S, arrays, tables
+from support.jax.jax_callables import MASKS, MODS, B, H, S, arrays, tables
 
 from frisket.dsl.evaluate import evaluate
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import free_names
 from frisket.dsl.program import read
-from frisket.dsl.trace import trace
 from frisket.lowering.simplify import canonical
 
 jax = pytest.importorskip("jax")

@@ -6,13 +6,13 @@ import random
 
 import numpy as np
 import pytest
-from support import brute, expressions
+from support.lowering import brute, expressions
 
 from frisket.dsl import ir
 from frisket.dsl.evaluate import unroll
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import Expr, lit
 from frisket.dsl.sugar import maximum
-from frisket.dsl.trace import trace
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.simplify import canonical
 

@@ -7,12 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.torch_callables import MASKS, SCORES, in_torch, mask_case, score_case  # noqa: E402
+from support.torch.torch_callables import MASKS, SCORES, in_torch, mask_case, score_case  # noqa: E402
 from torch.nn.attention.flex_attention import create_mask  # noqa: E402
 
 import frisket as fk  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
-from frisket.dsl.trace import trace  # noqa: E402
+from frisket.dsl.from_python.trace import trace  # noqa: E402
 from frisket.lowering.dense import coordinates  # noqa: E402
 from frisket.lowering.simplify import canonical  # noqa: E402
 

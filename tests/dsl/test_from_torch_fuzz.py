@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 
 from frisket.dsl.errors import EvaluationError  # noqa: E402
 from frisket.dsl.evaluate import evaluate  # noqa: E402
+from frisket.dsl.from_python.trace import trace  # noqa: E402
 from frisket.dsl.ir import FALSE, uses, walk  # noqa: E402
-from frisket.dsl.trace import trace  # noqa: E402
 
 FUNCTIONS = {
     "add": [torch.add, lambda x, y: x + y], "sub": [torch.sub, lambda x, y: x - y], "neg": [torch.neg, lambda x: -x],

@@ -11,13 +11,13 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.effort import at_most
+from support.lowering.effort import at_most
 
 import frisket as fk
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.program import read
 from frisket.lowering.simplify import canonical, prepare
-from frisket.runtime.cli import main
+from frisket.runtime.cli.main import main
 
 FEW = 10_000_000  # calls of functions, a second or two
 
@@ -201,7 +201,7 @@ def test_arguments_of_the_command(argument, capsys):
 def test_bytes_on_the_command_line():
     """As a shell gives them: not UTF-8."""
     made = subprocess.run(
-        [sys.executable, "-m", "frisket.runtime.cli", "show", b"q >= k \xff\xfe"],
+        [sys.executable, "-m", "frisket.runtime.cli.main", "show", b"q >= k \xff\xfe"],
         capture_output=True,
         timeout=60,
         check=False,

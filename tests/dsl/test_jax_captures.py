@@ -13,9 +13,9 @@ import pytest
 import frisket
 from frisket.dsl.errors import TraceError
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.from_jax import captured, reaches_jax
+from frisket.dsl.from_jax.callables import captured, reaches_jax
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.show import show
-from frisket.dsl.trace import trace
 
 jax = pytest.importorskip("jax")
 jnp, lax = jax.numpy, jax.lax

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from frisket.dsl.evaluate import evaluate
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import free_names
 from frisket.dsl.program import read
-from frisket.dsl.trace import trace
 from frisket.lowering.simplify import canonical
 
 jax = pytest.importorskip("jax")

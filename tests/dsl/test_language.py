@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pytest
 
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.program import parse_expression, read
 from frisket.dsl.show import show
-from frisket.dsl.trace import trace
 from frisket.grammar import build, load
-from frisket.runtime.mask import mask, score
+from frisket.runtime.masks.mask import mask, score
 
 
 def same(a, b, **params):
@@ -190,7 +190,7 @@ def test_score_lambdas():
 
 def test_reading_a_mask_imports_neither_torch_nor_jax_nor_lark():
     code = (
-        "import sys; from frisket.runtime.mask import mask; mask('causal');"
+        "import sys; from frisket.runtime.masks.mask import mask; mask('causal');"
         "print([m for m in ('torch', 'jax', 'lark', 'triton') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

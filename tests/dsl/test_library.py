@@ -7,16 +7,17 @@ import re
 import cases
 import numpy as np
 import pytest
-from support import brute, words
+from support import words
+from support.lowering import brute
 
 import frisket as fk
 from frisket.dsl.library import library
 from frisket.dsl.parse import parse
 from frisket.dsl.program import parse_expression, read
-from frisket.lowering.analysis.driver import bind
+from frisket.lowering.analysis.layout import bind
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
-from frisket.runtime.cli import main
+from frisket.runtime.cli.main import main
 
 MASKS, MODS = cases.masks(40), cases.mods(24)
 NUMBERS = {"tiled_row", "tiled_col", "morton_row", "morton_col", "t5_bucket", "tanh_fraction"}  # for use in others

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import peer_cases
 import pytest
-from support import brute
+from support.lowering import brute
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.library import library

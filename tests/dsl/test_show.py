@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from support import expressions
+from support.lowering import expressions
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BudgetError
@@ -16,7 +16,7 @@ from frisket.dsl.program import parse_expression
 from frisket.dsl.show import show
 from frisket.dsl.sugar import k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.runtime.mask import Mask
+from frisket.runtime.masks.mask import Mask
 
 
 def quick(n):

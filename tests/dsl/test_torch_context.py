@@ -13,7 +13,7 @@ import threading
 
 import numpy as np
 import pytest
-from support.effort import at_most
+from support.lowering.effort import at_most
 
 torch = pytest.importorskip("torch")
 
@@ -21,8 +21,8 @@ from torch.nn.attention.flex_attention import and_masks  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 import frisket as fk  # noqa: E402
+from frisket.dsl.from_python.trace import trace  # noqa: E402
 from frisket.dsl.show import show  # noqa: E402
-from frisket.dsl.trace import trace  # noqa: E402
 
 doc = torch.tensor([0, 0, 1, 1, 2])
 slopes = torch.nn.Parameter(torch.tensor([0.5, 0.25]))

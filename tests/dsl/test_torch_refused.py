@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 
 import frisket as fk  # noqa: E402
 from frisket.dsl.errors import TraceError  # noqa: E402
-from frisket.dsl.trace import trace  # noqa: E402
+from frisket.dsl.from_python.trace import trace  # noqa: E402
 
 doc = torch.tensor([0, 0, 1, 1])
 bias = torch.ones(2, 3, 4, 4)

@@ -11,9 +11,9 @@ import pytest
 
 from frisket.dsl.errors import TraceError
 from frisket.dsl.evaluate import evaluate
+from frisket.dsl.from_python.trace import trace
 from frisket.dsl.program import parse_expression
 from frisket.dsl.show import show
-from frisket.dsl.trace import trace
 
 doc = np.array([0, 0, 1, 1, 2])
 bias = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)

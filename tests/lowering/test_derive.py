@@ -8,8 +8,8 @@ import random
 import cases
 import numpy as np
 import pytest
-from support import expressions
-from support.expressions import Everything
+from support.lowering import expressions
+from support.lowering.expressions import Everything
 
 from frisket.dsl import ir
 from frisket.dsl.errors import EvaluationError, LoweringError
@@ -21,8 +21,8 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import DERIVATIVES, FLAT, backward_of, derivatives, over
 from frisket.lowering.simplify import simplify
-from frisket.runtime.bind import work
-from frisket.runtime.subject import subject
+from frisket.runtime.calls.program import subject
+from frisket.runtime.plans.compiled import work
 
 RNG = np.random.default_rng(3)
 X, Y = param("x", FLOAT), param("y", FLOAT)

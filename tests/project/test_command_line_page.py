@@ -2,7 +2,7 @@
 
 from support.scripts import script
 
-from frisket.runtime.cli import COMMANDS
+from frisket.runtime.cli.main import COMMANDS
 
 
 def test_the_page_is_what_the_script_writes(monkeypatch):

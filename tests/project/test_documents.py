@@ -12,8 +12,8 @@ from support.scripts import script
 import frisket as fk
 from frisket.dsl.functions import BUILT_IN
 from frisket.dsl.program import read
-from frisket.runtime.mask import load
-from frisket.runtime.settings import VARIABLES
+from frisket.runtime.machine.settings import VARIABLES
+from frisket.runtime.masks.mask import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [

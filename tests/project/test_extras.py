@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from frisket.dsl.errors import BackendError, MissingPackageError
-from frisket.runtime.extras import DISTRIBUTION, EXTRAS, extras, pip_install
+from frisket.runtime.machine.extras import DISTRIBUTION, EXTRAS, extras, pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -81,7 +81,7 @@ def test_test_files_have_unique_names():
     [
         "import frisket; print(frisket.__version__)",
         "from frisket.dsl import ir, types",
-        "import frisket as fk, frisket.runtime.layout; fk.mask('causal').layout(9, 9)",
+        "import frisket as fk, frisket.runtime.masks.layout; fk.mask('causal').layout(9, 9)",
     ],
 )
 def test_python_started_beside_a_clone_called_frisket_imports_the_package(tmp_path, statement):

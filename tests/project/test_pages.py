@@ -18,7 +18,7 @@ NOT_RUN = {
     ("parallel.md", "several devices"),
     ("parallel.md", "what several processes say"),
     ("triton.md", "a GPU"),
-    ("triton.md", "compiles for GPUs; tests/kernels/test_triton_table.py does"),
+    ("triton.md", "compiles for GPUs; tests/lowering/kernels/triton/test_triton_table.py does"),
     (MIGRATING, "flash_attn is for GPUs"),
     (MIGRATING, "Paddle"),
     (MIGRATING, "xformers"),

@@ -14,7 +14,7 @@ from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
 from frisket.lowering.plan import Bounds, Geometry, Spans, make_plan
-from support import brute
+from support.lowering import brute
 
 rng = np.random.default_rng(7)
 causal = q >= k

@@ -6,7 +6,7 @@ import torch
 
 from frisket.flex import AuxRequest, create_block_mask, flex_attention
 from frisket.runtime.flex.function_state import state_of
-from support.torch_callables import in_torch
+from support.torch.torch_callables import in_torch
 
 
 def arrays(case, dtype=torch.float32, grad=False):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from frisket.dsl.ir import TRUE
-from frisket.lowering.analysis.driver import bind
+from frisket.lowering.analysis.layout import bind
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.simplify import prepare
-from frisket.runtime.layout import Layout
-
-from . import brute
+from frisket.runtime.masks.layout import Layout
+from support.lowering import brute
 
 
 def laid_out(case) -> tuple[Layout, np.ndarray]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from frisket.dsl.program import read
-from frisket.runtime.cli import main
+from frisket.runtime.cli.main import main
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r"^(?:<!-- not run: (?P<why>.*?) -->\n+)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)

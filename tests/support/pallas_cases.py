@@ -11,11 +11,10 @@ from frisket.dsl import ir
 from frisket.dsl.ir import build, lit, lookup, to_float
 from frisket.dsl.sugar import eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit.expr_jnp import JNP
-from frisket.lowering.emit.pallas_walk import Walk, walk
+from frisket.lowering.kernels.jnp_expr import JNP
+from frisket.lowering.kernels.pallas_tpu.walk import Walk, walk
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, make_plan
-
-from .attention_cases import Case, causal
+from support.attention_cases import Case, causal
 
 LENGTH = 32768
 LONG = {

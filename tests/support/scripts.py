@@ -3,7 +3,7 @@
 from importlib.util import module_from_spec, spec_from_file_location
 from types import ModuleType
 
-from .pages import DOCS
+from support.pages import DOCS
 
 
 def script(name: str) -> ModuleType:

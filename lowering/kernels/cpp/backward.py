@@ -11,8 +11,8 @@ from frisket.dsl.ir import Expr
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import cpp_call
-from .cpp import ARITHMETIC, Kernel, part
+from . import call as cpp_call
+from .forward import ARITHMETIC, Kernel, part
 
 OVER = {
     "head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES",

@@ -92,7 +92,7 @@ def text() -> str:
 
 
 BRIDGE = """\
-// An XLA call is turned into a Call by runtime/native_bridge.cpp, which sets this where JAX is.
+// An XLA call is turned into a Call by runtime/backends/cpp/bridge.cpp, which sets this where JAX is.
 extern "C" { void *(*frisket_bridge)(void *frame, int64_t (*kernel)(const Call *)); }
 """
 

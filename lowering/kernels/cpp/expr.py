@@ -16,8 +16,7 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, make, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
-
-from .expr import ASSOCIATIVE, ATOM, COLUMN, LEVELS, PREFIX, Text, levels
+from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, COLUMN, LEVELS, PREFIX, Text, levels
 
 CPP: dict[str, str] = {
     "neg": "-{}", "abs": "magnitude({})", "sign": "sign({})",

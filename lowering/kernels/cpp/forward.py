@@ -16,11 +16,13 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import TRUE, Expr, renamed, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
+from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan, Target
 
-from . import cpp_call, expr, expr_cpp
-from .expr import COLUMN, POSITION, ROW, SCALAR
-from .text import Names, Page
+from . import call as cpp_call
+from . import expr as expr_cpp
 
 DTYPES = {"float32": ("float", 0), "float64": ("double", 0), "bfloat16": ("uint16_t", 1), "float16": ("uint16_t", 2)}
 EIGHT = {"int8": ("int8_t", 1), "float8_e4m3fn": ("uint8_t", 2), "float8_e5m2": ("uint8_t", 3)}  # of k and v alone
@@ -314,4 +316,4 @@ ARITHMETIC = ("vectors", "functions", "integers", "gemm")  # what comes before t
 @cache
 def part(name: str) -> str:
     """A hand-written part of the source."""
-    return resources.files(__package__).joinpath(f"cpp_{name}.hpp").read_text("utf-8")
+    return resources.files(__package__).joinpath(f"{name}.hpp").read_text("utf-8")

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from functools import cache
 
-from .plan import Geometry
+from frisket.lowering.plan import Geometry
 
 ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
 FEW = 16  # queries of a call that decodes: read once, in small steps

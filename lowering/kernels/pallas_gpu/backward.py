@@ -16,16 +16,17 @@ from typing import Any, Literal
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit, walk
+from frisket.lowering.derive import backward_of
+from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.text import filled
+from frisket.lowering.kernels.triton.cotangents import sums
+from frisket.lowering.plan import Geometry, LoopPlan, Target
 
-from ..derive import backward_of
-from ..plan import Geometry, LoopPlan, Target
-from . import pallas_gpu, pallas_inputs
-from . import pallas_gpu_backward_text as text
-from . import pallas_gpu_text as shared
-from .pallas_gpu import BARRIERS, INEXACT, MOST, SHARED, dims
-from .pallas_gpu_expr import Expressions
-from .text import filled
-from .triton_cotangents import sums
+from . import backward_text as text
+from . import forward as pallas_gpu
+from . import forward_text as shared
+from .expr import Expressions
+from .forward import BARRIERS, INEXACT, MOST, SHARED, dims
 
 GRID = 65_535  # the most programs along the last axis of a GPU's grid
 PER = {"column": "key", "diagonal": "distance of query and key", "scatter": "place that query and key choose together"}

@@ -16,10 +16,12 @@ from collections.abc import Iterable
 
 from frisket.dsl.ir import SIZES, Expr, make, substitute, walk
 from frisket.dsl.types import BOOL, FLOAT, Type
-
-from ..plan import LoopPlan
-from . import expr_jnp, expr_triton, pallas_inputs, pallas_inputs_text
-from .expr import COLUMN, LEVELS, POSITION, ROW, Text, levels, printed
+from frisket.lowering.kernels import jnp_expr as expr_jnp
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, Text, levels, printed
+from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.pallas_tpu import inputs_text as pallas_inputs_text
+from frisket.lowering.kernels.triton import expr as expr_triton
+from frisket.lowering.plan import LoopPlan
 
 MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | {
     "not": "opposite({})", "where": "choose({}, {}, {})", "floor": "whole(to_int, {})", "pow": "power({}, {})",

@@ -16,13 +16,13 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, uses, walk
+from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.text import filled
+from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
+from frisket.lowering.planner.planner import DeviceSpans
 
-from ..flat import DeviceSpans
-from ..plan import Geometry, LoopPlan, Spans, Target
-from . import pallas_gpu_text as parts
-from . import pallas_inputs
-from .pallas_gpu_expr import Expressions
-from .text import filled
+from . import forward_text as parts
+from .expr import Expressions
 
 SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
 SHARED = 227 * 1024  # bytes of shared memory of a program

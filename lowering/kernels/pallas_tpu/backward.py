@@ -23,15 +23,15 @@ from frisket.dsl.ir import Expr, build, lit, param
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import Geometry, LoopPlan, Slot, TableUse, Target
 
-from . import pallas_inputs
-from .pallas_inputs import Down, Inputs, place
-from .pallas_inputs_text import TURN
-from .pallas_tpu import check, head
-from .pallas_tpu_backward_text import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
-from .pallas_walk import NAMES, locate
-from .text import filled
+from . import inputs as pallas_inputs
+from .backward_text import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
+from .forward import check, head
+from .inputs import Down, Inputs, place
+from .inputs_text import TURN
+from .walk import NAMES, locate
 
 LARGEST = 512  # a side of a tile that nobody asks for
 ONE = lit(1.0)

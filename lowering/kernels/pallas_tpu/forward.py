@@ -10,11 +10,12 @@ from textwrap import wrap
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels.text import filled
+from frisket.lowering.plan import Geometry, LoopPlan, Target
 
-from ..plan import Geometry, LoopPlan, Target
-from . import pallas_inputs, pallas_walk
-from .pallas_tpu_text import AT_KEY, AT_PAGE, HEAD, LOW, SINK, SKELETON, TOGETHER, UNWRITTEN
-from .text import filled
+from . import inputs as pallas_inputs
+from . import walk as pallas_walk
+from .forward_text import AT_KEY, AT_PAGE, HEAD, LOW, SINK, SKELETON, TOGETHER, UNWRITTEN
 
 LANES = 128
 PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand

@@ -24,13 +24,13 @@ from typing import Literal
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COORDINATES, SIZES, Expr, param, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.lowering.derive import over
+from frisket.lowering.kernels.expr import ATOM, COMPARISON, PREFIX, Text, machine, printed
+from frisket.lowering.kernels.jnp_expr import JNP, prelude
+from frisket.lowering.kernels.text import filled
+from frisket.lowering.plan import LoopPlan
 
-from ..derive import over
-from ..plan import LoopPlan
-from . import pallas_inputs_text as text
-from .expr import ATOM, COMPARISON, PREFIX, Text, machine, printed
-from .expr_jnp import JNP, prelude
-from .text import filled
+from . import inputs_text as text
 
 SMALL = 1024  # entries a kernel may try one by one
 

@@ -27,10 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError
-
-from ..flat import DeviceSpans
-from ..plan import Spans
-from .text import filled
+from frisket.lowering.kernels.text import filled
+from frisket.lowering.plan import Spans
+from frisket.lowering.planner.planner import DeviceSpans
 
 NAMES = ("slice_of", "shift", "anchor", "first", "records")
 ANCHORS = 16 * 1024  # entries of `anchor`, of all slices together

@@ -14,9 +14,9 @@ from dataclasses import replace
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.plan import LoopPlan, Target
 
-from .triton_cotangents import Cotangents, sums
-from .triton_parameters import Parameters
-from .triton_writer import Dims, Kernel, Writer, launched, masked, module, wrapped
+from .cotangents import Cotangents, sums
+from .parameters import Parameters
+from .writer import Dims, Kernel, Writer, launched, masked, module, wrapped
 
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 

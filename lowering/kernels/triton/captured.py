@@ -15,11 +15,11 @@ from functools import lru_cache
 
 from frisket.dsl.ir import uses
 from frisket.lowering.derive import Gradient, alone, backward_of
+from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.plan import LoopPlan, Target
 
-from .expr import COLUMN, POSITION, ROW, SCALAR
-from .triton_dm import Tiles
-from .triton_writer import Dims, Kernel, module
+from .dscores import Tiles
+from .writer import Dims, Kernel, module
 
 TITLE = "Gradients of captured tensors"
 NAMES = ("attention_diagonal", "attention_plane", "attention_total", "attention_scatter")

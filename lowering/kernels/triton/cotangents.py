@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from frisket.dsl.ir import Expr, lit, renamed, uses
 from frisket.dsl.show import show
 from frisket.lowering.derive import Gradient, backward_of
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import expr
-from .expr import COLUMN, POSITION, ROW, SCALAR
-from .triton_parameters import arguments, taken
-from .triton_rows import Rows
-from .triton_writer import Dims, check_tile, masked
+from .parameters import arguments, taken
+from .rows import Rows
+from .writer import Dims, check_tile, masked
 
 
 @dataclass(frozen=True)

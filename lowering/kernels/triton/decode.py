@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from frisket.dsl.ir import Expr, build, transform, var
+from frisket.lowering.kernels.expr import LEVELS, ROW
+from frisket.lowering.kernels.text import Page
 from frisket.lowering.plan import LoopPlan, Target
 
-from .expr import LEVELS, ROW
-from .text import Page
-from .triton_forward import ALONG, POOL, Forward, finish
-from .triton_parameters import padded
-from .triton_writer import Dims, Kernel, check_tile, masked, module, wrapped
+from .forward import ALONG, POOL, Forward, finish
+from .parameters import padded
+from .writer import Dims, Kernel, check_tile, masked, module, wrapped
 
 H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a tile
 

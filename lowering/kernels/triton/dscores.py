@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from frisket.dsl.ir import Expr
 from frisket.lowering.derive import Gradient
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import SCALAR
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import expr
-from .expr import SCALAR
-from .triton_cotangents import Cotangents
-from .triton_writer import Dims, Kernel, launched, wrapped
+from .cotangents import Cotangents
+from .writer import Dims, Kernel, launched, wrapped
 
 
 def weights(gradients: Sequence[Gradient]) -> list[Expr]:

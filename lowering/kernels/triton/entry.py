@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.kernels.text import Page
 from frisket.lowering.plan import LoopPlan
 
-from .text import Page
-from .triton_parameters import arguments
-from .triton_writer import Dims
+from .parameters import arguments
+from .writer import Dims
 
 LENGTHS = ("heads", "q_len", "kv_len", "records", "splits", "pool", "share", "batches")
 ORIGINS = ("b_origin", "h_origin", "q_origin", "k_origin")

@@ -15,8 +15,7 @@ import numpy as np
 
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
-
-from .expr import PREFIX, Text
+from frisket.lowering.kernels.expr import PREFIX, Text
 
 TRITON: dict[str, str] = {
     "neg": "-{}", "abs": "tl.abs({})", "sign": "sign({})",

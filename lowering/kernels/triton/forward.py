@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from frisket.dsl.ir import Expr, uses
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR
+from frisket.lowering.kernels.text import Page
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import expr
-from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR
-from .text import Page
-from .triton_parameters import Argument, parts
-from .triton_rows import Rows
-from .triton_writer import Dims, Kernel, check_tile, launched, masked, module, wrapped
+from .parameters import Argument, parts
+from .rows import Rows
+from .writer import Dims, Kernel, check_tile, launched, masked, module, wrapped
 
 ALONG = "[batch, heads, length, dim], any strides"
 POOL = "[pages, heads, tokens of a page, dim], any strides"

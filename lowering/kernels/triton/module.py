@@ -6,8 +6,10 @@ from collections.abc import Collection
 
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import triton_backward, triton_captured, triton_forward
-from .triton_writer import Dims, module
+from . import backward as triton_backward
+from . import captured as triton_captured
+from . import forward as triton_forward
+from .writer import Dims, module
 
 ARRAYS = frozenset("qkv")
 

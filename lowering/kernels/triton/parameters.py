@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from frisket.dsl.ir import SIZES
+from frisket.lowering.kernels.expr import POSITION, levels
+from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
 
-from . import expr_triton
-from .expr import POSITION, levels
-from .text import Names, Page
+from . import expr as expr_triton
 
 NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages", FIRST: "first_key"}
 # What the kernel calls things of its own: a slot or table of such a name gets another.

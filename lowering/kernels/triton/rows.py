@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL
-from frisket.lowering.analysis.abstract import K0, K1
+from frisket.lowering.analysis.intervals import K0, K1
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import LEVELS, POSITION, SCALAR, levels
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import expr
-from .expr import LEVELS, POSITION, SCALAR, levels
-from .triton_parameters import Parameters
-from .triton_writer import Dims, Writer, bounds_of, conjuncts
+from .parameters import Parameters
+from .writer import Dims, Writer, bounds_of, conjuncts
 
 
 class Rows(Writer):

@@ -15,12 +15,13 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import TRUE, Expr, renamed, uses
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text
+from frisket.lowering.kernels.text import Page
 from frisket.lowering.plan import LoopPlan, Target
 
-from . import expr, expr_triton
-from .expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text
-from .text import Page
-from .triton_parameters import Argument, arguments, padded, taken
+from . import expr as expr_triton
+from .parameters import Argument, arguments, padded, taken
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside any queries, in the forward

@@ -1,5 +1,5 @@
 // A call by XLA as the record of a native kernel. native_jax.py puts in front: XLA's xla/ffi/api/c_api.h and the text
-// of lowering/emit/cpp_call.py with Real = void.
+// of lowering/kernels/cpp/call.py with Real = void.
 //
 // Operands  q, k, v; in a backward out, lse, dout and, if given, dlse and norm; words, floats, spans, count, slice_of; sinks,
 //           if given; tables. Results: out, lse, top, norm; or those wanted of dq, dk, dv and a buffer for each captured

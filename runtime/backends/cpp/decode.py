@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.types import BOOL, FLOAT, Type
-from frisket.lowering.flat import ROOM
 from frisket.lowering.plan import LIVE, PAGES, Sizes, Spans
-
-from . import native_build
-from .backends import choose
-from .flat_native import Prepared, function
-from .flat_plan import FlatPlan
-from .frameworks import in_graph
-from .options import sinks_of
-from .settings import Settings
-from .torch_op import NUMBERS, prepare
+from frisket.lowering.planner.planner import ROOM
+from frisket.runtime.backends.registry import choose
+from frisket.runtime.calls.arrays import in_graph
+from frisket.runtime.calls.options import sinks_of
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.device import FlatPlan
+from frisket.runtime.plans.run_cpp import Prepared, function
+from frisket.runtime.torch.op import NUMBERS, prepare
 
 FEW = 64  # queries: a kernel of more takes longer than a plan
 KEPT = 16

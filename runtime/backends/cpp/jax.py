@@ -27,14 +27,15 @@ import numpy as np
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.emit import cpp, cpp_backward, cpp_call
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp import call as cpp_call
+from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
-from frisket.lowering.xla_fold import folded
-from frisket.lowering.xla_tiles import int64_enabled
-
-from . import native_build
-from .parameters import traced
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.xla.fold import folded
+from frisket.lowering.xla.tiles import int64_enabled
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.parameters import traced
 
 if TYPE_CHECKING:
     import jax
@@ -157,7 +158,7 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
 def _form(
     plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, norm: Any = None, wanted: Sequence[bool] = ()
 ) -> tuple[int, ...]:
-    """Which operands and results there are: `Form` of native_bridge.cpp and what stands behind it."""
+    """Which operands and results there are: `Form` of bridge.cpp and what stands behind it."""
     origins = (_count(x) for x in geometry.origin[2:])
     floating = (int(s.type is FLOAT) for s in plan.slots)
     flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks)))
@@ -362,9 +363,9 @@ def _bridge() -> int | None:
 
 
 def bridge_source() -> str:
-    """native_bridge.cpp behind what it needs."""
+    """bridge.cpp behind what it needs."""
     import jax
 
     header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
     preface = f'// jaxlib {version("jaxlib")}\n#include "{header}"\ntypedef void Real;\n'
-    return preface + cpp_call.text() + resources.files("frisket.runtime").joinpath("native_bridge.cpp").read_text()
+    return preface + cpp_call.text() + resources.files(__package__).joinpath("bridge.cpp").read_text()

@@ -16,12 +16,12 @@ import numpy as np
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.emit import cpp, cpp_backward
-from frisket.lowering.emit.cpp_call import FIELDS, OFFSET, WORDS
+from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp import forward as cpp
+from frisket.lowering.kernels.cpp.call import FIELDS, OFFSET, WORDS
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
-
-from .native_build import library
-from .native_pool import of_torch
+from frisket.runtime.machine.cpp_build import library
+from frisket.runtime.machine.cpp_threads import of_torch
 
 Tensor = Any
 RECORD = struct.Struct("".join(("d" if f.declaration.startswith("double") else "q") * f.words for f in FIELDS))
@@ -89,7 +89,7 @@ def backward(
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
-        from frisket.lowering.aten_fold import folded
+        from frisket.lowering.aten.fold import folded
 
         kept = [x for x, mine in captured if mine], [x for x in sums if x is not None]
         found |= folded(*kept, g, slots, made.last_tables(tables))

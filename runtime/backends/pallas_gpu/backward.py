@@ -8,14 +8,16 @@ from typing import Any
 
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.derive import Gradient
-from frisket.lowering.emit import pallas_gpu_backward as kernels
-from frisket.lowering.emit.pallas_gpu import walked
-from frisket.lowering.emit.triton_cotangents import sums
+from frisket.lowering.kernels.pallas_gpu import backward as kernels
+from frisket.lowering.kernels.pallas_gpu.forward import walked
+from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.runtime.backends.triton.jax_captured import (
+    folded,  # in fixed point: XLA's scatter on a GPU adds in any order
+)
+from frisket.runtime.machine.generated import load
 
-from .modules import load
-from .pallas_gpu import simulator
-from .triton_jax_captured import folded  # in fixed point: XLA's scatter on a GPU adds in any order
+from .forward import simulator
 
 Array = Any  # a jax.Array, traced or not
 LOG2E = 1.4426950408889634

@@ -10,10 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.emit import pallas_gpu
+from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-
-from .modules import load
+from frisket.runtime.machine.generated import load
 
 if TYPE_CHECKING:
     import jax

@@ -12,16 +12,17 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, uses
 from frisket.lowering.derive import Gradient, alone, backward_of
-from frisket.lowering.emit import pallas_inputs, pallas_walk
-from frisket.lowering.emit import pallas_tpu_backward as emitted
-from frisket.lowering.emit.expr_jnp import evaluate
-from frisket.lowering.emit.pallas_tpu import refused
-from frisket.lowering.emit.pallas_tpu import roots as roots_of
+from frisket.lowering.kernels.jnp_expr import evaluate
+from frisket.lowering.kernels.pallas_tpu import backward as emitted
+from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
+from frisket.lowering.kernels.pallas_tpu.forward import refused
+from frisket.lowering.kernels.pallas_tpu.forward import roots as roots_of
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.lowering.xla_fold import folded
+from frisket.lowering.xla.fold import folded
+from frisket.runtime.machine.generated import load
 
-from .modules import load
-from .pallas_tpu import strided, walked
+from .forward import strided, walked
 
 if TYPE_CHECKING:
     import jax

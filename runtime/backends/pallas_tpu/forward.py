@@ -9,10 +9,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.emit import pallas_inputs, pallas_tpu, pallas_walk
+from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
+from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-
-from .modules import load
+from frisket.runtime.machine.generated import load
 
 if TYPE_CHECKING:
     import jax
@@ -101,7 +102,7 @@ def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int) -> 
     import jax
     import numpy as np
 
-    from frisket.lowering.flat import DeviceSpans
+    from frisket.lowering.planner.planner import DeviceSpans
 
     places = np.frombuffer(slice_of, np.int32).reshape(shape)
     return jax.jit(lambda bounds, count: pallas_walk.walk(DeviceSpans(bounds, count, None, places), columns, group))

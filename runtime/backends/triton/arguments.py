@@ -18,14 +18,14 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit.triton_parameters import Argument, arguments
-from frisket.lowering.emit.triton_writer import Dims
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.triton.parameters import Argument, arguments
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.calls.arrays import uploaded
 
-from .frameworks import uploaded
-from .triton_grids import span_arrays
-from .triton_source import load
+from .grids import span_arrays
+from .source import load
 
 Tensor = Any
 FAR = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits

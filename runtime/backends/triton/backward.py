@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from frisket.lowering.aten_fold import folded
+from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.emit.triton_backward import DELTA, bare, emit
-from frisket.lowering.emit.triton_captured import square
-from frisket.lowering.emit.triton_cotangents import Sum, sums
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.backward import DELTA, bare, emit
+from frisket.lowering.kernels.triton.captured import square
+from frisket.lowering.kernels.triton.cotangents import Sum, sums
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from .triton_bind import Bound, Launch, Made, Values, bound, far, made, near
-from .triton_captured import captured
-from .triton_grids import Step, backward_plan, of_backward
+from .arguments import Bound, Launch, Made, Values, bound, far, made, near
+from .captured import captured
+from .grids import Step, backward_plan, of_backward
 
 Tensor = Any
 LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides

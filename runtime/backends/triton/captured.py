@@ -7,14 +7,14 @@ from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.ir import walk
-from frisket.lowering.aten_sum import amounts, units
+from frisket.lowering.aten.sums import amounts, units
 from frisket.lowering.derive import Gradient
-from frisket.lowering.emit import triton_captured as emit
-from frisket.lowering.emit.triton_dm import weights
+from frisket.lowering.kernels.triton import captured as emit
+from frisket.lowering.kernels.triton.dscores import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from . import triton_grids
-from .triton_bind import KEPT, Bound, Launch, Made, Values, bound, made
+from . import grids as triton_grids
+from .arguments import KEPT, Bound, Launch, Made, Values, bound, made
 
 Tensor = Any
 ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Lse": "", "Low": "", "Delta": ""}

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from frisket.lowering.emit.triton_decode import emit, packed, rows_of_a_tile
-from frisket.lowering.emit.triton_parameters import padded
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
+from frisket.lowering.kernels.triton.parameters import padded
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target, make_plan
+from frisket.runtime.plans.device import FlatPlan
 
-from . import triton_tiles
-from .flat_plan import FlatPlan
-from .triton_bind import Bound, Launch, Made, Values, made
-from .triton_grids import of_host
+from . import tiles as triton_tiles
+from .arguments import Bound, Launch, Made, Values, made
+from .grids import of_host
 
 Tensor = Any
 PACK = 64  # queries of one head from which on a tile is full without those of other heads

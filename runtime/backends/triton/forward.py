@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import BackendError
-from frisket.lowering.emit.triton_forward import emit
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.forward import emit
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from . import triton_decode
-from .triton_bind import Bound, Launch, Made, bound, far, made, near
-from .triton_grids import forward_plan, of_forward
+from . import decode as triton_decode
+from .arguments import Bound, Launch, Made, bound, far, made, near
+from .grids import forward_plan, of_forward
 
 Tensor = Any
 

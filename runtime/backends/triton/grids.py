@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import COORDINATES, SCORE, SIZES, Expr, uses, walk
 from frisket.lowering.derive import Gradient, alone
-from frisket.lowering.emit.triton_backward import DELTA
+from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 ROWS = 16  # of tiles, in a part of a block diagonal at least: a window has few diagonals

@@ -15,17 +15,19 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError
 from frisket.lowering.derive import Gradient, backward_of
-from frisket.lowering.emit import triton_backward, triton_decode, triton_forward
-from frisket.lowering.emit.triton_cotangents import Sum, sums
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton import backward as triton_backward
+from frisket.lowering.kernels.triton import decode as triton_decode
+from frisket.lowering.kernels.triton import forward as triton_forward
+from frisket.lowering.kernels.triton.cotangents import Sum, sums
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from . import triton_tiles
-from .triton_decode import INTERPRETED, NOTHING, shares
-from .triton_grids import backward_plan, forward_plan, of_backward, of_forward
-from .triton_jax_call import Call, kernels_of
-from .triton_jax_captured import captured, folded
-from .triton_jax_device import architecture, interpreted, processors
+from . import tiles as triton_tiles
+from .decode import INTERPRETED, NOTHING, shares
+from .grids import backward_plan, forward_plan, of_backward, of_forward
+from .jax_call import Call, kernels_of
+from .jax_captured import captured, folded
+from .jax_device import architecture, interpreted, processors
 
 if TYPE_CHECKING:
     import jax

@@ -15,18 +15,18 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import triton_entry
-from frisket.lowering.emit.expr import POSITION, levels
-from frisket.lowering.emit.triton_entry import Entry, Form
-from frisket.lowering.emit.triton_parameters import arguments
-from frisket.lowering.emit.triton_writer import Dims
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.expr import POSITION, levels
+from frisket.lowering.kernels.triton import entry as triton_entry
+from frisket.lowering.kernels.triton.entry import Entry, Form
+from frisket.lowering.kernels.triton.parameters import arguments
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, TableUse, Target
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.cpp.jax import _halves as halves
 
-from .native_jax import _halves as halves
-from .triton_grids import Grid, of_host, span_arrays
-from .triton_jax_device import capability, check, triton_call
-from .triton_source import load
+from .grids import Grid, of_host, span_arrays
+from .jax_device import capability, check, triton_call
+from .source import load
 
 Array = Any  # a jax.Array, traced or not
 INT32 = np.iinfo(np.int32)

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from frisket.lowering import xla_fold
-from frisket.lowering.aten_sum import BITS
+from frisket.lowering.aten.sums import BITS
 from frisket.lowering.derive import Gradient
-from frisket.lowering.emit import triton_captured as emit
-from frisket.lowering.emit.triton_dm import weights
+from frisket.lowering.kernels.triton import captured as emit
+from frisket.lowering.kernels.triton.dscores import weights
 from frisket.lowering.plan import Geometry, SpanSource, Target
+from frisket.lowering.xla import fold as xla_fold
 
-from . import triton_grids
-from .triton_jax_call import Call
+from . import grids as triton_grids
+from .jax_call import Call
 
 Array = Any  # a jax.Array, traced or not
 _diagonal, _plane = lru_cache(maxsize=256)(emit.diagonal), lru_cache(maxsize=256)(emit.plane)

@@ -9,8 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from frisket.dsl.errors import BackendError
-
-from .extras import pip_install
+from frisket.runtime.machine.extras import pip_install
 
 NOWHERE = "sm_90", 132  # where no GPU is to be seen: an H100
 # what vendors call GPUs -> architecture, for JAX's abstract devices, which have nothing but a name

@@ -14,13 +14,13 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit.triton_parameters import arguments
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.parameters import arguments
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import LoopPlan, Target
+from frisket.runtime.machine.extras import pip_install
 
-from .extras import pip_install
-from .triton_source import load
-from .triton_tiles import SHARED, of_kernel
+from .source import load
+from .tiles import SHARED, of_kernel
 
 ARCHITECTURES = {  # Triton's name of it, threads in a warp, and what its matrix instructions are called
     "sm_80": (80, 32, r"\b[HIQ]MMA\."), "sm_90": (90, 32, r"\b[HIQ]G?MMA\."),

@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from types import ModuleType
 
-from .native_build import put, sweep
-from .settings import Settings
+from frisket.runtime.machine.cpp_build import put, sweep
+from frisket.runtime.machine.settings import Settings
 
 
 def load(source: str) -> ModuleType:

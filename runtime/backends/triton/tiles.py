@@ -32,17 +32,16 @@ from typing import Any, Literal
 
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
-from frisket.lowering.emit.expr import POSITION, levels
-from frisket.lowering.emit.triton_backward import DELTA
-from frisket.lowering.emit.triton_captured import NAMES, square
-from frisket.lowering.emit.triton_parameters import padded
+from frisket.lowering.kernels.expr import POSITION, levels
+from frisket.lowering.kernels.triton.backward import DELTA
+from frisket.lowering.kernels.triton.captured import NAMES, square
+from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.plan import Geometry, Target, score_class
-
-from .call import AnyPlan
-from .layout import make_layout
-from .mask import Mask
-from .parameters import names_of
-from .tuning import AS_CHOSEN, Tuning
+from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
+from frisket.runtime.machine.parameters import names_of
+from frisket.runtime.masks.layout import make_layout
+from frisket.runtime.masks.mask import Mask
+from frisket.runtime.plans.call import AnyPlan
 
 Window = Literal["short", "medium", "long"]
 SHORT, MEDIUM = 192, 768  # keys: the last of their class

@@ -1,6 +1,6 @@
 """Caches of keys and values for JAX: pytrees to append to under `jax.jit`."""
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     from frisket.runtime.caches.jax import *  # noqa: F403

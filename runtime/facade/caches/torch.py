@@ -1,6 +1,6 @@
 """Caches of keys and values for torch: modules to append to in place."""
 
-from frisket.runtime.extras import extras
+from frisket.runtime.machine.extras import extras
 
 with extras():
     from frisket.runtime.caches.torch import *  # noqa: F403

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 from support import masks
-from support.effort import at_most
 from support.forget import forget
+from support.lowering.effort import at_most
 
 import frisket as fk
 from frisket.dsl.errors import BudgetError, EvaluationError, LoweringError, Undecided
@@ -20,7 +20,7 @@ from frisket.dsl.ir import lit, reduce, substitute
 from frisket.dsl.sugar import k, q
 from frisket.dsl.types import INT
 from frisket.dsl.work import steps
-from frisket.lowering.analysis.driver import analyse
+from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.analysis.tiles import WORK
 from frisket.lowering.simplify import simplify
 

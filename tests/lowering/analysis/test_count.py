@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import brute, masks
+from support import masks
+from support.lowering import brute
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import build
 from frisket.dsl.sugar import eq, h, k, maximum, ne, q
 from frisket.lowering.analysis.clauses import products
 from frisket.lowering.analysis.count import Rowwise
-from frisket.lowering.analysis.driver import SIZE_NAMES, grid_of
 from frisket.lowering.analysis.groups import Beyond, Function, Groups
+from frisket.lowering.analysis.layout import SIZE_NAMES, grid_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
 from frisket.lowering.simplify import simplify

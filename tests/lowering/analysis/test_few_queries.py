@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.lowering.analysis.driver import analyse, bind
-from frisket.lowering.analysis.few import SLICES, few
+from frisket.lowering.analysis.decode import SLICES, few
+from frisket.lowering.analysis.layout import analyse, bind
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import whole
 from frisket.lowering.simplify import prepare, simplify

@@ -6,17 +6,19 @@ import random
 
 import numpy as np
 import pytest
-from support import brute, masks
+from support import masks
+from support.lowering import brute
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
 from frisket.dsl.program import parse_expression
 from frisket.dsl.sugar import k, q
-from frisket.lowering.analysis import queries, spans, tiles
-from frisket.lowering.analysis.driver import analyse
-from frisket.lowering.analysis.spans import from_records
+from frisket.lowering import spans
+from frisket.lowering.analysis import queries, tiles
+from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.simplify import simplify
+from frisket.lowering.spans import from_records
 
 
 def kinds(found, columns):

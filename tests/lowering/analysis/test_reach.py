@@ -16,7 +16,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, Expr, build, lookup, substitute, walk
 from frisket.dsl.sugar import k, q, where
 from frisket.dsl.types import BOOL
-from frisket.lowering.analysis.driver import SIZE_NAMES, grid_of
+from frisket.lowering.analysis.layout import SIZE_NAMES, grid_of
 from frisket.lowering.analysis.reach import lookups
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope

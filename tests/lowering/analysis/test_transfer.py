@@ -14,7 +14,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import FLOAT_FUNCTIONS, KV_LEN, Expr, build, lit, lookup, segment
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.analysis.abstract import TRANSFER, ends
+from frisket.lowering.analysis.intervals import TRANSFER, ends
 from frisket.lowering.analysis.questions import always, mixed, never, some
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
@@ -182,7 +182,7 @@ def test_bounds_on_q_k_and_their_difference_are_exact(scope):
 
 def test_no_written_mask_needs_its_elements_looked_at():
     """How many tiles are settled element by element, per mask; 0 unless a reason is given."""
-    from frisket.lowering.analysis.driver import analyse
+    from frisket.lowering.analysis.layout import analyse
 
     reasons = {
         "random": "no structure at all", "bits": "no transfer function for xor of bits",

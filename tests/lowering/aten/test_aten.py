@@ -7,16 +7,18 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support import brute
+from support.lowering import brute
 
 from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS as MEANING
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering import aten, aten_tiles, dense
-from frisket.lowering.aten_expr import OPERATORS, Program, distance_only
-from frisket.lowering.aten_steps import steps
+from frisket.lowering import dense
+from frisket.lowering.aten import forward as aten
+from frisket.lowering.aten import tiles as aten_tiles
+from frisket.lowering.aten.expr import OPERATORS, Program, distance_only
+from frisket.lowering.aten.steps import steps
 from frisket.lowering.plan import Geometry, Spans, Target, make_plan
 
 INTS = np.array([-(2**40), -129, -64, -7, -3, -1, 0, 1, 2, 3, 5, 63, 64, 100, 2**31, 2**40])

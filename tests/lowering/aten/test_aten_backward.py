@@ -6,15 +6,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from support import brute, torch_gradients
 from support.attention_cases import CASES, Case, causal, shared
-from support.torch_gradients import HARD, MODS, learned, window
+from support.lowering import brute
+from support.torch import torch_gradients
+from support.torch.torch_gradients import HARD, MODS, learned, window
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, q, score
 from frisket.dsl.types import FLOAT
-from frisket.lowering import aten, aten_backward, aten_tiles
+from frisket.lowering.aten import backward as aten_backward
+from frisket.lowering.aten import forward as aten
+from frisket.lowering.aten import tiles as aten_tiles
 from frisket.lowering.plan import Target
 
 

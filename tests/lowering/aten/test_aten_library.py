@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import frisket as fk
-from frisket.lowering import aten, aten_backward, dense
+from frisket.lowering import dense
+from frisket.lowering.aten import backward as aten_backward
+from frisket.lowering.aten import forward as aten
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Geometry, Target
 

@@ -9,20 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support import brute, masks
-from support.planner_numpy import NUMPY
+from support import masks
+from support.lowering import brute
+from support.lowering.planner_numpy import NUMPY
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
-from frisket.lowering import flat
-from frisket.lowering.analysis.driver import bind, grid_of
-from frisket.lowering.analysis.spans import from_records
-from frisket.lowering.emit import planner as text
+from frisket.lowering.analysis.layout import bind, grid_of
 from frisket.lowering.plan import Spans
+from frisket.lowering.planner import arrays as text
+from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
-from frisket.runtime.modules import load
+from frisket.lowering.spans import from_records
+from frisket.runtime.machine.generated import load
 
 DOC = frozenset({"doc"})
 WORDS = {

@@ -8,19 +8,20 @@ import random
 import numpy as np
 import pytest
 from support import masks
-from support.planner_numpy import NUMPY
+from support.lowering.planner_numpy import NUMPY
 
 import frisket as fk
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
-from frisket.lowering import flat
-from frisket.lowering.analysis.driver import bind, grid_of
-from frisket.lowering.emit import planner as arrays
-from frisket.lowering.emit import planner_cpp as text
+from frisket.lowering.analysis.layout import bind, grid_of
+from frisket.lowering.planner import arrays
+from frisket.lowering.planner import cpp as text
+from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
-from frisket.runtime import flat_native, native_build
-from frisket.runtime.modules import load
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.generated import load
+from frisket.runtime.plans import run_cpp as flat_native
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 DOC = frozenset({"doc"})

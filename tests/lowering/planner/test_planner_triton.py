@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from support import masks
-from support.triton_process import run
+from support.triton.triton_process import run
 
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, q
-from frisket.lowering import flat
-from frisket.lowering.emit import planner_triton as text
+from frisket.lowering.planner import planner as flat
+from frisket.lowering.planner import triton as text
 
 HERE = Path(__file__).parent
 DOC = frozenset({"doc"})

@@ -9,9 +9,9 @@ from triton.compiler import ASTSource
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering import flat
-from frisket.lowering.emit import planner_triton as text
-from frisket.runtime.triton_source import load
+from frisket.lowering.planner import planner as flat
+from frisket.lowering.planner import triton as text
+from frisket.runtime.backends.triton.source import load
 
 WRITTEN = masks.written()
 DOC = frozenset({"doc"})

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 from support import masks
-from support.device_tables import pose
+from support.lowering.device_tables import pose
 
 import frisket as fk
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q
-from frisket.lowering import flat
-from frisket.lowering.analysis.driver import bind, grid_of, swap
-from frisket.lowering.emit import planner as arrays
+from frisket.lowering.analysis.layout import bind, grid_of, swap
+from frisket.lowering.planner import arrays
+from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
-from frisket.runtime import flat_triton
-from frisket.runtime.flat_run import Place
-from frisket.runtime.modules import load
+from frisket.runtime.machine.generated import load
+from frisket.runtime.plans import run_triton as flat_triton
+from frisket.runtime.plans.run import Place
 
 DOC = frozenset({"doc"})
 DEVICE = torch.get_default_device()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from support import masks
-from support.expressions import Everything
+from support.lowering.expressions import Everything
 
 from frisket.dsl import ir
 from frisket.dsl.ir import Expr, build, renamed

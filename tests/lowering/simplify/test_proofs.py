@@ -13,8 +13,8 @@ import random
 import numpy as np
 import pytest
 import z3
-from support import rule_cases, z3_terms
-from support.rule_cases import instances, x
+from support.lowering import rule_cases, z3_terms
+from support.lowering.rule_cases import instances, x
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate

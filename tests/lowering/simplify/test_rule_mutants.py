@@ -22,7 +22,7 @@ from frisket.lowering.simplify import (
 )
 from frisket.lowering.simplify.affine import Linear
 from frisket.lowering.simplify.rules_division import minus
-from lowering import test_proofs
+from lowering.simplify import test_proofs
 
 # a slip in a row: (rule, what of it, wrong)
 ROWS = {

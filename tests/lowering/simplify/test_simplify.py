@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from support import expressions, masks
+from support import masks
+from support.lowering import expressions
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate

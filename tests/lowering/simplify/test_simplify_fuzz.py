@@ -9,8 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from support import expressions, masks
-from support.expressions import Everything
+from support import masks
+from support.lowering import expressions
+from support.lowering.expressions import Everything
 
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.evaluate import evaluate, unroll

@@ -11,8 +11,10 @@ from support.matrix import some
 from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.sugar import k, q
-from frisket.lowering import dense, xla, xla_schedule
+from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Spans, Target, make_plan
+from frisket.lowering.xla import forward as xla
+from frisket.lowering.xla import schedule as xla_schedule
 
 
 def run(case, made=None, **changes):
@@ -212,7 +214,7 @@ def test_the_schedule_covers_each_record_once(monkeypatch):
 
 
 def spans_of(kinds):
-    from support.brute import _row
+    from support.lowering.brute import _row
 
     found = [_row(r) for r in kinds]
     bounds = np.zeros((1, len(found), max(map(len, found)) or 1, 4), np.int32)

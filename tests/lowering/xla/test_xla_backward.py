@@ -5,18 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import attention_cases as cases
-from support import jax_gradients
 from support.attention_cases import CASES, Case, causal
-from support.jax_gradients import LEARNED, compare, normal
+from support.jax import jax_gradients
+from support.jax.jax_gradients import LEARNED, compare, normal
 
 import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.sugar import k, q
-from frisket.lowering import xla_backward, xla_schedule
 from frisket.lowering.derive import backward_of
-from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Spans, Target, make_plan
-from frisket.lowering.xla_captured import plane_of
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.lowering.xla import backward as xla_backward
+from frisket.lowering.xla import schedule as xla_schedule
+from frisket.lowering.xla.captured import plane_of
 
 ALL = {**CASES, **LEARNED}
 QUICK = ("documents-by-batch", "empty-rows", "visible-minus-inf", "scalar-twice", "by-column", "plane-by-head")

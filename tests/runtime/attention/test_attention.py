@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import frisket as fk
-from frisket.runtime import attention as module
-from frisket.runtime.settings import VARIABLES, Settings
+from frisket.runtime.attention import attention as module
+from frisket.runtime.machine.settings import VARIABLES, Settings
 
 RNG = np.random.default_rng(5)
 DOC = np.sort(RNG.integers(0, 4, 96))

@@ -199,7 +199,7 @@ def test_refused(name):
 
 def test_nothing_large_is_copied_for_a_live_table():
     """A bias that only the score mod reads goes to the executor as it is: same memory, no digest."""
-    from frisket.lowering import aten
+    from frisket.lowering.aten import forward as aten
 
     q, k, v = arrays("torch")
     bias, seen = torch.zeros(33, 33), []
@@ -227,7 +227,7 @@ def test_tables_of_the_mask_are_read_by_value():
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_spec_says_whether_sums_are_in_order(deterministic):
-    from frisket.runtime.torch_spec import attention_of
+    from frisket.runtime.torch.spec import attention_of
 
     spec = fk.compile("causal", deterministic=deterministic).spec
     assert f" deterministic={deterministic} " in spec

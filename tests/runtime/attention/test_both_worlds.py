@@ -13,8 +13,8 @@ import torch
 
 import frisket as fk
 from frisket.lowering import dense
-from frisket.runtime import native_build
-from frisket.runtime.subject import subject
+from frisket.runtime.calls.program import subject
+from frisket.runtime.machine import cpp_build as native_build
 
 LENGTH, DIM = 40, 8
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime import bind, native_torch
-from frisket.runtime.native_build import reason
+from frisket.runtime.backends.cpp import torch as native_torch
+from frisket.runtime.machine.cpp_build import reason
+from frisket.runtime.plans import compiled as bind
 
 torch = pytest.importorskip("torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")

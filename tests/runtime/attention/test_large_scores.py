@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import frisket as fk
-from frisket.lowering import aten_backward
-from frisket.runtime import native_build
+from frisket.lowering.aten import backward as aten_backward
+from frisket.runtime.machine import cpp_build as native_build
 
 SIZES = (1e-3, 1.0, 10.0, 1e3, 1e5, 1e9)
 NATIVE = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime.frameworks import arrays
-from frisket.runtime.once import SAID
-from frisket.runtime.order_of_axes import check_order
+from frisket.runtime.calls.arrays import arrays
+from frisket.runtime.calls.order_of_axes import check_order
+from frisket.runtime.machine.once import SAID
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")

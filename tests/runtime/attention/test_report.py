@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime import native_build
-from frisket.runtime.frameworks import arrays, to_numpy, turn
-from frisket.runtime.report import Report, compared, differentiated
-from frisket.runtime.subject import subject
+from frisket.runtime.attention.report import Report, compared, differentiated
+from frisket.runtime.calls.arrays import arrays, to_numpy, turn
+from frisket.runtime.calls.program import subject
+from frisket.runtime.machine import cpp_build as native_build
 
 native = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 B, H, KV, S, D = 2, 4, 2, 12, 8

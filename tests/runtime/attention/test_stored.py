@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
-from frisket.runtime.attention import Attention
-from frisket.runtime.bind import fixed_of
+from frisket.runtime.attention.attention import Attention
 from frisket.runtime.caches.masks import APPENDED
 from frisket.runtime.caches.masks import placed as placed_in
-from frisket.runtime.mask import Mask, ScoreMod
-from frisket.runtime.options import Options
-from frisket.runtime.subject import Subject
-from frisket.runtime.torch_spec import attention_of, spec_of
+from frisket.runtime.calls.options import Options
+from frisket.runtime.calls.program import Subject
+from frisket.runtime.masks.mask import Mask, ScoreMod
+from frisket.runtime.plans.compiled import fixed_of
+from frisket.runtime.torch.spec import attention_of, spec_of
 
 FRAMEWORKS = ("torch", "jax")
 EIGHT = ("int8", "float8_e4m3fn", "float8_e5m2")

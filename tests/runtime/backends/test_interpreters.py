@@ -6,8 +6,8 @@ import pytest
 
 import frisket as fk
 from frisket.lowering.plan import Geometry
-from frisket.runtime.interpreters import emulated, warn_slow
-from frisket.runtime.once import SAID
+from frisket.runtime.backends.interpreters import emulated, warn_slow
+from frisket.runtime.machine.once import SAID
 
 jnp = pytest.importorskip("jax.numpy")
 

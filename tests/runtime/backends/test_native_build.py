@@ -13,8 +13,9 @@ import time
 import pytest
 
 import frisket as fk
-from frisket.runtime import native_build, native_cpu
-from frisket.runtime.native_build import library, reason
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.machine.cpp_build import library, reason
 
 pytestmark = pytest.mark.skipif(bool(reason()), reason=reason())
 
@@ -247,7 +248,7 @@ def python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-ANSWER = "from frisket.runtime.native_build import library, reason, writable\n"
+ANSWER = "from frisket.runtime.machine.cpp_build import library, reason, writable\n"
 
 
 def test_many_processes_at_once(tmp_path):

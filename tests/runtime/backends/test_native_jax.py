@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import attention_cases as cases
-from support import scalar_kernel
 from support.attention_cases import DOC, Case, causal
+from support.native import scalar_kernel
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError
@@ -22,11 +22,12 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
-from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Target, make_plan
-from frisket.runtime import native_build, native_jax
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.cpp import jax as native_jax
+from frisket.runtime.machine import cpp_build as native_build
 
-TESTS = Path(__file__).parent.parent
+TESTS = Path(__file__).parents[2]
 rng = np.random.default_rng(11)
 CASE = Case(
     causal & (q - k <= ir.param("w")) & cases.same_doc,
@@ -422,7 +423,7 @@ def test_devices_of_a_mesh():
         from support import attention_cases as cases, scalar_kernel
         from frisket.runtime import native_jax
         from frisket.lowering.plan import Spans
-        from frisket.lowering.flat import DeviceSpans
+        from frisket.lowering.planner.planner import DeviceSpans
 
         native_jax.EMIT = {"forward": scalar_kernel.forward, "backward": scalar_kernel.backward}
         mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
@@ -470,7 +471,7 @@ def test_devices_of_a_mesh():
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_jobs_on_a_pool_under_sanitizers(sanitizer, tmp_path):
     text = tmp_path / "bridge.cpp"
-    text.write_text(native_jax.bridge_source() + (TESTS / "support" / "bridge_main.cpp").read_text())
+    text.write_text(native_jax.bridge_source() + (TESTS / "support" / "native" / "bridge_main.cpp").read_text())
     flags = ["-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread"]
     subprocess.run([*native_build.compiler(), *flags, str(text), "-o", str(tmp_path / "bridge")], check=True)
     done = subprocess.run([tmp_path / "bridge"], capture_output=True, text=True, timeout=300, check=False)

@@ -11,7 +11,8 @@ from support import attention_cases as cases
 
 import frisket as fk
 from frisket.lowering.plan import Target
-from frisket.runtime import native_build, native_jax
+from frisket.runtime.backends.cpp import jax as native_jax
+from frisket.runtime.machine import cpp_build as native_build
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from support.attention_cases import CASES
-from support.native_image import Problem
+from support.native.native_image import Problem
 
 import frisket as fk
 from frisket.lowering.plan import Target
-from frisket.runtime import native_build, native_torch
-from frisket.runtime.backends import choose
+from frisket.runtime.backends.cpp import torch as native_torch
+from frisket.runtime.backends.registry import choose
+from frisket.runtime.machine import cpp_build as native_build
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 

@@ -11,14 +11,14 @@ import torch
 
 from frisket.dsl import ir
 from frisket.dsl.sugar import h, k, q
-from frisket.lowering.emit.triton_writer import Dims
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
-from frisket.runtime import triton_tiles
-from frisket.runtime.triton_bind import near
-from frisket.runtime.triton_decode import INTERPRETED, Shares, most_tiles, parts, processors, shares
-from frisket.runtime.triton_tiles import target
-from frisket.runtime.tuning import Launch, Tuning
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.triton import tiles as triton_tiles
+from frisket.runtime.backends.triton.arguments import near
+from frisket.runtime.backends.triton.decode import INTERPRETED, Shares, most_tiles, parts, processors, shares
+from frisket.runtime.backends.triton.tiles import target
+from frisket.runtime.calls.tuning import Launch, Tuning
 
 H200 = 132
 CAUSAL = make_plan(q >= k, None)

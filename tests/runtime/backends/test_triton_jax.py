@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 from support import attention_cases as cases
 from support.attention_cases import Case, causal
-from support.triton_process import run
+from support.triton.triton_process import run
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
-from frisket.lowering.emit import triton_entry, triton_forward
-from frisket.lowering.emit.triton_entry import Form
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton import entry as triton_entry
+from frisket.lowering.kernels.triton import forward as triton_forward
+from frisket.lowering.kernels.triton.entry import Form
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime import triton_jax, triton_jax_device
+from frisket.runtime.backends.triton import jax as triton_jax
+from frisket.runtime.backends.triton import jax_device as triton_jax_device
 
 HERE = Path(__file__).parent
 G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)

@@ -11,8 +11,8 @@ import pytest
 
 import frisket as fk
 from frisket.lowering.plan import Geometry, Target
-from frisket.runtime import triton_tiles as tiles
-from frisket.runtime.tuning import Launch, Tuning
+from frisket.runtime.backends.triton import tiles
+from frisket.runtime.calls.tuning import Launch, Tuning
 
 
 def target(mask, score=None, *, q_len=4096, dim=128, dtype="bfloat16", arch="sm_90", **params):
@@ -50,7 +50,7 @@ def test_keys_that_a_query_sees(mask):
 
 
 def test_the_page_on_triton_has_the_tiles():
-    page = (Path(__file__).parents[2] / "docs" / "triton.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "triton.md").read_text(encoding="utf-8")
     rows = [
         f"| {kernel} | {window} | " + " | ".join("{} x {}, {}, {}".format(*t) for t in dims.values()) + " |"
         for kernel, by_window in tiles.HALF.items() for window, dims in by_window.items()

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, ShapeError
-from frisket.runtime import triton_bind
-from frisket.runtime.once import SAID
+from frisket.runtime.backends.triton import arguments as triton_bind
+from frisket.runtime.machine.once import SAID
 
 G = torch.Generator().manual_seed(0)
 ALIBI = "param slope: float[_]\nscore = score + slope[h] * (k - q)"

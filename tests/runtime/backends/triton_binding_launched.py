@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 import triton
-from support import triton_null
-from support.device_tables import Watch
+from support.lowering.device_tables import Watch
+from support.triton import triton_null
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, ShapeError
-from frisket.runtime import backends, frameworks, torch_op, triton_bind
+from frisket.runtime.backends import registry as backends
+from frisket.runtime.backends.triton import arguments as triton_bind
+from frisket.runtime.calls import arrays as frameworks
+from frisket.runtime.torch import op as torch_op
 
 triton_null.install(watch=True)
 backends._triton_torch = lambda: ""

@@ -7,19 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import attention_cases as cases
-from support import jax_gradients, stored_cases, triton_bf16
+from support import stored_cases
 from support.attention_cases import CASES, Case, causal
-from support.jax_gradients import LEARNED, compare
+from support.jax import jax_gradients
+from support.jax.jax_gradients import LEARNED, compare
 from support.stored_cases import STORED
+from support.triton import triton_bf16
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
-from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import RATE, SEED, Bounds, Target, make_plan, survives
-from frisket.runtime import triton_jax, triton_jax_call, triton_tiles
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.triton import jax as triton_jax
+from frisket.runtime.backends.triton import jax_call as triton_jax_call
+from frisket.runtime.backends.triton import tiles as triton_tiles
 
 triton_bf16.install()
 DROPPED = {SEED: 11, RATE: 0.3}

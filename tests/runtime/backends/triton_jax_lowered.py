@@ -23,15 +23,16 @@ import triton
 from jax import export
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.jax_gradients import LEARNED
+from support.jax.jax_gradients import LEARNED
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import k, q
 from frisket.lowering.derive import backward_of
-from frisket.lowering.flat import DeviceSpans
 from frisket.lowering.plan import Bounds, LoopPlan, make_plan
-from frisket.runtime import triton_jax, triton_jax_device
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.triton import jax as triton_jax
+from frisket.runtime.backends.triton import jax_device as triton_jax_device
 
 triton_jax_device.triton_call()  # before jax_triton, whose import has a side effect that it undoes
 import jax_triton.triton_lib as jax_triton  # noqa: E402

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime import cli_bench
 from frisket.runtime.bench import layouts, race, schema, torch_stage
 from frisket.runtime.bench.contest import Contest, Contestant, NoWordsError, Sizes, standard
-from frisket.runtime.cli import main
-from frisket.runtime.cli_bench import add_bench
+from frisket.runtime.cli import bench as cli_bench
+from frisket.runtime.cli.bench import add_bench
+from frisket.runtime.cli.main import main
 
 torch = pytest.importorskip("torch")
 SIZES = Sizes(96, 96, batch=1, heads=2, kv_heads=2, head_dim=16)
@@ -179,7 +179,7 @@ def test_a_mask_that_hides_nothing_is_told_so(stage, monkeypatch):
 
 
 def test_the_device_is_named(stage):
-    from frisket.runtime.cli_bench import results
+    from frisket.runtime.cli.bench import results
 
     on_a_gpu = replace(stage, machine={"gpu": "H200"})
     made = results("gpu", [finished(CAUSAL, on_a_gpu, families={"sdpa"})], SIZES, 2)

@@ -7,7 +7,7 @@ from frisket.dsl.errors import BackendError, ShapeError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import eq, function, k, q, score
 from frisket.lowering import dense
-from frisket.runtime import packed
+from frisket.runtime.bench import packed
 
 MASK = (q >= k) & eq(lookup("doc", (q,)), lookup("doc", (k,))) & (q - k < 9)
 SCORE = function("tanh", score / 5) * 5

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import llama_jax
+from support.jax import llama_jax
 
 import frisket as fk
 from frisket.caches import PagePool

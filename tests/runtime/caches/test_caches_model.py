@@ -106,7 +106,7 @@ def run(of, kind, dtype, seed, steps=20, **how):
 @pytest.fixture
 def called(monkeypatch):
     """Every call of a cache of torch is one of its attention, without a planner compiled for its steps."""
-    monkeypatch.setattr(pytest.importorskip("frisket.runtime.torch_decode"), "FEW", 0)
+    monkeypatch.setattr(pytest.importorskip("frisket.runtime.backends.cpp.decode"), "FEW", 0)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)

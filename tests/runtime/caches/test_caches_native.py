@@ -3,7 +3,7 @@
 import pytest
 
 from frisket.caches import PagePool
-from frisket.runtime.native_build import reason
+from frisket.runtime.machine.cpp_build import reason
 
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")

@@ -117,7 +117,7 @@ for mesh, how, dtype in (
 
 def printed(script):
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    start = START.replace("{tests!r}", repr(str(Path(__file__).resolve().parents[1])))
+    start = START.replace("{tests!r}", repr(str(Path(__file__).resolve().parents[2])))
     run = subprocess.run([sys.executable, "-c", start + script], env=env, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout

@@ -5,20 +5,21 @@ import pickle
 
 import numpy as np
 import pytest
-from support.effort import at_most
+from support.lowering.effort import at_most
 
 import frisket as fk
 from frisket.caches import PagePool
 from frisket.dsl.errors import BackwardError
-from frisket.runtime import bind, flat_laid
-from frisket.runtime.native_build import reason
+from frisket.runtime.machine.cpp_build import reason
+from frisket.runtime.plans import compiled as bind
+from frisket.runtime.plans import device_static as flat_laid
 
 torch = pytest.importorskip("torch")
 caches = pytest.importorskip("frisket.caches.torch")
 quantized = caches.quantized
-llama_torch = pytest.importorskip("support.llama_torch")
-torch_decode = pytest.importorskip("frisket.runtime.torch_decode")
-native_torch = pytest.importorskip("frisket.runtime.native_torch")
+llama_torch = pytest.importorskip("support.torch.llama_torch")
+torch_decode = pytest.importorskip("frisket.runtime.backends.cpp.decode")
+native_torch = pytest.importorskip("frisket.runtime.backends.cpp.torch")
 NATIVE = pytest.mark.skipif(bool(reason()), reason="no compiler")
 KVCache, PagedKVCache, RingKVCache = caches.KVCache, caches.PagedKVCache, caches.RingKVCache
 

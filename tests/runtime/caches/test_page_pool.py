@@ -203,7 +203,7 @@ def test_what_is_refused():
 
 
 def test_the_size_of_the_pool_costs_nothing():
-    from support.effort import at_most
+    from support.lowering.effort import at_most
 
     pool = PagePool(100_000, 16)
     pool.allocate("a", 1_000_000)

@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from frisket.runtime import native_build, native_cpu
-from frisket.runtime.cli import main
+from frisket.runtime.cli.main import main
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
 
 
 @pytest.fixture
@@ -201,7 +202,7 @@ def test_lengths_beyond_memory(run, monkeypatch):
     def layout(self, *args, **options):
         raise MemoryError("Unable to allocate 5.68 TiB")
 
-    monkeypatch.setattr("frisket.runtime.mask.Mask.layout", layout)
+    monkeypatch.setattr("frisket.runtime.masks.mask.Mask.layout", layout)
     assert run("show", "causal") == (
         2,
         "",
@@ -245,7 +246,7 @@ def test_bad_usage(run, argv, told):
 
 
 def shell(argv, **env):
-    code = "import sys; from frisket.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from frisket.runtime.cli.main import main; sys.exit(main(sys.argv[1:]))"
     merged = {**os.environ, **env}
     return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, env=merged, check=True).stdout
 
@@ -318,7 +319,7 @@ def test_emit_reports_what_kernels_take(run):
 
 
 def test_emit_reports_need_triton(run, monkeypatch):
-    monkeypatch.setattr("frisket.runtime.triton_report.find_spec", lambda name: None)
+    monkeypatch.setattr("frisket.runtime.backends.triton.report.find_spec", lambda name: None)
     status, out, err = run("emit", "causal", "--backend", "triton", "--report")
     assert (status, out) == (2, "")
     assert err == "BackendError: triton is not installed: pip install 'frisket-attention[triton]'\n"
@@ -404,7 +405,7 @@ def test_run_measures_errors_by_the_formula(run, tmp_path, monkeypatch):
     """Whoever is raced against may be more exact than dense attention in that dtype, or wrong: no measure."""
     from dataclasses import replace
 
-    from frisket.runtime import packed
+    from frisket.runtime.bench import packed
 
     prepare = packed.prepare
 
@@ -423,7 +424,7 @@ def test_run_measures_errors_by_the_formula(run, tmp_path, monkeypatch):
 
 
 def test_run_tells_a_mismatch(run, tmp_path, monkeypatch):
-    from frisket.runtime import cli_run
+    from frisket.runtime.cli import run as cli_run
 
     monkeypatch.setattr(cli_run, "compiled", lambda what: lambda q, k, v: 2 * v)
     (tmp_path / "a.md").write_text("some text")

@@ -6,9 +6,9 @@ import shlex
 import pytest
 
 from frisket.dsl.errors import LoweringError, MismatchError
-from frisket.runtime import cli_check
-from frisket.runtime.attention import Attention
-from frisket.runtime.cli import arguments, main
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.cli import check as cli_check
+from frisket.runtime.cli.main import arguments, main
 
 
 @pytest.fixture

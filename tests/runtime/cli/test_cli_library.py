@@ -6,8 +6,8 @@ import re
 import pytest
 
 from frisket.dsl.library import library
-from frisket.runtime.cli import main
-from frisket.runtime.mask import program
+from frisket.runtime.cli.main import main
+from frisket.runtime.masks.mask import program
 
 
 @pytest.fixture

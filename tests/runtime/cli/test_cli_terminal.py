@@ -15,11 +15,11 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from frisket.runtime.cli import COMMANDS, main, parser
-from frisket.runtime.cli_answer import Row
+from frisket.runtime.cli.answer import Row
+from frisket.runtime.cli.main import COMMANDS, main, parser
 
-ROOT = Path(__file__).resolve().parents[2]
-CODE = "import sys; from frisket.runtime.cli import main; sys.exit(main(sys.argv[1:]))"
+ROOT = Path(__file__).resolve().parents[3]
+CODE = "import sys; from frisket.runtime.cli.main import main; sys.exit(main(sys.argv[1:]))"
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -139,7 +139,7 @@ def test_words_are_folded_below_their_beginning():
 
 
 def test_a_reader_that_leaves_early():
-    command = f"{shlex.quote(sys.executable)} -m frisket.runtime.cli library"
+    command = f"{shlex.quote(sys.executable)} -m frisket.runtime.cli.main library"
     found = subprocess.run(
         ["bash", "-c", f"{command} | head -1; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True
     )
@@ -160,7 +160,7 @@ def test_a_mask_from_standard_input(run):
 
 
 def test_a_bar_on_terminals_only(monkeypatch):
-    from frisket.runtime.cli_progress import progress
+    from frisket.runtime.cli.progress import progress
 
     class Terminal(io.StringIO):
         def isatty(self):
@@ -266,7 +266,7 @@ def test_bash_completes(capsys):
 
 def test_show_imports_what_it_needs():
     code = (
-        "import sys, io, contextlib\nfrom frisket.runtime.cli import main\n"
+        "import sys, io, contextlib\nfrom frisket.runtime.cli.main import main\n"
         "with contextlib.redirect_stdout(io.StringIO()):\n"
         "    main(['show', 'causal & window(256)', '--q-len', '1048576'])\n"
         "print(*sorted(sys.modules))"
@@ -281,6 +281,6 @@ def test_show_imports_what_it_needs():
 
 
 def test_help_imports_no_numbers():
-    code = "import sys\nfrom frisket.runtime.cli import main\nmain(['--help'])\nprint('numpy' in sys.modules)"
+    code = "import sys\nfrom frisket.runtime.cli.main import main\nmain(['--help'])\nprint('numpy' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert out.endswith("False\n")

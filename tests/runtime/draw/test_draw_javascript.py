@@ -7,7 +7,8 @@ import struct
 
 import numpy as np
 import pytest
-from support import expressions, javascript
+from support import javascript
+from support.lowering import expressions
 
 from frisket.dsl import ir
 from frisket.dsl.errors import EvaluationError

@@ -1,6 +1,6 @@
 """The page of a layout, as text and in a browser without a window: what it draws, says and refuses.
 
-`PICTURES=folder pytest tests/runtime/test_draw_page.py` keeps what the browser showed, to look at.
+`PICTURES=folder pytest tests/runtime/draw/test_draw_page.py` keeps what the browser showed, to look at.
 """
 
 import itertools
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import browser, brute
-from support.effort import at_most
+from support import browser
+from support.lowering import brute
+from support.lowering.effort import at_most
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError

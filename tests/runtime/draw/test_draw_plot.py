@@ -10,11 +10,11 @@ import matplotlib as mpl
 import matplotlib.image
 import numpy as np
 import pytest
-from support import brute
+from support.lowering import brute
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, ParameterError
-from frisket.runtime.cli import main
+from frisket.runtime.cli.main import main
 from frisket.runtime.draw.palette import DARK, LIGHT
 from frisket.runtime.draw.pixels import of_tiles, png, rgb
 from frisket.runtime.draw.plot import PANELS

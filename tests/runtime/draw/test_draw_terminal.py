@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import brute
+from support.lowering import brute
 
 from frisket.dsl.sugar import k, q
 from frisket.runtime.draw import terminal

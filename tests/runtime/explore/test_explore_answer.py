@@ -9,7 +9,7 @@ import pytest
 
 import frisket as fk
 from frisket.dsl.library import library
-from frisket.runtime.cli import main
+from frisket.runtime.cli.main import main
 from frisket.runtime.draw import html, portable
 from frisket.runtime.explore.answer import CHARACTERS, LONGEST, amount, answer, digest
 from frisket.runtime.explore.page import PARTS, page, shown

@@ -1,6 +1,6 @@
 """The explorer in a browser without a window: what people type, drag and choose, and what the page makes of it.
 
-`PICTURES=folder pytest tests/runtime/test_explore_page.py` keeps what the browser showed, to look at.
+`PICTURES=folder pytest tests/runtime/explore/test_explore_page.py` keeps what the browser showed, to look at.
 """
 
 import os

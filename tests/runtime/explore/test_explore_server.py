@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from frisket.runtime import cli_explore
-from frisket.runtime.cli import main
+from frisket.runtime.cli import explore as cli_explore
+from frisket.runtime.cli.main import main
 from frisket.runtime.explore import analyst as analyst_module
 from frisket.runtime.explore import server as server_module
 from frisket.runtime.explore.analyst import ABANDONED, Analyst

@@ -6,7 +6,8 @@ import random
 
 import numpy as np
 import pytest
-from support import brute, formats, masks
+from support import formats, masks
+from support.lowering import brute
 
 import frisket as fk
 from frisket.dsl.errors import ExportError

@@ -10,7 +10,8 @@ import torch
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as peer_mask
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as peer
-from support import brute, formats, masks
+from support import formats, masks
+from support.lowering import brute
 
 import frisket as fk
 from frisket.dsl.errors import ExportError

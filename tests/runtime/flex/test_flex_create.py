@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.attention.flex_attention as theirs
-from support import torch_masks
 from support.flex_masks import S, both, causal, dense, plain, same
+from support.torch import torch_masks
 
 import frisket as fk
 import frisket.flex as ours

@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import FlexKernelOptions  # noqa: E402
 from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
 from frisket.lowering.plan import Target  # noqa: E402
+from frisket.runtime.calls.tuning import Launch, Tuning  # noqa: E402
 from frisket.runtime.flex import pair  # noqa: E402
 from frisket.runtime.flex.kernel_options import KNOWN, REFUSED, options_of, read  # noqa: E402
-from frisket.runtime.torch_spec import attention_of, spec_of  # noqa: E402
-from frisket.runtime.tuning import Launch, Tuning  # noqa: E402
+from frisket.runtime.torch.spec import attention_of, spec_of  # noqa: E402
 
 UNDOCUMENTED = {
     "SPLIT_KV", "PARTITION_SIZE", "num_consumer_groups", "num_buffers_warp_spec", "FLOAT32_PRECISION",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.flex_cases import check_gradients
-from support.torch_callables import mask_case, score_case
+from support.torch.torch_callables import mask_case, score_case
 
 PAIRS = [
     ("same table twice", "document by batch and head"), ("cpb gather", "window complement"),

@@ -152,6 +152,6 @@ def test_bad_input():
 
 @pytest.mark.matrix
 def test_the_example(capsys):
-    path = Path(__file__).resolve().parents[2] / "examples" / "flax_layer.py"
+    path = Path(__file__).resolve().parents[3] / "examples" / "flax_layer.py"
     assert runpy.run_path(str(path))["main"]("ring") < 1e-5
     assert "ring gradients of 5 arrays\na prompt of 40 tokens and 8 steps differ" in capsys.readouterr().out

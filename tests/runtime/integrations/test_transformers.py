@@ -9,12 +9,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from support import effort, hf_models
+from support import hf_models
+from support.lowering import effort
 from transformers import AutoModel, BartConfig, BeitConfig, BertConfig, DynamicCache, StaticCache, T5Config
 
 import frisket as fk
 from frisket.integrations.transformers import attention
-from frisket.runtime import bind
+from frisket.runtime.plans import compiled as bind
 
 CALLS = {
     "plain": {},

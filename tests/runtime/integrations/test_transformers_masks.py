@@ -78,7 +78,7 @@ def test_padding(rows, names, stop):
 
 
 def test_the_page_has_the_figures_that_were_measured():
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     page = (root / "docs" / "transformers.md").read_text(encoding="utf-8")
     found = json.loads((root / "benchmarks" / "results" / "transformers-training.json").read_text(encoding="utf-8"))
     for case, what in (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime import native_build
+from frisket.runtime.machine import cpp_build as native_build
 
 draw = np.random.default_rng(0)
 Q, K, V = (jnp.asarray(draw.standard_normal((1, 200, heads, 64)), "bfloat16") for heads in (4, 2, 2))

@@ -7,7 +7,7 @@ import pytest
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.xla.promotion import usual_promotion
 
 S, H = 70, 2
 q, k, v = (jnp.asarray(np.random.default_rng(i).standard_normal((1, S, H, 8)), jnp.float32) for i in range(3))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.runtime import jax_platforms, native_build
-from frisket.runtime.once import SAID
+from frisket.runtime.jax import platforms as jax_platforms
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine.once import SAID
 
 draw = np.random.default_rng(0)
 Q, K, V = (jnp.asarray(draw.standard_normal((1, 200, heads, 64)), "bfloat16") for heads in (4, 2, 2))
@@ -30,7 +31,7 @@ def called(monkeypatch):
         names.append(backend)
         return found(backend, what)
 
-    monkeypatch.setattr("frisket.runtime.jax_call.executor", executor)
+    monkeypatch.setattr("frisket.runtime.jax.call.executor", executor)
     return names
 
 

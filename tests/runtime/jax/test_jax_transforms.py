@@ -13,10 +13,10 @@ from frisket.dsl.errors import BackwardError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
-from frisket.lowering.analysis.driver import analyse
-from frisket.lowering.jax_promotion import usual_promotion
+from frisket.lowering.analysis.layout import analyse
 from frisket.lowering.plan import Geometry, Target, make_plan
-from frisket.runtime import jax_op
+from frisket.lowering.xla.promotion import usual_promotion
+from frisket.runtime.jax import op as jax_op
 
 S, D = 72, 8
 TARGET = Target("xla", 32, 16)
@@ -98,7 +98,7 @@ def test_gradients_of_everything():
 
 
 def test_only_what_is_asked_for(monkeypatch):
-    from frisket.lowering import xla_backward
+    from frisket.lowering.xla import backward as xla_backward
 
     asked, run = [], xla_backward.backward
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import brute, masks
+from support import masks
+from support.lowering import brute
 
 import frisket as fk
 from frisket.dsl.errors import EvaluationError, ParameterError, ShapeError, Undecided

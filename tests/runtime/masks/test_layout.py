@@ -6,11 +6,12 @@ import random
 
 import numpy as np
 import pytest
-from support import brute, masks
+from support import masks
+from support.lowering import brute
 
 import frisket as fk
 from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
-from frisket.runtime.layout import Layout
+from frisket.runtime.masks.layout import Layout
 
 
 def layout(case: masks.Case) -> Layout:

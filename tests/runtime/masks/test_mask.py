@@ -10,7 +10,7 @@ import pytest
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.program import parse_expression
-from frisket.runtime.mask import Mask, ScoreMod, load, mask, program, score
+from frisket.runtime.masks.mask import Mask, ScoreMod, load, mask, program, score
 
 doc = np.array([0, 0, 1, 1])
 

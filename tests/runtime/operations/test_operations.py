@@ -463,7 +463,7 @@ def test_other_segments_trace_nothing():
 
 
 def test_equal_calls_are_compiled_once():
-    from frisket.runtime.entry import _compiled
+    from frisket.runtime.attention.entry import _compiled
 
     before = len(_compiled)
     for w in (5, 6):

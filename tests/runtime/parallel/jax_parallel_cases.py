@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
-from support import hlo
+from support.jax import hlo
 
 import frisket as fk
 from frisket.lowering import dense
@@ -184,7 +184,7 @@ def wanted(case, att, qkv, dout, dlse, sinks):
 
 
 def dense_form(part, what):
-    from frisket.lowering.analysis.driver import bind
+    from frisket.lowering.analysis.layout import bind
 
     return bind(part.expr, what.tables)
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 import frisket as fk
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.show import show
-from frisket.runtime import native_build
-from frisket.runtime.parallel.places import Where, check_covered, placed
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.parallel.shards import Where, check_covered, placed
 
 HERE = Path(__file__).parent
 FEW = ["bytes: even", "mesh", "large: native"]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from support import parallel_torch_ranks as ranks
 from support.processes import together
+from support.torch import parallel_torch_ranks as ranks
 
 import frisket as fk
 from frisket.dsl.errors import ParameterError, PeerError, ShapeError
@@ -159,7 +159,7 @@ def test_a_deal_of_other_documents_is_refused(alone):
 
 @pytest.mark.matrix
 def test_the_example_trains_as_one_process_does():
-    example = Path(__file__).resolve().parents[2] / "examples" / "context_parallel.py"
+    example = Path(__file__).resolve().parents[3] / "examples" / "context_parallel.py"
     said = []
     for count in (1, 3):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}", example]

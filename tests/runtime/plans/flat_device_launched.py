@@ -9,11 +9,12 @@ import weakref
 import pytest
 import torch
 import triton
-from support import triton_null
-from support.device_tables import NoLook, NoWait, pose
+from support.lowering.device_tables import NoLook, NoWait, pose
+from support.triton import triton_null
 
 import frisket as fk
-from frisket.runtime import backends, flat_triton
+from frisket.runtime.backends import registry as backends
+from frisket.runtime.plans import run_triton as flat_triton
 
 triton_null.install(watch=True)
 backends._triton_torch = lambda: ""
@@ -177,7 +178,7 @@ def test_warm_steps_ask_triton_for_no_kernel(monkeypatch):
 def test_without_triton_torch_plans(monkeypatch):
     """The text of torch's operators looks at no value, too."""
     monkeypatch.setattr(flat_triton, "runs", lambda device: False)
-    monkeypatch.setattr("frisket.runtime.flat_run._reachable", lambda *given: False)
+    monkeypatch.setattr("frisket.runtime.plans.run._reachable", lambda *given: False)
     att, given = fk.compile("causal & same(doc)"), arrays()
     with torch.no_grad(), NoLook(), NoWait():
         assert names(lambda: att(*given, doc=torch.arange(S) // 100)) == ["attention_forward"]

@@ -11,9 +11,9 @@ from support.matrix import some
 
 import frisket as fk
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
-from frisket.lowering.analysis.spans import from_records
-from frisket.runtime import checking as module
-from frisket.runtime import flat_run
+from frisket.lowering.spans import from_records
+from frisket.runtime.attention import checking as module
+from frisket.runtime.plans import run as flat_run
 
 S = 300
 RNG = np.random.default_rng(0)

@@ -75,7 +75,7 @@ def test_gradcheck(backend, name):
 
 
 def test_a_mutant_fails_gradcheck(monkeypatch):
-    from frisket.runtime import torch_autograd
+    from frisket.runtime.torch import autograd as torch_autograd
 
     real = torch_autograd.dsinks
     monkeypatch.setattr(torch_autograd, "dsinks", lambda *a: 1.01 * real(*a))
@@ -93,7 +93,7 @@ def test_gradients_beside_the_interpreter(dtype):
 
 
 def test_only_the_wanted_gradients_are_made(monkeypatch):
-    from frisket.lowering import aten_backward
+    from frisket.lowering.aten import backward as aten_backward
 
     asked = []
     real = aten_backward.backward
@@ -114,7 +114,8 @@ def test_only_the_wanted_gradients_are_made(monkeypatch):
 
 
 def test_learned_values_are_read_anew_and_planned_once(monkeypatch):
-    from frisket.runtime import bind, flat_laid
+    from frisket.runtime.plans import compiled as bind
+    from frisket.runtime.plans import device_static as flat_laid
 
     class Layer(torch.nn.Module):
         def __init__(self):

@@ -186,7 +186,7 @@ def test_export_keeps_everything(tmp_path):
 
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "permuted", "expanded"])
 def test_opcheck(kind):
-    from frisket.runtime import torch_library  # noqa: F401
+    from frisket.runtime.torch import graph as torch_library  # noqa: F401
 
     q, k, v = qkv(s=12, d=8, e=8)
     if kind == "permuted":
@@ -281,7 +281,7 @@ def test_a_bad_call_in_a_graph_is_an_error_of_frisket():
 @pytest.mark.parametrize("mask", ["causal", "causal & (b == 0 | q - k < 5)"])
 def test_a_mapped_axis_is_one_call_where_nothing_hangs_on_b(monkeypatch, mask, learned):
     """Forward and backward, by any axis, keys mapped or not; with a gradient of a table for every entry."""
-    from frisket.runtime import torch_op
+    from frisket.runtime.torch import op as torch_op
 
     att = fk.compile(mask, ALIBI, backend="aten")
     q, k, v = (x.detach() for x in qkv())

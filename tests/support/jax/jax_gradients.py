@@ -2,6 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
+from support import attention_cases as cases
+from support.attention_cases import Case, causal
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
@@ -10,9 +12,6 @@ from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import RATE, SEED
-
-from . import attention_cases as cases
-from .attention_cases import Case, causal
 
 draw = np.random.default_rng(11)
 

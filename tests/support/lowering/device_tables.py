@@ -8,7 +8,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from frisket.runtime import attention, entry, flat_plan, flat_triton, torch_decode, torch_op
+from frisket.runtime.attention import attention, entry
+from frisket.runtime.backends.cpp import decode as torch_decode
+from frisket.runtime.plans import device as flat_plan
+from frisket.runtime.plans import run_triton as flat_triton
+from frisket.runtime.torch import op as torch_op
 
 LOOKS = "item tolist numpy cpu __array__ __bool__ __int__ __float__ __index__ is_nonzero equal __contains__".split()
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")

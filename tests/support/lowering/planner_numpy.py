@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from frisket.lowering.emit.planner import Words
+from frisket.lowering.planner.arrays import Words
 
 HEADER = """
 import math

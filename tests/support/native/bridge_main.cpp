@@ -1,4 +1,4 @@
-// Behind runtime/native_bridge.cpp: its jobs on a pool of three threads, many at a time, as XLA might schedule them.
+// Behind runtime/backends/cpp/bridge.cpp: its jobs on a pool of three threads, many at a time, as XLA might schedule them.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>

@@ -9,8 +9,10 @@ import threading
 import numpy as np
 
 from frisket.lowering import derive
-from frisket.lowering.emit import cpp, cpp_backward, cpp_call
-from frisket.runtime import native_build
+from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp import call as cpp_call
+from frisket.lowering.kernels.cpp import forward as cpp
+from frisket.runtime.machine import cpp_build as native_build
 
 WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 PARALLEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, WORK, ctypes.c_void_p, ctypes.c_int64)

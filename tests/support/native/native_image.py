@@ -15,18 +15,22 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from support.attention_cases import Case, geometry, spans
 
 from frisket.dsl import ir
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import cpp, cpp_backward, cpp_call
+from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp import call as cpp_call
+from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
-from frisket.runtime import native_build, native_cpu, native_pool
-from support.attention_cases import Case, geometry, spans
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.machine import cpp_threads as native_pool
 
 KINDS = {"forward": 0, "backward": 1}
 MAIN = Path(__file__).parent / "native_main.cpp"
-POOL = Path(native_pool.__file__).with_name("native_pool.cpp")
+POOL = Path(native_pool.__file__).with_name("cpp_threads.cpp")
 
 
 @dataclass

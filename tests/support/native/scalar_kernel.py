@@ -7,7 +7,7 @@ Pair by pair in double, over the tiles of the spans, so that wrong spans show. A
 forward a row of it.
 """
 
-from frisket.lowering.emit import cpp_call
+from frisket.lowering.kernels.cpp import call as cpp_call
 
 KERNEL = """
 static Real load(const Array &x, int64_t b, int64_t h, int64_t n, int64_t d) {

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.processes import stop
 
 import frisket as fk
-from frisket.runtime import native_build
-from support.processes import stop
+from frisket.runtime.machine import cpp_build as native_build
 
 BACKENDS = ["aten", *([] if native_build.reason() else ["cpp"])]
 RANKS, LENGTH, TILE, BATCH, HEADS, KV_HEADS, DIM, V_DIM = 4, 170, 8, 2, 4, 2, 8, 12

@@ -1,4 +1,4 @@
-"""What two gloo processes do for tests/runtime/test_spread_torch.py: DTensors, TP, FSDP2, DDP."""
+"""What two gloo processes do for tests/runtime/torch/test_spread_torch.py: DTensors, TP, FSDP2, DDP."""
 
 from __future__ import annotations
 

@@ -6,10 +6,9 @@ from functools import cache
 
 import numpy as np
 import torch
-
-from .torch_case import Case
-from .torch_masks import masks
-from .torch_scores import scores
+from support.torch.torch_case import Case
+from support.torch.torch_masks import masks
+from support.torch.torch_scores import scores
 
 __all__ = ["MASKS", "SCORES", "Case", "in_torch", "mask_case", "score_case"]
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from support.attention_cases import Case
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup, param
@@ -10,8 +11,6 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import RATE, SEED, Geometry, make_plan
-
-from .attention_cases import Case
 
 causal = q >= k
 

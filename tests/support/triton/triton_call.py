@@ -2,12 +2,12 @@
 
 import numpy as np
 import torch
+from support import attention_cases as cases
+from support.triton import triton_bf16
 
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
-from frisket.runtime import triton_launch
-from support import attention_cases as cases
-from support import triton_bf16
+from frisket.runtime.backends.triton import forward as triton_launch
 
 triton_bf16.install()
 DROPPED = {SEED: 11, RATE: 0.3}

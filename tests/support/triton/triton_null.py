@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-from frisket.runtime import triton_bind
+from frisket.runtime.backends.triton import arguments as triton_bind
 
 compiled: list[str] = []  # the names of kernels, one for every compilation
 launched: list[tuple[Any, tuple[int, ...], int, tuple[Any, ...]]] = []  # kernel, grid, stream, arguments if `watching`

@@ -8,9 +8,10 @@ from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS, evaluate
 from frisket.dsl.ir import build, lit, param
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import expr, expr_triton
-from frisket.lowering.emit.expr import Text
-from frisket.lowering.emit.text import Page
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import Text
+from frisket.lowering.kernels.text import Page
+from frisket.lowering.kernels.triton import expr as expr_triton
 
 NAN, INF = float("nan"), float("inf")
 INTS = [-100, -7, -3, -2, -1, 0, 1, 2, 3, 5, 31, 32, 40, 63, 64, 1000]
@@ -97,7 +98,7 @@ def module(roots, int64: bool) -> str:
 def check(name: str, int64: bool) -> None:
     import torch
 
-    from frisket.runtime.triton_source import load
+    from frisket.runtime.backends.triton.source import load
 
     e = EXPRESSIONS[name]
     inputs = free(e)

@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
-from . import documents, images, marked, order  # noqa: F401 (each enters its words)
-from .registry import WORDS
+from support.words import documents, images, marked, order  # noqa: F401 (each enters its words)
+from support.words.registry import WORDS
 
 
 def dense(case):

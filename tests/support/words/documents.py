@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from .registry import WORDS, each, words
+from support.words.registry import WORDS, each, words
 
 # -- documents ----------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from .registry import WORDS, each, words
+from support.words.registry import WORDS, each, words
 
 
 def neighbours(i, size, n, dilation=1, stride=1, is_causal=False):

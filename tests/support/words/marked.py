@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from .registry import each, words
+from support.words.registry import each, words
 
 # -- rectangles ---------------------------------------------------------------------------------------
 

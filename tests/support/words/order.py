@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from .documents import place
-from .registry import WORDS, each, words
+from support.words.documents import place
+from support.words.registry import WORDS, each, words
 
 # -- order and windows --------------------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from support import native_call
+from support.native import native_call
 
 from frisket.lowering import dense
-from frisket.lowering.emit import cpp
+from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
-from frisket.runtime import bind, native_cpu
-from frisket.runtime.subject import subject
+from frisket.runtime.calls.program import subject
+from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.plans import compiled as bind
 
 R = np.random.default_rng(5)
 DOC = np.sort(R.integers(0, 6, 300))

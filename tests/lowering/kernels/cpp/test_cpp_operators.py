@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from support import native_call
+from support.native import native_call
 
 from frisket.dsl import ir
 from frisket.dsl.evaluate import OPERATORS as MEANING
@@ -13,9 +13,10 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import lookup, random
 from frisket.dsl.sugar import k, q
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import cpp
+from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
-from frisket.runtime import native_build, native_cpu
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
 
 FLOATS = np.array([-np.inf, -1e30, -90.0, -20.0, -3.5, -1.0, -0.25, -1e-3, -0.0, 0.0, 1e-30, 1e-3, 0.3, 0.5, 1.0, 2.75,
                    11.0, 40.0, 88.0, 1e30, np.inf, np.nan])  # fmt: skip

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from support import native_call
+from support.native import native_call
 
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
-from frisket.runtime import bind, native_build, native_cpu
-from frisket.runtime.subject import subject
+from frisket.runtime.calls.program import subject
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
+from frisket.runtime.plans import compiled as bind
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 R = np.random.default_rng(8)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from frisket.lowering import cpu_tiles
+from frisket.lowering.kernels.cpp import tiles as cpu_tiles
 from frisket.lowering.plan import Geometry
 
 

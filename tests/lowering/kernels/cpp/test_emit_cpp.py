@@ -10,7 +10,9 @@ from frisket.dsl.evaluate import OPERATORS
 from frisket.dsl.ir import lookup, param
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import cpp, cpp_backward, expr_cpp
+from frisket.lowering.kernels.cpp import backward as cpp_backward
+from frisket.lowering.kernels.cpp import expr as expr_cpp
+from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import K_SCALE, PAGES, Pages, Target, make_plan
 
 TARGET = Target("cpp", 96, 64)

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from support import brute, native_call, native_image
 from support.attention_cases import shared
+from support.lowering import brute
+from support.native import native_call, native_image
 
 import frisket as fk
 from frisket.dsl import ir
@@ -18,9 +19,11 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, function, h, k, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering import dense
-from frisket.lowering.emit import cpp
+from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import K_SCALE, PAGES, RATE, SEED, V_SCALE, Geometry, Pages, Target, make_plan, survives
-from frisket.runtime import native_build, native_cpu, native_torch
+from frisket.runtime.backends.cpp import torch as native_torch
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 

@@ -10,9 +10,10 @@ from functools import cache
 import numpy as np
 import pytest
 from support.attention_cases import CASES, Case, causal
-from support.native_image import Problem, flags_of, here, program
+from support.native.native_image import Problem, flags_of, here, program
 
-from frisket.runtime import native_build, native_cpu
+from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu as native_cpu
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 

@@ -13,7 +13,7 @@ import pytest
 
 import frisket as fk
 from frisket.dsl.errors import BackendError
-from frisket.runtime import native_build
+from frisket.runtime.machine import cpp_build as native_build
 
 pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 
@@ -89,7 +89,7 @@ def test_planners(scarce, text, shape, least):
 @pytest.mark.parametrize("length", [200, 1], ids=["rows", "one query"])
 def test_kernels(scarce, monkeypatch, length):
     torch = pytest.importorskip("torch")
-    from frisket.runtime import native_torch
+    from frisket.runtime.backends.cpp import torch as native_torch
 
     monkeypatch.setattr(native_torch, "library", native_build.library)
     q, k, v = (torch.randn(1, 2, n, 16) for n in (length, 200, 200))

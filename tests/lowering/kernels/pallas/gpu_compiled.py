@@ -1,12 +1,12 @@
-"""`python tests/kernels/gpu_compiled.py`: the Pallas kernels for Hopper compiled for GPUs that are not here, as far as
-machine code, with what ptxas says of them. Compared with tests/golden/gpu_compiled_*.txt, which `--update-golden`
-writes; words choose kernels (`python tests/kernels/gpu_compiled.py causal 256`). Needs JAX's CUDA plugin, nvcc and
-libdevice, and no GPU.
+"""`python tests/lowering/kernels/pallas/gpu_compiled.py`: the Pallas kernels for Hopper compiled for GPUs that are not
+here, as far as machine code, with what ptxas says of them. Compared with tests/golden/gpu_compiled_*.txt, which
+`--update-golden` writes; words choose kernels (`python tests/lowering/kernels/pallas/gpu_compiled.py causal 256`).
+Needs JAX's CUDA plugin, nvcc and libdevice, and no GPU.
 
 A line of the table: kernel, head size, dtype, tile, tiles read ahead, registers, bytes spilled (stores and loads),
-bytes of shared memory. What a causal dk and dv spill are numbers of a row, beside whose sums no register is left: none
-of it is in a loop over tiles. Registers are those a thread starts with; warpgroups then give and take (240 and 24).
-"""
+bytes of shared memory. What a causal dk and dv spill are numbers of a row, beside whose sums no register is left:
+none of it is in a loop over tiles. Registers are those a thread starts with; warpgroups then give and take (240 and
+24)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from jax.experimental import topologies
 from support.pallas_cases import LENGTH, LONG, long_plan, shapes_of
 
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import pallas_gpu_backward
+from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
-from frisket.runtime import pallas_gpu as runtime
-from frisket.runtime.modules import load
+from frisket.runtime.backends.pallas_gpu import forward as runtime
+from frisket.runtime.machine.generated import load
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-GOLDEN = Path(__file__).parents[1] / "golden" / f"gpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / f"gpu_compiled_{version('jax').rpartition('.')[0]}.txt"
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024

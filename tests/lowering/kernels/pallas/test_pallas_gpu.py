@@ -20,14 +20,17 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
-from frisket.lowering.emit import pallas_gpu, pallas_gpu_backward, pallas_gpu_text, pallas_inputs
-from frisket.lowering.emit.expr_jnp import JNP
-from frisket.lowering.emit.pallas_gpu_expr import Expressions
-from frisket.lowering.emit.text import filled
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.jnp_expr import JNP
+from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
+from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
+from frisket.lowering.kernels.pallas_gpu import forward_text as pallas_gpu_text
+from frisket.lowering.kernels.pallas_gpu.expr import Expressions
+from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Target, make_plan
-from frisket.runtime import pallas_gpu as runtime
-from frisket.runtime.modules import load
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.pallas_gpu import forward as runtime
+from frisket.runtime.machine.generated import load
 
 REFUSED = {"relation", "switch"} & {name for name, c in CASES.items() if "sees" in c.tables}
 BLOCK = (128, 64)

@@ -19,11 +19,11 @@ from frisket.dsl.sugar import eq, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import pallas_gpu_backward as kernels
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
-from frisket.runtime import modules
-from frisket.runtime import pallas_gpu_backward as runtime
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.pallas_gpu import backward as runtime
+from frisket.runtime.machine import generated as modules
 
 OLD = tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11)
 SMALL = Case(heads=1, kv_heads=1, dim=64, v_dim=64, dtype="bfloat16", q_len=150, kv_len=150)

@@ -20,13 +20,15 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
-from frisket.lowering.emit import pallas_inputs, pallas_tpu, pallas_walk
-from frisket.lowering.emit.expr_jnp import JNP
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.jnp_expr import JNP
+from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
+from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
+from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import RATE, SEED, Geometry, Target, make_plan
-from frisket.runtime import jax_op
-from frisket.runtime import pallas_tpu as runtime
-from frisket.runtime.modules import load
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.pallas_tpu import forward as runtime
+from frisket.runtime.jax import op as jax_op
+from frisket.runtime.machine.generated import load
 
 TARGET = Target("pallas-tpu", 128, 128)
 rng = np.random.default_rng(11)

@@ -9,9 +9,9 @@ import pytest
 from jax import export
 from jax.experimental.pallas import tpu as pltpu
 from support import attention_cases as cases
-from support import jax_gradients
 from support.attention_cases import CASES, Case, Source, causal
-from support.jax_gradients import LEARNED, compare, normal
+from support.jax import jax_gradients
+from support.jax.jax_gradients import LEARNED, compare, normal
 from support.matrix import some
 
 import frisket as fk
@@ -21,11 +21,11 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import pallas_tpu_backward as emitted
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.pallas_tpu import backward as emitted
 from frisket.lowering.plan import Geometry, Target, make_plan
-from frisket.runtime import modules
-from frisket.runtime import pallas_tpu_backward as runtime
+from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.pallas_tpu import backward as runtime
+from frisket.runtime.machine import generated as modules
 
 MORE = {
     "other-heads": Case(

@@ -13,9 +13,9 @@ from support.matrix import some
 from support.stored_cases import STORED, Stored, decode
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.emit import pallas_tpu
+from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.plan import Geometry, Pages, Target, make_plan
-from frisket.runtime import pallas_tpu as runtime
+from frisket.runtime.backends.pallas_tpu import forward as runtime
 
 TARGET = Target("pallas-tpu", 128, 128)
 PAGED = {

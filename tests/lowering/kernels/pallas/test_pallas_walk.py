@@ -7,10 +7,10 @@ import pytest
 from jax import lax
 
 from frisket.dsl.errors import LoweringError
-from frisket.lowering.emit import pallas_walk
-from frisket.lowering.emit.pallas_walk import folded, locate, walk
-from frisket.lowering.flat import DeviceSpans
+from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
+from frisket.lowering.kernels.pallas_tpu.walk import folded, locate, walk
 from frisket.lowering.plan import Spans
+from frisket.lowering.planner.planner import DeviceSpans
 
 
 def random_spans(rng, slices, rows, columns, most, batch, heads, group, alike):

@@ -1,6 +1,7 @@
-"""`python tests/kernels/tpu_compiled.py`: libtpu compiles the Pallas kernels for TPUs that are not here, as far as
-machine code, and says what does not fit. Compared with tests/golden/tpu_compiled_*.txt, which `--update-golden` writes;
-a word chooses kernels (`python tests/kernels/tpu_compiled.py distance`). Needs libtpu and no TPU.
+"""`python tests/lowering/kernels/pallas/tpu_compiled.py`: libtpu compiles the Pallas kernels for TPUs that are not
+here, as far as machine code, and says what does not fit. Compared with tests/golden/tpu_compiled_*.txt, which
+`--update-golden` writes; a word chooses kernels (`python tests/lowering/kernels/pallas/tpu_compiled.py distance`).
+Needs libtpu and no TPU.
 
 A line of the table: kernel, head size, dtype, tile, TPU, and whether it compiles, with the memory that its program
 takes, or why not. Versions of libtpu differ in that; the table names its own.
@@ -32,13 +33,14 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import pallas_tpu, pallas_tpu_backward
-from frisket.lowering.emit.expr_jnp import JNP
+from frisket.lowering.kernels.jnp_expr import JNP
+from frisket.lowering.kernels.pallas_tpu import backward as pallas_tpu_backward
+from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
-from frisket.runtime import pallas_tpu as runtime
-from frisket.runtime import pallas_tpu_backward as runtime_backward
+from frisket.runtime.backends.pallas_tpu import backward as runtime_backward
+from frisket.runtime.backends.pallas_tpu import forward as runtime
 
-GOLDEN = Path(__file__).parents[1] / "golden" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _VMEM = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
 

@@ -13,12 +13,16 @@ from frisket.dsl.evaluate import OPERATORS
 from frisket.dsl.ir import build, lit, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.emit import expr, expr_jnp, expr_triton, triton, triton_decode
-from frisket.lowering.emit.expr import COLUMN, POSITION, ROW, SCALAR, Text
-from frisket.lowering.emit.text import Names, Page
-from frisket.lowering.emit.triton_forward import emit
-from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels import jnp_expr as expr_jnp
+from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR, Text
+from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.triton import decode as triton_decode
+from frisket.lowering.kernels.triton import expr as expr_triton
+from frisket.lowering.kernels.triton import module as triton
+from frisket.lowering.kernels.triton.forward import emit
+from frisket.lowering.kernels.triton.parameters import OWN, SIZES, arguments
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Pages, Target, make_plan
 
 TARGET = Target("triton", 128, 64, 8, 3)

@@ -6,18 +6,18 @@ from dataclasses import replace
 
 import pytest
 from support.attention_cases import CASES, causal, plan
-from support.torch_gradients import MODS
+from support.torch.torch_gradients import MODS
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import expr_triton
-from frisket.lowering.emit.triton_backward import emit
-from frisket.lowering.emit.triton_cotangents import sums
-from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton import expr as expr_triton
+from frisket.lowering.kernels.triton.backward import emit
+from frisket.lowering.kernels.triton.cotangents import sums
+from frisket.lowering.kernels.triton.parameters import OWN, SIZES, arguments
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 
 TARGET = Target("triton", 128, 128, 8, 2, dq=Target("triton", 128, 64, 8, 2), dkv=Target("triton", 64, 128, 8, 2))

@@ -10,10 +10,11 @@ from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, minimum, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import alone, backward_of
-from frisket.lowering.emit import expr_triton, triton
-from frisket.lowering.emit.triton_captured import diagonal, plane, scatter, square
-from frisket.lowering.emit.triton_parameters import OWN, SIZES, arguments
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton import expr as expr_triton
+from frisket.lowering.kernels.triton import module as triton
+from frisket.lowering.kernels.triton.captured import diagonal, plane, scatter, square
+from frisket.lowering.kernels.triton.parameters import OWN, SIZES, arguments
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Target, make_plan
 
 TARGET, DIMS = square(Target("triton", 128, 64, 8, 3)), Dims(64, 64, "bfloat16", group=4)

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.lowering.emit import triton, triton_backward, triton_forward
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton import backward as triton_backward
+from frisket.lowering.kernels.triton import forward as triton_forward
+from frisket.lowering.kernels.triton import module as triton
+from frisket.lowering.kernels.triton.writer import Dims
 
 SHAPE = {"q_len": 4096, "heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16"}
 

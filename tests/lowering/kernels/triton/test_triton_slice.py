@@ -3,52 +3,54 @@ files test_triton_*.py beside this one, is `pytest -m matrix`."""
 
 from pathlib import Path
 
-from support.triton_process import run
+from support.triton.triton_process import run
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[3]
 INTERPRETED = {
-    "kernels/triton_interpreted.py": (
+    "lowering/kernels/triton/triton_interpreted.py": (
         "every_case[gqa]", "every_case[empty-rows]", "every_case[scaled]", "every_case_with_everything[softcap]",
         "every_case_in_half_precision[documents-by-batch-bfloat16]", "every_case_with_closed_form_bounds[window-crop]",
         "tensors_of_any_head_size[40-float16]", "operators",
     ),
-    "kernels/triton_interpreted_decode.py": (
+    "lowering/kernels/triton/triton_interpreted_decode.py": (
         "parts_of_packed_heads[4-17-2]", "parts_with_everything[gqa]",
         "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
     ),
-    "kernels/triton_interpreted_stored.py": ("parts[no end]", "forward[as they are]"),
-    "kernels/triton_backward_interpreted.py": (
+    "lowering/kernels/triton/triton_interpreted_stored.py": ("parts[no end]", "forward[as they are]"),
+    "lowering/kernels/triton/triton_backward_interpreted.py": (
         "every_case[softcap]", "captured[by row]", "captured_in_half_precision[by column, gqa bfloat16]",
         "sums_with_sinks_and_dropout[gqa-True-0.6]",
         "shapes_with_closed_form_bounds[place1]",
     ),
-    "kernels/triton_captured_interpreted.py": (
+    "lowering/kernels/triton/triton_captured_interpreted.py": (
         "every_table[plane, of a head]", "half_precision[scatter, crop-bfloat16]",
     ),
-    "kernels/triton_jax_interpreted.py": (
+    "runtime/backends/triton_jax_interpreted.py": (
         "every_case[documents-by-batch]", "every_gradient[learned by-diagonal]", "everything_at_once[empty-rows]",
         "few_queries_of_all_heads_in_parts_of_the_keys[3]", "traced_values_make_no_other_kernel",
     ),
-    "kernels/triton_large_interpreted.py": (
+    "lowering/kernels/triton/triton_large_interpreted.py": (
         "weights_in_torch[one key-1e+30]", "weights_in_torch[affine-100000.0]", "weights_in_jax[distance-100000.0]",
     ),
-    "kernels/triton_planner_interpreted.py": (
+    "lowering/planner/triton_planner_interpreted.py": (
         "written_masks[documents]", "random_masks[1]",
         "steps_from_tables_to_gradients[causal & doc[b, q] == doc[b, k]-tables1]",
     ),
-    "runtime/triton_binding_interpreted.py": ("graph_of_a_checkpoint", "eager_beside_the_interpreter"),
+    "runtime/backends/triton_binding_interpreted.py": ("graph_of_a_checkpoint", "eager_beside_the_interpreter"),
 }  # fmt: skip
 COMPILED = {
-    "kernels/triton_compiled.py": (
+    "lowering/kernels/triton/triton_compiled.py": (
         "default_tiles_do_not_spill[softcap, alibi-64]", "backward_compiles[learned softcap-bfloat16-live1]",
         "every_operator_compiles[False]",
     ),
-    "kernels/triton_planner_compiled.py": ("planners_compile[documents-sm_90]",),
-    "kernels/triton_table.py": ("some[gfx942-64-causal-whole]",),
+    "lowering/planner/triton_planner_compiled.py": ("planners_compile[documents-sm_90]",),
+    "lowering/kernels/triton/triton_table.py": ("some[gfx942-64-causal-whole]",),
 }  # fmt: skip
 LAUNCHED = {
-    "runtime/flat_device_launched.py": ("no_value_is_looked_at[causal & same(doc)]", "changed_lengths_compile_nothing"),
-    "runtime/triton_binding_launched.py": (
+    "runtime/plans/flat_device_launched.py": (
+        "no_value_is_looked_at[causal & same(doc)]", "changed_lengths_compile_nothing",
+    ),
+    "runtime/backends/triton_binding_launched.py": (
         "lengths_batches_and_heads_compile_nothing", "windows_inside_a_class_compile_nothing",
         "the_kernel_is_the_one_triton_would_choose", "a_warm_call_reads_nothing_back[documents]",
     ),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from readme import blocks
-from support.triton_process import run
+from support.triton.triton_process import run
 
 HERE = Path(__file__).parent
-GOLDEN = HERE.parent / "golden"
+GOLDEN = HERE.parents[2] / "golden"
 
 
 def test_the_table_is_whole():
@@ -42,6 +42,6 @@ def test_the_page_shows_what_the_command_prints():
     (block,) = blocks("console", GOLDEN.parents[1] / "docs" / "triton.md")
     command, shown = block.removeprefix("$ frisket ").split("\n", 1)
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
-    argv = [sys.executable, "-m", "frisket.runtime.cli", *shlex.split(command)]
+    argv = [sys.executable, "-m", "frisket.runtime.cli.main", *shlex.split(command)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True)
     assert done.stdout == shown, done.stderr

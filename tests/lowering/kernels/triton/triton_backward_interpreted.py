@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import torch_gradients, triton_bf16
 from support.attention_cases import CASES, STEEP, STEEP_BOUNDS, Case, Source, causal
-from support.torch_gradients import MODS, learned, window
+from support.torch import torch_gradients
+from support.torch.torch_gradients import MODS, learned, window
+from support.triton import triton_bf16
 
 import frisket as fk
 from frisket.dsl import ir
@@ -16,7 +17,8 @@ from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.plan import Bounds, Target, make_plan
-from frisket.runtime import triton_backward, triton_launch
+from frisket.runtime.backends.triton import backward as triton_backward
+from frisket.runtime.backends.triton import forward as triton_launch
 
 triton_bf16.install()
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")

@@ -6,11 +6,11 @@ from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit.triton_captured import diagonal, plane, scatter, square
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.captured import diagonal, plane, scatter, square
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, make_plan
-from frisket.runtime.triton_report import ARCHITECTURES, compile_reports
-from frisket.runtime.triton_tiles import default_target
+from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports
+from frisket.runtime.backends.triton.tiles import default_target
 
 causal = q >= k
 documents = eq(lookup("doc", (q,)), lookup("doc", (k,)))

@@ -5,21 +5,24 @@ import math
 import numpy as np
 import pytest
 import torch
-from support import torch_gradients, triton_bf16
 from support.attention_cases import DOC, EMPTY_ROWS, STEEP, STEEP_BOUNDS, Case, Source, causal, rng
-from support.torch_gradients import learned
+from support.torch import torch_gradients
+from support.torch.torch_gradients import learned
+from support.triton import triton_bf16
 from triton.runtime.interpreter import interpreter_builder
 
 import frisket as fk
 from frisket.dsl.ir import lookup, param, var
 from frisket.dsl.sugar import b, eq, function, h, k, maximum, minimum, q, score, where
 from frisket.dsl.types import FLOAT, INT
-from frisket.lowering import aten
-from frisket.lowering.aten_fold import folded
+from frisket.lowering.aten import forward as aten
+from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Bounds, Target, make_plan
-from frisket.runtime import triton_backward, triton_grids, triton_launch
-from frisket.runtime.triton_captured import _Run, captured
+from frisket.runtime.backends.triton import backward as triton_backward
+from frisket.runtime.backends.triton import forward as triton_launch
+from frisket.runtime.backends.triton import grids as triton_grids
+from frisket.runtime.backends.triton.captured import _Run, captured
 
 triton_bf16.install()
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")

@@ -7,9 +7,9 @@ import pytest
 import torch
 import triton
 from support import attention_cases as cases
-from support import triton_operators
 from support.attention_cases import CASES
-from support.torch_gradients import MODS
+from support.torch.torch_gradients import MODS
+from support.triton import triton_operators
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -18,14 +18,15 @@ from frisket.dsl.errors import BackendError
 from frisket.dsl.sugar import b, eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.derive import backward_of
-from frisket.lowering.emit import triton_backward, triton_decode
-from frisket.lowering.emit.triton_forward import emit
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton import backward as triton_backward
+from frisket.lowering.kernels.triton import decode as triton_decode
+from frisket.lowering.kernels.triton.forward import emit
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime.triton_launch import forward
-from frisket.runtime.triton_report import ARCHITECTURES, compile_reports, compiled_for
-from frisket.runtime.triton_source import load
-from frisket.runtime.triton_tiles import MEDIUM, default_target, loads_per_position
+from frisket.runtime.backends.triton.forward import forward
+from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports, compiled_for
+from frisket.runtime.backends.triton.source import load
+from frisket.runtime.backends.triton.tiles import MEDIUM, default_target, loads_per_position
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)

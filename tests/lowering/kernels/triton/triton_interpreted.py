@@ -4,18 +4,20 @@ import numpy as np
 import pytest
 import torch
 from support import attention_cases as cases
-from support import triton_operators
 from support.attention_cases import CASES, Case, causal
-from support.triton_call import check, run, with_everything
+from support.triton import triton_operators
+from support.triton.triton_call import check, run, with_everything
 
 from frisket.dsl import ir
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.ir import lit, var
 from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
-from frisket.runtime import triton_launch, triton_report, triton_source
+from frisket.runtime.backends.triton import forward as triton_launch
+from frisket.runtime.backends.triton import report as triton_report
+from frisket.runtime.backends.triton import source as triton_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 

@@ -5,16 +5,16 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, Case, causal
-from support.triton_call import check, run, tensors, with_everything
+from support.triton.triton_call import check, run, tensors, with_everything
 
 import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.sugar import h, k, q, score
 from frisket.lowering import dense
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, make_plan
-from frisket.runtime import triton_decode
+from frisket.runtime.backends.triton import decode as triton_decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 q0, q1, k0, k1 = (ir.var(n) for n in ("q0", "q1", "k0", "k1"))

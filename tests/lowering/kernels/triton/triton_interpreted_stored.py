@@ -7,10 +7,10 @@ import torch
 from support import attention_cases as cases
 from support import stored_cases
 from support.stored_cases import STORED
-from support.triton_call import poisoned
+from support.triton.triton_call import poisoned
 
 from frisket.lowering.plan import Target
-from frisket.runtime import triton_launch
+from frisket.runtime.backends.triton import forward as triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 

@@ -13,15 +13,15 @@ import frisket as fk
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import b, h, k, q, score
 from frisket.dsl.types import FLOAT
-from frisket.lowering.emit import triton_forward
-from frisket.lowering.emit.triton_decode import emit as emit_decode
-from frisket.lowering.emit.triton_writer import Dims
+from frisket.lowering.kernels.triton import forward as triton_forward
+from frisket.lowering.kernels.triton.decode import emit as emit_decode
+from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, Pages, make_plan
-from frisket.runtime import triton_decode
-from frisket.runtime.triton_report import ARCHITECTURES, compile_reports
-from frisket.runtime.triton_tiles import MEDIUM, default_target
+from frisket.runtime.backends.triton import decode as triton_decode
+from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports
+from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
 
-GOLDEN = Path(__file__).parent.parent / "golden" / f"triton_report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / f"triton_report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
 LENGTH, HEADS = 8192, 8
 KINDS = {"whole": (LENGTH, HEADS), "decode": (1, 1)}  # queries, key heads: forward and backward, and a step of decoding
 MASKS = {  # the three classes of windows, spans from a table, and a score mod

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support import torch_views
-from support.torch_views import SHAPES, VIEWS
+from support.torch import torch_views
+from support.torch.torch_views import SHAPES, VIEWS
 
 import frisket as fk
 
