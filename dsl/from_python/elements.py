@@ -1,6 +1,6 @@
 """Operators on single elements of any type, as arrays have them: a Bool counts as 0 or 1, `+` of two is `or`.
 
->>> from .sugar import k, q
+>>> from frisket.dsl.sugar import k, q
 >>> joined("sub", q >= k, q)
 int(q >= k) - q
 >>> joined("mul", q >= k, q > 2)

@@ -1,6 +1,6 @@
 """numpy's functions and arrays in a traced function.
 
->>> from .ir import var
+>>> from frisket.dsl.ir import var
 >>> q, k = Symbol(var("q")), Symbol(var("k"))
 >>> np.where(q > k, q - k, 0) < 4
 where(q > k, q - k, 0) < 4

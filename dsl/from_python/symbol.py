@@ -7,7 +7,7 @@ q - k < 4 & q != 2
 An array is one Expr in index variables, one for each of its axes, so indexing is substitution and `.sum(-1)` is a
 bounded reduction:
 
->>> from .show import show
+>>> from frisket.dsl.show import show
 >>> x = table("x", (8, 3), FLOAT)
 >>> y = x[q] * x[k]
 >>> y.shape, show(reduced("sum", y).expr, ["x"])

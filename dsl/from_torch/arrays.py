@@ -1,9 +1,9 @@
 """What torch's reductions, indexing and changes of shape mean on arrays of Exprs, by name. Nothing here needs torch.
 
->>> from .symbol import table
->>> from .ir import var
->>> from .show import show
->>> from .types import FLOAT
+>>> from frisket.dsl.from_python.symbol import table
+>>> from frisket.dsl.ir import var
+>>> from frisket.dsl.show import show
+>>> from frisket.dsl.types import FLOAT
 >>> x, q = table("x", (8, 3), FLOAT), Symbol(var("q"))
 >>> show(norm(x[q], p=1, dim=-1).expr, ["x"])
 'sum(j in 0..extent(x, 1): abs(x[q, j]))'

@@ -1,8 +1,8 @@
 """torch callables to Expr: captured tensors become tables and scalars, torch's functions the language's operators.
 
 >>> import torch
->>> from .show import show
->>> from .trace import trace
+>>> from frisket.dsl.show import show
+>>> from frisket.dsl.from_python.trace import trace
 >>> def alibi(slopes):
 ...     return lambda score, b, h, q, k: torch.where(q >= k, score + slopes[h] * (k - q), -torch.inf)
 >>> slopes = torch.tensor([0.5, 0.25])

@@ -1,6 +1,6 @@
 """What torch's functions of single elements mean on symbols, by name. Nothing here needs torch.
 
->>> from .ir import var
+>>> from frisket.dsl.ir import var
 >>> q, k = Symbol(var("q")), Symbol(var("k"))
 >>> SCALARS["where"](q >= k, SCALARS["remainder"](q, 4), -1)
 where(q >= k, q % 4, -1)

@@ -1,6 +1,6 @@
 """A compiled attention as a text, for graphs of torch: an exported program holds all it needs.
 
->>> from .entry import compile
+>>> from frisket.runtime.attention.entry import compile
 >>> print(compile("causal & window(w)", "softcap(5)", w=4).spec)
 scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None deterministic=True unwritten=False score=-1 at=-
 param w: int = 4

@@ -1688,6 +1688,6 @@ static int64_t forward(const Call *call) {
 }  // namespace
 
 extern "C" int64_t frisket_forward(const Call *call) { return forward(call); }
-// An XLA call is turned into a Call by runtime/native_bridge.cpp, which sets this where JAX is.
+// An XLA call is turned into a Call by runtime/backends/cpp/bridge.cpp, which sets this where JAX is.
 extern "C" { void *(*frisket_bridge)(void *frame, int64_t (*kernel)(const Call *)); }
 extern "C" void *frisket_forward_xla(void *frame) { return frisket_bridge(frame, frisket_forward); }

@@ -420,8 +420,9 @@ def test_devices_of_a_mesh():
         spec = importlib.util.spec_from_file_location("tests_here", os.environ["TEST_FILE"])
         t = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(t)
-        from support import attention_cases as cases, scalar_kernel
-        from frisket.runtime import native_jax
+        from support import attention_cases as cases
+        from support.native import scalar_kernel
+        from frisket.runtime.backends.cpp import jax as native_jax
         from frisket.lowering.plan import Spans
         from frisket.lowering.planner.planner import DeviceSpans
 

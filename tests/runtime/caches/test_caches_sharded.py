@@ -10,14 +10,14 @@ import pytest
 
 START = """
 import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/runtime"]
+sys.path[:0] = [{tests!r}, {tests!r} + "/runtime/caches"]
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
 import frisket as fk
 import test_caches_jax as cases
 from frisket.caches.jax import ShardedKVCache
 from frisket.runtime.modeling.kv_cache import init_cache
-from support import llama_jax
+from support.jax import llama_jax
 def auto(names, *shape):
     return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=jax.devices()[:np.prod(shape)])
 """

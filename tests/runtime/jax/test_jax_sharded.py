@@ -10,7 +10,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 import sys
 sys.path.insert(0, {tests!r})
-sys.path.insert(0, {tests!r} + "/runtime")
+sys.path.insert(0, {tests!r} + "/runtime/jax")
 from test_jax_transforms import LEARNED, SINKS, VALUES, close, dense, loss_of, ours, qkv, causal
 from frisket.dsl.sugar import b, h, k, q, score
 
