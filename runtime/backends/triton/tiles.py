@@ -50,7 +50,7 @@ ROW, LENGTH = 128, 4096  # rows of tiles so long, in so many tokens, say how man
 OF_WARPS = ("sm_80", "sm_86", "sm_89", "sm_120")  # their matrix instructions read both operands from registers
 
 # kernel -> window -> padded head size -> block_q, block_k, warps, stages. 16-bit numbers on Hopper and Blackwell: as
-# large as registers carry without a spill (tests/golden/triton_report_*.txt).
+# large as registers carry without a spill (tests/golden/triton/report_*.txt).
 Tile = tuple[int, int, int, int]
 SHARED = {  # bytes of shared memory that a block may have, by the vendors' documents
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448,

@@ -314,7 +314,7 @@ def test_torch_looks_at_no_value(name, sorted_):
 def test_text(name, backend, golden):
     mask = {"window_by_table": (q >= k) & (q - k < lookup("w", (masks.h,)))}.get(name, masks.written()["documents"])
     made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
-    golden(f"planner_{backend}_{name}.py", text.emit(made, WORDS[backend][0]))
+    golden(f"planner/{backend}_{name}.py", text.emit(made, WORDS[backend][0]))
 
 
 def test_meta_tensors_suffice():

@@ -157,7 +157,7 @@ def test_boxes_of_tables():
 def test_text(name, golden):
     mask = {"window_by_table": (q >= k) & (q - k < lookup("w", (masks.h,)))}.get(name, masks.written()["documents"])
     made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
-    golden(f"planner_cpp_{name}.cpp", text.function(made))
+    golden(f"planner/cpp_{name}.cpp", text.function(made))
     assert text.emit(made).endswith(text.function(made))
 
 

@@ -19,7 +19,7 @@ DOC = frozenset({"doc"})
 def test_text(name, golden):
     mask = {"window_by_table": (q >= k) & (q - k < lookup("w", (masks.h,)))}.get(name, masks.written()["documents"])
     made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
-    golden(f"planner_triton_{name}.py", text.emit(made).text)
+    golden(f"planner/triton_{name}.py", text.emit(made).text)
 
 
 def test_names_of_parameters_stand_apart():

@@ -21,13 +21,13 @@ documents = eq(lookup("doc", (b, q)), lookup("doc", (b, k)))
 softcap = 50.0 * function("tanh", score / 50.0)
 alibi = lookup("slope", (h,), FLOAT) * (k - q)
 GOLDEN = {
-    "cpp_full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
-    "cpp_documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
-    "cpp_softcap_alibi.cpp": (
+    "cpp/full.cpp": (make_plan(None, None, rows_nonempty=True, score_finite=True), 64, 64, "float64"),
+    "cpp/documents.cpp": (make_plan(causal & documents, None, "causal & same(doc)"), 80, 64, "bfloat16"),
+    "cpp/softcap_alibi.cpp": (
         make_plan(causal, softcap + alibi, "causal\nsoftcap(50) + slope[h] * (k - q)", dropout=True),
         128, 128, "float32",
     ),
-    "cpp_relative_bias.cpp": (
+    "cpp/relative_bias.cpp": (
         make_plan(
             causal & eq(q // 3 % param("n"), k // 3 % param("n")) & lookup("seen", (k + 2,), BOOL),
             score + lookup("bias", (h, q - k + 512), FLOAT) + lookup("grid", (q // 8, k // 8), FLOAT),
@@ -42,7 +42,7 @@ GOLDEN = {
 def test_golden_window(golden):
     """The whole source, with the parts written by hand."""
     made = make_plan(causal & (q - k < param("w")), None, "causal & window(w)", rows_nonempty=True)
-    golden("cpp_window.cpp", cpp.emit(made, TARGET, 64, 64, "float32"))
+    golden("cpp/window.cpp", cpp.emit(made, TARGET, 64, 64, "float32"))
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -54,7 +54,7 @@ def test_golden_text(name, golden):
 
 
 def test_the_source_is_its_parts():
-    made, *rest = GOLDEN["cpp_documents.cpp"]
+    made, *rest = GOLDEN["cpp/documents.cpp"]
     source = cpp.emit(made, TARGET, *rest)
     kernel = cpp.Kernel(made, TARGET, *rest)
     for part in (kernel.head(), kernel.expressions(), *map(cpp.part, (*cpp.ARITHMETIC, "forward", "decode"))):

@@ -1,5 +1,5 @@
 """`python tests/lowering/kernels/pallas/gpu_compiled.py`: the Pallas kernels for Hopper compiled for GPUs that are not
-here, as far as machine code, with what ptxas says of them. Compared with tests/golden/gpu_compiled_*.txt, which
+here, as far as machine code, with what ptxas says of them. Compared with tests/golden/pallas/gpu_compiled_*.txt, which
 `--update-golden` writes; words choose kernels (`python tests/lowering/kernels/pallas/gpu_compiled.py causal 256`).
 Needs JAX's CUDA plugin, nvcc and libdevice, and no GPU.
 
@@ -37,7 +37,7 @@ from frisket.runtime.backends.pallas_gpu import forward as runtime
 from frisket.runtime.machine.generated import load
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
-GOLDEN = Path(__file__).parents[3] / "golden" / f"gpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / "pallas" / f"gpu_compiled_{version('jax').rpartition('.')[0]}.txt"
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024

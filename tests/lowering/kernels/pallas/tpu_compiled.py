@@ -1,5 +1,5 @@
 """`python tests/lowering/kernels/pallas/tpu_compiled.py`: libtpu compiles the Pallas kernels for TPUs that are not
-here, as far as machine code, and says what does not fit. Compared with tests/golden/tpu_compiled_*.txt, which
+here, as far as machine code, and says what does not fit. Compared with tests/golden/pallas/tpu_compiled_*.txt, which
 `--update-golden` writes; a word chooses kernels (`python tests/lowering/kernels/pallas/tpu_compiled.py distance`).
 Needs libtpu and no TPU.
 
@@ -40,7 +40,7 @@ from frisket.lowering.plan import RATE, SEED, Geometry, Pages, make_plan
 from frisket.runtime.backends.pallas_tpu import backward as runtime_backward
 from frisket.runtime.backends.pallas_tpu import forward as runtime
 
-GOLDEN = Path(__file__).parents[3] / "golden" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / "pallas" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _VMEM = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
 

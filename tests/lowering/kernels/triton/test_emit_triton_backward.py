@@ -43,8 +43,8 @@ def names(text):
 
 
 def test_golden_text(golden):
-    golden("triton_backward_window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
-    golden("triton_backward_documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
+    golden("triton/backward_window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
+    golden("triton/backward_documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
 
 
 @pytest.mark.parametrize("name", [*CASES, *MODS])

@@ -1,5 +1,5 @@
 """Run by test_triton_table.py without TRITON_INTERPRET: what the default tiles take of every architecture, beside
-tests/golden/triton_report_<version of Triton>.txt. Another compiler allots other registers, so it has a table of its
+tests/golden/triton/report_<version of Triton>.txt. Another compiler allots other registers, so it has a table of its
 own; of what is not in it only the limits are checked. `--update-golden` writes the lines of the tests that run."""
 
 from itertools import product
@@ -21,7 +21,7 @@ from frisket.runtime.backends.triton import decode as triton_decode
 from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports
 from frisket.runtime.backends.triton.tiles import MEDIUM, default_target
 
-GOLDEN = Path(__file__).parents[3] / "golden" / f"triton_report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / "triton" / f"report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
 LENGTH, HEADS = 8192, 8
 KINDS = {"whole": (LENGTH, HEADS), "decode": (1, 1)}  # queries, key heads: forward and backward, and a step of decoding
 MASKS = {  # the three classes of windows, spans from a table, and a score mod
