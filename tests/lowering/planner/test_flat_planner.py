@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import masks
-from support.lowering import brute
+from support.lowering import brute, golden_planners
 from support.lowering.planner_numpy import NUMPY
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -310,11 +310,9 @@ def test_torch_looks_at_no_value(name, sorted_):
 
 
 @pytest.mark.parametrize("backend", ["jnp", "torch"])
-@pytest.mark.parametrize("name", ["documents", "sorted_documents", "window_by_table"])
+@pytest.mark.parametrize("name", golden_planners.NAMES)
 def test_text(name, backend, golden):
-    mask = {"window_by_table": (q >= k) & (q - k < lookup("w", (masks.h,)))}.get(name, masks.written()["documents"])
-    made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
-    golden(f"planner/{backend}_{name}.py", text.emit(made, WORDS[backend][0]))
+    golden_planners.check(golden, name, f"{backend}.py", lambda made: text.emit(made, WORDS[backend][0]))
 
 
 def test_meta_tensors_suffice():

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 from support import masks
+from support.lowering import golden_planners
 from support.lowering.planner_numpy import NUMPY
 
 import frisket as fk
@@ -153,11 +154,10 @@ def test_boxes_of_tables():
     assert compare(cases) == 2
 
 
-@pytest.mark.parametrize("name", ["documents", "sorted_documents", "window_by_table"])
+@pytest.mark.parametrize("name", golden_planners.NAMES)
 def test_text(name, golden):
-    mask = {"window_by_table": (q >= k) & (q - k < lookup("w", (masks.h,)))}.get(name, masks.written()["documents"])
-    made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
-    golden(f"planner/cpp_{name}.cpp", text.function(made))
+    made = golden_planners.made(name)
+    golden_planners.check(golden, name, "cpp.cpp", text.function)
     assert text.emit(made).endswith(text.function(made))
 
 

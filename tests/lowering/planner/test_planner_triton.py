@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from support import masks
+from support.lowering import golden_planners
 from support.triton.triton_process import run
 
 from frisket.dsl.ir import lookup
@@ -12,14 +13,11 @@ from frisket.lowering.planner import planner as flat
 from frisket.lowering.planner import triton as text
 
 HERE = Path(__file__).parent
-DOC = frozenset({"doc"})
 
 
-@pytest.mark.parametrize("name", ["documents", "sorted_documents", "window_by_table"])
+@pytest.mark.parametrize("name", golden_planners.NAMES)
 def test_text(name, golden):
-    mask = {"window_by_table": (q >= k) & (q - k < lookup("w", (masks.h,)))}.get(name, masks.written()["documents"])
-    made = flat.planner(mask, DOC if name == "sorted_documents" else frozenset())
-    golden(f"planner/triton_{name}.py", text.emit(made).text)
+    golden_planners.check(golden, name, "triton.py", lambda made: text.emit(made).text)
 
 
 def test_names_of_parameters_stand_apart():

@@ -1,0 +1,28 @@
+"""Golden planners: a language keeps one text whole, for sorted documents; for other masks, unified diffs against it."""
+
+from difflib import unified_diff
+
+from support import masks
+
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import k, q
+from frisket.lowering.planner.planner import planner
+
+WHOLE = "sorted_documents"
+WINDOW = (q >= k) & (q - k < lookup("w", (masks.h,)))
+NAMES = (WHOLE, "documents", "window_by_table")
+
+
+def made(name):
+    mask = WINDOW if name == "window_by_table" else masks.written()["documents"]
+    return planner(mask, frozenset({"doc"}) if name == WHOLE else frozenset())
+
+
+def check(golden, name, file, printed):
+    """`file` is as "jnp.py"; `printed` writes the text of a planner."""
+    language, text = file.partition(".")[0], printed(made(name))
+    if name == WHOLE:
+        return golden(f"planner/{file}", text)
+    whole = printed(made(WHOLE)).splitlines()
+    diff = unified_diff(whole, text.splitlines(), f"{language}: {WHOLE}", f"{language}: {name}", n=1, lineterm="")
+    return golden(f"planner/{language}_{name}.diff", "\n".join(diff) + "\n")
