@@ -29,7 +29,7 @@ from .pixels import of_tiles, png, start
 from .save import save
 
 if TYPE_CHECKING:
-    from frisket.runtime.masks.layout import Layout
+    from frisket.runtime.layouts.tiling import Tiling
 
 ROOM = str(__package__)
 STILL = 128  # cells along each axis of the picture in a notebook
@@ -44,7 +44,7 @@ opened(JSON.parse($("data").textContent)).then(show).then(() => { document.docum
 """
 
 
-def to_html(layout: Layout, path: str | Path | None = None) -> str:
+def to_html(layout: Tiling, path: str | Path | None = None) -> str:
     """The page as text, written to `path` (`.html`) if there is one.
 
     Tables of more than 8 MiB (packed) stay out, and the page says so: it explains tiles then, not tokens. Raises
@@ -75,7 +75,7 @@ def filled(**parts: str) -> str:
     return re.sub(r"\{\{([\w.]+)\}\}", part, file(ROOM, "page.html"))
 
 
-def data(layout: Layout, pack: portable.Pack = portable.packed, table: portable.Pack | None = None) -> dict[str, Any]:
+def data(layout: Tiling, pack: portable.Pack = portable.packed, table: portable.Pack | None = None) -> dict[str, Any]:
     """What the scripts of the page draw and ask; `pack` writes runs, `table` writes tables, where they differ."""
     runs = portable.runs(layout, pack)
     size = sum(len(text) for array in runs.values() for text in array.values())
@@ -94,7 +94,7 @@ def data(layout: Layout, pack: portable.Pack = portable.packed, table: portable.
     }  # fmt: skip
 
 
-def said(layout: Layout) -> dict[str, str]:
+def said(layout: Tiling) -> dict[str, str]:
     """What the page says in words, as HTML."""
     block = "{:,} × {:,}".format(*layout.block)
     return {"shape": escape(_shape(layout)), "block": block, "tiles": _tiles(layout), "facts": _facts(layout)}
@@ -105,7 +105,7 @@ def script(value: Any) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def notebook(layout: Layout) -> str:
+def notebook(layout: Tiling) -> str:
     """A small picture with counts: no script, nothing loaded, whatever the page around it looks like."""
     panel = of_tiles(layout, LIGHT, cells=STILL)
     longest = max(layout.q_len, layout.kv_len)
@@ -141,13 +141,13 @@ def _variables(palette: Palette) -> str:
     return " ".join(f"--{name}: {colour};" for name, colour in asdict(palette).items())
 
 
-def _shape(layout: Layout) -> str:
+def _shape(layout: Tiling) -> str:
     (bq, bk), named = layout.block, layout.batch * layout.heads > 1
     text = f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq:,} × {bk:,}"
     return text + (f", batch {layout.batch:,}, heads {layout.heads:,}" if named else "")
 
 
-def _tiles(layout: Layout) -> str:
+def _tiles(layout: Tiling) -> str:
     """Rows of a table: the legend with counts. Styled in place, as notebooks keep no style sheets."""
     c = layout.counts
     total = c.full + c.partial + c.empty
@@ -177,7 +177,7 @@ def percent(count: int, total: int) -> str:
     return "> 99.9 %" if text == "100 %" and count < total else text
 
 
-def _facts(layout: Layout) -> str:
+def _facts(layout: Tiling) -> str:
     pairs = [*str(layout.facts).split("\n"), *([] if layout.exact else ["exact     no: the budget ran out"])]
     rows = [(line[:9].strip(), line[9:].strip()) for line in pairs]
     rows += [("with", f"{name} = {value}") for name, value in layout.params.items()]

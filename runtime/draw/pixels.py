@@ -26,7 +26,7 @@ from .palette import Palette
 from .terminal import of_layout
 
 if TYPE_CHECKING:
-    from frisket.runtime.masks.layout import Layout
+    from frisket.runtime.layouts.tiling import Tiling
 
 Array = NDArray[Any]
 CELLS = 512  # along each axis at most
@@ -45,7 +45,7 @@ class Panel:
 
 
 def panels(
-    layout: Layout, palette: Palette, batches: Sequence[int], heads: Sequence[int], *, fine: bool, cells: int, most: int
+    layout: Tiling, palette: Palette, batches: Sequence[int], heads: Sequence[int], *, fine: bool, cells: int, most: int
 ) -> list[Panel]:
     """The different pictures among these batch entries and heads, at most so many."""
     named = uses(layout.written)
@@ -67,7 +67,7 @@ def panels(
     return list(found.values())
 
 
-def of_tiles(layout: Layout, palette: Palette, b: int = 0, h: int = 0, cells: int = CELLS) -> Panel:
+def of_tiles(layout: Tiling, palette: Palette, b: int = 0, h: int = 0, cells: int = CELLS) -> Panel:
     """One batch entry and head, from its runs. A cell of several tiles is full or empty where all of them are,
     else from `tint` to `partial` by the share that is read."""
     grid = of_layout(layout, b, h, min(cells, CELLS))
@@ -79,7 +79,7 @@ def of_tiles(layout: Layout, palette: Palette, b: int = 0, h: int = 0, cells: in
     return Panel(colours, (bq * nq, bk * nk), grid.step)
 
 
-def of_tokens(layout: Layout, palette: Palette, b: int = 0, h: int = 0) -> Panel:
+def of_tokens(layout: Tiling, palette: Palette, b: int = 0, h: int = 0) -> Panel:
     """One batch entry and head with every position of its partial tiles."""
     bq, bk = layout.block
     tiles = of_layout(layout, b, h, max(layout.rows, layout.columns))
@@ -90,7 +90,7 @@ def of_tokens(layout: Layout, palette: Palette, b: int = 0, h: int = 0) -> Panel
     return Panel(colours, (1, 1), (0, 0))
 
 
-def seen(layout: Layout, b: int, h: int) -> NDArray[np.bool_]:
+def seen(layout: Tiling, b: int, h: int) -> NDArray[np.bool_]:
     """The mask at every position of one slice, bool [q_len, kv_len]."""
     b0, h0, q0, k0 = layout.origin
     shape = (1, 1, layout.q_len, layout.kv_len)

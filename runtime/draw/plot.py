@@ -29,7 +29,7 @@ from .terminal import tokens as position
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from frisket.runtime.masks.layout import Layout
+    from frisket.runtime.layouts.tiling import Tiling
 
     from .figure import Figure
 
@@ -41,7 +41,7 @@ SUFFIXES = (".png", ".svg")
 
 
 def plot(
-    layout: Layout,
+    layout: Tiling,
     path: str | Path | None = None,
     *,
     b: int | None = None,
@@ -106,7 +106,7 @@ def _chosen(name: str, at: int | None, n: int) -> Sequence[int]:
     return range(n) if at is None else [at]
 
 
-def _fine(layout: Layout, style: Style, tokens: bool | None) -> bool:
+def _fine(layout: Tiling, style: Style, tokens: bool | None) -> bool:
     """Whether to draw tokens."""
     positions, longest = layout.q_len * layout.kv_len, max(layout.q_len, layout.kv_len)
     fits = positions <= TOKENS and longest <= style.pixels
@@ -122,7 +122,7 @@ def _fine(layout: Layout, style: Style, tokens: bool | None) -> bool:
 # -- how it is placed, in pixels from the upper left corner --------------------------------------------
 
 
-def _figure(layout: Layout, style: Style, panels: Sequence[Panel], of: int) -> Figure:
+def _figure(layout: Tiling, style: Style, panels: Sequence[Panel], of: int) -> Figure:
     from .figure import Figure
 
     pt, across = style.points, min(3, len(panels))
@@ -157,7 +157,7 @@ def _figure(layout: Layout, style: Style, panels: Sequence[Panel], of: int) -> F
     return figure
 
 
-def _extent(layout: Layout, style: Style, panel: Panel) -> tuple[int, int]:
+def _extent(layout: Tiling, style: Style, panel: Panel) -> tuple[int, int]:
     """(width, height) of one picture: tokens are square unless one side would be too thin to see, cells whole
     pixels."""
     longest = max(layout.q_len, layout.kv_len)
@@ -168,7 +168,7 @@ def _extent(layout: Layout, style: Style, panel: Panel) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
-def _draw(axes: Axes, layout: Layout, style: Style, panel: Panel, label: str, pixels: tuple[int, int]) -> None:
+def _draw(axes: Axes, layout: Tiling, style: Style, panel: Panel, label: str, pixels: tuple[int, int]) -> None:
     p, (rows, columns) = style.palette, panel.colours.shape[:2]
     ends = (0, columns * panel.step[1], rows * panel.step[0], 0)
     axes.imshow(panel.colours, extent=ends, interpolation="none", aspect="auto")
@@ -225,13 +225,13 @@ def _legend(figure: Figure, style: Style, panel: Panel, at: tuple[int, int]) -> 
 # -- what is said ---------------------------------------------------------------------------------------
 
 
-def _label(panel: Panel, layout: Layout) -> str:
+def _label(panel: Panel, layout: Tiling) -> str:
     (b, h), *others = panel.slices
     parts = [f"batch {b}"] * (layout.batch > 1) + [f"head {h}"] * (layout.heads > 1)
     return ", ".join(parts) + (f" and {len(others):,} like it" if others else "")
 
 
-def _words(layout: Layout, style: Style, panels: Sequence[Panel], of: int, pixels: int) -> tuple[list[str], list[str]]:
+def _words(layout: Tiling, style: Style, panels: Sequence[Panel], of: int, pixels: int) -> tuple[list[str], list[str]]:
     """Lines above the picture and below it."""
     text = style.title if style.title is not None else " ".join(repr(layout.written).split())
     wide = int(pixels / style.points(5.8))

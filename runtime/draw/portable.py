@@ -23,7 +23,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import SIZE_NAMES
 
 if TYPE_CHECKING:
-    from frisket.runtime.masks.layout import Layout
+    from frisket.runtime.layouts.tiling import Tiling
 
 Array = NDArray[Any]
 Pack = Callable[[Array], dict[str, str]]
@@ -31,7 +31,7 @@ TABLES = 8 << 20  # bytes of packed tables in one page
 SAFE = 2**53 - 1  # the Ints a JavaScript number holds
 
 
-def mask(layout: Layout, pack: Pack | None = None) -> dict[str, Any]:
+def mask(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     """`text` with the `spans` of its clauses, and the `program` of the mask; `why` where a page cannot carry one.
     `pack` writes a table, `packed` where it is not given."""
     tables = {name: table.array for name, table in layout.tables.items()}
@@ -108,7 +108,7 @@ def _worded(e: Expr, index: Mapping[Expr, int]) -> list[Any]:
     return [text, [[name, index[part]] for name, part in parts]]
 
 
-def runs(layout: Layout, pack: Pack | None = None) -> dict[str, Any]:
+def runs(layout: Tiling, pack: Pack | None = None) -> dict[str, Any]:
     """The runs of every distinct slice: CSR, starts and stops in turn, and the slice of every (b, h)."""
     r = layout.runs
     ends = np.stack([r.start, r.stop], axis=1).reshape(-1)

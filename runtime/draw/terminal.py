@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from rich.text import Text
 
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 
 if TYPE_CHECKING:
-    from frisket.runtime.masks.layout import Layout
+    from rich.text import Text
+
+    from frisket.runtime.layouts.tiling import Tiling
 
 CELLS = 32  # drawn cells along each axis at most: two columns each, so 64 of 80
 MARGIN = 8  # columns for the labels of rows
@@ -101,7 +102,7 @@ def _sizes(shape: tuple[int, ...], steps: tuple[int, int]) -> NDArray[np.int64]:
     return np.multiply.outer(*sides)
 
 
-def of_layout(layout: Layout, b: int = 0, h: int = 0, cells: int = CELLS) -> Grid:
+def of_layout(layout: Tiling, b: int = 0, h: int = 0, cells: int = CELLS) -> Grid:
     """From one batch entry and head of a layout, counted from 0 in the layout."""
     runs, rows = layout.runs, layout.rows
     first = int(runs.slice_of[b, h]) * rows
@@ -110,7 +111,7 @@ def of_layout(layout: Layout, b: int = 0, h: int = 0, cells: int = CELLS) -> Gri
     return from_runs(row_ptr - row_ptr[0], runs.start[at], runs.stop[at], runs.kind[at], layout.columns, cells)
 
 
-def draw(layout: Layout) -> str:
+def draw(layout: Tiling) -> str:
     """What `print(layout)` shows: sizes, counts, and the picture of its first batch entry and head."""
     c, (bq, bk) = layout.counts, layout.block
     head = f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq} × {bk}: "
@@ -118,13 +119,13 @@ def draw(layout: Layout) -> str:
     return "\n".join([head, *filter(None, [which(layout)]), layout_picture(layout).plain])
 
 
-def which(layout: Layout, b: int = 0, h: int = 0) -> str:
+def which(layout: Tiling, b: int = 0, h: int = 0) -> str:
     """Which of several pictures this is; empty where all are the same."""
     slices = len(layout.spans.count)
     return f"batch {b}, head {h}: one of {slices:,} different layouts" if slices > 1 else ""
 
 
-def layout_picture(layout: Layout, b: int = 0, h: int = 0, *, ink: Ink | None = None, width: int = 80) -> Text:
+def layout_picture(layout: Tiling, b: int = 0, h: int = 0, *, ink: Ink | None = None, width: int = 80) -> Text:
     """The picture of one batch entry and head, with its axes in global positions, at most `width` columns wide."""
     origin = tuple(_entry(x, b) for x in layout.origin[2:])
     grid = of_layout(layout, b, h, max(4, min(CELLS, (width - MARGIN) // 2)))
@@ -174,6 +175,8 @@ def picture(
 ) -> Text:
     """The picture with axes in tokens and a legend. `block` is a tile's size in tokens, `origin` the first
     query and key of the layout, `width` the columns there are."""
+    from rich.text import Text
+
     rows, columns = grid.full.shape
     q_step, k_step = (s * b for s, b in zip(grid.step, block, strict=True))
     every = 4
@@ -194,6 +197,8 @@ def picture(
 
 
 def _legend(grid: Grid, step: tuple[int, int], ink: Ink, width: int) -> Text:
+    from rich.text import Text
+
     levels = ("half",) if grid.step == (1, 1) else ("most", "half", "little")
     parts = [
         Text.assemble((ink.full, STYLES["full"]), (" full", "dim")),

@@ -16,9 +16,9 @@ from frisket.lowering.analysis.layout import SIZE_NAMES
 from frisket.lowering.kernels.torch_mask_mod import mask_mod
 from frisket.lowering.plan import Sizes, make_plan
 from frisket.lowering.simplify import simplify
+from frisket.runtime.layouts.tiling import Tiling
 from frisket.runtime.machine.extras import extras
 from frisket.runtime.machine.generated import load
-from frisket.runtime.masks.layout import Layout
 
 from .tile_lists import Lists, both_ways
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
+def to_block_mask(layout: Tiling, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
     """torch's `BlockMask`, as `create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, BLOCK_SIZE=block)` makes it.
 
     >>> import frisket as fk
@@ -58,7 +58,7 @@ def to_block_mask(layout: Layout, device: Any = "cpu", separate_full_blocks: boo
     )  # fmt: skip
 
 
-def exact_lists(layout: Layout, device: Any, *, apart: bool) -> list[Lists]:
+def exact_lists(layout: Tiling, device: Any, *, apart: bool) -> list[Lists]:
     """Lists of partial and of full tiles, by rows and then by columns; of all together unless `apart`."""
     if not layout.exact:
         raise ExportError(
@@ -69,7 +69,7 @@ def exact_lists(layout: Layout, device: Any, *, apart: bool) -> list[Lists]:
     return both_ways(layout, device, "rest", "BlockMask", apart=apart)
 
 
-def mask_mod_of(layout: Layout, device: Any = "cpu") -> Callable[..., Any]:
+def mask_mod_of(layout: Tiling, device: Any = "cpu") -> Callable[..., Any]:
     """`mask_mod(b, h, q_idx, kv_idx)` on torch tensors, in positions of the crop, its tables on `device`.
 
     The text is in its attribute `source` and where `inspect.getsource` looks.
@@ -108,7 +108,7 @@ def written(
     return made  # type: ignore[no-any-return]
 
 
-def _local(layout: Layout) -> tuple[Expr, dict[str, Any]]:
+def _local(layout: Tiling) -> tuple[Expr, dict[str, Any]]:
     """The mask in positions of the crop, with sizes and parameters written in."""
     tables: dict[str, Any] = {n: t.array for n, t in layout.tables.items()}
     values: dict[Expr, Expr] = {var(n): lit(int(s)) for n, s in zip(SIZE_NAMES, layout.sizes, strict=True)}

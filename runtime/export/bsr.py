@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL
 from frisket.lowering.aten.expr import distance_only
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.layouts.tiling import Tiling
 
 from .visible import BUDGET, elements, scene
 
@@ -61,7 +61,7 @@ class BSR:
     shape: tuple[int, int]
 
 
-def to_bsr(layout: Layout, bits: bool = False) -> BSR:
+def to_bsr(layout: Tiling, bits: bool = False) -> BSR:
     """Block sparse rows of the layout's tiles.
 
     >>> import frisket as fk
@@ -104,7 +104,7 @@ def to_bsr(layout: Layout, bits: bool = False) -> BSR:
     return _whole(layout, [_looked_at(tiles[i], partial(seen, s)) for s, i in enumerate(index)], slice_of)
 
 
-def _whole(layout: Layout, made: list[BlockRows], slice_of: Array) -> BSR:
+def _whole(layout: Tiling, made: list[BlockRows], slice_of: Array) -> BSR:
     """Equal masks once."""
     seen: dict[bytes, int] = {}
     place, kept = [], []
@@ -118,7 +118,7 @@ def _whole(layout: Layout, made: list[BlockRows], slice_of: Array) -> BSR:
     return BSR(tuple(kept), np.array(place, np.int32)[slice_of], shape)
 
 
-def _rows(layout: Layout, s: int) -> BlockRows:
+def _rows(layout: Tiling, s: int) -> BlockRows:
     """The rows of slice `s` of the spans."""
     t = layout.runs
     ptr = t.row_ptr[s * layout.rows : (s + 1) * layout.rows + 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.layouts.tiling import Tiling
 
 from .tile_lists import both_ways
 
@@ -36,7 +36,7 @@ class FA4:
     backward: BlockSparseTensors
 
 
-def to_fa4(layout: Layout, device: Any = "cpu", compact: bool = False) -> FA4:
+def to_fa4(layout: Tiling, device: Any = "cpu", compact: bool = False) -> FA4:
     """Block-sparse tensors for FlashAttention 4, forward and backward.
 
     >>> import frisket as fk

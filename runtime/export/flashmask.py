@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError, MismatchError
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.layouts.tiling import Tiling
 
 from .visible import ANY, Lines, lines, listed, reader, why
 
@@ -33,7 +33,7 @@ class FlashMask:
     causal: bool
 
 
-def to_flashmask(layout: Layout) -> FlashMask:
+def to_flashmask(layout: Tiling) -> FlashMask:
     """FlashMask indices with as few columns as hold the mask.
 
     >>> import frisket as fk

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError, MismatchError
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.layouts.tiling import Tiling
 
 from .varlen import one_mask, packed
 from .visible import ANY, lines, listed, why
@@ -36,7 +36,7 @@ class Slices:
         return len(self.attn_type_map)
 
 
-def to_slices(layout: Layout) -> Slices:
+def to_slices(layout: Tiling) -> Slices:
     """Few slices that show exactly what the mask shows, none overlapping another.
 
     >>> import frisket as fk

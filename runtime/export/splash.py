@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
+from frisket.runtime.layouts.tiling import Tiling
 from frisket.runtime.machine.extras import extras
-from frisket.runtime.masks.layout import Layout
 
 from .bsr import BSR, to_bsr
 from .visible import why
@@ -42,7 +42,7 @@ class _Tiles:
     block: Array
 
 
-def to_splash(layout: Layout, fused: bool = False) -> Splash:
+def to_splash(layout: Tiling, fused: bool = False) -> Splash:
     """Splash attention's `MaskInfo`, forward and transposed, equal to `process_mask` of the dense mask.
 
     >>> import frisket as fk
@@ -85,7 +85,7 @@ def to_splash(layout: Layout, fused: bool = False) -> Splash:
     return Splash(info(False, True), info(True, not fused), (int(layout.block[0]), int(layout.block[1])))
 
 
-def _check_lengths(layout: Layout) -> None:
+def _check_lengths(layout: Tiling) -> None:
     for name, n, tile in zip(("q_len", "kv_len"), (layout.q_len, layout.kv_len), layout.block, strict=True):
         if n % tile:
             raise ExportError(
@@ -94,7 +94,7 @@ def _check_lengths(layout: Layout) -> None:
             )
 
 
-def _tiles(layout: Layout, bsr: BSR) -> tuple[_Tiles, Array]:
+def _tiles(layout: Tiling, bsr: BSR) -> tuple[_Tiles, Array]:
     """The read tiles, and the distinct cut ones, bool [blocks, block_q, block_kv], in order of appearance."""
     masks = [bsr.slices[s] for s in bsr.slice_of[0]]
     masks = masks[:1] if all(m is masks[0] for m in masks) else masks
@@ -119,7 +119,7 @@ def _tiles(layout: Layout, bsr: BSR) -> tuple[_Tiles, Array]:
     return tiles, partial
 
 
-def _no_empty_row(layout: Layout, tiles: _Tiles, partial: Array) -> None:
+def _no_empty_row(layout: Tiling, tiles: _Tiles, partial: Array) -> None:
     """Refuse a query that sees no key."""
     heads, rows, _ = tiles.shape
     seen = np.zeros((heads, rows, layout.block[0]), bool)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.lowering.analysis.layout import grid_of
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
-from frisket.runtime.masks.layout import Layout, RunTable
+from frisket.runtime.layouts.tiling import RunTable, Tiling
 
 Array = NDArray[Any]
 Tensor = Any
@@ -35,7 +35,7 @@ Tail = Literal["rest", "zero"]
 
 
 def both_ways(
-    layout: Layout, device: Any, tail: Tail, name: str, *, compact: bool = False, apart: bool = True
+    layout: Tiling, device: Any, tail: Tail, name: str, *, compact: bool = False, apart: bool = True
 ) -> list[Lists]:
     """Lists of PARTIAL and of FULL tiles, forward and then transposed; of all together unless `apart`.
 
@@ -67,7 +67,7 @@ def both_ways(
 Kind = tuple[int, ...]  # tiles of these kinds
 
 
-def _slices(layout: Layout) -> Array:
+def _slices(layout: Tiling) -> Array:
     """[B, H] of the batch entries and heads that are told apart: 1 where the mask does not ask."""
     _, slice_of = grid_of(
         layout.mask, layout.q_len, layout.kv_len, layout.batch, layout.heads, layout.block, layout.origin
@@ -77,7 +77,7 @@ def _slices(layout: Layout) -> Array:
     return np.asarray(slice_of[:nb, :nh])
 
 
-def _check(layout: Layout, sides: list[tuple[RunTable, int, int]], name: str) -> None:
+def _check(layout: Tiling, sides: list[tuple[RunTable, int, int]], name: str) -> None:
     """Forward and transposed hold the same tiles: both prove FULL and EMPTY, so equal totals mean equal sets."""
     totals = []
     for t, rows, _ in sides:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import ExportError
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.layouts.tiling import Tiling
 
 from .visible import ANY, Lines, lines, listed, why
 
@@ -33,7 +33,7 @@ class Varlen:
     window_size: tuple[int, int]
 
 
-def to_varlen(layout: Layout) -> Varlen:
+def to_varlen(layout: Tiling) -> Varlen:
     """`cu_seqlens` and flags for a mask that is documents on the diagonal, causal, windowed or full.
 
     >>> import frisket as fk
@@ -86,7 +86,7 @@ def _documents(q: Array, first: Array, stop: Array) -> tuple[Array, ...]:
     return np.cumsum(opens) - 1, q[at], q[end] + 1, first[at], stop[end]
 
 
-def _corners(layout: Layout, r0: Array, r1: Array, k0: Array, k1: Array) -> NDArray[np.int32]:
+def _corners(layout: Tiling, r0: Array, r1: Array, k0: Array, k1: Array) -> NDArray[np.int32]:
     """cu_seqlens of queries and of keys, int32 [2, documents + 1]. Queries between two documents are one without
     keys, keys between them one without queries."""
     total_q, total_k = layout.batch * layout.q_len, layout.batch * layout.kv_len
@@ -98,7 +98,7 @@ def _corners(layout: Layout, r0: Array, r1: Array, k0: Array, k1: Array) -> NDAr
     return np.ascontiguousarray(corners[:, np.append(True, moves)])
 
 
-def one_mask(layout: Layout, seen: Lines, name: str) -> None:
+def one_mask(layout: Tiling, seen: Lines, name: str) -> None:
     """Refuse masks that differ from head to head."""
     of = seen.slice_of
     if (of == of[:, :1]).all():
@@ -125,7 +125,7 @@ def _difference(seen: Lines, s: int, t: int) -> tuple[int, int]:
     return q, int(np.flatnonzero(np.cumsum(edge[0] - edge[1]))[0])
 
 
-def packed(layout: Layout, seen: Lines) -> tuple[Array, Array, Array]:
+def packed(layout: Tiling, seen: Lines) -> tuple[Array, Array, Array]:
     """(query, first key, stop) of every run of every batch entry, one entry after another."""
     parts = []
     for b, s in enumerate(seen.slice_of[:, 0].tolist()):
@@ -141,7 +141,7 @@ def _width(distance: Array, free: Array) -> int:
     return -1 if free.all() else max(-1, int(distance.max()))
 
 
-def _misfit(layout: Layout, q: int, has: tuple[int, int], flags: tuple[int, int] | None, said: str) -> ExportError:
+def _misfit(layout: Tiling, q: int, has: tuple[int, int], flags: tuple[int, int] | None, said: str) -> ExportError:
     """Query `q` of the packed sequence sees keys `has`, and the best flags would show it `flags`."""
     b, q = divmod(q, layout.q_len)
     offset = b * layout.kv_len

@@ -20,7 +20,7 @@ from frisket.lowering.analysis.rows import solved
 from frisket.lowering.analysis.tiles import FULL, Grid, Scope
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records, merge
-from frisket.runtime.masks.layout import Layout
+from frisket.runtime.layouts.tiling import Tiling
 
 Array = NDArray[Any]
 BUDGET = 1 << 28  # elements, or entries of an array, an export may look at or hold
@@ -52,7 +52,7 @@ class Lines:
         return ptr - ptr[0], self.start[ptr[0] : ptr[-1]], self.stop[ptr[0] : ptr[-1]]
 
 
-def scene(layout: Layout, transposed: bool = False) -> tuple[Expr, Grid, Array, Scope]:
+def scene(layout: Tiling, transposed: bool = False) -> tuple[Expr, Grid, Array, Scope]:
     """The mask, its slices (one for every (b, h) it may tell apart), `slice_of` [batch, heads], and its values."""
     expr = layout.mask
     grid, slice_of = grid_of(expr, layout.q_len, layout.kv_len, layout.batch, layout.heads, layout.block, layout.origin)
@@ -63,7 +63,7 @@ def scene(layout: Layout, transposed: bool = False) -> tuple[Expr, Grid, Array, 
     return expr, grid, slice_of, Scope(env, layout.tables)
 
 
-def lines(layout: Layout, *, most: int, too_many: TooMany, transposed: bool = False) -> Lines:
+def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = False) -> Lines:
     """The runs of every line, none with more than `most`: the first that has more raises what `too_many` makes of
     it. Raises `ExportError`, too, where more than `BUDGET` elements would have to be looked at."""
     expr, grid, slice_of, scope = scene(layout, transposed)
@@ -146,7 +146,7 @@ def _from_intervals(formulas: Any, grid: Grid, s: int, scope: Scope) -> Iterator
 
 
 def _from_tiles(
-    layout: Layout, expr: Expr, grid: Grid, s: int, scope: Scope, transposed: bool
+    layout: Tiling, expr: Expr, grid: Grid, s: int, scope: Scope, transposed: bool
 ) -> Iterator[Piece]:  # fmt: skip
     """Any mask: fine tiles, and the elements of those the mask cuts."""
     small = Grid(grid.q_len, grid.kv_len, (_FINE, _FINE), *(x[s : s + 1] for x in (grid.b, grid.h, grid.q, grid.k)))
@@ -219,7 +219,7 @@ def reader(slice_of: Array, slice: int) -> tuple[int, int]:
     return b, h
 
 
-def why(layout: Layout, b: int, h: int, q: int, k: int) -> str:
+def why(layout: Tiling, b: int, h: int, q: int, k: int) -> str:
     """What decides at a position of the crop, in one line for an error, in global positions."""
     b0, h0, q0, k0 = layout.origin
     q_at, k_at = (int(np.broadcast_to(x, layout.batch)[b]) for x in (q0, k0))

@@ -10,7 +10,8 @@ from frisket.dsl.errors import BudgetError
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
     from frisket.lowering.analysis.table import TableFacts
-    from frisket.runtime.masks.layout import Layout
+
+    from .tiling import Tiling
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Facts:
     uses: tuple[str, ...]  # which of b, h, and which tables and parameters
     method: str  # how the layout was found
     settled: int  # tiles decided by looking at their elements
-    layout: Layout = field(repr=False, compare=False)
+    layout: Tiling = field(repr=False, compare=False)
 
     @property
     def exact(self) -> bool:

@@ -34,7 +34,7 @@ from frisket.runtime.layouts.checks import check_lengths, check_reach
 from frisket.runtime.machine.bound import Bound, separated
 
 if TYPE_CHECKING:
-    from .mask import Mask, MaskLike
+    from .mask import Mask
 
 BUDGET = 1 << 30  # steps: one operator at one position or rectangle
 Witness = tuple[int, int, int, int | None]
@@ -119,7 +119,7 @@ def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
 
 def score_lookups(
     score: Bound,
-    shown: MaskLike | None,
+    shown: Mask | None,
     q_len: int,
     kv_len: int,
     batch: int = 1,
@@ -130,16 +130,13 @@ def score_lookups(
 ) -> tuple[Lookup, ...]:
     """Every table lookup of a score mod, and whether it stays inside its table wherever `shown` shows a position; of a
     mask, with nothing beside it, wherever the rest of it leaves the answer to the lookup."""
-    from .mask import mask as made
-
     check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
     score.require_bound()
     left: Bound = score
     values, visible = dict(left.params), TRUE
     if shown is not None:
-        right: Bound = made(shown)
-        right.require_bound()
-        left, right = separated(left, right)
+        shown.require_bound()
+        left, right = separated(score, shown)
         values = {**left.params, **right.params}
         visible = bind_in_part(right.expr, right.tables)
     e = bind_in_part(left.expr, left.tables)

@@ -23,15 +23,19 @@ from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
+from frisket.lowering.dense import coordinates, visible
+from frisket.lowering.simplify import prepare
+from frisket.runtime.layouts.checks import check_lengths, check_reach
 from frisket.runtime.machine.bound import Bound, Origin
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import as_value, names_of, traced, with_learned
 
+from . import answers
+from .answers import Answer
+from .layout import Layout, make_layout
+
 if TYPE_CHECKING:
     from frisket.lowering.analysis.reach import Lookup
-
-    from .answers import Answer
-    from .layout import Layout
 
 MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
@@ -90,8 +94,6 @@ class Mask(Bound):
         Raises `ParameterError` for a parameter without a value, and for a table that is read past its end where the
         rest of the mask is true.
         """
-        from frisket.lowering.dense import coordinates, visible
-
         self.check_tables(q_len, kv_len, batch, heads)
         shape = (batch, heads, q_len, kv_len)
         env = {**coordinates(*shape), **self.scalars}
@@ -122,8 +124,6 @@ class Mask(Bound):
         partial and `.exact` is False. Raises `ShapeError` for lengths, tiles or origins that make no sense,
         `ParameterError` for a parameter without a value.
         """
-        from .layout import make_layout
-
         return make_layout(self, q_len, kv_len, batch, heads, block, origin, sizes, exact, budget)
 
     @counting
@@ -134,9 +134,7 @@ class Mask(Bound):
         >>> mask("causal & window(256)").visible_pairs(1_000_000, 1_000_000)
         255967360
         """
-        from .answers import visible_pairs
-
-        return visible_pairs(self, q_len, kv_len, **where)
+        return answers.visible_pairs(self, q_len, kv_len, **where)
 
     @counting
     def implies(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -147,9 +145,7 @@ class Mask(Bound):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        from .answers import implies
-
-        return implies(self, mask(other), q_len, kv_len, **where)
+        return answers.implies(self, mask(other), q_len, kv_len, **where)
 
     @counting
     def equivalent(self, other: MaskLike, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -160,9 +156,7 @@ class Mask(Bound):
 
         Raises `Undecided` where that would take more looking than the `budget`.
         """
-        from .answers import equivalent
-
-        return equivalent(self, mask(other), q_len, kv_len, **where)
+        return answers.equivalent(self, mask(other), q_len, kv_len, **where)
 
     @counting
     def is_empty(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -171,9 +165,7 @@ class Mask(Bound):
         >>> mask("q - k > 4096").is_empty(4096, 4096).holds
         True
         """
-        from .answers import is_empty
-
-        return is_empty(self, q_len, kv_len, **where)
+        return answers.is_empty(self, q_len, kv_len, **where)
 
     @counting
     def empty_rows(self, q_len: int, kv_len: int, **where: Any) -> Answer:
@@ -182,9 +174,7 @@ class Mask(Bound):
         >>> mask("causal & k >= 3").empty_rows(4096, 4096).witness
         (0, 0, 0, None)
         """
-        from .answers import empty_rows
-
-        return empty_rows(self, q_len, kv_len, **where)
+        return answers.empty_rows(self, q_len, kv_len, **where)
 
     def __add__(self, other: Any) -> Mask:
         raise ParameterError("masks are joined with `&`, `|`, `^` and `-`, and turned round with `~`; they do not add")
@@ -200,8 +190,6 @@ class Mask(Bound):
     ) -> None:
         """Raise unless everything is bound, lengths are positive, and no visible position reads past the end of
         a table. `sizes` are B, H, Q_LEN, KV_LEN where positions end earlier."""
-        from frisket.runtime.layouts.checks import check_lengths, check_reach
-
         check_lengths(q_len, kv_len, batch, heads, (1, 1), (0, 0, 0, 0), sizes)
         self.require_bound()
         check_reach(self.expr, [self.expr], self.scalars, self.tables, (batch, heads, q_len, kv_len), sizes=sizes)
@@ -245,9 +233,7 @@ class ScoreMod(Bound):
         >>> print(score("score + t[q - k]", t=[0.0] * 64).lookups(256, 256, mask="causal & window(64)")[0])
         t[q - k] stays within 64 entries
         """
-        from .answers import score_lookups
-
-        return score_lookups(self, mask, q_len, kv_len, **where)
+        return answers.score_lookups(self, _mask_or_none(mask), q_len, kv_len, **where)
 
     def _no_arithmetic(self, other: Any) -> Any:
         raise ParameterError(
@@ -278,8 +264,6 @@ class Program:
         >>> program("score = where(q - k < 4, score, -inf)").hidden_by_score
         Mask('q - k <= 3')
         """
-        from frisket.lowering.simplify import prepare
-
         if self.score is None:
             return None
         finite = {n: bool(np.isfinite(x).all()) for n, x in self.score.tables.items() if x.dtype.kind == "f"}
@@ -331,6 +315,10 @@ def mask(what: MaskLike, /, **params: Any) -> Mask:
             raise ParameterError("this text has a score mod and no mask; use frisket.score")
         return made
     return Mask(*_from_python(what, "mask", params))
+
+
+def _mask_or_none(what: MaskLike | None) -> Mask | None:
+    return None if what is None else mask(what)
 
 
 def score(what: ScoreLike, /, **params: Any) -> ScoreMod:

@@ -1,0 +1,169 @@
+"""Layout: the tiles of a mask, its pictures, and its exports to other libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from frisket.dsl.errors import ExportError
+from frisket.dsl.ir import TRUE
+from frisket.dsl.show import show
+from frisket.lowering.analysis.layout import bind_in_part
+from frisket.lowering.analysis.table import Table
+from frisket.lowering.analysis.tiles import WORK
+from frisket.lowering.plan import Origin, Sizes
+from frisket.lowering.simplify import prepare
+from frisket.runtime.draw.html import notebook, to_html
+from frisket.runtime.draw.plot import plot
+from frisket.runtime.draw.terminal import draw
+from frisket.runtime.export.block_mask import to_block_mask
+from frisket.runtime.export.bsr import BSR, to_bsr
+from frisket.runtime.export.fa4 import FA4, to_fa4
+from frisket.runtime.export.flashmask import FlashMask, to_flashmask
+from frisket.runtime.export.slices import Slices, to_slices
+from frisket.runtime.export.splash import Splash, to_splash
+from frisket.runtime.export.varlen import Varlen, to_varlen
+from frisket.runtime.layouts.checks import check_lengths, check_reach
+from frisket.runtime.layouts.tiling import Tiling
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from frisket.runtime.machine.bound import Bound
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def of_something(made: F) -> F:
+    """Refuses a layout without queries or keys, of which there is no picture and no export."""
+
+    @wraps(made)
+    def run(self: Layout, *args: Any, **kwargs: Any) -> Any:
+        if not (self.q_len and self.kv_len):
+            raise ExportError(
+                f"{made.__name__}() of a layout of {self.q_len} x {self.kv_len} tokens\n"
+                "  there is nothing to show: leave out layouts without queries or keys"
+            )
+        return made(self, *args, **kwargs)
+
+    return cast(F, run)
+
+
+class Layout(Tiling):
+    """The block-sparse layout of a mask: `m.layout(q_len, kv_len, ...)`.
+
+    >>> import frisket as fk
+    >>> layout = fk.mask("causal & window(256)").layout(1024, 1024)
+    >>> layout.counts, layout.visible_pairs
+    (Counts(empty=43, partial=14, full=7), 229504)
+
+    Tiles are `block = (queries, keys)` tokens; the last of a row or column may be cut by the lengths, and what
+    lies outside counts as hidden. Positions are global: `origin = (b, h, q, k)` is where the layout begins and
+    `sizes = (B, H, Q_LEN, KV_LEN)` are the lengths of the whole problem.
+    """
+
+    @of_something
+    def plot(self, path: str | Path | None = None, **options: Any) -> Figure:
+        """A picture of the tiles, written to a `.png` or `.svg` if there is a path: `layout.plot("mask.png")`.
+
+        Options: `b` and `h`, a batch entry and head counted in the layout; `tokens`, positions instead of tiles;
+        `compact`, without axes; `dark`; `size` of the longer side in inches; `dpi`; `title`. Gives the matplotlib
+        figure. Raises `ParameterError` for other suffixes and for options that do not fit.
+        """
+        return plot(self, path, **options)
+
+    @of_something
+    def to_html(self, path: str | Path | None = None) -> str:
+        """The text of one page that works offline: zoom, pan, and ask any position why. Written to `path` if there is
+        one: `layout.to_html("mask.html")`."""
+        return to_html(self, path)
+
+    def _repr_html_(self) -> str | None:
+        if not (self.q_len and self.kv_len):
+            return None  # there is a text
+        return notebook(self)
+
+    @of_something
+    def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
+        """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`. `ExportError` where the layout is
+        not exact, or the lists would take more than 8 GiB."""
+        return to_block_mask(self, device, separate_full_blocks)
+
+    @of_something
+    def to_flashmask(self) -> FlashMask:
+        """FlashMask's start and end rows per key column. `ExportError` where a key is hidden from three runs of queries
+        or more."""
+        return to_flashmask(self)
+
+    @of_something
+    def to_slices(self) -> Slices:
+        """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or the mask falls
+        into more slices than queries."""
+        return to_slices(self)
+
+    @of_something
+    def to_bsr(self, bits: bool = False) -> BSR:
+        """Block sparse rows, per distinct slice; with the elements of cut tiles as `bits`."""
+        return to_bsr(self, bits)
+
+    @of_something
+    def to_splash(self, fused: bool = False) -> Splash:
+        """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel. `ExportError`
+        where batch entries differ, lengths are no whole tiles, or a query sees no key."""
+        return to_splash(self, fused)
+
+    @of_something
+    def to_fa4(self, device: Any = "cpu", compact: bool = False) -> FA4:
+        """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""
+        return to_fa4(self, device, compact)
+
+    @of_something
+    def to_varlen(self) -> Varlen:
+        """`cu_seqlens` and the causal and window flags of variable-length attention. `ExportError` where the mask is
+        not documents on the diagonal under one flag and one window."""
+        return to_varlen(self)
+
+    def __str__(self) -> str:
+        return draw(self)
+
+    def __repr__(self) -> str:
+        shape = f"{self.q_len} x {self.kv_len}, block {self.block[0]} x {self.block[1]}"
+        c = self.counts
+        return f"Layout({show(self.mask)!r}, {shape}: {c.full} full, {c.partial} partial, {c.empty} empty)"
+
+
+def make_layout(
+    mask: Bound,
+    q_len: int,
+    kv_len: int,
+    batch: int = 1,
+    heads: int = 1,
+    block: tuple[int, int] | int = (128, 128),
+    origin: Origin = (0, 0, 0, 0),
+    sizes: Sizes | None = None,
+    exact: bool = True,
+    budget: int | None = None,
+) -> Layout:
+    """The layout of a mask over `[origin.q, origin.q + q_len)` x `[origin.k, origin.k + kv_len)`.
+
+    `exact=False` leaves tiles PARTIAL that only a look at their elements could decide. `budget` are the steps that the
+    analysis may take, one operator at one position each; past them tiles stay PARTIAL and `exact` is False.
+
+    Raises `ShapeError` for lengths, tile sizes or origins that make no sense, `ParameterError` for a parameter without
+    a value.
+    """
+    pair: tuple[Any, ...] = tuple(block) if isinstance(block, Iterable) else (block, block)
+    check_lengths(q_len, kv_len, batch, heads, pair, origin, sizes)
+    q_len, kv_len, batch, heads = int(q_len), int(kv_len), int(batch), int(heads)  # numpy's would wrap
+    mask.require_bound()
+    check_reach(mask.expr, [mask.expr], mask.scalars, mask.tables, (batch, heads, q_len, kv_len), origin, sizes)
+    tables = {n: Table(t) for n, t in mask.tables.items()}
+    written = bind_in_part(mask.expr, mask.tables)
+    simple, _ = prepare(written, None)
+    return Layout(
+        TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
+        (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,
+    )  # fmt: skip
