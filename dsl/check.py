@@ -1,4 +1,4 @@
-"""The tree to Expr: one method per kind of node, then calls and definitions. Collects every error before raising.
+"""Turns the tree of a text into Exprs: one method per kind of node. Collects every error before raising.
 
 Work happens on the tree, so each error has its place.
 """
@@ -26,7 +26,7 @@ MAX_CALLS, MAX_ROUNDS = 200, 50
 
 @dataclass
 class Checker(Walk):
-    """One reading of one text."""
+    """A reader of one text that builds its Exprs."""
 
     expanded: set[tuple[str, int]] = field(default_factory=set)
     with_score: bool = True
@@ -191,7 +191,7 @@ class Checker(Walk):
     def _expand(
         self, node: Node, frame: Frame, definition: Definition, given: list[Node], coordinates: Mapping[str, Node]
     ) -> Steps:
-        """The body with its parameters and coordinates replaced, all at once."""
+        """The body of a definition with its parameters and coordinates replaced, all at once."""
         if frame.depth >= MAX_CALLS:
             self.too_large(node, frame)
         above: Frame | None = frame
@@ -231,7 +231,7 @@ class Checker(Walk):
         return body
 
     def _bare(self, node: Node, frame: Frame) -> Value | str | None:
-        """An argument that is just a name may be a table: pass the name on and let its use decide."""
+        """An argument that is a bare name: a table or a scalar, as its use decides later."""
         if node.kind != "name" or (node.value in LEAVES and node.value not in frame.names):
             return None
         if node.value in frame.names:
@@ -247,7 +247,7 @@ def _signatures(overloads: Mapping[int, Definition]) -> str:
 
 
 def elaborate(checker: Checker, roots: Mapping[str, Node]) -> dict[str, Expr]:
-    """The Exprs of the statements `mask`, `score` or (kind not known) `expr`; raises with every problem."""
+    """The Exprs of the statements `mask`, `score` or (kind not known) `expr`; raises with every problem of the text."""
     for _ in range(MAX_ROUNDS):
         checker.changed, checker.steps, checker.fresh = False, 0, 0
         checker.problems.clear()
@@ -290,7 +290,7 @@ def _root(checker: Checker, kind: str, node: Node) -> Expr | None:
 
 
 def _unused_definitions(checker: Checker) -> None:
-    """Bodies nobody calls are read too, with parameters that fit any use."""
+    """Checks the bodies of definitions that nobody calls, with parameters that fit any use."""
     for overloads in checker.definitions.values():
         for d in overloads.values():
             if (d.name, len(d.params)) not in checker.expanded:

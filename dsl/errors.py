@@ -7,7 +7,7 @@ from typing import Any
 
 
 class FrisketError(Exception):
-    """The root. `str(error)` says what is wrong, where, and how to write it right."""
+    """The base class of all errors. `str(error)` says what is wrong, where, and how to write it right."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Problem:
-    """One finding of the parser or checker."""
+    """One mistake found by the parser or checker."""
 
     message: str
     span: Span
@@ -28,7 +28,7 @@ class Problem:
 
 
 def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
-    """("mask 1:5", the line with carets below it) for a span of `source`."""
+    """("mask 1:5", the line of `source` with carets below) for a span."""
     start = min(span.start, len(source))
     line_start = source.rfind("\n", 0, start) + 1
     line_stop = source.find("\n", line_start)
@@ -45,7 +45,7 @@ def caret(source: str, span: Span, name: str = "mask") -> tuple[str, str]:
 
 @dataclass
 class MaskSyntaxError(FrisketError, SyntaxError):
-    """Text that is not in the language, or has the wrong types; lists every problem found."""
+    """A text is not in the language, or has the wrong types; lists every problem found."""
 
     source: str
     problems: list[Problem] = field(default_factory=list)
@@ -73,7 +73,7 @@ class MaskSyntaxError(FrisketError, SyntaxError):
 
 
 class TraceError(FrisketError):
-    """A Python callable did something the language has no word for."""
+    """A Python callable did something that the language cannot express."""
 
 
 class ParameterError(FrisketError, ValueError):
@@ -81,25 +81,25 @@ class ParameterError(FrisketError, ValueError):
 
 
 class UnknownNameError(ParameterError, KeyError):
-    """A name is looked up and nothing has it; also a KeyError."""
+    """A name is looked up and not defined anywhere; also a KeyError."""
 
     __str__ = Exception.__str__  # a KeyError would quote it
 
 
 class ShapeError(FrisketError, ValueError):
-    """Arrays or lengths that do not fit together."""
+    """Arrays or lengths do not fit together."""
 
 
 class EvaluationError(FrisketError, ValueError):
-    """An expression has no value here."""
+    """An expression has no value at these positions."""
 
 
 class LoweringError(FrisketError):
-    """No kernel can be made for this on this backend; the text says why and what can be done."""
+    """A backend cannot make a kernel for a mask or score mod; the text says why and what can be done."""
 
 
 class BackendError(FrisketError, RuntimeError):
-    """A backend is unknown, or not usable here."""
+    """A backend is unknown, or not usable on this machine."""
 
 
 class MissingPackageError(ModuleNotFoundError, BackendError):
@@ -111,15 +111,15 @@ class BackwardError(FrisketError, NotImplementedError):
 
 
 class MismatchError(FrisketError, AssertionError):
-    """A kernel's result is not the oracle's."""
+    """The result of a kernel differs from the oracle's."""
 
 
 class ExportError(FrisketError, ValueError):
-    """A layout does not fit a format; the text says which part does not, and what does."""
+    """A layout does not fit an export format; the text says which part does not, and which format does."""
 
 
 class CapacityError(FrisketError, RuntimeError):
-    """A cache has no room for more tokens; nothing of it has changed."""
+    """A KV cache has no room for more tokens; the cache has not changed."""
 
 
 class PeerError(FrisketError, RuntimeError):
@@ -131,4 +131,4 @@ class BudgetError(FrisketError):
 
 
 class Undecided(FrisketError):  # noqa: N818 (a public name)
-    """A question about a mask is beyond the budget; nothing is guessed."""
+    """A question about a mask is beyond the budget; the answer is not guessed."""

@@ -49,7 +49,7 @@ def evaluate(
 
 
 class _Evaluation:
-    """One evaluation: the values of names, and the steps that its reductions have taken."""
+    """The state of one evaluation: the values of names, and the steps that its reductions have taken."""
 
     def __init__(
         self, env: Mapping[str, Any], tables: Mapping[str, Any], hooks: Mapping[str, Callable[..., Array]]
@@ -91,12 +91,12 @@ class _Evaluation:
         return OPERATORS[node.op](*args)
 
     def _with_ends(self, body: Expr) -> Expr:
-        """A body whose reductions run between numbers, so that their steps can be counted: `extent(t, 0)` is one."""
+        """The body with numbers as bounds of its reductions, so that steps can be counted: `extent(t, 0)` is one."""
         ends = {a for n in walk(body) if n.op == "reduce" for a in n.args[:2] if a.op != "lit"}
         return substitute(body, {a: literal(int(self(a, {}))) for a in ends}) if ends else body
 
     def _reduced(self, node: Expr, ends: list[int], bound: Mapping[Expr, Array]) -> Array:
-        """The value of a reduction: its body is evaluated for many values at a time, along a new first axis."""
+        """The value of a reduction: the body is evaluated for many values at a time, along a new first axis."""
         (kind, height), (start, stop), body = node.name, ends, node.args[2]
         if start >= stop:
             return np.asarray(_of_nothing(kind, start, stop, node.type).name, DTYPES[node.type])
@@ -147,7 +147,7 @@ def _lookup(node: Expr, table: Array, indices: Sequence[Array]) -> Array:
 
 
 def unrolled(root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any]) -> Expr:
-    """Reductions written out: their bounds are literals, extents of tables, or parameters."""
+    """The body of an Expr with its reductions written out: bounds are literals, extents of tables, or parameters."""
     if not any(n.op in ("reduce", "extent") for n in walk(root)):
         return root
     sizes = {n: literal(int(table_array(tables, n.name[0]).shape[n.name[1]])) for n in walk(root) if n.op == "extent"}
@@ -198,7 +198,7 @@ def _within(estimate: Array) -> None:
 
 
 def _checked(fn: Callable[..., Array]) -> Callable[..., Array]:
-    """Int arithmetic that refuses to wrap: the same operation in floating point sees it coming."""
+    """Int arithmetic that refuses to wrap: the same operation in floating point detects the overflow."""
 
     def run(*args: Array) -> Array:
         if args[0].dtype == np.int64:

@@ -1,4 +1,4 @@
-"""Why a position is visible or hidden, and a tile empty, partial or full: the clause that decides, with its values.
+"""Explains why a position is visible or hidden, or a tile empty, partial or full: the deciding clause and its values.
 
 >>> from frisket.dsl.sugar import k, q
 >>> found = explain((q >= k) & (q - k < 4), {"q": 9, "k": 2})
@@ -22,7 +22,8 @@ from .show import show
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """`clauses` are the sub-expressions of the mask as written that decide; `because` says so in words."""
+    """The reason for a position: `clauses` are the deciding sub-expressions of the mask as written; `because` says so
+    in words."""
 
     visible: bool
     because: str
@@ -50,8 +51,9 @@ def explain(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any] | None
 
 @dataclass(frozen=True, repr=False)
 class TileExplanation:
-    """Why a tile is "empty", "partial" or "full". `visible_at` and `hidden_at` are (b, h, q, k) of a position of each
-    sort, in global positions, None where the tile has none; `clauses` decide the whole tile, if it is decided whole."""
+    """The reason why a tile is "empty", "partial" or "full". `visible_at` and `hidden_at` are the global (b, h, q, k)
+    of a visible and of a hidden position, None where the tile has none; `clauses` decide the whole tile, if it is
+    decided whole."""
 
     kind: str
     because: str
@@ -102,7 +104,7 @@ def explain_tile(
 
 
 def _deciding_all(e: Expr, truth: bool, value: Any) -> list[Expr]:
-    """The smallest parts of `e` that make it `truth` at every position."""
+    """The smallest parts of `e` that make `e` equal to `truth` at every position."""
     if e.op == "not":
         return _deciding_all(e.args[0], not truth, value)
     if e.op in ("and", "or"):
@@ -146,7 +148,7 @@ def _span(values: Any) -> str:
 
 
 def _deciding(e: Expr, truth: bool, value: Any) -> list[Expr]:
-    """The smallest parts of `e` that make it what it is."""
+    """The smallest parts of `e` that decide the value of `e`."""
     if e.op == "not":
         return _deciding(e.args[0], not truth, value)
     if e.op == "where":
@@ -169,7 +171,7 @@ def _said(e: Expr, value: Any) -> str:
 
 
 def wording(e: Expr) -> tuple[str | None, list[tuple[str, Expr]]]:
-    """The text of a clause (None: it is a constant), and those of its parts whose values say why."""
+    """The text of a clause (None: a constant), and the texts of the parts whose values give the reason."""
     if e.op == "lit":
         return None, []
     parts: tuple[Expr, ...] = ()

@@ -1,4 +1,4 @@
-"""The forms of the language whose arguments are not all values: ranges, whole axes, tables, coordinates."""
+"""Checks the forms of the language whose arguments are not all values: ranges, whole axes, tables, coordinates."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def reduce(w: Walk, node: Node, frame: Frame) -> Steps:
 
 
 def _range(w: Walk, kind: str, bounds: list[Expr], node: Node, frame: Frame) -> bool:
-    """Whether the bounds are known when the text is read, and the range is of a sane size."""
+    """Whether the bounds of a range are known when the text is read, and the range is of a sane size."""
     leaves = [n for n in ir.walk(*bounds) if not n.args]
     if any(n.op not in ("lit", "extent") for n in leaves):
         w.report(

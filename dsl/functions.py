@@ -45,7 +45,7 @@ MADE_OF: dict[str, Callable[[Expr], Expr]] = {
 
 
 def expm1(x: Expr) -> Expr:
-    """exp(x) - 1, which written so loses all digits near 0."""
+    """exp(x) - 1 without the loss of all digits near 0."""
     return build("tanh", x * 0.5) * (build("exp", x) + 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Hints for words and signs of other libraries and of mathematics: the text of the language that says the same."""
+"""Hints for words and signs of other libraries and of mathematics: the equivalent text of the language."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLED = (
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant; one that differs in case alone is nearest."""
+    """The name that was probably meant; a name that differs only in case is nearest."""
     folded = {n.casefold(): n for n in names}
     return next((folded[n] for n in get_close_matches(name.casefold(), folded, 1, 0.6)), None)
 
@@ -52,7 +52,7 @@ def misnamed(name: str) -> str:
 
 
 def keyword(name: str, names: Sequence[str] = ()) -> str:
-    """The hint for a keyword that neither a call nor a mask knows; empty where there is none.
+    """The hint for a keyword that neither a call nor a mask knows; empty for keywords without a hint.
 
     `names` are the parameters of the mask and the score mod.
 

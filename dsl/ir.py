@@ -50,7 +50,7 @@ Operand: TypeAlias = "Expr | bool | int | float"
 
 
 class Expr:
-    """One node. Python's operators build nodes: `(q >= k) & (q - k < w)`.
+    """One node of an expression. Python's operators build nodes: `(q >= k) & (q - k < w)`.
 
     Int meets Float as in the language (the Int is converted); Bool in arithmetic is a TypeError.
     `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
@@ -125,7 +125,7 @@ _interned: WeakValueDictionary[Key, Expr] = WeakValueDictionary()
 
 
 def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = INT) -> Expr:
-    """The interned node. Checks nothing: `build` is the checked door."""
+    """The interned node of an operator and arguments. Checks nothing: `build` checks."""
     # 1, 1.0, True and 0.0, -0.0 are equal in Python and different here.
     tag = struct.pack("<d", name) if isinstance(name, float) else name
     key = (op, tuple(map(id, args)), tag, type)
@@ -142,7 +142,7 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
 
 
 def lit(value: bool | int | float) -> Expr:
-    """A literal; its Python type is its type."""
+    """A literal; the type of the Python value is the type of the node."""
     if isinstance(value, bool):
         return make("lit", (), value, BOOL)
     if isinstance(value, int):
@@ -153,7 +153,7 @@ def lit(value: bool | int | float) -> Expr:
 
 
 def var(name: str, type: Type = INT) -> Expr:
-    """A coordinate, a size, `score`, or one of the analysis' own variables."""
+    """A coordinate, a size, `score`, or a variable of the analysis."""
     return make("var", (), name, type)
 
 
@@ -178,7 +178,7 @@ SCORE = var("score", FLOAT)
 
 
 def result_type(op: str, types: tuple[Type, ...]) -> Type | None:
-    """The type an operator gives for these argument types, or None where it does not take them."""
+    """The type an operator gives for these argument types, or None where the operator does not take them."""
     same = len(set(types)) == 1
     first = types[0] if types else INT
     numeric = first is not BOOL
@@ -224,7 +224,7 @@ ON_INT = {"and": "bitand", "or": "bitor", "xor": "bitxor"}
 
 
 def lift(value: Operand) -> Expr:
-    """A literal for a Python number, an Expr as it is."""
+    """The Expr of a Python number (a literal) or of an Expr (unchanged)."""
     return value if isinstance(value, Expr) else lit(value)
 
 
@@ -249,7 +249,7 @@ def conj(*args: Expr) -> Expr:
 
 
 def clauses(e: Expr) -> tuple[Expr, ...]:
-    """The terms that `conj` joins to `e`: none of True, an expression that is no `and` itself."""
+    """The terms that `conj` joins to `e`: none for True, `e` itself where `e` is no `and`."""
     if e.op == "and":
         return tuple(c for x in e.args for c in clauses(x))
     return () if e is TRUE else (e,)
@@ -318,7 +318,7 @@ def walk(*roots: Expr) -> Iterator[Expr]:
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operator over other arguments; the same object when the arguments are the same."""
+    """The same operator over other arguments, or the same object when the arguments are the same."""
     if args == node.args:  # equality of nodes is identity
         return node
     if node.op in ("and", "or"):
@@ -375,7 +375,7 @@ def _substitute_below(node: Expr, mapping: Mapping[Expr, Expr]) -> Expr:
 
 
 def renamed(root: Expr, names: Mapping[str, str]) -> Expr:
-    """`root` with other names for its parameters and tables."""
+    """A copy of `root` with other names for its parameters and tables."""
 
     def change(e: Expr) -> Expr:
         if e.op == "extent":
@@ -431,5 +431,5 @@ def free_names(root: Expr) -> tuple[dict[str, Type], dict[str, tuple[int, Type]]
 
 
 def uses(root: Expr) -> frozenset[str]:
-    """The names of the variables that occur: a subset of b h q k score B H Q_LEN KV_LEN."""
+    """The names of the variables that occur in an expression: a subset of b h q k score B H Q_LEN KV_LEN."""
     return frozenset(name for op, name, _, _ in named(root) if op == "var")

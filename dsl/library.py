@@ -1,4 +1,4 @@
-"""The library: definitions written in the language itself, read when one is first used.
+"""The library of definitions, written in the language itself and read when one is first used.
 
 >>> library()["causal"].sentence
 'A query sees itself and what came before.'
@@ -20,7 +20,8 @@ HEAD = re.compile(r"def (\w+)(?: = |\(([^)]*)\) = )")
 
 @dataclass(frozen=True)
 class Definition:
-    """`def name(params) = body`; positions of `body` point into `text`. The library's are parsed when used."""
+    """A definition `def name(params) = body`; positions of `body` point into `text`. The library's are parsed when
+    used."""
 
     name: str
     params: tuple[str, ...]
@@ -46,9 +47,9 @@ class Definition:
 
 @dataclass(frozen=True)
 class Entry:
-    """A definition of the library: how it is called, what it does in a sentence, as a formula of mathematics
-    and in the language (`text`), where it comes from, the part of the library it stands in, and a call of it with
-    numbers that suit some thousand tokens, where numbers are all it takes."""
+    """A definition of the library with its documentation: signature, a sentence, a formula of mathematics, the text of
+    the language (`text`), the source, the section of the library, and an example call with numbers that suit some
+    thousand tokens, where numbers are all it takes."""
 
     name: str
     params: tuple[str, ...]
@@ -90,7 +91,7 @@ def read_entries(text: str) -> tuple[Entry, ...]:
 
 @cache
 def definitions() -> dict[str, dict[int, Definition]]:
-    """Name -> number of parameters -> definition."""
+    """The definitions of the library: name -> number of parameters -> definition."""
     found: dict[str, dict[int, Definition]] = {}
     for e in _read():
         found.setdefault(e.name, {})[len(e.params)] = Definition(e.name, e.params, e.text, library=True)
@@ -99,5 +100,5 @@ def definitions() -> dict[str, dict[int, Definition]]:
 
 @cache
 def library() -> Mapping[str, Entry]:
-    """Signature -> entry, in the order of the library: `library()["causal(offset)"].formula`."""
+    """The entries of the library by signature, in order: `library()["causal(offset)"].formula`."""
     return MappingProxyType({e.signature: e for e in _read()})

@@ -1,4 +1,4 @@
-"""What a name stands for: a definition, a number, a table, or a parameter whose type shows from its use."""
+"""The meaning of a name in a text: a definition, a number, a table, or a parameter whose type shows from its use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .types import BOOL, Type, ranked
 
 @dataclass
 class Names(Operators):
-    """`known` gives (rank, type) of declared and bound names; rank 0 is a scalar."""
+    """The names of one text. `known` gives (rank, type) of declared and bound names; rank 0 is a scalar."""
 
     known: Mapping[str, tuple[int, Type]] = field(default_factory=dict)
     definitions: Mapping[str, dict[int, Definition]] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class Names(Operators):
     passed: dict[str, tuple[Definition, str]] = field(default_factory=dict)  # names that are arguments of definitions
 
     def definitions_of(self, name: str, frame: Frame) -> dict[int, Definition] | None:
-        """What `name` is defined as here; the user's names hide the library's, except inside the library."""
+        """The definitions of `name` at this place; the user's names hide the library's, except inside the library."""
         if frame.site is None:
             if name in self.definitions:
                 return self.definitions[name]
@@ -58,7 +58,7 @@ class Names(Operators):
         return Value(ir.param(name, type_))
 
     def table(self, frame: Frame, node: Node, rank: int | None) -> tuple[str, Type, frozenset[str]] | None:
-        """(name, element type, names the type hangs on) of the table a bare name stands for."""
+        """(name, element type, names that decide the type) of the table that a bare name stands for."""
         if node.kind != "name":
             self.report(frame, node, f"{self.quote(frame, node)} is not a table", "only a table's name takes `[ ]`")
             return None
@@ -87,7 +87,7 @@ class Names(Operators):
         return None if guess is None else (name, guess.type, frozenset({name}))
 
     def _wider(self, frame: Frame, name: str, rank: int) -> str:
-        """The library's definition for tables of more axes than the one that was called takes."""
+        """The library's definition for tables with more axes than the called definition takes."""
         axes = {2: ("batch", "[batch, length]"), 3: ("head", "[batch, heads, length]")}
         if frame.definition is None or rank not in axes:
             return ""
@@ -100,7 +100,7 @@ class Names(Operators):
         return self.report(frame, node, f"`{node.value.text}` does not take {count} {plural}", f"it is {signatures}")
 
     def misspelled(self) -> None:
-        """A Bool that nothing declares and that is nearly a definition's name is that name misspelled."""
+        """Report each undeclared Bool whose name is nearly a definition's name as a misspelling."""
         candidates = [*library.definitions(), *self.definitions]
         for name, guess in self.guesses.items():
             near = get_close_matches(name, candidates, 1, 0.75) if guess.rank == 0 and guess.type is BOOL else []

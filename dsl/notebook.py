@@ -1,4 +1,4 @@
-"""HTML that notebooks show: sentences with a verdict, tables of code, sections to open. Styled in place, no scripts.
+"""HTML for notebooks: sentences with a verdict, tables of code, sections to open. Styled in place, no scripts.
 
 >>> sentence("no", "query 3 sees key 0 < 1", good=False)
 '<div><b style="color:#b3261e">no</b>: query 3 sees key 0 &lt; 1</div>'

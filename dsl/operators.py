@@ -1,4 +1,4 @@
-"""The typing of every operator: what it takes, what it converts, and what it says when it does not fit.
+"""The typing of every operator: accepted types, conversions, and error texts.
 
 A name that nothing declares gets its type from use. Its occurrences carry the name in `Value.flex`; operators
 narrow what it can be, and the checker starts again when a guess has changed.
@@ -21,7 +21,7 @@ NUMBERS = frozenset({INT, FLOAT})
 
 
 class Value(NamedTuple):
-    """An elaborated piece; `expr` is None after an error, `flex` names the parameters its type hangs on."""
+    """The elaborated value of a node; `expr` is None after an error, `flex` names parameters that decide the type."""
 
     expr: Expr | None
     flex: frozenset[str] = frozenset()
@@ -29,7 +29,7 @@ class Value(NamedTuple):
 
 @dataclass
 class Frame:
-    """Where names are looked up: the text itself, or the body of a definition at one of its calls."""
+    """The scope of a lookup: the text itself, or the body of a definition at one of its calls."""
 
     text: str
     names: dict[str, Value | str]  # a value, or the name of a parameter or table passed on
@@ -41,7 +41,7 @@ class Frame:
 
 @dataclass
 class Guess:
-    """What is known of an undeclared parameter."""
+    """The type and rank known so far of an undeclared parameter."""
 
     span: Span
     allowed: frozenset[Type] = frozenset({BOOL, INT, FLOAT})
@@ -67,7 +67,7 @@ ON_INTS = frozenset({"//", "%", "<<", ">>"})
 
 @dataclass
 class Operators:
-    """Typing rules. Subclassed by the checker, which knows where values come from."""
+    """The typing rules of operators. The checker subclasses them and knows where values come from."""
 
     text: str
     name: str = "mask"
@@ -78,8 +78,8 @@ class Operators:
     # -- saying it ----------------------------------------------------------------------------------
 
     def report(self, frame: Frame, node: Node, message: str, remedy: str = "", more: str = "") -> Value:
-        """Note a problem. Inside a definition of the library it stands at the call, and its remedy is the definition,
-        with `more` before it."""
+        """Record one problem. Inside a definition of the library the problem stands at the call, and its remedy is the
+        definition, with `more` before it."""
         if frame.site is not None:
             inner = frame.definition
             assert inner is not None
@@ -95,7 +95,7 @@ class Operators:
     # -- what an undeclared name can be -------------------------------------------------------------
 
     def narrow(self, frame: Frame, node: Node, value: Value, allowed: Iterable[Type]) -> bool:
-        """Whether `value` has one of the allowed types, after telling its undeclared names."""
+        """Whether `value` has one of the allowed types, once its undeclared names are given one."""
         allowed = frozenset(allowed)
         for name in value.flex:
             guess = self.guesses[name]
@@ -120,7 +120,7 @@ class Operators:
     # -- operands -----------------------------------------------------------------------------------
 
     def numbers(self, frame: Frame, what: str, parts: Sequence[Part]) -> tuple[list[Expr], frozenset[str]] | None:
-        """The operands brought to one number type, and the names that type hangs on."""
+        """The operands brought to one number type, and the names that decide that type."""
         good = True
         for node, value in parts:
             if not self.narrow(frame, node, value, NUMBERS) and value.expr is not None:
@@ -329,7 +329,7 @@ def _declare(name: str, rank: int | None) -> str:
 
 
 def _cast(quoted: str) -> str:
-    """`int(x)` of a quoted text, without doubled parentheses."""
+    """The text `int(x)` of a quoted text, without doubled parentheses."""
     text = quoted.strip("`")
     bare = text.startswith("(") and text.endswith(")") and ")" not in text[:-1]
     return f"int{text}" if bare else f"int({text})"
@@ -341,7 +341,7 @@ def _compared(quoted: str, sign: str = ">=") -> str:
 
 
 def _grouped(text: str, sign: str, part: Node, compare: Node) -> str:
-    """The remedy for `q & 3 == 0`: the grouping that was meant."""
+    """The remedy for `q & 3 == 0`: the grouping that was probably meant."""
     first, second = compare.args[0], compare.args[-1]
     if compare.start > part.start:
         meant = f"({text[part.start : first.stop]}){text[first.stop : compare.stop]}"

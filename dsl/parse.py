@@ -1,4 +1,4 @@
-"""Text to a tree with positions: a lexer and an LALR loop over the tables of grammar/mask.lark.
+"""Parses text to a tree with positions: a lexer and an LALR loop over the tables of grammar/mask.lark.
 
 >>> parse("q >= k").args[0].kind
 'bare'
@@ -28,7 +28,7 @@ class Token(NamedTuple):
 
 
 class Node:
-    """One piece of the tree: what it is, its parts, and where it stands in the text."""
+    """One node of the parsed tree: its kind, its parts, and its place in the text."""
 
     __slots__ = ("args", "kind", "start", "stop", "value")
 
@@ -55,7 +55,7 @@ def parse(text: str, name: str = "mask") -> Node:
 
 
 def _tokens(text: str, name: str) -> list[Token]:
-    """The tokens; a newline counts only outside brackets, and only between statements."""
+    """The tokens of a text; a newline counts only outside brackets, and only between statements."""
     tables = load()
     out: list[Token] = []
     open_: list[Token] = []

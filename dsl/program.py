@@ -1,4 +1,4 @@
-"""One text read whole: declarations, definitions, and the mask and score mod they lead to.
+"""Reads one whole text: declarations, definitions, and the mask and score mod they lead to.
 
 >>> read("causal & window(w)", kind="mask", params={"w": 256}).mask
 q >= k & abs(q - k) < w
@@ -42,7 +42,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a text says. `expr` is the lone expression of a text read without a kind."""
+    """The content of a text. `expr` is the lone expression of a text read without a kind."""
 
     source: str
     name: str
@@ -150,7 +150,7 @@ def type_of(name: str, value: Any) -> tuple[int, Type]:
 
 
 def _agreed(name: str, found: tuple[int, Type], declared: Declared | None) -> tuple[int, Type]:
-    """The declaration wins where the value can be read as it: an Int as a Float."""
+    """The declared type of a name whose value can be read as that type: an Int as a Float."""
     if declared is None:
         return found
     if found[0] != declared.rank:

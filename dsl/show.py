@@ -1,4 +1,4 @@
-"""Expr to text that parses back to the same Expr.
+"""Prints an Expr as text that parses back to the same Expr.
 
 >>> from frisket.dsl.sugar import q, k
 >>> show((q - k) * 2 >= 0)
@@ -51,7 +51,7 @@ def show(e: Expr, known: Collection[str] = ()) -> str:
 
 
 def places(e: Expr, known: Collection[str] = ()) -> tuple[str, list[tuple[Span, Expr]]]:
-    """The text of `e` without declarations, and where in it every sub-expression stands.
+    """The text of `e` without declarations, and the place in the text of every sub-expression.
 
     >>> from frisket.dsl.sugar import q, k
     >>> text, found = places((q >= k) & (k < 4))
@@ -85,7 +85,7 @@ class _Printer:
         return self.marked()[0]
 
     def marked(self) -> tuple[str, list[tuple[Span, Expr]]]:
-        """The text, and where in it every node stands, without parentheses of its own."""
+        """The text of a node, and the places of all nodes in the text, without enclosing parentheses."""
         out: list[str] = []
         at = 0
         places: list[tuple[Span, Expr]] = []
@@ -172,11 +172,11 @@ class _Printer:
         return [*out, "])"]
 
     def plain(self, e: Expr) -> Expr:
-        """The operand of something that converts Int by itself."""
+        """The operand of an operator that converts Int by itself."""
         return e.args[0] if e.op == "float" and not self.flex[e.args[0]] else e
 
     def joined(self, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
-        """Two operands of one type: a conversion goes without saying beside a Float."""
+        """Two operands of one type: the conversion beside a Float is implicit."""
         x, y = args
         if x.op != "float":
             return x, self.plain(y)
@@ -187,7 +187,7 @@ class _Printer:
 
 
 def _whole(exponent: Expr) -> bool:
-    """Whether it is written as a whole number that is not negative: then the power of an Int is an Int."""
+    """Whether an Expr is written as a whole number that is not negative: then the power of an Int is an Int."""
     return exponent.op == "float" and exponent.args[0].op == "lit" and bool(exponent.args[0].name >= 0)
 
 
@@ -225,7 +225,7 @@ def _typed_by(e: Expr) -> tuple[Expr, ...]:
 
 
 def _flex(root: Expr, known: Collection[str]) -> dict[Expr, frozenset[str]]:
-    """Per node: the names its type hangs on; empty when it has its type whatever the names are."""
+    """For each node, the names that decide its type; empty when the type is fixed."""
     flex: dict[Expr, frozenset[str]] = {}
     for node in walk(root):
         sets = [flex[a] for a in _typed_by(node)]
@@ -239,7 +239,7 @@ def _flex(root: Expr, known: Collection[str]) -> dict[Expr, frozenset[str]]:
 
 
 def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tuple[int, Type]]:
-    """Names to declare, with rank and type: the parser would read them differently, or as something else."""
+    """Names to declare, with rank and type: without a declaration the parser would infer another type or fail."""
     names: dict[str, tuple[int, Type]] = {}
     doubtful: set[str] = set()
     evident: set[str] = set()
@@ -262,7 +262,7 @@ def _undetermined(root: Expr, flex: dict[Expr, frozenset[str]]) -> dict[str, tup
 
 
 def _evidence(node: Expr, flex: dict[Expr, frozenset[str]]) -> Iterator[str]:
-    """Names of Bools and Floats that this use gives away."""
+    """Names of Bools and Floats whose type follows from this use."""
     op, args = node.op, node.args
     if op in TELLING or op in FLOAT_FUNCTIONS:
         direct = args
@@ -292,7 +292,7 @@ def _named(args: tuple[Expr, ...], *types: Type) -> Iterator[str]:
 
 
 def tree_size(root: Expr) -> int:
-    """How many nodes `root` has when shared ones are written out each time."""
+    """The number of nodes of `root` when shared nodes are written out each time."""
     sizes: dict[Expr, int] = {}
     for node in walk(root):
         sizes[node] = 1 + sum(sizes[a] for a in node.args)

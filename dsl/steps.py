@@ -23,7 +23,7 @@ Steps = Generator[tuple[Node, Frame], Value, Value]
 
 @dataclass
 class Walk(Names):
-    """Subclassed by the checker, whose method `_kind` reads a node of that kind."""
+    """The base of tree readers. A subclass reads a node in the method named after its kind: `_kind`."""
 
     sites: list[tuple[Span, Expr]] = field(default_factory=list)
     steps: int = 0
@@ -72,7 +72,7 @@ class Walk(Names):
         return parts
 
     def charge(self, e: Expr, node: Node, frame: Frame, times: int = 1) -> None:
-        """Substitution is work too: doubling and quadratic texts must end."""
+        """Count the work of substitution, so that doubling and quadratic texts end with an error."""
         self.steps += times * sum(1 for _ in ir.walk(e)) // 2
         if self.steps > MAX_NODES:
             self.too_large(node, frame)

@@ -6,7 +6,8 @@ from enum import Enum
 
 
 class Type(Enum):
-    """`Int` is a mathematical integer, `Bool` a truth value, `Float` a float32 (float64 in the oracle)."""
+    """A type of the language: Int is a mathematical integer, Bool a truth value, Float a float32 (float64 in the
+    oracle)."""
 
     BOOL = "Bool"
     INT = "Int"
@@ -27,5 +28,5 @@ BOOL, INT, FLOAT = Type.BOOL, Type.INT, Type.FLOAT
 
 
 def ranked(rank: int | None) -> str:
-    """What a name of this rank is, in words; None and 0 are scalars."""
+    """The description in words of a scalar (rank None or 0) or a table."""
     return "a number" if not rank else f"a table with {rank} {'axis' if rank == 1 else 'axes'}"

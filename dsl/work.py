@@ -23,7 +23,7 @@ _HEAVY |= dict.fromkeys(["range_min", "range_max", *_ENDS], 24)  # the analysis 
 
 @lru_cache(maxsize=4096)
 def steps(root: Expr) -> int:
-    """How many steps the expression takes at one position."""
+    """The number of steps the expression takes at one position."""
     total = 0
     for e in outside(root):
         if e.op == "reduce":

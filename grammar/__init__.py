@@ -1,4 +1,4 @@
-"""The grammar: mask.lark to read, mask.json (its LALR tables, made by build.py) to parse with."""
+"""The grammar of the language: mask.lark to read, mask.json (LALR tables made by build.py) to parse with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Tables:
-    """What a parser needs: see `build.tables` for the meaning of states and rules."""
+    """The LALR tables that a parser runs on: see `build.tables` for the meaning of states and rules."""
 
     tokens: re.Pattern[str]
     words: frozenset[str]
@@ -24,7 +24,7 @@ class Tables:
 
 @cache
 def load() -> Tables:
-    """The tables, read once: about 1 ms, against 40 ms to build them from the grammar."""
+    """The LALR tables, read once: about 1 ms, against 40 ms to build them from the grammar."""
     data: dict[str, Any] = json.loads((Path(__file__).parent / "mask.json").read_text(encoding="utf-8"))
     words = frozenset(s for s in data["signs"] if s.isalpha())
     # FLOAT before INT: the longer reading of `1.5` wins; signs come longest first

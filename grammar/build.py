@@ -1,4 +1,4 @@
-"""Compile mask.lark to the LALR tables in mask.json: `python -m frisket.grammar.build`."""
+"""Compiles mask.lark to the LALR tables in mask.json: `python -m frisket.grammar.build`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def tables() -> dict[str, Any]:
-    """The tables of mask.lark, as JSON holds them.
+    """The LALR tables of mask.lark, in the form JSON holds them.
 
     `states[s][symbol]` is n >= 0 for "go to state n" and n < 0 for "reduce by rule -n - 1"; a rule is
     [symbol it makes, number of things it takes, name of the action or null to pass the one thing on].
@@ -45,7 +45,7 @@ def tables() -> dict[str, Any]:
 
 
 def _reachable(start: int, rows: dict[int, dict[str, Any]]) -> dict[int, int]:
-    """Our number for each of lark's states: theirs change from run to run."""
+    """Number the reachable states of lark's automaton in a fixed order: lark's own numbers change from run to run."""
     order = {start: 0}
     for state in (queue := [start]):
         for action, target in rows[state].values():

@@ -1,4 +1,4 @@
-"""What a variable of a jaxpr holds: a shape, and the Expr of the element at given indices.
+"""Arrays of a traced jaxpr: a shape, and the Expr of the element at given indices.
 
 Indexing, broadcasting, transposing and arithmetic all come down to which elements are asked for, so a captured
 array that is sliced, indexed by `b`, then by `q, k` becomes one lookup with all its indices.
@@ -27,8 +27,8 @@ Shape = tuple[int, ...]
 
 
 class Array:
-    """`source` is the name of a captured array it was made from; `pieces` says that its elements have nothing to do
-    with one another (`jnp.stack`), so that a reduction over them is written out."""
+    """An array of a traced jaxpr. `source` is the name of the captured array it was made from; `pieces` says that its
+    elements are unrelated (`jnp.stack`), so that a reduction over them is written out."""
 
     __slots__ = ("_element", "_known", "_seen", "_values", "pieces", "shape", "source")
 
@@ -55,7 +55,7 @@ class Array:
         return self._known is not None
 
     def values(self) -> Any:
-        """What it holds while the function is traced: captured arrays and what is made of them alone."""
+        """The numbers of the array while the function is traced: captured arrays and their results."""
         assert self._known is not None
         if self._values is None:
             self._values = self._known()
@@ -67,7 +67,7 @@ def scalar(e: Expr) -> Array:
 
 
 def broadcast(fn: Callable[..., Expr], inputs: Sequence[Array]) -> Element:
-    """`fn` element by element; scalars go with arrays."""
+    """Apply `fn` element by element; scalars are broadcast to arrays."""
     return lambda i: fn(*(x.at(i if x.shape else ()) for x in inputs))
 
 
@@ -78,8 +78,8 @@ NO_NUMBER = frozenset({"var", "param", "bound", "extent", "lookup", "segment", "
 
 
 def unwrapped(e: Expr, n: int) -> Expr:
-    """JAX writes `where(i < 0, i + n, i)` for the index i of an axis of n: negative indices count from the end.
-    A position is never negative and a lookup clamps, so that i is left; a number is looked at."""
+    """The index i of JAX's `where(i < 0, i + n, i)`, which counts negative indices from the end of an axis of n. A
+    position is never negative and a lookup clamps, so i alone is enough; a number is checked."""
     if e.op == "where":
         test, yes, no = e.args
         if test is build("lt", no, ZERO) and yes is build("add", no, lit(n)):
@@ -90,14 +90,14 @@ def unwrapped(e: Expr, n: int) -> Expr:
 
 
 def _inside(e: Expr, n: int) -> Expr:
-    """The index clamped to 0..n-1, unless it is one that cannot leave it."""
+    """The index clamped to 0..n-1, or the index itself where it is inside already."""
     if e.op == "bound" or (e.op == "lit" and 0 <= e.name < n):
         return e
     return build("min", build("max", e, ZERO), lit(n - 1))
 
 
 def _start(start: Expr, size: int, n: int) -> Expr:
-    """Where a window of `size` starts on an axis of n."""
+    """The start of a window of `size` on an axis of n."""
     if size == 1:
         return unwrapped(start, n)
     return ZERO if size == n else _inside(unwrapped(start, n), n - size + 1)
@@ -196,7 +196,7 @@ def _iota(p: Mapping[str, Any]) -> Element:
 
 
 def _pieces(i: Expr, ends: Sequence[int], piece: Callable[[int, int], Expr]) -> Expr:
-    """The piece that holds index i; `piece(p, start)` reads piece p, which begins at start."""
+    """The element at index i of an array in pieces; `piece(p, start)` reads piece p, which begins at start."""
     starts = [0, *ends[:-1]]
     if i.op == "lit":
         p = next((p for p, end in enumerate(ends) if i.name < end), len(ends) - 1)
@@ -349,8 +349,8 @@ class Reductions:
 
 
 def _first(op: str) -> Callable[..., Element]:
-    """argmax and argmin over few elements: the first of the extreme ones. Of Bools (jnp.select asks for the first
-    that holds) it is the first True."""
+    """argmax and argmin over few elements: the first of the extreme ones. Of Bools (jnp.select asks for the first that
+    holds) the result is the first True."""
 
     def meaning(p: Mapping[str, Any], x: Array) -> Element:
         (axis,) = p["axes"]

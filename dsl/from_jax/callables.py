@@ -1,4 +1,4 @@
-"""A JAX function of positions to Expr, through its jaxpr.
+"""Converts a JAX function of positions to Expr, through its jaxpr.
 
 `jax.make_jaxpr` runs the function once on int32 scalars (and a float32 score); `dsl/from_jax/arrays.py` and
 `dsl/from_jax/scalars.py` say what the primitives mean. Captured arrays are the constants of the jaxpr: the very objects
@@ -54,7 +54,7 @@ MOST, LONGEST, DEEPEST = 5000, 256, 2
 
 
 def captured(fn: Any) -> Iterator[tuple[str, Any]]:
-    """(name, value) of what a function reaches through its closure, globals, defaults, attributes and calls, the
+    """(name, value) of the objects a function reaches through its closure, globals, defaults, attributes and calls, the
     nearest first."""
     seen: dict[int, Any] = {}
     waiting = deque([("", fn, 0)])
@@ -75,7 +75,7 @@ def captured(fn: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _called_by(fn: Any) -> Iterator[tuple[str, Any]]:
-    """What a function reads, and the function it wraps."""
+    """The objects a function reads, and the function it wraps."""
     if isinstance(fn, partial):
         yield "", fn.func
         yield from zip(_argument_names(fn.func), fn.args)
@@ -133,8 +133,7 @@ def _argument_names(fn: Any) -> tuple[str, ...]:
 
 
 def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, Symbol], naming: Naming) -> Any:
-    """What `fn` returns for these symbols: a symbol, or whatever is no number. `naming` names the arrays it
-    captures."""
+    """The result of `fn` for these symbols: a symbol, or whatever is no number. `naming` names the captured arrays."""
     import jax
 
     from .arrays import scalar

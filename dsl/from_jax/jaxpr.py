@@ -1,4 +1,4 @@
-"""The equations of a jaxpr to Exprs: calls inlined, constants named, what positions do not enter computed at once."""
+"""Converts a jaxpr's equations to Exprs: calls inlined, constants named, parts without positions computed at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wis
 
 
 class Reader:
-    """Reads the equations of a jaxpr. With `plain`, what jnp writes for `//` and the like is left as it is."""
+    """A reader of the equations of a jaxpr. With `plain`, jnp's code for `//` and the like is left as it is."""
 
     def __init__(self, naming: Naming, names: Sequence[tuple[str, Any]] = (), plain: bool = False) -> None:
         self.naming, self.names, self.plain = naming, names, plain
@@ -35,7 +35,7 @@ class Reader:
     # -- captured arrays --
 
     def constant(self, value: Any) -> Array:
-        """A captured array, or one that the function made of numbers."""
+        """A captured array, or an array that the function made of numbers."""
         import jax
 
         traced = isinstance(value, jax.core.Tracer)
@@ -50,8 +50,8 @@ class Reader:
         return self.table("table" if isinstance(value, jax.Array) else "", value)
 
     def table(self, source: str, array: Any, values: Any = None) -> Array:
-        """An array as a table, a scalar as a parameter; named when it is first read. One that JAX traces has no values
-        yet, and is read element by element."""
+        """An array as a table, a scalar as a parameter; named when it is first read. An array that JAX traces has no
+        values yet, and is read element by element."""
         import jax
 
         type = type_of(array.dtype)
@@ -135,8 +135,8 @@ class Reader:
         return [_made("cond", r[0].shape, element(r), [which, *r], None) for r in zip(*branches, strict=True)]
 
     def scan(self, eqn: Any, inputs: list[Array]) -> list[Array]:
-        """A loop of few turns, written out. What it carries has the shape it has inside; what it collects or reads
-        turn by turn has one axis more outside."""
+        """A loop of few turns, written out. The carried values have the same shape inside and outside; values collected
+        or read turn by turn have one axis more outside."""
         inner, length = eqn.params["jaxpr"], eqn.params["length"]
         if length > MAX_WRITTEN:
             raise Refused(f"a loop of {length} turns, more than {MAX_WRITTEN}; use a reduction or a table")
@@ -160,8 +160,9 @@ class Reader:
         return [taken(inputs[0], eqn.params["axis"], *ends) for ends in pairwise([0, *ends])]
 
     def search(self, eqn: Any, inputs: list[Array]) -> list[Array] | None:
-        """jnp.searchsorted of a position: the segment that holds it, counted from one more at the front. The table
-        gets an end on either side, because searchsorted knows places before the first offset and past the last."""
+        """jnp.searchsorted of a position: the segment that holds the position, counted from one more at the front. The
+        table gets an end on either side, because searchsorted knows places before the first offset and past the last.
+        """
         if eqn.params.get("name") != "searchsorted" or len(inputs) != 2 or not inputs[0].is_known or inputs[1].is_known:
             return None
         side = next((s for s in ("left", "right") if _searches(eqn, s)), None)
@@ -184,7 +185,7 @@ class Reader:
         return [scalar(ir.segment(name, inputs[1].at()))]
 
     def computed(self, eqn: Any, inputs: list[Array]) -> list[Array]:
-        """What is made of captured arrays alone is computed now; its result is a table, or a parameter."""
+        """The result of an equation on captured arrays alone, computed now: a table, or a parameter."""
         source = next((x.source for x in inputs if x.source), "")
         values = _compute(eqn, inputs, every=True)
         return [self.table(source, v) if source or v.shape else _number(v, v.dtype) for v in values]
@@ -209,7 +210,7 @@ def _number(value: Any, dtype: Any) -> Array:
 
 
 def _called(eqn: Any) -> Any:
-    """The jaxpr of jit, custom_jvp_call, remat and their like; nothing for other equations."""
+    """The inner jaxpr of jit, custom_jvp_call, remat and similar equations; nothing for other equations."""
     if eqn.primitive.name in ("scan", "while"):
         return None
     names = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -220,7 +221,7 @@ ONCE = frozenset({"dot_general", "rev"})
 
 
 def _computed_once(eqn: Any) -> bool:
-    """Of captured arrays alone: whether the result is better a table of its own than read element by element."""
+    """Whether the result of an equation on captured arrays is better a table than read element by element."""
     name = eqn.primitive.name
     old = tuple(eqn.invars[0].aval.shape) if eqn.invars else ()
     if name == "slice":
@@ -245,7 +246,7 @@ def _compute(eqn: Any, inputs: Sequence[Array], every: bool = False) -> Any:
 
 
 def _searches(eqn: Any, side: str) -> bool:
-    """Whether an equation called searchsorted is JAX's, on this side, and nobody else's of that name."""
+    """Whether an equation called searchsorted is JAX's own with this side, not another function of that name."""
     import jax
 
     kinds = [argument(v.aval.shape, v.aval.dtype) for v in eqn.invars]
@@ -265,7 +266,7 @@ def _is_users(file: str) -> bool:
 
 
 def _place(eqn: Any) -> str:
-    """Where the user wrote an equation."""
+    """The line of the user's code that wrote an equation."""
     trace = getattr(eqn.source_info, "traceback", None)
     found = ((f.file_name, f.line_num) for f in (trace.frames if trace is not None else ()) if _is_users(f.file_name))
     return next((line(*place) for place in found), "")

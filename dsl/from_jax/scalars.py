@@ -1,4 +1,4 @@
-"""What JAX's primitives mean for one element: Exprs in, an Expr out.
+"""The meaning of JAX's primitives for one element: Exprs in, an Expr out.
 
 JAX computes in 32 bits and wraps, an Int of the language does not: casts between integer types, and between floating
 types, mean nothing here.
@@ -22,7 +22,7 @@ Meaning = Callable[..., Expr]  # of the equation and its operands
 
 
 class Refused(Exception):  # noqa: N818 (not an error yet: the caller adds the user's line)
-    """The language has no word for this; the text says why and what to do."""
+    """The language cannot express an equation; the text says why and what to do."""
 
 
 def type_of(dtype: Any) -> Type:
@@ -80,7 +80,7 @@ def _comparison(op: str) -> Meaning:
 
 
 def integral(e: Expr) -> Expr | None:
-    """A Float that is an Int converted, as that Int: jnp.floor gives a float, `floor` an Int."""
+    """The Int that a Float was converted from: jnp.floor gives a float, `floor` an Int."""
     if e.op == "float":
         return e.args[0]
     if e.op == "lit" and e.type is FLOAT and math.isfinite(e.name) and e.name == int(e.name):
@@ -92,7 +92,7 @@ def integral(e: Expr) -> Expr | None:
 
 
 def _rounded(e: Expr) -> bool:
-    """Whether a rounding function stands in what `integral` takes apart."""
+    """Whether a rounding function is among the operators that `integral` takes apart."""
     if e.op == "float":
         return any(n.op == "floor" for n in ir.walk(e))
     return e.op in ("add", "sub", "mul", "neg", "min", "max", "abs") and any(map(_rounded, e.args))
@@ -171,7 +171,7 @@ def _convert(eqn: Equation, x: Expr) -> Expr:
 
 
 def choose(which: Expr, *cases: Expr) -> Expr:
-    """`cases[which]`; which is a Bool, or an Int taken for the last case when it is past it."""
+    """The Expr of `cases[which]`; which is a Bool, or an Int clamped to the last case."""
     if which.op == "int" and which.args[0].type is BOOL:
         which = which.args[0]
     if which.type is BOOL:
@@ -234,7 +234,7 @@ REASONS = {
 
 
 def argument(shape: tuple[int, ...], dtype: Any) -> Any:
-    """What jax.make_jaxpr takes in place of an array."""
+    """The abstract value that jax.make_jaxpr takes in place of an array."""
     import jax
 
     struct: Any = jax.ShapeDtypeStruct  # JAX leaves it untyped

@@ -1,4 +1,4 @@
-"""What jax.numpy writes for `//`, `%`, softplus and the like, read back as the one operator meant.
+"""Recognises jax.numpy's code for `//`, `%`, softplus and the like, and gives the one operator meant.
 
 JAX has division towards zero and no softplus; jnp puts them together from smaller primitives. What it puts together
 differs between versions, so the patterns are made by tracing jnp's own functions on holes.
@@ -39,7 +39,7 @@ WRITTEN: list[tuple[str, Type, int, Callable[..., Expr]]] = [
 
 @cache
 def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]]:
-    """Operator at the root -> (what jnp writes, its holes, what is meant)."""
+    """The patterns by operator at the root: (jnp's code, holes of the pattern, the operator meant)."""
     import jax
 
     from .arrays import scalar
@@ -61,7 +61,7 @@ def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Exp
 
 
 def replaced(e: Expr) -> Expr:
-    """The operator meant, where `e` is what jnp writes for one."""
+    """The operator meant by `e`, where `e` is jnp's code for an operator."""
     for pattern, holes, meant in patterns().get(e.op, ()):
         bound: dict[Expr, Expr] = {}
         if _fits(pattern, e, holes, bound):

@@ -1,4 +1,4 @@
-"""Operators on single elements of any type, as arrays have them: a Bool counts as 0 or 1, `+` of two is `or`.
+"""Operators on single elements of any type, with array semantics: a Bool counts as 0 or 1, `+` of two Bools is `or`.
 
 >>> from frisket.dsl.sugar import k, q
 >>> joined("sub", q >= k, q)
@@ -17,7 +17,7 @@ from .user_line import fail
 
 
 def number(e: Expr) -> Expr:
-    """A Bool counts as 0 or 1."""
+    """A Bool converted to 0 or 1; a number unchanged."""
     return build("int", e) if e.type is BOOL else e
 
 
@@ -38,7 +38,7 @@ def floor(e: Expr) -> Expr:
 
 
 def alike(x: Expr, y: Expr) -> tuple[Expr, Expr]:
-    """Both in one type: Bool, Int, Float, whichever is the last of theirs."""
+    """Both elements converted to one type: the wider of their types in the order Bool, Int, Float."""
     if x.type is not y.type:
         x, y = number(x), number(y)
         if FLOAT in (x.type, y.type):
@@ -50,7 +50,7 @@ ON_BOOL = {"add": "or", "mul": "and", "max": "or", "min": "and"}  # as numpy, to
 
 
 def joined(op: str, x: Expr, y: Expr) -> Expr:
-    """One operator of the language on elements of any types, as arrays take them."""
+    """One operator of the language applied to elements of any types, with array semantics."""
     if {x.type, y.type} == {BOOL}:
         if op == "sub":
             fail("`-` of two Bools: write `x ^ y`, or `x & ~y`")

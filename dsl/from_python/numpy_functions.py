@@ -50,7 +50,7 @@ UNARY: dict[str, Callable[[Expr], Expr]] = {
 
 
 def apply(name: str, inputs: tuple[Any, ...]) -> Any:
-    """`np.name(*inputs)` where some input is a symbol."""
+    """The result of `np.name(*inputs)` where some input is a symbol."""
     what = f"np.{name}"
     if name in UFUNCS:
         return elementwise(lambda x, y: joined(UFUNCS[name], x, y), *inputs, what=what)
@@ -89,8 +89,8 @@ def array_function(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class Table:
-    """Stands for a captured array during the trace. Indexing with positions makes lookups; everything else
-    sees the array."""
+    """A stand-in for a captured array during the trace. Indexing with positions makes lookups; everything else sees the
+    array."""
 
     __slots__ = ("_name", "_naming", "array")
     __hash__ = None  # type: ignore[assignment]
@@ -109,7 +109,7 @@ class Table:
         return indexed(self.symbol(), tuple(x.symbol() if isinstance(x, Table) else x for x in keys))
 
     def _again(self, value: Any) -> Any:
-        """A table of what was computed from a table."""
+        """A new table of values computed from a table."""
         if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in ELEMENT:
             return Table(self._naming, value, self._name)
         return value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value

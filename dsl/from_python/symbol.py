@@ -1,4 +1,4 @@
-"""What a traced function computes with: `Symbol` stands for a position, or for an array that depends on one.
+"""Symbol, the value a traced function computes with: a position, or an array that depends on one.
 
 >>> q, k = Symbol(ir.var("q")), Symbol(ir.var("k"))
 >>> (q - k < 4) & (q != 2)
@@ -51,7 +51,7 @@ def axis(size: int, end: Expr | None = None) -> Axis:
 
 
 class Context(threading.local):
-    """What the trace that runs in this thread knows of arrays that are not numpy's: `lift` makes a Symbol of one,
+    """The framework of the trace in this thread, for arrays that are not numpy's: `lift` makes a Symbol of one,
     `concrete` computes the value of a Symbol that no position enters, `call` answers a library's function."""
 
     front: Any = None
@@ -65,7 +65,7 @@ def what_is(value: Any) -> str:
 
 
 def symbol_of(value: Any) -> Symbol | None:
-    """A value that can stand in an expression: a symbol, a number, a captured array."""
+    """The symbol of a value that can stand in an expression: a symbol, a number, a captured array."""
     if isinstance(value, Symbol):
         return value
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
@@ -95,7 +95,7 @@ def shown(shape: Sequence[int]) -> str:
 
 
 def table(name: str, shape: tuple[int, ...], type: Type) -> Symbol:
-    """A whole captured array."""
+    """A symbol of a whole captured array."""
     axes = tuple(axis(n, ir.extent(name, i)) for i, n in enumerate(shape))
     return Symbol(ir.lookup(name, tuple(a.bound for a in axes), type), axes)
 
@@ -120,7 +120,7 @@ def aligned(symbols: Sequence[Symbol], what: str = "an operation") -> tuple[list
 
 
 def elementwise(make: Callable[..., Expr], *values: Any, what: str) -> Symbol:
-    """`make` on the elements of the values, broadcast."""
+    """Apply `make` to the elements of the values, broadcast."""
     parts, axes = aligned([operand(v, what) for v in values], what)
     try:
         return Symbol(make(*parts), axes)
@@ -129,7 +129,7 @@ def elementwise(make: Callable[..., Expr], *values: Any, what: str) -> Symbol:
 
 
 def indexed(x: Symbol, key: Any) -> Symbol:
-    """`x[key]` for positions, Ints, slices, None and ..., on the leading axes."""
+    """The result of `x[key]` for positions, Ints, slices, None and ..., on the leading axes."""
     name = f"`{x.expr.name}`" if x.expr.op == "lookup" else "an array" if x.axes else "a position"
     keys = list(key) if isinstance(key, tuple) else [key]
     used = sum(y is not None and y is not Ellipsis for y in keys)
@@ -183,7 +183,7 @@ def _literal(i: int, size: int, name: str) -> Expr:
 
 
 def reduced(kind: str, x: Symbol, dim: Any = None, keepdim: bool = False) -> Symbol:
-    """`any all sum min max` over one axis, several, or (None) all of them."""
+    """The reduction `any all sum min max` over one axis, several, or (None) all of them."""
     dims = range(len(x.axes)) if dim is None else [dim] if isinstance(dim, int) else list(dim)
     chosen = {_dimension(d, len(x.axes)) for d in dims} if x.axes else set()
     e = x.expr
@@ -228,7 +228,7 @@ class Scalar(tuple[int, ...]):
 
 
 class Symbol:
-    """An Expr that can be computed with as a number, or an array of such; `==` and `!=` build expressions too."""
+    """An Expr, or an array of Exprs, that computes like a number; `==` and `!=` build expressions too."""
 
     __slots__ = ("axes", "expr")
     __hash__ = None  # type: ignore[assignment]
@@ -345,7 +345,7 @@ class Symbol:
 
 
 def product(x: Symbol, y: Symbol) -> Symbol:
-    """`x @ y` where one of them is a vector."""
+    """The product `x @ y` where one operand is a vector."""
     if x.ndim == 0 or y.ndim == 0 or (x.ndim > 1 and y.ndim > 1):
         fail(f"`@` of arrays with {x.ndim} and {y.ndim} axes: one of them is a vector, the other has axes too")
     if y.ndim == 1:

@@ -1,4 +1,4 @@
-"""A Python function of positions to Expr, by calling it once with symbols.
+"""Converts a Python function of positions to Expr, by calling it once with symbols.
 
 >>> trace(lambda q, k: (q >= k) & (q - k < 256)).expr
 q >= k & q - k < 256
@@ -42,9 +42,9 @@ ORDER = ("score", *COORDINATES)
 
 @dataclass(frozen=True)
 class Traced:
-    """`tables` are the captured arrays and 0-d tensors, the user's own objects, by the names they have in `expr`;
-    `read` are the tensors of torch whose values went into `expr` itself, `result` is the type of what the function
-    returned: an Int of a score mod is made a Float. `scored`: it takes a score."""
+    """The result of tracing a function. `tables` are the captured arrays and 0-d tensors, the user's own objects, by
+    the names they have in `expr`; `read` are the tensors of torch whose values went into `expr` itself, `result` is the
+    type of the function's result: an Int of a score mod is made a Float. `scored`: the function takes a score."""
 
     expr: Expr
     tables: dict[str, Any]
@@ -59,8 +59,8 @@ def trace(
     fn: Callable[..., Any], kind: Kind | None = None, *, valueless: bool = False, by_place: bool = False
 ) -> Traced:
     """Trace `fn`. Arguments named b, h, q, k, score bind by name; else four (mask) or five (score first) by place.
-    `valueless`: the tensors of torch that it captures have a shape and a dtype, and no values to look at. `by_place`:
-    it takes four or five whatever their names, as torch calls it."""
+    `valueless`: captured torch tensors have a shape and a dtype, and no values to look at. `by_place`: bind four or
+    five arguments by place whatever their names, as torch does."""
     if not callable(fn):
         what = "score mod" if kind == "score" else "mask"
         hint = f"\n  {dense(what, fn.ndim)}" if hasattr(fn, "ndim") else ""
@@ -116,7 +116,7 @@ def _called(fn: Callable[..., Any], names: dict[str, str], kind: Kind, valueless
 
 
 def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
-    """torch is listened to where it is there to listen to."""
+    """The torch front end of the trace, where torch is imported."""
     if not hasattr(sys.modules.get("torch"), "Tensor"):
         return nullcontext()
     from frisket.dsl.from_torch.callables import active
@@ -131,7 +131,7 @@ def _signature(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 
 def _arguments(fn: Callable[..., Any]) -> dict[str, str]:
-    """Parameter -> coordinate."""
+    """The coordinate of every parameter of the function."""
     try:
         parameters = _signature(fn)
     except (TypeError, ValueError):
@@ -155,7 +155,7 @@ def _arguments(fn: Callable[..., Any]) -> dict[str, str]:
 
 
 def _places(fn: Callable[..., Any], kind: Kind | None) -> dict[str, str]:
-    """Parameter -> coordinate, where four or five are given by place."""
+    """The coordinate of every parameter, for functions that take four or five by place."""
     try:
         parameters = _signature(fn).values()
     except (TypeError, ValueError):  # a builtin
@@ -208,7 +208,7 @@ LIBRARIES = frozenset({"numpy", "torch", "jax", "jaxlib", "frisket", "builtins",
 
 @dataclass
 class _Tracer:
-    """Copies functions with tables in place of arrays, and gives the tables names."""
+    """A copier of functions that puts tables in place of arrays and names the tables."""
 
     tables: dict[str, Any] = field(default_factory=dict)
     copies: dict[int, Any] = field(default_factory=dict)
@@ -229,7 +229,7 @@ class _Tracer:
         return name
 
     def copied(self, fn: Any) -> Any:
-        """`fn` with every array it can reach replaced."""
+        """A copy of `fn` with every array it can reach replaced."""
         if isinstance(fn, functools.partial):
             parameters = list(inspect.signature(fn.func).parameters)
             args = [self.value(a, n) for a, n in zip(fn.args, parameters)]
@@ -310,7 +310,7 @@ def _global_names(code: CodeType) -> set[str]:
 
 
 def _autograd_function(value: Any) -> type[Any] | None:
-    """The torch.autograd.Function that a value is, or is the `apply` of."""
+    """The torch.autograd.Function that a value is, or whose `apply` it is."""
     function = getattr(getattr(sys.modules.get("torch"), "autograd", None), "Function", None)
     cls = value if isinstance(value, type) else getattr(value, "__self__", None)
     found = function is not None and isinstance(cls, type) and issubclass(cls, function) and cls is not function

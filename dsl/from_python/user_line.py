@@ -56,7 +56,7 @@ def place() -> str:
 
 
 def fail(message: str, cause: BaseException | None = None) -> NoReturn:
-    """Raise `TraceError` at the user's line: the one that runs, or where `cause` was raised."""
+    """Raise `TraceError` at the user's line that runs, or where `cause` was raised."""
     if cause is None:
         raise TraceError(f"{message}\n  {place()}")
     raise TraceError(f"{message}\n  {raised_at(cause)}".rstrip()) from cause
@@ -73,12 +73,12 @@ def raised_at(cause: BaseException) -> str:
 
 
 def no_truth() -> NoReturn:
-    """A symbol was asked whether it is true: say what the user's line does instead."""
+    """Raise the error for a symbol used as a truth value: the text says what the user's line does instead."""
     fail(f"{NO_TRUTH}: {instead(place(), _array_module())}")
 
 
 def instead(where: str, module: str) -> str:
-    """What to write for the words on a user's line, with the functions of `module`."""
+    """The replacement for the words on a user's line, with the functions of `module`."""
     source = where.partition("\n")[2]
     found = [say for word, say in WORDS.items() if re.search(rf"\b{word}\b", source)]
     found = found or [say for word, say in CALLS.items() if re.search(rf"(?<![\w.]){word}\(", source)]

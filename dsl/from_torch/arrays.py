@@ -1,4 +1,4 @@
-"""What torch's reductions, indexing and changes of shape mean on arrays of Exprs, by name. Nothing here needs torch.
+"""The meaning of torch's reductions, indexing and shape changes on arrays of Exprs, by name. Nothing here needs torch.
 
 >>> from frisket.dsl.from_python.symbol import table
 >>> from frisket.dsl.ir import var
@@ -107,7 +107,7 @@ def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, inve
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Symbol:
-    """`weight @ input + bias` for one vector."""
+    """The product `weight @ input + bias` for one vector."""
     x = operand(input, "`linear`")
     if x.ndim != 1:
         fail(f"`linear` of an array with {x.ndim} axes: it takes one vector")
@@ -152,7 +152,7 @@ def transpose(input: Any, dim0: int, dim1: int) -> Symbol:
 
 
 def turned(input: Any) -> Symbol:
-    """`x.t()`, `x.T`, `x.mT`."""
+    """The transpose `x.t()`, `x.T`, `x.mT`."""
     return transpose(input, -2, -1) if operand(input, "`t`").ndim > 1 else operand(input, "`t`")
 
 
@@ -171,7 +171,7 @@ def squeeze(input: Any, dim: Any = None) -> Symbol:
 
 
 def reshape(input: Any, *shape: Any) -> Symbol:
-    """Row-major, as a view: the old indices are quotients and remainders of the flat one."""
+    """A row-major view in another shape: the old indices are quotients and remainders of the flat index."""
     x = operand(input, "`reshape`")
     given = [int(n) for n in (shape[0] if shape and not isinstance(shape[0], int) else shape)]
     total, known = math.prod(x.shape), math.prod(n for n in given if n >= 0)
@@ -215,7 +215,7 @@ def select(input: Any, dim: int, index: Any) -> Symbol:
 
 
 def same(input: Any, *_: Any, **__: Any) -> Symbol:
-    """Copies, devices, memory formats: nothing changes."""
+    """The input unchanged: copies, devices and memory formats mean nothing here."""
     return operand(input, "a copy")
 
 

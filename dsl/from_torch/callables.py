@@ -1,4 +1,4 @@
-"""torch callables to Expr: captured tensors become tables and scalars, torch's functions the language's operators.
+"""Converts torch callables to Expr: captured tensors become tables and scalars, torch's functions operators.
 
 >>> import torch
 >>> from frisket.dsl.show import show
@@ -56,9 +56,9 @@ ADVICE = {
 
 
 class Front:
-    """What one trace knows of torch's tensors. `naming` gives a captured tensor its name; `values` are all that have
-    one, `wishes` the names of variables that hold one, by the tensor's id. `read` takes those whose values the trace
-    looked at; None: they have no values."""
+    """The torch front end of one trace. `naming` gives a captured tensor its name; `values` are all named tensors,
+    `wishes` the names of variables that hold one, by the tensor's id. `read` collects the tensors whose values the
+    trace looked at; None: tensors have no values."""
 
     def __init__(
         self, naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
@@ -109,7 +109,7 @@ class Front:
         return FLOAT if value.is_floating_point() else INT
 
     def _wish(self, value: Any) -> str:
-        """What the user calls a tensor: a variable or an attribute, in the functions that run now."""
+        """The user's name for a tensor: a variable or an attribute, in the functions that run now."""
         if id(value) in self.wishes:
             return self.wishes[id(value)]
         frame = user_frame()
@@ -136,7 +136,7 @@ class Front:
         return {} if isinstance(x, ModuleType) else dict(getattr(x, "__dict__", {}))
 
     def concrete(self, x: Symbol) -> Any:
-        """The tensor a symbol stands for, or None where its value depends on a position."""
+        """The tensor of a symbol, or None where its value depends on a position."""
         if self.moves(x):
             return None
         self.looks(self.values.get(n.name) for n in ir.walk(x.expr) if n.op in ("lookup", "param", "segment"))
@@ -152,7 +152,7 @@ class Front:
         return {BOOL: self.torch.bool, INT: self.torch.int64, FLOAT: self.torch.float32}[x.expr.type]
 
     def attribute(self, x: Symbol, name: str) -> Any:
-        """`x.name` where neither Symbol nor the table of functions has it."""
+        """The attribute `x.name` that neither Symbol nor the table of functions has."""
         if name == "dtype":
             return self.dtype(x)
         if name == "device":
@@ -170,7 +170,7 @@ class Front:
     # -- calls
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The answer to `func(*args, **kwargs)`: a symbol, or what torch gives."""
+        """The answer to `func(*args, **kwargs)`: a symbol, or torch's own result."""
         name = name_of(func)
         inputs = list(_arrays(self.torch, (*args, *kwargs.values())))
         symbols = [x for x in inputs if isinstance(x, Symbol)]
@@ -201,7 +201,7 @@ class Front:
         return self.run(func, *self._plain(func, args, kwargs)) if symbols else self.run(func, args, kwargs)
 
     def _at_once(self, name: str, inputs: list[Any], args: tuple[Any, ...]) -> bool:
-        """Whether a call is for torch: whole arrays gone through, or indexed with arrays, with no position in it."""
+        """Whether torch itself computes a call: no position enters, whole arrays are read, or indexed with arrays."""
         if name == "getitem":
             key = args[1] if isinstance(args[1], tuple) else (args[1],)
             arrays = any(isinstance(x, list | self.torch.Tensor) for x in key)
@@ -210,7 +210,7 @@ class Front:
 
     @staticmethod
     def moves(x: Any) -> bool:
-        """Whether a position enters."""
+        """Whether a position enters an argument."""
         return isinstance(x, Symbol) and any(n.op == "var" for n in ir.walk(x.expr))
 
     def learned(self, x: Any) -> bool:
@@ -260,7 +260,7 @@ class Front:
         return Symbol(ir.segment(name, at.expr), at.axes)
 
     def _plain(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Arguments with tensors for symbols, where all of them have values."""
+        """Arguments with tensors in place of symbols, where all symbols have values."""
 
         def one(x: Any) -> Any:
             if isinstance(x, list | tuple):
@@ -277,7 +277,7 @@ class Front:
         return one(args), {n: one(v) for n, v in kwargs.items()}
 
     def looks(self, tensors: Iterable[Any]) -> None:
-        """Note that values of captured tensors decide what the trace finds."""
+        """Record that values of captured tensors decide the result of the trace."""
         for x in tensors:
             if not isinstance(x, self.torch.Tensor):
                 continue
@@ -287,7 +287,7 @@ class Front:
             self.read[id(x)] = x
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """torch's own answer; what it makes of nothing captured is a constant."""
+        """The result of torch itself; a result that depends on no captured tensor is a constant."""
         inputs = list(_arrays(self.torch, (*args, *kwargs.values())))
         if name_of(func) not in METADATA:
             self.looks(x for x in inputs if id(x) not in self.made)
@@ -298,7 +298,7 @@ class Front:
 
 
 class Forward:
-    """A torch.autograd.Function during the trace: applying it runs its forward."""
+    """A torch.autograd.Function during the trace: `apply` runs its forward."""
 
     def __init__(self, forward: Callable[..., Any], cls: Any) -> None:
         self.forward, self.cls = forward, cls
@@ -314,7 +314,7 @@ CUSTOM = {"approx.tanh": "tanh"}  # attention-gym's operator for a faster, less 
 
 
 def name_of(func: Any) -> str:
-    """`where`, `__getitem__`, and `shape` for the getter of an attribute."""
+    """The name of a torch function: `where`, `__getitem__`, and `shape` for the getter of an attribute."""
     if type(func).__module__ == "torch._ops":  # torch.ops.library.name, and torch.ops.library.name.overload
         library, name = str(func).split(".")[:2]
         return name if library == "aten" else CUSTOM.get(f"{library}.{name}", str(func))
@@ -336,7 +336,7 @@ def _in_place(name: str) -> bool:
 
 
 def _arrays(torch: Any, values: Any) -> Iterator[Any]:
-    """The symbols and tensors among values, and in lists of them."""
+    """The symbols and tensors among values, and in lists of values."""
     for x in values:
         if isinstance(x, Symbol | torch.Tensor):
             yield x
@@ -360,7 +360,7 @@ def _numpy(torch: Any, value: Any) -> Any:
 @cache
 def _mode() -> Any:
     class Mode(sys.modules["torch"].overrides.TorchFunctionMode):  # type: ignore[misc]
-        """Sends every call of torch's functions, in this thread, to a Front."""
+        """A torch function mode that sends every call of torch's functions, in this thread, to a Front."""
 
         def __init__(self, front: Front) -> None:
             super().__init__()
@@ -377,7 +377,7 @@ def active(
     naming: Callable[[str, Any], str], values: Mapping[str, Any], wishes: Mapping[int, str],
     read: dict[int, Any] | None,
 ) -> Iterator[None]:  # fmt: skip
-    """torch's functions and captured tensors are traced in this thread, whatever modes of the user's are on."""
+    """Trace torch's functions and captured tensors in this thread, whatever modes the user has on."""
     torch = sys.modules["torch"]
     if read is not None and torch.compiler.is_compiling():
         raise TraceError("a mask is made inside torch.compile: make it outside, and use it there")

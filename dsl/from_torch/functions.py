@@ -1,4 +1,4 @@
-"""torch's functions and tensor methods by name: single elements, arrays, and what a symbol says of itself."""
+"""torch's functions and tensor methods by name: single elements, arrays, and attributes of a symbol."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ATTRIBUTES = frozenset({"T", "mT"})
 
 
 def called(name: str, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """`function` with arguments it may not take."""
+    """The result of `function`, with an error for arguments it does not take."""
     try:
         return function(*args, **{n: v for n, v in kwargs.items() if v is not None})
     except TypeError as error:
@@ -45,7 +45,7 @@ def called(name: str, function: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def attribute(x: Symbol, name: str) -> Any:
-    """`x.name` for what Symbol itself does not have."""
+    """The attribute `x.name` that Symbol itself does not have."""
     if name in ATTRIBUTES:
         return FUNCTIONS[name](x)
     if name in METHODS or name in FUNCTIONS:

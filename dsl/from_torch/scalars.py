@@ -1,4 +1,4 @@
-"""What torch's functions of single elements mean on symbols, by name. Nothing here needs torch.
+"""The meaning of torch's elementwise functions on symbols, by name. Nothing here needs torch.
 
 >>> from frisket.dsl.ir import var
 >>> q, k = Symbol(var("q")), Symbol(var("k"))
@@ -49,7 +49,7 @@ def cast(e: Expr, type: Type) -> Expr:
 
 
 def to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Symbol:
-    """`x.to(...)`: a dtype, another tensor's, or a device, which means nothing here."""
+    """The conversion `x.to(...)` to a dtype, another tensor's, or a device, which means nothing here."""
     for a in args:
         if a is None or isinstance(a, bool | str) or type(a).__name__ == "device":
             continue
@@ -58,12 +58,12 @@ def to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Symbol:
 
 
 def typed(x: Any, dtype: Any = None, *_: Any, **__: Any) -> Symbol:
-    """`x.type(...)`, `x.astype(...)`: a text names a dtype here, where for `to` it names a device."""
+    """The conversion `x.type(...)` or `x.astype(...)`: a text names a dtype here, where for `to` it names a device."""
     return to(x, dtype=dtype)
 
 
 def _cast(type: str, input: Any, **_: Any) -> Symbol:
-    """`x.float()`, `x.long()`, ..."""
+    """The method `x.float()`, `x.long()`, ... for one type."""
     return to(input, dtype=type)
 
 
@@ -79,7 +79,7 @@ def _floor(x: Expr) -> Expr:
 
 
 def _round(x: Expr) -> Expr:
-    """Halves to the even neighbour."""
+    """Rounding to the nearest integer, halves to the even neighbour."""
     low = build("floor", x)
     rest = x - to_float(low)
     return to_float(where(rest < 0.5, low, where(rest > 0.5, low + 1, low + low % 2)))
@@ -95,7 +95,7 @@ def _sinc(x: Expr) -> Expr:
 
 
 def _signbit(x: Expr) -> Expr:
-    """Whether it is below 0, or -0.0."""
+    """Whether a number is below 0, or -0.0."""
     return build("or", x < 0.0, 1.0 / x < 0.0) if x.type is FLOAT else x < 0
 
 
@@ -182,7 +182,7 @@ def _logical(op: str) -> Function:
 
 
 def _truncated(x: Expr, y: Expr) -> Expr:
-    """x / y towards zero, in their common type."""
+    """The quotient x / y rounded towards zero, in their common type."""
     x, y = alike(number(x), number(y))
     if x.type is FLOAT:
         return to_float(build("int", x / y))
@@ -205,7 +205,7 @@ def fmod(input: Any, other: Any) -> Symbol:
 
 
 def _logaddexp(x: Expr, y: Expr) -> Expr:
-    """log(exp(x) + exp(y)), of which both have half the derivative where they are equal, infinities too."""
+    """log(exp(x) + exp(y)); at a tie, infinities too, each argument has half the derivative."""
     same = eq(x, y)
     gap = where(same, 1.0, x - y)
     apart = where(x > y, x, y) + build("log1p", build("exp", -abs(gap)))
@@ -233,7 +233,7 @@ def lerp(input: Any, end: Any, weight: Any) -> Symbol:
 
 
 def _added(op: str) -> Function:
-    """`addcmul`, `addcdiv`: input + value * (tensor1 op tensor2)."""
+    """The functions `addcmul` and `addcdiv`: input + value * (tensor1 op tensor2)."""
 
     def call(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1) -> Symbol:
         found = apply_binary(op, tensor1, tensor2)
@@ -274,7 +274,7 @@ def gelu(input: Any, approximate: str = "none") -> Symbol:
 
 
 def _piece(make: Callable[..., Expr], **defaults: float) -> Function:
-    """A Float function with a few numbers beside its argument."""
+    """The method of a Float function with a few numbers beside its argument."""
 
     def call(input: Any, *given: float, inplace: bool = False, **named: float) -> Symbol:
         numbers = {**defaults, **dict(zip(defaults, given)), **named}
