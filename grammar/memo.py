@@ -1,0 +1,268 @@
+"""Remembered answers: `@memo(64)` keeps those of a function, `Memo` those under keys that a caller makes.
+
+Every table of answers in frisket is one of these, so each is bounded by entries and by bytes, counted, listed by
+`frisket doctor --caches`, and cleared by `clear()`. Errors are not remembered. Two threads that ask at once may both
+compute; no lock is held meanwhile, so remembered functions may call each other and themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from functools import lru_cache, update_wrapper
+from types import FunctionType, ModuleType
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+MIB = 1 << 20
+BYTES = 64 * MIB  # of a table
+BUDGET = 256 * MIB  # of all tables of a process
+PARTS = 512  # objects that are looked at to weigh an entry
+Weigh = Callable[..., int] | int  # of the key's parts and the answer; a number where all entries weigh about the same
+
+_lock = threading.RLock()  # reentrant: what an eviction frees may ask a table
+_tables: weakref.WeakSet[Memo] = weakref.WeakSet()
+_total = 0  # bytes in all tables
+
+
+class Info(NamedTuple):
+    """A table in figures; `bytes` is an estimate."""
+
+    name: str
+    entries: int
+    bound: int
+    bytes: int
+    hits: int
+    misses: int
+
+
+class Memo:
+    """A table with keys of the caller's: past a bound, the entries used longest ago go.
+
+    >>> squares = Memo("squares", 2)
+    >>> for n in (1, 2, 1, 3):
+    ...     _ = squares.get(n) or squares.put(n, n * n)
+    >>> squares.get(1), squares.get(2), squares.info().entries
+    (1, None, 2)
+    """
+
+    def __init__(self, name: str, entries: int, bytes: int = BYTES, weigh: Weigh | None = None) -> None:
+        self.name, self.bound, self.bytes_bound = name, entries, bytes
+        self.weigh = weigh if weigh is not None else weight
+        self.bytes = self.hits = self.misses = 0
+        self._entries: OrderedDict[Hashable, tuple[Any, int, Any]] = OrderedDict()  # answer, bytes, what it holds
+        with _lock:
+            _tables.add(self)
+
+    def get(self, key: Hashable) -> Any:
+        """The answer under the key, or None."""
+        entry = self._entries.get(key)
+        if entry is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        try:
+            self._entries.move_to_end(key)
+        except KeyError:  # another thread let it go
+            pass
+        return entry[0]
+
+    def put(self, key: Hashable, answer: R, held: Any = None) -> R:
+        """Keep an answer and the objects that its key tells by `id()`; return it."""
+        size = self.weigh if isinstance(self.weigh, int) else self.weigh(key, answer, held)
+        with _lock:
+            self.drop(key)
+            self._entries[key] = answer, size, held
+            self._grow(size)
+            while len(self._entries) > self.bound or (self.bytes > self.bytes_bound and len(self._entries) > 1):
+                self.drop(next(iter(self._entries)))
+        return answer
+
+    def drop(self, key: Hashable) -> None:
+        with _lock:
+            entry = self._entries.pop(key, None)
+            if entry is not None:
+                self._grow(-entry[1])
+
+    def clear(self) -> None:
+        with _lock:
+            self._grow(-self.bytes)
+            gone, self._entries = self._entries, OrderedDict()
+        del gone  # frees what it held, outside of the lock
+
+    def info(self) -> Info:
+        return Info(self.name, len(self._entries), self.bound, self.bytes, self.hits, self.misses)
+
+    def _grow(self, size: int) -> None:
+        """Count bytes; past the budget of the process, the heaviest table is cleared."""
+        global _total
+        self.bytes += size
+        _total += size
+        if size > 0 and _total > BUDGET:
+            max(_tables, key=lambda table: table.bytes).clear()
+
+
+class _Answers(Memo):
+    """The table of a function by value: `functools.lru_cache`, because a hit in it enters no function of Python.
+
+    It does not tell what it lets go, so `bytes` counts all entries since the table was last empty, and past the bound
+    the table is cleared.
+    """
+
+    def __init__(self, function: Callable[..., Any], entries: int, bytes: int, weigh: Weigh | None) -> None:
+        super().__init__(name_of(function), entries, bytes, weigh)
+
+        def miss(*args: Any, **named: Any) -> Any:
+            answer = function(*args, **named)
+            size = weigh if isinstance(weigh, int) else self.weigh(args, named, answer)  # type: ignore[operator]
+            with _lock:
+                if self.bytes + size > self.bytes_bound:
+                    self.clear()
+                self._grow(size)
+            return answer
+
+        self.front: Any = lru_cache(maxsize=entries)(miss)
+
+    def clear(self) -> None:
+        with _lock:
+            self.hits, self.misses, *_ = self.info()[4:]
+            self._grow(-self.bytes)
+        self.front.cache_clear()
+
+    def info(self) -> Info:
+        now = self.front.cache_info()
+        size = self.bytes * now.currsize // max(now.misses, now.currsize, 1)
+        return Info(self.name, now.currsize, self.bound, size, self.hits + now.hits, self.misses + now.misses)
+
+
+class Remembered(Protocol[P, R_co]):
+    """A function with its table."""
+
+    memo: Memo
+
+    def __call__(self, *args: P.args, **named: P.kwargs) -> R_co: ...
+
+
+def memo(
+    entries: int, by: Literal["value", "identity", "weak"] = "value", bytes: int = BYTES, weigh: Weigh | None = None
+) -> Callable[[Callable[P, R]], Remembered[P, R]]:
+    """A function that remembers its `entries` answers used last, in at most `bytes`.
+
+    `by="value"`: equal arguments have one answer. `by="identity"`: the same objects have, and the table holds them.
+    `by="weak"`: the same first argument has, beside equal others; the entry goes when that object does.
+
+    >>> @memo(64)
+    ... def square(n: int) -> int:
+    ...     return n * n
+    >>> square(3) + square(3)
+    18
+    >>> square.memo.info()[1:]
+    (1, 64, ...)
+    """
+
+    def remembered(function: Callable[P, R]) -> Remembered[P, R]:
+        if by == "value":
+            table: Memo = _Answers(function, entries, bytes, weigh)
+            made = table.front
+        else:
+            table = Memo(name_of(function), entries, bytes, weigh)
+            made = (_by_identity if by == "identity" else _by_weak)(function, table)
+        update_wrapper(made, function)
+        made.memo = table
+        return made
+
+    return remembered
+
+
+def _by_identity(function: Callable[..., Any], table: Memo) -> Any:
+    def call(*args: Any) -> Any:
+        key = tuple(map(id, args))
+        entry = table._entries.get(key)
+        if entry is None:
+            table.misses += 1
+            return table.put(key, function(*args), args)
+        table.hits += 1
+        try:
+            table._entries.move_to_end(key)
+        except KeyError:  # another thread let it go
+            pass
+        return entry[0]
+
+    return call
+
+
+def _by_weak(function: Callable[..., Any], table: Memo) -> Any:
+    def call(owner: Any, *args: Any) -> Any:
+        key = id(owner), *args
+        entry = table._entries.get(key)
+        if entry is None or entry[2]() is not owner:
+            table.misses += 1
+            return table.put(key, function(owner, *args), weakref.ref(owner, lambda _: table.drop(key)))
+        table.hits += 1
+        try:
+            table._entries.move_to_end(key)
+        except KeyError:  # another thread let it go
+            pass
+        return entry[0]
+
+    return call
+
+
+def weight(*things: Any) -> int:
+    """Bytes of some objects and what they hold, about: arrays and texts, containers, and fields of plain objects.
+
+    >>> weight(bytes(1000)), weight({"a": (bytes(1000), bytes(1000))}) > 2000
+    (1033, True)
+    """
+    total, seen, rest = 0, set(), list(things)
+    while rest and len(seen) < PARTS:
+        x = rest.pop()
+        if x is None or id(x) in seen or isinstance(x, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(x))
+        size = getattr(x, "nbytes", None)
+        total += size if type(size) is int else sys.getsizeof(x, 64)
+        if isinstance(x, dict):
+            rest += (*x, *x.values())
+        elif isinstance(x, tuple | list | set | frozenset):
+            rest += x
+        elif type(size) is not int:
+            rest += getattr(x, "__dict__", {}).values()
+    return total
+
+
+def name_of(function: Any) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return f"{function.__module__.removeprefix('frisket.')}.{function.__qualname__}"
+
+
+def tables() -> list[Info]:
+    """All tables in figures, by name."""
+    with _lock:
+        return sorted(table.info() for table in _tables)
+
+
+def clear(*within: str) -> None:
+    """Forget every remembered answer, or those of modules within some packages: `clear("dsl", "lowering")`."""
+    with _lock:
+        known = list(_tables)
+    for table in known:
+        if not within or table.name.startswith(tuple(f"{package}." for package in within)):
+            table.clear()
+
+
+def _after_fork() -> None:
+    """A thread that the child does not have may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
