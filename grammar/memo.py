@@ -68,7 +68,7 @@ class Memo:
             self.misses += 1
             return None
         self.hits += 1
-        try:
+        try:  # noqa: SIM105 (contextlib.suppress takes two calls)
             self._entries.move_to_end(key)
         except KeyError:  # another thread let it go
             pass
@@ -168,45 +168,30 @@ def memo(
     """
 
     def remembered(function: Callable[P, R]) -> Remembered[P, R]:
+        made: Any
         if by == "value":
-            table: Memo = _Answers(function, entries, bytes, weigh)
-            made = table.front
+            table: Memo = (answers := _Answers(function, entries, bytes, weigh))
+            made = answers.front
         else:
             table = Memo(name_of(function), entries, bytes, weigh)
-            made = (_by_identity if by == "identity" else _by_weak)(function, table)
+            made = _by_object(function, table, by == "weak")
         update_wrapper(made, function)
         made.memo = table
-        return made
+        return made  # type: ignore[no-any-return]
 
     return remembered
 
 
-def _by_identity(function: Callable[..., Any], table: Memo) -> Any:
+def _by_object(function: Callable[..., Any], table: Memo, weak: bool) -> Any:
     def call(*args: Any) -> Any:
-        key = tuple(map(id, args))
+        key = (id(args[0]), *args[1:]) if weak else tuple(map(id, args))
         entry = table._entries.get(key)
         if entry is None:
             table.misses += 1
-            return table.put(key, function(*args), args)
+            held = weakref.ref(args[0], lambda _: table.drop(key)) if weak else args
+            return table.put(key, function(*args), held)
         table.hits += 1
-        try:
-            table._entries.move_to_end(key)
-        except KeyError:  # another thread let it go
-            pass
-        return entry[0]
-
-    return call
-
-
-def _by_weak(function: Callable[..., Any], table: Memo) -> Any:
-    def call(owner: Any, *args: Any) -> Any:
-        key = id(owner), *args
-        entry = table._entries.get(key)
-        if entry is None or entry[2]() is not owner:
-            table.misses += 1
-            return table.put(key, function(owner, *args), weakref.ref(owner, lambda _: table.drop(key)))
-        table.hits += 1
-        try:
+        try:  # noqa: SIM105 (contextlib.suppress takes two calls)
             table._entries.move_to_end(key)
         except KeyError:  # another thread let it go
             pass
@@ -221,7 +206,8 @@ def weight(*things: Any) -> int:
     >>> weight(bytes(1000)), weight({"a": (bytes(1000), bytes(1000))}) > 2000
     (1033, True)
     """
-    total, seen, rest = 0, set(), list(things)
+    total, rest = 0, list(things)
+    seen: set[int] = set()
     while rest and len(seen) < PARTS:
         x = rest.pop()
         if x is None or id(x) in seen or isinstance(x, type | ModuleType | FunctionType):
