@@ -26,7 +26,7 @@ from store import keep
 
 import frisket as fk
 from frisket.runtime.parallel import partition as dealing
-from frisket.runtime.parallel.partition import Work
+from frisket.runtime.parallel.partition import TileCosts
 
 LENGTH, RANKS, TILE = 1 << 20, 64, 128
 KV_HEADS, DIM, ITEM = 8, 128, 2  # of the figures in bytes: 8 key heads of 128 in bfloat16
@@ -54,7 +54,7 @@ def masks() -> dict[str, fk.Mask]:
     }
 
 
-def per_document(work: Work, doc: np.ndarray) -> np.ndarray:
+def per_document(work: TileCosts, doc: np.ndarray) -> np.ndarray:
     """To the tile; what of a document is no multiple of 2 R tiles is dealt to and fro."""
     ends = np.flatnonzero(np.diff(doc[::TILE])) + 1
     rest, parts = [], []
@@ -68,13 +68,13 @@ def per_document(work: Work, doc: np.ndarray) -> np.ndarray:
     return np.sort(np.concatenate([*parts, last.T], axis=1), axis=1)
 
 
-def sorted_round_robin(work: Work) -> np.ndarray:
+def sorted_round_robin(work: TileCosts) -> np.ndarray:
     rounds = np.argsort(-work.cost, kind="stable").reshape(-1, RANKS)
     rounds[1::2] = rounds[1::2, ::-1]
     return np.sort(rounds.T, axis=1)
 
 
-def by_heap(work: Work) -> np.ndarray:
+def by_heap(work: TileCosts) -> np.ndarray:
     size = len(work.cost) // (RANKS * CHUNKS)
     cost = work.cost.reshape(-1, size).sum(axis=1)
     heap: list[tuple[int, int]] = [(0, r) for r in range(RANKS)]

@@ -139,7 +139,7 @@ def tune_rows(scale: Scale) -> list[str]:
 
 def tune(row: str, scale: Scale) -> Measure:
     """Every tile of one kernel, the others as chosen; of the backward all kernels are in the figure."""
-    from frisket.runtime.calls.tuning import Launch, Tuning
+    from frisket.runtime.calls.tuning import LaunchOptions, Tuning
 
     kernel, mask, size = row.split(", ")
     dim, length = int(size.removeprefix("D ")), scale.lengths[len(scale.lengths) // 2]
@@ -148,8 +148,8 @@ def tune(row: str, scale: Scale) -> Measure:
     arrays = [x.requires_grad_(learns) for x in arrays]
     case = contests(length, arrays[0].shape[1], scale.device)[mask]
     blocks, launches = (((16, 16),), ((4, 2),)) if scale.dry else (BLOCKS, LAUNCHES)
-    tried = {"as chosen": Launch()} | {
-        f"{q} x {k}, {warps} warps, {stages} stages": Launch(q, k, warps, stages)
+    tried = {"as chosen": LaunchOptions()} | {
+        f"{q} x {k}, {warps} warps, {stages} stages": LaunchOptions(q, k, warps, stages)
         for q, k in blocks for warps, stages in launches
     }  # fmt: skip
     calls, failed = {}, {}

@@ -17,7 +17,7 @@ from .types import BOOL, Type, ranked
 
 
 @dataclass
-class Names(Operators):
+class KnownNames(Operators):
     """The names of one text. `known` gives (rank, type) of declared and bound names; rank 0 is a scalar."""
 
     known: Mapping[str, tuple[int, Type]] = field(default_factory=dict)

@@ -69,7 +69,7 @@ def read(text: str, *, kind: Kind | None = None, params: Mapping[str, Any] | Non
     if not isinstance(text, str):
         raise ParameterError(f"a mask is text, not {type(text).__name__}")
     check_names(params)
-    reader = _Reader(text, name)
+    reader = _StatementReader(text, name)
     roots = reader.statements(parse(text, name), kind)
     known = {n: (d.rank, d.type) for n, d in reader.declared.items()}
     for n, value in params.items():
@@ -163,7 +163,7 @@ def _agreed(name: str, found: tuple[int, Type], declared: Declared | None) -> tu
 # -- statements -----------------------------------------------------------------------------------
 
 
-class _Reader:
+class _StatementReader:
     """The statements of a text, sorted into declarations, definitions and roots."""
 
     def __init__(self, text: str, name: str) -> None:

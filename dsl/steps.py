@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from . import ir
 from .errors import Span
 from .ir import Expr
-from .names import Names
+from .names import KnownNames
 from .operators import Frame, Part, Value
 from .parse import MAX_NODES, Node, fail
 
@@ -22,7 +22,7 @@ Steps = Generator[tuple[Node, Frame], Value, Value]
 
 
 @dataclass
-class Walk(Names):
+class Walk(KnownNames):
     """The base of tree readers. A subclass reads a node in the method named after its kind: `_kind`."""
 
     sites: list[tuple[Span, Expr]] = field(default_factory=list)

@@ -64,7 +64,7 @@ def visible(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], shape
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _DenseRows:
     """What attention and its gradients share, [batch, heads, q_len, kv_len] unless it says otherwise."""
 
     env: dict[str, Any]  # values of the coordinates, sizes, parameters, and of `score` before the mod
@@ -78,7 +78,7 @@ def _rows(
     q: Array, k: Array, mask: Expr | None, score: Expr | None, *, scale: float, params: Mapping[str, Any],
     tables: Mapping[str, Any], origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, sinks: Any = None,
     kept: Expr | None = None, rate: float = 0.0, rounded: Rounded = exactly,
-) -> _Rows:  # fmt: skip
+) -> _DenseRows:  # fmt: skip
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     env = {**coordinates(*shape, origin, sizes), **params}
     seen = np.ones(shape, bool) if mask is None else visible(mask, env, tables, shape)
@@ -95,7 +95,7 @@ def _rows(
     if kept is not None:
         survives = np.broadcast_to(evaluate(kept, env, tables), shape)
         drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(rate))), p.dtype.type(0))
-    return _Rows(env, p, drop, top, lse)
+    return _DenseRows(env, p, drop, top, lse)
 
 
 def _finite(x: Array) -> Array:

@@ -88,7 +88,7 @@ def array_function(func: Any, args: Any, kwargs: Any) -> Any:
     return fail(f"np.{name} has no counterpart in the language")
 
 
-class Table:
+class TracedTable:
     """A stand-in for a captured array during the trace. Indexing with positions makes lookups; everything else sees the
     array."""
 
@@ -105,13 +105,13 @@ class Table:
     def __getitem__(self, key: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
         if not any(isinstance(x, Symbol) for x in keys):
-            return self._again(self.array[tuple(x.array if isinstance(x, Table) else x for x in keys)])
-        return indexed(self.symbol(), tuple(x.symbol() if isinstance(x, Table) else x for x in keys))
+            return self._again(self.array[tuple(x.array if isinstance(x, TracedTable) else x for x in keys)])
+        return indexed(self.symbol(), tuple(x.symbol() if isinstance(x, TracedTable) else x for x in keys))
 
     def _again(self, value: Any) -> Any:
         """A new table of values computed from a table."""
         if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in ELEMENT:
-            return Table(self._naming, value, self._name)
+            return TracedTable(self._naming, value, self._name)
         return value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
 
     def __array__(self, *args: Any, **options: Any) -> Any:
@@ -121,13 +121,13 @@ class Table:
         for x in inputs:
             if isinstance(x, Symbol):
                 return x.__array_ufunc__(ufunc, method, *inputs, **options)
-        plain = [x.array if isinstance(x, Table) else x for x in inputs]
+        plain = [x.array if isinstance(x, TracedTable) else x for x in inputs]
         return self._again(getattr(ufunc, method)(*plain, **options))
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if any(isinstance(x, Symbol) for x in args):
             return array_function(func, args, kwargs)
-        plain = [x.array if isinstance(x, Table) else x for x in args]
+        plain = [x.array if isinstance(x, TracedTable) else x for x in args]
         return self._again(func(*plain, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
@@ -144,22 +144,22 @@ class Table:
 
 
 def _forward(name: str) -> Any:
-    def method(self: Table, *others: Any) -> Any:
+    def method(self: TracedTable, *others: Any) -> Any:
         if any(isinstance(o, Symbol) for o in others):
             operand(self, f"`{name.strip('_')}`")
-        plain = [o.array if isinstance(o, Table) else o for o in others]
+        plain = [o.array if isinstance(o, TracedTable) else o for o in others]
         return self._again(getattr(self.array, name)(*plain))
 
     return method
 
 
 for _name in (*ARITHMETIC, *(f"r{n}" for n in ARITHMETIC), *COMPARISONS, "neg", "pos", "abs", "invert"):
-    setattr(Table, f"__{_name}__", _forward(f"__{_name}__"))
+    setattr(TracedTable, f"__{_name}__", _forward(f"__{_name}__"))
 
 
 def _math(name: str) -> Callable[[Any], Any]:
     def call(x: Any) -> Any:
-        return apply(name, (x,)) if isinstance(x, Symbol | Table) else getattr(math, name)(x)
+        return apply(name, (x,)) if isinstance(x, Symbol | TracedTable) else getattr(math, name)(x)
 
     return call
 

@@ -4,8 +4,8 @@
 q >= k & q - k < 256
 
 Arrays the function captures become tables. numpy has no protocol for being indexed by a foreign object, so the trace
-runs a copy of the function whose cells, globals and defaults hold `Table` in place of numpy's arrays; torch has one,
-so its tensors stay where they are (`from_torch`). A function that uses JAX is read as a jaxpr instead (`from_jax`). The
+runs a copy of the function whose cells, globals and defaults hold `TracedTable` in place of numpy's arrays; torch has
+one, so its tensors stay where they are (`from_torch`). A function that uses JAX is read as a jaxpr (`from_jax`). The
 user's function is never changed.
 """
 
@@ -32,7 +32,7 @@ from frisket.dsl.ir import COORDINATES, Expr, to_float
 from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.grammar import load
 
-from .numpy_functions import BUILTINS, ELEMENT, Table
+from .numpy_functions import BUILTINS, ELEMENT, TracedTable
 from .symbol import Symbol, shown, symbol_of, what_is
 from .user_line import fail
 
@@ -278,19 +278,19 @@ class _Tracer:
                 return value.item()
             if value.dtype.kind not in ELEMENT:
                 raise TraceError(f"`{name}` is an array of {value.dtype}; tables hold bool, int or float")
-            return Table(self.name_table, value, name)
+            return TracedTable(self.name_table, value, name)
         if isinstance(value, np.generic):
             return value.item()
         if hasattr(type(value), "__torch_function__"):
             self.wishes[id(value)] = name
             return value
         if (cls := _autograd_function(value)) is not None:
-            from frisket.dsl.from_torch.callables import Forward
+            from frisket.dsl.from_torch.callables import TracedAutogradFunction
 
             self.notes.append(
                 f"`{cls.__name__}` is read through its forward: gradients are those of the forward, not its backward's"
             )
-            forward = Forward(self.copied(cls.forward), cls)
+            forward = TracedAutogradFunction(self.copied(cls.forward), cls)
             return forward if value is cls else forward.apply
         if type(value) in (list, tuple):
             return type(value)(self.value(v, name) for v in value)

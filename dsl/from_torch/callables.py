@@ -297,7 +297,7 @@ class Front:
         return result
 
 
-class Forward:
+class TracedAutogradFunction:
     """A torch.autograd.Function during the trace: `apply` runs its forward."""
 
     def __init__(self, forward: Callable[..., Any], cls: Any) -> None:

@@ -2,7 +2,7 @@
 
 Every clause of a conjunction is read, where that is possible, as one of
 
-    Rows(e)                  a condition on the query alone
+    QueryCondition(e) a condition on the query alone
     Keys(e)                  a condition on the key alone
     Limit(of, side, f)       what `of` gives for the key is at least ("low") or at most ("high") f(q)
     Equal(of, f), Unequal    it is, or is not, f(q)
@@ -12,7 +12,7 @@ where `of` is the key itself, a digit `k // step % base` of it, or any function 
 
 >>> from frisket.dsl.sugar import eq, k, q
 >>> products((q >= k) & eq((q - k) % 4, 1))
-[(Limit(of=Key(), side='high', f=q), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
+[(Limit(of=KeyPosition(), side='high', f=q), Equal(of=Digit(step=1, base=4), f=(q - 1) % 4))]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _K = var("k")
 
 
 @dataclass(frozen=True)
-class Key:
+class KeyPosition:
     """The key position itself."""
 
 
@@ -55,11 +55,11 @@ class Of:
     e: Expr
 
 
-Target = Key | Digit | Of
+Target = KeyPosition | Digit | Of
 
 
 @dataclass(frozen=True)
-class Rows:
+class QueryCondition:
     e: Expr
 
 
@@ -102,7 +102,7 @@ class Along:
     e: Expr  # of d = q - k
 
 
-Clause = Rows | Keys | Limit | Widest | Equal | Unequal | Along
+Clause = QueryCondition | Keys | Limit | Widest | Equal | Unequal | Along
 Conjunction = tuple[Clause, ...]
 
 
@@ -163,7 +163,7 @@ def read(e: Expr) -> Conjunction | None:
     """One clause of a mask, as a conjunction of clauses solved by row."""
     held = depends(e)
     if "k" not in held:
-        return () if e is TRUE else (Rows(e),)
+        return () if e is TRUE else (QueryCondition(e),)
     found: Conjunction | None = None
     if is_int_comparison(e):
         found = _comparison(e)
@@ -187,7 +187,7 @@ def _widest(parts: list[Conjunction | None]) -> Conjunction | None:
         if part is None or len(part) != 1:
             return None
         one = part[0]
-        if isinstance(one, Rows):
+        if isinstance(one, QueryCondition):
             rows.append(one.e)
         elif isinstance(one, Limit) and not isinstance(one.of, Of):
             limits.append(one)
@@ -228,7 +228,7 @@ def _at_least(form: Linear) -> Conjunction | None:
     """`form >= 0`."""
     rest, key, both = _parts(form)
     if not both and not key.terms:
-        return (Rows(build("ge", write(rest), lit(0))),)
+        return (QueryCondition(build("ge", write(rest), lit(0))),)
     if not both and len(key.terms) > 1:
         return (Limit(Of(write(key)), "low", write(-rest)),)
     if len(both) + len(key.terms) > 1:
@@ -243,7 +243,7 @@ def _at_least(form: Linear) -> Conjunction | None:
 def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:
     """`atom >= f` ("low") or `atom <= f` ("high")."""
     if atom is _K:
-        return (Limit(Key(), side, write(f)),)
+        return (Limit(KeyPosition(), side, write(f)),)
     if atom.op == "floordiv" and _positive(atom.args[1]):
         x, n = linear(atom.args[0]), atom.args[1].name
         return _at_least(x - f.times(n) if side == "low" else f.times(n) + Linear((), n - 1) - x)
@@ -260,7 +260,7 @@ def _zero(form: Linear) -> Conjunction | None:
     """`form == 0`."""
     rest, key, both = _parts(form)
     if not both and not key.terms:
-        return (Rows(build("eq", write(rest), lit(0))),)
+        return (QueryCondition(build("eq", write(rest), lit(0))),)
     if not both and (len(key.terms) > 1 or abs(key.terms[0][1]) > 1):
         return (Equal(Of(write(key)), write(-rest)),)
     if len(both) + len(key.terms) > 1 or (both and abs(both[0][1]) > 1):
@@ -283,7 +283,10 @@ def _residue(atom: Expr, f: Linear) -> Conjunction | None:
     n = atom.args[1]
     wanted = f - rest if key.terms[0][1] > 0 else rest - f
     inside = simplify(conj(build("ge", write(f), lit(0)), build("lt", write(f), n)))
-    return (*(() if inside is TRUE else (Rows(inside),)), Equal(Digit(1, n.name), build("mod", write(wanted), n)))
+    return (
+        *(() if inside is TRUE else (QueryCondition(inside),)),
+        Equal(Digit(1, n.name), build("mod", write(wanted), n)),
+    )
 
 
 def _target(atom: Expr) -> Target:

@@ -22,9 +22,22 @@ from frisket.dsl.ir import COORDINATES, FALSE, Expr, build, conj, lit, substitut
 from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
 
-from .clauses import Along, Clause, Conjunction, Digit, Key, Keys, Limit, Of, Rows, Target, Unequal, Widest
+from .clauses import (
+    Along,
+    Clause,
+    Conjunction,
+    Digit,
+    KeyPosition,
+    Keys,
+    Limit,
+    Of,
+    QueryCondition,
+    Target,
+    Unequal,
+    Widest,
+)
 from .clauses import products as conjunctions
-from .groups import Beyond, Function, Groups, below, chain, chained
+from .groups import Beyond, Groups, KeyFunction, below, chain, chained
 from .quasi_affine import Piece, pieces
 from .tiles import Grid, Scope
 
@@ -36,7 +49,7 @@ _ROW = 100  # steps for a clause of a query, beside those of its functions
 
 
 @dataclass(frozen=True)
-class Part:
+class KeyInterval:
     """A conjunction over some queries: keys `lo..hi` (inclusive), and what they must be besides."""
 
     lo: Array
@@ -51,22 +64,22 @@ class Part:
     def plain(self) -> bool:
         return not (self.digits or self.keys or self.groups or self.along or self.unequal)
 
-    def within(self, lo: Array, hi: Array) -> Part:
+    def within(self, lo: Array, hi: Array) -> KeyInterval:
         return replace(self, lo=np.maximum(self.lo, lo), hi=np.minimum(self.hi, hi))
 
-    def digit(self, of: Digit, least: Array, greatest: Array) -> Part:
+    def digit(self, of: Digit, least: Array, greatest: Array) -> KeyInterval:
         a, b = self.digits.get(of, (np.asarray(0), np.asarray(of.base - 1)))
         return replace(self, digits={**self.digits, of: (np.maximum(a, least), np.minimum(b, greatest))})
 
-    def group(self, of: Expr, value: Array) -> Part:
+    def group(self, of: Expr, value: Array) -> KeyInterval:
         if of not in self.groups:
             return replace(self, groups={**self.groups, of: value})
         return self.where(self.groups[of] == value)
 
-    def where(self, rows: Array) -> Part:
+    def where(self, rows: Array) -> KeyInterval:
         return replace(self, hi=np.where(rows, self.hi, self.lo - 1))
 
-    def both(self, other: Part) -> Part:
+    def both(self, other: KeyInterval) -> KeyInterval:
         out = replace(
             self.within(other.lo, other.hi), keys=self.keys | other.keys, along=self.along | other.along,
             unequal=self.unequal + other.unequal,
@@ -93,7 +106,7 @@ class Rowwise:
         self.k0, self.k1 = int(grid.k[slice]), int(grid.k[slice]) + grid.kv_len - 1
         self._along: dict[frozenset[Expr], Array] = {}
         self._sets: dict[frozenset[Expr], Array] = {}
-        self._functions: dict[Expr, Function] = {}
+        self._functions: dict[Expr, KeyFunction] = {}
         self._groups: dict[tuple[tuple[Expr, ...], frozenset[Expr]], Groups] = {}
 
     # -- what is asked ----------------------------------------------------------------------------
@@ -159,7 +172,7 @@ class Rowwise:
                     covered = covered + (-1) ** (n + 1) * self._count(joint.within(lo, hi), q)
         return covered
 
-    def _union(self, plain: Sequence[Part], n: int) -> tuple[Array, list[tuple[Array, Array]]]:
+    def _union(self, plain: Sequence[KeyInterval], n: int) -> tuple[Array, list[tuple[Array, Array]]]:
         """The keys that ranges cover together, and the gaps between them."""
         if not plain:
             return np.zeros(n, np.int64), [(np.asarray(self.k0), np.asarray(self.k1))]
@@ -176,16 +189,16 @@ class Rowwise:
 
     # -- clauses over some queries ----------------------------------------------------------------
 
-    def _parts(self, q: Array) -> list[Part]:
+    def _parts(self, q: Array) -> list[KeyInterval]:
         wanted = dict.fromkeys(e for c in self.conjunctions for one in c for e in _reads(one))
         found = self.scope.values(list(wanted), {**self.at, "q": q}) if wanted else []
         values = dict(zip(wanted, found, strict=True))
-        whole = Part(np.asarray(self.k0), np.asarray(self.k1))
+        whole = KeyInterval(np.asarray(self.k0), np.asarray(self.k1))
         return [self._part(c, whole, values) for c in self.conjunctions]
 
-    def _part(self, clauses: Conjunction, part: Part, values: Mapping[Expr, Array]) -> Part:
+    def _part(self, clauses: Conjunction, part: KeyInterval, values: Mapping[Expr, Array]) -> KeyInterval:
         for c in clauses:
-            if isinstance(c, Rows):
+            if isinstance(c, QueryCondition):
                 part = part.where(values[c.e])
             elif isinstance(c, Keys):
                 part = replace(part, keys=part.keys | {c.e})
@@ -200,7 +213,7 @@ class Rowwise:
                     far = -(2**62) if c.side == "low" else 2**62
                     f = np.where(values[c.rows], far, f)
                 part = self._limited(part, c.of, c.side, f)
-            elif isinstance(c.of, Key):
+            elif isinstance(c.of, KeyPosition):
                 raise Beyond
             elif isinstance(c, Unequal):
                 part = replace(part, unequal=(*part.unequal, (c.of, values[c.f])))
@@ -208,23 +221,23 @@ class Rowwise:
                 part = self._equal(part, c.of, values[c.f])
         return part
 
-    def _limited(self, part: Part, of: Target, side: str, f: Array) -> Part:
+    def _limited(self, part: KeyInterval, of: Target, side: str, f: Array) -> KeyInterval:
         low = side == "low"
-        if isinstance(of, Key):
+        if isinstance(of, KeyPosition):
             return part.within(f, np.asarray(self.k1)) if low else part.within(np.asarray(self.k0), f)
         if isinstance(of, Digit):
             return part.digit(of, f, np.asarray(of.base - 1)) if low else part.digit(of, np.asarray(0), f)
         return part.within(*self._function(of.e).range(f if low else None, None if low else f))
 
-    def _equal(self, part: Part, of: Of | Digit, f: Array) -> Part:
+    def _equal(self, part: KeyInterval, of: Of | Digit, f: Array) -> KeyInterval:
         if isinstance(of, Digit):
             return part.digit(of, f, f)
         known = self._function(of.e)
         return part.within(*known.range(f, f)) if known.direction else part.group(of.e, f)
 
-    def _function(self, e: Expr) -> Function:
+    def _function(self, e: Expr) -> KeyFunction:
         if e not in self._functions:
-            self._functions[e] = Function(self._over_keys(e), self.k0)
+            self._functions[e] = KeyFunction(self._over_keys(e), self.k0)
         return self._functions[e]
 
     def _over_keys(self, e: Expr) -> Array:
@@ -234,12 +247,12 @@ class Rowwise:
 
     # -- counting one conjunction -----------------------------------------------------------------
 
-    def _ends(self, p: Part) -> tuple[Array, Array]:
+    def _ends(self, p: KeyInterval) -> tuple[Array, Array]:
         """`lo..hi` within the keys; an empty range has hi = lo - 1."""
         lo = np.clip(p.lo, self.k0, self.k1 + 1)
         return lo, np.maximum(np.minimum(p.hi, self.k1), lo - 1)
 
-    def _count(self, p: Part, q: Array) -> Array:
+    def _count(self, p: KeyInterval, q: Array) -> Array:
         if p.unequal:
             return self._count_unequal(p, q)
         if not chained(p.digits):
@@ -262,14 +275,14 @@ class Rowwise:
             return np.asarray(below(hi + 1, order, p.digits) - below(lo, order, p.digits))
         return np.broadcast_to(hi - lo + 1, q.shape)
 
-    def _count_unequal(self, p: Part, q: Array) -> Array:
+    def _count_unequal(self, p: KeyInterval, q: Array) -> Array:
         """All, less those that are equal."""
         if len(p.unequal) > _UNEQUAL:
             raise Beyond
         (of, f), rest = p.unequal[0], replace(p, unequal=p.unequal[1:])
         return self._count(rest, q) - self._count(self._equal(rest, of, f), q)
 
-    def _digits_spread(self, p: Part) -> Part:
+    def _digits_spread(self, p: KeyInterval) -> KeyInterval:
         """Digits beside a set or a group: one that is the same for every query is a set, one value a group."""
         out = replace(p, digits={})
         for of, (least, greatest) in p.digits.items():
@@ -296,7 +309,7 @@ class Rowwise:
             self._sets[keys] = _sums(self._over_keys(conj(*sorted(keys, key=str))), np.empty(self.k1 - self.k0 + 1))
         return self._sets[keys]
 
-    def _grouped(self, p: Part) -> Groups:
+    def _grouped(self, p: KeyInterval) -> Groups:
         name = tuple(p.groups), p.keys
         if name not in self._groups:
             held = self._over_keys(conj(*sorted(p.keys, key=str))) if p.keys else None
@@ -304,7 +317,7 @@ class Rowwise:
         return self._groups[name]
 
 
-def _folded(p: Part) -> Part:
+def _folded(p: KeyInterval) -> KeyInterval:
     """Where `k % 4` is given, what is said of `k % 2` is a condition on the query."""
     digits, rows = dict(p.digits), np.asarray(True)
     for x in p.digits:
@@ -332,7 +345,7 @@ def _number(value: Any) -> Any:
 
 def _reads(c: Clause) -> tuple[Expr, ...]:
     """The functions of the query in a clause."""
-    if isinstance(c, Rows):
+    if isinstance(c, QueryCondition):
         return (c.e,)
     if isinstance(c, Widest):
         return c.fs if c.rows is FALSE else (*c.fs, c.rows)

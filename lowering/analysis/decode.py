@@ -39,7 +39,7 @@ Record = list[int]
 Row = list[Record]
 
 
-class Program:
+class IntegerProgram:
     """Exprs in Int and Bool as operations on Python's integers; `KeyError` for an operation that has none here."""
 
     def __init__(self, parts: Sequence[Expr], scope: Scope) -> None:
@@ -99,10 +99,10 @@ class Few:
     formula: Bounds | None
     apart: frozenset[str]  # "b", "h" if the mask knows them
     terms: int  # visible ones; 0 where the keys that every query sees have a form of their own
-    always: Program | None  # conditions that hold for the whole call
-    ends: Program  # of intervals, first and last in turn
-    rises: Program  # values that must not fall from query to query
-    anchors: tuple[tuple[Program, int], ...]  # lows, then highs, and how many lows there are
+    always: IntegerProgram | None  # conditions that hold for the whole call
+    ends: IntegerProgram  # of intervals, first and last in turn
+    rises: IntegerProgram  # values that must not fall from query to query
+    anchors: tuple[tuple[IntegerProgram, int], ...]  # lows, then highs, and how many lows there are
 
     def spans(
         self, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin, full: Sizes
@@ -171,10 +171,10 @@ def few(mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table]) -> F
             ways.formula,
             uses(mask) & {"b", "h"},
             0 if ways.full is not None else len(ways.yes),
-            None if ways.needs is TRUE else Program([ways.needs], scope),
-            Program(_ends(ways), scope),
-            Program([value for value, sure in ways.rises if sure is not TRUE], scope),
-            tuple((Program([*a.lows, *a.highs], scope), len(a.lows)) for a in ways.anchors),
+            None if ways.needs is TRUE else IntegerProgram([ways.needs], scope),
+            IntegerProgram(_ends(ways), scope),
+            IntegerProgram([value for value, sure in ways.rises if sure is not TRUE], scope),
+            tuple((IntegerProgram([*a.lows, *a.highs], scope), len(a.lows)) for a in ways.anchors),
         )
     except (KeyError, EvaluationError):
         return None

@@ -1,6 +1,6 @@
 """Functions of the key, counted: residues by arithmetic, sorted values as ranges, equal values as groups.
 
->>> steps = Function(np.array([0, 0, 3, 3, 7]), 10)  # of keys 10..14
+>>> steps = KeyFunction(np.array([0, 0, 3, 3, 7]), 10)  # of keys 10..14
 >>> steps.range(np.array([1, 3]), np.array([3, 9]))
 (array([12, 12]), array([13, 14]))
 >>> Groups([np.array([5, 9, 5, 5])]).count([np.array([5])], np.array([1]), np.array([3]))
@@ -57,7 +57,7 @@ def below(x: Array, order: Sequence[Digit], digits: Mapping[Digit, tuple[Array, 
 # -- sorted values --------------------------------------------------------------------------------
 
 
-class Function:
+class KeyFunction:
     """An Int of the key at keys `k0 ..`; `direction` is 1 where it never decreases, -1 where it never increases."""
 
     def __init__(self, values: Array, k0: int) -> None:
@@ -95,7 +95,7 @@ class Function:
 # -- equal values ---------------------------------------------------------------------------------
 
 
-class Names:
+class ValueNumbers:
     """Small numbers for the values of a function; -1 for others."""
 
     def __init__(self, values: Array) -> None:
@@ -115,9 +115,9 @@ class Groups:
     """Keys that agree in some functions, each group in order of position; `held` are the keys that count."""
 
     def __init__(self, functions: Sequence[Array], held: Array | None = None) -> None:
-        self.names = [Names(f) for f in functions]
+        self.names = [ValueNumbers(f) for f in functions]
         joint = self._joint([name(f) for name, f in zip(self.names, functions, strict=True)])
-        self.rename = Names(joint)
+        self.rename = ValueNumbers(joint)
         self.group = self.rename(joint)
         self.start = np.zeros(self.rename.size + 1, np.int64)
         np.cumsum(np.bincount(self.group, minlength=self.rename.size), out=self.start[1:])

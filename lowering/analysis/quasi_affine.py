@@ -19,7 +19,7 @@ from frisket.dsl.ir import COMPARISONS, TRUE, Expr, lit, var, walk
 from frisket.dsl.types import INT
 from frisket.lowering.simplify.affine import linear, write
 
-from .clauses import Along, Clause, Conjunction, Digit, Key, Keys, Of, Rows, Widest
+from .clauses import Along, Clause, Conjunction, Digit, KeyPosition, Keys, Of, QueryCondition, Widest
 from .questions import _period
 
 Integers = NDArray[np.int64]
@@ -117,8 +117,8 @@ def _ends(conjunctions: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]]
         if read is None:
             return None
         of, fs = read
-        (edges if isinstance(of, Key) else turning).update(dict.fromkeys(fs))
-        turn = turn if isinstance(of, Key) else math.lcm(turn, of.step * of.base)
+        (edges if isinstance(of, KeyPosition) else turning).update(dict.fromkeys(fs))
+        turn = turn if isinstance(of, KeyPosition) else math.lcm(turn, of.step * of.base)
     known = {e: _period(e, _Q) for e in (*edges, *signs, *turning)}
     if any(found is None or (e in turning and found[1]) for e, found in known.items()):
         return None
@@ -131,13 +131,13 @@ def _ends(conjunctions: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]]
 
 
 def _condition(clause: Clause) -> Expr:
-    return clause.e if isinstance(clause, Rows) else clause.rows if isinstance(clause, Widest) else TRUE
+    return clause.e if isinstance(clause, QueryCondition) else clause.rows if isinstance(clause, Widest) else TRUE
 
 
-def _limits(clause: Clause) -> tuple[Key | Digit, tuple[Expr, ...]] | None:
+def _limits(clause: Clause) -> tuple[KeyPosition | Digit, tuple[Expr, ...]] | None:
     """The key or digit a clause speaks of, and the Ints of the query it is compared with."""
-    if isinstance(clause, Rows):
-        return Key(), ()
+    if isinstance(clause, QueryCondition):
+        return KeyPosition(), ()
     if isinstance(clause, Keys | Along) or isinstance(clause.of, Of):
         return None
     return clause.of, clause.fs if isinstance(clause, Widest) else (clause.f,)

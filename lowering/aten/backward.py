@@ -18,10 +18,10 @@ from frisket.dsl.ir import uses
 from frisket.lowering.derive import backward_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
-from .captured import Captured
+from .captured import LaneGradients
 from .flash import FUSED, Fused, flash_backward, fusible
-from .steps import Block, Heads, Piece, chunks, cut, shares
-from .tiles import LOG2E, Tiles, finite, tame
+from .steps import Block, Heads, KeyPiece, chunks, cut, shares
+from .tiles import LOG2E, AtenTiles, finite, tame
 from .workers import spread
 
 Tensor = Any
@@ -60,10 +60,10 @@ class _Lane:
 class _Sums:
     dk: Tensor | None  # [batch, kv_heads, kv_len, dim]
     dv: Tensor | None
-    captured: Captured
+    captured: LaneGradients
 
 
-class _Backward(Tiles):
+class _Backward(AtenTiles):
     """The backward of one call."""
 
     def everything(
@@ -121,7 +121,7 @@ class _Backward(Tiles):
         }
 
     def _zeros(self) -> _Sums:
-        return _Sums(self._like(self.k, "k"), self._like(self.v, "v"), Captured(self, self.captured))
+        return _Sums(self._like(self.k, "k"), self._like(self.v, "v"), LaneGradients(self, self.captured))
 
     def _like(self, x: Tensor, name: str) -> Tensor | None:
         return self.torch.zeros(x.shape, dtype=self.dtype) if name in self.wanted else None
@@ -185,7 +185,7 @@ class _Backward(Tiles):
         if dq is not None:
             self.put(self.dq, block, dq)
 
-    def _kept(self, block: Block, piece: Piece) -> Tensor | None:
+    def _kept(self, block: Block, piece: KeyPiece) -> Tensor | None:
         return None if self.kept is None else self.survivors(block, piece).div_(self.keep)
 
     def _weights(self, block: Block, query: Tensor, whole: bool) -> Iterator[tuple[Any, list[Tensor], list[Any]]]:
@@ -238,7 +238,7 @@ class _Backward(Tiles):
         return base, share if self.part is None else share * self.rows(self.part, block).unsqueeze(-1)
 
     def _slopes(
-        self, block: Block, dout: Tensor, pieces: Sequence[Piece], tiles: list[Tensor], kept: list[Any], whole: bool
+        self, block: Block, dout: Tensor, pieces: Sequence[KeyPiece], tiles: list[Tensor], kept: list[Any], whole: bool
     ) -> list[Tensor]:
         """The cotangents of modified scores.
 
@@ -264,7 +264,7 @@ class _Backward(Tiles):
         return [dm.sub_(delta).mul_(p) for dm, p in zip(found, tiles, strict=True)]
 
     def _piece(
-        self, block: Block, piece: Piece, p: Tensor, raw: Tensor | None, dm: Tensor, rough_query: Tensor,
+        self, block: Block, piece: KeyPiece, p: Tensor, raw: Tensor | None, dm: Tensor, rough_query: Tensor,
         dq: Tensor | None, sums: _Sums,
     ) -> None:  # fmt: skip
         scale = self.geometry.scale

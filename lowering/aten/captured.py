@@ -9,17 +9,17 @@ from frisket.dsl.ir import Expr
 from frisket.lowering.derive import Gradient
 
 from .fold import folded
-from .steps import Block, Piece
-from .tiles import Tiles
+from .steps import Block, KeyPiece
+from .tiles import AtenTiles
 
 Tensor = Any
 SMALL = 1 << 20  # entries of a table that many cells may be scattered to: summed in float64
 
 
-class Captured:
+class LaneGradients:
     """Buffers of one lane, one per gradient."""
 
-    def __init__(self, tiles: Tiles, gradients: Sequence[Gradient]) -> None:
+    def __init__(self, tiles: AtenTiles, gradients: Sequence[Gradient]) -> None:
         self.tiles, self.gradients = tiles, gradients
         self.programs = [None if _is_one(x.weight) else tiles.program(x.weight) for x in gradients]
         self.indices = [[tiles.program(e) for e in x.index] if x.over == "scatter" else [] for x in gradients]
@@ -44,7 +44,7 @@ class Captured:
             dtype=t.dtype,
         )  # fmt: skip
 
-    def collect(self, block: Block, piece: Piece, dm: Tensor, raw: Tensor | None, hidden: Tensor | None) -> None:
+    def collect(self, block: Block, piece: KeyPiece, dm: Tensor, raw: Tensor | None, hidden: Tensor | None) -> None:
         """Add a piece's share. `hidden`: where dm is 0 whatever the weight is."""
         t = self.tiles
         for gradient, program, indices, buffer in zip(
@@ -68,7 +68,7 @@ class Captured:
             else:
                 self._scatter(block, piece, buffer, part, raw, indices)
 
-    def _diagonals(self, block: Block, piece: Piece, buffer: Tensor, part: Tensor) -> None:
+    def _diagonals(self, block: Block, piece: KeyPiece, buffer: Tensor, part: Tensor) -> None:
         """Rows of the turned block, each moved by one more place: then diagonals stand in columns."""
         t, height, width = self.tiles, block.step.height, piece.width
         wide = part.new_zeros(block.batch, block.group, height, width + height)
@@ -87,7 +87,7 @@ class Captured:
         buffer[m.batch, m.kv, m.first : m.last].view(-1).index_add_(0, place.flatten(), sums.flatten())
 
     def _scatter(
-        self, block: Block, piece: Piece, buffer: Tensor, part: Tensor, raw: Tensor | None, indices: list[Any]
+        self, block: Block, piece: KeyPiece, buffer: Tensor, part: Tensor, raw: Tensor | None, indices: list[Any]
     ) -> None:
         place = self.tiles.torch.zeros(part.shape, dtype=self.tiles.torch.int64)
         for program, size in zip(indices, buffer.shape, strict=True):
@@ -96,7 +96,7 @@ class Captured:
         # With one axis index_add_ is a plain loop: always in one order.
         buffer.view(-1).index_add_(0, place.flatten(), part.flatten().to(buffer.dtype))
 
-    def add(self, other: Captured) -> None:
+    def add(self, other: LaneGradients) -> None:
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine += theirs
 

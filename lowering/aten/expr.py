@@ -144,8 +144,8 @@ class Instruction:
     overwrites: bool  # the first argument is a Float nobody reads later
 
 
-class Program:
-    """An expression ready to run on tiles: `Program(e, dtype)(env, tables)`.
+class TileProgram:
+    """An expression ready to run on tiles: `TileProgram(e, dtype)(env, tables)`.
 
     `env` gives `b h q k`, sizes and slots as integers, floats or int64 tensors that broadcast; `score` as a
     tensor, which is overwritten where that saves a pass.
@@ -322,4 +322,4 @@ def distance_only(root: Expr) -> bool:
     return not uses(root) & {"b", "h", "score"} and drift(root)[root] == 0
 
 
-__all__ = ["OPERATORS", "Program", "distance_only", "drift"]
+__all__ = ["OPERATORS", "TileProgram", "distance_only", "drift"]

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .steps import Heads, Step, joined, partial, triangles
-from .tiles import Tiles
+from .steps import Heads, RowStep, joined, partial, triangles
+from .tiles import AtenTiles
 
 Tensor = Any
 FUSED = 64.0  # |lse| up to which weights by its float32 are right to 1e-5
@@ -19,7 +19,7 @@ FLASH_ROWS = 512  # below, a few batched products are as fast and need no mergin
 class Fused:
     """A step of one piece: all of its keys, or those before `corner` and the triangle from there on."""
 
-    step: Step
+    step: RowStep
     corner: int | None
 
     @property
@@ -31,7 +31,7 @@ class Fused:
         return [(keys, triangle) for keys, triangle in both if keys.stop > keys.start]
 
 
-def fusible(tiles: Tiles, todo: list[Step]) -> tuple[list[Fused], list[Step]]:
+def fusible(tiles: AtenTiles, todo: list[RowStep]) -> tuple[list[Fused], list[RowStep]]:
     """What the kernel can do of these steps, and the rest."""
     g, plan = tiles.geometry, tiles.plan
     changed = plan.score is not None or plan.kept is not None or plan.weight is not None
@@ -51,7 +51,7 @@ def fusible(tiles: Tiles, todo: list[Step]) -> tuple[list[Fused], list[Step]]:
     return found, rest
 
 
-def _is_triangle(tiles: Tiles, step: Step, corner: int) -> bool:
+def _is_triangle(tiles: AtenTiles, step: RowStep, corner: int) -> bool:
     """Whether the mask on the diagonal tiles is exactly `local query >= local key`."""
     if not tiles.still or tiles.mask is None:
         return False
@@ -62,7 +62,7 @@ def _is_triangle(tiles: Tiles, step: Step, corner: int) -> bool:
     return bool((seen == torch.ones(n, n, dtype=torch.bool).tril()).all())
 
 
-def flash(tiles: Tiles, part: Fused, members: list[Heads]) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def flash(tiles: AtenTiles, part: Fused, members: list[Heads]) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """(place in [batch, kv_heads, group, q_len, ...], out, lse) of the part, merged by lse."""
     torch, step = tiles.torch, part.step
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -80,7 +80,7 @@ def flash(tiles: Tiles, part: Fused, members: list[Heads]) -> Iterator[tuple[Any
 
 
 def flash_backward(
-    tiles: Tiles, part: Fused, members: list[Heads], rows: tuple[Tensor, Tensor, Tensor],
+    tiles: AtenTiles, part: Fused, members: list[Heads], rows: tuple[Tensor, Tensor, Tensor],
     sums: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:  # fmt: skip
     """Add dq, dk, dv of the part to `sums`, whose shapes are those of q (grouped), k and v. `rows`: dout, out and

@@ -10,11 +10,11 @@ from typing import Any
 from frisket.lowering.derive import Gradient
 from frisket.lowering.plan import Geometry
 
-from .expr import Program
+from .expr import TileProgram
 from .sums import summed
 
 Tensor = Any
-_program = lru_cache(maxsize=256)(Program)
+_program = lru_cache(maxsize=256)(TileProgram)
 
 
 def folded(

@@ -16,7 +16,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 from .flash import FUSED, flash, fusible
 from .steps import Block, chunks, cut
-from .tiles import LN2, LOG2E, Tiles, finite, tame
+from .tiles import LN2, LOG2E, AtenTiles, finite, tame
 from .workers import spread
 
 Tensor = Any
@@ -54,7 +54,7 @@ def forward(
     return found
 
 
-class _Forward(Tiles):
+class _Forward(AtenTiles):
     """The forward of one call."""
 
     unit = LOG2E

@@ -1,7 +1,7 @@
 """Work for batched GEMMs: rows of tiles that may run together, and heads that may run together.
 
 Many masks repeat: a window's rows see equal spans, each moved along by one tile; a prefix's rows see the same
-span. Such rows become one `Step` whose K/V pieces are overlapping views, so that 57,000 small spans are not
+span. Such rows become one `RowStep` whose K/V pieces are overlapping views, so that 57,000 small spans are not
 57,000 steps of a Python loop.
 """
 
@@ -20,7 +20,7 @@ TALL = 512  # queries of a block, where keys do not move with the row
 
 
 @dataclass(frozen=True)
-class Piece:
+class KeyPiece:
     """Keys `[start, stop)` of a step's first row, in tokens; `[full_start, full_stop)` needs no mask.
     The next row's piece starts `stride` tokens later."""
 
@@ -36,13 +36,13 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Step:
+class RowStep:
     """`count` rows of `height` queries from query `start` on, all with the same pieces but for their strides."""
 
     start: int
     height: int
     count: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[KeyPiece, ...]
 
     @property
     def width(self) -> int:
@@ -65,7 +65,7 @@ class Block:
     """Rows and heads that run as one batch: `[batch, group, height, width]` of scores."""
 
     heads: Heads
-    step: Step
+    step: RowStep
     by_row: bool  # the batch axis walks rows; otherwise key heads
 
     @property
@@ -94,12 +94,12 @@ class Block:
         m = self.heads
         return m.batch, slice(m.kv, m.kv + m.count), slice(m.first, m.last), self.queries
 
-    def slides(self, piece: Piece) -> bool:
+    def slides(self, piece: KeyPiece) -> bool:
         """Whether all rows see the piece at one distance."""
         return not self.by_row or self.step.count == 1 or piece.stride == self.step.height
 
 
-def cut(step: Step, member: Heads, budget: int) -> Iterator[Block]:
+def cut(step: RowStep, member: Heads, budget: int) -> Iterator[Block]:
     """Blocks of at most `budget` scores where they can be, cut along whichever axis needs fewer of them."""
     group = member.last - member.first
     tall = max(64, min(TALL, budget // (group * max(step.width, 1))))
@@ -122,7 +122,7 @@ def cut(step: Step, member: Heads, budget: int) -> Iterator[Block]:
             yield Block(one, moved(step, part.start, len(part)), by_row=True)
 
 
-def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[Step]:
+def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[RowStep]:
     """The rows of one slice of the span table, in order. A row that sees nothing has no pieces."""
     count = spans.count[slice_]
     tokens = np.minimum(spans.bounds[slice_].astype(np.int64) * block[1], geometry.kv_len)
@@ -134,13 +134,13 @@ def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int])
         start = first * block[0]
         moves = tokens[first + 1] - tokens[first] if last - first > 1 else np.zeros_like(tokens[first])
         records = zip(tokens[first].tolist(), moves[:, 0].tolist())
-        pieces = [Piece(lo, full_lo, full_hi, hi, move) for (lo, full_lo, full_hi, hi), move in records if hi > lo]
+        pieces = [KeyPiece(lo, full_lo, full_hi, hi, move) for (lo, full_lo, full_hi, hi), move in records if hi > lo]
         height = min(block[0], geometry.q_len - start)
         if last - first > 1 and not moves.any():  # the same keys for all: one taller tile
             tall = min(last * block[0], geometry.q_len) - start
-            found.append(Step(start, tall, 1, tuple(pieces)))
+            found.append(RowStep(start, tall, 1, tuple(pieces)))
         else:
-            found.append(Step(start, height, last - first, tuple(pieces)))
+            found.append(RowStep(start, height, last - first, tuple(pieces)))
     return found
 
 
@@ -187,7 +187,7 @@ def _follows(a: Heads, b: Heads) -> bool:
     return a.batch == b.batch and a.kv + a.count == b.kv and (a.first, a.last) == (b.first, b.last)
 
 
-def moved(step: Step, by: int, count: int) -> Step:
+def moved(step: RowStep, by: int, count: int) -> RowStep:
     """Rows `[by, by + count)` of a step."""
     pieces = tuple(
         replace(
@@ -205,9 +205,9 @@ def shares(n: int, room: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
-def chunks(pieces: tuple[Piece, ...], room: int) -> list[list[Piece]]:
+def chunks(pieces: tuple[KeyPiece, ...], room: int) -> list[list[KeyPiece]]:
     """Pieces, cut where they are too wide, in lists of at most `room` keys."""
-    found: list[list[Piece]] = [[]]
+    found: list[list[KeyPiece]] = [[]]
     left = room
     for p in pieces:
         start = p.start
@@ -217,13 +217,13 @@ def chunks(pieces: tuple[Piece, ...], room: int) -> list[list[Piece]]:
                 left = room
             stop = min(p.stop, start + left)
             lo, hi = (min(max(x, start), stop) for x in (p.full_start, p.full_stop))
-            found[-1].append(Piece(start, lo, hi, stop, p.stride))
+            found[-1].append(KeyPiece(start, lo, hi, stop, p.stride))
             left -= stop - start
             start = stop
     return found
 
 
-def triangles(todo: list[Step]) -> Iterator[list[Step]]:
+def triangles(todo: list[RowStep]) -> Iterator[list[RowStep]]:
     """Consecutive rows that share their first key and end in one masked tile, a tile further down each time;
     other rows come alone."""
     i = 0
@@ -235,7 +235,7 @@ def triangles(todo: list[Step]) -> Iterator[list[Step]]:
         i = max(j, i + 1)
 
 
-def _diagonal(first: Step, step: Step) -> bool:
+def _diagonal(first: RowStep, step: RowStep) -> bool:
     """Whether `step` continues a triangle that begins with `first`."""
     if step.count != 1 or len(step.pieces) != 1 or len(first.pieces) != 1:
         return False
@@ -244,15 +244,15 @@ def _diagonal(first: Step, step: Step) -> bool:
     return p.full_start == p.start == a.start and p.full_stop == a.full_stop + down and p.stop > p.full_stop
 
 
-def joined(rows: list[Step], block_q: int) -> Step:
+def joined(rows: list[RowStep], block_q: int) -> RowStep:
     """One tall step of the rows of a triangle; keys right of the last diagonal tile are hidden anyway."""
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return first
     height = last.start + last.height - first.start
     stop = min(last.pieces[0].stop, first.pieces[0].full_stop + height)
-    return Step(first.start, height, 1, (replace(first.pieces[0], stop=stop),))
+    return RowStep(first.start, height, 1, (replace(first.pieces[0], stop=stop),))
 
 
-def partial(p: Piece) -> bool:
+def partial(p: KeyPiece) -> bool:
     return p.full_start > p.start or p.full_stop < p.stop

@@ -13,8 +13,8 @@ import numpy as np
 from frisket.dsl.ir import Expr, binary, walk
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
-from .expr import Program, distance_only
-from .steps import Block, Heads, Piece, Step, heads, steps
+from .expr import TileProgram, distance_only
+from .steps import Block, Heads, KeyPiece, RowStep, heads, steps
 
 Tensor = Any
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
@@ -44,7 +44,7 @@ def finite(torch: Any, top: Tensor) -> Tensor:
     return torch.where(top == -math.inf, 0.0, top)
 
 
-class Tiles:
+class AtenTiles:
     """One call: arrays, compiled predicates and reused buffers. Where `careful`, masked scores are overwritten; else
     -inf is added to them, which is faster and a NaN there would survive."""
 
@@ -80,7 +80,7 @@ class Tiles:
         self.still = plan.mask is not None and _still(plan.mask) and not _vectors(geometry)
         self.score = self.kept = None
         self.weight = None if plan.weight is None else self.program(plan.weight)
-        self.strips: dict[str, Program] = {}
+        self.strips: dict[str, TileProgram] = {}
         if plan.score is not None:
             self.score, self.strips = _score_programs(plan.score, self.dtype, not _vectors(geometry), self.unit)
         if plan.kept is not None:
@@ -102,7 +102,7 @@ class Tiles:
         """[batch, heads, ...] as [batch, kv_heads, group, ...]."""
         return x.unflatten(1, (self.geometry.kv_heads, self.group))
 
-    def steps(self) -> list[tuple[list[Step], list[Heads]]]:
+    def steps(self) -> list[tuple[list[RowStep], list[Heads]]]:
         """The rows of every slice, and the heads that share it."""
         block = (self.target.block_q, self.target.block_k)
         found = heads(self.spans, self.geometry)
@@ -111,7 +111,7 @@ class Tiles:
     # -- scores -----------------------------------------------------------------------------------------
 
     def scores(
-        self, block: Block, query: Tensor, pieces: Sequence[Piece], raws: list[Tensor] | None = None
+        self, block: Block, query: Tensor, pieces: Sequence[KeyPiece], raws: list[Tensor] | None = None
     ) -> list[Tensor]:
         """Masked scores times the unit, one matrix per piece, [batch, group * height, width]; `raws` gets them as they
         were before the score mod."""
@@ -130,7 +130,7 @@ class Tiles:
             found.append(s)
         return found
 
-    def products(self, block: Block, query: Tensor, piece: Piece, s: Tensor) -> Tensor:
+    def products(self, block: Block, query: Tensor, piece: KeyPiece, s: Tensor) -> Tensor:
         """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
         the unit where no score mod is to come."""
         factor = self.geometry.scale * (self.unit if self.score is None else 1.0)
@@ -139,7 +139,7 @@ class Tiles:
             return s.copy_(self.torch.bmm(keys, (query * factor).mT).mT)
         return s.baddbmm_(query, keys.mT, beta=0, alpha=factor)
 
-    def modify(self, block: Block, piece: Piece, s: Tensor) -> None:
+    def modify(self, block: Block, piece: KeyPiece, s: Tensor) -> None:
         """Turn scaled products into modified scores times the unit."""
         if self.score is None:
             return
@@ -152,7 +152,7 @@ class Tiles:
         if value.data_ptr() != cells.data_ptr():
             cells.copy_(value)
 
-    def hide(self, block: Block, piece: Piece, s: Tensor, hidden: float = -math.inf) -> None:
+    def hide(self, block: Block, piece: KeyPiece, s: Tensor, hidden: float = -math.inf) -> None:
         """Put `hidden` where the mask is not; where not careful, -inf is added."""
         if self.mask is None:
             return
@@ -165,7 +165,7 @@ class Tiles:
                 else:
                     part.add_(cover)
 
-    def _cover(self, block: Block, piece: Piece, lo: int, hi: int) -> Tensor:
+    def _cover(self, block: Block, piece: KeyPiece, lo: int, hi: int) -> Tensor:
         """The mask as what `hide` adds, or where it writes; remembered where another head or row will ask again."""
         assert self.mask is not None
         step = block.step
@@ -184,7 +184,7 @@ class Tiles:
                 self.recent.pop(old, None)
         return cover
 
-    def _strip(self, name: str, program: Program, block: Block, piece: Piece) -> Tensor:
+    def _strip(self, name: str, program: TileProgram, block: Block, piece: KeyPiece) -> Tensor:
         """A part of the score mod that only sees q - k: one strip of tiles serves all rows."""
         torch, g, step = self.torch, self.geometry, block.step
         if not block.slides(piece) or step.height * (g.q_len + g.kv_len) > STRIP:
@@ -199,12 +199,12 @@ class Tiles:
         lo = piece.start - step.start + g.q_len
         return strip[:, lo : lo + piece.width]
 
-    def weights(self, block: Block, piece: Piece) -> Tensor:
+    def weights(self, block: Block, piece: KeyPiece) -> Tensor:
         """What the weights of the piece are multiplied with, for cells [batch, group, height, width]."""
         assert self.weight is not None
         return self.weight(self.coordinates(block, piece, piece.start, piece.stop), self.tables)
 
-    def survivors(self, block: Block, piece: Piece) -> Tensor:
+    def survivors(self, block: Block, piece: KeyPiece) -> Tensor:
         """What dropout keeps of the piece, 1 or 0, for cells [batch, group, height, width]."""
         assert self.kept is not None
         return self.kept(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
@@ -232,7 +232,7 @@ class Tiles:
         else:
             part.copy_(value)
 
-    def keys(self, x: Tensor, block: Block, piece: Piece, dtype: Any = None) -> Tensor:
+    def keys(self, x: Tensor, block: Block, piece: KeyPiece, dtype: Any = None) -> Tensor:
         """[batch, width, dim]: always a view, of x or, where keys are stored, of a tile of them that is converted to
         `dtype`; the rows of a sliding window overlap."""
         m, start = block.heads, piece.start
@@ -266,7 +266,7 @@ class Tiles:
         """`x` as the products of weights take it, in the thread's buffer `name` where that is a copy."""
         return self.buffer(name, *x.shape, dtype=self.given).copy_(x) if self.half else x
 
-    def apart(self, x: Tensor, block: Block, piece: Piece) -> Iterator[tuple[slice, Tensor]]:
+    def apart(self, x: Tensor, block: Block, piece: KeyPiece) -> Iterator[tuple[slice, Tensor]]:
         """Entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of
         x [batch, kv_heads, kv_len, dim]: what is added there is added once."""
         if not block.by_row:
@@ -282,7 +282,7 @@ class Tiles:
             yield slice(i, None, apart), first.as_strided(shape, strides)
 
     def add_keys(
-        self, x: Tensor | None, block: Block, piece: Piece, left: Tensor, right: Tensor, scale: float = 1.0
+        self, x: Tensor | None, block: Block, piece: KeyPiece, left: Tensor, right: Tensor, scale: float = 1.0
     ) -> None:
         """x += scale * left.T @ right, for left [batch, rows, width], right [batch, rows, dim] and the keys' part of
         x [batch, kv_heads, kv_len, dim]; with `half`, left and right are bfloat16."""
@@ -300,17 +300,17 @@ class Tiles:
             else:
                 part.add_(found[rows], alpha=scale)
 
-    def program(self, e: Expr) -> Program:
+    def program(self, e: Expr) -> TileProgram:
         return _program(e, self.dtype)
 
-    def at(self, program: Program, block: Block, piece: Piece, raw: Tensor | None) -> Tensor:
+    def at(self, program: TileProgram, block: Block, piece: KeyPiece, raw: Tensor | None) -> Tensor:
         """A program's value for cells of the piece; `raw`, the scaled products, may be overwritten."""
         env = self.coordinates(block, piece, piece.start, piece.stop)
         if raw is not None:
             env["score"] = self.cells(block, raw)
         return program(env, self.tables)
 
-    def coordinates(self, block: Block, piece: Piece, lo: int, hi: int, still: bool = False) -> dict[str, Any]:
+    def coordinates(self, block: Block, piece: KeyPiece, lo: int, hi: int, still: bool = False) -> dict[str, Any]:
         """Global `b h q k` of keys [lo, hi) beside the block's queries, for cells [batch, group, height, width].
         `still`: all rows look alike, so the first one's coordinates do."""
         torch, g, m, step = self.torch, self.geometry, block.heads, block.step
@@ -343,15 +343,15 @@ def _fast_bfloat16() -> bool:
 
 
 @lru_cache(maxsize=256)
-def _program(e: Expr, dtype: Any) -> Program:
-    return Program(e, dtype)
+def _program(e: Expr, dtype: Any) -> TileProgram:
+    return TileProgram(e, dtype)
 
 
 @lru_cache(maxsize=256)
-def _score_programs(score: Expr, dtype: Any, strips: bool, unit: float) -> tuple[Program, dict[str, Program]]:
+def _score_programs(score: Expr, dtype: Any, strips: bool, unit: float) -> tuple[TileProgram, dict[str, TileProgram]]:
     """The score mod times the unit, and the programs of its parts that are worked out as strips, by name."""
     shared = _hoisted(score) if strips else {}
-    return Program(_times(score, unit), dtype, shared), {name: Program(e, dtype) for e, name in shared.items()}
+    return TileProgram(_times(score, unit), dtype, shared), {name: TileProgram(e, dtype) for e, name in shared.items()}
 
 
 _still = lru_cache(maxsize=256)(distance_only)

@@ -73,7 +73,7 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _OWN])
     names = Names(re.findall(r"[A-Za-z_]\w*", skeleton))
     known = {n: names.new(n) for n in (*plan.scalars, *plan.tables)}
-    body = _Body(plan, roots, words, names, known)
+    body = _ArrayBody(plan, roots, words, names, known)
     inside = body.text()
     page = Page()
     page.line('"""Which tiles of keys each tile of queries reads: spans of', "", f"    {show(plan.mask)}", "")
@@ -86,13 +86,13 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     return str(page) + re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(p.rstrip("\n") for p in parts if p.strip()) + "\n")
 
 
-# the names of `_Body.text`
+# the names of `_ArrayBody.text`
 _OWN = """plan_spans b h q k sizes scalars tables q_len kv_len block room records B H Q_LEN KV_LEN row bq bk rows
 columns q0 q1 k0 k1 tk first last tiles seen hidden start stop kind width ask single whole always never
 mixed finer overflow more"""
 
 
-class _Body:
+class _ArrayBody:
     """The function `plan_spans`."""
 
     def __init__(

@@ -69,10 +69,10 @@ def words(plan: Planner) -> dict[str, int]:
 
 def function(plan: Planner, name: str = "frisket_plan") -> str:
     """The function without the prelude."""
-    return _Body(plan).text(name)
+    return _CppBody(plan).text(name)
 
 
-class _Body:
+class _CppBody:
     def __init__(self, plan: Planner) -> None:
         self.plan = plan
         self.roots = tuple(machine(e) for e in plan.roots)
@@ -218,7 +218,7 @@ class _Body:
         return [x for x in self.page.lines if x.level not in (SCALAR, ROW) and x.node in below]
 
 
-# the names of `_Body.text`
+# the names of `_CppBody.text`
 _OWN = f"""{" ".join(HEAD)} {" ".join(SIZES)} word slice slices row rows columns b h q k q0 q1 k0 k1 tk single start
 stop found overflow sweep frisket_plan int64_t auto bool char class const double float int long short signed struct
 template this unsigned void while for if else return new delete switch case default do enum extern goto inline operator

@@ -1,7 +1,7 @@
 """A flat planner as Triton kernels: the same pieces, questions and records as `emit.planner`, a few rows a program.
 
 The text defines `plan_spans`, and the kernels that make ready what it reads: `lines`, `windows` and `halves` for the
-least and greatest entries of tables over ranges, `longest_first` for the order of its rows. `Printed` says what
+least and greatest entries of tables over ranges, `longest_first` for the order of its rows. `PlannerText` says what
 `plan_spans` is called with.
 """
 
@@ -48,7 +48,7 @@ HEAD = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class TablePointer:
     """A table whose entries and sizes are read: the name of its pointer, sizes and strides; some may be unused."""
 
     source: str
@@ -73,25 +73,25 @@ class Ranged:
 
 
 @dataclass(frozen=True)
-class Printed:
+class PlannerText:
     """The text of a planner's kernels, and the parameters of `plan_spans` beside `HEAD`, in their order: those of
     SIZES, scalars as (user's name, type), tables, ranges; then ROWS and PIECES, how many it holds at once."""
 
     text: str
     sizes: tuple[str, ...]
     scalars: tuple[tuple[str, Type], ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TablePointer, ...]
     ranges: tuple[Ranged, ...]
     pieces: int  # the least there have to be, where the mask says; 0: as many as there is room for
 
 
 @lru_cache(maxsize=256)
-def emit(plan: Planner) -> Printed:
+def emit(plan: Planner) -> PlannerText:
     """The kernels of a planner."""
-    return _Body(plan).printed()
+    return _TritonBody(plan).printed()
 
 
-class _Body:
+class _TritonBody:
     def __init__(self, plan: Planner) -> None:
         self.plan = plan
         self.roots = tuple(machine(e) for e in plan.roots)
@@ -104,7 +104,7 @@ class _Body:
                 self.types[n.name], self.ranks[n.name] = n.type, len(n.args) // (1 if n.op == "lookup" else 2)
             elif n.op == "extent":
                 self.ranks[n.name[0]] = max(self.ranks[n.name[0]], n.name[1] + 1)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TablePointer] = {}
         self.ranges: dict[tuple[str, tuple[int, ...]], Ranged] = {}
         when = {"q0": ROW, "q1": ROW} if plan.seen else WHEN
         self.lines = printed(self.roots, TRITON, self.leaf, lambda e, at: self.names.numbered("x"), "Triton", when=when)
@@ -134,14 +134,14 @@ class _Body:
             return Text(f"{e.op}({t.name}, {t.sizes[0]}, {t.strides[0]}, {args[0].text})")
         return expr_triton.operator(e, args, True)
 
-    def entry(self, source: str) -> Entry:
+    def entry(self, source: str) -> TablePointer:
         if source not in self.entries:
             name, n = self.known[source], self.ranks[source]
             sizes, strides = (
                 tuple(self.names.new(f"{name}_{w}{i}" if n > 1 else f"{name}_{w}") for i in range(n))
                 for w in ("size", "stride")
             )
-            self.entries[source] = Entry(source, self.types[source], name, sizes, strides)
+            self.entries[source] = TablePointer(source, self.types[source], name, sizes, strides)
         return self.entries[source]
 
     def _look(self, e: Expr, args: list[Text]) -> Text:
@@ -179,7 +179,7 @@ class _Body:
 
     # -- the kernel ---------------------------------------------------------------------------------------
 
-    def printed(self) -> Printed:
+    def printed(self) -> PlannerText:
         used = {n.name for n in walk(*self.roots) if n.op == "var"}
         sizes = tuple(n for n in SIZES if n in used)
         ranges = tuple(self.ranges.values())
@@ -198,7 +198,7 @@ class _Body:
             left = self._intervals(body) if self.plan.seen else self._asked(body)
             body.line("left = record(pieces, end, records, line, inside, Bounds, Count, Work)")
             body.line(f"tl.store(Left + line, {left}, mask=inside)")
-        return Printed(
+        return PlannerText(
             self._module(str(body)), sizes, tuple(self.plan.scalars.items()), tuple(self.entries.values()), ranges,
             pieces,
         )  # fmt: skip

@@ -16,10 +16,10 @@ from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
-from .captured import Captured, Plane, plane_of
+from .captured import CapturedGradient, Plane, plane_of
 from .fold import folded
 from .promotion import usual_promotion
-from .tiles import Numbers, Row, Static, Tiles, dot, prepared
+from .tiles import Numbers, Static, TileRow, XlaTiles, dot, prepared
 
 if TYPE_CHECKING:
     import jax
@@ -86,9 +86,9 @@ def _backward(
     import jax.numpy as jnp
     from jax import lax
 
-    t = Tiles(static, numbers, q, k)
+    t = XlaTiles(static, numbers, q, k)
     slope = backward_of(static.plan).slope
-    captured = [Captured(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
+    captured = [CapturedGradient(g, t, plane) for g, plane in zip(_captured(static), planes, strict=True)]
     delta = (dout.astype(static.dtype) * out.astype(static.dtype)).sum(-1).transpose(0, 2, 1)
     delta = t.padded(delta if dlse is None else delta - dlse, 2)
     low = t.padded(jnp.zeros_like(lse) if low is None else low, 2)
@@ -135,7 +135,7 @@ def _backward(
             sums[name] = c.put(sums[name], part, here)
         return sums
 
-    def added(whole: Array, tile: Array, here: Row, start: Array) -> Array:
+    def added(whole: Array, tile: Array, here: TileRow, start: Array) -> Array:
         place = (here.b, here.kv, start, jnp.int32(0))
         return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, place, tile.shape) + tile, place)
 

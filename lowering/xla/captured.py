@@ -10,7 +10,7 @@ from frisket.lowering.derive import Gradient
 from frisket.lowering.plan import Geometry
 
 if TYPE_CHECKING:
-    from .tiles import Row, Tiles
+    from .tiles import TileRow, XlaTiles
 
 Array = Any  # a jax.Array, traced or not
 LINES = ("head", "row")  # summed along a whole row of tiles before anything is written
@@ -39,10 +39,10 @@ def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], s
     return tuple(found)
 
 
-class Captured:
+class CapturedGradient:
     """The buffer of one gradient. Tiles are [batch, kv head, head of the group, query, key]."""
 
-    def __init__(self, gradient: Gradient, t: Tiles, plane: Plane | None) -> None:
+    def __init__(self, gradient: Gradient, t: XlaTiles, plane: Plane | None) -> None:
         self.gradient, self.over, self.t, self.plane = gradient, gradient.over, t, plane
 
     def buffer(self) -> Array:
@@ -78,7 +78,7 @@ class Captured:
             return None
         return part + self._terms(p, dm, env).sum((3, 4) if self.over == "head" else 4)
 
-    def put(self, buffer: Array, part: Array | None, here: Row) -> Array:
+    def put(self, buffer: Array, part: Array | None, here: TileRow) -> Array:
         """A row of tiles is over: what was summed along it goes to the buffer."""
         from jax import lax
 
@@ -92,7 +92,7 @@ class Captured:
 
     # -- tile by tile --
 
-    def tile(self, buffer: Array, p: Array, dm: Array, env: dict[str, Array], here: Row, start: Array) -> Array:
+    def tile(self, buffer: Array, p: Array, dm: Array, env: dict[str, Array], here: TileRow, start: Array) -> Array:
         """The buffer with a tile of keys that begins at `start`."""
         from jax import lax
 
@@ -119,7 +119,7 @@ class Captured:
 
         return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))
 
-    def _laid(self, buffer: Array, terms: Array, here: Row, start: Array) -> Array:
+    def _laid(self, buffer: Array, terms: Array, here: TileRow, start: Array) -> Array:
         """The buffer with a tile where it lies."""
         from jax import lax
 

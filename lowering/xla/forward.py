@@ -18,7 +18,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
 from .promotion import usual_promotion
-from .tiles import Numbers, Row, Static, Tiles, dot, prepared
+from .tiles import Numbers, Static, TileRow, XlaTiles, dot, prepared
 
 if TYPE_CHECKING:
     import jax
@@ -57,12 +57,12 @@ def _compiled(static: Static) -> Any:
     import jax
 
     def attention(q: Any, k: Any, v: Any, sinks: Any, *numbers: Any) -> Any:
-        return attended(Tiles(static, Numbers(*numbers), q, k), q, k, v, sinks)
+        return attended(XlaTiles(static, Numbers(*numbers), q, k), q, k, v, sinks)
 
     return jax.jit(attention)
 
 
-def attended(t: Tiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
+def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
     """The results of `forward`, row of tiles by row of tiles."""
     import jax.numpy as jnp
     from jax import lax
@@ -108,7 +108,7 @@ def attended(t: Tiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]:
     return out[:, :q_len], *(x[..., :q_len] for x in rows)
 
 
-def _written(t: Tiles, here: Row, results: Any, state: Any, sinks: Any) -> Any:
+def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -> Any:
     """The results with those of one row of tiles."""
     import jax.numpy as jnp
     from jax import lax

@@ -18,7 +18,7 @@ from frisket.lowering.plan import Geometry, LoopPlan
 from frisket.lowering.planner.intervals import Interval
 
 from .forward import attended
-from .tiles import Numbers, Row, Static, Tiles, scalar
+from .tiles import Numbers, Static, TileRow, XlaTiles, scalar
 from .walk import EDGE, Body, Loop
 
 QUERIES = 128  # of a row of tiles
@@ -35,7 +35,7 @@ class Lengths:
     kv_len: Array
 
 
-class SymbolicTiles(Tiles):
+class SymbolicTiles(XlaTiles):
     """Rows and their keys, of one batch entry and all heads a step."""
 
     def __init__(
@@ -64,7 +64,7 @@ class SymbolicTiles(Tiles):
         count = jnp.maximum(hi - lo + EDGE - 1, 0) // EDGE
         yield KEYS, 0, count, lambda i: (lo + i * EDGE, lo + i * EDGE, jnp.minimum(lo + (i + 1) * EDGE, hi))
 
-    def _keys(self, row: Row) -> tuple[Array, Array]:
+    def _keys(self, row: TileRow) -> tuple[Array, Array]:
         """The keys [lo, hi) outside of which no query of the row sees any."""
         import jax.numpy as jnp
 

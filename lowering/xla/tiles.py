@@ -108,7 +108,7 @@ def dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
 
 
 @dataclass(frozen=True)
-class Row:
+class TileRow:
     """One row of tiles: indices of its first batch entry, head, kv head and query, and what its mask reads."""
 
     b: Array
@@ -119,7 +119,7 @@ class Row:
     k_origin: Array
 
 
-class Tiles:
+class XlaTiles:
     """One call: its arrays and how a row of tiles reads them. Query head h is (h // group, h % group)."""
 
     def __init__(self, static: Static, numbers: Numbers, q: Array, k: Array) -> None:
@@ -159,7 +159,7 @@ class Tiles:
         rows = self.numbers.rows
         return rows[r, 0], rows[r, 1], rows[r, 2]
 
-    def row(self, r: Array) -> Row:
+    def row(self, r: Array) -> TileRow:
         import jax.numpy as jnp
 
         b, h, tile = self.place(r)
@@ -174,7 +174,7 @@ class Tiles:
             "h": h0 + h + heads,
             "q": self._per_batch(q0 + queries, b),
         }
-        return Row(b, h, h // self.group, start, env, self._per_batch(k0, b))
+        return TileRow(b, h, h // self.group, start, env, self._per_batch(k0, b))
 
     def _per_batch(self, x: Array, b: Array) -> Array:
         """The entries of the batches at hand, where there is one per batch."""
@@ -213,7 +213,7 @@ class Tiles:
         width[axis] = (0, self.length - self.q_len)
         return jnp.pad(x, width, constant_values=value) if self.length > self.q_len else x
 
-    def queries(self, x: Array, row: Row) -> Array:
+    def queries(self, x: Array, row: TileRow) -> Array:
         """A tile of [batch, length, heads, n], as [batch, kv head, group * query, n]."""
         from jax import lax
 
@@ -222,7 +222,7 @@ class Tiles:
         tile = tile.reshape(*shape[:2], self.kvs, self.groups, shape[-1]).transpose(0, 2, 3, 1, 4)
         return tile.reshape(shape[0], self.kvs, -1, shape[-1]).astype(self.static.dtype)
 
-    def lines(self, x: Array, row: Row) -> Array:
+    def lines(self, x: Array, row: TileRow) -> Array:
         """A tile of [batch, heads, length], as [batch, kv head, group, query]."""
         from jax import lax
 
@@ -234,7 +234,7 @@ class Tiles:
         """[batch, kv head, group, query] of one step."""
         return self.static.batches, self.kvs, self.groups, self.static.block_q
 
-    def keys(self, x: Array, row: Row, start: Array, width: int) -> Array:
+    def keys(self, x: Array, row: TileRow, start: Array, width: int) -> Array:
         """A tile of [batch, length, kv heads, n], or of a pool, as [batch, kv head, key, n]."""
         from jax import lax
 
@@ -245,7 +245,7 @@ class Tiles:
             tile = self._paged(self.pages, x, row, start, shape)
         return tile.transpose(0, 2, 1, 3).astype(self.static.dtype)
 
-    def _paged(self, pages: Array, x: Array, row: Row, start: Array, shape: tuple[int, ...]) -> Array:
+    def _paged(self, pages: Array, x: Array, row: TileRow, start: Array, shape: tuple[int, ...]) -> Array:
         """A tile [batch, key, kv head, n] of a pool [pages, tokens, kv heads, n]."""
         import jax.numpy as jnp
         from jax import lax
@@ -256,7 +256,7 @@ class Tiles:
         heads = lax.dynamic_slice_in_dim(x, row.kv, shape[2], 2)
         return heads.at[mine, places % page].get(mode="clip")
 
-    def put_queries(self, whole: Array, tile: Array, row: Row) -> Array:
+    def put_queries(self, whole: Array, tile: Array, row: TileRow) -> Array:
         """`queries` the other way: the tile written."""
         from jax import lax
 
@@ -265,7 +265,7 @@ class Tiles:
         tile = tile.reshape(batches, block, self.kvs * groups, -1).astype(whole.dtype)
         return lax.dynamic_update_slice(whole, tile, (row.b, row.start, row.h, _zero()))
 
-    def put_lines(self, whole: Array, tile: Array, row: Row) -> Array:
+    def put_lines(self, whole: Array, tile: Array, row: TileRow) -> Array:
         from jax import lax
 
         tile = tile.reshape(self.static.batches, self.kvs * self.groups, self.static.block_q)
@@ -274,7 +274,7 @@ class Tiles:
     # -- scores --
 
     def scores(
-        self, row: Row, body: Body, chunk: tuple[Array, Array, Array], q_tile: Array, k_tile: Array
+        self, row: TileRow, body: Body, chunk: tuple[Array, Array, Array], q_tile: Array, k_tile: Array
     ) -> tuple[Array, dict[str, Array]]:
         """(modified scores [batch, kv head, group, query, key], -inf where hidden; what Exprs read there)."""
         import jax.numpy as jnp

@@ -18,7 +18,7 @@ from frisket.runtime.calls.stored_kv import meant
 from frisket.runtime.plans.call import Call, dropout_terms
 from frisket.runtime.plans.device import FlatPlan
 
-from .report import Cotangents, Report, compared, differentiated
+from .report import CheckedGradients, Report, compared, differentiated
 
 
 def oracle(
@@ -51,7 +51,7 @@ def report(call: Call, out: Any, lse: Any) -> Report:
     return _compared(call, call.plan.subject, out, lse)
 
 
-def _compared(call: Call, what: Subject, out: Any, lse: Any, cotangents: Cotangents | None = None) -> Report:
+def _compared(call: Call, what: Subject, out: Any, lse: Any, cotangents: CheckedGradients | None = None) -> Report:
     out = turn(to_numpy(out), call.given.layout, "bhsd")
     terms = dropout_terms(what, call.rate, call.seed)
     return compared(

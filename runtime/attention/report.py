@@ -74,7 +74,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Cotangents:
+class CheckedGradients:
     """What gradients are compared for: `dout` as out, `dlse` [batch, heads, q_len], and the gradients that came of
     them: "q", "k", "v", "sinks" and the names of tables and scalars; all of the framework, in the layout of the
     call. None where there was none."""
@@ -86,7 +86,7 @@ class Cotangents:
 
 def compared(
     given: Arrays, g: Geometry, what: Subject, out: Array, lse: Array, *, sinks: Any = None, kept: Expr | None = None,
-    rate: float = 0.0, params: Mapping[str, Any] | None = None, cotangents: Cotangents | None = None,
+    rate: float = 0.0, params: Mapping[str, Any] | None = None, cotangents: CheckedGradients | None = None,
     live: Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
@@ -156,8 +156,8 @@ def _rounded(given: Arrays) -> Callable[[Any], Array]:
 
 def differentiated(
     framework: str, run: Callable[[dict[str, Any]], tuple[Any, Any]], inputs: Mapping[str, Any]
-) -> tuple[Any, Any, Cotangents]:
-    """(out, lse, Cotangents) of `run`, which takes `inputs` by name ("q", "k", "v", "sinks", tables) and gives
+) -> tuple[Any, Any, CheckedGradients]:
+    """(out, lse, CheckedGradients) of `run`, which takes `inputs` by name ("q", "k", "v", "sinks", tables) and gives
     (out, lse): the framework's own differentiation, for random cotangents."""
     random = np.random.default_rng(0)
 
@@ -172,12 +172,12 @@ def differentiated(
         to_out, to_lse = (torch.from_numpy(draw(x)).to(x) for x in (out, lse))
         grads = torch.autograd.grad([out, lse], list(leaves.values()), [to_out, to_lse], allow_unused=True)
         found = {n: torch.zeros_like(x) if d is None else d for (n, x), d in zip(leaves.items(), grads, strict=True)}
-        return out.detach(), lse.detach(), Cotangents(to_out, to_lse, found)
+        return out.detach(), lse.detach(), CheckedGradients(to_out, to_lse, found)
     import jax
 
     (out, lse), pullback = jax.vjp(run, dict(inputs))
     dout, dlse = (jax.numpy.asarray(draw(x), x.dtype) for x in (out, lse))
-    return out, lse, Cotangents(dout, dlse, pullback((dout, dlse))[0])
+    return out, lse, CheckedGradients(dout, dlse, pullback((dout, dlse))[0])
 
 
 def _error(got: Array, want: Array) -> float:

@@ -139,13 +139,13 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     import torch
     from torch.nn import functional
 
-    from frisket.lowering.aten.expr import Program
+    from frisket.lowering.aten.expr import TileProgram
 
     q, k, v = (torch.from_numpy(x) for x in job.arrays)
     mask = torch.from_numpy(seen)
     tables = {n: torch.tensor(t) for n, t in job.tables.items()}
     env = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in job.environment().items()}
-    program = None if job.score is None else Program(job.score, torch.float32)
+    program = None if job.score is None else TileProgram(job.score, torch.float32)
 
     def builtin() -> Any:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)

@@ -15,14 +15,14 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.machine.parameters import traced
 
-from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
+from .jax_store import JaxCache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 from .pool import Copy, PagePool
 from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class PagedKVCache(Cache):
+class PagedKVCache(JaxCache):
     """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
     common.
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.attention.attention import Attention
 
-from .jax_store import Cache, check_new, counted, empty, grown, pathed, read, slots, stored, written
+from .jax_store import JaxCache, check_new, counted, empty, grown, pathed, read, slots, stored, written
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class KVCache(Cache):
+class KVCache(JaxCache):
     """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
 
     >>> import frisket as fk

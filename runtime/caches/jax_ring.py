@@ -15,13 +15,13 @@ from frisket.runtime.attention.merge import merge
 from frisket.runtime.machine.parameters import traced
 
 from .checks import check_beside, check_queries, refuse_tree
-from .jax_store import Cache, call, check_new, counted, empty, numbers, stored, written
+from .jax_store import JaxCache, call, check_new, counted, empty, numbers, stored, written
 from .masks import CHUNK, END, NEW, START, no_room, require_room, ring, ring_before, ring_padded
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class RingKVCache(Cache):
+class RingKVCache(JaxCache):
     """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
 
     >>> import frisket as fk

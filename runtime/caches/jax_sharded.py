@@ -17,7 +17,7 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.sharding.fit import names_of
 
 from .checks import check_queries
-from .jax_store import Cache, call, check_new, counted, empty, grown, stored, written
+from .jax_store import JaxCache, call, check_new, counted, empty, grown, stored, written
 from .masks import BATCH, END, FIRST, HEAD, SHARD, SHARD_PADDED, START
 
 lax: Any = jax.lax  # JAX leaves some of its functions untyped
@@ -28,7 +28,7 @@ Axes = str | tuple[str, ...] | None
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
-class ShardedKVCache(Cache):
+class ShardedKVCache(JaxCache):
     """As `KVCache`, with positions split over the devices of a mesh axis: of n devices, device i holds positions
     [i * capacity / n, (i + 1) * capacity / n) of every sequence.
 

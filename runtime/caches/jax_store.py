@@ -42,7 +42,7 @@ def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: 
     return made | scales
 
 
-class Cache:
+class JaxCache:
     """What caches of JAX have in common; they are pytrees whose leaves are arrays such as these."""
 
     k: jax.Array

@@ -13,11 +13,11 @@ from frisket.dsl.errors import ShapeError
 
 from .pool import Copy, PagePool
 from .seats import LOW, OWN, PEAK, empty_rows, refuse_shared, seated
-from .torch_plain import Cache
+from .torch_plain import TorchCache
 from .torch_store import Taken
 
 
-class PagedKVCache(Cache):
+class PagedKVCache(TorchCache):
     """Keys and values in pages of a pool: a sequence takes the pages it needs, and forks share those they have in
     common.
 

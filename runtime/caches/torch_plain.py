@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from frisket.dsl.errors import CapacityError, ShapeError
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.backends.cpp.decode import Decode, step_of
+from frisket.runtime.backends.cpp.decode import DecodeCall, step_of
 from frisket.runtime.calls.stored_kv import WORDS, live_of
 from frisket.runtime.plans.call import results
 
@@ -22,7 +22,7 @@ from .torch_native import append as native_append
 from .torch_store import NARROW, Taken, ancestors, check_new, counts_of, numbers, on, stored_dtype, taken
 
 
-class Cache(nn.Module):
+class TorchCache(nn.Module):
     """Lengths, arrays of tokens, and how they are written and asked. Buffers: `k` [rows, kv_heads, tokens, head_dim],
     `v` likewise with v_dim, with 8 bits `k_scale` and `v_scale` float32 [rows, kv_heads, tokens], and `lengths` int32
     [batch]."""
@@ -66,7 +66,7 @@ class Cache(nn.Module):
         self.slots = None
         self._host: list[int] | None = [0] * batch
         self._rooms: list[int] | None = [tokens] * batch
-        self._steps: dict[Any, Decode] = {}  # what calls of one kind need, by that kind
+        self._steps: dict[Any, DecodeCall] = {}  # what calls of one kind need, by that kind
 
     @property
     def dtype(self) -> torch.dtype:
@@ -308,7 +308,7 @@ class Cache(nn.Module):
         return f"{self.batch} x {self.capacity}, kv_heads={self.kv_heads}, head_dim={self.head_dim}, {bits}"
 
 
-class KVCache(Cache):
+class KVCache(TorchCache):
     """Keys and values of a batch of sequences, each as long as it is, in one buffer of a fixed capacity.
 
     >>> import torch, frisket as fk

@@ -14,11 +14,11 @@ from frisket.runtime.attention.merge import merge
 from . import torch_store as store
 from .checks import check_beside, refuse_tree
 from .masks import CHUNK, END, NEW, START, Places, no_room, placed, require_room, ring, ring_before, ring_padded
-from .torch_plain import Cache
+from .torch_plain import TorchCache
 from .torch_store import Taken
 
 
-class RingKVCache(Cache):
+class RingKVCache(TorchCache):
     """The last `window` tokens of every sequence, however long it becomes: for masks that see no further back.
 
     >>> import torch, frisket as fk

@@ -15,7 +15,7 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.program import read
 from frisket.dsl.types import FLOAT
 from frisket.lowering.analysis.layout import bind as written_out
-from frisket.runtime.machine.bound import Bound, separated
+from frisket.runtime.machine.bound import BoundExpr, separated
 from frisket.runtime.machine.parameters import as_value, names_of, own_state, with_learned
 from frisket.runtime.masks.mask import Mask, MaskLike, Program, ScoreLike, ScoreMod, mask, score
 
@@ -30,8 +30,8 @@ class Subject:
 
     mask: Mask | None
     score: ScoreMod | None
-    places: tuple[Bound, ...] | None = None  # of the problem at q and k, or at b, h, q and k, of the arrays: mask and
-    # score mod speak of them already, dropout draws there
+    places: tuple[BoundExpr, ...] | None = None  # of the problem at q and k, or at b, h, q and k, of the arrays: mask
+    # and score mod speak of them already, dropout draws there
     stored: Stored | None = None  # how keys and values are stored
     unwritten: bool = False  # those that no query sees may hold anything, see `LoopPlan`
 
@@ -39,7 +39,7 @@ class Subject:
         return own_state(self)
 
     @property
-    def parts(self) -> list[Bound]:
+    def parts(self) -> list[BoundExpr]:
         return [p for p in (self.mask, self.score, *(self.places or ())) if p is not None]
 
     @cached_property
@@ -88,7 +88,7 @@ class Subject:
         """The same with the values of `names` taken off."""
         off = set(names)
 
-        def bare(p: Bound) -> Bound:
+        def bare(p: BoundExpr) -> BoundExpr:
             if not off & p.params.keys():
                 return p
             return type(p)(p.expr, {n: x for n, x in p.params.items() if n not in off}, p.origin)
@@ -163,7 +163,7 @@ def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x for n, x in values.items() if n in names}
 
 
-def _mentions(part: Bound, name: str) -> bool:
+def _mentions(part: BoundExpr, name: str) -> bool:
     return name in names_of(part.expr)
 
 

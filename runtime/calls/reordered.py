@@ -9,7 +9,7 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import COORDINATES, renamed, substitute, var
-from frisket.runtime.machine.bound import Bound, Origin, position
+from frisket.runtime.machine.bound import BoundExpr, Origin, position
 from frisket.runtime.machine.parameters import as_value, digest, names_of
 
 from .program import Subject
@@ -44,5 +44,5 @@ def moved(what: Subject, coordinates: Mapping[str, Any]) -> Subject:
         return type(p)(e, mine, Origin(declared=told, captured=caught))
 
     places = what.places or ()
-    places = (*(Bound(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
+    places = (*(BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
     return replace(what, places=places).changed(put)

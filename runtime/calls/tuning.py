@@ -1,6 +1,6 @@
 """How kernels are launched, where the caller says it: what `frisket.flex` reads from kernel_options.
 
->>> Tuning(forward=Launch(block_q=64), precision="tf32").text
+>>> Tuning(forward=LaunchOptions(block_q=64), precision="tf32").text
 'forward.block_q=64,precision=tf32'
 """
 
@@ -13,7 +13,7 @@ from frisket.lowering.plan import Target
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchOptions:
     """One kernel's tile, in tokens, its warps and its pipeline's stages. None: chosen by frisket."""
 
     block_q: int | None = None
@@ -31,9 +31,9 @@ class Tuning:
     """What a caller asks of the Triton kernels; nothing of it changes what is computed, but `precision`: that of
     products of float32, "ieee", "tf32" or "tf32x3". `splits` are those of a short query's keys."""
 
-    forward: Launch = Launch()
-    dq: Launch = Launch()
-    dkv: Launch = Launch()
+    forward: LaunchOptions = LaunchOptions()
+    dq: LaunchOptions = LaunchOptions()
+    dkv: LaunchOptions = LaunchOptions()
     precision: str | None = None
     splits: int | None = None
 
@@ -60,7 +60,10 @@ class Tuning:
     def read(cls, text: str) -> Tuning:
         """What `text` says."""
         given: dict[str, str] = dict(x.split("=") for x in text.split(",")) if text != "None" else {}
-        launches = {k: Launch(**{f.name: _number(given.get(f"{k}.{f.name}")) for f in fields(Launch)}) for k in KERNELS}
+        launches = {
+            k: LaunchOptions(**{f.name: _number(given.get(f"{k}.{f.name}")) for f in fields(LaunchOptions)})
+            for k in KERNELS
+        }
         return cls(**launches, precision=given.get("precision"), splits=_number(given.get("splits")))
 
 

@@ -15,7 +15,7 @@ GOOD, BAD, SOME = "green", "bold red", "yellow"
 
 
 @dataclass(frozen=True)
-class Row:
+class AnswerRow:
     """A name, and beside it lines of a value, from column `width` on. What of a line has no room in a terminal goes
     on below its column `hang`."""
 
@@ -50,18 +50,18 @@ class Row:
         return text
 
 
-Piece: TypeAlias = "Row | Text | str"
+Piece: TypeAlias = "AnswerRow | Text | str"
 
 
 @dataclass
-class Answer:
+class CommandResult:
     data: dict[str, Any]
     text: list[Piece] = field(default_factory=list)
     status: int = 0
 
 
-def row(name: str, value: str | Text, hang: int = 0) -> Row:
-    return Row(Text(name, "bold"), Text(value) if isinstance(value, str) else value, hang=hang)
+def row(name: str, value: str | Text, hang: int = 0) -> AnswerRow:
+    return AnswerRow(Text(name, "bold"), Text(value) if isinstance(value, str) else value, hang=hang)
 
 
 def rows(pairs: Iterable[tuple[str, str | Text]]) -> list[Piece]:

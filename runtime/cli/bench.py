@@ -20,7 +20,7 @@ from frisket.runtime.bench.contest import Contest, Sizes, Stage, standard
 from frisket.runtime.bench.packed import choose, installed
 from frisket.runtime.machine.extras import extras, pip_install
 
-from .answer import Answer, Piece, row, table
+from .answer import CommandResult, Piece, row, table
 from .options import examples, positive
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
@@ -71,7 +71,7 @@ def add_bench(p: argparse.ArgumentParser) -> None:
     )
 
 
-def bench(args: argparse.Namespace, console: Console) -> Answer:
+def bench(args: argparse.Namespace, console: Console) -> CommandResult:
     """Everybody computes the same; who agrees is timed turn about. Status 1 where a result of ours is wrong."""
     for name in UNREAD.get(args.suite, ()):
         if getattr(args, name):
@@ -97,7 +97,7 @@ def bench(args: argparse.Namespace, console: Console) -> Answer:
     text = [*lines_of(found), *closing(args, found, result, wrong)]
     if files := written(args, result):
         text.append(row("written", ", ".join(files)))
-    return Answer(result, text, 1 if wrong else 0)
+    return CommandResult(result, text, 1 if wrong else 0)
 
 
 def written(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:

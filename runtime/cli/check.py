@@ -21,7 +21,7 @@ from frisket.runtime.backends.registry import OF_FRAMEWORK, PALLAS, check_name, 
 from frisket.runtime.bench.packed import choose, installed
 from frisket.runtime.masks.mask import Program, mask
 
-from .answer import BAD, GOOD, SOME, WIDTH, Answer, row, rows, table
+from .answer import BAD, GOOD, SOME, WIDTH, CommandResult, row, rows, table
 from .input import compiled, require_bound, subject
 from .options import add_sizes, add_subject, examples
 from .progress import progress
@@ -108,7 +108,7 @@ def add_check(p: argparse.ArgumentParser) -> None:
     )
 
 
-def check(args: argparse.Namespace, console: Console) -> Answer:
+def check(args: argparse.Namespace, console: Console) -> CommandResult:
     """Runs the cases, a table of the largest errors. Status 1 when one is more than twice that of dense attention in
     the same dtype (plus 1e-6), or fails altogether; 2 when every call is refused, so that nothing is known."""
     choose(None)
@@ -144,7 +144,7 @@ def check(args: argparse.Namespace, console: Console) -> Answer:
         rest = ", the rest is refused" if checked < len(outcomes) else ""
         status = 0
         result = Text(f"{checked} of {len(outcomes)} calls agree with the float64 interpreter{rest}", GOOD)
-    return Answer(data, [*text, row("result", result)], status)
+    return CommandResult(data, [*text, row("result", result)], status)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

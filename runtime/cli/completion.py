@@ -8,7 +8,7 @@ from rich.console import Console
 
 from frisket.dsl.library import library
 
-from .answer import Answer
+from .answer import CommandResult
 from .options import examples
 
 HOW = {
@@ -27,7 +27,7 @@ def add_completion(p: argparse.ArgumentParser) -> None:
     examples(p, *(f"frisket completion {shell}" for shell in HOW))
 
 
-def completion(args: argparse.Namespace, console: Console) -> Answer:
+def completion(args: argparse.Namespace, console: Console) -> CommandResult:
     import shtab
 
     from .main import COMMANDS, parser
@@ -39,7 +39,7 @@ def completion(args: argparse.Namespace, console: Console) -> Answer:
             for p in action.choices.values():
                 complete(p)
     script = shtab.complete(top, shell=args.shell)
-    return Answer({"shell": args.shell, "script": script}, [script.rstrip("\n")])
+    return CommandResult({"shell": args.shell, "script": script}, [script.rstrip("\n")])
 
 
 def complete(p: argparse.ArgumentParser) -> None:

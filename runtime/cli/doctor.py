@@ -23,7 +23,7 @@ from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.extras import pip_install
 from frisket.runtime.machine.settings import VARIABLES, Settings
 
-from .answer import GOOD, SOME, Answer, Piece, Row, row
+from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, row
 from .options import examples
 from .show import size
 
@@ -54,7 +54,7 @@ def add_doctor(p: argparse.ArgumentParser) -> None:
     examples(p, "frisket doctor", "frisket doctor --json")
 
 
-def doctor(args: argparse.Namespace, console: Console) -> Answer:
+def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
     """Versions, the machine, the backends, what native kernels are built with, caches, settings."""
     versions = {"frisket": frisket.__version__} | {name: version(name) for name in PACKAGES}
     missing = backends()
@@ -79,10 +79,10 @@ def doctor(args: argparse.Namespace, console: Console) -> Answer:
     ]
     if not installed():
         text.append(Text(f"neither torch nor JAX is installed: {pip_install('torch')}, or with [jax]", SOME))
-    return Answer(data, text)
+    return CommandResult(data, text)
 
 
-def marks(name: str, found: Iterable[tuple[str, str, bool]]) -> Row:
+def marks(name: str, found: Iterable[tuple[str, str, bool]]) -> AnswerRow:
     """A mark, a name and what is to say of it, a line each."""
     lines = (
         Text.assemble(("✓" if good else "✗", GOOD if good else SOME), f" {one:{NAMES - 2}} {said}")

@@ -10,7 +10,7 @@ from rich.console import Console
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.backends.registry import PRINTED
 
-from .answer import Answer, code
+from .answer import CommandResult, code
 from .input import LENGTH, compiled, subject
 from .options import add_sizes, add_subject, examples, positive
 
@@ -36,7 +36,7 @@ def add_emit(p: argparse.ArgumentParser) -> None:
     )
 
 
-def emit(args: argparse.Namespace, console: Console) -> Answer:
+def emit(args: argparse.Namespace, console: Console) -> CommandResult:
     if args.report:
         from .report import report
 
@@ -48,7 +48,7 @@ def emit(args: argparse.Namespace, console: Console) -> Answer:
     arch = args.arch[0] if args.arch else None
     source = compiled(subject(args), args.block).source(args.backend, arch=arch, **shapes(args)).rstrip("\n")
     language = "cpp" if args.backend in ("cpp", "native") else "python"
-    return Answer({"backend": args.backend, "source": source}, [code(source, language, console)])
+    return CommandResult({"backend": args.backend, "source": source}, [code(source, language, console)])
 
 
 def shapes(args: argparse.Namespace) -> dict[str, Any]:

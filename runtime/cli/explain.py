@@ -16,7 +16,7 @@ from frisket.runtime.draw import terminal
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask
 
-from .answer import BAD, GOOD, SOME, Answer, Piece, code, coloured, rows
+from .answer import BAD, GOOD, SOME, CommandResult, Piece, code, coloured, rows
 from .input import LENGTH, compiled, laid_out, subject, visible_mask
 from .options import add_sizes, add_slice, add_subject, examples, natural, tile
 
@@ -41,7 +41,7 @@ def add_explain(p: argparse.ArgumentParser) -> None:
     )
 
 
-def explain(args: argparse.Namespace, console: Console) -> Answer:
+def explain(args: argparse.Namespace, console: Console) -> CommandResult:
     """Why a position or a tile is what it is; else the stages and the rules that fired."""
     if (args.q is None) != (args.k is None):
         raise ShapeError("--q and --k go together: a query and a key, for example --q 300 --k 17")
@@ -52,7 +52,7 @@ def explain(args: argparse.Namespace, console: Console) -> Answer:
     return explain_stages(args, console) if args.q is None else explain_point(args, console)
 
 
-def explain_point(args: argparse.Namespace, console: Console) -> Answer:
+def explain_point(args: argparse.Namespace, console: Console) -> CommandResult:
     mask = visible_mask(subject(args), "to explain")
     args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
     found = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
@@ -65,10 +65,10 @@ def explain_point(args: argparse.Namespace, console: Console) -> Answer:
         ("position", at), ("answer", Text(answer, STYLE[answer])), ("because", found.because.replace("; ", "\n")),
         ("mask", marked(mask, spans, STYLE[answer], console)),
     ])  # fmt: skip
-    return Answer(data, text)
+    return CommandResult(data, text)
 
 
-def explain_tile(args: argparse.Namespace, console: Console) -> Answer:
+def explain_tile(args: argparse.Namespace, console: Console) -> CommandResult:
     mask = visible_mask(subject(args), "to explain")
     (i, j), (bq, bk) = args.tile, args.block
     args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
@@ -90,7 +90,7 @@ def explain_tile(args: argparse.Namespace, console: Console) -> Answer:
         ("tile", where), ("answer", Text(found.kind, STYLE[found.kind])), ("because", found.because),
         ("mask", marked(mask, spans, style, console)),
     ])  # fmt: skip
-    return Answer(data, text)
+    return CommandResult(data, text)
 
 
 def of_slice(args: argparse.Namespace) -> str:
@@ -142,7 +142,7 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
 # -- stages -----------------------------------------------------------------------------------------------
 
 
-def explain_stages(args: argparse.Namespace, console: Console) -> Answer:
+def explain_stages(args: argparse.Namespace, console: Console) -> CommandResult:
     q_len = args.q_len or LENGTH
     stages = compiled(subject(args)).stages(
         q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32",
@@ -152,7 +152,7 @@ def explain_stages(args: argparse.Namespace, console: Console) -> Answer:
     text: list[Piece] = []
     for name in NAMES:
         text += ["", Text(f"-- {name} {'-' * (76 - len(name))}", "bold"), shown(name, stages, console)]
-    return Answer({**texts, "rules": dict(stages.rules.most_common())}, text[1:])
+    return CommandResult({**texts, "rules": dict(stages.rules.most_common())}, text[1:])
 
 
 def shown(name: str, stages: Any, console: Console) -> Text:

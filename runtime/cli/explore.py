@@ -11,7 +11,7 @@ from rich.console import Console
 
 from frisket.dsl.errors import FrisketError, ParameterError
 
-from .answer import Answer, rows
+from .answer import CommandResult, rows
 from .input import LENGTH, scalar, source, table
 from .options import add_sizes, add_subject, examples, natural
 from .show import counted
@@ -31,7 +31,7 @@ def add_explore(p: argparse.ArgumentParser) -> None:
     )
 
 
-def explore(args: argparse.Namespace, console: Console) -> Answer:
+def explore(args: argparse.Namespace, console: Console) -> CommandResult:
     """Serve the page until Ctrl-C. A text with mistakes is served too: they are shown where they can be mended."""
     from frisket.runtime.explore.analyst import Analyst
     from frisket.runtime.explore.page import page
@@ -59,4 +59,6 @@ def explore(args: argparse.Namespace, console: Console) -> Answer:
             with suppress(KeyboardInterrupt):
                 server.serve_forever()
             given = analyst.answered
-            return Answer({"url": server.url, "answers": given}, rows([("ended", f"{counted(given, 'answer')} given")]))
+            return CommandResult(
+                {"url": server.url, "answers": given}, rows([("ended", f"{counted(given, 'answer')} given")])
+            )

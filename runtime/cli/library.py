@@ -16,7 +16,7 @@ from frisket.dsl.library import Entry
 from frisket.dsl.library import library as entries
 from frisket.runtime.masks.mask import program
 
-from .answer import Answer, Piece, Row, rows
+from .answer import AnswerRow, CommandResult, Piece, rows
 from .input import LENGTH
 from .options import examples
 from .show import picture
@@ -27,7 +27,7 @@ def add_library(p: argparse.ArgumentParser) -> None:
     examples(p, "frisket library window", "frisket library sliding window", "frisket library")
 
 
-def library(args: argparse.Namespace, console: Console) -> Answer:
+def library(args: argparse.Namespace, console: Console) -> CommandResult:
     """Every entry by part, those called by a name in full, or those that hold every word."""
     known = entries()
     named = [e for e in known.values() if [e.name] == args.words or [e.signature] == args.words]
@@ -36,10 +36,10 @@ def library(args: argparse.Namespace, console: Console) -> Answer:
         near = nearest(" ".join(args.words), {e.name for e in known.values()})
         hint = f"; did you mean `{near}`?" if near else ""
         raise ParameterError(f"the library has no `{' '.join(args.words)}`{hint}\n  `frisket library` lists it")
-    answer = Answer({e.signature: asdict(e) for e in chosen})
+    answer = CommandResult({e.signature: asdict(e) for e in chosen})
     for e in named:
         answer.text += [*([""] if answer.text else []), *in_full(e, console)]
-    return answer if named else Answer(answer.data, listed(chosen, console))
+    return answer if named else CommandResult(answer.data, listed(chosen, console))
 
 
 def holds(e: Entry, words: Sequence[str]) -> bool:
@@ -54,7 +54,7 @@ def listed(chosen: Sequence[Entry], console: Console) -> list[Piece]:
     for section, part in groupby(chosen, key=lambda e: e.section):
         text += [*([""] if text else []), Text(section, "bold")]
         for e in part:
-            text.append(Row(Text.assemble("  ", (short(e), "cyan")), Text(e.sentence), width + 4))
+            text.append(AnswerRow(Text.assemble("  ", (short(e), "cyan")), Text(e.sentence), width + 4))
     return text
 
 

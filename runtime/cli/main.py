@@ -25,7 +25,7 @@ from rich.text import Text
 from frisket import __version__
 from frisket.dsl.errors import FrisketError, MismatchError
 
-from .answer import BAD, Answer, Piece, Row
+from .answer import BAD, AnswerRow, CommandResult, Piece
 from .options import Parser, meant
 
 PLAIN = str.maketrans({
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = arguments(sys.argv[1:] if argv is None else list(argv))
-        answer: Answer = args.command(args, Output())
+        answer: CommandResult = args.command(args, Output())
         write(answer, as_json=args.json)
         sys.stdout.flush()
         return answer.status
@@ -129,7 +129,7 @@ def complain(name: str, message: str) -> None:
     show(Output(stderr=True), text)
 
 
-def write(answer: Answer, *, as_json: bool) -> None:
+def write(answer: CommandResult, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(answer.data, indent=2, ensure_ascii=True))
         return
@@ -141,7 +141,7 @@ def write(answer: Answer, *, as_json: bool) -> None:
 def show(out: Console, piece: Piece) -> None:
     """Print, in characters the locale has; rows of words are folded where a person reads them."""
     plain = out.options.ascii_only
-    if isinstance(piece, Row):
+    if isinstance(piece, AnswerRow):
         piece = replace(piece, value=ascii_of(piece.value)) if plain else piece
         folded = out.is_terminal and sys.stdout.isatty()
         piece = piece.folded(out, min(out.width, NARROW)) if folded else piece.plain()

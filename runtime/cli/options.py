@@ -12,7 +12,7 @@ class Parser(argparse.ArgumentParser):
     """Options are written out, and mistakes get one line and a way to the help."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", Layout)
+        options.setdefault("formatter_class", WideHelpFormatter)
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{words[0]!r} is one word too many{quoted}")
 
 
-class Layout(argparse.RawDescriptionHelpFormatter):
+class WideHelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Help with room for the options' names."""
 
     def __init__(self, prog: str, **options: Any) -> None:

@@ -12,7 +12,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.runtime.draw.plot import SUFFIXES
 from frisket.runtime.masks.mask import Program
 
-from .answer import Answer, rows
+from .answer import CommandResult, rows
 from .input import laid_out, subject, visible_mask
 from .options import add_sizes, add_subject, examples, natural
 from .show import size, tiles, written
@@ -37,7 +37,7 @@ def add_plot(p: argparse.ArgumentParser) -> None:
     )
 
 
-def plot(args: argparse.Namespace, console: Console) -> Answer:
+def plot(args: argparse.Namespace, console: Console) -> CommandResult:
     """Write the picture and say what is in it; with no --b and --h, every different batch entry and head."""
     path: Path = args.output
     if path.suffix.lower() not in (*PAGES, *SUFFIXES):
@@ -62,7 +62,7 @@ def plot(args: argparse.Namespace, console: Console) -> Answer:
         ("tiles", tiles(layout)),
         ("score", scored(what)),
     ]
-    return Answer(data, rows(lines))
+    return CommandResult(data, rows(lines))
 
 
 def titled(what: Program) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.kernels.triton.writer import Dims
 
-from .answer import BAD, GOOD, Answer, table
+from .answer import BAD, GOOD, CommandResult, table
 from .emit import shapes
 from .input import compiled, subject
 from .progress import progress
@@ -20,7 +20,7 @@ from .progress import progress
 HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
 
 
-def report(args: argparse.Namespace, console: Console) -> Answer:
+def report(args: argparse.Namespace, console: Console) -> CommandResult:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
     from frisket.runtime.backends.triton import report as triton_report
 
@@ -39,7 +39,7 @@ def report(args: argparse.Namespace, console: Console) -> Answer:
                 found.append(one)
                 step("compiling")
     data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in found]}
-    return Answer(
+    return CommandResult(
         data, table([HEAD, *map(line, found)], right=(3, 4, 5, 6, 7, 8)), 0 if all(r.fits for r in found) else 1
     )
 

@@ -16,7 +16,7 @@ from frisket.lowering.simplify import prepare
 from frisket.runtime.bench import packed
 from frisket.runtime.bench.table import spoken
 
-from .answer import Answer, rows
+from .answer import CommandResult, rows
 from .doctor import cpu_count
 from .input import compiled, require_bound, scalars, subject, tables
 from .options import add_subject, even, examples, positive
@@ -46,7 +46,7 @@ def add_run(p: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace, console: Console) -> Answer:
+def run(args: argparse.Namespace, console: Console) -> CommandResult:
     """Pack the files, attend, and report: text, layout, picture, times, errors. Status 1 when the error is more
     than twice that of dense attention in the same dtype (plus 1e-6)."""
     framework = packed.choose(args.framework)
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, console: Console) -> Answer:
         ("time", "\n".join(table) + f"\nmedians of {args.repeats} run{'s' * (args.repeats > 1)}, turn about"),
         ("error", error if good else f"{error}\nMISMATCH: more than 2 × that of dense attention + 1e-6"),
     ])  # fmt: skip
-    return Answer(data, text, 0 if good else 1)
+    return CommandResult(data, text, 0 if good else 1)
 
 
 def packing(files: packed.Packed, limit: int) -> str:

@@ -15,11 +15,11 @@ from frisket.dsl.ir import Expr
 from frisket.dsl.show import show as show_text
 from frisket.lowering.simplify import prepare
 from frisket.runtime.draw import terminal
-from frisket.runtime.machine.bound import Bound
+from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program
 
-from .answer import GOOD, SOME, Answer, row, rows
+from .answer import GOOD, SOME, CommandResult, row, rows
 from .input import laid_out, require_bound, scalars, subject, tables
 from .options import add_sizes, add_slice, add_subject, examples
 
@@ -44,11 +44,11 @@ def add_show(p: argparse.ArgumentParser) -> None:
     )
 
 
-def show(args: argparse.Namespace, console: Console) -> Answer:
+def show(args: argparse.Namespace, console: Console) -> CommandResult:
     """The texts, the facts, the counts, the picture."""
     what = subject(args)
     data, lines = described(what)
-    answer = Answer(data, rows(lines))
+    answer = CommandResult(data, rows(lines))
     if what.mask is None and (what.score is None or what.score.unbound):
         return answer
     require_bound(what)
@@ -93,7 +93,7 @@ def described(what: Program) -> tuple[dict[str, Any], list[tuple[str, str | Text
     return data, [*lines, ("with", where)]
 
 
-def written(part: Bound) -> str:
+def written(part: BoundExpr) -> str:
     """The text of a mask or score mod in its program, on one line; as it prints, where there is no such text."""
     for span, e in part.sites:
         source = " ".join(part.source[span.start : span.stop].split())

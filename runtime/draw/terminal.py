@@ -28,7 +28,7 @@ MARGIN = 8  # columns for the labels of rows
 
 
 @dataclass(frozen=True)
-class Grid:
+class CellCounts:
     """Tiles counted per drawn cell: `full` and `partial` are int64 [rows, columns]; a cell spans
     `step = (q, k)` tiles, fewer at the far edges."""
 
@@ -38,7 +38,7 @@ class Grid:
     step: tuple[int, int]
 
 
-def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> Grid:
+def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> CellCounts:
     """From a grid of kinds, uint8 [q_tiles, k_tiles]."""
     grid = np.asarray(kinds)
     steps = _steps(grid.shape, cells)
@@ -48,12 +48,12 @@ def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> Grid:
         by_row = np.add.reduceat((grid == kind).astype(np.int64), rows, axis=0)
         return np.asarray(np.add.reduceat(by_row, columns, axis=1), np.int64)
 
-    return Grid(count(FULL), count(PARTIAL), _sizes(grid.shape, steps), steps)
+    return CellCounts(count(FULL), count(PARTIAL), _sizes(grid.shape, steps), steps)
 
 
 def from_runs(
     row_ptr: ArrayLike, start: ArrayLike, stop: ArrayLike, kind: ArrayLike, k_tiles: int, cells: int = CELLS
-) -> Grid:
+) -> CellCounts:
     """From runs in CSR: row r has runs `row_ptr[r] .. row_ptr[r + 1]`, each `[start, stop)` of one kind."""
     row_ptr, start, stop, kind = (np.asarray(x, np.int64) for x in (row_ptr, start, stop, kind))
     q_tiles = len(row_ptr) - 1
@@ -65,7 +65,7 @@ def from_runs(
         of = (kind == wanted) & (stop > start)
         return _spread(row[of], start[of], stop[of], steps[1], rows, columns)
 
-    return Grid(count(FULL), count(PARTIAL), _sizes((q_tiles, k_tiles), steps), steps)
+    return CellCounts(count(FULL), count(PARTIAL), _sizes((q_tiles, k_tiles), steps), steps)
 
 
 def _spread(
@@ -102,7 +102,7 @@ def _sizes(shape: tuple[int, ...], steps: tuple[int, int]) -> NDArray[np.int64]:
     return np.multiply.outer(*sides)
 
 
-def of_layout(layout: Tiling, b: int = 0, h: int = 0, cells: int = CELLS) -> Grid:
+def of_layout(layout: Tiling, b: int = 0, h: int = 0, cells: int = CELLS) -> CellCounts:
     """From one batch entry and head of a layout, counted from 0 in the layout."""
     runs, rows = layout.runs, layout.rows
     first = int(runs.slice_of[b, h]) * rows
@@ -156,7 +156,7 @@ ASCII = Ink(". ", "-", "+", "%", "#", "\\")
 STYLES = {"empty": "bright_black", "little": "yellow", "half": "yellow", "most": "cyan", "full": "cyan"}
 
 
-def _levels(grid: Grid) -> NDArray[np.int64]:
+def _levels(grid: CellCounts) -> NDArray[np.int64]:
     """0 empty, 1 little, 2 half, 3 most, 4 full; a partial tile counts as half visible."""
     share = (grid.full + grid.partial / 2) / grid.total
     level = np.digitize(share, [0.3, 0.6]) + 1
@@ -166,7 +166,7 @@ def _levels(grid: Grid) -> NDArray[np.int64]:
 
 
 def picture(
-    grid: Grid,
+    grid: CellCounts,
     block: tuple[int, int],
     origin: tuple[int, int] = (0, 0),
     *,
@@ -196,7 +196,7 @@ def picture(
     return text.append(_legend(grid, (q_step, k_step), ink, width))
 
 
-def _legend(grid: Grid, step: tuple[int, int], ink: Ink, width: int) -> Text:
+def _legend(grid: CellCounts, step: tuple[int, int], ink: Ink, width: int) -> Text:
     from rich.text import Text
 
     levels = ("half",) if grid.step == (1, 1) else ("most", "half", "little")

@@ -30,7 +30,7 @@ from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, program
 
-from .values import MadeUp, Number, Problem, Scalar, given
+from .values import MadeUp, Number, ProblemSize, Slider, given
 
 Array = NDArray[Any]
 LONGEST = 1 << 22  # tokens
@@ -62,8 +62,8 @@ class Request:
     have: frozenset[str] = frozenset()
 
     @property
-    def problem(self) -> Problem:
-        return Problem(self.q_len, self.kv_len, self.batch, self.heads, self.documents)
+    def problem(self) -> ProblemSize:
+        return ProblemSize(self.q_len, self.kv_len, self.batch, self.heads, self.documents)
 
 
 def answer(asked: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
 # -- from the text to a layout ------------------------------------------------------------------------------------
 
 
-def bound(request: Request, files: Mapping[str, Array]) -> tuple[Program, list[Scalar], dict[str, MadeUp]]:
+def bound(request: Request, files: Mapping[str, Array]) -> tuple[Program, list[Slider], dict[str, MadeUp]]:
     """The program with every name bound: to what the page says, to a file's table, else to a guess."""
     found = read(request.text, params={})
     roots = [e for e in (found.mask, found.score, found.expr) if e is not None]
@@ -252,7 +252,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Request) -> dict[str, Any
 # -- elsewhere --------------------------------------------------------------------------------------------------
 
 
-def command(request: Request, scalars: list[Scalar], made: Mapping[str, MadeUp], files: Mapping[str, Array]) -> str:
+def command(request: Request, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]) -> str:
     """The same as a line for a shell."""
     words = ["frisket", "show", request.text, "--q-len", str(request.q_len)]
     if request.kv_len != request.q_len:
@@ -271,7 +271,7 @@ def command(request: Request, scalars: list[Scalar], made: Mapping[str, MadeUp],
 
 
 def python(
-    request: Request, what: Program, scalars: list[Scalar], made: Mapping[str, MadeUp], files: Mapping[str, Array]
+    request: Request, what: Program, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]
 ) -> str:
     """The same as lines of Python, with the tables that were made up; they run as they are, but for files."""
     read_ = [n for n in files if n in _names(request.text)]

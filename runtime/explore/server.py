@@ -86,7 +86,7 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
-class Refused(Exception):  # noqa: N818 (not an error of the server)
+class HttpRefusal(Exception):  # noqa: N818 (not an error of the server)
     """What is answered instead: a status, and a sentence for people."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -119,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.check()
             method()
-        except Refused as no:
+        except HttpRefusal as no:
             self.close_connection = True  # what is left of the request is not read
             self.send(no.status, "text/plain; charset=utf-8", no.why + "\n")
 
@@ -128,13 +128,13 @@ class Handler(BaseHTTPRequestHandler):
         ours = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
         named = self.headers.get_all("Host") or []
         if len(named) != 1 or named[0] not in ours:
-            raise Refused(421, f"this server is called {ours[0]}")
+            raise HttpRefusal(421, f"this server is called {ours[0]}")
         from_us = self.headers["Origin"] in (None, f"http://{named[0]}")
         if not from_us or not (self.headers["Sec-Fetch-Site"] in (None, "none", "same-origin") or self.opened()):
-            raise Refused(403, "pages of other origins are refused")
+            raise HttpRefusal(403, "pages of other origins are refused")
         token = self.path.partition("?")[0].strip("/").encode("latin-1", "replace")
         if not secrets.compare_digest(token, self.server.token.encode()):
-            raise Refused(404, "there is nothing here; `frisket explore` prints the whole address, with its token")
+            raise HttpRefusal(404, "there is nothing here; `frisket explore` prints the whole address, with its token")
 
     def opened(self) -> bool:
         """Whether a person follows a link, say in a terminal that is a page itself: the token is what lets in."""
@@ -148,19 +148,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def post(self) -> None:
         if self.headers.get_content_type() != "application/json":
-            raise Refused(415, "a question is application/json")
+            raise HttpRefusal(415, "a question is application/json")
         length = self.headers["Content-Length"] or ""
         if not length.isdecimal() or self.headers["Transfer-Encoding"]:
-            raise Refused(411, "a question says how long it is: Content-Length")
+            raise HttpRefusal(411, "a question says how long it is: Content-Length")
         if len(length) > 9 or int(length) > BODY:
-            raise Refused(413, f"a question has at most {BODY:,} bytes")
+            raise HttpRefusal(413, f"a question has at most {BODY:,} bytes")
         try:
             asked = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError):
-            raise Refused(400, "this is not JSON") from None
+            raise HttpRefusal(400, "this is not JSON") from None
         page, turn = (asked.pop(n, None) for n in ("page", "turn")) if isinstance(asked, dict) else (None, None)
         if not isinstance(page, str) or len(page) > 64 or type(turn) is not int:
-            raise Refused(400, "a question is an object with a `page` and a `turn`")
+            raise HttpRefusal(400, "a question is an object with a `page` and a `turn`")
         found = self.server.analyst.ask(page, turn, asked)
         self.send(200, "application/json", json.dumps(found, separators=(",", ":")))
 

@@ -1,8 +1,8 @@
 """Values for what nobody has bound yet: numbers by what their names mean in the library, and tables made up.
 
 >>> from frisket.dsl.program import parse_expression
->>> given({}, {}, parse_expression("causal & window(w)"), Problem(4096, 4096))[0]
-[Scalar(name='w', type='Int', value=128, low=0, high=512, step=2)]
+>>> given({}, {}, parse_expression("causal & window(w)"), ProblemSize(4096, 4096))[0]
+[Slider(name='w', type='Int', value=128, low=0, high=512, step=2)]
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NUMBERS: tuple[tuple[str, float], ...] = (
 
 
 @dataclass(frozen=True)
-class Problem:
+class ProblemSize:
     """Lengths in tokens, and about how many documents tables that are made up cut them into."""
 
     q_len: int
@@ -65,7 +65,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Scalar:
+class Slider:
     """A number and its slider: from `low` to `high`, both inclusive."""
 
     name: str
@@ -87,8 +87,8 @@ class MadeUp:
 
 
 def given(
-    values: Mapping[str, Number], tables: Mapping[str, Array], e: Expr, problem: Problem
-) -> tuple[list[Scalar], dict[str, MadeUp]]:
+    values: Mapping[str, Number], tables: Mapping[str, Array], e: Expr, problem: ProblemSize
+) -> tuple[list[Slider], dict[str, MadeUp]]:
     """Every scalar of `e` with its slider, and the tables that are not among `tables`."""
     names = names_of(e)
     scalars = [
@@ -104,8 +104,8 @@ def given(
 # -- numbers ----------------------------------------------------------------------------------------
 
 
-def guess(name: str, type: Type, problem: Problem) -> Number:
-    """A value to begin with: `guess("w", INT, Problem(4096, 4096)) == 128`."""
+def guess(name: str, type: Type, problem: ProblemSize) -> Number:
+    """A value to begin with: `guess("w", INT, ProblemSize(4096, 4096)) == 128`."""
     if type is BOOL:
         return True
     if type is FLOAT:
@@ -121,17 +121,17 @@ def guess(name: str, type: Type, problem: Problem) -> Number:
     return next((int(x) for names, x in NUMBERS if isinstance(x, int) and re.fullmatch(names, name)), 64)
 
 
-def slider(name: str, type: Type, value: Number, usual: Number) -> Scalar:
+def slider(name: str, type: Type, value: Number, usual: Number) -> Slider:
     """A range around the usual value, wide enough for this one: it stays where it is while the value is moved."""
     if type is BOOL:
-        return Scalar(name, "Bool", bool(value), 0, 1, 1)
+        return Slider(name, "Bool", bool(value), 0, 1, 1)
     if not abs(value) <= LARGEST:
         raise ParameterError(f"`{name}` is not a number from -{LARGEST:g} to {LARGEST:g}")
     if type is FLOAT:
         high = 4 * _power(max(abs(usual), abs(value) / 4))
-        return Scalar(name, "Float", float(value), -high if value < 0 else 0.0, high, high / SLIDES)
+        return Slider(name, "Float", float(value), -high if value < 0 else 0.0, high, high / SLIDES)
     high = int(_power(max(4 * abs(usual), abs(value), 16)))
-    return Scalar(name, "Int", int(value), -high if value < 0 else 0, high, max(1, high // SLIDES))
+    return Slider(name, "Int", int(value), -high if value < 0 else 0, high, max(1, high // SLIDES))
 
 
 def _power(x: float) -> float:
@@ -143,7 +143,7 @@ def _power(x: float) -> float:
 
 
 def made_up(
-    name: str, type: Type, e: Expr, numbers: Mapping[str, Number], tables: Mapping[str, Array], problem: Problem
+    name: str, type: Type, e: Expr, numbers: Mapping[str, Number], tables: Mapping[str, Array], problem: ProblemSize
 ) -> MadeUp:
     """Documents of random lengths for tables of Ints, a few marks for Bools, slopes or noise for Floats."""
     shape = shape_of(name, e, numbers, problem)
@@ -193,7 +193,7 @@ def offsets(length: int, documents: int) -> Array:
     return np.concatenate([[0], np.sort(cuts), [length]]).astype(np.int32)
 
 
-def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: Problem) -> tuple[int, ...]:
+def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> tuple[int, ...]:
     """How large a table has to be for what reads it: along an axis that other tables number, one for each document,
     and one more where they are offsets."""
     found: dict[int, int] = {}
@@ -208,7 +208,7 @@ def shape_of(name: str, e: Expr, numbers: Mapping[str, Number], problem: Problem
     return tuple(found[axis] for axis in range(len(found)))
 
 
-def _reach(index: Expr, numbers: Mapping[str, Number], problem: Problem) -> int:
+def _reach(index: Expr, numbers: Mapping[str, Number], problem: ProblemSize) -> int:
     """One more than the largest index, over the corners of the problem."""
     if any(n.op in ("lookup", "segment", "bound", "extent", "reduce") for n in walk(index)):
         documents = min(problem.documents, problem.q_len)

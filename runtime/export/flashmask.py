@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError, MismatchError
 from frisket.runtime.layouts.tiling import Tiling
 
-from .visible import ANY, Lines, lines, listed, reader, why
+from .visible import ANY, VisibleRuns, lines, listed, reader, why
 
 Array = NDArray[Any]
 
@@ -69,7 +69,7 @@ def to_flashmask(layout: Tiling) -> FlashMask:
     return FlashMask(columns.astype(np.int32)[seen.slice_of[:, :heads]], causal)
 
 
-def _hidden(seen: Lines, s: int) -> tuple[Array, Array, Array]:
+def _hidden(seen: VisibleRuns, s: int) -> tuple[Array, Array, Array]:
     """How many runs of queries each key is hidden from, and the first two, [keys, 2]; one that is missing is empty
     and lies at the end."""
     ptr, start, stop = seen.of(s)
@@ -109,7 +109,7 @@ def _columns(start: Array, stop: Array, q_len: int) -> tuple[Array, bool]:
     return np.stack([*lower, *above], axis=-1), False
 
 
-def _verify(columns: Array, causal: bool, seen: Lines) -> None:
+def _verify(columns: Array, causal: bool, seen: VisibleRuns) -> None:
     """Read the columns back, as the format's table says, and compare every key with the mask."""
     n, end = columns.shape[-1], seen.width
     c = [columns[..., i] for i in range(n)]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import ExportError
 from frisket.runtime.layouts.tiling import Tiling
 
-from .visible import ANY, Lines, lines, listed, why
+from .visible import ANY, VisibleRuns, lines, listed, why
 
 Array = NDArray[Any]
 
@@ -98,7 +98,7 @@ def _corners(layout: Tiling, r0: Array, r1: Array, k0: Array, k1: Array) -> NDAr
     return np.ascontiguousarray(corners[:, np.append(True, moves)])
 
 
-def one_mask(layout: Tiling, seen: Lines, name: str) -> None:
+def one_mask(layout: Tiling, seen: VisibleRuns, name: str) -> None:
     """Refuse masks that differ from head to head."""
     of = seen.slice_of
     if (of == of[:, :1]).all():
@@ -111,7 +111,7 @@ def one_mask(layout: Tiling, seen: Lines, name: str) -> None:
     )
 
 
-def _difference(seen: Lines, s: int, t: int) -> tuple[int, int]:
+def _difference(seen: VisibleRuns, s: int, t: int) -> tuple[int, int]:
     """The first position that is visible in one of two slices only."""
     (ptr, *mine), (other, *theirs) = seen.of(s), seen.of(t)
     unlike = np.append(np.flatnonzero(np.diff(ptr) != np.diff(other)), seen.length)[0]  # in how many runs
@@ -125,7 +125,7 @@ def _difference(seen: Lines, s: int, t: int) -> tuple[int, int]:
     return q, int(np.flatnonzero(np.cumsum(edge[0] - edge[1]))[0])
 
 
-def packed(layout: Tiling, seen: Lines) -> tuple[Array, Array, Array]:
+def packed(layout: Tiling, seen: VisibleRuns) -> tuple[Array, Array, Array]:
     """(query, first key, stop) of every run of every batch entry, one entry after another."""
     parts = []
     for b, s in enumerate(seen.slice_of[:, 0].tolist()):

@@ -32,7 +32,7 @@ TooMany = Callable[[int, int, int, list[tuple[int, int]]], ExportError]  # batch
 
 
 @dataclass(frozen=True)
-class Lines:
+class VisibleRuns:
     """Runs of visible keys of every query: line `i = slice * length + query` has runs `ptr[i] .. ptr[i + 1]`, each
     keys `[start, stop)`, sorted and apart. Positions count from where the crop begins. Slices differ.
 
@@ -63,7 +63,7 @@ def scene(layout: Tiling, transposed: bool = False) -> tuple[Expr, Grid, Array, 
     return expr, grid, slice_of, Scope(env, layout.tables)
 
 
-def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = False) -> Lines:
+def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = False) -> VisibleRuns:
     """The runs of every line, none with more than `most`: the first that has more raises what `too_many` makes of
     it. Raises `ExportError`, too, where more than `BUDGET` elements would have to be looked at."""
     expr, grid, slice_of, scope = scene(layout, transposed)
@@ -88,13 +88,13 @@ def lines(layout: Tiling, *, most: int, too_many: TooMany, transposed: bool = Fa
             ptr.append(ptr[-1][-1] + np.cumsum(count))
             starts.append(start)
             stops.append(stop)
-    whole = Lines(
+    whole = VisibleRuns(
         np.concatenate(ptr), np.concatenate(starts), np.concatenate(stops), grid.q_len, grid.kv_len, slice_of
     )  # fmt: skip
     return whole if len(grid.b) == 1 else _distinct(whole, len(grid.b))
 
 
-def _distinct(found: Lines, slices: int) -> Lines:
+def _distinct(found: VisibleRuns, slices: int) -> VisibleRuns:
     """Equal slices once."""
     seen: dict[bytes, int] = {}
     keep, place = [], []
@@ -108,7 +108,7 @@ def _distinct(found: Lines, slices: int) -> Lines:
     if len(keep) == slices:
         return found
     counts = np.concatenate([np.diff(p) for p, _, _ in keep])
-    return Lines(
+    return VisibleRuns(
         np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         np.concatenate([a for _, a, _ in keep]), np.concatenate([b for _, _, b in keep]),
         found.length, found.width, np.array(place)[found.slice_of],

@@ -31,14 +31,14 @@ class UnknownState(Exception):  # noqa: N818 (never leaves this file)
 def state_of(fn: Any) -> tuple[Any, list[torch.Tensor]] | None:
     """(state, tensors). Functions of equal states trace to one expression, as far as the trace looked at no tensor's
     values. None where something is reached that may change unseen, so that every trace has to be made anew."""
-    reader = _Reader()
+    reader = _StateReader()
     try:
         return reader.value(fn, frozenset({"__call__", "forward"})), reader.tensors
     except (UnknownState, RecursionError, ValueError):  # ValueError: an empty cell
         return None
 
 
-class _Reader:
+class _StateReader:
     """`names` are those that the code at hand reads: of an object it can see these attributes alone."""
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
     return score
 
 
-class Call(HigherOrderOperator):
+class FlexAttentionOp(HigherOrderOperator):
     """A call of flex_attention, as Dynamo writes it: score_mod and mask_mod are graphs, what they captured comes
     last."""
 
@@ -110,8 +110,8 @@ class Call(HigherOrderOperator):
         return operator(query, key, value, mod, visible, options, said["top"])
 
 
-class Tiles(HigherOrderOperator):
-    """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `Call`."""
+class BlockMaskOp(HigherOrderOperator):
+    """The tiles of a mask that a graph made, as Dynamo writes it: arguments as those of `FlexAttentionOp`."""
 
     def __init__(self) -> None:
         super().__init__("frisket_block_mask", cacheable=True)  # type: ignore[no-untyped-call]
@@ -139,11 +139,11 @@ def tiles(mask: BlockMask) -> Tensor:
     return kinds  # type: ignore[no-any-return]
 
 
-call, laid_out = Call(), Tiles()
+call, laid_out = FlexAttentionOp(), BlockMaskOp()
 
 
 class CallVariable(dynamo.FlexAttentionHigherOrderVariable):
-    """The variable of Dynamo for `Call` and `Tiles`. It keeps one record of side effects across such a call.
+    """The variable of Dynamo for `FlexAttentionOp` and `BlockMaskOp`. One record of side effects is kept across a call.
 
     Dynamo goes on with a copy of that record, and objects it knows look into the old one: attributes of a mask that are
     set after the call would be lost."""

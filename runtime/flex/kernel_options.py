@@ -14,9 +14,9 @@ from typing import Any
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.hints import nearest
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.tuning import AS_CHOSEN, KERNELS, Launch, Tuning
+from frisket.runtime.calls.tuning import AS_CHOSEN, KERNELS, LaunchOptions, Tuning
 
-# key -> the kernels it is for, and its place in a Launch
+# key -> the kernels it is for, and its place in LaunchOptions
 TILES = {
     "BLOCK_M": ("forward", "block_q"), "BLOCK_N": ("forward", "block_k"),
     "BLOCK_M1": ("dkv", "block_q"), "BLOCK_N1": ("dkv", "block_k"),
@@ -78,7 +78,7 @@ def read(options: Mapping[str, Any] | None) -> Asked:
 
 @lru_cache(maxsize=256)
 def _read(options: tuple[tuple[str, Any], ...]) -> Asked:
-    launches = dict.fromkeys(KERNELS, Launch())
+    launches = dict.fromkeys(KERNELS, LaunchOptions())
     given: dict[str, Any] = {}
     for key, x in sorted(options, key=lambda item: str(item[0]).startswith(("fwd_", "bwd_"))):  # the special one last
         prefix, name = _named(key)

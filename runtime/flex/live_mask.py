@@ -24,7 +24,7 @@ from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
 from frisket.runtime.calls.program import Subject
-from frisket.runtime.machine.bound import Bound
+from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.machine.parameters import as_value, names_of
 from frisket.runtime.masks.mask import Mask, MaskLike, mask
 from frisket.runtime.torch.spec import text_of
@@ -191,7 +191,7 @@ def live_mask(what: MaskLike | LiveMask) -> LiveMask:
     return of_bound(mask(what))
 
 
-def of_bound(what: Bound) -> LiveMask:
+def of_bound(what: BoundExpr) -> LiveMask:
     """From a mask of ours; a tensor that a function captured is that tensor, other arrays become tensors."""
     what.require_bound()
     own = {n: x for n, x in what.origin.captured.items() if isinstance(x, torch.Tensor)}

@@ -16,7 +16,7 @@ from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import TRUE, B, conj, lit
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import MaskLike
-from frisket.runtime.torch.jagged import Names, Ragged, names_for, ragged_of
+from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
 from .block_mask import Block, BlockMask
 from .create import create_block_mask
@@ -70,18 +70,18 @@ def _packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
     return LiveMask(conj(outer.expr, inner.expr), {**inner.values, **outer.values}, mod.read)
 
 
-def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> Names:
+def names_in(mod: LiveMask, ragged: Ragged, taken: Mapping[str, Any] | None = None) -> JaggedTables:
     """Names for tables of positions, different from all names in a mask or score mod. Where `mod` reads `B`, the number
     of sequences is a literal."""
     number = lit(ragged.sequences) if B in ir.walk(mod.expr) else lit(0)
     return names_for(ragged.pattern, {*mod.values, *(taken or {}), *names_of(mod.expr)}, number)
 
 
-def values_of(names: Names, ragged: Ragged) -> dict[str, Tensor]:
+def values_of(names: JaggedTables, ragged: Ragged) -> dict[str, Tensor]:
     return {n: x for n, x in zip(names.tables, ragged.tensors, strict=True) if n is not None and x is not None}
 
 
-def own_sequence(names: Names, ragged: Ragged) -> LiveMask:
+def own_sequence(names: JaggedTables, ragged: Ragged) -> LiveMask:
     """The mask that shows a query the keys of its own sequence."""
     return kept(names.own_sequence(), values_of(names, ragged))
 
@@ -89,7 +89,7 @@ def own_sequence(names: Names, ragged: Ragged) -> LiveMask:
 NAMES = ("query", "key", "value")
 _EVERYTHING = LiveMask(TRUE, {})
 _inside: WeakKeyDictionary[LiveMask, dict[Any, LiveMask]] = WeakKeyDictionary()
-_local: WeakKeyDictionary[Scored, dict[Any, tuple[Scored, Names]]] = WeakKeyDictionary()
+_local: WeakKeyDictionary[Scored, dict[Any, tuple[Scored, JaggedTables]]] = WeakKeyDictionary()
 
 
 def visible_inside(visible: LiveMask | None, ragged: Ragged) -> LiveMask:

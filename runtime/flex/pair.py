@@ -31,7 +31,7 @@ def on_device(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-class Pair:
+class FlexPair:
     """The attention of a score mod and a mask, as long as the tables it has copies of stay as they are. Float tensors
     of the score mod are not copied: every call brings them."""
 
@@ -92,18 +92,18 @@ class Pair:
         return found
 
 
-_pairs: WeakKeyDictionary[LiveMask | Scored, dict[Any, Pair]] = WeakKeyDictionary()
+_pairs: WeakKeyDictionary[LiveMask | Scored, dict[Any, FlexPair]] = WeakKeyDictionary()
 _PLAIN = Scored(LiveMask(ir.SCORE, {}), {}, (), None)  # neither
 
 
-def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]) -> Pair:
+def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tensors: Mapping[str, Tensor]) -> FlexPair:
     """The attention of both, kept as long as the mask is, or the score mod where there is none."""
     if visible is not None and visible.read:
         _ = visible.versions  # says so where a value that the trace looked at has changed
     kept, key = _pairs.setdefault(visible or mod or _PLAIN, {}), (mod, options)
     found = kept.get(key)
     if found is None or not found.holds(tensors):
-        found = Pair(mod, visible, options, tensors)
+        found = FlexPair(mod, visible, options, tensors)
         remember(kept, key, found)
     return found
 

@@ -36,7 +36,7 @@ SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedSpans:
     """Spans whose bounds and counts are operands."""
 
     slice_of: Any
@@ -50,7 +50,7 @@ class JaxCall:
     and one of `shards` (of batches, of heads)."""
 
     plan: LoopPlan
-    source: Plan | Key | Spans | Traced | SpanSource
+    source: Plan | Key | Spans | TracedSpans | SpanSource
     geometry: Geometry  # without its origin
     backend: str
     tile: tuple[int, int] | None
@@ -145,7 +145,7 @@ class JaxCall:
         """(out, lse, top), with `low` what a backward takes beside lse: what rounding took from it, and, [batch, heads,
         q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
         hand, and keeps what is made of it."""
-        run, how = _Run(self, backend, arrays, plan), _how(backend, platform)
+        run, how = _BackendRun(self, backend, arrays, plan), _how(backend, platform)
         if low and backend not in NORMED:
             how["low"] = True
         qkv = (arrays[n] for n in "qkv")
@@ -177,7 +177,7 @@ class JaxCall:
     @usual_promotion()
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
         """The gradients of `wanted`, in the dtypes of what they are of."""
-        run, how = _Run(self, backend, arrays), _how(backend, platform)
+        run, how = _BackendRun(self, backend, arrays), _how(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
         if backend not in NORMED:
             how["low"] = arrays.get("low")
@@ -235,7 +235,7 @@ def _how(backend: str, platform: str) -> dict[str, Any]:
     return {} if library(backend) else {"platform": platform}
 
 
-class _Run:
+class _BackendRun:
     """A call with its arrays, on one backend: what executors take."""
 
     def __init__(self, call: JaxCall, backend: str, arrays: Arrays, plan: Any = None) -> None:
@@ -250,7 +250,7 @@ class _Run:
         source: Any = plan or call.source
         if isinstance(source, Key):
             source = FlatPlan(source, numbers["given"], numbers["spans"])
-        elif isinstance(source, Traced):
+        elif isinstance(source, TracedSpans):
             bounds, count = numbers["spans"]
             source = DeviceSpans(bounds, count, None, source.slice_of)
         dtype = str(arrays["q"].dtype)
@@ -267,7 +267,7 @@ class _Run:
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
         wide = self.plan.int64
         self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.tables}
-        placed = Placed(source, call, at)
+        placed = RepeatedSpans(source, call, at)
         self.spans: Any = placed.rows((self.target.block_q, self.target.block_k)) if library(backend) else placed
 
 
@@ -289,7 +289,7 @@ def _origin(call: JaxCall, origin: Any, at: tuple[Any, ...]) -> Any:
     return b, h, *map(mine, positions)
 
 
-class Placed:
+class RepeatedSpans:
     """The spans of a call whose source is repeated beside itself, or of which it is a shard."""
 
     def __init__(self, source: Any, call: JaxCall, at: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import AnyPlan, Call
 from frisket.runtime.plans.host import Plan
 
-from .call import JaxCall, Traced, narrowed, placed
+from .call import JaxCall, TracedSpans, narrowed, placed
 from .platforms import BACKENDS, platform_of, target_on
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def forward(
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
     traced = (spans.bounds, spans.count) if isinstance(spans, DeviceSpans) else ()
     numbers = {"slots": dict(slots), "tables": tables, "spans": traced}
-    source = Traced(spans.slice_of) if isinstance(spans, DeviceSpans) else spans
+    source = TracedSpans(spans.slice_of) if isinstance(spans, DeviceSpans) else spans
     shapes = {n: tuple(x.shape) for n, x in tables.items()}
     target = replace(target, backend=backend)
     call, learned, fixed = _divided(plan, source, geometry, numbers, shapes, backend, None, target)

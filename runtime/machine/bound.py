@@ -1,8 +1,8 @@
 """An Expr with values for some or all of its parameters: equality, renaming, pickle.
 
 >>> from frisket.dsl.sugar import k, q
->>> Bound(q - k < ir.param("w"), {"w": 4})
-Bound('q - k < w', w=4)
+>>> BoundExpr(q - k < ir.param("w"), {"w": 4})
+BoundExpr('q - k < w', w=4)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from frisket.dsl.types import INT
 
 from .parameters import Array, Number, as_value, digest, fitted, learns, names_of, summary, unsorted
 
-Self = TypeVar("Self", bound="Bound")
+Self = TypeVar("Self", bound="BoundExpr")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Origin:
         return Origin(declared=self.declared, captured=self.captured)
 
 
-class Bound:
+class BoundExpr:
     """An Expr and the values of some or all of its parameters. Immutable."""
 
     what = "expression"
@@ -141,7 +141,7 @@ class Bound:
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return NotImplemented
-        assert isinstance(other, Bound)
+        assert isinstance(other, BoundExpr)
         return self._identity == other._identity
 
     def __hash__(self) -> int:
@@ -236,7 +236,7 @@ def _flattened(roots: tuple[Expr, ...]) -> tuple[list[tuple[Any, ...]], list[int
     return rows, [place[r] for r in roots]
 
 
-def _restored(kind: type[Bound], rows: Any, params: dict[str, Any], origin: tuple[Any, ...]) -> Bound:
+def _restored(kind: type[BoundExpr], rows: Any, params: dict[str, Any], origin: tuple[Any, ...]) -> BoundExpr:
     nodes: list[Expr] = []
     for op, args, name, type_ in rows[0]:
         nodes.append(ir.make(op, tuple(nodes[i] for i in args), name, type_))

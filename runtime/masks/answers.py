@@ -31,7 +31,7 @@ from frisket.lowering.plan import Origin, Sizes, whole
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs
 from frisket.runtime.layouts.checks import check_lengths, check_reach
-from frisket.runtime.machine.bound import Bound, separated
+from frisket.runtime.machine.bound import BoundExpr, separated
 
 if TYPE_CHECKING:
     from .mask import Mask
@@ -118,7 +118,7 @@ def empty_rows(mask: Mask, q_len: int, kv_len: int, **where: Any) -> Answer:
 
 
 def score_lookups(
-    score: Bound,
+    score: BoundExpr,
     shown: Mask | None,
     q_len: int,
     kv_len: int,
@@ -132,7 +132,7 @@ def score_lookups(
     mask, with nothing beside it, wherever the rest of it leaves the answer to the lookup."""
     check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
     score.require_bound()
-    left: Bound = score
+    left: BoundExpr = score
     values, visible = dict(left.params), TRUE
     if shown is not None:
         shown.require_bound()

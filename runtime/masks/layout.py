@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.nn.attention.flex_attention import BlockMask
 
-    from frisket.runtime.machine.bound import Bound
+    from frisket.runtime.machine.bound import BoundExpr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -136,7 +136,7 @@ class Layout(Tiling):
 
 
 def make_layout(
-    mask: Bound,
+    mask: BoundExpr,
     q_len: int,
     kv_len: int,
     batch: int = 1,

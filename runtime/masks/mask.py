@@ -26,7 +26,7 @@ from frisket.dsl.types import BOOL
 from frisket.lowering.dense import coordinates, visible
 from frisket.lowering.simplify import prepare
 from frisket.runtime.layouts.checks import check_lengths, check_reach
-from frisket.runtime.machine.bound import Bound, Origin
+from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import as_value, names_of, traced, with_learned
 
@@ -41,7 +41,7 @@ MaskLike: TypeAlias = "str | Mask | Expr | Callable[..., Any]"
 ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
 
 
-class Mask(Bound):
+class Mask(BoundExpr):
     """Which keys a query may see: an expression of positions, and values for its parameters. Made by `frisket.mask`.
 
     >>> m = mask("causal & window(w)", w=256) | "k < 4"
@@ -195,7 +195,7 @@ class Mask(Bound):
         check_reach(self.expr, [self.expr], self.scalars, self.tables, (batch, heads, q_len, kv_len), sizes=sizes)
 
 
-class ScoreMod(Bound):
+class ScoreMod(BoundExpr):
     """How scores change before the softmax: a Float made of `score`, the scaled product of query and key, and of
     positions. Made by `frisket.score`.
 

@@ -16,7 +16,7 @@ from .attention import AttentionImpl
 from .base import AttentionRegistry
 from .metadata import Platform
 from .output import AttentionOutput
-from .problem import Problem, problem
+from .problem import OpCall, problem
 
 
 @AttentionRegistry.register
@@ -82,7 +82,7 @@ class FrisketAttention(AttentionImpl):
         """(batch, heads, q_len, kv_len)."""
         return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
-    def attend(self, found: Problem, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
+    def attend(self, found: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         return found.attention(options)(query, key, value, sinks=found.sinks, layout="bshd", **how, **found.params)
 
     def asked(self, scale: Any, rate: Any, deterministic: bool, key: Any) -> tuple[Any, float, Any]:

@@ -26,7 +26,7 @@ TABLES = (  # names of what comes as arrays
 
 
 @dataclass(frozen=True)
-class Problem:
+class OpCall:
     """Attention of one call, beside its q, k and v. `params` are the values of the names without one."""
 
     mask: Mask | None
@@ -42,7 +42,7 @@ class Problem:
 def problem(
     lengths: tuple[int, int, int, int], mask: Any, score: Any, bias: Any, segment_ids: Any, positions: Any,
     causal: bool, window: Any, soft_cap: float | None, softmax_aux: Any, moved: bool, params: Mapping[str, Any],
-) -> Problem:  # fmt: skip
+) -> OpCall:  # fmt: skip
     """Lengths are (batch, heads, q_len, kv_len). Where q and k differ in length, and nobody says where the queries
     are, `causal` and `window` have the last query at the last key."""
     values = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}
@@ -80,7 +80,7 @@ def problem(
     chain: Any = None
     for s in (s for s in scores if s is not None):
         chain = s if chain is None else chain.then(s)
-    return Problem(whole, chain, {**values, **tables}, _sinks(softmax_aux, lengths[1]))
+    return OpCall(whole, chain, {**values, **tables}, _sinks(softmax_aux, lengths[1]))
 
 
 def is_array(x: Any) -> bool:

@@ -21,7 +21,7 @@ from .base import AttentionRegistry
 from .metadata import AttentionMetadata
 from .operators import FrisketAttention
 from .output import AttentionOutput
-from .problem import Problem
+from .problem import OpCall
 
 
 @AttentionRegistry.register
@@ -78,7 +78,7 @@ class _Dealt(FrisketAttention):
         length = query.shape[1] if self.deal is None else self.deal.length
         return query.shape[0], query.shape[2], length, length
 
-    def attend(self, found: Problem, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
+    def attend(self, found: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         arrays, deal = (query, key, value), self.deal
         if self.ranks == 1:
             q, k, v = arrays if deal is None else (deal.unpermute(x, 1) for x in arrays)
@@ -93,7 +93,7 @@ class _Dealt(FrisketAttention):
             return deal.unpermute(out, 1)
         return self._over(deal, found, options, list(arrays), how["seed"])
 
-    def _over(self, deal: Deal, found: Problem, options: Options, arrays: list[Any], seed: Any) -> Any:
+    def _over(self, deal: Deal, found: OpCall, options: Options, arrays: list[Any], seed: Any) -> Any:
         """The call on every device."""
         mesh, att = self.metadata.mesh, found.attention(options)
         assert mesh is not None  # there are several ranks
@@ -107,7 +107,7 @@ class _Dealt(FrisketAttention):
         )  # fmt: skip
 
 
-def _known(found: Problem) -> tuple[Mask, dict[str, Any]]:
+def _known(found: OpCall) -> tuple[Mask, dict[str, Any]]:
     """The clauses of a mask whose values are at hand, which show all that the mask shows, and those values."""
     if found.mask is None:
         return Mask(ir.TRUE), {}

@@ -25,7 +25,7 @@ from frisket.runtime.machine.parameters import digest, own_state
 from frisket.runtime.masks.mask import Mask, MaskLike
 from frisket.runtime.masks.mask import mask as as_mask
 
-from .partition import Work, best
+from .partition import TileCosts, best
 
 if TYPE_CHECKING:
     from frisket.runtime.masks.layout import Layout
@@ -58,7 +58,7 @@ def deal(
     return Deal(length, tile, ranks, batch, heads, best(_work(layout, ranks)), what, layout)
 
 
-def _work(layout: Layout, ranks: int) -> Work:
+def _work(layout: Layout, ranks: int) -> TileCosts:
     tiles = ranks * -(-layout.rows // ranks)
     runs = layout.runs
     row = np.repeat(np.arange(len(runs.row_ptr) - 1) % layout.rows, np.diff(runs.row_ptr))
@@ -67,7 +67,7 @@ def _work(layout: Layout, ranks: int) -> Work:
         cost[: layout.rows] = layout.row_pairs
     except BudgetError:  # what cannot be counted is taken by the tile
         np.add.at(cost, row, (runs.stop - runs.start).astype(np.int64) * layout.block[0] * layout.block[1])
-    return Work(ranks, cost, row, runs.start.astype(np.int64), runs.stop.astype(np.int64))
+    return TileCosts(ranks, cost, row, runs.start.astype(np.int64), runs.stop.astype(np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ class Deal:
     # -- what it costs ----------------------------------------------------------------------------
 
     @cached_property
-    def _work(self) -> Work:
+    def _work(self) -> TileCosts:
         return _work(self.layout, self.ranks)
 
     @cached_property

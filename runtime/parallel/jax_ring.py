@@ -176,7 +176,7 @@ def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
 
 
 def _differentiable(shard: Shard) -> Callable[[Arrays, Arrays], Any]:
-    run = _Gathered(shard) if shard.whole else _Ring(shard)
+    run = _Gathered(shard) if shard.whole else _NeededRing(shard)
 
     @jax.custom_vjp
     def attended(learned: Arrays, fixed: Arrays) -> Any:
@@ -214,7 +214,7 @@ def _began(learned: Arrays, v_dim: int) -> tuple[Any, Any, Any]:
     return made["out"], made["lse"], made["low"]
 
 
-class _Ring:
+class _NeededRing:
     """Steps of a ring that goes by need: every rank sends straight to the ranks that read its keys."""
 
     def __init__(self, shard: Shard) -> None:

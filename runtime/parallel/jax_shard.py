@@ -22,7 +22,7 @@ from frisket.runtime.jax.primitives import Task, bound
 from frisket.runtime.plans.device import divided
 
 from .deal import Deal
-from .shards import AT, Placed, Table, Where, check_names, placed
+from .shards import AT, ShardAttention, ShardTable, Where, check_names, placed
 
 Arrays = dict[str, Any]
 Axes = str | tuple[str, ...] | None
@@ -54,7 +54,7 @@ class Shard:
         return batch, heads
 
     @cached_property
-    def local(self) -> Placed:
+    def local(self) -> ShardAttention:
         """The attention as a device computes it."""
         batch, heads = self.whole_sizes
         moved = "".join(c for c, a in zip("bh", self.axes, strict=True) if size(a) > 1) + ("q" if self.whole else "qk")
@@ -91,7 +91,7 @@ class Shard:
         names = self.local.attention.subject.names
         return {n: x for n, x in {**values, **made}.items() if n in names}
 
-    def _table(self, table: Table, at: Arrays, values: Arrays) -> Any:
+    def _table(self, table: ShardTable, at: Arrays, values: Arrays) -> Any:
         what = self.att.subject
         arrays = {**what.tables, **values}
         env: Arrays = {n: x for n, x in {**what.scalars, **values}.items() if not getattr(x, "ndim", 0)}

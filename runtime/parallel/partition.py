@@ -23,7 +23,7 @@ _LAYERS = (1, 2, 3, 4, 6, 8, 16)
 
 
 @dataclass(frozen=True)
-class Work:
+class TileCosts:
     """What the tiles of queries cost and read: `cost` [tiles], runs of key tiles `start`..`stop` of tile `row`.
     Tiles beyond the length cost nothing and read nothing."""
 
@@ -68,7 +68,7 @@ class Work:
         return int(size.sum() - np.trace(size))
 
 
-def best(work: Work) -> Array:
+def best(work: TileCosts) -> Array:
     """The deal that sends least among those that are balanced, and of several that send about as little the most
     even one; where none is balanced, the one that is nearest to it. Ranks are in the order of their first tiles."""
     found: list[tuple[float, int, Array]] = []
@@ -88,18 +88,18 @@ def best(work: Work) -> Array:
     return deal[np.argsort(deal[:, 0])]
 
 
-def contiguous(work: Work) -> Array:
+def contiguous(work: TileCosts) -> Array:
     return np.arange(len(work.cost)).reshape(work.ranks, work.per_rank)
 
 
-def zigzag(work: Work) -> Array:
+def zigzag(work: TileCosts) -> Array:
     """Rank r has chunks r and 2 * ranks - 1 - r of 2 * ranks chunks."""
     half = -(-work.per_rank // 2)
     front, back = np.split(np.arange(len(work.cost)), [half * work.ranks])
     return np.concatenate([front.reshape(work.ranks, -1), back.reshape(work.ranks, -1)[::-1]], axis=1)
 
 
-def folded(work: Work) -> Array:
+def folded(work: TileCosts) -> Array:
     """Every rank has one stretch from the front of what is left and one from its back, as long as balance asks for:
     zig-zag where costs rise evenly."""
     n, sums = work.per_rank, np.concatenate([[0], np.cumsum(work.cost)])
@@ -113,7 +113,7 @@ def folded(work: Work) -> Array:
     return np.stack(parts)
 
 
-def layered(work: Work, layers: int) -> Array:
+def layered(work: TileCosts, layers: int) -> Array:
     """The sequence in `layers` stretches of one chunk for every rank: who has most to do gets the lightest chunk."""
     cuts = np.linspace(0, work.per_rank, layers + 1).astype(np.int64)
     load, parts = np.zeros(work.ranks), []
@@ -127,7 +127,7 @@ def layered(work: Work, layers: int) -> Array:
     return np.concatenate(parts, axis=1)
 
 
-def _candidates(work: Work) -> Iterator[Array]:
+def _candidates(work: TileCosts) -> Iterator[Array]:
     yield contiguous(work)
     yield zigzag(work)
     yield folded(work)
@@ -136,7 +136,7 @@ def _candidates(work: Work) -> Iterator[Array]:
             yield layered(work, n)
 
 
-def _mended(work: Work, deal: Array) -> Array:
+def _mended(work: TileCosts, deal: Array) -> Array:
     """`deal` after exchanges of equal stretches between the rank with most to do and the rank with least, each the
     shortest stretch that brings one of them to the mean."""
     deal = deal.copy()

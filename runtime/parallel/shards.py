@@ -42,7 +42,7 @@ from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.program import Subject
-from frisket.runtime.machine.bound import Bound, Origin
+from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.parameters import digest, names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod
 
@@ -66,7 +66,7 @@ class Where:
 
 
 @dataclass(frozen=True)
-class Table:
+class ShardTable:
     """A table of a shard's own: `expr` at its coordinates `axes`, "bhqk" or some of them in this order. In `expr` a
     coordinate is a position, and `place(c)` a place, in tables that are split."""
 
@@ -76,12 +76,12 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ShardAttention:
     """`attention` reads `tables`, of its own places, and what is in AT; `travels` says which of the caller's tables are
     split along keys, and in which axis."""
 
     attention: Attention
-    tables: tuple[Table, ...]
+    tables: tuple[ShardTable, ...]
     travels: Mapping[str, int]
 
 
@@ -89,7 +89,7 @@ def place(coordinate: str) -> Expr:
     return make("var", (), f"place of {coordinate}", INT)
 
 
-def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) -> Placed:
+def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) -> ShardAttention:
     """`att` on a shard. `shapes` are those of the tables that a call brings, whole. Raises `ParameterError` where a
     split table is read at other coordinates than its own."""
     what = att.subject
@@ -113,9 +113,9 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
         held = names_of(e)
         return kind(e, {n: x for n, x in values.items() if n in held}, origin)
 
-    places = tuple(bound(Bound, made.at[c]) for c in COORDINATES) if att.options.dropout else None
+    places = tuple(bound(BoundExpr, made.at[c]) for c in COORDINATES) if att.options.dropout else None
     subject = replace(what, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
-    return Placed(Attention(subject, att.options), tuple(made.tables.values()), made.travels)
+    return ShardAttention(Attention(subject, att.options), tuple(made.tables.values()), made.travels)
 
 
 def check_covered(what: Subject, deal: Deal, given: Collection[str], batch: int, heads: int) -> None:
@@ -168,7 +168,7 @@ class _Maker:
 
     def __init__(self, what: Subject, where: Where, known: Mapping[str, Any]) -> None:
         self.what, self.where, self.known = what, where, known
-        self.tables: dict[Expr, Table] = {}
+        self.tables: dict[Expr, ShardTable] = {}
         self.travels: dict[str, int] = {}
         self.declared: dict[str, Declared] = {}
         self.at: dict[str, Expr] = {c: self._position(c) if c in where.moved else var(c) for c in COORDINATES}
@@ -180,7 +180,7 @@ class _Maker:
         self.declared[AT[c]] = Declared(1, INT, "sorted", most=self.where.places)
         return lookup(AT[c], (var(c),))
 
-    def moved(self, part: Bound) -> Expr:
+    def moved(self, part: BoundExpr) -> Expr:
         e = written_out(part.expr, self.known)
         w = self.where
         change: dict[Expr, Expr] = {var(c): self.at[c] for c in w.moved}
@@ -202,7 +202,7 @@ class _Maker:
             name = f"{e.name}_of_{axes}"
             while name in self.what.names or name in {t.name for t in self.tables.values()}:
                 name += "_"
-            self.tables[e] = Table(name, self._in_places(e), axes)
+            self.tables[e] = ShardTable(name, self._in_places(e), axes)
             fact = "sorted" if len(axes) == 1 and self._rises(e) else None
             self.declared[name] = Declared(len(axes), e.type, fact, most=self._most(e))
         return lookup(self.tables[e].name, tuple(map(var, axes)), e.type)

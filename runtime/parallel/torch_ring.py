@@ -28,7 +28,7 @@ from frisket.runtime.torch.op import Ready, cast, kept_ready
 
 from .deal import Deal, Variant, check_variant
 from .shards import check_covered, check_names
-from .torch_steps import Step, start, steps
+from .torch_steps import RankStep, start, steps
 from .torch_wire import Wire
 
 Sizes = tuple[int, int]
@@ -89,9 +89,9 @@ def attend(
         learned = dict(zip(learned, shared, strict=True))
     held = int(deal.held[wire.rank])
     fixed = {n: x for n, x in params.items() if n not in learned}
-    job = Job(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
+    job = RingJob(att, wire, deal, variant, steps(deal, wire.rank, variant), seed, origin, sizes, fixed, tuple(learned))
     given = [x[:, :, :held] for x in (q, k, v)]
-    out, lse = _Ring.apply(job, *given, sinks, *learned.values())  # type: ignore[no-untyped-call]
+    out, lse = _RingFunction.apply(job, *given, sinks, *learned.values())  # type: ignore[no-untyped-call]
     if held < deal.shard:
         out = pad(out, (0, 0, 0, deal.shard - held))
         lse = pad(lse, (0, deal.shard - held), value=-torch.inf)
@@ -99,14 +99,14 @@ def attend(
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class RingJob:
     """One call of one rank, without its tensors."""
 
     att: Attention
     wire: Wire
     deal: Deal
     variant: Variant
-    steps: tuple[Step, ...]
+    steps: tuple[RankStep, ...]
     seed: Any
     origin: Sizes
     sizes: Sizes
@@ -180,18 +180,18 @@ def _unpacked(x: Any, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return first.view(batch, heads, n, dim), second.view(batch, heads, n, v.shape[3])
 
 
-def _parts(found: tuple[Tensor, ...], step: Step) -> Tensor:
+def _parts(found: tuple[Tensor, ...], step: RankStep) -> Tensor:
     if len(found) == 1:
         return found[0]
     return torch.cat([found[i][:, :, a:b] for i, a, b in step.parts], 2)
 
 
-class _Ring(torch.autograd.Function):
+class _RingFunction(torch.autograd.Function):
     """(out, lse) of (job, q, k, v, sinks, *values): tokens of this rank, without padding. Rows are merged by lse in
     float64: by a float of 1e5 weights would be wrong in the third digit."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
+    def forward(ctx: Any, job: RingJob, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *values: Tensor) -> Any:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float64)
@@ -269,7 +269,7 @@ def _share(lse: Tensor, whole: Tensor) -> Tensor:
 
 
 def _send_home(
-    wire: Wire, step: Step, found: Mapping[str, Tensor], k: Tensor, v: Tensor, sums: dict[str, Tensor]
+    wire: Wire, step: RankStep, found: Mapping[str, Tensor], k: Tensor, v: Tensor, sums: dict[str, Tensor]
 ) -> Callable[[], None]:
     """Gradients of the keys that came in `step` go back; what is returned waits for those of the keys that went."""
     several = len(step.come) > 1

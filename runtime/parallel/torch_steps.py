@@ -15,7 +15,7 @@ Message = tuple[int, int, int]  # (rank, start, stop): a range of places on the 
 
 
 @dataclass(frozen=True)
-class Step:
+class RankStep:
     """One call of a kernel. `come` are ranges of places on other ranks, or on this one, which sends nothing to itself;
     `go` are ranges of this rank's places. The kernel's keys are `parts` of what came, (which, start, stop), rising in
     position."""
@@ -26,7 +26,7 @@ class Step:
     keys: NDArray[np.int32]  # their positions
 
 
-def steps(deal: Deal, rank: int, variant: Variant) -> tuple[Step, ...]:
+def steps(deal: Deal, rank: int, variant: Variant) -> tuple[RankStep, ...]:
     """ "ring": the rank's own keys, then those of the rank one before, two before, ... as far as they are needed;
     "all-gather": all of them at once. Steps in which nothing moves stay: messages between two ranks, keys one way and
     gradients the other, are in one order in both only where steps have the same numbers."""
@@ -37,7 +37,7 @@ def steps(deal: Deal, rank: int, variant: Variant) -> tuple[Step, ...]:
     for round in rounds:
         come = tuple((s, a, b) for s, _ in round for a, b in [needs[rank][s]] if b)
         go = tuple((t, a, b) for _, t in round for a, b in [needs[t][rank]] if b and t != rank)
-        out.append(Step(come, go, *_in_order(deal, come)))
+        out.append(RankStep(come, go, *_in_order(deal, come)))
     return tuple(out)
 
 

@@ -168,10 +168,12 @@ class FlatPlan:
             layout = host_layout(key, block)
             return layout.transposed.spans if turned else layout.spans
         if (block, turned) not in self._made:
-            from .run import Place, spans  # with its printers, of no use before
+            from .run import SpanRequest, spans  # with its printers, of no use before
 
             b, h, q, k = laid.at
-            place = Place((b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges)
+            place = SpanRequest(
+                (b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges
+            )
             plan = laid.turned() if turned else laid.planner
             made = spans(plan, key.framework, place.transposed if turned else place, self.values)
             if key.framework == "jax" and any(traced(x) for x in made):

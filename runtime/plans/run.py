@@ -25,7 +25,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class Place:
+class SpanRequest:
     """Where spans are wanted: `at` is where each slice begins, (b, h, q, k) of [slices]; tiles of `block` tokens;
     `sizes` of the whole problem. `held` keeps copies of the host's arrays, `ranges` what planners in Triton have made
     of the tables."""
@@ -42,7 +42,7 @@ class Place:
     records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
 
     @property
-    def transposed(self) -> Place:
+    def transposed(self) -> SpanRequest:
         (b, h, q, k), (bq, bk) = self.at, self.block
         return replace(self, at=(b, h, k, q), q_len=self.kv_len, kv_len=self.q_len, block=(bk, bq))
 
@@ -52,7 +52,7 @@ class Place:
 
 
 def spans(
-    plan: Planner, framework: str, place: Place, values: Mapping[str, Any]
+    plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow, order) of a planner, on the tables'
     device, as `lowering.flat.DeviceSpans` has them; `values` by the planner's names."""
@@ -125,7 +125,7 @@ def _plain(x: Any, device: str) -> bool:
 
 
 def _native(
-    plan: Planner, framework: str, place: Place, values: Mapping[str, Any]
+    plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     from .run_cpp import spans as planned
 

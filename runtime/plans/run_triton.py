@@ -17,12 +17,12 @@ from frisket.lowering.planner.planner import Planner
 from frisket.lowering.planner.triton_text import FINE, GRAIN
 from frisket.runtime.backends.triton.source import load
 
-from .run import Place, on_device
+from .run import SpanRequest, on_device
 
 Tensor = Any
 
 
-def spans(plan: Planner, place: Place, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def spans(plan: Planner, place: SpanRequest, values: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(bounds, count, overflow by row, order) of a planner, as `flat_run.spans`. No value is looked at, so that a
     captured graph plans anew when it is replayed."""
     tables = {n: _readable(on_device("torch", values[n], place.device, n, place.held)) for n in plan.tables}
@@ -30,7 +30,7 @@ def spans(plan: Planner, place: Place, values: Mapping[str, Any]) -> tuple[Tenso
     key = id(plan), place.block, place.device, *[(t.dtype, t.shape, t.stride()) for t in (*tables.values(), *scalars)]
     step = place.held.get(key)
     if step is None:
-        step = place.held[key] = Step(plan, place, tables, values)
+        step = place.held[key] = PlannerStep(plan, place, tables, values)
     found: tuple[Tensor, Tensor, Tensor, Tensor]
     if place.device.type == "cuda":
         import torch
@@ -52,12 +52,12 @@ def runs(device: Any) -> bool:
     return device.type == "cuda" or bool(triton.knobs.runtime.interpret)
 
 
-class Step:
+class PlannerStep:
     """The launches that plan from tables of these shapes; what they need beside the tables' pointers is laid out
     once."""
 
     def __init__(
-        self, plan: Planner, place: Place, tables: Mapping[str, Tensor], values: Mapping[str, Any]
+        self, plan: Planner, place: SpanRequest, tables: Mapping[str, Tensor], values: Mapping[str, Any]
     ) -> None:  # fmt: skip
         made, module = text.emit(plan), _module(plan)
         rows, slices, records = -(-place.q_len // place.block[0]), len(place.at[0]), place.most(plan)
@@ -79,8 +79,8 @@ class Step:
         at_once = _at_once(module, max(1, 32 // pieces))
         grid = (-(-slices * rows // at_once),)
         warps = 1 if pieces < 256 else 4
-        self.plan = Launch(module.plan_spans, grid, given, warps, ROWS=at_once, PIECES=pieces)
-        self.longest = Launch(module.longest_first, (slices, -(-rows // 64)), [None, None, rows], 4, BLOCK=64)
+        self.plan = PlannerLaunch(module.plan_spans, grid, given, warps, ROWS=at_once, PIECES=pieces)
+        self.longest = PlannerLaunch(module.longest_first, (slices, -(-rows // 64)), [None, None, rows], 4, BLOCK=64)
 
     def __call__(
         self, tables: Mapping[str, Tensor], scalars: Sequence[Tensor], made: dict[Any, Any]
@@ -102,7 +102,7 @@ class Step:
         return bounds, count, left, order
 
 
-class Launch:
+class PlannerLaunch:
     """A kernel with its grid and arguments; where those are None, each launch brings a tensor."""
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], arguments: list[Any], warps: int, **constants: Any) -> None:
@@ -157,11 +157,11 @@ def _number(x: Any, kind: Type) -> Any:
 # -- tables made ready for ranges -------------------------------------------------------------------------------------
 
 
-def _ready(module: ModuleType, ranged: text.Ranged, table: Tensor) -> Lines | Halves:
-    return (Lines if len(ranged.axes) == 1 else Halves)(module, ranged.axes, table)
+def _ready(module: ModuleType, ranged: text.Ranged, table: Tensor) -> TableLines | Halves:
+    return (TableLines if len(ranged.axes) == 1 else Halves)(module, ranged.axes, table)
 
 
-class Ready:
+class TableRanges:
     """Of a table of this shape, its least and greatest entries over ranges of `axes`, as planners read them."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
@@ -179,7 +179,7 @@ class Ready:
         return table.reshape(-1, *table.shape[-len(self.axes) :])
 
 
-class Lines(Ready):
+class TableLines(TableRanges):
     """What `over` reads."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
@@ -189,13 +189,13 @@ class Lines(Ready):
         count = -(-size // grain)
         self.length = rows * (2 * count * grain + count.bit_length() * count)
         blocks = 512 if grain == 1 else _at_once(module, 32)
-        self.lines = Launch(
+        self.lines = PlannerLaunch(
             module.lines, (rows, -(-count // blocks)), [None, None, None, rows, size, *self.strides], 4,
             GRAIN_=grain, BLOCKS=blocks,
         )  # fmt: skip
         block = _at_once(module, 64)
         self.windows = [
-            Launch(
+            PlannerLaunch(
                 module.windows, (rows, 2, -(-count // block)), [None, None, rows, count, count * grain, level], 4,
                 BLOCK=block,
             )
@@ -212,7 +212,7 @@ class Lines(Ready):
         return least, most
 
 
-class Halves(Ready):
+class Halves(TableRanges):
     """What `within` reads: along the last axis first."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
@@ -221,14 +221,14 @@ class Halves(Ready):
         super().__init__(module, axes, table)
         shape, block = [self.rows, *self.sizes], _at_once(module, 32)
         of = torch.empty_strided((self.rows, *self.sizes), self.strides, device="meta")
-        self.steps: list[tuple[tuple[int, int, int], int, list[list[Launch]]]] = []
+        self.steps: list[tuple[tuple[int, int, int], int, list[list[PlannerLaunch]]]] = []
         for axis in range(len(shape) - 1, 0, -1):
             outer, size, inner = int(np.prod(shape[:axis])), shape[axis], int(np.prod(shape[axis + 1 :]))
             room, of = 2 << (size - 1).bit_length(), of.reshape(outer, size, inner)
             given, programs = [None, None, outer, size, inner, *of.stride()], -(-outer * inner // block)
             launches = [
                 [
-                    Launch(
+                    PlannerLaunch(
                         module.halves, (programs, ((size - 1) >> level) // 32 + 1), [*given, level, room], 4,
                         BLOCK=block, MOST=most,
                     )

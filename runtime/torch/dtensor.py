@@ -25,7 +25,7 @@ AXES = ("batch", "heads", "length", "head_dim")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPart:
     """The part of a call that one rank computes.
 
     `first` and `count` are the batch entries and heads of q. `keys` are the heads of k and v that the rank reads among
@@ -57,7 +57,7 @@ class Place:
         return None if x is None else self.whole(x).narrow(0, self.first[1], self.count[1])
 
 
-def place_of(q: Any, k: Any, v: Any, names: str) -> Place:
+def place_of(q: Any, k: Any, v: Any, names: str) -> RankPart:
     """The part of a call for this rank, from the placements of q. Raises `ShapeError` for splits that cannot work."""
     given = {"q": q, "k": k, "v": v}
     if any(not isinstance(x, DTensor) for x in given.values()):
@@ -85,7 +85,7 @@ def place_of(q: Any, k: Any, v: Any, names: str) -> Place:
     read = None
     if not even:
         read = torch.arange(h, h + count, device=q.device) // max(heads // max(keys, 1), 1)
-    return Place(mesh, where, kv, (b, h), (batch, count), read)
+    return RankPart(mesh, where, kv, (b, h), (batch, count), read)
 
 
 def split(q: Any) -> Placements:
@@ -121,7 +121,7 @@ def local(x: Any, mesh: Any, placements: Placements) -> Any:
     return x.redistribute(mesh, placements).to_local()
 
 
-def dealt(x: Tensor, like: Any, place: Place, have: Placements, shape: Sequence[int]) -> Any:
+def dealt(x: Tensor, like: Any, place: RankPart, have: Placements, shape: Sequence[int]) -> Any:
     """The parts `x` of all ranks as one tensor, placed as `like` is; whole in every rank if `like` is no DTensor."""
     made = _of_ranks(x.contiguous(), place, have, shape)
     if isinstance(like, DTensor):
@@ -130,7 +130,7 @@ def dealt(x: Tensor, like: Any, place: Place, have: Placements, shape: Sequence[
 
 
 def placed(
-    place: Place, q: Any, values: Sequence[Any], numbers: Sequence[Any], names: str, kv_len: int
+    place: RankPart, q: Any, values: Sequence[Any], numbers: Sequence[Any], names: str, kv_len: int
 ) -> tuple[list[Any], list[Any], str]:
     """The values of a call of one rank: its place in the whole problem is among them."""
     tensors, ints = [place.whole(x) for x in values], list(numbers)
@@ -160,7 +160,7 @@ def placed(
     return tensors, ints, names
 
 
-def keys_of(place: Place, x: Any) -> Any:
+def keys_of(place: RankPart, x: Any) -> Any:
     found: Any = local(x, place.mesh, place.kv)
     return found if place.keys is None else found.index_select(1, place.keys)
 
@@ -178,7 +178,7 @@ def attend(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(_of_ranks(x, place, place.q, s) if s else x for x, s in zip(found, shapes, strict=True))
 
 
-def _of_ranks(x: Tensor, place: Place, have: Placements, shape: Sequence[int]) -> Any:
+def _of_ranks(x: Tensor, place: RankPart, have: Placements, shape: Sequence[int]) -> Any:
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(x, place.mesh, have, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -197,7 +197,7 @@ def attend_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return [_gradient(place, i, x, g) for (i, x), g in zip(wanted, found, strict=True)]
 
 
-def _gradient(place: Place, which: int, like: Any, g: Tensor) -> Any:
+def _gradient(place: RankPart, which: int, like: Any, g: Tensor) -> Any:
     """The gradient of input number `which` (q, k, v, sinks, then tables), placed as that input is."""
     if which == 0:
         return dealt(g, like, place, place.q, like.shape)

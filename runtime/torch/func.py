@@ -15,7 +15,7 @@ from frisket.dsl.ir import uses
 from .graph import call_of, gradient_inputs, names_of, no_second, refuse_stored
 
 
-class Attend(torch.autograd.Function):
+class FuncAttend(torch.autograd.Function):
     """(out, lse, top, norm) of ((numbers, spec, names), q, k, v, sinks, *values)."""
 
     @staticmethod
@@ -36,23 +36,23 @@ class Attend(torch.autograd.Function):
         refuse_stored(given[0], given[1], ctx.said[2])
         floating = [x is not None and x.is_floating_point() for x in given]
         needed = [n and f for n, f in zip(ctx.needs_input_grad[1:], floating, strict=True)]
-        found = iter(Backward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, norm, *given))  # type: ignore[no-untyped-call]
+        found = iter(FuncBackward.apply(ctx.said, tuple(needed), dout, dlse, out, lse, norm, *given))  # type: ignore[no-untyped-call]
         return None, *(next(found) if need else None for need in needed)
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
         said, q, k, v, sinks, *values = args
         if _apart(said, dims[4:], values):
-            return _each(Attend, info, dims, args)
+            return _each(FuncAttend, info, dims, args)
         n = info.batch_size
         arrays = (_joined(x, d, n) for x, d in zip((q, k, v), dims[1:4]))
-        out, lse, top, norm = Attend.apply(said, *arrays, sinks, *values)  # type: ignore[no-untyped-call]
+        out, lse, top, norm = FuncAttend.apply(said, *arrays, sinks, *values)  # type: ignore[no-untyped-call]
         asked = top.ndim > 1
         found = _split(out, n), _split(lse, n), _split(top, n) if asked else top, _split(norm, n)
         return found, (0, 0, 0 if asked else None, 0)
 
 
-class Backward(torch.autograd.Function):
+class FuncBackward(torch.autograd.Function):
     """The gradients that are needed."""
 
     @staticmethod
@@ -74,10 +74,10 @@ class Backward(torch.autograd.Function):
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
         said, needed, *arrays = args
         if any(needed[3:]) or _apart(said, dims[10:], arrays[9:]):  # every entry has a gradient of sinks and values
-            return _each(Backward, info, dims, args)
+            return _each(FuncBackward, info, dims, args)
         n = info.batch_size
         joined = (_joined(x, d, n) for x, d in zip(arrays[:8], dims[2:10]))
-        found = Backward.apply(said, needed, *joined, *arrays[8:])  # type: ignore[no-untyped-call]
+        found = FuncBackward.apply(said, needed, *joined, *arrays[8:])  # type: ignore[no-untyped-call]
         return tuple(_split(x, n) for x in found), (0,) * len(found)
 
 

@@ -131,9 +131,9 @@ def written(
     if torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is None:
         out, lse, largest, _ = torch.ops.frisket.attend(q, k, v, sinks, tensors, numbers, spec, names)
     else:
-        from .func import Attend
+        from .func import FuncAttend
 
-        out, lse, largest, _ = Attend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
+        out, lse, largest, _ = FuncAttend.apply((numbers, spec, names), q, k, v, sinks, *tensors)  # type: ignore[no-untyped-call]
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest
 
 

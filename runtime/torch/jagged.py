@@ -15,7 +15,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.runtime.calls.program import Subject
-from frisket.runtime.machine.bound import Bound
+from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ NAMES = ("q_offsets", "kv_offsets", "q_lengths", "kv_lengths")
 
 
 @dataclass(frozen=True)
-class Names:
+class JaggedTables:
     """The tables of a rewritten mask by their names: where sequences begin, and, where there are holes behind some,
     how long they are. `sequences` stands for their number."""
 
@@ -101,7 +101,7 @@ class Ragged:
         return tuple(None if t is None else min(j for j in range(i + 1) if x[j] is t) for i, t in enumerate(x))
 
 
-def names_for(pattern: Pattern, taken: Iterable[str], sequences: Expr) -> Names:
+def names_for(pattern: Pattern, taken: Iterable[str], sequences: Expr) -> JaggedTables:
     """Names that are free, one for every tensor."""
     used = set(taken)
     found: list[str | None] = []
@@ -114,7 +114,7 @@ def names_for(pattern: Pattern, taken: Iterable[str], sequences: Expr) -> Names:
     q, kv, q_len, kv_len = found
     assert q is not None
     assert kv is not None
-    return Names(q, kv, q_len, kv_len, sequences)
+    return JaggedTables(q, kv, q_len, kv_len, sequences)
 
 
 def fresh(name: str, taken: Iterable[str]) -> str:
@@ -209,20 +209,20 @@ def closed(x: Tensor, like: Tensor) -> Tensor:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def rewritten(what: Subject, pattern: Pattern) -> tuple[Subject, Names, str | None]:
+def rewritten(what: Subject, pattern: Pattern) -> tuple[Subject, JaggedTables, str | None]:
     """A mask and a score mod of sequences as those of a packed row, over tables without values yet; the names of those
     tables, and that of the number of sequences where it is read."""
     number = fresh("sequences", what.names)
     names = names_for(pattern, {*what.names, number}, ir.param(number))
     own, inner, outer = names.own_sequence(), names.places(True), names.places(False)
 
-    def put(p: Bound) -> Any:
+    def put(p: BoundExpr) -> Any:
         if isinstance(p, Mask):
             return Mask(conj(own, ir.substitute(p.expr, outer)), p.params, p.origin.names)
         return type(p)(ir.substitute(p.expr, inner), p.params, p.origin.names)
 
     places = what.places or ()
-    places = (*(Bound(var(n)) for n in ir.COORDINATES[: 4 - len(places)]), *places)
+    places = (*(BoundExpr(var(n)) for n in ir.COORDINATES[: 4 - len(places)]), *places)
     made = replace(what, places=places).changed(put)
     if made.mask is None:
         made = replace(made, mask=Mask(own))

@@ -27,7 +27,7 @@ from frisket.dsl.show import show
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import Subject, joined
 from frisket.runtime.calls.tuning import Tuning
-from frisket.runtime.machine.bound import Bound, Origin
+from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Program, program
 
@@ -81,13 +81,13 @@ def _cut(text: str, lengths: list[int]) -> list[str]:
     return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _place(lines: str, text: str) -> Bound:
+def _place(lines: str, text: str) -> BoundExpr:
     """A position, of names that these lines declare."""
     found = read(lines + text)
     assert found.expr is not None
     names = names_of(found.expr)
     known = {n: x for n, x in found.defaults.items() if n in names}
-    return Bound(found.expr, known, Origin(declared=found.declared))
+    return BoundExpr(found.expr, known, Origin(declared=found.declared))
 
 
 @lru_cache(maxsize=256)

@@ -12,7 +12,7 @@ from frisket.dsl.ir import build, lit, lookup, to_float
 from frisket.dsl.sugar import eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.jnp_expr import JNP
-from frisket.lowering.kernels.pallas_tpu.walk import Walk, walk
+from frisket.lowering.kernels.pallas_tpu.walk import TpuWalk, walk
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, make_plan
 from support.attention_cases import Case, causal
 
@@ -41,7 +41,7 @@ def long_plan(case: Case, dropout: bool = False) -> LoopPlan:
     return make_plan(case.mask, case.score, "the text", limits=limits, dropout=dropout)
 
 
-def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1) -> Walk:
+def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1) -> TpuWalk:
     """Of tiles on and below the diagonal; with `group` as in a grid of key heads."""
     rows, columns = -(-geometry.q_len // block[0]), -(-geometry.kv_len // block[1])
     last = np.arange(rows)

@@ -12,7 +12,7 @@ from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import call as cpp_call
-from .forward import ARITHMETIC, Kernel, part
+from .forward import ARITHMETIC, CppKernel, part
 
 OVER = {
     "head": "HEADS", "row": "ROWS_OF_QUERIES", "column": "COLUMNS", "diagonal": "DIAGONALS", "scatter": "ENTRIES",
@@ -37,7 +37,7 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) 
     return BackwardKernel(plan, target, head_dim, v_dim, dtype).source()
 
 
-class BackwardKernel(Kernel):
+class BackwardKernel(CppKernel):
     """The parts of the backward's source."""
 
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> None:

@@ -44,10 +44,10 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, 
     `dtype` is that of q, k, v and out, `stored` that of k and v where it is another one, of 8 bits. The kernels are
     `int64_t frisket_forward(const Call *)` and the same behind XLA's calling convention, `frisket_forward_xla`.
     """
-    return Kernel(plan, target, head_dim, v_dim, dtype, stored).source()
+    return CppKernel(plan, target, head_dim, v_dim, dtype, stored).source()
 
 
-class Kernel:
+class CppKernel:
     """The parts of one source; the backward kernel is written from the same."""
 
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "") -> None:

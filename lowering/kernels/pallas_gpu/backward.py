@@ -91,11 +91,11 @@ def emit(
 ) -> str:
     """The text of one kernel, for what of "q", tables and slots (`attention_dq`), or of "k" and "v"
     (`attention_dkv`), is in `wanted`. `interpretable` text runs in Mosaic GPU's interpreter, which has less."""
-    kind = _Keys if {"k", "v"} & set(wanted) else _Queries
+    kind = _GpuKeyGradients if {"k", "v"} & set(wanted) else _GpuQueryGradients
     return kind(plan, target, geometry, frozenset(wanted), interpretable).text()
 
 
-class _Kernel:
+class _GpuKernel:
     """What both kernels have. The program's own tile lies down, the other axis across."""
 
     own: Literal["q", "k"]
@@ -202,7 +202,7 @@ class _Kernel:
         return ["slice_of", "order", "count", "records", *self.e.operands(self.plan)]
 
 
-class _Queries(_Kernel):
+class _GpuQueryGradients(_GpuKernel):
     """dq, and sums of captured gradients over keys."""
 
     own, what = "q", "dq"
@@ -262,7 +262,7 @@ class _Queries(_Kernel):
         )
 
 
-class _Keys(_Kernel):
+class _GpuKeyGradients(_GpuKernel):
     """dk and dv. Tiles are [keys, queries]: so neither p nor ds has to be transposed before it is multiplied."""
 
     own, what = "k", "dk and dv"

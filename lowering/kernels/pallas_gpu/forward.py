@@ -32,7 +32,7 @@ SKEWED = 512 * 2**20  # bytes that tables of distances may take, once they are s
 INEXACT = {"sin", "cos", "tan", "log", "log2", "log1p", "pow", "rsqrt", "sqrt"}  # the machine's own are too rough
 
 
-class Walk(NamedTuple):
+class GpuWalk(NamedTuple):
     """What a kernel reads of spans, int32: `slice_of` [batch, heads]; `order` [slices, rows], the rows of a slice with
     the longest first; `count` [slices, rows, 2], runs and tiles of a row; `records` [slices, rows, runs, 4]."""
 
@@ -42,7 +42,7 @@ class Walk(NamedTuple):
     records: Any
 
 
-def walked(spans: Spans | DeviceSpans) -> Walk:
+def walked(spans: Spans | DeviceSpans) -> GpuWalk:
     """The walk of `spans`, in the arrays they are of: numpy's or JAX's, traced or not."""
     xp: Any = np
     if not isinstance(spans.bounds, np.ndarray):
@@ -51,7 +51,7 @@ def walked(spans: Spans | DeviceSpans) -> Walk:
     tiles = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
     count = xp.stack([spans.count, tiles], -1).astype(xp.int32)
     order = xp.argsort(-tiles, axis=-1, stable=True).astype(xp.int32)
-    return Walk(spans.slice_of, order, count, spans.bounds)
+    return GpuWalk(spans.slice_of, order, count, spans.bounds)
 
 
 def dims(dim: int) -> int:

@@ -29,7 +29,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Slot, TableUse, Target
 from . import inputs as pallas_inputs
 from .backward_text import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
 from .forward import check, head
-from .inputs import Down, Inputs, place
+from .inputs import Down, TableInputs, place
 from .inputs_text import TURN
 from .walk import NAMES, locate
 
@@ -80,7 +80,7 @@ def dq(
     arrays = {"q"} & set(wanted)
     if not mine and not arrays:
         return None
-    return _Queries(plan, target.dq or target, geometry, dtype, mine, arrays, strided=strided).source()
+    return _TpuQueryGradients(plan, target.dq or target, geometry, dtype, mine, arrays, strided=strided).source()
 
 
 def dkv(
@@ -91,7 +91,7 @@ def dkv(
     arrays = {"k", "v"} & set(wanted)
     if not mine and not arrays:
         return None
-    return _Keys(plan, target.dkv or target, geometry, dtype, mine, arrays, strided=strided).source()
+    return _TpuKeyGradients(plan, target.dkv or target, geometry, dtype, mine, arrays, strided=strided).source()
 
 
 def terms(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool = True) -> Source:
@@ -105,7 +105,7 @@ def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradien
     return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in wanted]
 
 
-class _Kernel:
+class _TpuKernel:
     """One kernel. Its kinds say in `build` what it keeps and gives, and what a visit of two tiles does."""
 
     title = entry = ""
@@ -116,7 +116,7 @@ class _Kernel:
         self, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, gradients: Mapping[int, Gradient] = NONE,
         arrays: Collection[str] = (), *, strided: bool = True,
     ) -> None:  # fmt: skip
-        """`strided` is as of `Inputs`."""
+        """`strided` is as of `TableInputs`."""
         check(plan, target, dtype)
         derived = backward_of(plan)
         self.plan, self.target, self.geometry, self.dtype = plan, target, geometry, dtype
@@ -127,7 +127,7 @@ class _Kernel:
         self.group = geometry.heads // geometry.kv_heads
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
         roots = [plan.mask, plan.score, self.slope, plan.kept, self.survivor, *(g.weight for g in gradients.values())]
-        self.inputs: Inputs = place([e for e in roots if e is not None], self.down, strided)
+        self.inputs: TableInputs = place([e for e in roots if e is not None], self.down, strided)
         self.turned = "{}.swapaxes(1, 2)" + (".astype(dtype)" if dtype == "float16" else "")
         self.functions: list[str] = []
         self.scratch: list[str] = []
@@ -284,7 +284,7 @@ class _Kernel:
         return Source(text, self.entry, tuple(self.results))
 
 
-class _Rows(_Kernel):
+class _TpuQueryRows(_TpuKernel):
     """Kernels that own rows of query tiles."""
 
     def numbers(self) -> None:
@@ -305,7 +305,7 @@ class _Rows(_Kernel):
         ]
 
 
-class _Queries(_Rows):
+class _TpuQueryGradients(_TpuQueryRows):
     """dq, sums over keys, and sums by distance."""
 
     title = "Gradients by query of attention"
@@ -356,7 +356,7 @@ class _Queries(_Rows):
         ]
 
 
-class _Terms(_Rows):
+class _Terms(_TpuQueryRows):
     """What each position adds to a gradient."""
 
     title = "A captured gradient by position"
@@ -375,7 +375,7 @@ class _Terms(_Rows):
         return [*self.tile(), *made, *self.present(added), "terms_ref[0, 0] = present"]
 
 
-class _Keys(_Kernel):
+class _TpuKeyGradients(_TpuKernel):
     """dk, dv, and sums over queries."""
 
     title = "Gradients by key of attention"

@@ -102,9 +102,9 @@ def emit(
     narrow: bool = False, low: bool = False,
 ) -> str:  # fmt: skip
     """The module's source. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)` takes
-    JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `pallas_walk.Walk`, and
+    JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `pallas_walk.TpuWalk`, and
     numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks` it has them; `strided` is as of
-    `Inputs`; `narrow` says that keys and values have 8 bits: they are converted tile by tile; `low` asks for what
+    `TableInputs`; `narrow` says that keys and values have 8 bits: they are converted tile by tile; `low` asks for what
     rounding took from lse too, which a backward takes."""
     check(plan, target, dtype)
     inputs = pallas_inputs.place(roots(plan), strided=strided)
@@ -199,19 +199,19 @@ def _together(names: list[str], narrow: bool) -> str:
     return f"{names[0]}[0, 0]{'.astype(q_ref.dtype)' if narrow else ''}"
 
 
-def _seen(plan: LoopPlan, inputs: pallas_inputs.Inputs, unwritten: bool) -> list[str]:
+def _seen(plan: LoopPlan, inputs: pallas_inputs.TableInputs, unwritten: bool) -> list[str]:
     if not unwritten:
         return _assigned(plan.mask, inputs, "x", "s = jnp.where({}, s, -jnp.inf)")
     seen = _assigned(plan.mask, inputs, "x", "seen = jnp.broadcast_to({}, s.shape)")
     return [*seen, "s = jnp.where(seen, s, -jnp.inf)", *UNWRITTEN]
 
 
-def _weighed(plan: LoopPlan, inputs: pallas_inputs.Inputs) -> list[str]:
+def _weighed(plan: LoopPlan, inputs: pallas_inputs.TableInputs) -> list[str]:
     """In a tile with the mask a weight may be the scale of a value that was never written."""
     return _assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)")
 
 
-def _assigned(root: Expr | None, inputs: pallas_inputs.Inputs, temporary: str, form: str) -> list[str]:
+def _assigned(root: Expr | None, inputs: pallas_inputs.TableInputs, temporary: str, form: str) -> list[str]:
     if root is None:
         return []
     lines, value = pallas_inputs.in_kernel(root, inputs, temporary)

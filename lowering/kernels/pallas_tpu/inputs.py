@@ -50,7 +50,7 @@ def mosaic(root: Expr) -> Expr:
 
 
 @dataclass
-class Inputs:
+class TableInputs:
     """Where each expression that reads a table comes from; names are those of the generated module.
 
     >>> from frisket.dsl.ir import lookup
@@ -107,9 +107,9 @@ class Inputs:
         return [*self.queries.values(), *self.keys.values(), *self.distances.values(), *self.pairs.values()]
 
 
-def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True) -> Inputs:
+def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True) -> TableInputs:
     """Decide for every lookup of these expressions how it reaches the kernel."""
-    inputs = Inputs(tuple(mosaic(e) for e in roots), down, strided)
+    inputs = TableInputs(tuple(mosaic(e) for e in roots), down, strided)
     for root in inputs.roots:
         _place(root, inputs)
     for node in inputs.left():
@@ -118,7 +118,7 @@ def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True) -> Inpu
     return inputs
 
 
-def _place(root: Expr, inputs: Inputs) -> None:
+def _place(root: Expr, inputs: TableInputs) -> None:
     stack = [root]
     while stack:
         e = stack.pop()
@@ -156,7 +156,7 @@ def _shifted(e: Expr, name: str) -> bool:
     return (_shifted(x, name) and constant) or (e.op == "add" and _shifted(y, name) and not uses(x) & set(COORDINATES))
 
 
-def check_tables(plan: LoopPlan, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_tables(plan: LoopPlan, inputs: TableInputs, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise where a table is too large for the way this kernel reads it."""
     for node in inputs.left():
         if node.op != "lookup":
@@ -206,7 +206,7 @@ def literal(value: bool | int | float) -> Text:
     return Text(repr(value), ATOM if value >= 0 else PREFIX)
 
 
-def in_kernel(root: Expr, inputs: Inputs, temporary: str) -> tuple[list[str], str]:
+def in_kernel(root: Expr, inputs: TableInputs, temporary: str) -> tuple[list[str], str]:
     """`root`, one of those the inputs were made for, in the kernel: (assignments, text of the value), which broadcasts
     to a tile. The kernel has `batch`, `head`, what `here` writes, and the scores as `s`."""
     forms = {"heads": "{}_ref[batch, head]", "pairs": "{}_ref[0, 0]", "distances": "skewed({}_ref[0, 0, 0])"}
@@ -246,7 +246,7 @@ def memory(type: Type) -> str:
 # -- lines of the module ----------------------------------------------------------------------------
 
 
-def definitions(inputs: Inputs, turns: bool = False) -> list[str]:
+def definitions(inputs: TableInputs, turns: bool = False) -> list[str]:
     """Constants and functions that the kernel and what is before it need, above the kernel; with `turns` the kernel has
     use for `turned` itself."""
     constants, made = prelude(*inputs.roots)
@@ -259,13 +259,13 @@ def definitions(inputs: Inputs, turns: bool = False) -> list[str]:
     return constants + [line for what in made for line in f"\n\n{what.strip()}".splitlines()]
 
 
-def _distances(inputs: Inputs) -> str:
+def _distances(inputs: TableInputs) -> str:
     rows, columns = ("q", "k") if inputs.down == "q" else ("k", "q")
     names = {"down": f"BLOCK_{rows.upper()}", "along": f"BLOCK_{columns.upper()}", "rows": rows, "columns": columns}
     return filled(text.DISTANCES + (text.SKEWED if inputs.strided else text.SKEWED_BY_BITS), **names)
 
 
-def here(plan: LoopPlan, inputs: Inputs) -> list[str]:
+def here(plan: LoopPlan, inputs: TableInputs) -> list[str]:
     """The coordinates, sizes and slots that the kernel computes with. It has `batch`, `head`, `q_tile`, `k_tile`."""
     used = {n.name for n in inputs.left() if n.op in ("var", "param")}
     shape = {"q": "(BLOCK_Q, 1), 0", "k": "(1, BLOCK_K), 1"}
@@ -285,18 +285,18 @@ def here(plan: LoopPlan, inputs: Inputs) -> list[str]:
     return [line for name, line in lines.items() if name in used]
 
 
-def turned(inputs: Inputs) -> list[str]:
+def turned(inputs: TableInputs) -> list[str]:
     """What a row of tiles keeps, where it starts."""
     return [f"{n}[...] = turned({n}_ref[0, 0])" for n in inputs.kept.values()]
 
 
-def scratch(inputs: Inputs) -> list[str]:
+def scratch(inputs: TableInputs) -> list[str]:
     """The scratch it is kept in."""
     size = "BLOCK_Q" if inputs.down == "q" else "BLOCK_K"
     return [f"pltpu.VMEM(({size}, 1), {memory(e.type)})," for e in inputs.kept]
 
 
-def specs(inputs: Inputs) -> list[str]:
+def specs(inputs: TableInputs) -> list[str]:
     """The BlockSpecs of `inputs.blocks`, by `place`: a step of the grid to (batch, query head, q tile, k tile)."""
     makers = {"per_query": inputs.queries, "per_key": inputs.keys, "per_distance": inputs.distances}
     lines = [(name, maker) for maker, of in (makers | {"per_pair": inputs.pairs}).items() for name in of.values()]
@@ -307,7 +307,7 @@ def specs(inputs: Inputs) -> list[str]:
 _DTYPES = {BOOL: "jnp.bool_", INT: "Int", FLOAT: "Float"}
 
 
-def before(plan: LoopPlan, inputs: Inputs) -> list[str]:
+def before(plan: LoopPlan, inputs: TableInputs) -> list[str]:
     """What is worked out in plain JAX before the kernel, from `origin`, `sizes`, `slots`, `tables`, `batch`, `heads`
     (of queries), `q_len` and `kv_len`: `ints`, `q_origin`, `k_origin`, `floats` if there are any, and the inputs."""
     lines = ["q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])"]
@@ -326,7 +326,7 @@ def floats(plan: LoopPlan) -> list[str]:
     return ["floats"] if any(s.type is FLOAT for s in plan.slots) else []
 
 
-def _outside(inputs: Inputs) -> list[str]:
+def _outside(inputs: TableInputs) -> list[str]:
     outside = inputs.outside()
     used = {name for e in outside if e not in inputs.distances for name in uses(e)}
     everywhere = {name for e in outside for name in uses(e)}
@@ -350,7 +350,7 @@ def _outside(inputs: Inputs) -> list[str]:
     return out
 
 
-def _worked_out(e: Expr, name: str, inputs: Inputs) -> list[str]:
+def _worked_out(e: Expr, name: str, inputs: TableInputs) -> list[str]:
     at_hand = {}
     if e in inputs.pairs:
         at_hand = {var("q"): Text("q.swapaxes(2, 3)")}

@@ -38,7 +38,7 @@ LONG = 4096  # entries of `slice_of`, from where on it is looked at whether they
 SCALAR_BYTES = 512 * 1024  # scalar memory that a walk may take: half of what a core has
 
 
-class Walk(NamedTuple):
+class TpuWalk(NamedTuple):
     """The tables, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], or where that is long as
     few of its first entries as it repeats, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)],
     `records` [slices * rows * records * 4]."""
@@ -57,7 +57,7 @@ def folded(slice_of: NDArray[np.int32], group: int) -> int:
     return group if (heads == heads[:, :1]).all() else 1
 
 
-def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> Walk:
+def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> TpuWalk:
     """The walk of `spans`, whose rows have `columns` tiles, in the arrays they are of: numpy's or JAX's, traced or not.
     With `group` for a grid of key heads.
 
@@ -87,7 +87,7 @@ def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> Walk:
     shift = ((most - 1) >> xp.arange(31) >= entries).sum()  # the least that is enough
     anchor = _anchors(xp, first[:, 1:], shift, entries)
     flat = [xp.asarray(x.reshape(-1), np.int32) for x in (slice_of, shift, anchor, first, records)]
-    return Walk(xp.asarray(most, np.int32), *flat)
+    return TpuWalk(xp.asarray(most, np.int32), *flat)
 
 
 def _repeated(slice_of: NDArray[np.int32]) -> NDArray[np.int32]:

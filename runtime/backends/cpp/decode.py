@@ -1,6 +1,6 @@
 """Steps of decoding on the CPU, in torch: from call to call nothing changes but the values of small tables.
 
-A `Decode` has everything else of a call ready, the C++ planner of its spans with it: to run it is one call of that,
+A `DecodeCall` has everything else of a call ready, the C++ planner of its spans with it: to run it is one call of that,
 and one of the kernel.
 """
 
@@ -29,7 +29,7 @@ KEPT = 16
 READ: dict[Type, torch.dtype] = {BOOL: torch.bool, FLOAT: torch.float64}  # by planners; Ints have 64 bits
 
 
-class Decode:
+class DecodeCall:
     """A call of `att` like this one, whatever the values of `tables` are. `live` are scales and pages, by the sources
     of their tables. Not for two threads at once."""
 
@@ -79,11 +79,13 @@ class Decode:
 
 
 def step_of(
-    kept: dict[Any, Decode], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None, live: Mapping[str, Tensor],
-    tables: Mapping[str, Tensor], params: Mapping[str, Any],
-) -> Decode | None:  # fmt: skip
-    """The `Decode` for a call, kept in `kept`, whose calls all have the same k, v, sizes and live. None where a call is
-    more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or of many queries."""
+    kept: dict[Any, DecodeCall], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None,
+    live: Mapping[str, Tensor], tables: Mapping[str, Tensor], params: Mapping[str, Any],
+) -> DecodeCall | None:  # fmt: skip
+    """The `DecodeCall` for a call, kept in `kept`, whose calls all have the same k, v, sizes and live.
+
+    None where a call is more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or
+    of many queries."""
     settings, shape = Settings.read(), q.shape
     if in_graph(q) or not q.is_cpu or shape[2] > FEW or settings.check or torch.is_autocast_enabled("cpu"):
         return None
@@ -108,7 +110,7 @@ def step_of(
     if choose(att.options.backend, "torch", "cpu") not in ("aten", "cpp"):
         return None
     try:
-        step = kept[key] = Decode(att, q, k, v, sizes, live, tables, params)
+        step = kept[key] = DecodeCall(att, q, k, v, sizes, live, tables, params)
     except native_build.BuildError as error:  # of its planner
         if att.options.backend or settings.backend:
             raise

@@ -56,7 +56,7 @@ def forward(
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     dtypes = (str(q.dtype),) if k.dtype == q.dtype else (str(q.dtype), str(k.dtype))
     name = target_name("forward", plan, target, geometry.head_dim, geometry.v_dim, *dtypes)
-    static = Static(name, _form(plan, geometry, sinks), geometry.scale)
+    static = CppStatic(name, _form(plan, geometry, sinks), geometry.scale)
     result: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = _compiled(static)(
         (q, k, v), *_values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
     )
@@ -76,7 +76,7 @@ def backward(
     name = target_name("backward", plan, target, geometry.head_dim, geometry.v_dim, str(q.dtype))
     sums = [("q", 0), ("k", 1), ("v", 2), *((g.over, order.index(g.source) if g.index else -1) for g in gradients)]
     asked = tuple(x for x, mine in zip(sums, given, strict=True) if mine)
-    static = Static(name, _form(plan, geometry, sinks, dlse, norm, given), geometry.scale, asked)
+    static = CppStatic(name, _form(plan, geometry, sinks, dlse, norm, given), geometry.scale, asked)
     arrays: tuple[jax.Array, ...] = (q, k, v, out, lse.astype(real), dout.astype(q.dtype))
     arrays = (*arrays, *(x.astype(real) for x in (dlse, norm) if x is not None))
     values = _values(plan, spans, geometry, slots, tables, real, sinks, traced(q))
@@ -271,7 +271,7 @@ def _copied(content: bytes, shape: tuple[int, ...], dtype: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Static:
+class CppStatic:
     """What a compiled call depends on beside the shapes of its operands."""
 
     target: str  # of the custom call
@@ -286,7 +286,7 @@ class Static:
 
 
 @lru_cache(maxsize=1024)
-def _compiled(static: Static) -> Any:
+def _compiled(static: CppStatic) -> Any:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 

@@ -165,7 +165,7 @@ class _Buffer:
         return held
 
 
-class _Kernel:
+class _LoadedKernel:
     """What calls have in common that differ in lengths and positions only."""
 
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any) -> None:
@@ -258,16 +258,16 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
     return torch.bool if use.type is BOOL else torch.int64 if plan.int64 else torch.int32
 
 
-_kernels: OrderedDict[Any, _Kernel] = OrderedDict()
+_kernels: OrderedDict[Any, _LoadedKernel] = OrderedDict()
 _records: OrderedDict[Any, _Prepared] = OrderedDict()
 
 
-def _kernel(plan: LoopPlan, *what: Any) -> _Kernel:
+def _kernel(plan: LoopPlan, *what: Any) -> _LoadedKernel:
     """A plan is told by where it is: the kernel keeps it."""
     key = (id(plan), *what)
     found = _kernels.get(key)
     if found is None:
-        found = _kernels[key] = _Kernel(plan, *what)
+        found = _kernels[key] = _LoadedKernel(plan, *what)
         while len(_kernels) > KEPT:
             _kernels.popitem(last=False)
     return found

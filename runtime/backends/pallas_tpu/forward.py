@@ -88,7 +88,7 @@ def strided(platform: str) -> bool:
     return not any(kind.startswith(("TPU v2", "TPU v3", "TPU v4")) and "lite" not in kind for kind in kinds)
 
 
-def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.Walk:
+def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.TpuWalk:
     """`pallas_walk.walk`, compiled where the spans are JAX's."""
     import numpy as np
 
@@ -98,7 +98,7 @@ def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.Walk:
 
 
 @lru_cache(maxsize=64)
-def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int) -> Callable[..., pallas_walk.Walk]:
+def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int) -> Callable[..., pallas_walk.TpuWalk]:
     import jax
     import numpy as np
 

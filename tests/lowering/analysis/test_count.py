@@ -17,7 +17,7 @@ from frisket.dsl.ir import build
 from frisket.dsl.sugar import eq, h, k, maximum, ne, q
 from frisket.lowering.analysis.clauses import products
 from frisket.lowering.analysis.count import Rowwise
-from frisket.lowering.analysis.groups import Beyond, Function, Groups
+from frisket.lowering.analysis.groups import Beyond, Groups, KeyFunction
 from frisket.lowering.analysis.layout import SIZE_NAMES, grid_of
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import Scope
@@ -126,16 +126,16 @@ def test_limits_at_the_ends_of_64_bits(of, far):
     """A sentinel that stands for no limit."""
     limit = np.array([far, 3, 2**63 - 2])
     for name, held in (("at least", of >= limit[:, None]), ("at most", of <= limit[:, None])):
-        first, last = Function(of, 0).range(*((limit, None) if name == "at least" else (None, limit)))
+        first, last = KeyFunction(of, 0).range(*((limit, None) if name == "at least" else (None, limit)))
         np.testing.assert_array_equal(last - first + 1, held.sum(axis=1), err_msg=name)
 
 
 def test_functions_that_fall_and_that_do_neither():
-    falling = Function(np.array([9, 9, 4, 1]), 100)
+    falling = KeyFunction(np.array([9, 9, 4, 1]), 100)
     assert [x.tolist() for x in falling.range(np.array([4]), np.array([9]))] == [[100], [102]]
     assert [x.tolist() for x in falling.range(np.array([2]), np.array([3]))] == [[103], [102]]  # none
     with pytest.raises(Beyond):
-        Function(np.array([1, 2, 1]), 0).range(np.array([1]), None)
+        KeyFunction(np.array([1, 2, 1]), 0).range(np.array([1]), None)
 
 
 @settings(max_examples=60, deadline=None)

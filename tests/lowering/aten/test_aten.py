@@ -17,7 +17,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering import dense
 from frisket.lowering.aten import forward as aten
 from frisket.lowering.aten import tiles as aten_tiles
-from frisket.lowering.aten.expr import OPERATORS, Program, distance_only
+from frisket.lowering.aten.expr import OPERATORS, TileProgram, distance_only
 from frisket.lowering.aten.steps import steps
 from frisket.lowering.plan import Geometry, Spans, Target, make_plan
 
@@ -64,7 +64,7 @@ def test_operator(op, types):
     node = ir.build(op, *(ir.var(n, t) for n, t in zip(names, types)))
     env = dict(zip(names, grids))
     want = evaluate(node, env)
-    got = Program(node, torch.float64)({n: torch.from_numpy(np.array(x)) for n, x in env.items()}, {}).numpy()
+    got = TileProgram(node, torch.float64)({n: torch.from_numpy(np.array(x)) for n, x in env.items()}, {}).numpy()
     if want.dtype.kind == "f":
         assert_close(got, want)
     else:
@@ -79,23 +79,25 @@ def test_random_is_equal_bit_for_bit():
     e = ir.random(ir.param("seed"), b, h, q, k)
     env = {"seed": 77, "b": 1, "h": 3, "q": np.arange(40)[:, None], "k": np.arange(-20, 40)}
     tensors = {n: torch.tensor(x) for n, x in env.items()}
-    np.testing.assert_array_equal(Program(e, torch.float32)(tensors, {}).numpy(), evaluate(e, env))
+    np.testing.assert_array_equal(TileProgram(e, torch.float32)(tensors, {}).numpy(), evaluate(e, env))
 
 
 def test_lookups_clamp_and_literals_need_no_tensor():
     e = ir.lookup("t", (q + k,)) + 1
     table = np.array([10, 20, 30])
     env = {"q": np.arange(-3, 4)[:, None], "k": np.arange(3)}
-    got = Program(e, torch.float32)({n: torch.from_numpy(x) for n, x in env.items()}, {"t": torch.from_numpy(table)})
+    got = TileProgram(e, torch.float32)(
+        {n: torch.from_numpy(x) for n, x in env.items()}, {"t": torch.from_numpy(table)}
+    )
     np.testing.assert_array_equal(got.numpy(), evaluate(e, env, {"t": table}))
-    assert Program(ir.TRUE, torch.float32)({}, {}).item() is True
+    assert TileProgram(ir.TRUE, torch.float32)({}, {}).item() is True
 
 
 def test_the_score_is_overwritten_only_after_its_last_use():
     e = score + function("tanh", score) * score
     s = torch.randn(3, 4)
     want = s + s.tanh() * s
-    torch.testing.assert_close(Program(e, torch.float32)({"score": s.clone()}, {}), want)
+    torch.testing.assert_close(TileProgram(e, torch.float32)({"score": s.clone()}, {}), want)
 
 
 @pytest.mark.parametrize(
@@ -296,13 +298,13 @@ def test_rows_that_repeat_are_one_step():
 def test_overwriting_changes_nothing(op):
     node = ir.build(op, score)
     want = evaluate(node, {"score": FLOATS})
-    assert_close(Program(node, torch.float64)({"score": torch.from_numpy(FLOATS.copy())}, {}).numpy(), want)
+    assert_close(TileProgram(node, torch.float64)({"score": torch.from_numpy(FLOATS.copy())}, {}).numpy(), want)
 
 
 def test_tanh_keeps_its_digits_near_zero():
     x = np.concatenate([np.logspace(-30, 2, 2000), [0.0, 1e-42]]).astype(np.float32)
     x = np.concatenate([x, -x])
-    got = Program(ir.build("tanh", score), torch.float32)({"score": torch.from_numpy(x.copy())}, {}).numpy()
+    got = TileProgram(ir.build("tanh", score), torch.float32)({"score": torch.from_numpy(x.copy())}, {}).numpy()
     np.testing.assert_allclose(got, np.tanh(x.astype(np.float64)), rtol=6e-7, atol=1e-40)
 
 
@@ -311,7 +313,7 @@ def test_a_product_is_added_in_one_pass():
     env = {"h": torch.arange(4).view(4, 1, 1), "q": torch.arange(5).view(5, 1), "k": torch.arange(6)}
     scores = torch.randn(4, 5, 6, dtype=torch.float64)
     want = evaluate(e, {n: x.numpy() for n, x in env.items()} | {"score": scores.numpy().copy()}, TABLES)
-    got = Program(e, torch.float64)({**env, "score": scores}, {"slope": torch.from_numpy(TABLES["slope"])})
+    got = TileProgram(e, torch.float64)({**env, "score": scores}, {"slope": torch.from_numpy(TABLES["slope"])})
     assert got.data_ptr() == scores.data_ptr()
     assert_close(got.numpy(), want)
 

@@ -19,7 +19,7 @@ from frisket.lowering.planner import planner as flat
 from frisket.lowering.simplify import simplify
 from frisket.runtime.machine.generated import load
 from frisket.runtime.plans import run_triton as flat_triton
-from frisket.runtime.plans.run import Place
+from frisket.runtime.plans.run import SpanRequest
 
 DOC = frozenset({"doc"})
 DEVICE = torch.get_default_device()
@@ -31,7 +31,7 @@ def agree(case, sorted_=frozenset(), room=64, records=0, turned=False):
     mask = simplify(bind(case.mask, case.tables))
     grid, _ = grid_of(mask, case.q_len, case.kv_len, case.batch, case.heads, case.block, case.origin)
     at = (grid.b, grid.h, grid.q, grid.k)
-    place = Place(at, case.q_len, case.kv_len, case.block, case.sizes, DEVICE, room=room, records=records)
+    place = SpanRequest(at, case.q_len, case.kv_len, case.block, case.sizes, DEVICE, room=room, records=records)
     if turned:
         mask, place = simplify(swap(mask)), place.transposed
     limits = {m: float(np.abs(t).max()) for m, t in case.tables.items() if t.dtype.kind == "i"}
@@ -109,7 +109,7 @@ def test_what_tables_may_be():
     doc = torch.arange(96) // 10
     found = [
         flat_triton.spans(
-            plan, Place((zero, zero, zero, zero), 96, 96, (16, 16), (1, 1, 96, 96), DEVICE), {"doc": d, "w": w}
+            plan, SpanRequest((zero, zero, zero, zero), 96, 96, (16, 16), (1, 1, 96, 96), DEVICE), {"doc": d, "w": w}
         )[0]
         for d in (doc, doc.byte(), torch.stack([doc.short(), doc.short()], 1)[:, 0])
         for w in (13, torch.tensor(13, dtype=torch.int32))

@@ -18,7 +18,7 @@ from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.arguments import near
 from frisket.runtime.backends.triton.decode import INTERPRETED, Shares, most_tiles, parts, processors, shares
 from frisket.runtime.backends.triton.tiles import target
-from frisket.runtime.calls.tuning import Launch, Tuning
+from frisket.runtime.calls.tuning import LaunchOptions, Tuning
 
 H200 = 132
 CAUSAL = make_plan(q >= k, None)
@@ -140,7 +140,7 @@ def test_tiles_of_few_queries_leave_room_for_three_stages(dim, keys):
     g = Geometry(1, 64, 8, 1, 32768, dim, dim, 0.1)
     tile = chosen(heads=64, dim=dim, tile=target(None, g, "bfloat16")).target
     assert (tile.block_k, tile.num_warps, tile.num_stages) == (keys, 4, 3)
-    own = target(None, g, "bfloat16", tuning=Tuning(forward=Launch(block_k=128)))
+    own = target(None, g, "bfloat16", tuning=Tuning(forward=LaunchOptions(block_k=128)))
     assert chosen(heads=64, dim=dim, tile=own).target.block_k == 128
     assert chosen(heads=64, dim=dim, tile=target(None, g, "bfloat16", (64, 128))).block[1] == 128
 

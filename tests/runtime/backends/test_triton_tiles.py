@@ -12,7 +12,7 @@ import pytest
 import frisket as fk
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles
-from frisket.runtime.calls.tuning import Launch, Tuning
+from frisket.runtime.calls.tuning import LaunchOptions, Tuning
 
 
 def target(mask, score=None, *, q_len=4096, dim=128, dtype="bfloat16", arch="sm_90", **params):
@@ -127,7 +127,7 @@ def test_what_the_user_says_goes_first():
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     own = tiles.target(None, g, "float16", (64, 32))
     assert own == Target("triton", 64, 32, 4)
-    tuned = tiles.target(None, g, "float16", tuning=Tuning(dq=Launch(block_q=32), precision="tf32"))
+    tuned = tiles.target(None, g, "float16", tuning=Tuning(dq=LaunchOptions(block_q=32), precision="tf32"))
     chosen = tiles.target(None, g, "float16")
     assert (tuned.dq.block_q, tuned.dq.block_k, tuned.precision) == (32, chosen.dq.block_k, "tf32")
     assert (tuned.block_q, tuned.dkv.block_q) == (chosen.block_q, chosen.dkv.block_q)

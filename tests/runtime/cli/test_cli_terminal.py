@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from frisket.runtime.cli.answer import Row
+from frisket.runtime.cli.answer import AnswerRow
 from frisket.runtime.cli.main import COMMANDS, main, parser
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -125,13 +125,15 @@ def test_characters_the_locale_has(tmp_path):
 def test_words_are_folded_below_their_beginning():
     def folded(columns, **how):
         return (
-            Row(Text("name"), Text("a  words that need more\nb  than a line"), **how).folded(Console(), columns).plain
+            AnswerRow(Text("name"), Text("a  words that need more\nb  than a line"), **how)
+            .folded(Console(), columns)
+            .plain
         )
 
     assert folded(34) == "name      a  words that need more\n          b  than a line"
     assert folded(35, width=6, hang=3) == "name  a  words that need more\n      b  than a line"
     assert folded(25) == "name\n    a  words that need\n    more\n    b  than a line"
-    long = Row(Text("name"), Text("a  words that need more than a line has"), 6, 3).folded(Console(), 34).plain
+    long = AnswerRow(Text("name"), Text("a  words that need more than a line has"), 6, 3).folded(Console(), 34).plain
     assert long == "name  a  words that need more than\n         a line has"
 
 

@@ -13,7 +13,7 @@ from frisket.runtime.cli.main import main
 from frisket.runtime.draw import html, portable
 from frisket.runtime.explore.answer import CHARACTERS, LONGEST, amount, answer, digest
 from frisket.runtime.explore.page import PARTS, page, shown
-from frisket.runtime.explore.values import OFFSETS, Problem, guess, offsets, slider
+from frisket.runtime.explore.values import OFFSETS, ProblemSize, guess, offsets, slider
 
 DOC = np.arange(512, dtype=np.int32) // 100
 
@@ -130,7 +130,7 @@ def test_a_slider_stays_while_it_is_moved():
 
 def test_ranges_follow_defaults_and_types():
     assert [(s["name"], s["value"], s["high"]) for s in asked("param w: int = 100\nmask = window(w)")["scalars"]] == [
-        ("w", 100, slider("w", fk.dsl.types.INT, 100, guess("w", fk.dsl.types.INT, Problem(512, 512))).high)
+        ("w", 100, slider("w", fk.dsl.types.INT, 100, guess("w", fk.dsl.types.INT, ProblemSize(512, 512))).high)
     ]
     assert asked("causal | b == 0 & flag")["scalars"] == [
         {"name": "flag", "type": "Bool", "value": True, "low": 0, "high": 1, "step": 1}

@@ -12,7 +12,7 @@ from support.torch import torch_masks
 import frisket as fk
 import frisket.flex as ours
 from frisket.runtime.flex.live_mask import LiveMask
-from frisket.runtime.flex.pair import Pair
+from frisket.runtime.flex.pair import FlexPair
 from frisket.runtime.flex.tile_tensors import LISTS
 
 
@@ -201,8 +201,8 @@ def test_values_that_went_into_the_expression_may_not():
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_tensors_of_inference_mode_are_followed_by_their_values(monkeypatch):
     """They do not count what is written to them."""
-    made, start = [], Pair.__init__
-    monkeypatch.setattr(Pair, "__init__", lambda self, *given: made.append(self) or start(self, *given))
+    made, start = [], FlexPair.__init__
+    monkeypatch.setattr(FlexPair, "__init__", lambda self, *given: made.append(self) or start(self, *given))
     with torch.inference_mode():
         table, offsets, q = torch.arange(S) < 9, torch.tensor([0, 7, S]), torch.randn(1, 1, S, 16)
         mask = ours.create_block_mask(lambda b, h, q, k: table[k], None, None, S, S, "cpu", 8)

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions  # noqa: E402
 from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
 from frisket.lowering.plan import Target  # noqa: E402
-from frisket.runtime.calls.tuning import Launch, Tuning  # noqa: E402
+from frisket.runtime.calls.tuning import LaunchOptions, Tuning  # noqa: E402
 from frisket.runtime.flex import pair  # noqa: E402
 from frisket.runtime.flex.kernel_options import KNOWN, REFUSED, options_of, read  # noqa: E402
 from frisket.runtime.torch.spec import attention_of, spec_of  # noqa: E402
@@ -55,14 +55,20 @@ def test_options_tune_the_kernels(options, tuning):
 
 def test_a_target_is_tuned():
     target = Target("triton", 128, 64, 8, 3, dq=Target("triton", 64, 64), dkv=Target("triton", 64, 128, 8))
-    tuning = Tuning(Launch(block_q=64), dq=Launch(num_warps=2), dkv=Launch(block_k=32), precision="tf32", splits=4)
+    tuning = Tuning(
+        LaunchOptions(block_q=64),
+        dq=LaunchOptions(num_warps=2),
+        dkv=LaunchOptions(block_k=32),
+        precision="tf32",
+        splits=4,
+    )
     made = tuning.applied(target)
     assert made == Target(
         "triton", 64, 64, 8, 3, precision="tf32", splits=4,
         dq=Target("triton", 64, 64, 2, precision="tf32"), dkv=Target("triton", 64, 32, 8, precision="tf32"),
     )  # fmt: skip
     assert Tuning().applied(target) is target
-    alone = Tuning(Launch(block_q=64)).applied(Target("triton", 128, 64))
+    alone = Tuning(LaunchOptions(block_q=64)).applied(Target("triton", 128, 64))
     assert (alone.block_q, alone.dq.block_q, alone.dkv.block_q) == (64, 128, 128)
 
 
@@ -89,7 +95,7 @@ def test_options_travel_to_the_attention_and_its_text():
     q = torch.randn(1, 1, 32, 16)
     flex_attention(q, q, q, kernel_options={"BLOCK_M": 64, "SPLIT_KV": 2})
     att = next(reversed(pair._pairs[pair._PLAIN].values())).att
-    assert att.options.tuning == Tuning(Launch(block_q=64), splits=2)
+    assert att.options.tuning == Tuning(LaunchOptions(block_q=64), splits=2)
     assert "tuning=forward.block_q=64,splits=2" in att.spec
     again = attention_of(spec_of(att.subject, att.options, ()), ())
     assert again.options.tuning == att.options.tuning

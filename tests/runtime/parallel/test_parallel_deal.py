@@ -131,7 +131,7 @@ def test_any_cost_is_dealt_as_evenly_as_known_ways(seed):
     ranks, tiles = int(draw.integers(2, 20)), int(draw.integers(1, 40))
     n = ranks * tiles
     row, length = np.arange(n), draw.integers(0, n, n)
-    work = dealing.Work(
+    work = dealing.TileCosts(
         ranks, draw.lognormal(0, 2, n).astype(np.int64) + 1, row, row - np.minimum(row, length), row + 1
     )
     found = dealing.best(work)

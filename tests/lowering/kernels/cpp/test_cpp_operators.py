@@ -45,7 +45,7 @@ def signatures(op):
 CASES = [(op, types) for op in sorted(set(MEANING) - {"random"}) for types in signatures(op)]
 
 
-class Functions(cpp.Kernel):
+class Functions(cpp.CppKernel):
     """A source of functions `name(call, count, out)` that evaluate an expression at k = q = 0, 1, ... count."""
 
     def __init__(self, roots, plan, dtype):

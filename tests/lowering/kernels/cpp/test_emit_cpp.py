@@ -49,14 +49,14 @@ def test_golden_window(golden):
 def test_golden_text(name, golden):
     """What the plan decides of the source."""
     made, *rest = GOLDEN[name]
-    kernel = cpp.Kernel(made, TARGET, *rest)
+    kernel = cpp.CppKernel(made, TARGET, *rest)
     golden(name, kernel.head() + kernel.expressions())
 
 
 def test_the_source_is_its_parts():
     made, *rest = GOLDEN["cpp/documents.cpp"]
     source = cpp.emit(made, TARGET, *rest)
-    kernel = cpp.Kernel(made, TARGET, *rest)
+    kernel = cpp.CppKernel(made, TARGET, *rest)
     for part in (kernel.head(), kernel.expressions(), *map(cpp.part, (*cpp.ARITHMETIC, "forward", "decode"))):
         assert part in source
     assert "\t" not in source
@@ -69,7 +69,7 @@ def test_the_table_has_every_operator():
 
 def test_names_of_users_do_not_meet_those_of_the_language():
     made = make_plan(causal & (k < param("int")) & (k < param("h_")) & (q < param("row")), None, "x")
-    text = cpp.Kernel(made, TARGET, 64, 64, "float32").expressions()
+    text = cpp.CppKernel(made, TARGET, 64, 64, "float32").expressions()
     assert "Int int_;" in text
     assert "Int row_;" in text
 
@@ -77,7 +77,7 @@ def test_names_of_users_do_not_meet_those_of_the_language():
 def test_lookups_along_the_keys_are_loads():
     def text(index):
         made = make_plan(None, score + lookup("t", (h, index), FLOAT), "x")
-        return cpp.Kernel(made, TARGET, 64, 64, "float32").expressions()
+        return cpp.CppKernel(made, TARGET, 64, 64, "float32").expressions()
 
     assert "ahead<1>(fixed.t, fixed.h, column.first - row.q)" in text(k - q)
     assert "behind<1>(fixed.t, fixed.h, row.q - column.first)" in text(q - k)
@@ -88,7 +88,8 @@ def test_lookups_along_the_keys_are_loads():
     assert "row.t_h_q = at(fixed.t, fixed.h, row.q)" in text(q)
     made = make_plan(None, score + lookup("t", (k - q, h), FLOAT), "x")  # along another axis
     assert (
-        "ahead<0>(fixed.t, column.first - row.q, fixed.h)" in cpp.Kernel(made, TARGET, 64, 64, "float32").expressions()
+        "ahead<0>(fixed.t, column.first - row.q, fixed.h)"
+        in cpp.CppKernel(made, TARGET, 64, 64, "float32").expressions()
     )
 
 
@@ -96,16 +97,18 @@ def test_scales_in_pages_are_loads():
     """Vectors of keys end where pages do: the page and the head are looked up once for each."""
     scale = lookup(K_SCALE, (lookup(PAGES, (b, (k - 5) // 48), INT), (k - 5) % 48, h // 4), FLOAT)
     made = make_plan(None, score * scale, "x", pages=Pages(PAGES, 48))
-    text = cpp.Kernel(made, TARGET, 64, 64, "float32", "int8").expressions()
+    text = cpp.CppKernel(made, TARGET, 64, 64, "float32", "int8").expressions()
     assert "ahead<1>(fixed.k_scale, at(fixed.pages, fixed.b, floordiv(" in text
     assert "gather" not in text
     again = make_plan(None, score * lookup("t", (k // 48, k % 48), FLOAT), "x", pages=Pages(PAGES, 48))
-    assert "gather" in cpp.Kernel(again, TARGET, 64, 64, "float32", "int8").expressions()  # anyone's k begins anywhere
+    assert (
+        "gather" in cpp.CppKernel(again, TARGET, 64, 64, "float32", "int8").expressions()
+    )  # anyone's k begins anywhere
 
 
 def test_heads_that_share_a_key_head_are_alike():
     def shared(scale):
-        return cpp.Kernel(make_plan(None, score * scale, "x"), TARGET, 64, 64, "float32").storage()
+        return cpp.CppKernel(make_plan(None, score * scale, "x"), TARGET, 64, 64, "float32").storage()
 
     assert "return 4 % group == 0" in shared(lookup("t", (b, h // 4, k), FLOAT))
     assert "return false;" in shared(lookup("t", (b, h // 4 + h, k), FLOAT))
@@ -119,7 +122,7 @@ def test_what_is_stored_has_no_gradient():
 
 
 def test_a_draw_is_worked_out_in_stages():
-    text = cpp.Kernel(make_plan(causal, None, "x", dropout=True), TARGET, 64, 64, "float32").expressions()
+    text = cpp.CppKernel(make_plan(causal, None, "x", dropout=True), TARGET, 64, 64, "float32").expressions()
     stages = [line.strip() for line in text.split("\n") if "stirred" in line or "seeded" in line]
     assert stages == [
         "fixed.x0 = stirred(stirred(seeded(fixed.seed), fixed.b), fixed.h);",

@@ -81,7 +81,7 @@ def test_every_visible_tile_once_and_in_order(group, alike, anchors, monkeypatch
 def test_traced_spans_make_the_same_tables(group, alike):
     spans = random_spans(np.random.default_rng(6), 3, 9, 11, 3, 2, 4, group, alike)
     traced = jax.jit(lambda bounds, count: walk(DeviceSpans(bounds, count, None, spans.slice_of), 11, group))
-    for name, one, two in zip(pallas_walk.Walk._fields, walk(spans, 11, group), traced(spans.bounds, spans.count)):
+    for name, one, two in zip(pallas_walk.TpuWalk._fields, walk(spans, 11, group), traced(spans.bounds, spans.count)):
         np.testing.assert_array_equal(one, two, name)
         assert one.dtype == two.dtype == np.int32, name
 
