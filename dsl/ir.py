@@ -34,6 +34,7 @@ from itertools import count
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
+from .errors import BudgetError
 from .types import BOOL, FLOAT, INT, Type
 
 COORDINATES = ("b", "h", "q", "k")
@@ -78,7 +79,6 @@ class Expr:
         raise TypeError("an Expr has no truth value; compare identity with `is`")
 
     def __repr__(self) -> str:
-        from .errors import BudgetError
         from .show import show
 
         try:

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from frisket.grammar import load
+
 from . import ir, library
 from .check import Checker, elaborate
 from .errors import MaskSyntaxError, ParameterError, Problem, Span
@@ -121,8 +123,6 @@ def _unused(unused: list[str], checker: Checker) -> str:
 
 
 def check_names(params: Mapping[str, Any]) -> None:
-    from frisket.grammar import load
-
     for n in params:
         if not isinstance(n, str) or not n.isidentifier() or not n.isascii() or n in load().words:
             raise ParameterError(f"{n!r} is not a name of the language")

@@ -24,6 +24,11 @@ from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, raised_at
 from frisket.dsl.types import FLOAT
 
+from .arrays import scalar
+from .jaxpr import Reader
+from .scalars import argument
+from .written import replaced
+
 # -- which functions are JAX's ----------------------------------------------------------------------
 
 
@@ -136,10 +141,6 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
     """The result of `fn` for these symbols: a symbol, or whatever is no number. `naming` names the captured arrays."""
     import jax
 
-    from .arrays import scalar
-    from .jaxpr import Reader  # the primitives' tables are of no use before
-    from .scalars import argument
-
     given = [s.expr for s in (*args, *keywords.values())]
     kinds = [argument((), "float32" if e.type is FLOAT else "int32") for e in given]
 
@@ -158,7 +159,7 @@ def call(fn: Callable[..., Any], args: Sequence[Symbol], keywords: Mapping[str, 
         size = "x".join(map(str, result.shape))
         raise TraceError(f"the function returns an array ({size}); return one number or Bool: index or reduce it")
     arrays = [(n, v) for n, v in captured(fn) if n and hasattr(v, "shape") and hasattr(v, "dtype")]
-    reader = Reader(naming, arrays)
+    reader = Reader(naming, arrays, replaced)
     consts = [reader.constant(c) for c in closed.consts]
     (out,) = reader.run(closed.jaxpr, consts, [scalar(e) for e in given])
     return Symbol(out.at())

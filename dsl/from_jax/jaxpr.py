@@ -18,16 +18,17 @@ from frisket.dsl.ir import Expr
 
 from .arrays import MAX_WRITTEN, SHAPED, Array, Reductions, broadcast, only_units, row, scalar, stacked, taken
 from .scalars import REASONS, SCALARS, Refused, argument, choose, literal, type_of
-from .written import replaced
 
 Naming = Callable[[str, Any], str]  # the name a table gets, from the one it wishes for and its array
 
 
 class Reader:
-    """A reader of the equations of a jaxpr. With `plain`, jnp's code for `//` and the like is left as it is."""
+    """A reader of the equations of a jaxpr. `rewritten` finds the one operator that jnp writes as several."""
 
-    def __init__(self, naming: Naming, names: Sequence[tuple[str, Any]] = (), plain: bool = False) -> None:
-        self.naming, self.names, self.plain = naming, names, plain
+    def __init__(
+        self, naming: Naming, names: Sequence[tuple[str, Any]] = (), rewritten: Callable[[Expr], Expr] = lambda e: e
+    ) -> None:
+        self.naming, self.names, self.rewritten = naming, names, rewritten
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.offsets: dict[tuple[int, int], tuple[Array, Any]] = {}  # for searchsorted, by the id of an array and side
         self.shaped = {**SHAPED, **Reductions(self.shapes).table()}
@@ -117,9 +118,6 @@ class Reader:
             return lambda _: e
         meaning(*(ir.var(f"operand {n}", type_of(v.aval.dtype)) for n, v in enumerate(eqn.invars)))  # refuse it here
         return broadcast(lambda *xs: self.rewritten(meaning(*xs)), inputs)
-
-    def rewritten(self, e: Expr) -> Expr:
-        return e if self.plain else replaced(e)
 
     def inlined(self, inner: Any, inputs: list[Array]) -> list[Array]:
         jaxpr, consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())

@@ -14,6 +14,8 @@ from frisket.dsl.functions import MADE_OF
 from frisket.dsl.ir import Expr, build, lit, to_float
 from frisket.dsl.types import FLOAT, INT, Type
 
+from .arrays import scalar
+from .jaxpr import Reader
 from .scalars import Refused, argument
 
 
@@ -42,9 +44,6 @@ def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Exp
     """The patterns by operator at the root: (jnp's code, holes of the pattern, the operator meant)."""
     import jax
 
-    from .arrays import scalar
-    from .jaxpr import Reader
-
     found: dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]] = {}
     for where, type, count, meant in WRITTEN:
         module, name = where.split(".")
@@ -54,7 +53,7 @@ def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Exp
         kind = argument((), "int32" if type is INT else "float32")
         closed = jax.make_jaxpr(function)(*[kind] * count)
         holes = tuple(ir.var(n, type) for n in (X, Y)[:count])
-        reader = Reader(lambda wish, array: wish, plain=True)
+        reader = Reader(lambda wish, array: wish)
         (out,) = reader.run(closed.jaxpr, [reader.constant(c) for c in closed.consts], [scalar(e) for e in holes])
         found.setdefault(out.at().op, []).append((out.at(), holes, meant))
     return found

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from frisket.dsl.from_torch.arrays import REDUCTIONS
 from frisket.dsl.functions import expm1
 from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, build, lit
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .elements import floor, joined, number, real, truth
-from .symbol import ARITHMETIC, COMPARISONS, Symbol, apply_binary, choice, elementwise, indexed, operand, table
+from .symbol import ARITHMETIC, COMPARISONS, Symbol, apply_binary, choice, elementwise, handles, indexed, operand, table
 from .user_line import fail
 
 ELEMENT: dict[str, Type] = {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}
@@ -49,6 +50,7 @@ UNARY: dict[str, Callable[[Expr], Expr]] = {
 }
 
 
+@handles("__array_ufunc__")
 def apply(name: str, inputs: tuple[Any, ...]) -> Any:
     """The result of `np.name(*inputs)` where some input is a symbol."""
     what = f"np.{name}"
@@ -70,9 +72,8 @@ def apply(name: str, inputs: tuple[Any, ...]) -> Any:
     return fail(f"np.{name} has no counterpart in the language")
 
 
+@handles("__array_function__")
 def array_function(func: Any, args: Any, kwargs: Any) -> Any:
-    from frisket.dsl.from_torch.arrays import REDUCTIONS
-
     name = func.__name__
     if name in REDUCTIONS and args and not set(kwargs) - {"axis", "keepdims"}:
         return REDUCTIONS[name](*args, **kwargs)

@@ -21,13 +21,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
 from frisket.dsl import ir
 from frisket.dsl.forms import MAX_RANGE
 from frisket.dsl.ir import Expr, build, lit
+from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 
 from .elements import alike, joined, number, truth
@@ -58,6 +59,18 @@ class Context(threading.local):
 
 
 context = Context()
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+_handlers: dict[str, Callable[..., Any]] = {}  # by the methods of Symbol below
+
+
+def handles(method: str) -> Callable[[Handler], Handler]:
+    """Register what a method of Symbol calls: numpy's and torch's functions are written in terms of symbols."""
+
+    def register(handler: Handler) -> Handler:
+        _handlers[method] = handler
+        return handler
+
+    return register
 
 
 def what_is(value: Any) -> str:
@@ -261,16 +274,12 @@ class Symbol:
     # -- other libraries meet a symbol
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        from .numpy_functions import apply
-
         if method != "__call__" or options:
             fail(f"np.{ufunc.__name__}.{method} does not take positions")
-        return apply(ufunc.__name__, inputs)
+        return _handlers["__array_ufunc__"](ufunc.__name__, inputs)
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        from .numpy_functions import array_function
-
-        return array_function(func, args, kwargs)
+        return _handlers["__array_function__"](func, args, kwargs)
 
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         fail(
@@ -283,9 +292,7 @@ class Symbol:
         return NotImplemented if context.front is None else context.front.call(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
-        from frisket.dsl.from_torch.functions import attribute
-
-        return attribute(self, name)
+        return _handlers["__getattr__"](self, name)
 
     # -- Python asks for a number: there is one where no position enters
 
@@ -310,8 +317,6 @@ class Symbol:
         return int(self._number("int() of a position: leave it out, or write np.floor(x) to round"))
 
     def __repr__(self) -> str:
-        from frisket.dsl.show import show
-
         e = ir.substitute(self.expr, {a.bound: ir.param(f"i{n}") for n, a in enumerate(self.axes)})
         scalars, tables = ir.free_names(e)
         return show(e, [*scalars, *tables]) + (f" [{shown(self.shape)}]" if self.axes else "")

@@ -26,6 +26,7 @@ import numpy as np
 from frisket.dsl import ir
 from frisket.dsl.errors import TraceError
 from frisket.dsl.from_jax import callables as from_jax
+from frisket.dsl.from_torch.callables import TracedAutogradFunction, active
 from frisket.dsl.functions import BUILT_IN, RESERVED
 from frisket.dsl.hints import dense
 from frisket.dsl.ir import COORDINATES, Expr, to_float
@@ -119,8 +120,6 @@ def _torch(tracer: _Tracer) -> AbstractContextManager[None]:
     """The torch front end of the trace, where torch is imported."""
     if not hasattr(sys.modules.get("torch"), "Tensor"):
         return nullcontext()
-    from frisket.dsl.from_torch.callables import active
-
     return active(tracer.name_table, tracer.tables, tracer.wishes, tracer.read)
 
 
@@ -285,8 +284,6 @@ class _Tracer:
             self.wishes[id(value)] = name
             return value
         if (cls := _autograd_function(value)) is not None:
-            from frisket.dsl.from_torch.callables import TracedAutogradFunction
-
             self.notes.append(
                 f"`{cls.__name__}` is read through its forward: gradients are those of the forward, not its backward's"
             )

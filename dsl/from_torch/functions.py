@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from frisket.dsl.from_python.symbol import Symbol, context
+from frisket.dsl.from_python.symbol import Symbol, context, handles
 from frisket.dsl.from_python.user_line import fail
 from frisket.dsl.types import FLOAT
 
@@ -44,6 +44,7 @@ def called(name: str, function: Function, args: Sequence[Any], kwargs: dict[str,
         fail(f"`{name}`: {str(error).replace('<lambda>', name)}")
 
 
+@handles("__getattr__")
 def attribute(x: Symbol, name: str) -> Any:
     """The attribute `x.name` that Symbol itself does not have."""
     if name in ATTRIBUTES:

@@ -230,12 +230,13 @@ def _either(x: Expr | None, y: Expr | None, pick: Callable[[Expr, Expr], Expr]) 
     return pick(x, y) if x is not None and y is not None else x if y is None else y
 
 
-def _where(e: Expr) -> Range:
-    from .questions import always, never
+ASK: dict[str, Callable[[Expr], Expr]] = {}  # `always` and `never`: questions.py, which reads ranges, adds them
 
+
+def _where(e: Expr) -> Range:
     cond, yes, no = e.args
     x, y = ends(yes), ends(no)
-    sure, not_ = always(cond), never(cond)
+    sure, not_ = ASK["always"](cond), ASK["never"](cond)
 
     def side(a: Expr | None, b: Expr | None, hull: Callable[[Expr, Expr], Expr]) -> Expr | None:
         return None if a is None or b is None else where(sure, a, where(not_, b, hull(a, b)))
@@ -244,11 +245,9 @@ def _where(e: Expr) -> Range:
 
 
 def _int(e: Expr) -> Range:
-    from .questions import always, never
-
     inner = e.args[0]
     if inner.type is BOOL:
-        return Range(where(always(inner), 1, 0), where(never(inner), 0, 1), attained=False, dense=True)
+        return Range(where(ASK["always"](inner), 1, 0), where(ASK["never"](inner), 0, 1), attained=False, dense=True)
     return _rounded(e)
 
 

@@ -31,7 +31,7 @@ from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import is_int_comparison, linear, relation, write
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .intervals import K0, K1, Q0, Q1, Range, depends, ends, table_box
+from .intervals import ASK, K0, K1, Q0, Q1, Range, depends, ends, table_box
 
 SINGLE = var("single", BOOL)
 TK = var("tk", INT)
@@ -159,6 +159,9 @@ def always(e: Expr) -> Expr:
     if beyond(e):
         return _of_parts(e, always, "or")
     return never(simplify(negate(e)))
+
+
+ASK.update(always=always, never=never)
 
 
 def _of_parts(e: Expr, ask: Callable[[Expr], Expr], one: str) -> Expr:

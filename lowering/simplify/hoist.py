@@ -12,6 +12,7 @@ from frisket.dsl.ir import FALSE, NEG_INF, SCORE, TRUE, Expr, conj, disj, lit, m
 from frisket.dsl.sugar import where
 from frisket.dsl.types import FLOAT, INT
 
+from .facts import interval
 from .rules_boolean import negate
 
 FLOAT_ZEROS = (lit(0.0), lit(-0.0))
@@ -51,8 +52,6 @@ def positive(e: Expr, tables: Mapping[str, bool]) -> bool:
     if e.op == "lit":
         return bool(0 < e.name < float("inf"))
     if e.op == "float":
-        from .facts import interval
-
         return (interval(e.args[0])[0] or 0) > 0
     if e.op in ("mul", "div"):
         return all(positive(a, tables) for a in e.args)
