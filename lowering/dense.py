@@ -65,7 +65,7 @@ def visible(mask: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], shape
 
 @dataclass(frozen=True)
 class _DenseRows:
-    """What attention and its gradients share, [batch, heads, q_len, kv_len] unless it says otherwise."""
+    """The dense arrays that attention and its gradients share, [batch, heads, q_len, kv_len] unless noted."""
 
     env: dict[str, Any]  # values of the coordinates, sizes, parameters, and of `score` before the mod
     p: Array  # exp(m - lse): 0 where masked or m is -inf
@@ -111,7 +111,7 @@ def _per_query_head(rounded: Rounded, q: Array, *others: Array) -> list[Array]:
 def attention(
     q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, *, rounded: Rounded = exactly, **options: Any
 ) -> tuple[Array, Array]:
-    """(output [batch, heads, q_len, v_dim], lse [batch, heads, q_len]).
+    """Dense attention: (output [batch, heads, q_len, v_dim], lse [batch, heads, q_len]).
 
     Needs `scale`, `params` and `tables`, values by name; takes `origin`, `sizes`, `sinks`, `kept` and `rate`.
     """
@@ -134,8 +134,8 @@ def gradients(
     q: Array, k: Array, v: Array, mask: Expr | None, score: Expr | None, dout: Array, dlse: Array | None = None, *,
     scale: float, tables: Mapping[str, Any], sinks: Any = None, rounded: Rounded = exactly, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of what they are
-    of, "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
+    """Gradients of `sum(dout * out) + sum(dlse * lse)`: "dq", "dk", "dv", "dsinks" in the shapes of the arrays,
+    "dtables" and "dscalars" by name, for the Float tables and scalars the score mod is differentiable in.
 
     The formulas are those of `lowering.derive`, position by position; options as of `attention`.
     """

@@ -61,7 +61,7 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward kernel needs beside the plan."""
+    """The part of a backward kernel's description that is not in the plan."""
 
     slope: Expr | None  # d m(s) / d s in b h q k score, sizes, slots, tables; None: 1
     gradients: tuple[Gradient, ...]
@@ -80,8 +80,8 @@ def backward_of(plan: LoopPlan) -> Backward:
 
 
 def derivatives(score: Expr) -> Backward:
-    """The derivatives of a score mod, reductions written out: by `score`, by every Float parameter and at every
-    lookup of a Float table. What is reached through Int or Bool alone (floor, comparisons, `where`'s condition) has
+    """The derivatives of a score mod, reductions written out: by `score`, by every Float parameter and at every lookup
+    of a Float table. A parameter reached through Int or Bool alone (floor, comparisons, the condition of `where`) has
     none, and neither has a table whose derivative is 0 everywhere."""
     simplified = Simplifier()
     slope, found = lit(0.0), []
@@ -120,7 +120,7 @@ def _cotangents(score: Expr) -> dict[Expr, Expr]:
 
 
 def _live(order: list[Expr]) -> set[Expr]:
-    """The nodes that carry a derivative."""
+    """The nodes of an Expr that carry a derivative."""
     live: set[Expr] = set()
     for e in order:
         if e.type is not FLOAT:
@@ -151,7 +151,7 @@ Row = Callable[..., tuple[Part, ...]]
 
 
 def _quotient(c: Expr, y: Expr) -> Expr:
-    """c / y; the two literals of `50 * tanh(score / 50)` cancel, Int ones too."""
+    """The derivative c / y of a quotient; the two literals of `50 * tanh(score / 50)` cancel, Int ones too."""
     number = y.args[0] if y.op == "float" else y
     if c.op == "mul" and number.op == "lit" and y in c.args and number.name and math.isfinite(number.name):
         return c.args[0] if c.args[1] is y else c.args[1]
@@ -159,15 +159,15 @@ def _quotient(c: Expr, y: Expr) -> Expr:
 
 
 def _power(c: Expr, out: Expr, x: Expr, y: Expr) -> tuple[Part, ...]:
-    """As torch: 0 by x where y is 0, 0 by y where x is 0 and y is not negative."""
+    """The derivatives of a power, as in torch: 0 by x where y is 0, 0 by y where x is 0 and y is not negative."""
     if y.op == "lit":
         return (c * y * x ** lit(y.name - 1.0), None) if y.name else (None, None)
     return ((c * y * x ** (y - 1.0), ne(y, _ZERO)), (c * out * function("log", x), ~(eq(x, _ZERO) & (y >= 0.0))))
 
 
 def _extreme(ahead: str) -> Row:
-    """The operand that is ahead takes all; at a tie a literal does (relu is flat at 0, as torch's), two others take
-    half each, as torch.maximum's."""
+    """The derivatives of a minimum or maximum: all to the operand that is ahead; at a tie to a literal (relu is flat at
+    0, as torch's), otherwise half to each, as torch.maximum's."""
 
     def row(c: Expr, out: Expr, x: Expr, y: Expr) -> tuple[Part, ...]:
         if "lit" in (x.op, y.op):
@@ -240,8 +240,8 @@ def over(index: tuple[Expr, ...]) -> Over:
 
 
 def alone(entry: Expr) -> str | None:
-    """The coordinate that an index's entry is, up to a term that is the same at every position and read off no table:
-    then different values of it are different places.
+    """The coordinate that the entry of an index equals, up to a term that is the same at every position and read off no
+    table: then different values of the coordinate are different places.
 
     >>> from frisket.dsl.sugar import k, q
     >>> alone(3 + q), alone(k // 2), alone(q - k)
@@ -260,7 +260,7 @@ def _together(nodes: tuple[Expr, ...], known: dict[Expr, frozenset[str]]) -> fro
 
 
 def _whole(e: Expr) -> bool:
-    """A sum, difference or product of Ints, or of Ints turned Float, which are exact."""
+    """A sum, difference or product of Ints, or of Ints converted to Float, which are exact."""
     if e.op == "neg" or (e.op == "mul" and e.type is INT):
         return e.type is INT
     return e.op in ("add", "sub") and (e.type is INT or all(a.op == "float" for a in e.args))
@@ -300,7 +300,7 @@ def _product(one: Polynomial, two: Polynomial) -> Polynomial:
 
 
 def _moves(form: Polynomial, known: dict[Expr, frozenset[str]]) -> frozenset[str]:
-    """The coordinates a polynomial depends on; q and k that occur as q - k times the same are one."""
+    """The coordinates a polynomial depends on; q and k that occur as multiples of q - k count as one."""
     found: set[str] = set()
     steps: dict[tuple[Expr, ...], dict[str, int]] = {}
     for product, factor in form.items():

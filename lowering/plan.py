@@ -1,4 +1,4 @@
-"""LoopPlan: what a kernel has to do, said once for every backend.
+"""LoopPlan: the work of a kernel, in one form for every backend.
 
 A kernel walks, for each tile of `block_q` queries, a list of records `lo <= full_lo <= full_hi <= hi` of key
 tiles: `[lo, full_lo)` and `[full_hi, hi)` with the mask as a predicate, `[full_lo, full_hi)` without. The
@@ -32,7 +32,7 @@ LIVE = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
 
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
-    """The sizes of the whole problem where none are given: it ends where the call does."""
+    """The sizes of the whole problem when none are given: the problem ends where the call does."""
     b, h, q, k = (x if type(x) is int else int(np.max(x)) for x in origin)
     return b + lengths[0], h + lengths[1], q + lengths[2], k + lengths[3]
 
@@ -50,9 +50,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class TableUse:
-    """A run-time table of the kernel; `source` is the user's name for it. `derived` names what is computed from
-    the user's table before the kernel sees it: "segment" is the segment of every index from 0 to where the last
-    segment begins, "segment below" that of -1, -2 and on to the first."""
+    """A run-time table of the kernel; `source` is the user's name for it. `derived` names the table computed from the
+    user's before the kernel: "segment" is the segment of every index from 0 to the start of the last segment, "segment
+    below" the segment of -1, -2 and on to the first."""
 
     name: str
     source: str = field(compare=False)
@@ -73,10 +73,10 @@ class Pages:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Closed form of a row of tiles: global key positions, inclusive, as Exprs in `q0 q1` (first and last
-    global query of the tile, inside the crop), `k0 k1` (first and last global key of the crop), `b h`, sizes
-    and slots. Some query of the tile may see keys `first..last`; every query sees all of
-    `full_first..full_last`. A range with last < first is empty."""
+    """The closed form of a row of tiles: global key positions, inclusive, as Exprs in `q0 q1` (first and last global
+    query of the tile, inside the crop), `k0 k1` (first and last global key of the crop), `b h`, sizes and slots. Some
+    query of the tile may see keys `first..last`; every query sees all of `full_first..full_last`. A range with last <
+    first is empty."""
 
     first: Expr
     full_first: Expr
@@ -86,8 +86,8 @@ class Bounds:
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """Backend-neutral. Mask and score speak of `b h q k score`, sizes, slots (`param` leaves) and tables
-    (by `TableUse.name`)."""
+    """The backend-neutral description of one kernel. Mask and score speak of `b h q k score`, sizes, slots (`param`
+    leaves) and tables (by `TableUse.name`)."""
 
     mask: Expr | None  # the predicate of PARTIAL tiles; None: every position inside the lengths is visible
     score: Expr | None  # None: identity
@@ -142,16 +142,16 @@ class LoopPlan:
         return {s.name: s.value if s.source is None else params[s.source] for s in self.slots}
 
     def table_values(self, tables: Mapping[str, Any]) -> dict[str, Any]:
-        """An array for every table of the kernel, from the user's tables; those that come with every call have none."""
+        """An array for every table of the kernel, from the user's tables; tables of single calls have none."""
         known = [t for t in self.tables if t.source not in LIVE]
         return {t.name: _segments(tables[t.source], t.derived) if t.derived else tables[t.source] for t in known}
 
 
 @dataclass(frozen=True)
 class Target:
-    """Per backend and machine: the numbers that do not change what is computed. `dq` and `dkv` are those of the
-    backward's kernels and `decode` those of few queries, None: as the forward's; `splits` of a short query's keys, 0:
-    as many as fill the machine."""
+    """The numbers of a backend and machine that do not change the result. `dq` and `dkv` are the targets of the
+    backward kernels and `decode` of decoding, None: as the forward's; `splits` of the keys of a short query, 0: as many
+    as fill the machine."""
 
     backend: str
     block_q: int
@@ -184,7 +184,7 @@ class Geometry:
 
     @property
     def vacant(self) -> bool:
-        """Whether there is nothing to compute: no batch entries, heads, queries or keys."""
+        """Whether a call is empty: no batch entries, heads, queries or keys."""
         return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
 
     @property
@@ -194,7 +194,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Spans:
-    """Records per row of tiles, at most R of them, in key tiles, half-open.
+    """Span records of every row of tiles, at most R a row, in key tiles, half-open.
 
     `bounds` int32 [slices, rows, R, 4] holds (lo, full_lo, full_hi, hi), ordered and disjoint; only the first
     `count[slice, row]` are meant, the rest are zero. `slice_of` int32 [batch, heads] names the slice.
@@ -206,13 +206,13 @@ class Spans:
 
 
 class SpanSource(Protocol):
-    """Spans of one call for any tile (block_q, block_k), worked out when they are asked for and kept."""
+    """A source of the spans of one call for any tile (block_q, block_k): computed on request and kept."""
 
     def rows(self, block: tuple[int, int]) -> Any:
         """`Spans` or `DeviceSpans`: records of key tiles per row of query tiles."""
 
     def columns(self, block: tuple[int, int]) -> Any:
-        """The same transposed, for the same tile: records of query tiles per row of key tiles."""
+        """Transposed spans for the same tile: records of query tiles per row of key tiles."""
 
 
 def make_plan(
@@ -281,14 +281,14 @@ def make_plan(
 
 
 def survives(at: tuple[Expr, ...] | None = None) -> Expr:
-    """Whether a position survives dropout, in the names SEED and RATE; `at` as in `make_plan`."""
+    """The Expr that says whether a position survives dropout, in the names SEED and RATE; `at` as in `make_plan`."""
     where = (var("b"), var("h"), *(at or (var("q"), var("k"))))[-4:]
     draw = random(param(SEED, INT), *where)
     return build("ge", draw, param(RATE, FLOAT))
 
 
 class _Names:
-    """Numbered slots and tables, in order of first use: kernels of one shape are one text."""
+    """The numbered names of slots and tables, in order of first use: kernels of one shape are one text."""
 
     def __init__(self, users: Mapping[str, str]) -> None:
         self.users = users  # the user's names, where parameters have other ones
@@ -296,8 +296,8 @@ class _Names:
         self.tables: dict[tuple[str, str], TableUse] = {}
 
     def lift(self, root: Expr, units: bool = True) -> Expr:
-        """Bounds and summands become slots; divisors, factors, shifts and Float literals stay, and so does the
-        1 of a formula (`units`), which says strict or not and is no number of the user's."""
+        """Lift literals to slots: bounds and summands become slots; divisors, factors, shifts and Float literals stay,
+        and so does the 1 of a formula (`units`), which says strict or not and is no number of the user's."""
         done: dict[Expr, Expr] = {}
         for e in walk(root):
             if e.op == "param":
@@ -355,7 +355,7 @@ def _segments(offsets: Any, derived: str) -> NDArray[np.int32]:
 
 
 def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
-    """How a score mod uses `score`: not at all changed, `score + f` with f free of it, or anything else."""
+    """The way a score mod uses `score`: unchanged, `score + f` with f free of it, or anything else."""
     if score is None:
         return "identity"
     if score.op in ("add", "sub") and score.args[0].op == "var" and "score" not in uses(score.args[1]):
@@ -367,7 +367,7 @@ def score_class(score: Expr | None) -> Literal["identity", "affine", "general"]:
 
 
 def needs_int64(parts: Iterable[Expr], limits: Mapping[str, float]) -> bool:
-    """Whether some Int of these expressions may leave 32 bits; leaving 64 is an error."""
+    """Whether some Int of these expressions may leave 32 bits; an Int that leaves 64 bits is an error."""
     size: dict[Expr, float] = {}
     widest = 0.0
     for e in walk(*parts):

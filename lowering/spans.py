@@ -1,4 +1,4 @@
-"""Runs and span records: what the analysis hands to kernels. Memory follows the number of runs, never tiles²."""
+"""Runs and span records: the result of the analysis, for kernels. Memory follows the number of runs, never tiles²."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def merge(slice: Array, row: Array, start: Array, stop: Array, kind: Array) -> R
 
 
 def from_boxes(boxes: Boxes) -> Runs:
-    """Boxes of several rows become one run in each, some rows at a time."""
+    """The runs of boxes: a box of several rows becomes one run in each row, some rows at a time."""
     height = (boxes.r1 - boxes.r0).astype(np.int64)
     order = np.lexsort((boxes.r0, boxes.slice))
     parts, n = [], int(height.sum())
@@ -57,7 +57,7 @@ def from_boxes(boxes: Boxes) -> Runs:
 
 
 def fitted(runs: Runs, lines: int, rows: int) -> tuple[Runs, int]:
-    """(runs whose records take at most 64 MB, or 1 KB a row; how many tiles were widened for that).
+    """(runs whose records take at most 64 MB, or 1 KB a row; the number of tiles widened for that limit).
 
     In a row with more runs, one PARTIAL run reaches from the last run that fits to the end of the row's runs."""
     most = max(_LEAST, _ROOM // max(lines, 1))
@@ -77,8 +77,8 @@ def fitted(runs: Runs, lines: int, rows: int) -> tuple[Runs, int]:
 
 
 def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(bounds [slices, rows, R, 4], count [slices, rows]): neighbouring runs partial, full, partial share one
-    record; every other full run opens a new one."""
+    """The records of runs, (bounds [slices, rows, R, 4], count [slices, rows]): neighbouring runs partial, full,
+    partial share one record; every other full run opens a new one."""
     n = len(runs.start)
     line = runs.slice * rows + runs.row
     chained = np.zeros(n, bool)
@@ -106,7 +106,7 @@ def records(runs: Runs, slices: int, rows: int) -> tuple[NDArray[np.int32], NDAr
 
 
 def from_records(bounds: Array, count: Array) -> Runs:
-    """The runs that records stand for."""
+    """The runs that span records encode."""
     used = np.arange(bounds.shape[2]) < count[..., None]
     s, r, _ = np.nonzero(used)
     lo, full_lo, full_hi, hi = bounds[used].T
@@ -118,7 +118,7 @@ def from_records(bounds: Array, count: Array) -> Runs:
 
 
 def share(bounds: Array, count: Array, slice_of: Array) -> Spans:
-    """Store equal slices once."""
+    """Store equal slices of spans once."""
     if len(bounds) > 1:
         flat = np.concatenate([bounds.reshape(len(bounds), -1), count], axis=1)
         seen: dict[bytes, int] = {}

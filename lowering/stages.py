@@ -31,7 +31,7 @@ class Pair:
 
 @dataclass(frozen=True, repr=False)
 class Stages:
-    """What became of a mask and a score mod: `print(att.stages(...))`, or one field of it.
+    """The stages of a mask and a score mod: `print(att.stages(...))`, or one field of it.
 
     >>> import frisket as fk
     >>> print(fk.compile("causal & window(64)").stages(q_len=256).simplified)
@@ -52,7 +52,7 @@ class Stages:
     rules: Counter[str] = field(default_factory=Counter)
 
     def text(self, name: str) -> str:
-        """One stage as text."""
+        """The text of one stage."""
         if name not in NAMES:
             raise ValueError(f"no stage {name!r}; there are {', '.join(NAMES)}")
         if name == "target":

@@ -1,4 +1,4 @@
-"""A mask as clauses a row of queries can be solved by: which keys, as a range, a residue, a set, a group.
+"""Splits a mask into clauses that can be solved for a row of queries: keys in a range, a residue, a set, a group.
 
 Every clause of a conjunction is read, where that is possible, as one of
 
@@ -37,12 +37,12 @@ _K = var("k")
 
 @dataclass(frozen=True)
 class KeyPosition:
-    """The key position itself."""
+    """The key position, as the target of a clause."""
 
 
 @dataclass(frozen=True)
 class Digit:
-    """`k // step % base`."""
+    """The digit `k // step % base` of the key, as the target of a clause."""
 
     step: int
     base: int
@@ -50,7 +50,7 @@ class Digit:
 
 @dataclass(frozen=True)
 class Of:
-    """Any function of the key."""
+    """Any function of the key, as the target of a clause."""
 
     e: Expr
 
@@ -77,7 +77,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Widest:
-    """A disjunction of limits on one side of one target, and of conditions on the query: the widest holds."""
+    """A disjunction of limits on one side of one target, and of conditions on the query: the widest limit holds."""
 
     of: Target
     side: str
@@ -108,8 +108,8 @@ Conjunction = tuple[Clause, ...]
 
 @lru_cache(maxsize=4096)
 def products(e: Expr) -> list[Conjunction] | None:
-    """The disjunction of conjunctions of clauses that `e` is; None where a part is none of these, or where there
-    are more than PRODUCTS of them, or `e` is `beyond`."""
+    """The disjunction of conjunctions of clauses that equals `e`; None where a part is no clause, where there are more
+    than PRODUCTS of them, or where `e` is `beyond`."""
     if beyond(e):
         return None
     found = read(e)
@@ -132,7 +132,7 @@ def products(e: Expr) -> list[Conjunction] | None:
 
 
 def _as_logic(e: Expr) -> Expr | None:
-    """The same with `and` and `or` on top, for what hides them."""
+    """An equivalent Expr with `and` and `or` on top, for operators that hide them; None for others."""
     if e.op == "where" and e.type is BOOL:
         c, x, y = e.args
         return disj(conj(c, x), conj(negate(c), y))
@@ -213,7 +213,8 @@ def _comparison(e: Expr) -> Conjunction | None:
 
 
 def _parts(form: Linear) -> tuple[Linear, Linear, list[tuple[Expr, int]]]:
-    """What varies with the query or not at all, what varies with the key alone, and atoms of both."""
+    """The part of a form that varies with the query or not at all, the part that varies with the key alone, and atoms
+    of both."""
     key = [t for t in form.terms if depends(t[0]) == {"k"}]
     both = [t for t in form.terms if depends(t[0]) == {"q", "k"}]
     rest = form.without(*(a for a, _ in key), *(a for a, _ in both))
@@ -225,7 +226,7 @@ def _over(f: Linear, n: int) -> Expr:
 
 
 def _at_least(form: Linear) -> Conjunction | None:
-    """`form >= 0`."""
+    """The clauses of `form >= 0`."""
     rest, key, both = _parts(form)
     if not both and not key.terms:
         return (QueryCondition(build("ge", write(rest), lit(0))),)
@@ -241,7 +242,7 @@ def _at_least(form: Linear) -> Conjunction | None:
 
 
 def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:
-    """`atom >= f` ("low") or `atom <= f` ("high")."""
+    """The clause `atom >= f` ("low") or `atom <= f` ("high")."""
     if atom is _K:
         return (Limit(KeyPosition(), side, write(f)),)
     if atom.op == "floordiv" and _positive(atom.args[1]):
@@ -257,7 +258,7 @@ def _limit(atom: Expr, side: str, f: Linear) -> Conjunction | None:
 
 
 def _zero(form: Linear) -> Conjunction | None:
-    """`form == 0`."""
+    """The clauses of `form == 0`."""
     rest, key, both = _parts(form)
     if not both and not key.terms:
         return (QueryCondition(build("eq", write(rest), lit(0))),)
@@ -274,7 +275,7 @@ def _zero(form: Linear) -> Conjunction | None:
 
 
 def _residue(atom: Expr, f: Linear) -> Conjunction | None:
-    """`(g(q) + k) % n == f` or `(g(q) - k) % n == f`: a residue of the key."""
+    """The clause `(g(q) + k) % n == f` or `(g(q) - k) % n == f`: a residue of the key."""
     if atom.op != "mod" or not _positive(atom.args[1]):
         return None
     rest, key, both = _parts(linear(atom.args[0]))

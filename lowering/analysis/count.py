@@ -1,4 +1,4 @@
-"""How many keys each query sees, without looking at pairs: clauses solved a row of queries at a time.
+"""Counts the keys each query sees, without looking at pairs: clauses solved a row of queries at a time.
 
 A conjunction leaves each query one range of keys and, in it, residues, a set or a group of equal keys: digits are
 counted by arithmetic, sets and functions of q - k by prefix sums, groups by their sorted members. Ranges are
@@ -50,7 +50,7 @@ _ROW = 100  # steps for a clause of a query, beside those of its functions
 
 @dataclass(frozen=True)
 class KeyInterval:
-    """A conjunction over some queries: keys `lo..hi` (inclusive), and what they must be besides."""
+    """A conjunction over some queries: keys `lo..hi` (inclusive), and further conditions on the keys."""
 
     lo: Array
     hi: Array
@@ -113,7 +113,7 @@ class Rowwise:
 
     @cached_property
     def pieces(self) -> list[Piece] | None:
-        """The pieces a count is affine on, where there are such."""
+        """The pieces of queries on which the count is affine, if there are any."""
 
         def value(e: Expr, q: Array) -> Array:
             return np.broadcast_to(self.scope.value(e, {**self.at, "q": q}), q.shape)
@@ -121,7 +121,7 @@ class Rowwise:
         return pieces(self.conjunctions, self.q0, self.q0 + self.q_len, (self.k0, self.k1), value)
 
     def chunks(self, first: int = ROWS) -> Iterator[Array]:
-        """The queries, in global positions, a few at first and more later."""
+        """The queries, in global positions, in chunks: a few at first and more later."""
         start, width = 0, first
         while start < self.q_len:
             stop = min(start + width, self.q_len)
@@ -129,18 +129,18 @@ class Rowwise:
             start, width = stop, min(4 * width, ROWS)
 
     def telling(self) -> Iterator[Array]:
-        """Queries in order, of which some sees no key, or one, if any query at all does."""
+        """Queries in order, of which some sees no key (or some key) if any query at all does."""
         if self.pieces is None:
             yield from self.chunks(ROWS // 16)
         else:
             yield from (p.asked() for p in self.pieces)
 
     def counts(self) -> Array:
-        """Keys each query of the slice sees, int64 [q_len]."""
+        """The number of keys each query of the slice sees, int64 [q_len]."""
         return np.concatenate([self._paid(q) for q in self.chunks()])
 
     def total(self) -> int:
-        """Visible pairs of all queries."""
+        """The number of visible pairs of all queries."""
         if self.pieces is None:
             return sum(int(self._paid(q).sum()) for q in self.chunks())
         return sum(p.total(self._paid(p.asked())) for p in self.pieces)
@@ -150,14 +150,14 @@ class Rowwise:
         return self.count(q)
 
     def sees_a_key(self, q: Array) -> Array:
-        """bool [queries]."""
+        """Whether each query sees a key: bool [queries]."""
         out = np.zeros(len(q), bool)
         for p in self._parts(q):
             out |= self._count(p, q) > 0
         return out
 
     def count(self, q: Array) -> Array:
-        """Keys each query sees, int64 [queries]."""
+        """The number of keys each query sees, int64 [queries]."""
         parts = self._parts(q)
         plain, rest = [p for p in parts if p.plain], [p for p in parts if not p.plain]
         if len(rest) > _JOINT:
@@ -173,7 +173,7 @@ class Rowwise:
         return covered
 
     def _union(self, plain: Sequence[KeyInterval], n: int) -> tuple[Array, list[tuple[Array, Array]]]:
-        """The keys that ranges cover together, and the gaps between them."""
+        """The keys that ranges cover together, and the gaps between the ranges."""
         if not plain:
             return np.zeros(n, np.int64), [(np.asarray(self.k0), np.asarray(self.k1))]
         ends = [self._ends(p) for p in plain]
@@ -248,7 +248,7 @@ class Rowwise:
     # -- counting one conjunction -----------------------------------------------------------------
 
     def _ends(self, p: KeyInterval) -> tuple[Array, Array]:
-        """`lo..hi` within the keys; an empty range has hi = lo - 1."""
+        """The ends `lo..hi` of a range within the keys; an empty range has hi = lo - 1."""
         lo = np.clip(p.lo, self.k0, self.k1 + 1)
         return lo, np.maximum(np.minimum(p.hi, self.k1), lo - 1)
 
@@ -276,14 +276,14 @@ class Rowwise:
         return np.broadcast_to(hi - lo + 1, q.shape)
 
     def _count_unequal(self, p: KeyInterval, q: Array) -> Array:
-        """All, less those that are equal."""
+        """The number of keys that differ: all keys less the equal ones."""
         if len(p.unequal) > _UNEQUAL:
             raise Beyond
         (of, f), rest = p.unequal[0], replace(p, unequal=p.unequal[1:])
         return self._count(rest, q) - self._count(self._equal(rest, of, f), q)
 
     def _digits_spread(self, p: KeyInterval) -> KeyInterval:
-        """Digits beside a set or a group: one that is the same for every query is a set, one value a group."""
+        """Digits beside a set or a group: a digit that is the same for every query is a set, one value a group."""
         out = replace(p, digits={})
         for of, (least, greatest) in p.digits.items():
             digit = build("mod", build("floordiv", var("k"), lit(of.step)), lit(of.base))
@@ -297,7 +297,7 @@ class Rowwise:
         return out
 
     def _along_sums(self, along: frozenset[Expr]) -> Array:
-        """How often the conditions on d hold below each of q0 - k1 .. q1 - k0 + 1."""
+        """The number of distances below each of q0 - k1 .. q1 - k0 + 1 at which the conditions on d hold."""
         if along not in self._along:
             d = np.arange(self.q0 - self.k1, self.q0 + self.q_len - self.k0)
             self.scope.spend(len(d) * sum(map(steps, along)))
@@ -318,7 +318,7 @@ class Rowwise:
 
 
 def _folded(p: KeyInterval) -> KeyInterval:
-    """Where `k % 4` is given, what is said of `k % 2` is a condition on the query."""
+    """The part with conditions on `k % 2` turned into conditions on the query where `k % 4` is given."""
     digits, rows = dict(p.digits), np.asarray(True)
     for x in p.digits:
         for y, (least, greatest) in p.digits.items():
@@ -330,7 +330,7 @@ def _folded(p: KeyInterval) -> KeyInterval:
 
 
 def literal(mask: Expr, values: Mapping[str, Any]) -> Expr:
-    """`mask` with the values of sizes and parameters written in."""
+    """The mask with the values of sizes and parameters written in."""
     known = {
         n: lit(_number(values[n.name]))
         for n in walk(mask)

@@ -28,9 +28,9 @@ _Q, _K = var("q"), var("k")
 
 @dataclass(frozen=True)
 class Curve:
-    """`k >= value` (low) or `k <= value` (high), provided `needs` holds; `value` may vary with q, and never
-    decreases where `rising` holds (FALSE: nothing is known). `near` is an affine Expr on the far side of q: at least
-    a low value, at most a high one."""
+    """A bound `k >= value` (low) or `k <= value` (high), provided `needs` holds; `value` may vary with q, and never
+    decreases where `rising` holds (FALSE: nothing is known). `near` is an affine Expr on the far side of q: at least a
+    low value, at most a high one."""
 
     side: Literal["low", "high"]
     value: Expr
@@ -40,7 +40,7 @@ class Curve:
 
 
 def solve(e: Expr) -> tuple[Curve, ...] | None:
-    """The bounds on k that an Int comparison is, or None."""
+    """The bounds on k that are equivalent to an Int comparison, or None."""
     if not is_int_comparison(e):
         return None
     op, form = relation(e.op, *e.args)
@@ -48,7 +48,7 @@ def solve(e: Expr) -> tuple[Curve, ...] | None:
 
 
 def _solve(form: Linear, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """`form op other`, where `other` does not vary with k."""
+    """The bounds on k of `form op other`, where `other` does not vary with k."""
     moving = [(a, f) for a, f in form.terms if "k" in depends(a)]
     if len(moving) != 1:
         return None
@@ -63,7 +63,7 @@ def _solve(form: Linear, op: str, other: Linear, needs: Expr) -> tuple[Curve, ..
 
 
 def _at(atom: Expr, factor: int, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """`factor * atom op other` with factor > 0 and op `ge` or `le`."""
+    """The bounds on k of `factor * atom op other` with factor > 0 and op `ge` or `le`."""
     if factor > 1:
         up = write(-other) if op == "ge" else write(other)
         other = linear(up // lit(factor)).times(-1 if op == "ge" else 1)
@@ -82,7 +82,7 @@ def _curve(op: str, other: Linear, needs: Expr) -> Curve:
 
 
 def _near(form: Linear, op: str) -> Expr | None:
-    """An affine Expr at or above (ge) or at or below (le) a form whose atoms know how far from q they are."""
+    """An affine Expr at or above (ge) or at or below (le) a form whose atoms have a known distance from q."""
     total = Linear((), form.const)
     for a, f in form.terms:
         if "q" not in depends(a) or a is _Q:
@@ -100,7 +100,7 @@ def _near(form: Linear, op: str) -> Expr | None:
 
 
 def _of_quotient(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """`x // n >= y` is `x >= y n`, `x // n <= y` is `x <= y n + n - 1`, for n > 0."""
+    """Bounds on x from bounds on x // n, n > 0: `x // n >= y` is `x >= y n`, `x // n <= y` is `x <= y n + n - 1`."""
     x, n = atom.args
     if n.op == "lit":
         if n.name <= 0:
@@ -121,8 +121,8 @@ _RUNS = {"run_first", "run_last", "segment_first", "segment_last"}
 
 
 def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, ...] | None:
-    """Bounds on the position from bounds on what a table holds there. Entries of one value stand together, or
-    never decrease: facts of the table, so they become conditions."""
+    """Bounds on the position from bounds on the table entry there. Entries of one value stand together, or never
+    decrease: facts of the table, so they become conditions."""
     *fixed, x = atom.args
     if any(depends(a) for a in fixed):
         return None
@@ -147,8 +147,8 @@ def _of_table(atom: Expr, op: str, other: Linear, needs: Expr) -> tuple[Curve, .
 
 
 def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
-    """`T[.., x(q)] == T[.., x(k)]` where the entries of one value stand together, in any order of values; only the
-    values count of queries that pass what is `asked` of them beside it, as in `image[q] > 0`."""
+    """The bounds of `T[.., x(q)] == T[.., x(k)]` where the entries of one value stand together, in any order of values;
+    only the values count of queries that meet the conditions `asked` beside it, as in `image[q] > 0`."""
     if e.op != "eq" or any(a.op != "lookup" for a in e.args) or e.args[0].name != e.args[1].name:
         return None
     mine, theirs = sorted(e.args, key=lambda a: "k" in depends(a))
@@ -165,7 +165,7 @@ def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
 
 @lru_cache(maxsize=65536)
 def rising(e: Expr) -> Expr:
-    """The condition under which `e` never decreases in q; FALSE if none is seen."""
+    """The condition under which `e` never decreases in q; FALSE if no condition is found."""
     if "q" not in depends(e) or e is _Q:
         return TRUE
     form = linear(e)

@@ -1,4 +1,4 @@
-"""Is there a visible position, a row without one? Exact, with the position, or `tiles.Spent` past the budget.
+"""Searches for a visible position or a row without one: exact, with the position, or `tiles.Spent` past the budget.
 
 Masks of clauses that can be solved by row are asked row by row, or piece by piece (`count`). All others are
 searched coarse to fine: rectangles that `never` hold a visible position are dropped, one that `always` does ends
@@ -39,7 +39,7 @@ _Q, _K = var("q"), var("k")
 
 
 def first_visible(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int, int] | None:
-    """(slice, q, k) of a visible position in global coordinates, the first of its slice where rows can be solved;
+    """The (slice, q, k) of a visible position in global coordinates, the first of its slice where rows can be solved;
     None if nothing is visible."""
     if mask is FALSE:
         return None
@@ -82,7 +82,7 @@ def _first_key(mask: Expr, rows: Rowwise, scope: Scope, q: int) -> int:
 
 
 def _known(question: Expr, env: dict[str, Any], scope: Scope, n: int) -> Array:
-    """What is certain of n rectangles; nothing where an end of a range leaves 64 bits."""
+    """The certain answers for n rectangles; none where an end of a range leaves 64 bits."""
     scope.spend(max(n, _CALL) * (steps(question) + _EACH))
     try:
         return np.broadcast_to(scope.value(question, env), (n,))
@@ -91,7 +91,7 @@ def _known(question: Expr, env: dict[str, Any], scope: Scope, n: int) -> Array:
 
 
 def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | None:
-    """Depth first over rectangles q0 q1 k0 k1 (columns), the earliest on top of the stack."""
+    """Depth-first search over rectangles q0 q1 k0 k1 (columns), the earliest on top of the stack."""
     at = {"b": whole["b"], "h": whole["h"]}
     if (whole["q1"] - whole["q0"] + 1) * (whole["k1"] - whole["k0"] + 1) * steps(mask) <= _FEW:
         return _read(mask, whole, scope)
@@ -115,7 +115,7 @@ def _search(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] 
 
 
 def _read(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | None:
-    """The first visible position of a rectangle, all of it looked at, some rows at a time."""
+    """The first visible position of a rectangle, found by evaluating all of it, some rows at a time."""
     k = np.arange(whole["k0"], whole["k1"] + 1)
     step = max(1, _AT_ONCE // len(k))
     for start in range(whole["q0"], whole["q1"] + 1, step):
@@ -130,7 +130,7 @@ def _read(mask: Expr, whole: dict[str, int], scope: Scope) -> tuple[int, int] | 
 
 
 def _halved(box: Array) -> Array:
-    """The longer side of every rectangle cut in two, twice; in order."""
+    """The parts of rectangles whose longer side is cut in two, twice; in order."""
     for _ in range(2):
         tall = box[1] - box[0] >= box[3] - box[2]
         one, other = box.copy(), box.copy()
@@ -144,7 +144,7 @@ def _halved(box: Array) -> Array:
 
 
 def _look(mask: Expr, at: dict[str, int], box: Array, scope: Scope) -> tuple[int, int] | None:
-    """The first visible position of small rectangles, position by position."""
+    """The first visible position of small rectangles, found position by position."""
     if not box.shape[1]:
         return None
     high, wide = box[1] - box[0] + 1, box[3] - box[2] + 1
@@ -165,7 +165,7 @@ def _look(mask: Expr, at: dict[str, int], box: Array, scope: Scope) -> tuple[int
 
 
 def first_empty_row(mask: Expr, grid: Grid, scope: Scope) -> tuple[int, int] | None:
-    """(slice, q) of a query that sees no key, None if every query sees one."""
+    """The (slice, q) of a query that sees no key, None if every query sees one."""
     for s in range(len(grid.b)):
         one = replace(grid, b=grid.b[s : s + 1], h=grid.h[s : s + 1], q=grid.q[s : s + 1], k=grid.k[s : s + 1])
         try:
@@ -188,8 +188,8 @@ def _empty_by_row(mask: Expr, one: Grid, scope: Scope) -> int | None:
 
 
 def _search_rows(mask: Expr, one: Grid, scope: Scope) -> int | None:
-    """Blocks of rows: one that never sees a key ends the search, one where every query sees the key at a likely
-    place is dropped, single rows are searched."""
+    """Search blocks of rows: a block that never sees a key ends the search, a block where every query sees the key at a
+    likely place is dropped, single rows are searched."""
     at = {"b": int(one.b[0]), "h": int(one.h[0])}
     q0, k0 = int(one.q[0]), int(one.k[0])
     keys = (k0, k0 + one.kv_len - 1)

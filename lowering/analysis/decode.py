@@ -1,4 +1,4 @@
-"""Few queries, one row of tiles: the intervals of `rows` in Python's integers.
+"""The layout of a decoding step: few queries, one row of tiles, the intervals of `rows` in Python's integers.
 
 A step of decoding has new positions and lengths and nothing else; arrays of one element cost more than their sums.
 What stays is worked out once (`few`), a step is a pass over a list of operations (`Few.spans`), and the records
@@ -40,7 +40,7 @@ Row = list[Record]
 
 
 class IntegerProgram:
-    """Exprs in Int and Bool as operations on Python's integers; `KeyError` for an operation that has none here."""
+    """Exprs in Int and Bool as operations on Python's integers; `KeyError` for an operation without one."""
 
     def __init__(self, parts: Sequence[Expr], scope: Scope) -> None:
         nodes = list(walk(*parts))
@@ -94,7 +94,7 @@ def _operation(e: Expr, scope: Scope) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Few:
-    """A mask ready for rows of few queries."""
+    """A mask prepared for rows of few queries."""
 
     formula: Bounds | None
     apart: frozenset[str]  # "b", "h" if the mask knows them
@@ -107,7 +107,7 @@ class Few:
     def spans(
         self, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin, full: Sizes
     ) -> Spans | None:
-        """The spans of one row of tiles; None where they take another way. `full` are the sizes of the problem."""
+        """The spans of one row of tiles; None where keys are not one interval. `full` has the sizes of the problem."""
         b0, h0, *places = origin
         qs, ks = ([x] * batch if type(x) is int else _each(x, batch) for x in places)
         apart = "b" in self.apart or any(x != qs[0] for x in qs) or any(x != ks[0] for x in ks)
@@ -161,7 +161,7 @@ class Few:
 
 
 def few(mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table]) -> Few | None:
-    """`mask`, simplified, for rows of few queries; None where its terms are not bounds on integers."""
+    """The simplified `mask` prepared for rows of few queries; None where its terms are not bounds on integers."""
     ways = solved(mask)
     if ways is None or not ways.rowwise:
         return None
@@ -191,7 +191,8 @@ def _ends(ways: Solved) -> list[Expr]:
 
 
 def _one_interval(ends: Sequence[int], bk: int, cut: bool) -> Row:
-    """Keys that are seen and keys that all see, counted from the first of the call, in tiles: `driver._closed`."""
+    """The visible keys and the keys that all queries see, counted from the first of the call, in tiles:
+    `layout._closed`."""
     first, last, full_first, full_last = ends
     lo, hi = first // bk, last // bk + 1
     if last < first or hi <= lo:
@@ -204,7 +205,7 @@ def _one_interval(ends: Sequence[int], bk: int, cut: bool) -> Row:
 def _runs(
     seen: Sequence[tuple[int, int]], hidden: Sequence[tuple[int, int]], columns: int
 ) -> list[tuple[int, int, int]]:
-    """Maximal runs (start, stop, kind) of the tiles that are seen: `rows.sweep`."""
+    """The maximal runs (start, stop, kind) of visible tiles: `rows.sweep`."""
     cuts = sorted({min(max(x, 0), columns) for pair in (*seen, *hidden) for x in pair})
     out: list[tuple[int, int, int]] = []
     for start, stop in pairwise(cuts):
@@ -217,7 +218,7 @@ def _runs(
 
 
 def _recorded(runs: Sequence[tuple[int, int, int]]) -> Row:
-    """Runs as records: `spans.records`."""
+    """The records of runs: `spans.records`."""
     out: Row = []
     end, place = -1, 0  # where the run before stops, and how many runs touch one another up to here
     for start, stop, kind in runs:

@@ -1,4 +1,4 @@
-"""What a layout is good for: visible pairs, rows without a key, runs per row. Exact, or an error that says so."""
+"""Facts of a layout: visible pairs, rows without a key, runs per row. Exact, or an error that says so."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _TILE = 64  # steps for a tile itself
 
 
 def sees_itself(mask: Expr) -> bool:
-    """Whether every query provably sees the key at its own position, as under most causal masks: no row is
-    empty, then, where that key is part of the call.
+    """Whether every query provably sees the key at its own position, as under most causal masks: no row is empty, then,
+    where that key is part of the call.
 
     >>> from frisket.dsl.sugar import q, k
     >>> sees_itself((q >= k) & (q - k < 256))
@@ -36,7 +36,7 @@ def sees_itself(mask: Expr) -> bool:
 
 
 def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
-    """How many keys each query sees, int64 [slices, q_len].
+    """The number of keys each query sees, int64 [slices, q_len].
 
     Masks made of clauses that can be solved by row are counted without looking at pairs; others from their runs,
     looking only at PARTIAL tiles. Raises `BudgetError` when that takes more than `scope.work` steps.
@@ -48,7 +48,8 @@ def row_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -
 
 
 def pair_counts(mask: Expr, grid: Grid, scope: Scope, runs: Callable[[], Runs]) -> Array:
-    """Visible pairs of each slice, int64 [slices]: sums of `row_counts`, in closed form where there is one."""
+    """The number of visible pairs of each slice, int64 [slices]: sums of `row_counts`, in closed form where there is
+    one."""
     try:
         return np.array([r.total() for r in _by_row(mask, grid, scope)], np.int64)
     except (Beyond, EvaluationError, Spent):
@@ -61,7 +62,7 @@ def _by_row(mask: Expr, grid: Grid, scope: Scope) -> Iterator[Rowwise]:
 
 
 def no_row_empty(mask: Expr, grid: Grid, scope: Scope) -> bool | None:
-    """Whether every query sees a key; None where that is more work than `scope.work`."""
+    """Whether every query sees a key; None where the answer takes more work than `scope.work`."""
     try:
         return first_empty_row(mask, grid, scope) is None
     except Spent:

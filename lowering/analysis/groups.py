@@ -1,4 +1,4 @@
-"""Functions of the key, counted: residues by arithmetic, sorted values as ranges, equal values as groups.
+"""Counts keys by functions of the key: residues by arithmetic, sorted values as ranges, equal values as groups.
 
 >>> steps = KeyFunction(np.array([0, 0, 3, 3, 7]), 10)  # of keys 10..14
 >>> steps.range(np.array([1, 3]), np.array([3, 9]))
@@ -24,24 +24,24 @@ _NARROW = 4  # a range of values this many times the number of keys is indexed, 
 
 
 class Beyond(Exception):  # noqa: N818 (never leaves the analysis)
-    """These clauses cannot be counted by row."""
+    """The clauses of a mask cannot be counted by row."""
 
 
 # -- residues -------------------------------------------------------------------------------------
 
 
 def chain(digits: Mapping[Digit, object]) -> list[Digit]:
-    """Digits, finest first."""
+    """The digits of a key in order, finest first."""
     return sorted(digits, key=lambda d: d.step)
 
 
 def chained(digits: Mapping[Digit, object]) -> bool:
-    """Whether they are digits of one number: the period of each divides the step of the next."""
+    """Whether digits are digits of one number: the period of each divides the step of the next."""
     return not any(y.step % (x.step * x.base) for x, y in pairwise(chain(digits)))
 
 
 def below(x: Array, order: Sequence[Digit], digits: Mapping[Digit, tuple[Array, Array]]) -> Array:
-    """How many of 0 .. x - 1 have every digit between its ends."""
+    """The count of 0 .. x - 1 whose digits are all between their ends."""
     if not order:
         return x
     top, finer = order[-1], order[:-1]
@@ -80,13 +80,13 @@ class KeyFunction:
         return first + self.k0, stop - 1 + self.k0
 
     def _below(self, x: Array) -> Array:
-        """How many values are below x."""
+        """The number of values below x."""
         if self.starts is None:
             return np.asarray(np.searchsorted(self.values, x))
         return np.asarray(self.starts[np.clip(x, self.least, self.most + 1) - self.least])
 
     def _at_most(self, x: Array) -> Array:
-        """How many values are at most x, which may be the largest Int there is."""
+        """The number of values at most x, which may be the largest Int."""
         if self.starts is None:
             return np.asarray(np.searchsorted(self.values, x, side="right"))
         return np.where(x < self.least, 0, self.starts[np.clip(x, self.least, self.most) - self.least + 1])
@@ -96,7 +96,7 @@ class KeyFunction:
 
 
 class ValueNumbers:
-    """Small numbers for the values of a function; -1 for others."""
+    """Small numbers for the values of a function; -1 for unknown values."""
 
     def __init__(self, values: Array) -> None:
         self.least, top = int(values.min()), int(values.max())
@@ -125,25 +125,25 @@ class Groups:
 
     @cached_property
     def order(self) -> Array:
-        """The keys by group, then position."""
+        """The keys sorted by group, then position."""
         small = self.group.astype(np.uint16) if self.rename.size <= 1 << 16 else self.group  # sorted by radix
         return np.argsort(small, kind="stable")
 
     @cached_property
     def rank(self) -> Array:
-        """The place of each key in that order."""
+        """The place of each key in the order by group and position."""
         out = np.empty(len(self.group), np.int64)
         out[self.order] = np.arange(len(self.group))
         return out
 
     @cached_property
     def member(self) -> Array:
-        """Group and position in one number, in order."""
+        """The group and position of each key in one number, in order."""
         return np.asarray(self.group[self.order] * len(self.group) + self.order)
 
     @cached_property
     def held(self) -> Array | None:
-        """How many of the first keys in that order count."""
+        """The number of counted keys among the first keys in that order."""
         return None if self._held is None else np.concatenate([[0], np.cumsum(self._held[self.order])])
 
     def _joint(self, names: Sequence[Array]) -> Array:
@@ -153,7 +153,7 @@ class Groups:
         return np.asarray(np.where(unknown, -1, out))
 
     def count(self, values: Sequence[Array], lo: Array, hi: Array) -> Array:
-        """How many keys at positions `lo..hi` have these values, positions from 0; hi may be lo - 1."""
+        """The number of keys at positions `lo..hi` with these values, positions from 0; hi may be lo - 1."""
         found = self._joint([name(v) for name, v in zip(self.names, values, strict=True)])
         group = np.where(found < 0, -1, self.rename(found))
         group, lo, stop = np.broadcast_arrays(group, lo, hi + 1)
@@ -163,7 +163,7 @@ class Groups:
         return np.asarray(np.where(group < 0, 0, found))
 
     def _before(self, group: Array, at: Array) -> Array:
-        """The place, among all keys by group, where those of `group` at positions from `at` on begin."""
+        """The place, among all keys by group, where the keys of `group` at positions from `at` on begin."""
         n = len(self.group)
         if np.all(at <= 0):
             return np.asarray(self.start[group])

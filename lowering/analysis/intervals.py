@@ -28,9 +28,9 @@ Q0, Q1, K0, K1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
 
 @dataclass(frozen=True)
 class Range:
-    """`lo <= value <= hi`. `attained`: both ends are values at some point of the rectangle. `dense`: every
-    integer between two attained values is a value too (neighbouring points differ by at most 1). `nan`: a
-    Float that may be NaN somewhere, which then lies outside the ends."""
+    """The range `lo <= value <= hi` of an Int or Float. `attained`: both ends are values at some point of the
+    rectangle. `dense`: every integer between two attained values is a value too (neighbouring points differ by at most
+    1). `nan`: a Float that may be NaN somewhere, which then lies outside the ends."""
 
     lo: Expr | None
     hi: Expr | None
@@ -52,7 +52,7 @@ def point(e: Expr) -> Range:
 
 
 def depends(e: Expr) -> frozenset[str]:
-    """Which of q and k a value varies with."""
+    """The variables among q and k that a value varies with."""
     return uses(e) & {"q", "k"}
 
 
@@ -72,7 +72,7 @@ def ends(e: Expr) -> Range:
 
 
 def independent(*parts: Expr) -> bool:
-    """No two of them vary with the same variable, so their values combine freely."""
+    """Whether no two values vary with the same variable, so that they combine freely."""
     held = [depends(p) for p in parts]
     return sum(map(len, held)) == len(frozenset().union(*held))
 
@@ -123,7 +123,7 @@ def _neg(e: Expr) -> Range:
 
 
 def _float_result(e: Expr, lo: Expr | None, hi: Expr | None, attained: bool = False) -> Range:
-    """Arithmetic gives NaN only from NaN or where infinities meet, and then an end is not finite."""
+    """The range of Float arithmetic, with NaN only from NaN or where infinities meet: then an end is not finite."""
     if e.type is INT:
         return Range(lo, hi, attained)
     if lo is None or hi is None:
@@ -181,7 +181,7 @@ def _floordiv(e: Expr) -> Range:
 
 
 def _mod(e: Expr) -> Range:
-    """0 <= x % d < d for d > 0, and the remainders of the ends when both have the same quotient."""
+    """The range of x % d: 0 <= x % d < d for d > 0, and the remainders of the ends when both have the same quotient."""
     x, y = (ends(a) for a in e.args)
     if y.lo is None or y.hi is None:
         return TOP
@@ -252,7 +252,7 @@ def _int(e: Expr) -> Range:
 
 
 def _rounded(e: Expr) -> Range:
-    """`floor` and `int` of a Float; NaN becomes 0, so a range that may hold NaN is everything."""
+    """The range of `floor` and `int` of a Float; NaN becomes 0, so a range that may hold NaN is everything."""
     r = ends(e.args[0])
 
     def end(x: Expr | None, far: int) -> Expr | None:
@@ -262,7 +262,7 @@ def _rounded(e: Expr) -> Range:
 
 
 def _monotone(e: Expr) -> Range:
-    """Functions that never decrease; below its domain one gives NaN, and then so does its lower end."""
+    """The range of functions that never decrease; below its domain one gives NaN, and then so does its lower end."""
     r = ends(e.args[0])
     if r.lo is None or r.hi is None:
         return TOP
@@ -291,7 +291,7 @@ def _lookup(e: Expr) -> Range:
 
 
 def table_box(e: Expr) -> tuple[tuple[Expr, ...], tuple[Expr, ...]]:
-    """First and last index per axis; an unknown end is the table's (queries clamp)."""
+    """The first and last index per axis of a lookup; an unknown end is the table's (queries clamp)."""
     ranges = [ends(a) for a in e.args]
     far = lit(FAR)
     return (

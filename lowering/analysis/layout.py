@@ -1,4 +1,4 @@
-"""From a simplified mask and lengths to spans: closed form where there is one, coarse to fine elsewhere."""
+"""Makes spans from a simplified mask and lengths: closed form where there is one, coarse to fine elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNDERSTOOD = 1 << 11  # steps of reductions that are reasoned about
 
 @dataclass(frozen=True)
 class Analysis:
-    """What was found, and how."""
+    """The result of an analysis, and the method used."""
 
     spans: Spans
     bounds: Bounds | None  # the closed form, when the mask has one
@@ -44,7 +44,7 @@ class Analysis:
 
 
 def bind(e: Expr, tables: Mapping[str, Any], most: int = WRITTEN) -> Expr:
-    """Extents become the sizes of the bound tables, and reductions are written out, as kernels need them.
+    """The mask with extents as the sizes of the bound tables and reductions written out, as kernels need them.
 
     Raises `LoweringError` for reductions that take more than `most` steps a position."""
     e = _sized(e, tables)
@@ -59,7 +59,8 @@ def bind(e: Expr, tables: Mapping[str, Any], most: int = WRITTEN) -> Expr:
 
 
 def bind_in_part(e: Expr, tables: Mapping[str, Any]) -> Expr:
-    """`bind` for an analysis: reductions too long to reason about stay, and tiles they decide are looked at."""
+    """The mask bound for an analysis: `bind`, but reductions too long to reason about stay, and tiles they decide are
+    looked at."""
     e = _sized(e, tables)
     outer = [n for n in outside(e) if n.op == "reduce"]
     return substitute(e, {n: unroll(n) for n in outer}) if outer and steps(e) <= UNDERSTOOD else e
@@ -71,7 +72,7 @@ def _sized(e: Expr, tables: Mapping[str, Any]) -> Expr:
 
 
 def swap(e: Expr) -> Expr:
-    """The mask with queries and keys exchanged: its rows are the columns of the other."""
+    """The mask with queries and keys exchanged: rows of the result are columns of the mask."""
     return substitute(e, {var("q"): var("k"), var("k"): var("q")})
 
 
@@ -141,7 +142,7 @@ def _nothing(rows: int, batch: int, heads: int) -> Analysis:
 def grid_of(
     expr: Expr, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int], origin: Origin
 ) -> tuple[Grid, Array]:
-    """One slice for every (b, h) the mask can tell apart."""
+    """The grid with one slice for every (b, h) the mask can tell apart."""
     b0, h0, q0, k0 = origin
     used = uses(expr)
     shifts = (
@@ -157,7 +158,7 @@ def grid_of(
 
 
 def _rows(grid: Grid) -> dict[str, Array]:
-    """First and last query of every row of tiles, and the keys of the crop: [slices, rows]."""
+    """The first and last query of every row of tiles, and the keys of the crop: [slices, rows]."""
     start = np.arange(grid.rows) * grid.block[0]
     stop = np.minimum(start + grid.block[0], grid.q_len)
     q, k = grid.q[:, None], grid.k[:, None]
@@ -168,7 +169,7 @@ def _rows(grid: Grid) -> dict[str, Array]:
 
 
 def _reads(expr: Expr) -> bool:
-    """Whether a table is read along the sequence: numbers alone make few boxes, and those cost less than queries."""
+    """Whether a table is read along the sequence: numbers alone make few boxes, which cost less than queries."""
     return any(n.op in ("lookup", "segment") and uses(n) & {"q", "k"} for n in walk(expr))
 
 
@@ -198,8 +199,8 @@ def _holds(ways: Solved, grid: Grid, scope: Scope) -> bool:
 
 
 def _by_row(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]] | None:
-    """The records of rows whose keys are one interval per term; None where they are not, or an end of one leaves
-    64 bits, which the mask itself need not."""
+    """The records of rows whose keys are one interval per term; None where keys are not, or an end of an interval
+    leaves 64 bits, which the mask itself need not."""
     try:
         if not (ways.rowwise and _holds(ways, grid, scope)):
             return None

@@ -1,5 +1,5 @@
-"""Tiles cut where `// n` and `% n` start anew: inside a piece rows, columns and frames of an image are plain
-numbers, so ranges are exact where over the whole tile they are everything."""
+"""Cuts tiles where `// n` and `% n` start anew: inside a piece rows, columns and frames of an image are plain numbers,
+so ranges are exact where over the whole tile they are everything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EDGES = {"q": ("q0", "q1"), "k": ("k0", "k1")}
 
 @lru_cache(maxsize=4096)
 def seams(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
-    """(axis, shift, period): where `(x + shift) // period` steps, for every `//` and `%` of one coordinate."""
+    """The (axis, shift, period) of cuts, where `(x + shift) // period` steps, for `//` and `%` of one coordinate."""
     found: dict[tuple[str, Expr, Expr], None] = {}
     for node in walk(mask):
         if node.op in ("floordiv", "mod") and len(depends(node)) == 1 and not depends(node.args[1]):
@@ -37,8 +37,8 @@ def seams(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
 
 
 def pieces(mask: Expr, env: Mapping[str, Array], value: Callable[..., Array]) -> tuple[Array, dict[str, Array]]:
-    """The pieces of tiles: which tile each belongs to, sorted, and their corners. A tile is cut at seams until it
-    has as many pieces as it may."""
+    """The pieces of tiles: the tile of each piece, sorted, and the corners. A tile is cut at seams until it has as many
+    pieces as allowed."""
     n = len(env["q0"])
     owner = np.arange(n)
     box = {name: env[name].copy() for name in ("q0", "q1", "k0", "k1")}

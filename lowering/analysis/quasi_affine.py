@@ -1,4 +1,4 @@
-"""Where the answer for a query repeats with a shift: the pieces of a row of queries a count is affine on.
+"""Pieces of a row of queries on which a count is quasi-affine: the count of a query repeats with a shift.
 
 An Int of the query is quasi-affine when `f(q + p) == f(q) + s` for every q. If all ends of a mask's clauses are,
 with a common period, the number of keys a query sees is quasi-affine too, except near queries where two ends
@@ -39,12 +39,12 @@ class Piece:
 
     @property
     def periods(self) -> int:
-        """Whole periods, where there are enough to leave some out."""
+        """The number of whole periods, where there are enough to leave some out."""
         whole = (self.stop - self.start) // self.period if self.period else 0
         return whole if whole > 3 else 0
 
     def asked(self) -> Integers:
-        """The queries that tell all: the first two periods and the last, and what is left over."""
+        """The queries that determine the piece: the first two periods and the last, and the remainder."""
         if not self.periods or not self.period:
             return np.arange(self.start, self.stop)
         two, tail = self.start + 2 * self.period, self.start + (self.periods - 1) * self.period
@@ -84,7 +84,7 @@ def pieces(
 
 
 class _Line:
-    """A quasi-affine Int: its values over one period, and what it gains in one."""
+    """A quasi-affine Int: the values over one period, and the gain per period."""
 
     def __init__(self, e: Expr, period: int, value: Value) -> None:
         known = _period(e, _Q)
@@ -93,7 +93,7 @@ class _Line:
         self.values = value(e, np.arange(period))
 
     def near(self, other: _Line) -> tuple[int, int] | None:
-        """First and last + 1 of the queries where both may be close; None if they keep their distance."""
+        """The first and last + 1 of the queries where two lines may be close; None if they keep their distance."""
         gain, apart = self.gain - other.gain, self.values - other.values
         if gain == 0:
             return None
@@ -105,7 +105,7 @@ class _Line:
 
 
 def _ends(conjunctions: list[Conjunction]) -> tuple[int, list[Expr], list[Expr]] | None:
-    """(common period, ends of ranges of keys, Ints whose sign matters); None where one is not quasi-affine."""
+    """(common period, ends of ranges of keys, Ints whose sign matters) of a clause; None if not quasi-affine."""
     edges, signs, turning = dict[Expr, None](), dict[Expr, None](), dict[Expr, None]()
     turn = 1  # every digit of a key comes back after so many keys
     for clause in (c for one in conjunctions for c in one):
@@ -135,7 +135,7 @@ def _condition(clause: Clause) -> Expr:
 
 
 def _limits(clause: Clause) -> tuple[KeyPosition | Digit, tuple[Expr, ...]] | None:
-    """The key or digit a clause speaks of, and the Ints of the query it is compared with."""
+    """The key or digit that a clause limits, and the Ints of the query it is compared with."""
     if isinstance(clause, QueryCondition):
         return KeyPosition(), ()
     if isinstance(clause, Keys | Along) or isinstance(clause.of, Of):
@@ -144,7 +144,7 @@ def _limits(clause: Clause) -> tuple[KeyPosition | Digit, tuple[Expr, ...]] | No
 
 
 def _forms(rows: Expr) -> Iterator[Expr | None]:
-    """What is compared with 0 in a condition on the query; None for what is no comparison of Ints."""
+    """The Ints compared with 0 in a condition on the query; None for a condition that compares no Ints."""
     if rows.op in ("and", "or", "not"):
         for a in rows.args:
             yield from _forms(a)

@@ -1,4 +1,4 @@
-"""Query by query: masks whose terms bound the keys of each query, in whatever order the bounds come.
+"""The layout of masks whose terms bound the keys of each query, in any order of bounds, query by query.
 
 Where the keys of a row of tiles are not one interval per term (documents of queries beside documents of keys,
 windows from a table), the intervals of its queries are written down and united. O(queries x terms), no tiles.
@@ -25,7 +25,7 @@ _BATCH = 1 << 19  # intervals held at a time
 
 
 def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
-    """The runs of a mask from the intervals of its queries; None where that is too much work."""
+    """The runs of a mask from the intervals of its queries; None where they take too much work."""
     each = sum(_QUERY + steps(e) for pair in ways.yes for e in pair)
     if not scope.afford(len(grid.b) * grid.q_len * each):
         return None
@@ -49,7 +49,7 @@ def by_query(ways: Solved, grid: Grid, scope: Scope) -> Runs | None:
 
 
 def _tiles(ways: Solved, grid: Grid, scope: Scope, s: int, at: Array) -> tuple[Array, Array]:
-    """Tiles [start, stop) with a key the query sees, and with one it does not: [terms, queries, 2] each."""
+    """The tiles [start, stop) with a key the query sees, and with a key it does not see: [terms, queries, 2] each."""
     q, k0, bk = grid.q[s] + at, grid.k[s], grid.block[1]
     k1 = k0 + grid.kv_len - 1
     env = {"b": grid.b[s], "h": grid.h[s], "q0": q, "q1": q, "k0": k0, "k1": k1}
@@ -74,7 +74,7 @@ def _in_tiles(first: Array, last: Array, k0: int, bk: int) -> Array:
 
 
 def _united(tiles: Array, bq: int) -> Array | None:
-    """The union over each row of tiles, term by term, as disjoint pieces [rows, pieces, 2]; empty ones are 0, 0."""
+    """The union over each row of tiles, term by term, as disjoint pieces [rows, pieces, 2]; empty pieces are 0, 0."""
     terms, queries, _ = tiles.shape
     rows = -(-queries // bq)
     tiles = np.where(tiles[..., :1] < tiles[..., 1:], tiles, -1)  # empty: before all others, and opens no piece

@@ -44,7 +44,7 @@ _PERIODS = 1 << 16  # positions enumerated to understand a periodic clause
 
 @dataclass(frozen=True)
 class System:
-    """One conjunction: bounds on q, k and q - k (Exprs that vary with neither), and what is left over."""
+    """One conjunction: bounds on q, k and q - k (Exprs that vary with neither), and the remaining terms."""
 
     low: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
     high: dict[str, list[Expr]] = field(default_factory=lambda: {"q": [], "k": [], "d": []})
@@ -64,7 +64,7 @@ def _size(e: Expr) -> int:
 
 
 def terms(e: Expr) -> list[Expr] | None:
-    """The disjunction of conjunctions `e` is, as a list; None if it has more than TERMS, or is `beyond`."""
+    """The disjunction of conjunctions equal to `e`, as a list; None if it has more than TERMS, or is `beyond`."""
     if beyond(e):
         return None
     if e.op == "or":
@@ -100,7 +100,7 @@ def literals(term: Expr) -> tuple[Expr, ...]:
 
 @lru_cache(maxsize=4096)
 def system(term: Expr) -> System:
-    """Sort the literals of a conjunction."""
+    """The literals of a conjunction, sorted into a System."""
     out = System()
     for e in literals(term):
         if not depends(e):
@@ -126,7 +126,7 @@ def _bound(e: Expr, out: System) -> bool:
 
 
 def infeasible(s: System) -> Expr:
-    """No integer point of the rectangle meets the bounds of `s`."""
+    """Whether no integer point of the rectangle meets the bounds of `s`, as a sufficient condition."""
     q_low, q_high = [Q0, *s.low["q"]], [Q1, *s.high["q"]]
     k_low, k_high = [K0, *s.low["k"]], [K1, *s.high["k"]]
     found: list[Expr] = []
@@ -143,7 +143,7 @@ def infeasible(s: System) -> Expr:
 
 @lru_cache(maxsize=65536)
 def never(e: Expr) -> Expr:
-    """True only if `e` is false at every point of the rectangle."""
+    """The condition under which `e` is certainly false at every point of the rectangle."""
     if beyond(e):
         return _of_parts(e, never, "and")
     found = terms(e)
@@ -155,7 +155,7 @@ def never(e: Expr) -> Expr:
 
 @lru_cache(maxsize=65536)
 def always(e: Expr) -> Expr:
-    """True only if `e` is true at every point of the rectangle."""
+    """The condition under which `e` is certainly true at every point of the rectangle."""
     if beyond(e):
         return _of_parts(e, always, "or")
     return never(simplify(negate(e)))
@@ -196,7 +196,7 @@ def _never_literal(e: Expr) -> Expr:
 
 
 def _always_literal(e: Expr) -> Expr:
-    """For what stands under a `not` in negation normal form: Float comparisons, lookups, xor."""
+    """The condition under which a literal below a `not` always holds: Float comparisons, lookups, xor."""
     if e.op in ("lt", "le", "gt", "ge", "eq", "ne") and e.args[0].type is not BOOL:
         return _always_float(e) if e.args[0].type is not INT else always(e)
     if e.op == "lookup":
@@ -238,7 +238,7 @@ def _never_comparison(e: Expr) -> Expr:
 
 
 def _congruent(e: Expr) -> tuple[Expr, bool] | None:
-    """For `x % n == c`: whether some integer between the ends of x is c modulo n, and whether each is a value."""
+    """The conditions of `x % n == c`: some integer between the ends of x is c modulo n, and each one is a value."""
     if e.op != "eq" or not is_int_comparison(e):
         return None
     _, form = relation(e.op, *e.args)
@@ -283,7 +283,7 @@ def _always_float(e: Expr) -> Expr:
 
 @lru_cache(maxsize=65536)
 def mixed(e: Expr) -> Expr:
-    """True only if every tile inside the rectangle holds a true and a false point."""
+    """The condition under which every tile inside the rectangle certainly holds a true and a false point."""
     if beyond(e):
         return FALSE
     return simplify(conj(some(e), some(simplify(negate(e)))))
@@ -291,7 +291,7 @@ def mixed(e: Expr) -> Expr:
 
 @lru_cache(maxsize=65536)
 def some(e: Expr) -> Expr:
-    """True only if every tile inside the rectangle holds a point where `e` is true."""
+    """The condition under which every tile inside the rectangle certainly holds a point where `e` is true."""
     if beyond(e):
         return FALSE
     found = terms(e)
@@ -325,7 +325,7 @@ def _some_literal(e: Expr) -> Expr:
 
 
 def _some_attained(e: Expr) -> Expr:
-    """A single tile: the ends of an Int are values, so a comparison that an end meets is met."""
+    """The condition `some` for a single tile: the ends of an Int are values, so a comparison met by an end is met."""
     if not is_int_comparison(e):
         if e.op == "lookup" and _sweeps(e):
             lows, highs = table_box(e)
@@ -350,21 +350,21 @@ def _some_attained(e: Expr) -> Expr:
 
 
 def _sweeps(e: Expr) -> bool:
-    """A lookup whose one varying index passes every position between its ends."""
+    """Whether the one varying index of a lookup passes every position between its ends."""
     varying = [a for a in e.args if depends(a)]
     r = ends(varying[0]) if len(varying) == 1 else Range(None, None)
     return r.attained and r.dense
 
 
 def _some_periodic(e: Expr) -> Expr:
-    """A clause that repeats along k: a tile as wide as the period holds every phase of it."""
+    """The condition `some` for a clause that repeats along k: a tile as wide as the period holds every phase."""
     period = _truth(e)
     return FALSE if period is None else period <= TK
 
 
 @lru_cache(maxsize=4096)
 def _truth(e: Expr) -> int | None:
-    """A period along k after which `e` has been true somewhere, for every q; None if there is none."""
+    """A period along k in which `e` is true somewhere, for every q; None if there is none."""
     if uses(e) - {"q", "k"} or any(n.op in ("param", "lookup", "segment", "random") for n in walk(e)):
         return None
     if not is_int_comparison(e):
@@ -383,7 +383,7 @@ def _truth(e: Expr) -> int | None:
 
 
 def _period(e: Expr, x: Expr) -> tuple[int, int] | None:
-    """(p, s) with e(x + p) == e(x) + s for every x; None where no such pair is seen."""
+    """The (p, s) with e(x + p) == e(x) + s for every x; None where no such pair is found."""
     if e is x:
         return (1, 1)
     if x not in walk(e):

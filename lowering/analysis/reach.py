@@ -1,4 +1,4 @@
-"""Whether every table lookup stays inside its table, or the position where it does not.
+"""Decides whether every table lookup stays inside its table, or finds the position where one does not.
 
 A lookup counts where its answer does: under `a & b` a lookup of b counts where a is true, under `a | b` where a is
 false, in a branch where the branch is taken. A neighbour guards a lookup only if its own lookups are proved, so
@@ -28,9 +28,10 @@ from .tiles import Grid, Scope, Spent
 
 @dataclass(frozen=True)
 class Lookup:
-    """One axis of one lookup: `text` is the lookup, `index` what it is read at. `lo..hi` are bounds of the index over
-    all positions (None: not known), `size` the entries of the axis. `proved`: it stays in `0..size - 1` wherever it
-    counts; else `witness` is a (b, h, q, k) where it does not, and `value` the index there (None: not decided)."""
+    """One axis of one lookup: `text` is the lookup, `index` the Expr of the index. `lo..hi` are bounds of the index
+    over all positions (None: not known), `size` the entries of the axis. `proved`: the index stays in `0..size - 1`
+    wherever it counts; else `witness` is a (b, h, q, k) where it does not, and `value` the index there (None: not
+    decided)."""
 
     table: str
     axis: int
@@ -80,7 +81,7 @@ def lookups(e: Expr, visible: Expr, grid: Grid, scope: Scope) -> tuple[Lookup, .
 
 
 def _contexts(root: Expr, proved: set[Expr]) -> Mapping[Expr, Expr]:
-    """For every node, where its value counts."""
+    """The condition, for every node, under which its value counts."""
 
     def sound(e: Expr) -> bool:
         return "score" not in uses(e) and all(n in proved for n in walk(e) if n.op == "lookup")
@@ -121,7 +122,7 @@ def _checked(node: Expr, axis: int, where: Expr, grid: Grid, scope: Scope) -> Lo
 
 
 def _range(index: Expr, grid: Grid, scope: Scope) -> tuple[int | None, int | None]:
-    """Bounds of the index over the whole crop."""
+    """The bounds of an index over the whole crop."""
     env = {
         "b": grid.b, "h": grid.h, "q0": grid.q, "q1": grid.q + grid.q_len - 1, "k0": grid.k,
         "k1": grid.k + grid.kv_len - 1,

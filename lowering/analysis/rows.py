@@ -1,4 +1,4 @@
-"""Closed form: masks whose terms are bounds on q, k, q - k and on k by curves of q, a row of tiles at a time.
+"""The closed-form layout of masks whose terms are bounds on q, k, q - k and on k by curves of q, row by row of tiles.
 
 For a conjunction of such bounds and a row of queries `q0..q1`, the keys that some query sees are one interval,
 and so are the keys that every query sees: four formulas, no search. For a disjunction the intervals of its terms
@@ -32,8 +32,8 @@ _Q, _K = var("q"), var("k")
 
 @dataclass(frozen=True)
 class Anchor:
-    """A condition on all queries of the call: every `lows` stays at or below every `highs`. Exprs are distances
-    from q; those that still vary with q have to be looked at, query by query."""
+    """A condition on all queries of the call: every `lows` stays at or below every `highs`. Exprs are distances from q;
+    distances that still vary with q have to be evaluated, query by query."""
 
     lows: tuple[Expr, ...]
     highs: tuple[Expr, ...]
@@ -70,10 +70,10 @@ def _distance(c: Curve) -> Expr:
 
 @dataclass(frozen=True)
 class Solved:
-    """A mask as intervals of keys, in the first and last query of a row of tiles and the first and last key of
-    the call. Right for single queries where `needs` holds; for rows where also no condition asks of a query
-    alone (`rowwise`), every value of `rises` never decreases over the queries of the call, which the condition
-    beside it says of some, and every anchor holds."""
+    """A mask as intervals of keys, in the first and last query of a row of tiles and the first and last key of the
+    call. The intervals hold for single queries where `needs` holds; for rows where also no condition asks of a query
+    alone (`rowwise`), every value of `rises` never decreases over the queries of the call, which the condition beside
+    it says of some, and every anchor holds."""
 
     yes: tuple[Interval, ...]
     no: tuple[Interval, ...] | None  # of the negation, where that is made of bounds too
@@ -85,7 +85,7 @@ class Solved:
 
     @property
     def formula(self) -> Bounds | None:
-        """The same for kernels, whose prologues read no tables by query."""
+        """The intervals for kernels, whose prologues read no tables by query."""
         if self.full is None or not self.rowwise or any(_reads(n) for e in (*self.yes[0], *self.full) for n in walk(e)):
             return None
         return Bounds(self.yes[0][0], *self.full, self.yes[0][1])
@@ -109,7 +109,7 @@ def solved(mask: Expr) -> Solved | None:
 
 
 def intervals(mask: Expr) -> tuple[Interval, ...] | None:
-    """(first, last) for each term of a mask made of bounds alone, where they need no conditions."""
+    """The (first, last) for each term of a mask made of bounds alone, where no conditions are needed."""
     mine = _terms(mask)
     if mine is None or any(t.curves or t.asks or t.needs is not TRUE for t in mine):
         return None
@@ -171,7 +171,7 @@ def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
 
 
 def _everywhere(t: Term) -> Interval:
-    """The keys that every query of q0..q1 sees: past the last of the rising lower ends, up to the first upper."""
+    """The keys that every query of q0..q1 sees: past the last of the rising lower ends, up to the first upper end."""
     s = t.system
     first = _fold(maximum, K0, *s.low["k"], *(Q1 - d for d in s.high["d"]), *t.values("low", Q1))
     last = _fold(minimum, K1, *s.high["k"], *(Q0 - d for d in s.low["d"]), *t.values("high", Q0))
@@ -180,7 +180,7 @@ def _everywhere(t: Term) -> Interval:
 
 
 def _visible(t: Term) -> Interval:
-    """First and last key that some query of q0..q1 sees under `t`; last < first when there is none."""
+    """The first and last key that some query of q0..q1 sees under `t`; last < first when there is none."""
     s = t.system
     start, stop = _fold(maximum, Q0, *s.low["q"]), _fold(minimum, Q1, *s.high["q"])
     first = _fold(maximum, K0, *s.low["k"], *(start - d for d in s.high["d"]), *t.values("low", start))

@@ -1,4 +1,4 @@
-"""Tables at bind time: exact minima and maxima over index ranges, and facts about the whole.
+"""Tables at bind time: exact minima and maxima over index ranges, and facts of the whole table.
 
 >>> t = Table(np.array([3, 1, 2]))
 >>> t.extreme("min", [np.array([1])], [np.array([2])])
@@ -21,7 +21,7 @@ BEYOND = 1 << 40  # further than any position; its products with lengths still f
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Of a whole table, runs and order along the last axis. `runs` counts the stretches of equal entries, None
+    """Facts of a whole table: runs and order along the last axis. `runs` counts the stretches of equal entries, None
     where one value has several."""
 
     low: float
@@ -51,13 +51,13 @@ class Table:
 
     @cached_property
     def sorted(self) -> bool:
-        """One axis, never decreasing."""
+        """Whether a table of one axis never decreases."""
         a = self.array
         return a.ndim == 1 and a.dtype != np.bool_ and bool(np.all(a[1:] >= a[:-1]))
 
     @cached_property
     def starts(self) -> Array:
-        """Where a stretch of equal entries along the last axis begins, as sorted positions in the flat array."""
+        """The starts of stretches of equal entries along the last axis, as sorted positions in the flat array."""
         n = self.array.shape[-1]
         flat = self.array.reshape(-1)
         change = np.empty(len(flat), np.bool_)
@@ -67,7 +67,7 @@ class Table:
 
     @cached_property
     def has_runs(self) -> bool:
-        """Along the last axis, equal entries stand together."""
+        """Whether equal entries stand together along the last axis."""
         row, value = self.starts // self.array.shape[-1], self.array.reshape(-1)[self.starts]
         order = np.lexsort((value, row))
         row, value = row[order], value[order]
@@ -75,7 +75,7 @@ class Table:
 
     @cached_property
     def facts(self) -> TableFacts:
-        """What is seen when the table is bound."""
+        """The facts seen when the table is bound."""
         a = self.array
         whole = a.dtype.kind in "iu"
         distinct = a.ndim == 1 and len(self.starts) == a.size and self.has_runs
@@ -87,7 +87,7 @@ class Table:
         )  # fmt: skip
 
     def run(self, end: str, index: Sequence[Array]) -> Array:
-        """First or last position of the run of equal entries that holds `index`, along the last axis. Lookups
+        """The first or last position of the run of equal entries that holds `index`, along the last axis. Lookups
         clamp, so the first run reaches back and the last run on without end."""
         *fixed, at = (np.clip(x, 0, n - 1) for x, n in zip(index, self.array.shape, strict=True))
         n = self.array.shape[-1]
@@ -103,15 +103,15 @@ class Table:
         return np.where(found == n - 1, BEYOND, found)
 
     def segment(self, end: str, index: Array) -> Array:
-        """First or last position of the segment that holds `index`, the array being offsets."""
+        """The first or last position of the segment that holds `index`, the array being offsets."""
         inner = np.unique(self.array[1:-1])
         ends = np.concatenate([[-BEYOND], inner, [BEYOND + 1]])
         place = np.searchsorted(ends, index, side="right")
         return ends[place - 1] if end == "first" else ends[place] - 1
 
     def rank(self, end: str, value: Array) -> Array:
-        """First position whose entry is at least `value`, or last whose entry is at most it, of a sorted array
-        whose last entry goes on without end, and whose first reaches back."""
+        """The first position whose entry is at least `value`, or the last whose entry is at most `value`, of a sorted
+        array whose last entry goes on without end, and whose first reaches back."""
         n = len(self.array)
         if end == "first":
             found = np.searchsorted(self.array, value, side="left")
@@ -129,9 +129,9 @@ class Table:
         return float(np.abs(self.array.astype(np.float64)).max(initial=0.0))
 
     def extreme(self, kind: str, lows: Sequence[Array], highs: Sequence[Array]) -> Array:
-        """Minimum or maximum (`all` or `any` of a Bool table) over the box `lows..highs`, inclusive; ends are
-        clamped to the table as lookups are. Exact when at most one axis ranges, or when boxes are aligned
-        powers of two; otherwise over a box that covers the one asked for."""
+        """The minimum or maximum (`all` or `any` of a Bool table) over the box `lows..highs`, inclusive; ends are
+        clamped to the table as lookups are. Exact when at most one axis ranges, or when boxes are aligned powers of
+        two; otherwise over a box that covers the one asked for."""
         boxes = [
             (np.clip(lo, 0, n - 1), np.clip(hi, 0, n - 1))
             for lo, hi, n in zip(lows, highs, self.array.shape, strict=True)
@@ -146,7 +146,7 @@ class Table:
         return self._box(kind, los, his)
 
     def _line(self, kind: str, axis: int, los: Sequence[Array], his: Sequence[Array]) -> Array:
-        """Iterative segment tree along one axis, a tree for every index of the others."""
+        """An iterative segment tree along one axis, a tree for every index of the other axes."""
         n = self.array.shape[axis]
         tree = self._tree(kind, axis)
         join = _join(kind)
@@ -186,7 +186,7 @@ class Table:
         return self._trees[key]
 
     def _box(self, kind: str, los: Sequence[Array], his: Sequence[Array]) -> Array:
-        """Blocks of 2**level entries per axis, at most two per axis, that cover the box."""
+        """The blocks of 2**level entries per axis, at most two per axis, that cover the box."""
         shape = los[0].shape
         flat_lo, flat_hi = ([x.reshape(-1) for x in xs] for xs in (los, his))
         levels = np.stack([_levels(hi - lo + 1) for lo, hi in zip(flat_lo, flat_hi, strict=True)])
@@ -215,7 +215,7 @@ class Table:
 
 
 def _levels(width: Array) -> Array:
-    """The smallest level whose blocks are at least as wide: two of them cover any range of this width."""
+    """The smallest level whose blocks are at least as wide as a range: two blocks cover any range of this width."""
     return np.ceil(np.log2(np.maximum(width, 1))).astype(np.int64)
 
 

@@ -1,4 +1,5 @@
-"""Coarse to fine: classify rectangles of tiles, keep what is certain whole, split the rest, settle single tiles.
+"""The coarse-to-fine layout: classifies rectangles of tiles, keeps certain ones whole, splits the rest, settles single
+tiles.
 
 Work follows the border of the mask, not its area. What the Exprs of `questions` leave open on a single tile is
 settled by witnesses (a true and a false point prove PARTIAL), then by looking at every element.
@@ -43,7 +44,7 @@ _WORTH = 16  # steps that decide boxes and tiles count for one in so many: borde
 
 @dataclass(frozen=True)
 class Grid:
-    """Tiles of a crop: `q_len` x `kv_len` tokens from global position (q, k), in tiles of `block`; one slice per
+    """The tiles of a crop: `q_len` x `kv_len` tokens from global position (q, k), in tiles of `block`; one slice per
     (batch, head) that matters, with its own b, h, q and k origin."""
 
     q_len: int
@@ -64,7 +65,7 @@ class Grid:
 
 
 def outside(grid: Grid) -> Array:
-    """The tiles of each row that reach outside the lengths, where everything counts as hidden: [rows, 2]."""
+    """The tiles of each row that reach outside the lengths, where all positions are hidden: [rows, 2]."""
     bq, bk = grid.block
     out = np.zeros((len(grid.b), grid.rows, 2), np.int64)
     if grid.kv_len % bk:
@@ -75,12 +76,12 @@ def outside(grid: Grid) -> Array:
 
 
 class Spent(Exception):  # noqa: N818 (never leaves the package)
-    """The budget is spent and the answer is open."""
+    """The budget of an analysis is spent and the answer is open."""
 
 
 @dataclass
 class Scope:
-    """Values of sizes, parameters and tables during one analysis."""
+    """The values of sizes, parameters and tables during one analysis."""
 
     env: Mapping[str, Any]
     tables: Mapping[str, Table]
@@ -95,7 +96,7 @@ class Scope:
         self.arrays = {n: t.array for n, t in self.tables.items()}
 
     def afford(self, cost: int) -> bool:
-        """Take `cost` steps of the budget if so many are left, and say whether they were."""
+        """Take `cost` steps of the budget if so many are left; the result says whether they were."""
         if self.spent + cost > self.work:
             return False
         self.spent += cost
@@ -109,7 +110,7 @@ class Scope:
         return evaluate(e, {**self.env, **env}, self.arrays, self.hooks())
 
     def values(self, parts: Sequence[Expr], env: Mapping[str, Any]) -> list[Array]:
-        """Several Exprs at once, sharing what they share."""
+        """The values of several Exprs at once, with shared parts computed once."""
         out: list[Array] = []
 
         def keep(node: Expr, *args: Array) -> Array:
@@ -140,7 +141,7 @@ class Scope:
         return {"range_min": ranging("min"), "range_max": ranging("max"), **found, **facts}
 
     def _has_runs(self, name: Any) -> bool:
-        """Whether equal entries of a table stand together, of those where a condition on the query holds."""
+        """Whether equal entries of a table stand together, among entries where a condition on the query holds."""
         if isinstance(name, str):
             return self.tables[name].has_runs
         table, asked = self.tables[name[0]], name[1]
@@ -188,8 +189,9 @@ class _Refined:
         self.done: list[Array] = [np.zeros((6, 0), np.int32)]
 
     def refine(self, live: Array, allowance: int) -> int:
-        """Decide boxes, level by level while they are few; of many, one part after the other, each with its share of
-        the steps, so that memory follows the answer and no part of the grid goes without. Gives the steps taken."""
+        """Decide boxes, level by level while they are few; many boxes are decided one part after the other, each with
+        its share of the steps, so that memory follows the answer and no part of the grid goes without. Gives the steps
+        taken."""
         taken = 0
         while n := live.shape[1]:
             if n > _CHUNK:
@@ -239,7 +241,7 @@ class _Refined:
 
 
 def cut_off(grid: Grid, live: Array) -> Array:
-    """Which boxes hold tiles that reach outside the lengths."""
+    """The boxes that hold tiles reaching outside the lengths."""
     _, _, r1, _, c1 = live
     last_row, last_column = (r1 == grid.rows), (c1 == grid.columns)
     return np.asarray((last_row & bool(grid.q_len % grid.block[0])) | (last_column & bool(grid.kv_len % grid.block[1])))
@@ -270,7 +272,8 @@ def _kinds(live: Array, kind: int) -> Array:
 
 
 def _split(live: Array) -> Array:
-    """Halve every box that has more than one tile, along both axes where both are long; its parts stay together."""
+    """Halve every box that has more than one tile, along both axes where both are long; the parts of a box stay
+    together."""
     for lo, hi in ((1, 2), (3, 4)):
         wide = live[hi] - live[lo] > 1
         owner = np.repeat(np.arange(live.shape[1]), 1 + wide)
@@ -284,7 +287,7 @@ def _split(live: Array) -> Array:
 
 
 def _joined(live: Array) -> Array:
-    """Join neighbouring boxes over the same rows into one box."""
+    """The boxes after neighbours over the same rows are joined into one."""
     s, r0, r1, c0, c1 = live = live[:, np.lexsort((live[3], live[1], live[0]))]
     new = np.ones(live.shape[1], bool)
     new[1:] = (s[1:] != s[:-1]) | (r0[1:] != r0[:-1]) | (r1[1:] != r1[:-1]) | (c0[1:] != c1[:-1])
@@ -293,7 +296,7 @@ def _joined(live: Array) -> Array:
 
 
 def _settle(mask: Expr, grid: Grid, tiles: Array, scope: Scope, look: bool) -> Array:
-    """Kinds of single tiles, by witnesses and then by their elements."""
+    """The kinds of single tiles, by witnesses and then by their elements."""
     kind = np.full(tiles.shape[1], -1)
     env = _corners(grid, tiles)
     bq, bk = grid.block
@@ -337,7 +340,7 @@ def _ask_points(mask: Expr, env: Mapping[str, Array], kind: Array, points: Any, 
 
 
 def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, scope: Scope) -> None:
-    """Settle tiles from what is certain of their pieces, between the seams of `//` and `%`."""
+    """Settle tiles from certain answers for their pieces, between the period cuts of `//` and `%`."""
     open_ = np.flatnonzero(kind < 0)
     if not len(open_) or beyond(mask) or not seams(mask):
         return
@@ -360,7 +363,7 @@ def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, s
 
 
 def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:
-    """Corners, the diagonal's ends and a few strided points of each tile: [tiles, points]."""
+    """Sample points of each tile: corners, the diagonal's ends and a few strided points: [tiles, points]."""
     q0, q1, k0, k1 = (env[n][:, None] for n in ("q0", "q1", "k0", "k1"))
     f = np.array([0.0, 0.0, 1.0, 1.0, 0.5, 0.38, 0.71, 0.13, 0.9, 0.62, 0.25, 0.81])
     g = np.array([0.0, 1.0, 0.0, 1.0, 0.5, 0.62, 0.25, 0.84, 0.4, 0.07, 0.93, 0.55])
@@ -373,7 +376,7 @@ def _witnesses(env: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _lattice(env: Mapping[str, Array]) -> dict[str, Array]:
-    """16 x 16 points over each tile, every row of them shifted: [tiles, 16, 16]."""
+    """Sample points of each tile: 16 x 16, every row shifted: [tiles, 16, 16]."""
     i, j = np.arange(16)[:, None], np.arange(16)[None, :]
     q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
     q = q0 + (q1 - q0) * i // 15
@@ -382,7 +385,7 @@ def _lattice(env: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def _lines(env: Mapping[str, Array]) -> dict[str, Array]:
-    """Every key of five queries of each tile, for visible points that lie thin: [tiles, 5, keys]."""
+    """Sample points of each tile: every key of five queries, for visible points that lie thin: [tiles, 5, keys]."""
     q0, q1, k0, k1 = (env[n][:, None, None] for n in ("q0", "q1", "k0", "k1"))
     q = q0 + (q1 - q0) * np.array([0, 27, 50, 76, 100])[:, None] // 100
     k = np.minimum(k0 + np.arange(int((env["k1"] - env["k0"]).max()) + 1), k1)

@@ -1,4 +1,4 @@
-"""Simplify a mask and a score mod, and move masks hidden in the score mod into the mask."""
+"""Simplifies a mask and a score mod, and moves masks hidden in the score mod into the mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prepare(
     finite_tables: Mapping[str, bool] | None = None,
     counts: Counter[str] | None = None,
 ) -> tuple[Expr | None, Expr | None]:
-    """(mask, score) simplified: a mask that is always true and a score mod that changes nothing are None.
+    """The simplified (mask, score); None for a mask that is always true and for a score mod that changes nothing.
 
     `finite_tables` says which Float tables hold only finite values: a bias beside a hidden mask needs it.
     """

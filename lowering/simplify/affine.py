@@ -1,4 +1,4 @@
-"""Affine normal form of Int expressions and of their comparisons, and how it is written back.
+"""The affine normal form of Int expressions and of their comparisons, and the Expr of a normal form.
 
 >>> from frisket.dsl.sugar import q, k
 >>> compare("lt", q - k, lit(256))
@@ -26,7 +26,7 @@ MOVING = (*COORDINATES, "q0", "q1", "k0", "k1")
 
 @dataclass(frozen=True)
 class Linear:
-    """`sum(coefficient * atom) + const`."""
+    """The affine form `sum(coefficient * atom) + const`."""
 
     terms: Terms
     const: int
@@ -47,7 +47,7 @@ class Linear:
 
     @property
     def large(self) -> bool:
-        """Numbers so large that sums in another order may leave 64 bits."""
+        """Whether numbers are so large that sums in another order may leave 64 bits."""
         return abs(self.const) >= _LARGEST or any(abs(f) >= _LARGEST for _, f in self.terms)
 
     def coefficient(self, atom: Expr) -> int:
@@ -73,7 +73,8 @@ _WIDEST = 64  # terms of one form: sums beyond are taken in parts, so that work 
 
 @lru_cache(maxsize=65536)
 def linear(e: Expr) -> Linear:
-    """The affine form of an Int expression; what is not affine becomes an atom, and so does a sum of very many."""
+    """The affine form of an Int expression; a part that is not affine becomes an atom, and so does a sum of very many
+    terms."""
     if e.op == "lit":
         return Linear((), e.name)
     if e.op in ("add", "sub"):
@@ -123,8 +124,8 @@ NEGATE = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge", "eq": "ne", "ne": "eq"
 
 @lru_cache(maxsize=65536)
 def relation(op: str, left: Expr, right: Expr) -> tuple[str, Linear]:
-    """`left op right` as (rel, form) meaning `form rel 0`, in canonical direction: the first varying atom
-    has a positive coefficient, coefficients have no common divisor, bounds are not strict."""
+    """The comparison `left op right` as (rel, form) meaning `form rel 0`, in canonical direction: the first varying
+    atom has a positive coefficient, coefficients have no common divisor, bounds are not strict."""
     form = linear(left) - linear(right)
     if op in ("lt", "gt"):  # Int: x < 0 is x + 1 <= 0
         form = Linear(form.terms, form.const + (1 if op == "lt" else -1))
@@ -169,7 +170,7 @@ def write_relation(op: str, form: Linear) -> Expr:
 
 @lru_cache(maxsize=65536)
 def is_affine(e: Expr) -> bool:
-    """Made of variables, parameters and literals, with nothing but sums and literal factors."""
+    """Whether an Expr is made of variables, parameters and literals by sums and literal factors alone."""
     return all(a.op in ("var", "param", "extent", "bound") for a, _ in linear(e).terms)
 
 

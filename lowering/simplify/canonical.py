@@ -1,4 +1,4 @@
-"""One Expr for one mask, whatever its parameters are called and in whatever order its operands were written.
+"""One canonical Expr for a mask, whatever the names of its parameters and the order of its operands.
 
 >>> from frisket.dsl.ir import lookup, param
 >>> from frisket.dsl.sugar import eq, k, q
@@ -33,15 +33,15 @@ _SUMS = frozenset({"add", "sub", "neg", "mul"})
 
 @dataclass(frozen=True)
 class Canonical:
-    """`expr` with its scalars called s0, s1, ... and its tables t0, t1, ... in order of first appearance;
-    `names` says what the user calls them."""
+    """A canonical Expr: `expr` has scalars called s0, s1, ... and tables t0, t1, ... in order of first appearance;
+    `names` gives the user's names."""
 
     expr: Expr
     names: Mapping[str, str] = field(default_factory=dict)
 
 
 def canonical(e: Expr) -> Canonical:
-    """`e` simplified, with operands and parameters in an order that neither names nor writing decide."""
+    """The simplified `e` with operands and parameters in an order that depends on neither names nor writing."""
     names: dict[str, str] = {n: n for n in _kinds([e])}  # ours to the user's
     for _ in range(2):  # the rules see operands in canonical order, and what they leave is numbered again
         (e,), names = _numbered([e], names, ranked([e]))
@@ -67,7 +67,7 @@ def _numbered(roots: list[Expr], names: dict[str, str], order: list[str]) -> tup
 
 
 def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:
-    """Every parameter and table, in order of appearance, with what it is."""
+    """Every parameter and table, in order of appearance, with its kind."""
     out: dict[str, set[str]] = {}
     for e in walk(*roots):
         name = _name(e)
@@ -78,7 +78,7 @@ def _kinds(roots: Iterable[Expr]) -> dict[str, tuple[str, ...]]:
 
 
 def ranked(roots: list[Expr]) -> list[str]:
-    """The parameters of some Exprs, in an order that depends on what they do alone."""
+    """The parameters of some Exprs, in an order that depends only on their use."""
     kinds = _kinds(roots)
     start = {n: digest(*kind) for n, kind in sorted(kinds.items())}
     if len(set(start.values())) == len(start):
@@ -88,7 +88,7 @@ def ranked(roots: list[Expr]) -> list[str]:
 
 def untied(roots: list[Expr]) -> dict[str, str]:
     """New names for the parameters of simplified Exprs under which `simplify` orders operands as `canonical` does;
-    empty where the user's names do it already."""
+    empty where the user's names do so already."""
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name, kind in _kinds(roots).items():
         alike[kind].append(name)
@@ -102,7 +102,7 @@ def untied(roots: list[Expr]) -> dict[str, str]:
 
 
 def _settled(graph: _Graph, colours: Colours) -> tuple[bytes, list[str]]:
-    """The smallest picture of the graph, and the order of parameters that gives it."""
+    """The smallest encoding of the graph, and the order of parameters that gives it."""
     colours, picture = graph.refined(colours)
     classes: dict[bytes, list[str]] = defaultdict(list)
     for name, colour in colours.items():
@@ -122,8 +122,8 @@ def _settled(graph: _Graph, colours: Colours) -> tuple[bytes, list[str]]:
 
 
 class _Graph:
-    """Every node with its operands as labelled edges; the label is the place, or what stands for it where places
-    do not matter: nothing in a conjunction, the coefficient in a sum."""
+    """The graph of an Expr: every node with its operands as labelled edges; the label is the place, or where places do
+    not matter nothing in a conjunction and the coefficient in a sum."""
 
     def __init__(self, roots: list[Expr], work: int) -> None:
         self.roots, self.left = roots, work
@@ -142,7 +142,7 @@ class _Graph:
         self.nodes = _operands_first(roots, edges)
 
     def refined(self, colours: Colours) -> tuple[Colours, bytes]:
-        """Colours until no more classes appear, and a digest of the whole with them."""
+        """Colours refined until no more classes appear, and a digest of the coloured graph."""
         while True:
             down = self._below(colours)
             new = self._around(colours, down)
@@ -152,7 +152,7 @@ class _Graph:
             colours = new
 
     def _below(self, colours: Colours) -> dict[Expr, bytes]:
-        """What each node is, names replaced by colours."""
+        """An encoding of each node from its operands, with names replaced by colours."""
         out: dict[Expr, bytes] = {}
         for e in self.nodes:
             name = _name(e)
@@ -161,7 +161,7 @@ class _Graph:
         return out
 
     def _sides(self, e: Expr, below: Mapping[Expr, bytes]) -> tuple[list[bytes], bool]:
-        """The edges as bytes in order, and whether they were turned: `a - b == 0` is `b - a == 0`."""
+        """The edges as sorted bytes, and whether signs were turned: `a - b == 0` is `b - a == 0`."""
         edges = self.edges[e]
         plain = sorted(digest(label, below[a]) for label, a in edges)
         if not self.tags[e].endswith("+-"):
@@ -170,7 +170,7 @@ class _Graph:
         return (turned, True) if turned < plain else (plain, False)
 
     def _around(self, colours: Colours, below: Mapping[Expr, bytes]) -> Colours:
-        """Each parameter's colour, with where it occurs in it."""
+        """The colour of each parameter, with the places where the parameter occurs."""
         above: dict[Expr, list[bytes]] = defaultdict(list)
         for r in self.roots:
             above[r].append(b"root")

@@ -1,4 +1,4 @@
-"""The simplifier: rules to a fixpoint, bottom up, each interned node once."""
+"""The simplifier: applies rules to a fixpoint, bottom up, each interned node once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _by_operator(rules: tuple[Rule, ...]) -> dict[tuple[str, Type], list[Row]]:
 
 
 class Simplifier:
-    """Rules indexed by operator; `counts` says how often each one fired."""
+    """The rules, indexed by operator; `counts` says how often each rule fired."""
 
     def __init__(self, rules: tuple[Rule, ...] = RULES) -> None:
         self.by_op = _by_operator(rules)
@@ -57,7 +57,7 @@ class Simplifier:
         self.work = 0
 
     def __call__(self, root: Expr) -> Expr:
-        """The simplest form the rules reach: the same object when none applies.
+        """The simplest form that the rules reach: the same object when no rule applies.
 
         In very large expressions the nodes past `_WORK` stay as they are."""
         stack = [root]
@@ -107,6 +107,6 @@ class Simplifier:
 
 
 def simplify(root: Expr, off: Iterable[str] = ()) -> Expr:
-    """`simplify(e)`: rows named in `off` do not run."""
+    """Simplify an Expr: `simplify(e)`. Rows named in `off` do not run."""
     skipped = frozenset(off)
     return Simplifier(tuple(r for r in RULES if r.name not in skipped) if skipped else RULES)(root)

@@ -1,4 +1,4 @@
-"""What is known of an Int without shapes or bindings: an interval, from the signs of coordinates and sizes.
+"""Intervals of Ints without shapes or bindings, from the signs of coordinates and sizes.
 
 >>> from frisket.dsl.sugar import q
 >>> interval(q % 8)
@@ -82,13 +82,13 @@ def _interval(e: Expr, args: list[Interval]) -> Interval:
 
 
 def natural(e: Expr) -> bool:
-    """e >= 0 at every position."""
+    """Whether e >= 0 at every position."""
     lo = interval(e)[0]
     return lo is not None and lo >= 0
 
 
 def ordered(a: Expr, b: Expr) -> bool:
-    """a >= b at every position."""
+    """Whether a >= b at every position."""
     lo, hi = interval(a)[0], interval(b)[1]
     if lo is not None and hi is not None and lo >= hi:
         return True

@@ -24,7 +24,8 @@ _FINITE = frozenset(
 
 
 def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
-    """Provably neither NaN nor infinite, where scores are; `tables` says which tables hold finite values."""
+    """Whether an Expr is provably neither NaN nor infinite, where scores are; `tables` says which tables hold finite
+    values."""
     if e.type is INT:
         return True
     if e.depth > _DEEPEST:
@@ -46,7 +47,7 @@ def finite(e: Expr, tables: Mapping[str, bool]) -> bool:
 
 
 def positive(e: Expr, tables: Mapping[str, bool]) -> bool:
-    """Provably > 0 and finite."""
+    """Whether an Expr is provably > 0 and finite."""
     if e.depth > _DEEPEST:
         return False
     if e.op == "lit":
@@ -61,7 +62,7 @@ def positive(e: Expr, tables: Mapping[str, bool]) -> bool:
 
 
 def hoist(score: Expr, tables: Mapping[str, bool] | None = None) -> tuple[Expr, Expr]:
-    """(visible, rest) with score == where(visible, rest, -inf): `rest` is what a FULL tile runs."""
+    """A score mod as (visible, rest), score == where(visible, rest, -inf): `rest` is what a FULL tile runs."""
     return _hoist(score, tables or {})
 
 

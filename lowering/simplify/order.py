@@ -1,4 +1,4 @@
-"""The order in which operands stand: readable, and independent of how a mask was written.
+"""The order of the operands of commutative operators: readable, and independent of how a mask was written.
 
 Structure decides first, then literals, and names only where nothing else tells two operands apart, so that
 neither the order of writing nor (but for such ties, see `canonical`) the user's names change a mask.
@@ -31,7 +31,7 @@ _KEPT = 8  # literals and names compared one by one; beyond them a digest decide
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the order looks at in a node; its parts are made from those of its arguments."""
+    """The properties of a node that decide the order; made from the properties of its arguments."""
 
     key: tuple[Any, ...]
     short: tuple[Any, ...]
@@ -48,7 +48,7 @@ _known: WeakKeyDictionary[Expr, _Known] = WeakKeyDictionary()
 
 
 def sort_key(e: Expr) -> tuple[Any, ...]:
-    """Comparable with the key of any node of the same type; the same in every process.
+    """The sort key of a node, comparable with the key of any node of the same type; the same in every process.
 
     Int and Float: variables (q before k), then parameters, then the rest by the variables held, literals last.
     Bool: bounds on positions, then other comparisons, those of tables, what is no comparison, and what is made of
@@ -118,7 +118,7 @@ def _gather(parts: Any) -> tuple[Any, ...]:
 
 
 def by_length(name: str) -> tuple[int, str]:
-    """s2 before s10."""
+    """A sort key of names by which s2 comes before s10."""
     return len(name), name
 
 

@@ -31,7 +31,7 @@ c, d = (hole(n, FLOAT, literal=True) for n in "cd")
 
 
 def match(pattern: Expr, node: Expr, found: Found) -> Found | None:
-    """What the holes of `pattern` stand for in `node`, extending `found`; None if they do not fit."""
+    """The Exprs that the holes of `pattern` stand for in `node`, extending `found`; None if the node does not match."""
     if pattern.op == "hole":
         name, literal = pattern.name
         if node.type is not pattern.type or (literal and node.op != "lit"):
@@ -67,7 +67,7 @@ def fill(pattern: Expr, found: Found) -> Expr:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One row; `origin` is the line it is written on."""
+    """One row of a table of rules; `origin` is the line it is written on."""
 
     name: str
     before: Expr | str
@@ -78,7 +78,7 @@ class Rule:
 
     @cached_property
     def below(self) -> frozenset[str]:
-        """Operators that must stand right below the top: a quick test before the real one."""
+        """Operators that must stand right below the top: a quick test before the full match."""
         if isinstance(self.before, str):
             return frozenset()
         parts = (("lit" if a.name[1] else "") if a.op == "hole" else a.op for a in self.before.args)
@@ -86,7 +86,7 @@ class Rule:
 
     @property
     def type(self) -> Type | None:
-        """The type of the first operand, if it must have one."""
+        """The required type of the first operand, or None."""
         return self.of if isinstance(self.before, str) else self.before.args[0].type
 
     @property
@@ -117,7 +117,7 @@ def rule(
     when: Callable[..., bool] | None = None,
     of: Type | None = None,
 ) -> Rule:
-    """A row. `when`, and `after` if it is a function, get what the holes matched, in order of appearance;
-    where `before` is an operator name, `after` gets the node, if its first operand has the type `of`."""
+    """A row of a table of rules. `when`, and `after` if it is a function, get what the holes matched, in order of
+    appearance; where `before` is an operator name, `after` gets the node, if its first operand has the type `of`."""
     frame = sys._getframe(1)
     return Rule(name, before, after, when, of, f"{frame.f_globals['__name__']}:{frame.f_lineno}")

@@ -1,4 +1,4 @@
-"""Int arithmetic: folding, affine normal form, absolute values, minima and maxima, powers."""
+"""Rules of Int arithmetic: folding, affine normal form, absolute values, minima and maxima, powers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .rules_order import pair_in_order
 
 
 def fold(node: Expr) -> Expr | None:
-    """Every operator of literals is the literal the interpreter gives, if it has one."""
+    """Fold an operator of literals to the literal the interpreter gives, if there is one."""
     if not node.args or any(a.op != "lit" for a in node.args) or node.op in ("random", "lookup", "segment"):
         return None
     try:
@@ -31,7 +31,7 @@ def affine(node: Expr) -> Expr | None:
 
 
 def turn(e: Expr) -> Expr | None:
-    """abs(k - q) is abs(q - k): one sign."""
+    """Turn abs(k - q) to abs(q - k): one sign."""
     terms = linear(e.args[0]).terms
     return abs(write(-linear(e.args[0]))) if terms and terms[0][1] < 0 else None
 

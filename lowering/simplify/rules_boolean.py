@@ -1,4 +1,4 @@
-"""Logic: negation normal form, absorption, complement, factoring, and bounds that imply one another."""
+"""Rules of logic: negation normal form, absorption, complement, factoring, and bounds that imply one another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DUAL = {"and": "or", "or": "and"}
 
 @lru_cache(maxsize=65536)
 def negate(e: Expr) -> Expr:
-    """not e, pushed to the leaves where that costs nothing."""
+    """The negation of e, pushed to the leaves where that costs nothing."""
     if e.op == "not":
         return e.args[0]
     if e is TRUE or e is FALSE:
@@ -44,7 +44,7 @@ def push_not(node: Expr) -> Expr | None:
 
 
 def junction(node: Expr) -> Expr | None:
-    """Constants, repeats and complements of a conjunction or disjunction."""
+    """Remove constants, repeats and complements of a conjunction or disjunction."""
     join = conj if node.op == "and" else disj
     zero = FALSE if node.op == "and" else TRUE
     terms = set(node.args)
@@ -54,7 +54,7 @@ def junction(node: Expr) -> Expr | None:
 
 
 def absorb(node: Expr) -> Expr | None:
-    """p & (p | r) is p; with implication instead of equality: a term that another one implies is dropped."""
+    """Absorption: p & (p | r) is p; more generally, a term that another one implies is dropped."""
     if len(node.args) > _VERY_MANY:
         return None
     kept = list(node.args)
@@ -68,7 +68,8 @@ def absorb(node: Expr) -> Expr | None:
 
 
 def resolve(node: Expr) -> Expr | None:
-    """p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s): inside a term, what a sibling decides is decided."""
+    """Resolution: p & (~p | r) is p & r, and p & (p & r | s) is p & (r | s): a term that its sibling decides is
+    replaced."""
     if len(node.args) > _VERY_MANY:
         return None
     join, dual_join = (conj, disj) if node.op == "and" else (disj, conj)
@@ -86,7 +87,7 @@ def resolve(node: Expr) -> Expr | None:
 
 
 def _without_known(part: Expr, siblings: list[Expr], op: str) -> Expr:
-    """A part that is itself a conjunction (disjunction), without the terms that a sibling implies (is implied by)."""
+    """A nested conjunction (disjunction) without the terms that a sibling implies (is implied by)."""
     if part.op != op:
         return part
     kept = [c for c in part.args if not any(_implies(a, c) if op == "and" else _implies(c, a) for a in siblings)]
@@ -109,7 +110,7 @@ def _negated(e: Expr) -> Expr:
 
 @lru_cache(maxsize=65536)
 def _implies(a: Expr, b: Expr) -> bool:
-    """A sufficient test: the same term, or a tighter bound of the same form."""
+    """A sufficient test of implication: the same term, or a tighter bound of the same form."""
     if a is b:
         return True
     if not (is_int_comparison(a) and is_int_comparison(b)):
@@ -128,7 +129,7 @@ def _implies(a: Expr, b: Expr) -> bool:
 
 
 def factor(node: Expr) -> Expr | None:
-    """(p & a) | (p & b) is p & (a | b)."""
+    """Factoring: (p & a) | (p & b) is p & (a | b)."""
     dual = DUAL[node.op]
     groups = [set(a.args) if a.op == dual else {a} for a in node.args]
     common = set.intersection(*groups)
@@ -191,8 +192,8 @@ def _intersect(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
 
 
 def substitute_equal(node: Expr) -> Expr | None:
-    """Beside doc[q] == doc[k] every other doc[k] is doc[q], and beside q // n == k // n every k % n is
-    k - n * (q // n); so too in a disjunction, beside !=."""
+    """Substitution: beside doc[q] == doc[k] every other doc[k] is doc[q], and beside q // n == k // n every k % n is k
+    - n * (q // n); so too in a disjunction, beside !=."""
     if len(node.args) > _MANY:
         return None
     relation_ = "eq" if node.op == "and" else "ne"
@@ -227,8 +228,8 @@ def _unite(bounds: list[tuple[str, int]]) -> list[tuple[str, int]] | None:
 
 
 def exclusive(node: Expr) -> Expr | None:
-    """A chain of xor, in order: what stands there twice cancels, `not` and the true constant turn the whole round,
-    which a comparison of Ints takes up. `a ^ (k < 4)` is `~(a ^ (k >= 4))`, so bounds are compared pointing one way."""
+    """A chain of xor, in order: repeats cancel, `not` and the true constant negate the whole, and a comparison of Ints
+    absorbs the negation. `a ^ (k < 4)` is `~(a ^ (k >= 4))`, so bounds are compared in one direction."""
     odd = False
     parts: dict[Expr, None] = {}
     operands = chain(node)
@@ -253,7 +254,7 @@ def exclusive(node: Expr) -> Expr | None:
 
 
 def _upright(e: Expr) -> tuple[Expr, bool]:
-    """(e or its negation, whether it is the negation): equalities and lower bounds, without `not`."""
+    """(e or its negation, whether it is the negation): an equality or lower bound, without `not`."""
     if e.op == "not":
         inner, flipped = _upright(e.args[0])
         return inner, not flipped
@@ -265,7 +266,7 @@ def _upright(e: Expr) -> tuple[Expr, bool]:
 
 
 def choose(node: Expr) -> Expr | None:
-    """Bool branches: what the condition says of them, what both hold, and a branch that is the other's negation."""
+    """Simplify a choice between Bools: facts from the condition, common parts, complementary branches."""
     if node.type is not BOOL:
         return None
     cond, yes, no = node.args
@@ -285,7 +286,7 @@ def choose(node: Expr) -> Expr | None:
 
 
 def _under(cond: Expr, e: Expr) -> Expr:
-    """`e` where `cond` holds."""
+    """The Expr `e` simplified where `cond` holds."""
     known = cond.args if cond.op == "and" else (cond,)
     if any(_implies(a, e) for a in known):
         return TRUE

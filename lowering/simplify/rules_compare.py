@@ -1,4 +1,4 @@
-"""Comparisons of Ints in one canonical direction, and comparisons of operators that a bound sees through."""
+"""Rules for comparisons of Ints in one canonical direction, and of operators that a bound sees through."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rules_order import comparison_in_order
 
 
 def normal(node: Expr) -> Expr | None:
-    """The canonical form, or a constant where signs decide."""
+    """The canonical form of a comparison, or a constant where signs decide."""
     op, form = relation(node.op, *node.args)
     if form.large:
         return comparison_in_order(node)
@@ -38,7 +38,7 @@ _STEPS = frozenset({"mod", "sign", "bitxor", "bitor", "bitand"})  # operators wh
 
 
 def _tight(op: str, form: Linear, lo: int | None, hi: int | None) -> tuple[str, Linear]:
-    """q % 4 <= 0 is q % 4 == 0, q % 4 != 0 is q % 4 >= 1, and q % 2 != 0 is q % 2 == 1."""
+    """Tight bounds: q % 4 <= 0 is q % 4 == 0, q % 4 != 0 is q % 4 >= 1, and q % 2 != 0 is q % 2 == 1."""
     if len(form.terms) != 1 or form.terms[0][0].op not in _STEPS:
         return op, form
     if {"le": lo, "ge": hi}.get(op) == 0:  # the form lies in lo..hi
@@ -51,7 +51,7 @@ def _tight(op: str, form: Linear, lo: int | None, hi: int | None) -> tuple[str, 
 
 
 def through(node: Expr) -> Expr | None:
-    """`abs min max // where` with a literal factor +-1 in a bound become bounds of their arguments."""
+    """Bounds on `abs min max // where` with a literal factor +-1 become bounds on their arguments."""
     op, form = relation(node.op, *node.args)
     if form.large:
         return None
@@ -91,7 +91,7 @@ def _of_bool(e: Expr) -> bool:
 
 
 def _cases(op: str, form: Linear, atom: Expr, factor: int) -> Expr:
-    """int(p) in a comparison: one comparison where p holds, one where it does not."""
+    """A comparison of int(p), by cases: one comparison where p holds, one where it does not."""
     rest = form.without(atom)
     yes, no = (
         write_relation(*relation(op, write(Linear(rest.terms, c)), ZERO)) for c in (rest.const + factor, rest.const)
@@ -120,7 +120,7 @@ def _see_through(rel: str, atom: Expr, other: Expr, alone: bool) -> Expr | None:
 
 
 def _see_through_number(rel: str, atom: Expr, value: Expr) -> Expr | None:
-    """What stands alone beside a number: sign, squares, and minima and maxima with a number."""
+    """Comparisons with a number of a sign, a square, or a minimum or maximum with a number."""
     x, y = atom.args[0], atom.args[-1]
     if atom.op == "sign":
         return _sign_is(rel, x, value.name)
@@ -149,7 +149,7 @@ def _sign_is(rel: str, x: Expr, value: int) -> Expr | None:
 
 
 def _extreme_is(rel: str, op: str, x: Expr, limit: int, value: int) -> Expr:
-    """min(x, limit) == value."""
+    """The bounds equivalent to min(x, limit) == value."""
     beyond = value > limit if op == "min" else value < limit
     if beyond:
         return FALSE if rel == "eq" else TRUE

@@ -1,4 +1,4 @@
-"""Int division, remainder, shifts and masks of bits. Both round to minus infinity, and by 0 they give 0."""
+"""Rules of Int division, remainder, shifts and bit masks. Both round to minus infinity, and by 0 they give 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDEST = 2**62  # literals made here stay below
 
 
 def divide(a: Expr, d: Expr) -> Expr | None:
-    """(d*a + r) // d is a + r // d."""
+    """Divide a sum: (d*a + r) // d is a + r // d."""
     if d.name <= 0:
         return None
     whole, rest = _split(linear(a), d.name)
@@ -26,7 +26,7 @@ def divide(a: Expr, d: Expr) -> Expr | None:
 
 
 def remainder(a: Expr, d: Expr) -> Expr | None:
-    """(d*a + r) % d is r % d."""
+    """Remainder of a sum: (d*a + r) % d is r % d."""
     if d.name <= 0:
         return None
     whole, rest = _split(linear(a), d.name)
@@ -34,8 +34,8 @@ def remainder(a: Expr, d: Expr) -> Expr | None:
 
 
 def _split(form: Linear, d: int) -> tuple[Linear, Linear]:
-    """form = d * whole + rest, with 0 <= every coefficient and constant of rest < d where it is not an
-    atom with a smaller coefficient already."""
+    """Split form = d * whole + rest, with 0 <= every coefficient and constant of rest < d where it is not an atom with
+    a smaller coefficient already."""
     whole = [(a, f // d) for a, f in form.terms if f % d == 0]
     rest = [(a, f) for a, f in form.terms if f % d]
     return Linear(tuple(whole), form.const // d), Linear(tuple(rest), form.const % d)
@@ -48,7 +48,7 @@ def _reduced(form: Linear, d: int) -> tuple[int, Linear]:
 
 
 def divide_by_less(a: Expr, d: Expr) -> Expr | None:
-    """(6*a + 5) // 4 is (3*a + 2) // 2: the lost half never reaches the next multiple."""
+    """Reduce a quotient: (6*a + 5) // 4 is (3*a + 2) // 2; the lost half never reaches the next multiple."""
     form = linear(a)
     if d.name <= 0 or not form.terms:
         return None
@@ -57,7 +57,7 @@ def divide_by_less(a: Expr, d: Expr) -> Expr | None:
 
 
 def remainder_of_less(a: Expr, d: Expr) -> Expr | None:
-    """(4*a + 1) % 8 is 4 * (a % 2) + 1."""
+    """Reduce a remainder: (4*a + 1) % 8 is 4 * (a % 2) + 1."""
     form = linear(a)
     if d.name <= 0 or not form.terms:
         return None
@@ -68,7 +68,7 @@ def remainder_of_less(a: Expr, d: Expr) -> Expr | None:
 
 
 def divide_again(a: Expr, d: Expr) -> Expr | None:
-    """(a // m + c) // n is (a + c*m) // (m*n)."""
+    """Join quotients: (a // m + c) // n is (a + c*m) // (m*n)."""
     form = linear(a)
     if d.name <= 0 or len(form.terms) != 1 or form.terms[0][1] != 1:
         return None
@@ -80,7 +80,7 @@ def divide_again(a: Expr, d: Expr) -> Expr | None:
 
 
 def remainder_sees_through(a: Expr, d: Expr) -> Expr | None:
-    """(a % m + b) % n is (a + b) % n where n divides m."""
+    """Drop an inner remainder: (a % m + b) % n is (a + b) % n where n divides m."""
     if d.name <= 0:
         return None
     form = linear(a)
@@ -98,7 +98,7 @@ def recombine(node: Expr) -> Expr | None:
 
 
 def recombined(form: Linear) -> Linear | None:
-    """a // d * d + a % d is a; without the one, a - a % d is a // d * d; without the other, a - a // d * d is a % d."""
+    """Recombine quotient and remainder: a // d * d + a % d is a; a - a % d is a // d * d; a - a // d * d is a % d."""
     for atom, f in form.terms:
         if atom.op not in ("mod", "floordiv") or atom.args[1].op != "lit" or not atom.args[1].name:
             continue
@@ -120,18 +120,18 @@ def _holds(form: Linear, part: Linear, times: int) -> bool:
 
 
 def inside(a: Expr, d: Expr) -> bool:
-    """0 <= a < d at every position."""
+    """Whether 0 <= a < d at every position."""
     lo, hi = interval(a)
     return lo is not None and lo >= 0 and hi is not None and hi < d.name
 
 
 def merged_divisors(a: Expr, d: Expr, e: Expr) -> Expr:
-    """(a // d) // e is a // (d * e)."""
+    """Merge divisors: (a // d) // e is a // (d * e)."""
     return a // lit(d.name * e.name)
 
 
 def bits(a: Expr, d: Expr) -> Expr | None:
-    """x & 12 is 4 * (x // 4 % 4): a run of bits; and x & -8 is 8 * (x // 8)."""
+    """Bit masks as arithmetic: x & 12 is 4 * (x // 4 % 4), a run of bits; and x & -8 is 8 * (x // 8)."""
     mask = int(d.name)
     low = mask & -mask
     if mask < 0 and -mask == low < _WIDEST:
@@ -147,13 +147,13 @@ def affine_pair(a: Expr, d: Expr, b: Expr) -> bool:
 
 
 def turned_down(a: Expr) -> bool:
-    """The first term of `a` is negative: -a has the same multiples."""
+    """Whether the first term of `a` is negative: then -a is written, which has the same multiples."""
     terms = linear(a).terms
     return bool(terms) and terms[0][1] < 0
 
 
 def ceiling(a: Expr, d: Expr) -> bool:
-    """-a // d, to be written as minus a rounded up."""
+    """Whether a // d is written as -(-a // d), that is minus a rounded up."""
     return 0 < d.name < _WIDEST and turned_down(a)
 
 

@@ -1,4 +1,4 @@
-"""Operands of commutative operators in one order. Two operands of a Float operator change places; they are never
+"""Rules: operands of commutative operators in one order. Two operands of a Float operator change places; they are never
 regrouped, so every score is the same to the last bit."""
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "n
 
 
 def terms_in_order(node: Expr) -> Expr | None:
-    """Terms of a conjunction or disjunction."""
+    """The terms of a conjunction or disjunction, sorted."""
     args = sorted(node.args, key=sort_key)
     return None if tuple(args) == node.args else build(node.op, *args)
 
 
 def chain(node: Expr) -> list[Expr]:
-    """The operands of nested uses of one operator; of very many, the last ones and the rest as one."""
+    """The operands of nested uses of one operator; of very many operands, the last ones and the rest as one."""
     out: list[Expr] = []
     stack = [node]
     while stack:
@@ -47,7 +47,7 @@ def chain(node: Expr) -> list[Expr]:
 
 
 def chain_in_order(node: Expr) -> Expr | None:
-    """A chain of an Int operator: sorted, nested to the left; repeats of min max & | say nothing, of ^ cancel."""
+    """A chain of an Int operator: sorted, nested to the left; repeats of min max & | are dropped, those of ^ cancel."""
     if node.type is FLOAT:
         return pair_in_order(node)
     parts = chain(node)
@@ -70,7 +70,7 @@ def chain_in_order(node: Expr) -> Expr | None:
 
 
 def _literals_joined(op: str, parts: list[Expr]) -> list[Expr]:
-    """One literal instead of several: min(min(x, 3), 5) is min(x, 3)."""
+    """Join several literals into one: min(min(x, 3), 5) is min(x, 3)."""
     literals = [a for a in parts if a.op == "lit"]
     if len(literals) < 2 or len(literals) == len(parts):
         return parts
@@ -79,7 +79,7 @@ def _literals_joined(op: str, parts: list[Expr]) -> list[Expr]:
 
 
 def _undominated(op: str, parts: list[Expr]) -> list[Expr]:
-    """Without those that are never the smallest (largest): in min(x, y, x + 1) the last."""
+    """Operands without those that are never the smallest (largest): in min(x, y, x + 1) the last."""
     kept: list[Expr] = []
     for i, a in enumerate(parts):
         others = [*kept, *parts[i + 1 :]]
@@ -89,13 +89,13 @@ def _undominated(op: str, parts: list[Expr]) -> list[Expr]:
 
 
 def _factor(e: Expr) -> int:
-    """The factor of an affine form of one term; 0 of a literal."""
+    """The factor of an affine form of one term; 0 for a literal."""
     form = linear(e)
     return 1 if len(form.terms) > 1 or (form.terms and form.const) else form.terms[0][1] if form.terms else 0
 
 
 def _factors_first(parts: list[Expr]) -> Expr | None:
-    """(3 * x) * -y is -3 * (x * y), as affine forms have it."""
+    """Move literal factors to the front: (3 * x) * -y is -3 * (x * y), as in affine forms."""
     factor = math.prod(_factor(a) or a.name for a in parts)
     rest = [linear(a).terms[0][0] if _factor(a) not in (0, 1) else a for a in parts if a.op != "lit"]
     if abs(factor) >= 2**63 or not rest:
@@ -108,7 +108,7 @@ def _times(x: Expr, y: Expr) -> Expr:
 
 
 def pair_in_order(node: Expr) -> Expr | None:
-    """Two operands of a Float operator; a literal factor stands first, as in affine forms."""
+    """Two operands of a Float operator in order; a literal factor stands first, as in affine forms."""
     left, right = node.args
     if node.op == "mul" and (left.op == "lit") != (right.op == "lit"):
         return None if left.op == "lit" else build("mul", right, left)
@@ -118,7 +118,7 @@ def pair_in_order(node: Expr) -> Expr | None:
 
 
 def comparison_in_order(node: Expr) -> Expr | None:
-    """`3.0 > score` is `score < 3.0`, with NaN too. Int comparisons have their affine form."""
+    """Float comparisons in order: `3.0 > score` is `score < 3.0`, with NaN too. Int comparisons have an affine form."""
     left, right = node.args
     if sort_key(left) <= sort_key(right):
         return None

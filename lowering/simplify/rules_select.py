@@ -1,4 +1,4 @@
-"""Choices, casts, and Float arithmetic. Nothing here assumes away NaN or inf or reassociates scores."""
+"""Rules of choices, casts, and Float arithmetic. No rule assumes away NaN or inf or reassociates scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEG_ZERO = lit(-0.0)
 
 
 def _select(type: Type) -> list[object]:
-    """The rows of `where` for one type."""
+    """The rules of `where` for one type."""
     s, t = hole("s", type), hole("t", type)
     w = hole("w", type)
     return [
@@ -46,7 +46,7 @@ _EXACT = frozenset({"var", "lit", "add", "sub", "neg", "abs", "min", "max", "flo
 
 
 def position(e: Expr) -> bool:
-    """An Int that stays far below 2 ** 53: sums, differences, quotients of coordinates, sizes and small literals."""
+    """Whether an Int stays far below 2 ** 53: sums, differences, quotients of coordinates, sizes and small literals."""
     return e.type is not INT or (
         e.depth < 12
         and e.op in _EXACT
@@ -56,7 +56,7 @@ def position(e: Expr) -> bool:
 
 
 def positions(node: Expr) -> Expr | None:
-    """float(x) < float(y) is x < y, and float(x) >= 3.5 is x >= 4."""
+    """Compare Ints, not Floats: float(x) < float(y) is x < y, and float(x) >= 3.5 is x >= 4."""
     left, right = node.args
     if left.op != "float":
         if right.op != "float" or left.op != "lit":

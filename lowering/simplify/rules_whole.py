@@ -1,4 +1,4 @@
-"""Rules: arithmetic on Floats that are whole numbers, compared, is arithmetic on Ints.
+"""Rules: comparisons of Float arithmetic on whole numbers become comparisons of Ints.
 
 An Int beside a Float is converted, so that `abs(floor(q / 6) - k // 6) <= 1.0` arrives as Float arithmetic on whole
 numbers: exact there as in Ints, where the Ints are positions.
@@ -18,7 +18,7 @@ EXACT = frozenset({"add", "sub", "mul", "neg", "abs", "min", "max"})  # of Ints 
 
 
 def whole(e: Expr) -> Expr | None:
-    """The Int that a Float is made of, where it is one."""
+    """The Int that a Float is made of, or None."""
     if e.op == "float":
         return e.args[0] if position(e.args[0]) else None
     if e.op == "lit":
@@ -28,7 +28,7 @@ def whole(e: Expr) -> Expr | None:
 
 
 def compare(e: Expr) -> Expr | None:
-    """float(x) - float(y) <= 1.0 is x - y <= 1."""
+    """A comparison of whole Floats as one of Ints: float(x) - float(y) <= 1.0 is x - y <= 1."""
     x, y = whole(e.args[0]), whole(e.args[1])
     return None if x is None or y is None else build(e.op, x, y)
 
