@@ -1,0 +1,114 @@
+"""Counts what one call of frisket touches; docs/house.py runs it in the environment of the tree it measures.
+
+python docs/house_call.py ROOT       JSON: hops, warm, grown, each a list of texts
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+SOURCES = ("grammar", "dsl", "lowering", "runtime")
+KERNELS = ("lowering/kernels/cpp/forward.py", "lowering/emit/cpp.py")  # the module that writes the C++ kernel
+DEPTH = 8  # functions on the stack: what is called deeper is the private work of a hop
+MASK, OTHER = "causal & window(64)", "causal & (q - k < 32 | k < 4)"
+
+Call = tuple[str, str, list[str]]  # file, function, files of its callers, the nearest first
+
+
+class Calls:
+    """The functions of the tree that a call enters, in order, and the libraries that it loads."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.names: dict[CodeType, str | None] = {}
+        self.entered: list[Call] = []
+        self.loads: list[int] = []  # how many functions were entered before
+        self.on = False
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, _args: tuple[Any, ...]) -> None:
+        if self.on and event == "ctypes.dlopen":
+            self.loads.append(len(self.entered))
+
+    def file(self, code: CodeType) -> str | None:
+        """The file of a function, from the root; None outside of the sources."""
+        if code not in self.names:
+            path = Path(os.path.realpath(code.co_filename))
+            inside = path.is_relative_to(self.root) and path.relative_to(self.root).parts[0] in SOURCES
+            self.names[code] = path.relative_to(self.root).as_posix() if inside else None
+        return self.names[code]
+
+    def profile(self, frame: FrameType, event: str, _arg: object) -> None:
+        if event == "call" and (file := self.file(frame.f_code)):
+            callers, above = [], frame.f_back
+            while above:
+                if name := self.file(above.f_code):
+                    callers.append(name)
+                above = above.f_back
+            self.entered.append((file, frame.f_code.co_qualname, callers))
+
+    def __call__(self, run: Any) -> list[Call]:
+        self.entered, self.loads, self.on = [], [], True
+        sys.setprofile(self.profile)
+        run()
+        sys.setprofile(None)
+        self.on = False
+        return self.entered
+
+
+def hops(calls: list[Call], loads: list[int]) -> list[str]:
+    """Functions that runtime enters from another file, until the kernel is loaded; none that begins with `_`."""
+    written = min(i for i, (file, name, _) in enumerate(calls) if file in KERNELS and name != "<module>")
+    loaded = min(n for n in loads if n > written)
+    found: dict[str, None] = {}
+    for file, name, callers in calls[:loaded]:
+        public = not name.rpartition(".")[2].startswith("_")
+        if public and 0 < len(callers) <= DEPTH and callers[0] != file and callers[0].startswith("runtime/"):
+            found[f"{file} {name}"] = None
+    return list(found)
+
+
+def tables() -> Iterator[tuple[str, int]]:
+    """Each container of a module and each remembered function, with its size."""
+    memo, interned = sys.modules.get("frisket.grammar.memo"), sys.modules["frisket.dsl.ir"]._interned
+    known = [(info.name, info.entries) for info in memo.tables()] if memo else []
+    yield from known
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "frisket" and module is not memo:
+            for key, value in list(vars(module).items()):
+                if hasattr(value, "memo"):
+                    continue
+                if hasattr(value, "cache_info"):
+                    yield f"{value.__module__}.{getattr(value, '__qualname__', key)}", value.cache_info().currsize
+                elif value is interned:
+                    continue  # Exprs themselves, not answers about them
+                elif isinstance(value, dict | list | set | weakref.WeakKeyDictionary | weakref.WeakValueDictionary):
+                    yield f"{name}.{key}", len(value)
+
+
+def main() -> None:
+    import torch
+
+    import frisket as fk
+
+    calls = Calls(Path(sys.argv[1]).resolve())
+    q = torch.randn(1, 2, 256, 64)
+    attend = fk.compile(MASK)
+    first = hops(calls(lambda: attend(q, q, q)), calls.loads)
+    attend(q, q, q)
+    warm = [f"{file} {name}" for file, name, _ in calls(lambda: attend(q, q, q))]
+    before = dict(tables())
+    fk.attention(q, q, q, mask=OTHER)
+    grown = [f"{name} {before.get(name, 0)} -> {n}" for name, n in dict(tables()).items() if n != before.get(name, 0)]
+    print(json.dumps({"hops": first, "warm": warm, "grown": grown}))
+
+
+if __name__ == "__main__":
+    main()

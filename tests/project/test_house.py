@@ -1,0 +1,115 @@
+"""The order of the source tree: docs/house.py measures it, and no figure grows."""
+
+import pytest
+from support.pages import DOCS
+from support.scripts import script
+
+HOUSE = script("house")
+# the most that each row may say: the goal where it is reached, else what the tree has reached
+LIMITS = {
+    "flat": (0, 6, 0),
+    "folder": (20,),
+    "cycles": (10,),
+    "local": (140, 46),
+    "backends": (29, 10),
+    "memo": (99, 19, 17, 6),
+    "grown": (23,),
+    "hops": (46, 23),
+    "classes": (52,),
+    "docstrings": (441,),
+    "tour": (2, 2),
+    "warm": (41, 8),
+    "lines": (58000,),
+}
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return HOUSE.Tree(HOUSE.ROOT)
+
+
+@pytest.mark.parametrize("name", HOUSE.ROWS)
+def test_the_house_is_in_order(tree, name):
+    count = HOUSE.ROWS[name].count(tree)
+    over = [(n, limit) for n, limit in zip(count.figures, LIMITS[name], strict=False) if n > limit]
+    assert not over, f"python docs/house.py --list {name}\n" + "\n".join(count.found)
+
+
+FILES = {
+    "runtime/__init__.py": "",
+    "runtime/one.py": '''"""What it does."""
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+from collections import OrderedDict
+from frisket.lowering.two import Step as S
+if TYPE_CHECKING:
+    from frisket.lowering import three
+kept = OrderedDict()
+BACKENDS = ("cpp", "triton")
+class Step:
+    """In-place work."""
+class KVCache: pass
+@cache
+def f(backend):
+    """…and more."""
+    return backend == "triton"
+g = lru_cache(maxsize=3)(f)
+def h(x):
+    key = id(x), 1
+''',
+    "runtime/backends/cpp.py": 'class KVCache: pass\nnames = ["cpp", "triton"]\nname == "cpp"\n',
+    "lowering/two.py": '''"""Steps of a walk."""
+class Step: pass
+def f():
+    """The same of a step."""
+    from frisket.runtime.one import f
+    from . import three
+''',
+    "lowering/three.py": "",
+    "docs/tour.md": "- `a` — what a is\n- `b` — those of `a`\n- `c` — a thing\nmore\n",
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    root = tmp_path_factory.mktemp("small")
+    for name, text in FILES.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+    return HOUSE.Tree(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "figures", "found"),
+    [
+        ("flat", (2, 2, 0), "runtime/one.py"),
+        ("folder", (2,), "lowering 2"),
+        ("cycles", (1,), "2: frisket.lowering.two frisket.runtime.one"),
+        ("local", (2, 1), "lowering/two.py:5 frisket.runtime.one closes a cycle"),
+        ("backends", (1, 1), "runtime/one.py:16 backend == 'triton'"),
+        ("memo", (1, 1, 1, 1), "runtime/one.py:19 key = (id(x), 1)"),
+        ("classes", (1,), "Step: lowering/two.py:2 runtime/one.py:10"),
+        ("docstrings", (3, 5), "lowering/two.py:3 f: The same of a step."),
+        ("tour", (1, 2, 3), "those of `a`"),
+        ("lines", (28,), "lowering 6"),
+    ],
+)
+def test_what_a_row_counts(small, name, figures, found):
+    count = HOUSE.ROWS[name].count(small)
+    assert count.figures == figures
+    assert found in count.found
+
+
+def test_rows_of_a_call_name_functions_and_tables(tree):
+    assert all(
+        line.split()[0].endswith(".py") for name in ("hops", "warm") for line in HOUSE.ROWS[name].count(tree).found
+    )
+    assert any("runtime/torch/" in line for line in HOUSE.ROWS["hops"].count(tree).found)
+    assert all(" -> " in line for line in HOUSE.ROWS["grown"].count(tree).found)
+
+
+def test_every_row_has_its_definition():
+    defined = {line.split()[0] for line in HOUSE.__doc__.splitlines() if line[:1].isalpha() and "  " in line}
+    assert set(HOUSE.ROWS) <= defined | {"docstrings"}
+    assert set(LIMITS) == set(HOUSE.ROWS)
+    assert (DOCS / "house_call.py").exists()
