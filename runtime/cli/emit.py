@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from rich.console import Console
 
-from frisket.dsl.errors import ParameterError, ShapeError
+from frisket.dsl.errors import ParameterError
 from frisket.runtime.backends.registry import PRINTED
 
 from .answer import CommandResult, code
-from .input import LENGTH, compiled, subject
+from .input import compiled, shapes, subject
 from .options import add_sizes, add_subject, examples, positive
+from .report import report
 
 
 def add_emit(p: argparse.ArgumentParser) -> None:
@@ -38,8 +38,6 @@ def add_emit(p: argparse.ArgumentParser) -> None:
 
 def emit(args: argparse.Namespace, console: Console) -> CommandResult:
     if args.report:
-        from .report import report
-
         return report(args, console)
     if args.arch and args.backend != "triton":
         raise ParameterError(f"--arch is about Triton kernels, not {args.backend!r}; write --backend triton")
@@ -49,14 +47,3 @@ def emit(args: argparse.Namespace, console: Console) -> CommandResult:
     source = compiled(subject(args), args.block).source(args.backend, arch=arch, **shapes(args)).rstrip("\n")
     language = "cpp" if args.backend in ("cpp", "native") else "python"
     return CommandResult({"backend": args.backend, "source": source}, [code(source, language, console)])
-
-
-def shapes(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes, as `source` and `stages` of an attention take them."""
-    q_len, kv_heads = args.q_len or LENGTH, args.kv_heads or args.heads
-    if args.heads % kv_heads:
-        raise ShapeError(f"--heads {args.heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
-    return {
-        "q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads, "kv_heads": kv_heads,
-        "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype,
-    }  # fmt: skip

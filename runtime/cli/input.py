@@ -74,6 +74,17 @@ def compiled(what: Program, tile: tuple[int, int] | None = None, **options: Any)
     return compile(mask=what.mask, score=what.score, tile=tile, **options)
 
 
+def shapes(args: argparse.Namespace) -> dict[str, Any]:
+    """The sizes, as `source` and `stages` of an attention take them."""
+    q_len, kv_heads = args.q_len or LENGTH, args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise ShapeError(f"--heads {args.heads} is no multiple of --kv-heads {kv_heads}; key heads are shared evenly")
+    return {
+        "q_len": q_len, "kv_len": args.kv_len or q_len, "batch": args.batch, "heads": args.heads, "kv_heads": kv_heads,
+        "head_dim": args.head_dim, "v_dim": args.v_dim, "dtype": args.dtype,
+    }  # fmt: skip
+
+
 def laid_out(args: argparse.Namespace, mask: Mask) -> Layout:
     """The layout of the sizes and tile that are given."""
     q_len = args.q_len or LENGTH

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.kernels.triton.writer import Dims
+from frisket.runtime.backends.triton import report as triton_report
 
 from .answer import BAD, GOOD, CommandResult, table
-from .emit import shapes
-from .input import compiled, subject
+from .input import compiled, shapes, subject
 from .progress import progress
 
 HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
@@ -22,8 +22,6 @@ HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spil
 
 def report(args: argparse.Namespace, console: Console) -> CommandResult:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
-    from frisket.runtime.backends.triton import report as triton_report
-
     if args.backend != "triton":
         raise ParameterError(f"--report is about Triton kernels, not {args.backend!r}; write --backend triton")
     architectures = args.arch or ["sm_90"]

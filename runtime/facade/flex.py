@@ -18,9 +18,9 @@ from frisket.runtime.flex.block_mask import BlockMask as BlockMask
 from frisket.runtime.flex.create import and_masks as and_masks
 from frisket.runtime.flex.create import create_block_mask as create_block_mask
 from frisket.runtime.flex.create import create_mask as create_mask
+from frisket.runtime.flex.create import create_nested_block_mask as create_nested_block_mask
 from frisket.runtime.flex.create import noop_mask as noop_mask
 from frisket.runtime.flex.create import or_masks as or_masks
-from frisket.runtime.flex.nested import create_nested_block_mask as create_nested_block_mask
 
 __all__ = [
     "AuxOutput",

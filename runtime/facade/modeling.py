@@ -10,9 +10,9 @@
 from frisket.runtime.machine.extras import extras
 
 with extras():
-    from frisket.runtime.modeling.dot_general import get_dot_general_by_bits as get_dot_general_by_bits
+    from frisket.runtime.modeling.kv_cache import concatenate_to_cache as concatenate_to_cache
 
-from frisket.runtime.modeling.kv_cache import concatenate_to_cache as concatenate_to_cache
+from frisket.runtime.modeling.dot_general import get_dot_general_by_bits as get_dot_general_by_bits
 from frisket.runtime.modeling.kv_cache import init_cache as init_cache
 from frisket.runtime.modeling.layers import add_start_docstrings as add_start_docstrings
 from frisket.runtime.modeling.layers import canonicalize_dtype as canonicalize_dtype

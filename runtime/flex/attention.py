@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelOptions, noop_mask
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from frisket.dsl.errors import ParameterError
@@ -23,6 +23,7 @@ from .live_mask import version_of
 from .nested import NAMES, check_total, local, local_live, visible_inside
 from .pair import pair_of
 from .score_mod import scored, traced
+from .tile_tensors import columns_of, kinds_of
 
 
 @overload
@@ -82,8 +83,6 @@ def flex_attention(
         )
     top = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
-        from .graph import compiled
-
         found: tuple[Tensor, Tensor, Tensor | None] = compiled(
             query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options, top
         )
@@ -93,6 +92,48 @@ def flex_attention(
     if return_aux is not None:
         return out, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
     return (out, lse) if return_lse else out
+
+
+def compiled(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
+    kernel_options: Any, top: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
+    from .graph import call, unchanged
+
+    nested, ragged = query, None
+    if query.is_nested:
+        (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
+        check_total(block_mask, query, key)
+    check_arrays(query, key, value, gqa)
+    own = query.dtype
+    if not own == key.dtype == value.dtype:
+        query, key, value = alike(query, key, value)
+    said: dict[str, Any] = {
+        "scale": scale, "gqa": gqa, "top": top, "kernel": dict(kernel_options or {}), "text": None, "values": {},
+        "tiles": None, "block": None, "ragged": None if ragged is None else ragged.tensors,
+        "pattern": None if ragged is None else ragged.pattern,
+    }  # fmt: skip
+    mask_mod = noop_mask
+    if block_mask is not None:
+        check_block_mask(block_mask, query, key)
+        ours = isinstance(block_mask, BlockMask)
+        if ours and block_mask._text is not None:
+            said["text"] = block_mask._text
+            said["values"] = {} if block_mask._live is None else dict(block_mask._live.values)
+        else:
+            mask_mod = block_mask.mask_mod
+        if not ours or block_mask._given is not None:
+            names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+            lists = {n: getattr(block_mask, n) for n in names}
+            kinds = kinds_of(lists, columns_of(lists, block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1]))
+            said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
+    if key.shape[0] != query.shape[0]:
+        key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
+    found = call(query, key, value, score_mod or unchanged, (mask_mod,), None, said)
+    if query.dtype != own:
+        found = found[0].to(own), found[1], found[2]
+    return found if ragged is None else closed_all(found, nested)
 
 
 def attend(

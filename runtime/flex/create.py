@@ -1,4 +1,5 @@
-"""Masks as torch's flex_attention takes them: create_block_mask, create_mask, and_masks, or_masks."""
+"""Masks as torch's flex_attention takes them: create_block_mask, create_mask, and_masks, or_masks, and
+create_nested_block_mask."""
 
 from __future__ import annotations
 
@@ -24,9 +25,11 @@ from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, prog
 
 from .block_mask import Block, BlockMask, held
 from .errors import MaskModError
+from .graph_mask import packed as graph_packed
 from .leave import leave
 from .lengths import count_of, is_count, pair
 from .live_mask import LiveMask, kept, live_mask, of_bound, of_function
+from .nested import packed
 
 
 def create_block_mask(
@@ -157,6 +160,46 @@ class Joined:
         return self._made[key](b, h, q_idx, kv_idx)  # type: ignore[no-any-return]
 
 
+def create_nested_block_mask(
+    mask_mod: MaskLike, B: int | None, H: int | None, q_nt: Tensor, kv_nt: Tensor | None = None,
+    BLOCK_SIZE: Block = 128, _compile: bool = False,
+) -> BlockMask:  # fmt: skip
+    """`create_nested_block_mask(causal, 1, 1, query)`: a mask over the packed sequences of a jagged nested tensor.
+
+    `q_nt` [sequences, heads, j, head_dim], in any order of axes, gives the lengths of the sequences; `kv_nt` those of
+    the keys, for cross attention (the queries' own, unless given). The mask is over the packed tokens, sum(S) of them:
+    `mask_mod` is told the number of the sequence as b and positions inside it, `Q_LEN` and `KV_LEN` of a text are
+    its lengths, and a token sees its own sequence alone. Tokens in the holes of a tensor with `lengths` see nothing.
+
+    Raises `ShapeError`, a ValueError, for tensors that are not jagged, that hold different numbers of sequences or
+    are on different devices; the rest as `create_block_mask`.
+    """
+    kv_nt = q_nt if kv_nt is None else kv_nt
+    for name, x in (("q_nt", q_nt), ("kv_nt", kv_nt)):
+        if not isinstance(x, Tensor) or x.layout is not torch.jagged:
+            what = f"of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+            raise ShapeError(f"{name} is {what}\n  it is torch.nested.nested_tensor(..., layout=torch.jagged)")
+    if q_nt.device != kv_nt.device:
+        raise ShapeError(f"q_nt is on {q_nt.device}, kv_nt on {kv_nt.device}\n  expected to be on the same device")
+    if q_nt.shape[0] != kv_nt.shape[0]:
+        raise ShapeError(
+            f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
+        )
+    if torch.compiler.is_dynamo_compiling():
+        if not callable(mask_mod) or any(x.lengths() is not None for x in (q_nt, kv_nt)):  # type: ignore[attr-defined]
+            return leave(create_nested_block_mask, mask_mod, B, H, q_nt, kv_nt, BLOCK_SIZE)  # type: ignore[no-any-return]
+        lengths = _total(q_nt), _total(kv_nt)
+        fn = graph_packed(mask_mod, q_nt.offsets(), kv_nt.offsets(), *lengths)  # type: ignore[attr-defined]
+        return create_block_mask(fn, B, H, *lengths, q_nt.device, BLOCK_SIZE)
+    found = packed(live_mask(mask_mod), q_nt, kv_nt)
+    return create_block_mask(found, B, H, _total(q_nt), _total(kv_nt), q_nt.device, BLOCK_SIZE, _compile)
+
+
+def _total(nested: Tensor) -> int:
+    """Tokens of all sequences."""
+    return nested.values().shape[nested._ragged_idx - 1]  # type: ignore[attr-defined]
+
+
 def _heads(batch: Any, heads: Any) -> tuple[int, int]:
     batch, heads = count_of(batch), count_of(heads)
     for name, n in (("B", batch), ("H", heads)):
@@ -176,4 +219,4 @@ def _accelerator() -> torch.device:
 _accelerator._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs while a graph is made, not in it
 
 
-__all__ = ["and_masks", "create_block_mask", "create_mask", "noop_mask", "or_masks"]
+__all__ = ["and_masks", "create_block_mask", "create_mask", "create_nested_block_mask", "noop_mask", "or_masks"]

@@ -8,7 +8,7 @@ in its place, which holds the expression of that graph as a text.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,57 +25,16 @@ from frisket.runtime.calls.program import Subject
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod, program
 from frisket.runtime.torch import graph as torch_library
-from frisket.runtime.torch.jagged import Ragged, closed_all, opened
+from frisket.runtime.torch.jagged import Ragged
 from frisket.runtime.torch.spec import spec_of
 
-from .block_mask import BlockMask
-from .checks import alike, check_arrays, check_block_mask
-from .errors import ArrayError
 from .kernel_options import options_of, read
 from .live_mask import LiveMask
-from .nested import NAMES, check_total, confined, local_live
+from .nested import confined, local_live
 from .score_mod import apart, only, traced
-from .tile_tensors import columns_of, kinds_of
 
-
-def compiled(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None, gqa: bool,
-    kernel_options: Any, top: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, lse, max) in a graph. Traced by Dynamo, so plain Python."""
-    nested, ragged = query, None
-    if query.is_nested:
-        (query, key, value), ragged = opened(query, key, value, NAMES, ArrayError)
-        check_total(block_mask, query, key)
-    check_arrays(query, key, value, gqa)
-    own = query.dtype
-    if not own == key.dtype == value.dtype:
-        query, key, value = alike(query, key, value)
-    said: dict[str, Any] = {
-        "scale": scale, "gqa": gqa, "top": top, "kernel": dict(kernel_options or {}), "text": None, "values": {},
-        "tiles": None, "block": None, "ragged": None if ragged is None else ragged.tensors,
-        "pattern": None if ragged is None else ragged.pattern,
-    }  # fmt: skip
-    mask_mod = noop_mask
-    if block_mask is not None:
-        check_block_mask(block_mask, query, key)
-        ours = isinstance(block_mask, BlockMask)
-        if ours and block_mask._text is not None:
-            said["text"] = block_mask._text
-            said["values"] = {} if block_mask._live is None else dict(block_mask._live.values)
-        else:
-            mask_mod = block_mask.mask_mod
-        if not ours or block_mask._given is not None:
-            names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-            lists = {n: getattr(block_mask, n) for n in names}
-            kinds = kinds_of(lists, columns_of(lists, block_mask.seq_lengths[1], block_mask.BLOCK_SIZE[1]))
-            said["tiles"], said["block"] = kinds, block_mask.BLOCK_SIZE
-    if key.shape[0] != query.shape[0]:
-        key, value = key.expand(query.shape[0], -1, -1, -1), value.expand(query.shape[0], -1, -1, -1)
-    found = call(query, key, value, score_mod or unchanged, (mask_mod,), None, said)
-    if query.dtype != own:
-        found = found[0].to(own), found[1], found[2]
-    return found if ragged is None else closed_all(found, nested)
+if TYPE_CHECKING:
+    from .block_mask import BlockMask
 
 
 def unchanged(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:

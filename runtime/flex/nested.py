@@ -1,5 +1,4 @@
-"""Masks over jagged nested tensors, and attention to them: sequences packed one after another, none of which sees
-another."""
+"""Positions inside jagged nested tensors: sequences packed one after another, none of which sees another."""
 
 from __future__ import annotations
 
@@ -8,60 +7,19 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import TRUE, B, conj, lit
 from frisket.runtime.machine.parameters import names_of
-from frisket.runtime.masks.mask import MaskLike
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
-from .block_mask import Block, BlockMask
-from .create import create_block_mask
-from .graph_mask import packed as graph_packed
-from .leave import leave
-from .live_mask import LiveMask, kept, live_mask
+from .live_mask import LiveMask, kept
 from .score_mod import Scored, remember
 
 
-def create_nested_block_mask(
-    mask_mod: MaskLike, B: int | None, H: int | None, q_nt: Tensor, kv_nt: Tensor | None = None,
-    BLOCK_SIZE: Block = 128, _compile: bool = False,
-) -> BlockMask:  # fmt: skip
-    """`create_nested_block_mask(causal, 1, 1, query)`: a mask over the packed sequences of a jagged nested tensor.
-
-    `q_nt` [sequences, heads, j, head_dim], in any order of axes, gives the lengths of the sequences; `kv_nt` those of
-    the keys, for cross attention (the queries' own, unless given). The mask is over the packed tokens, sum(S) of them:
-    `mask_mod` is told the number of the sequence as b and positions inside it, `Q_LEN` and `KV_LEN` of a text are
-    its lengths, and a token sees its own sequence alone. Tokens in the holes of a tensor with `lengths` see nothing.
-
-    Raises `ShapeError`, a ValueError, for tensors that are not jagged, that hold different numbers of sequences or
-    are on different devices; the rest as `create_block_mask`.
-    """
-    kv_nt = q_nt if kv_nt is None else kv_nt
-    for name, x in (("q_nt", q_nt), ("kv_nt", kv_nt)):
-        if not isinstance(x, Tensor) or x.layout is not torch.jagged:
-            what = f"of layout {x.layout}" if isinstance(x, Tensor) else type(x).__name__
-            raise ShapeError(f"{name} is {what}\n  it is torch.nested.nested_tensor(..., layout=torch.jagged)")
-    if q_nt.device != kv_nt.device:
-        raise ShapeError(f"q_nt is on {q_nt.device}, kv_nt on {kv_nt.device}\n  expected to be on the same device")
-    if q_nt.shape[0] != kv_nt.shape[0]:
-        raise ShapeError(
-            f"q_nt holds {q_nt.shape[0]} sequences, kv_nt {kv_nt.shape[0]}\n  each query sequence has its keys"
-        )
-    if torch.compiler.is_dynamo_compiling():
-        if not callable(mask_mod) or any(x.lengths() is not None for x in (q_nt, kv_nt)):  # type: ignore[attr-defined]
-            return leave(create_nested_block_mask, mask_mod, B, H, q_nt, kv_nt, BLOCK_SIZE)  # type: ignore[no-any-return]
-        lengths = _total(q_nt), _total(kv_nt)
-        fn = graph_packed(mask_mod, q_nt.offsets(), kv_nt.offsets(), *lengths)  # type: ignore[attr-defined]
-        return create_block_mask(fn, B, H, *lengths, q_nt.device, BLOCK_SIZE)
-    packed = _packed(live_mask(mask_mod), q_nt, kv_nt)
-    return create_block_mask(packed, B, H, _total(q_nt), _total(kv_nt), q_nt.device, BLOCK_SIZE, _compile)
-
-
-def _packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
+def packed(mod: LiveMask, q_nt: Tensor, kv_nt: Tensor) -> LiveMask:
     """The mask in packed positions."""
     ragged = ragged_of(q_nt, kv_nt)
     names = names_in(mod, ragged)
@@ -132,11 +90,3 @@ def check_total(block_mask: Any, q: Tensor, k: Tensor) -> None:
             f"block_mask is for {lengths[0]} queries and {lengths[1]} keys, the nested tensors hold {q.shape[2]} and "
             f"{k.shape[2]} tokens\n  make it for them: create_nested_block_mask(mask_mod, 1, 1, query, key)"
         )
-
-
-def _total(nested: Tensor) -> int:
-    """Tokens of all sequences."""
-    return nested.values().shape[nested._ragged_idx - 1]  # type: ignore[attr-defined]
-
-
-__all__ = ["create_nested_block_mask"]

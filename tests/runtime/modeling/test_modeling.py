@@ -279,7 +279,7 @@ def test_an_unknown_policy_is_a_key_error():
 
 def test_without_qwix(monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
-    monkeypatch.delitem(sys.modules, "frisket.runtime.modeling.dot_general_qwix", raising=False)
+    monkeypatch.delitem(sys.modules, "frisket.runtime.modeling.quantized", raising=False)
     with pytest.raises(fk.MissingPackageError, match=r"pip install 'frisket-attention\[quantized\]'"):
         m.get_dot_general_by_bits(8)
 
