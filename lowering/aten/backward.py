@@ -1,4 +1,4 @@
-"""Gradients of the LoopPlan on torch's library calls: five GEMMs per block, scores computed anew.
+"""Gradients of a LoopPlan on torch's library calls: five GEMMs per block, scores computed anew.
 
 A GEMM of another shape has other last bits, and at large scores lse rounds away what they differ by: the weights of a
 row are normalised by their own sum, not by lse. The blocks are those of the forward (`lowering.aten`), the formulas
@@ -50,7 +50,7 @@ def backward(
 
 @dataclass
 class _Lane:
-    """Blocks that are walked in order, and where their sums go."""
+    """Blocks that are walked in order, and the buffers of their sums."""
 
     blocks: list[Block]
     sums: _Sums
@@ -218,7 +218,7 @@ class _Backward(AtenTiles):
             yield chunk, tiles, raws or [None] * len(chunk)
 
     def _sums_of(self, block: Block, chunks: Iterable[list[Tensor]]) -> tuple[Tensor, Tensor]:
-        """(maximum, 1 / sum of exponentials) of every row, with sinks. Scores become exp(score - maximum so far)."""
+        """The (maximum, 1 / sum of exponentials) of each row, sinks too. Scores become exp(score - maximum so far)."""
         torch = self.torch
         top = torch.full((block.batch, block.rows, 1), -math.inf, dtype=self.dtype)
         total = torch.zeros_like(top)

@@ -1,4 +1,4 @@
-"""Gradients of what a score mod reads: `dm * weight` of every piece, summed as `lowering.derive` says."""
+"""Gradients of captured tables and scalars: `dm * weight` of every piece, summed as `lowering.derive` says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LaneGradients:
         return any(x.over == "scatter" for x in self.gradients)
 
     def _new(self, gradient: Gradient) -> Tensor:
-        """Zeros, as [batch, kv_heads, group, ...]; columns as [batch, kv_heads, kv_len, group], as dk is."""
+        """A buffer of zeros, [batch, kv_heads, group, ...]; columns as [batch, kv_heads, kv_len, group], as dk is."""
         t, g = self.tiles, self.tiles.geometry
         torch, heads = t.torch, (g.batch, g.kv_heads, t.group)
         if gradient.over == "scatter":
@@ -45,7 +45,7 @@ class LaneGradients:
         )  # fmt: skip
 
     def collect(self, block: Block, piece: KeyPiece, dm: Tensor, raw: Tensor | None, hidden: Tensor | None) -> None:
-        """Add a piece's share. `hidden`: where dm is 0 whatever the weight is."""
+        """Add the share of a piece. `hidden`: where dm is 0 whatever the weight is."""
         t = self.tiles
         for gradient, program, indices, buffer in zip(
             self.gradients, self.programs, self.indices, self.buffers, strict=True
@@ -69,7 +69,8 @@ class LaneGradients:
                 self._scatter(block, piece, buffer, part, raw, indices)
 
     def _diagonals(self, block: Block, piece: KeyPiece, buffer: Tensor, part: Tensor) -> None:
-        """Rows of the turned block, each moved by one more place: then diagonals stand in columns."""
+        """The sums along diagonals: each row of the turned block is moved by one more place, so that diagonals become
+        columns."""
         t, height, width = self.tiles, block.step.height, piece.width
         wide = part.new_zeros(block.batch, block.group, height, width + height)
         wide[..., :width] = part.flip(-1)
@@ -101,7 +102,7 @@ class LaneGradients:
             mine += theirs
 
     def folded(self, wanted: frozenset[str]) -> dict[str, Tensor]:
-        """By name, in the shape of the table, or 0-d; 0 where nothing depends on it."""
+        """The gradients by name, in the shape of the table, or 0-d; 0 where the score mod does not depend on it."""
         t = self.tiles
         buffers = []
         for gradient, buffer in zip(self.gradients, self.buffers, strict=True):

@@ -1,4 +1,4 @@
-"""Expr on torch tensors: the operator table of the aten backend, and expressions as short tile programs.
+"""Evaluates Exprs on torch tensors: the operator table of the aten backend, and expressions as short tile programs.
 
 The table is checked row by row against `dsl.evaluate`. Tiles are small, so Int is int64 here, as in the oracle;
 Float is the dtype of the scores.
@@ -236,7 +236,7 @@ class TileProgram:
         return found.to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
 
     def _place(self, torch: Any, index: Value, table: Tensor) -> Tensor:
-        """An index where the table is; a number is written there, so that nothing waits for a copy."""
+        """An index on the device of the table; a number is written into a tensor there, so that no copy is waited for."""
         if isinstance(index, torch.Tensor):
             return index.to(table.device)
         return torch.full((), index, dtype=torch.int64, device=table.device)
@@ -264,7 +264,7 @@ def _fits(inner: tuple[int, ...], outer: tuple[int, ...]) -> bool:
 
 
 def _walk_to(root: Expr, given: Mapping[Expr, str]) -> list[Expr]:
-    """The nodes below `root`, arguments first, not looking below the given ones."""
+    """The nodes below `root`, arguments first, without the nodes below the given ones."""
     order: dict[Expr, None] = {}
     stack = [(root, False)]
     while stack:
@@ -282,8 +282,8 @@ def _walk_to(root: Expr, given: Mapping[Expr, str]) -> list[Expr]:
 
 
 def drift(root: Expr) -> dict[Expr, int | None]:
-    """How each node moves when q and k both move by one: 0 for a node that only sees their distance,
-    None where it is not known."""
+    """The step of each node when q and k both move by one: 0 for a node that only sees their distance, None where it is
+    not known."""
     rate: dict[Expr, int | None] = {}
     for n in walk(root):
         rate[n] = _rate(n, [rate[a] for a in n.args])
@@ -318,7 +318,7 @@ def _rate(n: Expr, rates: list[int | None]) -> int | None:
 
 
 def distance_only(root: Expr) -> bool:
-    """Whether `root` is the same wherever q - k is the same (and b, h, score do not occur)."""
+    """Whether `root` depends on q and k through q - k alone (and b, h, score do not occur)."""
     return not uses(root) & {"b", "h", "score"} and drift(root)[root] == 0
 
 

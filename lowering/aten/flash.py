@@ -1,5 +1,6 @@
-"""torch's built-in flash kernel, where it fits: tall blocks without a predicate, and plain triangles, under scores
-that nothing changes. It works in tiles of its own and in one call, so it beats products of whole rows there."""
+"""torch's built-in flash kernel for the blocks it can compute: tall blocks without a predicate, and plain triangles,
+under unmodified scores. The kernel works in tiles of its own and in one call, so it beats products of whole rows there.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ FLASH_ROWS = 512  # below, a few batched products are as fast and need no mergin
 
 @dataclass(frozen=True)
 class Fused:
-    """A step of one piece: all of its keys, or those before `corner` and the triangle from there on."""
+    """A step of one piece: all keys of the piece, or the keys before `corner` and the triangle from there on."""
 
     step: RowStep
     corner: int | None
 
     @property
     def parts(self) -> list[tuple[slice, bool]]:
-        """Keys, and whether they are hidden right of the diagonal that begins at the first."""
+        """The ranges of keys, and whether keys are hidden right of the diagonal that begins at the first."""
         piece = self.step.pieces[0]
         split = piece.stop if self.corner is None else self.corner
         both = [(slice(piece.start, split), False), (slice(split, piece.stop), True)]
@@ -32,7 +33,7 @@ class Fused:
 
 
 def fusible(tiles: AtenTiles, todo: list[RowStep]) -> tuple[list[Fused], list[RowStep]]:
-    """What the kernel can do of these steps, and the rest."""
+    """Divide steps into steps for the flash kernel, and the rest."""
     g, plan = tiles.geometry, tiles.plan
     changed = plan.score is not None or plan.kept is not None or plan.weight is not None
     if changed or tiles.stored or g.head_dim != g.v_dim or tiles.q.device.type != "cpu":
@@ -63,7 +64,7 @@ def _is_triangle(tiles: AtenTiles, step: RowStep, corner: int) -> bool:
 
 
 def flash(tiles: AtenTiles, part: Fused, members: list[Heads]) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """(place in [batch, kv_heads, group, q_len, ...], out, lse) of the part, merged by lse."""
+    """The (place in [batch, kv_heads, group, q_len, ...], out, lse) of the part, merged by lse."""
     torch, step = tiles.torch, part.step
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for m, j in _columns(members):
@@ -83,8 +84,8 @@ def flash_backward(
     tiles: AtenTiles, part: Fused, members: list[Heads], rows: tuple[Tensor, Tensor, Tensor],
     sums: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:  # fmt: skip
-    """Add dq, dk, dv of the part to `sums`, whose shapes are those of q (grouped), k and v. `rows`: dout, out and
-    lse, [batch, kv_heads, group, q_len, ...]. P comes from the whole row's lse, so parts need no merging."""
+    """Add dq, dk, dv of the part to `sums`, whose shapes are those of q (grouped), k and v. `rows`: dout, out and lse,
+    [batch, kv_heads, group, q_len, ...]. P comes from the whole row's lse, so parts need no merging."""
     torch, step = tiles.torch, part.step
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     for m, j in _columns(members):
@@ -106,7 +107,7 @@ def _columns(members: list[Heads]) -> Iterator[tuple[Heads, int]]:
 
 
 def _merged(torch: Any, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over disjoint keys, combined."""
+    """Attention over disjoint keys, combined by lse."""
     (out1, lse1), (out2, lse2) = parts
     lse = torch.logaddexp(lse1, lse2)
     return out1 * (lse1 - lse).exp().unsqueeze(-1) + out2 * (lse2 - lse).exp().unsqueeze(-1), lse

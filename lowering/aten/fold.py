@@ -1,4 +1,5 @@
-"""Captured gradients on torch: sums over rows, columns, diagonals or heads, added to where the table was read."""
+"""Folds captured gradients on torch: sums over rows, columns, diagonals or heads, added to the places the table was
+read at."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def fold(
     gradient: Gradient, buffer: Tensor, shape: Sequence[int], geometry: Geometry,
     slots: Mapping[str, Any], tables: Mapping[str, Tensor],
 ) -> Tensor:  # fmt: skip
-    """`buffer`, summed into an array of `shape`, the table's; 0-d for a slot. In float64 or better (`aten_sum`), equal
-    calls give equal bits; the result has the buffer's dtype and device."""
+    """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot. In float64 or better (`sums`), equal calls
+    give equal bits; the result has the buffer's dtype and device."""
     import torch
 
     if not gradient.index:
@@ -54,7 +55,7 @@ def fold(
 
 
 def coordinates(gradient: Gradient, geometry: Geometry, device: Any) -> dict[str, Any]:
-    """Global `b h q k` of every entry of the gradient's buffer, those it depends on, and the sizes."""
+    """The global `b h q k` of every entry of the gradient's buffer, as far as it depends on them, and the sizes."""
     import torch
 
     b0, h0, q0, k0 = geometry.origin

@@ -1,4 +1,4 @@
-"""The LoopPlan on torch's own library calls: nothing is compiled, no key or value is gathered or copied.
+"""Runs a LoopPlan on torch's own library calls: nothing is compiled, no key or value is gathered or copied.
 
 For each row of tiles and each run of keys one batched GEMM over heads (or over rows of equal relative spans),
 a float32 softmax in base 2, the mask added on PARTIAL tiles only. Where the mask is a plain triangle and
@@ -31,8 +31,8 @@ def forward(
     slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *,
     sinks: Tensor | None = None, top: bool = True, norm: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len, head_dim] and
-    k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
+    """The forward: (out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) for q [batch, heads, q_len,
+    head_dim] and k, v [batch, kv_heads, kv_len, dim]. Scores, lse and top are float32, float64 when q is float64.
 
     `sinks` [heads] are logits without a value: they are part of lse, not of top. Without `top` the third result is
     None: the flash kernel, which does not tell the largest score, may then be used. With `norm` a fourth is what
@@ -101,7 +101,7 @@ class _Forward(AtenTiles):
                     self._put_nothing(block)
 
     def _split(self, blocks: list[Block]) -> list[tuple[Block, Block | None, int]]:
-        """(block, the block it is a part of, which part); few blocks with many keys are split over keys."""
+        """The blocks as (block, the whole block, which part); few blocks with many keys are split over keys."""
         found: list[tuple[Block, Block | None, int]] = []
         for block in blocks:
             parts = min(PARTS // len(blocks), block.step.width // LEAST)
@@ -167,7 +167,7 @@ class _Forward(AtenTiles):
 
     @property
     def _hollow(self) -> bool:
-        """Whether a row may show nothing finite."""
+        """Whether a row may see no key with a finite score."""
         return self.plan.guard or self.careful
 
     def _merge(self) -> None:

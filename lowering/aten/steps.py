@@ -1,4 +1,4 @@
-"""Work for batched GEMMs: rows of tiles that may run together, and heads that may run together.
+"""Groups work for batched GEMMs: rows of tiles that may run together, and heads that may run together.
 
 Many masks repeat: a window's rows see equal spans, each moved along by one tile; a prefix's rows see the same
 span. Such rows become one `RowStep` whose K/V pieces are overlapping views, so that 57,000 small spans are not
@@ -90,7 +90,7 @@ class Block:
 
     @property
     def place(self) -> tuple[int, slice, slice, slice]:
-        """The block's part of an array [batch, kv_heads, group, q_len, ...]."""
+        """The part of an array [batch, kv_heads, group, q_len, ...] that belongs to the block."""
         m = self.heads
         return m.batch, slice(m.kv, m.kv + m.count), slice(m.first, m.last), self.queries
 
@@ -100,7 +100,7 @@ class Block:
 
 
 def cut(step: RowStep, member: Heads, budget: int) -> Iterator[Block]:
-    """Blocks of at most `budget` scores where they can be, cut along whichever axis needs fewer of them."""
+    """Blocks of at most `budget` scores if possible, cut along whichever axis needs fewer of them."""
     group = member.last - member.first
     tall = max(64, min(TALL, budget // (group * max(step.width, 1))))
     if step.count == 1 and step.height > tall:
@@ -123,7 +123,7 @@ def cut(step: RowStep, member: Heads, budget: int) -> Iterator[Block]:
 
 
 def steps(spans: Spans, slice_: int, geometry: Geometry, block: tuple[int, int]) -> list[RowStep]:
-    """The rows of one slice of the span table, in order. A row that sees nothing has no pieces."""
+    """The steps of one slice of the span table, in order. A row that sees no key has no pieces."""
     count = spans.count[slice_]
     tokens = np.minimum(spans.bounds[slice_].astype(np.int64) * block[1], geometry.kv_len)
     tokens[np.arange(tokens.shape[1]) >= count[:, None]] = 0
@@ -166,7 +166,7 @@ def _runs(tokens: NDArray[np.int64], count: NDArray[np.int32], q_len: int, block
 
 
 def heads(spans: Spans, geometry: Geometry) -> dict[int, list[Heads]]:
-    """For each slice, the heads that share it; a group of query heads stays whole where all of it shares."""
+    """The heads that share each slice; a group of query heads stays whole where all of it shares."""
     group = geometry.heads // geometry.kv_heads
     found: dict[int, list[Heads]] = {}
     for b in range(geometry.batch):
@@ -188,7 +188,7 @@ def _follows(a: Heads, b: Heads) -> bool:
 
 
 def moved(step: RowStep, by: int, count: int) -> RowStep:
-    """Rows `[by, by + count)` of a step."""
+    """A step with rows `[by, by + count)` alone."""
     pieces = tuple(
         replace(
             p, start=p.start + by * p.stride, full_start=p.full_start + by * p.stride,
@@ -245,7 +245,7 @@ def _diagonal(first: RowStep, step: RowStep) -> bool:
 
 
 def joined(rows: list[RowStep], block_q: int) -> RowStep:
-    """One tall step of the rows of a triangle; keys right of the last diagonal tile are hidden anyway."""
+    """One tall step of the rows of a triangle; keys right of the last diagonal tile are hidden by the mask."""
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return first

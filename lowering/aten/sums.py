@@ -1,4 +1,4 @@
-"""Sums of many values into places of a table, the same bits on every run.
+"""Adds many values to places of a table, with the same bits on every run.
 
 On the CPU one thread adds in order. On a device threads add with atomics in any order, so there numbers are added in
 fixed point: integers give one sum in any order. The unit is a power of two, chosen on the device from the sum of all
@@ -19,8 +19,8 @@ BITS = 61  # of the sum of all magnitudes; rounding of each value is far below w
 
 
 def units(total: Tensor) -> Tensor:
-    """How many units make 1, float32, a power of two, from the sum of all magnitudes or from a little less; shaped
-    and placed as `total`. NaN where that is not finite."""
+    """The number of fixed-point units that make 1, float32, a power of two, from the sum of all magnitudes or from a
+    little less; shaped and placed as `total`. NaN where the sum is not finite."""
     import torch
 
     total = total.double()
@@ -30,12 +30,12 @@ def units(total: Tensor) -> Tensor:
 
 
 def amounts(counted: Tensor, per: Tensor) -> Tensor:
-    """Float64, from integers in units of which there are `per` to 1."""
+    """The Float64 amounts of integers in units of which there are `per` to 1."""
     return counted.double() / per
 
 
 def summed(place: Tensor, values: Tensor, size: int) -> Tensor:
-    """Float64 [size]: `values` added up by `place`, both of one shape, 0 <= place < size."""
+    """The sums of `values` by `place`, Float64 [size]; both of one shape, 0 <= place < size."""
     import torch
 
     place, values = place.flatten(), values.flatten().double()
@@ -46,7 +46,7 @@ def summed(place: Tensor, values: Tensor, size: int) -> Tensor:
 
 
 def fixed(place: Tensor, values: Tensor, size: int) -> Tensor:
-    """`summed` in fixed point."""
+    """The sums of `summed` in fixed point."""
     import torch
 
     per = units(values.abs().sum())

@@ -1,4 +1,4 @@
-"""What forward and backward share: the arrays of one call, views of them, and masked scores of a block."""
+"""Masked scores of a block, for forward and backward: the arrays of one call, views of them, and scores."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class AtenTiles:
         return x.unflatten(1, (self.geometry.kv_heads, self.group))
 
     def steps(self) -> list[tuple[list[RowStep], list[Heads]]]:
-        """The rows of every slice, and the heads that share it."""
+        """The rows of every slice, and the heads that share the slice."""
         block = (self.target.block_q, self.target.block_k)
         found = heads(self.spans, self.geometry)
         return [(steps(self.spans, s, self.geometry, block), members) for s, members in found.items()]
@@ -113,8 +113,8 @@ class AtenTiles:
     def scores(
         self, block: Block, query: Tensor, pieces: Sequence[KeyPiece], raws: list[Tensor] | None = None
     ) -> list[Tensor]:
-        """Masked scores times the unit, one matrix per piece, [batch, group * height, width]; `raws` gets them as they
-        were before the score mod."""
+        """Masked scores times the unit, one matrix per piece, [batch, group * height, width]; `raws` gets the scores
+        before the score mod."""
         found, used = [], 0
         size = block.batch * block.rows * sum(p.width for p in pieces)
         room = self.buffer("scores", size)
@@ -132,7 +132,7 @@ class AtenTiles:
 
     def products(self, block: Block, query: Tensor, piece: KeyPiece, s: Tensor) -> Tensor:
         """Scaled products of the block's queries and the piece's keys into `s` [batch, group * height, width]; times
-        the unit where no score mod is to come."""
+        the unit where no score mod follows."""
         factor = self.geometry.scale * (self.unit if self.score is None else 1.0)
         keys = self.keys(self.k, block, piece, self.dtype)
         if 1 < block.rows <= FEW:
@@ -153,7 +153,7 @@ class AtenTiles:
             cells.copy_(value)
 
     def hide(self, block: Block, piece: KeyPiece, s: Tensor, hidden: float = -math.inf) -> None:
-        """Put `hidden` where the mask is not; where not careful, -inf is added."""
+        """Put `hidden` at hidden positions; where not careful, -inf is added."""
         if self.mask is None:
             return
         cells = self.cells(block, s)
@@ -166,7 +166,8 @@ class AtenTiles:
                     part.add_(cover)
 
     def _cover(self, block: Block, piece: KeyPiece, lo: int, hi: int) -> Tensor:
-        """The mask as what `hide` adds, or where it writes; remembered where another head or row will ask again."""
+        """The mask as the tensor that `hide` adds, or as the places it writes; remembered where another head or row
+        will ask again."""
         assert self.mask is not None
         step = block.step
         still = self.still and block.slides(piece)
@@ -200,12 +201,12 @@ class AtenTiles:
         return strip[:, lo : lo + piece.width]
 
     def weights(self, block: Block, piece: KeyPiece) -> Tensor:
-        """What the weights of the piece are multiplied with, for cells [batch, group, height, width]."""
+        """The factors of the piece's weights, for cells [batch, group, height, width]."""
         assert self.weight is not None
         return self.weight(self.coordinates(block, piece, piece.start, piece.stop), self.tables)
 
     def survivors(self, block: Block, piece: KeyPiece) -> Tensor:
-        """What dropout keeps of the piece, 1 or 0, for cells [batch, group, height, width]."""
+        """The weights of the piece that dropout keeps, 1 or 0, for cells [batch, group, height, width]."""
         assert self.kept is not None
         return self.kept(self.coordinates(block, piece, piece.start, piece.stop), self.tables).to(self.dtype)
 
@@ -215,7 +216,8 @@ class AtenTiles:
         return s.view(block.batch, block.group, block.step.height, -1)
 
     def rows(self, x: Tensor, block: Block) -> Tensor:
-        """[batch, group * height, ...] of x [batch, kv_heads, group, q_len, ...]; a copy where a group is packed."""
+        """The block's rows [batch, group * height, ...] of x [batch, kv_heads, group, q_len, ...]; a copy where a group
+        is packed."""
         part = x[block.place]
         if block.by_row:
             part = part[0].unflatten(1, (block.step.count, block.step.height)).transpose(0, 1)
@@ -233,8 +235,8 @@ class AtenTiles:
             part.copy_(value)
 
     def keys(self, x: Tensor, block: Block, piece: KeyPiece, dtype: Any = None) -> Tensor:
-        """[batch, width, dim]: always a view, of x or, where keys are stored, of a tile of them that is converted to
-        `dtype`; the rows of a sliding window overlap."""
+        """The keys [batch, width, dim] of a piece: always a view, of x or, where keys are stored, of a tile of them
+        that is converted to `dtype`; the rows of a sliding window overlap."""
         m, start = block.heads, piece.start
         heads = slice(m.kv, m.kv + m.count)
         if self.stored:
@@ -249,7 +251,7 @@ class AtenTiles:
         return first.as_strided(shape, (piece.stride * first.stride(0), *first.stride()))
 
     def _read(self, x: Tensor, b: int, heads: slice, start: int, stop: int) -> Tensor:
-        """Keys [start, stop) of a batch entry, [heads, stop - start, dim], as they are stored."""
+        """The stored keys [start, stop) of a batch entry, [heads, stop - start, dim]."""
         if self.pages is None:
             return x[b, heads, start:stop]
         page = self.plan.page
@@ -258,17 +260,17 @@ class AtenTiles:
         return found.transpose(0, 1).flatten(1, 2)[:, start - first * page : stop - first * page]
 
     def rough_product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right in bfloat16, in a buffer: new memory costs as much as the product."""
+        """The product left @ right in bfloat16, in a buffer: new memory costs as much as the product."""
         shape = (left.shape[0], left.shape[1], right.shape[2])
         return self.torch.bmm(left, right, out=self.buffer("rough product", *shape, dtype=self.given))
 
     def rounded(self, x: Tensor, name: str) -> Tensor:
-        """`x` as the products of weights take it, in the thread's buffer `name` where that is a copy."""
+        """The array `x` as the products of weights take it, in the thread's buffer `name` where that is a copy."""
         return self.buffer(name, *x.shape, dtype=self.given).copy_(x) if self.half else x
 
     def apart(self, x: Tensor, block: Block, piece: KeyPiece) -> Iterator[tuple[slice, Tensor]]:
-        """Entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of
-        x [batch, kv_heads, kv_len, dim]: what is added there is added once."""
+        """The entries of the block's batch axis whose keys do not overlap, and their views [n, width, dim] of x [batch,
+        kv_heads, kv_len, dim]: every addition to a view is counted once."""
         if not block.by_row:
             yield slice(None), self.keys(x, block, piece)
             return
@@ -284,8 +286,8 @@ class AtenTiles:
     def add_keys(
         self, x: Tensor | None, block: Block, piece: KeyPiece, left: Tensor, right: Tensor, scale: float = 1.0
     ) -> None:
-        """x += scale * left.T @ right, for left [batch, rows, width], right [batch, rows, dim] and the keys' part of
-        x [batch, kv_heads, kv_len, dim]; with `half`, left and right are bfloat16."""
+        """Add scale * left.T @ right to x, for left [batch, rows, width], right [batch, rows, dim] and the keys' part
+        of x [batch, kv_heads, kv_len, dim]; with `half`, left and right are bfloat16."""
         if x is None:
             return
         places = self.apart(x, block, piece)
@@ -304,14 +306,14 @@ class AtenTiles:
         return _program(e, self.dtype)
 
     def at(self, program: TileProgram, block: Block, piece: KeyPiece, raw: Tensor | None) -> Tensor:
-        """A program's value for cells of the piece; `raw`, the scaled products, may be overwritten."""
+        """The value of a program for cells of the piece; `raw`, the scaled products, may be overwritten."""
         env = self.coordinates(block, piece, piece.start, piece.stop)
         if raw is not None:
             env["score"] = self.cells(block, raw)
         return program(env, self.tables)
 
     def coordinates(self, block: Block, piece: KeyPiece, lo: int, hi: int, still: bool = False) -> dict[str, Any]:
-        """Global `b h q k` of keys [lo, hi) beside the block's queries, for cells [batch, group, height, width].
+        """The global `b h q k` of keys [lo, hi) beside the block's queries, for cells [batch, group, height, width].
         `still`: all rows look alike, so the first one's coordinates do."""
         torch, g, m, step = self.torch, self.geometry, block.heads, block.step
         b0, h0, q0, k0 = g.origin
@@ -349,7 +351,7 @@ def _program(e: Expr, dtype: Any) -> TileProgram:
 
 @lru_cache(maxsize=256)
 def _score_programs(score: Expr, dtype: Any, strips: bool, unit: float) -> tuple[TileProgram, dict[str, TileProgram]]:
-    """The score mod times the unit, and the programs of its parts that are worked out as strips, by name."""
+    """The program of the score mod times the unit, and the programs of the parts computed as strips, by name."""
     shared = _hoisted(score) if strips else {}
     return TileProgram(_times(score, unit), dtype, shared), {name: TileProgram(e, dtype) for e, name in shared.items()}
 
@@ -358,7 +360,7 @@ _still = lru_cache(maxsize=256)(distance_only)
 
 
 def _times(score: Expr, unit: float) -> Expr:
-    """The score times a unit; a literal factor that is there already is multiplied with the unit."""
+    """The score times a unit; a literal factor of the score is multiplied with the unit."""
     if unit == 1:
         return score
     if score.op == "mul" and (known := next((a for a in score.args if a.op == "lit"), None)) is not None:
@@ -376,7 +378,7 @@ def _entry(vector: Any, b: int) -> int:
 
 
 def _hoisted(score: Expr) -> dict[Expr, str]:
-    """The largest parts that see q and k through their distance only, with names for them."""
+    """The largest parts that see q and k through their distance alone, with names for the parts."""
     found: dict[Expr, str] = {}
 
     def visit(e: Expr) -> None:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def spread(run: Callable[[T], None], blocks: list[T]) -> None:
-    """`run` every block, the last of the list first, over as many threads as torch would use."""
+    """Run `run` on every block, the last of the list first, over as many threads as torch would use."""
     import torch
 
     threads = min(torch.get_num_threads(), len(blocks))
@@ -41,7 +41,7 @@ def spread(run: Callable[[T], None], blocks: list[T]) -> None:
 
 @lru_cache(maxsize=4)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads in which torch starts no threads of its own; threads do not survive a fork, hence `process`."""
+    """The pool of threads in which torch starts no threads; threads do not survive a fork, hence `process`."""
     import torch
 
     together = Barrier(threads)  # every thread takes one of the first tasks

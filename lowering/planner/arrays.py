@@ -1,4 +1,4 @@
-"""A flat planner as source text: one skeleton, one printer, an operator table per backend.
+"""Prints a device planner on arrays as source text: one skeleton, one printer, an operator table per backend.
 
 The text defines `plan_spans(b, h, q, k, sizes, scalars, tables, *, q_len, kv_len, block, room, records)`: bounds
 [slices, rows, records, 4], count [slices, rows] and whether some row overflowed. `b h q k` are [slices, 1, 1], where
@@ -31,8 +31,8 @@ _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """What one backend brings: operators (rows of `emit.expr`), the functions their text calls, and a header
-    with the array functions of `planner_text`, in which `{int}` and `{float}` are dtypes."""
+    """The vocabulary of one backend: operators (rows of `kernels.expr`), the functions their text calls, and a header
+    with the array functions of `arrays_text`, in which `{int}` and `{float}` are dtypes."""
 
     name: str
     table: Mapping[str, str]
@@ -68,7 +68,7 @@ def _plain(op: str, by: Expr) -> bool:
 
 @lru_cache(maxsize=256)
 def emit(plan: Planner, words: Words, wide: bool = False) -> str:
-    """The text of a planner. `wide`: positions and Floats have 64 bits."""
+    """The source text of a planner. `wide`: positions and Floats have 64 bits."""
     roots = tuple(machine(e) for e in plan.roots)
     skeleton = "".join([*READING.values(), SHARED, INTERVALS, PIECES, words.header, _OWN])
     names = Names(re.findall(r"[A-Za-z_]\w*", skeleton))
@@ -93,7 +93,7 @@ mixed finer overflow more"""
 
 
 class _ArrayBody:
-    """The function `plan_spans`."""
+    """The text of the function `plan_spans`."""
 
     def __init__(
         self, plan: Planner, roots: tuple[Expr, ...], words: Words, names: Names, known: Mapping[str, str]

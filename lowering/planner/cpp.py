@@ -1,4 +1,5 @@
-"""A flat planner as C++: the same pieces, questions and records as `emit.planner`, row by row instead of in arrays.
+"""Prints a device planner in C++: the pieces, questions and records of `planner.arrays`, row by row instead of in
+arrays.
 
 The text defines `frisket_plan(const int64_t *word)`, which gives 1 where some row overflowed and 2 where there was
 no memory; `words` lays out what it reads. It asks only as much of a piece as its kind takes, and builds nothing that
@@ -34,19 +35,19 @@ ON_TABLES = frozenset({"look", "segment", *SEARCHES})
 
 
 def prelude() -> str:
-    """What all of them share."""
+    """The text that all C++ planners share."""
     parts = ("cpp.hpp", "cpp_pieces.hpp")
     return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in parts)
 
 
 @lru_cache(maxsize=256)
 def emit(plan: Planner) -> str:
-    """The whole text of a planner."""
+    """The whole source of a C++ planner."""
     return prelude() + "\n" + function(plan)
 
 
 def table_types(plan: Planner) -> dict[str, Type]:
-    """What the entries of each table have to be: those of a table of which only sizes are read are Ints."""
+    """The required type of the entries of each table: a table of which only sizes are read counts as Ints."""
     found = dict.fromkeys(plan.tables, INT)
     for n in walk(*plan.roots):
         if n.op in ("lookup", "range_min", "range_max"):
@@ -55,9 +56,9 @@ def table_types(plan: Planner) -> dict[str, Type]:
 
 
 def words(plan: Planner) -> dict[str, int]:
-    """Where each part of the call stands, in 8-byte words: numbers and addresses of `HEAD` (from_b.. and bounds,
-    count are addresses; 64-bit where a slice begins, 32-bit records), the sizes B H Q_LEN KV_LEN, each scalar, and
-    for each table its address and `AXES` sizes; the whole length under ""."""
+    """The place of each part of the call, in 8-byte words: numbers and addresses of `HEAD` (from_b.. and bounds, count
+    are addresses; 64-bit where a slice begins, 32-bit records), the sizes B H Q_LEN KV_LEN, each scalar, and for each
+    table its address and `AXES` sizes; the whole length under ""."""
     names = [*HEAD, *SIZES, *(f"scalar {n}" for n in plan.scalars)]
     places = {name: i for i, name in enumerate(names)}
     end = len(names)
@@ -68,7 +69,7 @@ def words(plan: Planner) -> dict[str, int]:
 
 
 def function(plan: Planner, name: str = "frisket_plan") -> str:
-    """The function without the prelude."""
+    """The planner function without the prelude."""
     return _CppBody(plan).text(name)
 
 

@@ -1,4 +1,4 @@
-"""Intervals of keys for a row of queries, without looking at a table: what the flat planner starts from.
+"""Intervals of keys for a row of queries, without reading a table: the starting point of the device planner.
 
 Every literal of a term is read as bounds on k whose ends are the ends of some Expr over the queries `q0..q1`, so
 the interval of a term holds every key that some query of the row sees, whatever the tables hold. Keys are found
@@ -33,8 +33,8 @@ _K = var("k")
 
 
 def intervals(mask: Expr, sorted_: frozenset[str]) -> tuple[tuple[Interval, ...], tuple[Interval, ...]] | None:
-    """(of the keys some query of the row sees, of those some query does not), or None where a literal bounds
-    neither side. `sorted_` names the tables that never decrease."""
+    """The intervals (of the keys some query of the row sees, of the keys some query does not), or None where a literal
+    bounds neither side. `sorted_` names the tables that never decrease."""
     seen = _sides(mask, sorted_)
     hidden = None if seen is None else _sides(simplify(negate(mask)), sorted_)
     if seen is None or hidden is None or len(seen) + len(hidden) > MOST:
@@ -75,7 +75,7 @@ def _fold(pick: Callable[[Expr, Expr], Expr], *xs: Expr) -> Expr:
 
 
 def _keys(e: Expr, sorted_: frozenset[str]) -> tuple[Expr | None, Expr | None] | None:
-    """The first and last key that some query of the row can see by this literal; None in a place: unbounded."""
+    """The first and last key that some query of the row can see by this literal; None for an unbounded end."""
     if not is_int_comparison(e) or e.op == "ne":
         return None
     op, form = relation(e.op, *e.args)
@@ -117,7 +117,8 @@ def _last_of_segment(e: Expr, v: Expr) -> Expr:
 
 
 def _found(e: Expr, v: Expr, of: str, beyond: str, by: int) -> Expr:
-    """At least v + 1 is above v, whose integers are no larger than the table's."""
+    """The search for v in a table: "at least v + 1" is written as "above v", whose integers are no larger than the
+    table's."""
     form = linear(v)
     if form.const == by:
         return make(beyond, (write(Linear(form.terms, 0)),), e.name, INT)
@@ -134,7 +135,7 @@ _SEARCH: dict[str, tuple[Callable[[Expr, Expr], Expr], Callable[[Expr, Expr], Ex
 
 
 def points(e: Expr, sorted_: frozenset[str]) -> Expr:
-    """The same, with the least and the greatest entry of a sorted table over a range read at the range's ends, and
+    """The intervals with the least and the greatest entry of a sorted table over a range read at the range's ends, and
     no index of a range farther than any table goes."""
 
     def change(n: Expr) -> Expr:

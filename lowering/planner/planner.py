@@ -1,4 +1,4 @@
-"""The flat planner: spans for tables that live on a device or are traced. Fixed shapes, no copy to the host.
+"""The device planner: spans for tables that live on a device or are traced. Fixed shapes, no copy to the host.
 
 A `Planner` is the analysis' own Exprs, ready to print (`emit.planner`): where every term of the mask bounds k, an
 interval of keys per term and row; elsewhere `always`, `never` and `mixed` of `analysis.questions`, asked of pieces
@@ -32,7 +32,7 @@ RECORDS = 16  # records per row where the mask does not say how few there are
 
 @dataclass(frozen=True)
 class Planner:
-    """What a planner works out, for one mask; hashable, so that its text is printed once.
+    """The work of a planner for one mask; hashable, so that its text is printed once.
 
     Either `seen` and `hidden`, intervals of keys per row of queries `q0..q1` within keys `k0..k1`, or the three
     questions about a piece of a row. `scalars` and `tables` name what is read."""
@@ -61,7 +61,7 @@ class Planner:
         return tuple(dict.fromkeys(named))
 
     def records(self, columns: int) -> int:
-        """Records a row may need, as far as the mask tells."""
+        """The number of records a row may need, as far as the mask tells."""
         enough = len(self.seen) + len(self.hidden) if self.seen else RECORDS
         return max(1, min(enough, -(-columns // 2)))
 
@@ -72,10 +72,9 @@ READS = SEARCHES | {"lookup", "segment", "range_min", "range_max", "extent"}
 
 @dataclass(frozen=True)
 class DeviceSpans:
-    """`plan.Spans` whose `bounds` and `count` are arrays of a framework, perhaps traced. `overflow` is a Bool
-    array, of all rows or row by row: some row had more pieces or runs than there is room for, and reads more tiles
-    than it has to. `order`, where it is known, are the rows of each slice with the longest first, int32 [slices,
-    rows]."""
+    """Spans whose `bounds` and `count` are arrays of a framework, perhaps traced. `overflow` is a Bool array, of all
+    rows or row by row: some row had more pieces or runs than there is room for, and reads more tiles than it has to.
+    `order`, where it is known, are the rows of each slice with the longest first, int32 [slices, rows]."""
 
     bounds: Any
     count: Any
@@ -101,12 +100,12 @@ def planner(
 
 
 def _whole(e: Expr) -> Expr:
-    """`mixed` for pieces of many tiles: a single tile left open is PARTIAL anyway."""
+    """The question `mixed` for pieces of many tiles: a single tile left open is PARTIAL anyway."""
     return simplify(substitute(e, {SINGLE: FALSE}))
 
 
 def _safe(e: Expr, limits: Mapping[str, float], wide: bool) -> Expr:
-    """A question without the clauses whose integers may not fit: dropping one only makes it say less."""
+    """A question without the clauses whose integers may not fit: without a clause the answer is only less certain."""
     if e.op in ("and", "or"):
         join = conj if e.op == "and" else disj
         return join(*(_safe(a, limits, wide) for a in e.args))
@@ -122,7 +121,7 @@ def fits(e: Expr, limits: Mapping[str, float], wide: bool) -> bool:
 
 
 def _wide(roots: Sequence[Expr], limits: Mapping[str, float]) -> bool:
-    """`needs_int64`, where what is read from a table is as large as the table's entries."""
+    """Whether `needs_int64` holds, where entries read from a table are as large as the table allows."""
     parts: list[Expr] = []
 
     def leaf(n: Expr) -> Expr:

@@ -1,4 +1,5 @@
-"""A flat planner as Triton kernels: the same pieces, questions and records as `emit.planner`, a few rows a program.
+"""Prints a device planner as Triton kernels: the pieces, questions and records of `planner.arrays`, a few rows a
+program.
 
 The text defines `plan_spans`, and the kernels that make ready what it reads: `lines`, `windows` and `halves` for the
 least and greatest entries of tables over ranges, `longest_first` for the order of its rows. `PlannerText` says what
@@ -60,8 +61,8 @@ class TablePointer:
 
 @dataclass(frozen=True)
 class Ranged:
-    """What is made of a table first: its least and greatest entries over ranges of `axes`, by the names of pointers;
-    `sizes` are those of the axes, and the other axes, in order, number its `rows`."""
+    """The range tables of one table: least and greatest entries over ranges of `axes`, by the names of pointers;
+    `sizes` are the sizes of the axes, and the other axes, in order, number its `rows`."""
 
     source: str
     type: Type
@@ -74,7 +75,7 @@ class Ranged:
 
 @dataclass(frozen=True)
 class PlannerText:
-    """The text of a planner's kernels, and the parameters of `plan_spans` beside `HEAD`, in their order: those of
+    """The text of a planner's kernels, and the parameters of `plan_spans` beside `HEAD`, in their order: sizes of
     SIZES, scalars as (user's name, type), tables, ranges; then ROWS and PIECES, how many it holds at once."""
 
     text: str
@@ -87,7 +88,7 @@ class PlannerText:
 
 @lru_cache(maxsize=256)
 def emit(plan: Planner) -> PlannerText:
-    """The kernels of a planner."""
+    """The Triton kernels of a planner."""
     return _TritonBody(plan).printed()
 
 
@@ -291,17 +292,17 @@ class _TritonBody:
 
 
 def _typed(text: str, e: Expr) -> Text:
-    """An entry of a table of any dtype; Bool ones are bytes."""
+    """An entry of a table of any dtype; entries of Bool tables are bytes."""
     return Text(f"{text} != 0", COMPARISON) if e.type is BOOL else Text(f"{text}.to({TYPES[e.type]})")
 
 
 def _listed(names: list[str]) -> list[str]:
-    """Names with commas behind them, a few to a line."""
+    """Names separated by commas, a few to a line."""
     return [f"    {line}" for line in textwrap.wrap(", ".join(names) + ",", 108, break_long_words=False)]
 
 
 def _functions(text: str) -> str:
-    """The functions that a text needs, and those that they need."""
+    """The functions that a text needs, with the functions they need."""
     within = [parts.within(int(n)) for n in sorted(set(re.findall(r"\bwithin(\d+)\(", text)))]
     text += "".join(within)
     used: dict[str, str] = {}

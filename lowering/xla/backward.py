@@ -1,4 +1,4 @@
-"""The backward of the XLA executor: the forward's rows and chunks once more, scores recomputed, five matrix products.
+"""The backward of the XLA executor: the forward's rows and chunks again, scores recomputed, five matrix products.
 
 Gradients of keys, values and captured tables are carried through the loops and added to in place; nothing has the
 size of the scores, and nothing is differentiated but the score mod's own formula (`lowering.derive`).
@@ -140,7 +140,7 @@ def _backward(
         return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, place, tile.shape) + tile, place)
 
     def finite(x: Array) -> Array:
-        """What a hidden position's 0 may be multiplied with: 0 times NaN or infinity is NaN."""
+        """The finite value that may be multiplied with a hidden position's 0: 0 times NaN or infinity is NaN."""
         return jnp.where(jnp.isfinite(x), x, 0)
 
     names = [f"captured {i}" for i in range(len(captured))]

@@ -20,8 +20,8 @@ Plane = tuple[tuple[str, int], ...]  # for each axis of a table the coordinate t
 
 
 def plane_of(gradient: Gradient, geometry: Geometry, slots: Mapping[str, Any], shape: tuple[int, ...]) -> Plane | None:
-    """How tiles lie in a table that is indexed by coordinates one by one, as in bias[h, q, k], all inside it; None
-    where entries have to be looked up one at a time."""
+    """The layout of tiles in a table that is indexed by coordinates one by one, as in bias[h, q, k], all inside it;
+    None where entries have to be looked up one at a time."""
     lengths = dict(zip("bhqk", (geometry.batch, geometry.heads, geometry.q_len, geometry.kv_len)))
     origin = dict(zip("bhqk", geometry.origin))
     found: list[tuple[str, int]] = []
@@ -46,7 +46,7 @@ class CapturedGradient:
         self.gradient, self.over, self.t, self.plane = gradient, gradient.over, t, plane
 
     def buffer(self) -> Array:
-        """Zeros; queries as many as whole tiles have."""
+        """A buffer of zeros; queries are padded to whole tiles."""
         t = self.t
         if self.plane is not None:
             sizes = t.tables[self.gradient.source].shape
@@ -79,7 +79,7 @@ class CapturedGradient:
         return part + self._terms(p, dm, env).sum((3, 4) if self.over == "head" else 4)
 
     def put(self, buffer: Array, part: Array | None, here: TileRow) -> Array:
-        """A row of tiles is over: what was summed along it goes to the buffer."""
+        """The buffer after a row of tiles is finished: sums along the row are added."""
         from jax import lax
 
         if part is None:
@@ -93,7 +93,7 @@ class CapturedGradient:
     # -- tile by tile --
 
     def tile(self, buffer: Array, p: Array, dm: Array, env: dict[str, Array], here: TileRow, start: Array) -> Array:
-        """The buffer with a tile of keys that begins at `start`."""
+        """The buffer after a tile of keys that begins at `start` is added."""
         from jax import lax
 
         if self.over in LINES:
@@ -120,7 +120,7 @@ class CapturedGradient:
         return jnp.where(p == 0, 0, dm * self.t.value(self.gradient.weight, env))
 
     def _laid(self, buffer: Array, terms: Array, here: TileRow, start: Array) -> Array:
-        """The buffer with a tile where it lies."""
+        """The buffer with a tile added at its place."""
         from jax import lax
 
         assert self.plane is not None
@@ -146,8 +146,9 @@ class CapturedGradient:
 
 
 def diagonals(x: Array, zeros: Array) -> Array:
-    """[n, rows, width] summed along q - k, into `zeros` [n, rows + width - 1]: entry i is q - k = i - (width - 1). Row
-    by row, each one place further: XLA has no faster way, a skewed view takes ten times as long."""
+    """The sums along q - k of [n, rows, width], added to `zeros` [n, rows + width - 1]: entry i is q - k = i - (width -
+    1). Rows are added one by one, each one place further: XLA has no faster way, a skewed view takes ten times as long.
+    """
     from jax import lax
 
     n, rows, width = x.shape

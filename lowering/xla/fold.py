@@ -1,4 +1,5 @@
-"""Captured gradients on JAX: sums over rows, columns, diagonals or heads, added to where the table was read."""
+"""Folds captured gradients on JAX: sums over rows, columns, diagonals or heads, added to the places the table was read
+at."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def fold(
     gradient: Gradient, buffer: Array, shape: Sequence[int], geometry: Geometry, slots: Mapping[str, Any],
     tables: Mapping[str, Array], int64: bool, add: Add,
 ) -> Array:  # fmt: skip
-    """`buffer` summed into an array of `shape`, the table's; 0-d for a slot."""
+    """Sum `buffer` into an array of `shape`, the table's; 0-d for a slot."""
     import jax.numpy as jnp
 
     if not gradient.index:
@@ -51,14 +52,14 @@ def fold(
 
 
 def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -> Array:
-    """`values` added up by place. XLA's scatter on a CPU adds in order, so that equal calls give equal bits."""
+    """Add `values` by place. XLA's scatter on a CPU adds in order, so that equal calls give equal bits."""
     import jax.numpy as jnp
 
     return jnp.zeros(shape, values.dtype).at[places].add(values)
 
 
 def coordinates(gradient: Gradient, geometry: Geometry) -> dict[str, Any]:
-    """Global `b h q k` of every entry of the gradient's buffer, those it depends on, and the sizes."""
+    """The global `b h q k` of every entry of the gradient's buffer, as far as it depends on them, and the sizes."""
     import jax.numpy as jnp
 
     b0, h0, q0, k0 = geometry.origin

@@ -1,4 +1,4 @@
-"""The JAX library executor: online softmax over the visited key tiles, nothing gathered, no S x S array.
+"""The forward of the XLA executor: online softmax over the visited key tiles, nothing gathered, no S x S array.
 
 One compiled loop over q tiles; inside, one loop per *body* over that row's chunks of keys (`xla_schedule`). Where one
 chunk is all a row ever has (windows, documents) there is no inner loop. Where the spans themselves are traced, each
@@ -39,12 +39,11 @@ def forward(
     sinks: jax.Array | None = None,
     low: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """(out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from
-    q [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
+    """The forward: (out [batch, q_len, heads, v_dim], lse, top [batch, heads, q_len] in float32, natural log) from q
+    [batch, q_len, heads, dim], k, v [batch, kv_len, kv_heads, dim] and sinks [heads], one more logit of every row.
     `top` is the largest visible score, and with `low` a fourth array is what rounding took from lse: lse + low is what
-    a backward subtracts from scores of any size. Float64 throughout where q is.
-    The arrays, slots, tables and the origin may be traced, and the spans if they are `DeviceSpans`; shapes are
-    the host's."""
+    a backward subtracts from scores of any size. Float64 throughout where q is. The arrays, slots, tables and the
+    origin may be traced, and the spans if they are `DeviceSpans`; shapes are the host's."""
     import jax.numpy as jnp
 
     static, numbers = prepared(plan, spans, geometry, q.dtype == jnp.float64, slots, tables, target, low=low)
@@ -78,7 +77,7 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
         empty = least, t.full(t.part, 0.0), t.full((*t.part, v_dim), 0.0)
 
         def step(body: Any, chunk: Any, state: Any) -> Any:
-            """One chunk of keys into the running (max, sum, accumulator)."""
+            """Add one chunk of keys to the running (max, sum, accumulator)."""
             top, total, acc = state
             s, env = t.scores(here, body, chunk, q_tile, t.keys(k, here, chunk[0], body.width))
             # `top` starts at the least finite number, so that -inf - top is -inf and never NaN
@@ -109,7 +108,7 @@ def attended(t: XlaTiles, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, ...]
 
 
 def _written(t: XlaTiles, here: TileRow, results: Any, state: Any, sinks: Any) -> Any:
-    """The results with those of one row of tiles."""
+    """The result arrays with one row of tiles written."""
     import jax.numpy as jnp
     from jax import lax
 

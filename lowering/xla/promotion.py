@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def usual_promotion() -> Iterator[None]:
-    """JAX's default promotion inside a `with`, or of a function that this decorates: `@usual_promotion()`."""
+    """A context manager and decorator with JAX's default promotion: `@usual_promotion()`."""
     jax = sys.modules.get("jax")
     if jax is None or (
         jax.config.jax_numpy_rank_promotion == "allow" and jax.config.jax_numpy_dtype_promotion == "standard"

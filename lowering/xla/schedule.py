@@ -1,4 +1,4 @@
-"""On the host: which chunks of keys each row of tiles visits, and what of a call is one step.
+"""The schedule of an XLA call, made on the host: the chunks of keys each row of tiles visits, and the steps.
 
 A *body* is a fixed number of keys, with or without the predicate, so K and V are read by `dynamic_slice` of a static
 size while the trip counts are data: the same mask with other values in its tables compiles nothing.
@@ -25,9 +25,10 @@ CELLS = 2**20  # scores, and numbers of K, that one step may hold; few queries t
 
 @dataclass(frozen=True)
 class Schedule:
-    """`rows` [n, 3] holds (batch, head, q tile) where a step begins; it takes `batches` and `heads` from there.
-    For each body `ends` [n + 1] divides `chunks` [m, 3] among the rows. A chunk is (start of the slice, first key
-    that counts, end of those that count), in tokens. With traced spans `ends` holds the records of each row."""
+    """The steps of a call. `rows` [n, 3] holds (batch, head, q tile) where a step begins; the step takes `batches` and
+    `heads` from there. For each body `ends` [n + 1] divides `chunks` [m, 3] among the rows. A chunk is (start of the
+    slice, first key that counts, end of the keys that count), in tokens. With traced spans `ends` holds the records of
+    each row."""
 
     bodies: tuple[Body, ...]
     batches: int
@@ -39,7 +40,7 @@ class Schedule:
 
 
 def schedule(spans: Spans | DeviceSpans, geometry: Geometry, block: tuple[int, int]) -> Schedule:
-    """Spans as chunks of few widths."""
+    """The schedule of spans, in chunks of few widths."""
     g, (block_q, block_k) = geometry, block
     block_q = min(block_q, g.q_len)
     group = g.heads // g.kv_heads
@@ -76,8 +77,8 @@ def schedule(spans: Spans | DeviceSpans, geometry: Geometry, block: tuple[int, i
 
 
 def _sharing(slice_of: Ints, group: int, most: int) -> tuple[tuple[int, int], Ints, list[tuple[int, int]]]:
-    """((batches, heads) of one step, the slice of each step, where it begins). A step takes at most `most` heads of
-    equal spans, a whole number of groups or a part of one."""
+    """The division of a call into steps: ((batches, heads) of one step, the slice of each step, where it begins). A
+    step takes at most `most` heads of equal spans, a whole number of groups or a part of one."""
     batch, heads = slice_of.shape
     h = heads if (slice_of == slice_of[:, :1]).all() else 1
     fits = [n for n in range(1, h + 1) if h % n == 0 and (n % group == 0 or group % n == 0) and n <= max(1, most)]
@@ -99,8 +100,8 @@ def _segments(row: Ints, start: Ints, stop: Ints) -> Ints:
 
 
 def _cut(segments: Ints, partial: bool, block_k: int, widest: int) -> list[tuple[int, Ints]]:
-    """[(width, pieces)] in tiles: one width for PARTIAL segments, whose last piece may be cut short by the
-    predicate; for FULL ones a wide and, for what is left over, a single tile."""
+    """The segments cut into [(width, pieces)] in tiles: one width for PARTIAL segments, whose last piece may be cut
+    short by the predicate; for FULL ones a wide piece and, for the remainder, a single tile."""
     if not len(segments):
         return []
     length = segments[:, 2] - segments[:, 1]
@@ -122,7 +123,7 @@ def _cut(segments: Ints, partial: bool, block_k: int, widest: int) -> list[tuple
 
 
 def _pieces(segments: Ints, width: int) -> Ints:
-    """Each segment cut from its start into pieces of `width` tiles; the last may be shorter."""
+    """The pieces of each segment, cut from its start into pieces of `width` tiles; the last may be shorter."""
     count = -(-(segments[:, 2] - segments[:, 1]) // width)
     of = np.repeat(np.arange(len(segments)), count)
     nth = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
@@ -131,7 +132,7 @@ def _pieces(segments: Ints, width: int) -> Ints:
 
 
 def _pack(pieces: Ints, rows: int, width: int, block_k: int, kv_len: int) -> tuple[Ints, Ints]:
-    """(row ends, chunks), in tokens; the chunk list is padded to a power of two so that few lengths exist."""
+    """The (row ends, chunks), in tokens; the chunk list is padded to a power of two so that few lengths exist."""
     ends = np.zeros(rows + 1, np.int32)
     np.cumsum(np.bincount(pieces[:, 0], minlength=rows), out=ends[1:])
     first, stop = pieces[:, 1] * block_k, np.minimum(pieces[:, 2] * block_k, kv_len)
@@ -142,7 +143,7 @@ def _pack(pieces: Ints, rows: int, width: int, block_k: int, kv_len: int) -> tup
 
 
 def _one_each(ends: Ints, chunks: Ints) -> tuple[list[Ints], list[Ints]]:
-    """One chunk for every row of at most one; that of a row with none has no key that counts."""
+    """One chunk for every row of at most one; the chunk of a row with none holds no key that counts."""
     held = np.zeros((len(ends) - 1, 3), np.int32)
     held[np.diff(ends) == 1] = chunks[: ends[-1]]
     return [np.arange(len(ends), dtype=np.int32)], [held]

@@ -89,7 +89,7 @@ class SymbolicTiles(XlaTiles):
 
 
 def longer(x: Array, n: int) -> Array:
-    """`x` with n zeros after its length."""
+    """The array `x` with n zeros added along its length."""
     import jax.numpy as jnp
 
     return jnp.concatenate([x, jnp.zeros((x.shape[0], n, *x.shape[2:]), x.dtype)], 1)
@@ -99,7 +99,7 @@ def forward(
     plan: LoopPlan, seen: tuple[Interval, ...] | None, geometry: Geometry, q: Array, k: Array, v: Array,
     slots: Mapping[str, Any], tables: Mapping[str, Any], values: Mapping[str, Any], sinks: Array | None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """(out, lse, top) as of `xla.forward`, in shapes whose batch and lengths are symbols.
+    """The forward (out, lse, top) as in `xla.forward`, in shapes whose batch and lengths are symbols.
 
     `seen` are the intervals of keys that a row of tiles sees, as expressions over `values`; None: all keys."""
     import jax.numpy as jnp

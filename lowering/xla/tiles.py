@@ -1,5 +1,5 @@
-"""What the forward and backward loops of the XLA executor share, inside the trace: where a row of tiles begins, its
-chunks of keys, tiles of the arrays, and scores. Tiles are [batch, kv head, head of the group, query, ...]."""
+"""Tiles and scores of the XLA executor's loops, inside the trace: where a row of tiles begins, its chunks of keys,
+tiles of the arrays, and scores. Tiles are [batch, kv head, head of the group, query, ...]."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Array = Any  # a jax.Array, traced or not
 
 @dataclass(frozen=True)
 class Static:
-    """What the compiled function depends on, beside the shapes of its arguments."""
+    """The static arguments of the compiled function, beside the shapes of its arrays."""
 
     plan: LoopPlan
     scale: float
@@ -46,7 +46,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a compiled function takes beside q, k and v; a pytree of arrays."""
+    """The data of a compiled function beside q, k and v; a pytree of arrays."""
 
     slots: tuple[Array, ...]
     tables: tuple[Array, ...]
@@ -64,7 +64,7 @@ def prepared(
     plan: LoopPlan, spans: Spans | DeviceSpans, geometry: Geometry, float64: bool, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, wanted: frozenset[str] = frozenset(), low: bool = False,
 ) -> tuple[Static, Numbers]:  # fmt: skip
-    """A call divided into what is compiled and what is data."""
+    """Divide a call into its compiled part and its data."""
     import jax.numpy as jnp
 
     if plan.int64 and not int64_enabled():
@@ -142,7 +142,7 @@ class XlaTiles:
         }
 
     def full(self, shape: tuple[int, ...], value: float, dtype: Any = None) -> Array:
-        """A constant to carry through a loop, as different between the devices of a `shard_map` as q is."""
+        """A constant to carry through a loop, which varies between the devices of a `shard_map` as q does."""
         import jax.numpy as jnp
         from jax import lax
 
@@ -151,11 +151,11 @@ class XlaTiles:
 
     @property
     def steps(self) -> Any:
-        """How many rows of tiles there are, in all."""
+        """The number of rows of tiles in all."""
         return len(self.numbers.rows)
 
     def place(self, r: Array) -> tuple[Array, Array, Array]:
-        """The first batch entry and head of row r, and which tile of queries it is."""
+        """The first batch entry and head of row r, and its tile of queries."""
         rows = self.numbers.rows
         return rows[r, 0], rows[r, 1], rows[r, 2]
 
@@ -192,7 +192,7 @@ class XlaTiles:
             yield body, end[r], end[r + 1], _reader(listed)
 
     def visit(self, r: Array, step: Any, state: Any) -> Any:
-        """`step(body, (start, first, stop), state)` of every chunk of row r."""
+        """Run `step(body, (start, first, stop), state)` for every chunk of row r."""
         from jax import lax
 
         for body, begin, end, chunk in self.walk(r):
@@ -206,7 +206,7 @@ class XlaTiles:
     # -- turned would be memory that the system hands out page by page at every call
 
     def padded(self, x: Array, axis: int = 1, value: float = 0.0) -> Array:
-        """`x` as long as a whole number of tiles."""
+        """The array `x` padded to a whole number of tiles."""
         import jax.numpy as jnp
 
         width = [(0, 0)] * x.ndim
@@ -231,7 +231,7 @@ class XlaTiles:
 
     @property
     def part(self) -> tuple[int, int, int, int]:
-        """[batch, kv head, group, query] of one step."""
+        """The part [batch, kv head, group, query] of one step."""
         return self.static.batches, self.kvs, self.groups, self.static.block_q
 
     def keys(self, x: Array, row: TileRow, start: Array, width: int) -> Array:
@@ -257,7 +257,7 @@ class XlaTiles:
         return heads.at[mine, places % page].get(mode="clip")
 
     def put_queries(self, whole: Array, tile: Array, row: TileRow) -> Array:
-        """`queries` the other way: the tile written."""
+        """Write a tile of queries: the inverse of `queries`."""
         from jax import lax
 
         batches, _, groups, block = self.part
@@ -276,7 +276,7 @@ class XlaTiles:
     def scores(
         self, row: TileRow, body: Body, chunk: tuple[Array, Array, Array], q_tile: Array, k_tile: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """(modified scores [batch, kv head, group, query, key], -inf where hidden; what Exprs read there)."""
+        """The (modified scores [batch, kv head, group, query, key], -inf where hidden; values Exprs read there)."""
         import jax.numpy as jnp
 
         plan, (start, first, stop) = self.static.plan, chunk
@@ -297,16 +297,16 @@ class XlaTiles:
         return evaluate(e, env, self.tables, **kinds, rounded=rounded)
 
     def survivors(self, env: Mapping[str, Array]) -> Array | None:
-        """Which positions dropout keeps; None: all."""
+        """The positions that dropout keeps; None: all."""
         return None if self.static.plan.kept is None else self.value(self.static.plan.kept, env)
 
     def weights(self, env: Mapping[str, Array]) -> Array | None:
-        """What weights are multiplied with, once summed; None: nothing."""
+        """The factors of weights, once summed; None: no factors."""
         return None if self.static.plan.weight is None else self.value(self.static.plan.weight, env)
 
     @property
     def keep(self) -> Array | float:
-        """What the weights that dropout keeps are multiplied by."""
+        """The factor of the weights that dropout keeps."""
         rate = self.static.plan.rate
         return 1.0 if rate is None else 1.0 / (1.0 - self.constants[rate])
 

@@ -1,4 +1,4 @@
-"""Traced spans walked by the XLA executor: a row's records become steps inside the loop.
+"""Walks traced spans in the XLA executor: the records of a row become steps inside the loop.
 
 Nothing is listed in advance, since how many steps a row takes is a value: step i of a row finds the segment it
 falls in by comparing i with the running number of steps.
@@ -28,8 +28,8 @@ def bodies(kv_len: int) -> tuple[Body, ...]:
 
 
 def of_records(both: tuple[Body, ...], records: Any, block_k: int, kv_len: int) -> Iterator[Loop]:
-    """(body, first step, end of the steps, chunk of a step) for one row with `records` [R, 4], in key tiles;
-    unused records are zero. What a FULL segment has over whole wide steps goes with the PARTIAL one after it."""
+    """The steps of one row, (body, first step, end of the steps, chunk of a step), from `records` [R, 4], in key tiles;
+    unused records are zero. The part of a FULL segment beyond whole wide steps goes with the PARTIAL one after it."""
     import jax.numpy as jnp
 
     full, partial = both
