@@ -236,7 +236,7 @@ class TileProgram:
         return found.to({BOOL: torch.bool, INT: torch.int64, FLOAT: self.dtype}[node.type])
 
     def _place(self, torch: Any, index: Value, table: Tensor) -> Tensor:
-        """An index on the device of the table; a number is written into a tensor there, so that no copy is waited for."""
+        """An index on the device of the table; a number becomes a tensor there, so that nothing waits for a copy."""
         if isinstance(index, torch.Tensor):
             return index.to(table.device)
         return torch.full((), index, dtype=torch.int64, device=table.device)
