@@ -57,13 +57,16 @@ class Expr:
     `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
     """
 
-    __slots__ = ("__weakref__", "args", "depth", "leaves", "name", "op", "type")
+    __slots__ = ("__weakref__", "args", "depth", "interval", "leaves", "name", "op", "rank", "type")
     op: str
     args: tuple[Expr, ...]
     name: Any  # the name of a leaf or table, the value of a literal, the kind of a reduction
     type: Type
     depth: int
-    leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found, None before it is asked
+    # None before it is asked:
+    leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found
+    interval: Any  # of `simplify.facts`
+    rank: Any  # of `simplify.order`
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Interning must survive pickling: rebuild through `make`.
@@ -133,7 +136,8 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
     if found is None:
         found = object.__new__(Expr)
         found.op, found.args, found.name, found.type = op, args, name, type
-        found.depth, found.leaves = 1 + max([a.depth for a in args], default=0), None
+        found.depth = 1 + max([a.depth for a in args], default=0)
+        found.leaves = found.interval = found.rank = None
         _interned[key] = found
     return found
 

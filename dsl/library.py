@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+
+from frisket.grammar.memo import memo
 
 from .parse import Node, parse
 
@@ -67,7 +69,7 @@ def define(node: Node, text: str) -> Definition:
     return Definition(node.value.text, tuple(p.text for p in params), text, body)
 
 
-@cache
+@memo(group="once")
 def _read() -> tuple[Entry, ...]:
     return read_entries((Path(__file__).parent / "library.frisket").read_text(encoding="utf-8"))
 
@@ -89,7 +91,7 @@ def read_entries(text: str) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-@cache
+@memo(group="once")
 def definitions() -> dict[str, dict[int, Definition]]:
     """The definitions of the library: name -> number of parameters -> definition."""
     found: dict[str, dict[int, Definition]] = {}
@@ -98,7 +100,7 @@ def definitions() -> dict[str, dict[int, Definition]]:
     return found
 
 
-@cache
+@memo(group="once")
 def library() -> Mapping[str, Entry]:
     """The entries of the library by signature, in order: `library()["causal(offset)"].formula`."""
     return MappingProxyType({e.signature: e for e in _read()})

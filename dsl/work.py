@@ -11,7 +11,7 @@ reductions multiply:
 
 from __future__ import annotations
 
-from functools import lru_cache
+from frisket.grammar.memo import memo
 
 from .ir import Expr, walk
 
@@ -21,7 +21,7 @@ _ENDS = [f"{how}_{end}" for how in ("run", "segment", "rank") for end in ("first
 _HEAVY |= dict.fromkeys(["range_min", "range_max", *_ENDS], 24)  # the analysis searches a table
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def steps(root: Expr) -> int:
     """The number of steps the expression takes at one position."""
     total = 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
+
+from . import memo
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Tables:
     states: list[dict[str, int]]
 
 
-@cache
+@memo.memo(group="once")
 def load() -> Tables:
     """The LALR tables, read once: about 1 ms, against 40 ms to build them from the grammar."""
     data: dict[str, Any] = json.loads((Path(__file__).parent / "mask.json").read_text(encoding="utf-8"))

@@ -7,13 +7,14 @@ compute; no lock is held meanwhile, so remembered functions may call each other 
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from functools import lru_cache, update_wrapper
+from functools import lru_cache, partial, update_wrapper
 from types import FunctionType, ModuleType
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -26,6 +27,14 @@ BYTES = 64 * MIB  # of a table
 BUDGET = 256 * MIB  # of all tables of a process
 PARTS = 512  # objects that are looked at to weigh an entry
 Weigh = Callable[..., int] | int  # of the key's parts and the answer; a number where all entries weigh about the same
+
+# functions that share a table, so that what belongs together is bounded together: entries, and bytes of each or None
+GROUPS: dict[str, tuple[int, int | None]] = {
+    "expressions": (65536, 400),  # what simplification and analysis know of expressions; an average of seven masks
+    "programs": (1024, None),  # expressions as functions of a framework
+    "sources": (1024, None),  # generated texts
+    "once": (256, None),  # what a process loads or looks up once
+}
 
 _lock = threading.RLock()  # reentrant: what an eviction frees may ask a table
 _tables: weakref.WeakSet[Memo] = weakref.WeakSet()
@@ -92,6 +101,12 @@ class Memo:
                 self._grow(-entry[1])
 
     def clear(self) -> None:
+        """Forget all answers, and count anew."""
+        with _lock:
+            self.empty()
+            self.hits = self.misses = 0
+
+    def empty(self) -> None:
         with _lock:
             self._grow(-self.bytes)
             gone, self._entries = self._entries, OrderedDict()
@@ -106,40 +121,49 @@ class Memo:
         self.bytes += size
         _total += size
         if size > 0 and _total > BUDGET:
-            max(_tables, key=lambda table: table.bytes).clear()
+            max(_tables, key=lambda table: table.bytes).empty()
 
 
 class _Answers(Memo):
     """The table of a function by value: `functools.lru_cache`, because a hit in it enters no function of Python.
 
     It does not tell what it lets go, so `bytes` counts all entries since the table was last empty, and past the bound
-    the table is cleared.
+    the table is cleared. Where all entries weigh the same, the number of entries bounds the bytes as well.
     """
 
-    def __init__(self, function: Callable[..., Any], entries: int, bytes: int, weigh: Weigh | None) -> None:
-        super().__init__(name_of(function), entries, bytes, weigh)
+    def __init__(self, name: str, function: Callable[..., Any], entries: int, bytes: int, weigh: Weigh | None) -> None:
+        super().__init__(name, entries, bytes, weigh)
+        if isinstance(weigh, int):
+            self.bound = min(entries, max(1, bytes // weigh))
+        self.function = function
+        self.front: Any = lru_cache(maxsize=self.bound)(function if isinstance(weigh, int) else self._miss)
 
-        def miss(*args: Any, **named: Any) -> Any:
-            answer = function(*args, **named)
-            size = weigh if isinstance(weigh, int) else self.weigh(args, named, answer)  # type: ignore[operator]
-            with _lock:
-                if self.bytes + size > self.bytes_bound:
-                    self.clear()
-                self._grow(size)
-            return answer
-
-        self.front: Any = lru_cache(maxsize=entries)(miss)
-
-    def clear(self) -> None:
+    def _miss(self, *args: Any, **named: Any) -> Any:
+        answer = self.function(*args, **named)
+        size = self.weigh(args, named, answer)  # type: ignore[operator]
         with _lock:
-            self.hits, self.misses, *_ = self.info()[4:]
+            if self.bytes + size > self.bytes_bound:
+                self.empty()
+            self._grow(size)
+        return answer
+
+    def empty(self) -> None:
+        with _lock:
+            self.hits, self.misses = self.info()[4:]
             self._grow(-self.bytes)
-        self.front.cache_clear()
+            self.front.cache_clear()
 
     def info(self) -> Info:
         now = self.front.cache_info()
-        size = self.bytes * now.currsize // max(now.misses, now.currsize, 1)
+        average = self.weigh if isinstance(self.weigh, int) else self.bytes / max(now.misses, now.currsize, 1)
+        size = int(average * now.currsize)
         return Info(self.name, now.currsize, self.bound, size, self.hits + now.hits, self.misses + now.misses)
+
+
+@lru_cache
+def _shared(group: str) -> _Answers:
+    entries, weigh = GROUPS[group]
+    return _Answers(group, operator.call, entries, BYTES, weigh)
 
 
 class Remembered(Protocol[P, R_co]):
@@ -151,9 +175,10 @@ class Remembered(Protocol[P, R_co]):
 
 
 def memo(
-    entries: int, by: Literal["value", "identity", "weak"] = "value", bytes: int = BYTES, weigh: Weigh | None = None
-) -> Callable[[Callable[P, R]], Remembered[P, R]]:
-    """A function that remembers its `entries` answers used last, in at most `bytes`.
+    entries: int = 0, by: Literal["value", "identity", "weak"] = "value", group: str = "", bytes: int = BYTES,
+    weigh: Weigh | None = None,
+) -> Callable[[Callable[P, R]], Remembered[P, R]]:  # fmt: skip
+    """A function that remembers its `entries` answers used last, in at most `bytes`, or those in the table of a group.
 
     `by="value"`: equal arguments have one answer. `by="identity"`: the same objects have, and the table holds them.
     `by="weak"`: the same first argument has, beside equal others; the entry goes when that object does.
@@ -168,10 +193,13 @@ def memo(
     """
 
     def remembered(function: Callable[P, R]) -> Remembered[P, R]:
-        made: Any
-        if by == "value":
-            table: Memo = (answers := _Answers(function, entries, bytes, weigh))
-            made = answers.front
+        table: Any
+        if group:
+            table = _shared(group)
+            made: Any = partial(table.front, function)
+        elif by == "value":
+            table = _Answers(name_of(function), function, entries, bytes, weigh)
+            made = table.front
         else:
             table = Memo(name_of(function), entries, bytes, weigh)
             made = _by_object(function, table, by == "weak")
@@ -235,13 +263,12 @@ def tables() -> list[Info]:
         return sorted(table.info() for table in _tables)
 
 
-def clear(*within: str) -> None:
-    """Forget every remembered answer, or those of modules within some packages: `clear("dsl", "lowering")`."""
+def clear() -> None:
+    """Forget every remembered answer."""
     with _lock:
         known = list(_tables)
     for table in known:
-        if not within or table.name.startswith(tuple(f"{package}." for package in within)):
-            table.clear()
+        table.clear()
 
 
 def _after_fork() -> None:

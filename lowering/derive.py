@@ -27,13 +27,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import COMPARISONS, COORDINATES, SCORE, TRUE, Expr, build, conj, disj, lit, uses, var, walk
 from frisket.dsl.sugar import eq, function, ne, where
 from frisket.dsl.types import FLOAT, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify.hoist import finite
 
 from .plan import LoopPlan
@@ -73,7 +74,7 @@ class Backward:
         return not all(finite(e, {}) for e in parts)
 
 
-@lru_cache(maxsize=256)
+@memo(group="programs")
 def backward_of(plan: LoopPlan) -> Backward:
     """The derivatives of a plan's score mod, in the plan's own names."""
     return Backward(None, ()) if plan.score is None else derivatives(plan.score)

@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -23,6 +23,7 @@ from frisket.dsl.from_python.numpy_functions import Naming
 from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.user_line import NO_TRUTH, fail, instead, raised_at
 from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import memo
 
 from .arrays import scalar
 from .jaxpr import Reader
@@ -122,7 +123,7 @@ def _read_by(fn: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (fn.__kwdefaults__ or {}).items()
 
 
-@cache
+@memo(4096)
 def _global_names(code: CodeType) -> tuple[str, ...]:
     own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _global_names(c)]

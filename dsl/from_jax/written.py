@@ -7,12 +7,13 @@ differs between versions, so the patterns are made by tracing jnp's own function
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 from frisket.dsl import ir
 from frisket.dsl.functions import MADE_OF
 from frisket.dsl.ir import Expr, build, lit, to_float
 from frisket.dsl.types import FLOAT, INT, Type
+from frisket.grammar.memo import memo
 
 from .arrays import scalar
 from .jaxpr import Reader
@@ -39,7 +40,7 @@ WRITTEN: list[tuple[str, Type, int, Callable[..., Expr]]] = [
 ]
 
 
-@cache
+@memo(group="once")
 def patterns() -> dict[str, list[tuple[Expr, tuple[Expr, ...], Callable[..., Expr]]]]:
     """The patterns by operator at the root: (jnp's code, holes of the pattern, the operator meant)."""
     import jax

@@ -21,7 +21,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,6 +33,7 @@ from frisket.dsl.from_python.symbol import Symbol, context, operand, table
 from frisket.dsl.from_python.user_line import fail, is_users, user_frame
 from frisket.dsl.ir import lit
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.grammar.memo import memo
 
 from .arrays import REDUCTIONS
 from .functions import FUNCTIONS, METHODS, called
@@ -357,7 +357,7 @@ def _numpy(torch: Any, value: Any) -> Any:
     return (value.float() if value.is_floating_point() and value.dtype is not torch.float64 else value).numpy()
 
 
-@cache
+@memo(group="once")
 def _mode() -> Any:
     class Mode(sys.modules["torch"].overrides.TorchFunctionMode):  # type: ignore[misc]
         """A torch function mode that sends every call of torch's functions, in this thread, to a Front."""

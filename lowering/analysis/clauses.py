@@ -18,11 +18,11 @@ where `of` is the key itself, a digit `k // step % base` of it, or any function 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 from frisket.dsl.ir import TRUE, Expr, build, conj, disj, lit, substitute, var
 from frisket.dsl.types import BOOL, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import Linear, is_int_comparison, linear, relation, write
 from frisket.lowering.simplify.rules_boolean import negate
@@ -106,7 +106,7 @@ Clause = QueryCondition | Keys | Limit | Widest | Equal | Unequal | Along
 Conjunction = tuple[Clause, ...]
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def products(e: Expr) -> list[Conjunction] | None:
     """The disjunction of conjunctions of clauses that equals `e`; None where a part is no clause, where there are more
     than PRODUCTS of them, or where `e` is `beyond`."""
@@ -158,7 +158,7 @@ def _as_logic(e: Expr) -> Expr | None:
     return None
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def read(e: Expr) -> Conjunction | None:
     """One clause of a mask, as a conjunction of clauses solved by row."""
     held = depends(e)

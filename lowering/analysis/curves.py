@@ -14,11 +14,11 @@ last query.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, make, var
 from frisket.dsl.types import BOOL, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
 
 from .intervals import depends
@@ -163,7 +163,7 @@ def together(e: Expr, asked: Expr = TRUE) -> tuple[Curve, ...] | None:
     return None if low is None or high is None else low + high
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def rising(e: Expr) -> Expr:
     """The condition under which `e` never decreases in q; FALSE if no condition is found."""
     if "q" not in depends(e) or e is _Q:

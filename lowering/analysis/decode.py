@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 from frisket.dsl.errors import EvaluationError
 from frisket.dsl.ir import TRUE, Expr, uses, walk
 from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import Bounds, Origin, Sizes, Spans
 
 from .rows import Solved, solved
@@ -85,7 +85,7 @@ def _operation(e: Expr, scope: Scope) -> Callable[..., Any]:
         return lambda *at: table[tuple(min(max(i, 0), n) for i, n in zip(at, ends, strict=True))].item()
     hook = scope.hooks()[e.op]
 
-    @lru_cache(maxsize=64)  # first and last query of a row are often one
+    @memo(64, weigh=200)  # first and last query of a row are often one
     def asked(*args: Any) -> Any:
         return hook(e, *map(np.asarray, args)).item()
 

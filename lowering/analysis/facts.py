@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BudgetError, EvaluationError
 from frisket.dsl.ir import TRUE, Expr, substitute, var
 from frisket.dsl.work import steps
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs
 
@@ -24,6 +25,7 @@ _BATCH = 1 << 18
 _TILE = 64  # steps for a tile itself
 
 
+@memo(group="expressions")
 def sees_itself(mask: Expr) -> bool:
     """Whether every query provably sees the key at its own position, as under most causal masks: no row is empty, then,
     where that key is part of the call.

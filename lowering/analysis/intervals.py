@@ -16,11 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, uses, var
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify.affine import Linear, linear, write
 
 Q0, Q1, K0, K1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
@@ -56,7 +56,7 @@ def depends(e: Expr) -> frozenset[str]:
     return uses(e) & {"q", "k"}
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def ends(e: Expr) -> Range:
     """The range of an Int or Float over the rectangle."""
     held = depends(e)

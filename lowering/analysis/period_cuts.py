@@ -4,13 +4,13 @@ so ranges are exact where over the whole tile they are everything."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.ir import Expr, var, walk
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify.affine import linear, write
 
 from .intervals import depends
@@ -20,7 +20,7 @@ _MOST = 64  # pieces a tile may be cut into
 _EDGES = {"q": ("q0", "q1"), "k": ("k0", "k1")}
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def seams(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
     """The (axis, shift, period) of cuts, where `(x + shift) // period` steps, for `//` and `%` of one coordinate."""
     found: dict[tuple[str, Expr, Expr], None] = {}

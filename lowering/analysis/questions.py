@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
 
 import numpy as np
@@ -27,6 +26,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, lit, make, substitute, uses, var, walk
 from frisket.dsl.sugar import eq
 from frisket.dsl.types import BOOL, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import is_int_comparison, linear, relation, write
 from frisket.lowering.simplify.rules_boolean import negate
@@ -58,7 +58,7 @@ def beyond(e: Expr) -> bool:
     return e.depth > DEEP or _size(e) > LARGE
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def _size(e: Expr) -> int:
     return sum(1 for _ in walk(e))
 
@@ -98,7 +98,7 @@ def literals(term: Expr) -> tuple[Expr, ...]:
     return term.args if term.op == "and" else () if term is TRUE else (term,)
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def system(term: Expr) -> System:
     """The literals of a conjunction, sorted into a System."""
     out = System()
@@ -141,7 +141,7 @@ def infeasible(s: System) -> Expr:
 # -- never and always -----------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def never(e: Expr) -> Expr:
     """The condition under which `e` is certainly false at every point of the rectangle."""
     if beyond(e):
@@ -153,7 +153,7 @@ def never(e: Expr) -> Expr:
     return simplify(conj(*(_never_term(t) for t in found)))
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def always(e: Expr) -> Expr:
     """The condition under which `e` is certainly true at every point of the rectangle."""
     if beyond(e):
@@ -281,7 +281,7 @@ def _always_float(e: Expr) -> Expr:
 # -- mixed ----------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def mixed(e: Expr) -> Expr:
     """The condition under which every tile inside the rectangle certainly holds a true and a false point."""
     if beyond(e):
@@ -289,7 +289,7 @@ def mixed(e: Expr) -> Expr:
     return simplify(conj(some(e), some(simplify(negate(e)))))
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def some(e: Expr) -> Expr:
     """The condition under which every tile inside the rectangle certainly holds a point where `e` is true."""
     if beyond(e):
@@ -362,7 +362,7 @@ def _some_periodic(e: Expr) -> Expr:
     return FALSE if period is None else period <= TK
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def _truth(e: Expr) -> int | None:
     """A period along k in which `e` is true somewhere, for every q; None if there is none."""
     if uses(e) - {"q", "k"} or any(n.op in ("param", "lookup", "segment", "random") for n in walk(e)):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, conj, disj, substitute, uses, var, walk
 from frisket.dsl.sugar import maximum, minimum, where
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import Bounds
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
@@ -96,7 +96,7 @@ def _reads(e: Expr) -> bool:
     return not known and isinstance(e.name, str) and e.op not in ("var", "param")
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def solved(mask: Expr) -> Solved | None:
     """The intervals of `mask`, or None where a term is not made of bounds."""
     mine = _terms(mask)
@@ -138,7 +138,7 @@ def _terms(mask: Expr) -> list[Term] | None:
     return known if len(known) == len(parts) else None
 
 
-@lru_cache(maxsize=4096)
+@memo(group="expressions")
 def _term(term: Expr) -> Term | None:
     s = system(term)
     low, high = ({n: list(x) for n, x in side.items()} for side in (s.low, s.high))

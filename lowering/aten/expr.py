@@ -16,6 +16,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import unroll
 from frisket.dsl.ir import FLOAT_FUNCTIONS, Expr, uses, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.grammar.memo import memo
 
 Tensor = Any  # torch is imported by the caller, inside the functions that need it
 Value = Any  # a tensor, or a Python number
@@ -317,6 +318,7 @@ def _rate(n: Expr, rates: list[int | None]) -> int | None:
     return None
 
 
+@memo(group="expressions")
 def distance_only(root: Expr) -> bool:
     """Whether `root` depends on q and k through q - k alone (and b, h, score do not occur)."""
     return not uses(root) & {"b", "h", "score"} and drift(root)[root] == 0

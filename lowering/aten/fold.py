@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
+from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient
 from frisket.lowering.plan import Geometry
 
@@ -15,7 +15,7 @@ from .expr import TileProgram
 from .sums import summed
 
 Tensor = Any
-_program = lru_cache(maxsize=256)(TileProgram)
+_program = memo(group="programs")(TileProgram)
 
 
 def folded(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from threading import local
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl.ir import Expr, binary, walk
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 
 from .expr import TileProgram, distance_only
@@ -29,7 +30,7 @@ TAME = frozenset(
 )
 
 
-@lru_cache(maxsize=256)
+@memo(group="programs")
 def tame(score: Expr | None) -> bool:
     """Whether a score mod makes no NaN or +inf of finite values."""
     return score is None or all(n.op in TAME or _safe_division(n) for n in walk(score))
@@ -77,7 +78,7 @@ class AtenTiles:
         self.recent: dict[tuple[int, ...], Tensor] = {}  # masks that all heads share, the last few
         self.common = not (plan.uses_batch or plan.uses_head or _vectors(geometry))
         self.mask = None if plan.mask is None else self.program(plan.mask)
-        self.still = plan.mask is not None and _still(plan.mask) and not _vectors(geometry)
+        self.still = plan.mask is not None and distance_only(plan.mask) and not _vectors(geometry)
         self.score = self.kept = None
         self.weight = None if plan.weight is None else self.program(plan.weight)
         self.strips: dict[str, TileProgram] = {}
@@ -336,7 +337,7 @@ class AtenTiles:
         return known[:size].view(shape)
 
 
-@lru_cache(maxsize=1)
+@memo(group="once")
 def _fast_bfloat16() -> bool:
     import torch
 
@@ -344,19 +345,16 @@ def _fast_bfloat16() -> bool:
     return bool(told.get("avx512_bf16") or told.get("amx_bf16"))
 
 
-@lru_cache(maxsize=256)
+@memo(group="programs")
 def _program(e: Expr, dtype: Any) -> TileProgram:
     return TileProgram(e, dtype)
 
 
-@lru_cache(maxsize=256)
+@memo(group="programs")
 def _score_programs(score: Expr, dtype: Any, strips: bool, unit: float) -> tuple[TileProgram, dict[str, TileProgram]]:
     """The program of the score mod times the unit, and the programs of the parts computed as strips, by name."""
     shared = _hoisted(score) if strips else {}
     return TileProgram(_times(score, unit), dtype, shared), {name: TileProgram(e, dtype) for e, name in shared.items()}
-
-
-_still = lru_cache(maxsize=256)(distance_only)
 
 
 def _times(score: Expr, unit: float) -> Expr:

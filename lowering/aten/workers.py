@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from threading import Barrier
 from typing import TypeVar
+
+from frisket.grammar.memo import memo
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ def spread(run: Callable[[T], None], blocks: list[T]) -> None:
         done.result()
 
 
-@lru_cache(maxsize=4)
+@memo(4)
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     """The pool of threads in which torch starts no threads; threads do not survive a fork, hence `process`."""
     import torch

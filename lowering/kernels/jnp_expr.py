@@ -10,13 +10,14 @@ carries above its kernel; `Int` and `Float` are its dtypes. Meanings are those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT, INT
+from frisket.grammar.memo import memo
 
 from .expr import machine
 
@@ -97,7 +98,7 @@ def prelude(*roots: Expr) -> tuple[list[str], list[str]]:
     return constants, [PRELUDE[name] for name in needed]
 
 
-@cache
+@memo(group="once")
 def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[..., Any]]:
     """The table as functions of JAX arrays."""
     import jax.numpy as jnp

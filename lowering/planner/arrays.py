@@ -11,11 +11,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels import jnp_expr as expr_jnp
 from frisket.lowering.kernels import torch_mask_mod as expr_torch
 from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Printed, Text, machine, printed
@@ -66,7 +66,7 @@ def _plain(op: str, by: Expr) -> bool:
     return by.op == "lit" and (0 <= by.name < 31 if op in ("shl", "shr") else by.name != 0)
 
 
-@lru_cache(maxsize=256)
+@memo(group="sources")
 def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     """The source text of a planner. `wide`: positions and Floats have 64 bits."""
     roots = tuple(machine(e) for e in plan.roots)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from importlib.resources import files
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.cpp.expr import BINDS, CPP
 from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, PREFIX, ROW, SCALAR, Line, Text, machine, printed
 from frisket.lowering.kernels.text import Names, Page
@@ -40,7 +40,7 @@ def prelude() -> str:
     return "\n".join((files(__package__) / name).read_text(encoding="utf-8") for name in parts)
 
 
-@lru_cache(maxsize=256)
+@memo(group="sources")
 def emit(plan: Planner) -> str:
     """The whole source of a C++ planner."""
     return prelude() + "\n" + function(plan)

@@ -13,11 +13,11 @@ import re
 import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from frisket.dsl.ir import SIZES, Expr, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine, printed
 from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.kernels.triton import expr as expr_triton
@@ -86,7 +86,7 @@ class PlannerText:
     pieces: int  # the least there have to be, where the mask says; 0: as many as there is room for
 
 
-@lru_cache(maxsize=256)
+@memo(group="sources")
 def emit(plan: Planner) -> PlannerText:
     """The Triton kernels of a planner."""
     return _TritonBody(plan).printed()

@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from frisket.dsl.ir import COORDINATES, FALSE, TRUE, Expr, build, lit, walk
 from frisket.dsl.types import INT
+from frisket.grammar.memo import memo
 
 from .order import sort_key
 
@@ -71,7 +71,7 @@ _LARGEST = 2**61
 _WIDEST = 64  # terms of one form: sums beyond are taken in parts, so that work grows with their length
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def linear(e: Expr) -> Linear:
     """The affine form of an Int expression; a part that is not affine becomes an atom, and so does a sum of very many
     terms."""
@@ -93,7 +93,7 @@ def linear(e: Expr) -> Linear:
     return Linear(((e, 1),), 0)
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def write(form: Linear) -> Expr:
     """The one expression for an affine form: positive terms first, the constant last."""
     ordered = sorted(form.terms, key=lambda t: t[1] < 0)
@@ -111,7 +111,7 @@ def write(form: Linear) -> Expr:
     return result
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def varies(e: Expr) -> bool:
     """Whether a value depends on b, h, q or k, or on the ends of a rectangle."""
     return any((n.op == "var" and n.name in MOVING) or n.op in ("bound", "hole") for n in walk(e))
@@ -122,7 +122,7 @@ FLIP = {"ge": "le", "le": "ge", "eq": "eq", "ne": "ne"}
 NEGATE = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge", "eq": "ne", "ne": "eq"}
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def relation(op: str, left: Expr, right: Expr) -> tuple[str, Linear]:
     """The comparison `left op right` as (rel, form) meaning `form rel 0`, in canonical direction: the first varying
     atom has a positive coefficient, coefficients have no common divisor, bounds are not strict."""
@@ -145,7 +145,7 @@ def compare(op: str, left: Expr, right: Expr) -> Expr:
     return write_relation(*relation(op, left, right))
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def write_relation(op: str, form: Linear) -> Expr:
     if not form.terms:
         value = {"ge": form.const >= 0, "le": form.const <= 0, "eq": form.const == 0, "ne": form.const != 0}
@@ -168,7 +168,7 @@ def write_relation(op: str, form: Linear) -> Expr:
     return build(op, write(Linear(moving, 0)), write(bound))
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def is_affine(e: Expr) -> bool:
     """Whether an Expr is made of variables, parameters and literals by sums and literal factors alone."""
     return all(a.op in ("var", "param", "extent", "bound") for a, _ in linear(e).terms)

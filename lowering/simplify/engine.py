@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 
 from frisket.dsl.ir import Expr, rebuild
 from frisket.dsl.types import Type
+from frisket.grammar.memo import memo
 
 from . import rules_arithmetic, rules_boolean, rules_compare, rules_division, rules_order, rules_select, rules_whole
 from .pattern import Rule
@@ -34,7 +34,7 @@ _WORK = 1 << 20  # pairs of operands that rules may compare, some seconds; past 
 Row = tuple[str, frozenset[str], Callable[[Expr], Expr | None]]  # a rule's name, what must stand below, the rule
 
 
-@lru_cache(maxsize=64)
+@memo(group="once")
 def _by_operator(rules: tuple[Rule, ...]) -> dict[tuple[str, Type], list[Row]]:
     """The rules for an operator and the type of its first operand."""
     found: dict[tuple[str, Type], list[Row]] = {}

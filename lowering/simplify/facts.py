@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 from frisket.dsl.ir import COORDINATES, SIZES, Expr
 from frisket.dsl.types import BOOL, INT
 
@@ -18,23 +16,18 @@ Interval = tuple[int | None, int | None]  # inclusive; None: unbounded on that s
 UNKNOWN: Interval = (None, None)
 
 
-_known: WeakKeyDictionary[Expr, Interval] = WeakKeyDictionary()
-
-
 def interval(e: Expr) -> Interval:
     """Inclusive ends of the values `e` can take at any position of any problem."""
-    found = _known.get(e)
-    if found is not None:
-        return found
-    stack = [e]  # an Expr may be deeper than Python's stack
+    stack = [] if e.interval else [e]  # an Expr may be deeper than Python's stack
     while stack:
         node = stack[-1]
-        missing = [a for a in node.args if a not in _known]
+        missing = [a for a in node.args if a.interval is None]
         stack.extend(missing)
         if not missing:
             stack.pop()
-            _known[node] = _interval(node, [_known[a] for a in node.args])
-    return _known[e]
+            node.interval = _interval(node, [a.interval for a in node.args])
+    known: Interval = e.interval
+    return known
 
 
 def _interval(e: Expr, args: list[Interval]) -> Interval:

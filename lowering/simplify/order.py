@@ -14,7 +14,6 @@ import struct
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from frisket.dsl.ir import COMPARISONS, SIZES, Expr
 from frisket.dsl.types import BOOL, INT
@@ -44,9 +43,6 @@ class _Known:
     names: tuple[str, ...]
 
 
-_known: WeakKeyDictionary[Expr, _Known] = WeakKeyDictionary()
-
-
 def sort_key(e: Expr) -> tuple[Any, ...]:
     """The sort key of a node, comparable with the key of any node of the same type; the same in every process.
 
@@ -54,20 +50,16 @@ def sort_key(e: Expr) -> tuple[Any, ...]:
     Bool: bounds on positions, then other comparisons, those of tables, what is no comparison, and what is made of
     several; inside each kind those of both q and k first, then by depth and operator.
     """
-    found = _known.get(e)
-    if found is not None:
-        return found.key
-    stack = [e]
+    stack = [] if e.rank else [e]
     while stack:
         node = stack[-1]
-        missing = [a for a in node.args if a not in _known]
-        if missing:
-            stack.extend(missing)
-            continue
-        stack.pop()
-        if node not in _known:
-            _known[node] = _look(node, [_known[a] for a in node.args])
-    return _known[e].key
+        missing = [a for a in node.args if a.rank is None]
+        stack.extend(missing)
+        if not missing:
+            stack.pop()
+            node.rank = _look(node, [a.rank for a in node.args])
+    key: tuple[Any, ...] = e.rank.key
+    return key
 
 
 def _look(e: Expr, args: list[_Known]) -> _Known:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
+from functools import reduce
 
 from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, substitute, uses, walk
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, INT
+from frisket.grammar.memo import memo
 
 from .affine import NEGATE, Linear, Terms, is_int_comparison, relation, write_relation
 from .order import sort_key
@@ -16,7 +17,7 @@ from .rules_order import LONGEST, chain
 DUAL = {"and": "or", "or": "and"}
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def negate(e: Expr) -> Expr:
     """The negation of e, pushed to the leaves where that costs nothing."""
     if e.op == "not":
@@ -101,14 +102,14 @@ def _refutes(sibling: Expr, part: Expr, op: str) -> bool:
     return _implies(_negated(sibling), part)
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def _negated(e: Expr) -> Expr:
     if is_int_comparison(e):
         return write_relation(*relation(NEGATE[e.op], *e.args))
     return e.args[0] if e.op == "not" else build("not", e)
 
 
-@lru_cache(maxsize=65536)
+@memo(group="expressions")
 def _implies(a: Expr, b: Expr) -> bool:
     """A sufficient test of implication: the same term, or a tighter bound of the same form."""
     if a is b:

@@ -7,11 +7,11 @@ size of the scores, and nothing is differentiated but the score mod's own formul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -69,7 +69,7 @@ def _captured(static: Static) -> list[Gradient]:
     return [g for g in backward_of(static.plan).gradients if g.source in static.wanted]
 
 
-@lru_cache(maxsize=256)
+@memo(256)
 def _compiled(static: Static, planes: tuple[Plane | None, ...]) -> Any:
     import jax
 

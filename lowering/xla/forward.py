@@ -9,11 +9,11 @@ many as a step has room for, or go one at a time where the mask differs between 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
@@ -51,7 +51,7 @@ def forward(
     return result
 
 
-@lru_cache(maxsize=256)
+@memo(256)
 def _compiled(static: Static) -> Any:
     import jax
 

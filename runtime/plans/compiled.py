@@ -31,7 +31,6 @@ Array = NDArray[Any]
 Place = tuple[int, int, int, int, tuple[int, int], Origin, Sizes | None]  # q_len, kv_len, batch, heads, tiles, ...
 CACHED = 256  # compilations kept
 UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
-_sees_itself = lru_cache(maxsize=CACHED)(sees_itself)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +83,7 @@ class Fixed:
         """Whether that is plain without a count."""
         if self.simplified[0] is None:
             return True
-        if not _sees_itself(self.simplified[0]):
+        if not sees_itself(self.simplified[0]):
             return False
         ahead = origin[2] - origin[3]  # own keys are part of the call
         if type(ahead) is int:

@@ -180,12 +180,9 @@ def test_clear_forgets_everything():
     name(1)
     other = Memo("other.table", 8)
     other.put(1, "a")
-    tables.clear("other")
-    assert other.get(1) is None
-    assert name.memo.info().entries == 1
     tables.clear()
-    assert name.memo.info()[1:4] == (0, 8, 0)
-    assert name.memo.info().misses == 1
+    assert other.get(1) is None
+    assert name.memo.info()[1:] == (0, 8, 0, 0, 0)
 
 
 def test_a_hit_by_value_enters_no_function_of_python():
@@ -196,6 +193,22 @@ def test_a_hit_by_value_enters_no_function_of_python():
     double(1)
     sys.setprofile(None)
     assert entered == []
+
+
+def test_functions_of_a_group_share_a_table(monkeypatch):
+    monkeypatch.setitem(tables.GROUPS, "tests", (3, None))
+    double, negative = memo(group="tests")(lambda n: 2 * n), memo(group="tests")(lambda n: -n)
+    assert [double(3), negative(3), double(3), negative(3)] == [6, -3, 6, -3]
+    assert double.memo is negative.memo
+    assert double.memo.info()[:3] == ("tests", 2, 3)
+    assert double.memo.info()[4:] == (2, 2)
+
+
+def test_entries_of_one_weight_are_bounded_by_their_number():
+    name = memo(1000, bytes=5000, weigh=1000)(str)
+    for n in range(20):
+        name(n)
+    assert name.memo.info()[1:4] == (5, 5, 5000)
 
 
 def test_weight_looks_into_what_an_answer_holds():

@@ -9,13 +9,13 @@ key once per vector of keys (`Column`).
 from __future__ import annotations
 
 import textwrap
-from functools import cache
 from importlib import resources
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import TRUE, Expr, renamed, uses, var, walk
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.kernels.text import Names, Page
@@ -313,7 +313,7 @@ def spread(node: Expr, text: str) -> str:
 ARITHMETIC = ("vectors", "functions", "integers", "gemm")  # what comes before the mask and the score mod
 
 
-@cache
+@memo(group="once")
 def part(name: str) -> str:
     """A hand-written part of the source."""
     return resources.files(__package__).joinpath(f"{name}.hpp").read_text("utf-8")

@@ -14,8 +14,8 @@ keys, and much where they see many. Tall tiles pack keys less often, which count
 from __future__ import annotations
 
 import os
-from functools import cache
 
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry
 
 ITEMS = 64  # tiles of queries wanted at least, so that many threads have work
@@ -35,7 +35,7 @@ def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
     return queries, keys
 
 
-@cache
+@memo(group="once")
 def second_level() -> int:
     """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
     try:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 from frisket.dsl.ir import uses
+from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
 from frisket.lowering.plan import LoopPlan, Target
@@ -25,7 +25,7 @@ TITLE = "Gradients of captured tensors"
 NAMES = ("attention_diagonal", "attention_plane", "attention_total", "attention_scatter")
 
 
-@lru_cache(maxsize=256)
+@memo(group="programs")
 def square(target: Target) -> Target:
     """The tiles of these kernels, where `target` is that of the whole backward: about as much as a tile of dq, 64 x 64
     at most, which 8 warps carry without a spill up to heads of 128."""

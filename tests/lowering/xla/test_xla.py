@@ -152,13 +152,13 @@ def test_nan_and_infinity_behind_the_mask_stay_there():
 
 
 def test_new_values_compile_nothing():
-    xla._compiled.cache_clear()
+    xla._compiled.memo.clear()
     case = CASES["documents"]
     made = cases.plan(case)
     for shift in range(3):
         moved = case.but(tables={"doc": np.roll(cases.DOC, shift)})
         cases.check(moved, *run(moved, made))
-    info = xla._compiled.cache_info()
+    info = xla._compiled.memo.info()
     assert (info.misses, info.hits) == (1, 2)
 
 

@@ -80,12 +80,12 @@ def test_float64():
 
 
 def test_new_values_compile_nothing_and_repeat_bit_for_bit():
-    xla_backward._compiled.cache_clear()
+    xla_backward._compiled.memo.clear()
     case = LEARNED["nested"]
     first, _ = run(case)
     again, _ = run(case)
     run(case.but(tables={**case.tables, "doc": np.roll(cases.DOC, 2)}))
-    assert (xla_backward._compiled.cache_info().misses, xla_backward._compiled.cache_info().hits) == (1, 2)
+    assert (xla_backward._compiled.memo.info().misses, xla_backward._compiled.memo.info().hits) == (1, 2)
     assert all((np.asarray(first[n]) == np.asarray(again[n])).all() for n in first)
 
 
