@@ -155,7 +155,7 @@ def tune(row: str, scale: Scale) -> Measure:
     calls, failed = {}, {}
     for name, launch in tried.items():
         att = ours(case)
-        att = type(att)(att.subject, replace(att.options, tuning=Tuning(**{kernel: launch})))
+        att = type(att)(att.program, replace(att.options, tuning=Tuning(**{kernel: launch})))
         try:
             out = att(*arrays)
             gradient = partial(torch.autograd.grad, retain_graph=True)

@@ -30,7 +30,7 @@ from frisket.runtime.calls.arrays import (
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
-from frisket.runtime.calls.program import Subject, check_used
+from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.reordered import moved
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
 from frisket.runtime.layouts.checks import check_lengths
@@ -62,38 +62,38 @@ class Attention:
     Call it on torch tensors `[batch, heads, length, head_dim]` or JAX arrays `[batch, length, heads, head_dim]`.
     """
 
-    def __init__(self, what: Subject, options: Options | None = None) -> None:
-        self.subject, self.options = what, options or Options()
+    def __init__(self, program: CallProgram, options: Options | None = None) -> None:
+        self.program, self.options = program, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
         self._moved: dict[Any, Any] = {}  # what `at` has made of texts, and `jagged`
-        learned = {n: x for n, x in what.captured.items() if learns(x)}
-        self.learned = {n: x for n, x in learned.items() if n in what.learnable}
-        self.traced = {n: x for n, x in what.captured.items() if traced(x)}  # by JAX, of functions
-        self.spec = spec_of(what, self.options, self.learned)
-        self.constants: dict[str, Any] = {**what.tables, **self.learned}
-        self.inputs: dict[str, Any] = {**shared(what.tables), **self.learned}  # of graphs that Dynamo makes
-        both = [e for e in what.exprs if e is not None]
+        learned = {n: x for n, x in program.captured.items() if learns(x)}
+        self.learned = {n: x for n, x in learned.items() if n in program.learnable}
+        self.traced = {n: x for n, x in program.captured.items() if traced(x)}  # by JAX, of functions
+        self.spec = spec_of(program, self.options, self.learned)
+        self.constants: dict[str, Any] = {**program.tables, **self.learned}
+        self.inputs: dict[str, Any] = {**shared(program.tables), **self.learned}  # of graphs that Dynamo makes
+        both = [e for e in program.exprs if e is not None]
         self.ambiguous = any(all(n in names_of(e) for e in both) for n in learned.keys() - self.learned)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold the subject and the options; a copy prepares its calls again."""
-        return Attention, (self.subject, self.options)
+        """Copies and pickles hold the program and the options; a copy prepares its calls again."""
+        return Attention, (self.program, self.options)
 
     @property
     def mask(self) -> Any:
-        return self.subject.mask
+        return self.program.mask
 
     @property
     def score(self) -> Any:
-        return self.subject.score
+        return self.program.score
 
     def __repr__(self) -> str:
-        return f"Attention({'; '.join(str(self.subject).splitlines()) or 'everything visible'})"
+        return f"Attention({'; '.join(str(self.program).splitlines()) or 'everything visible'})"
 
     def _repr_html_(self) -> str:
         what = [(part.what, str(part)) for part in (self.mask, self.score) if part is not None]
-        values = [(n, summary(x)) for n, x in {**self.subject.scalars, **self.constants}.items()]
+        values = [(n, summary(x)) for n, x in {**self.program.scalars, **self.constants}.items()]
         return table([*(what or [("mask", "everything visible")]), *values, *self.options.chosen()])
 
     # -- running ----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Attention:
         if k_scale is not None or v_scale is not None or pages is not None:
             params |= live_of(k_scale, v_scale, pages)
             if not in_graph(q):
-                refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.subject)
+                refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
         what = plan, seed, sinks, return_max, origin, sizes, layout, params
         if in_graph(q):
             if is_jagged(q):
@@ -176,7 +176,7 @@ class Attention:
     def _said(self, q: Any, k: Any, v: Any) -> str:
         """What is asked for, beside an error far from where it was written, as under `jax.jit`."""
         shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)) if hasattr(x, "dtype"))
-        return f"in attention under {'; '.join(str(self.subject).splitlines()) or 'everything visible'}\n  of {shapes}"
+        return f"in attention under {'; '.join(str(self.program).splitlines()) or 'everything visible'}\n  of {shapes}"
 
     def check_if_asked(self, call: Call, found: tuple[Any, Any, Any]) -> None:
         if call.geometry.vacant or not Settings.read().check:
@@ -195,7 +195,7 @@ class Attention:
         given = arrays(q, k, v, layout, pages=live.get(PAGES))
         geometry = self._geometry(given, plan, origin, sizes)
         if layout is None and plan is None and not geometry.vacant:
-            check_order(given, geometry, self.subject, params)
+            check_order(given, geometry, self.program, params)
         how, live = stored(given, geometry, live)
         if plan is not None:
             self._check_plan(plan, params)
@@ -206,10 +206,10 @@ class Attention:
         seed = seed_of(seed, rate, given.framework)
         sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
-            torch_op().refuse_ambiguous(self.subject, {**self.subject.captured, **params})
+            torch_op().refuse_ambiguous(self.program, {**self.program.captured, **params})
         if geometry.vacant:
-            check_used(params, self.subject.names)
-            check_bound(self.subject, {**self.constants, **self.traced, **params})
+            check_used(params, self.program.names)
+            check_bound(self.program, {**self.constants, **self.traced, **params})
         else:
             plan = plan or self._plan_for(geometry, params, given.framework, how)
         return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)  # type: ignore[arg-type]  # vacant
@@ -267,8 +267,8 @@ class Attention:
     def _check_plan(self, plan: AnyPlan, params: dict[str, Any]) -> None:
         if params:
             raise ParameterError(f"the plan holds the values of all parameters; give `{next(iter(params))}` to `plan`")
-        made_for = plan.what
-        if made_for.exprs != self.subject.exprs or made_for.positions != self.subject.positions:
+        made_for = plan.host_program
+        if made_for.exprs != self.program.exprs or made_for.positions != self.program.positions:
             raise ParameterError(
                 "the plan is for another mask or score mod:\n  "
                 + (str(made_for).replace("\n", "\n  ") or "everything visible")
@@ -282,7 +282,7 @@ class Attention:
             )
 
     def _plan_for(self, g: Geometry, params: dict[str, Any], framework: str, how: Stored | None = None) -> AnyPlan:
-        host, given = divided(params, None, self.subject.learnable, framework)
+        host, given = divided(params, None, self.program.learnable, framework)
         if framework == "torch":
             given = {**{n: x for n, x in self.learned.items() if n not in params}, **given}
         given = {**{n: x for n, x in self.traced.items() if n not in params}, **given}
@@ -307,10 +307,10 @@ class Attention:
         host: dict[str, Any], given: dict[str, Any], block: tuple[int, int] | None, how: Stored | None = None,
     ) -> AnyPlan:  # fmt: skip
         place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
-        what = self.subject.stored_as(how)
+        program = self.program.stored_as(how)
         if given:
-            return flat_plan(what, host, given, *place, block, Settings.read().check, dropout)
-        return Plan(what.bind(host), *place, dropout)
+            return flat_plan(program, host, given, *place, block, Settings.read().check, dropout)
+        return Plan(program.bind(host), *place, dropout)
 
     @counting
     @usual_promotion()
@@ -326,7 +326,7 @@ class Attention:
         gradients flow to them.
         """
         check_lengths(q_len, kv_len, batch, heads, (1, 1), origin, sizes)
-        host, given = divided(params, flat, self.subject.learnable)
+        host, given = divided(params, flat, self.program.learnable)
         given = {**{n: x for n, x in {**self.learned, **self.traced}.items() if n not in params}, **given}
         g = Geometry(batch, heads, heads, q_len, kv_len, 64, 64, 1.0, origin, sizes)
         x = next(iter(given.values()), None)
@@ -358,10 +358,10 @@ class Attention:
         """
         texts = tuple(coordinates.items())
         if not all(isinstance(x, str | int) for _, x in texts):
-            return Attention(moved(self.subject, coordinates), self.options)
+            return Attention(moved(self.program, coordinates), self.options)
         found: Attention | None = self._moved.get(texts)
         if found is None:
-            found = self._moved[texts] = Attention(moved(self.subject, coordinates), self.options)
+            found = self._moved[texts] = Attention(moved(self.program, coordinates), self.options)
             if len(self._moved) > KEPT:  # other numbers at every step
                 self._moved.pop(next(iter(self._moved)), None)  # another thread may have taken it
         return found
@@ -371,8 +371,8 @@ class Attention:
         number of sequences where the text reads that number."""
         found: tuple[Attention, tuple[str | None, ...], str | None] | None = self._moved.get(("jagged", pattern))
         if found is None:
-            what, names, number = rewritten(self.subject, pattern)
-            found = self._moved["jagged", pattern] = Attention(what, self.options), names.tables, number
+            program, names, number = rewritten(self.program, pattern)
+            found = self._moved["jagged", pattern] = Attention(program, self.options), names.tables, number
         return found
 
     def jagged_names(self, pattern: Pattern, spec: str) -> tuple[tuple[str | None, ...], str | None, str]:
@@ -409,13 +409,13 @@ class Attention:
         """What becomes of the mask and score mod on the way to a kernel, a printable field per stage. Tiles of Triton
         are those for `arch`, "sm_90" or "gfx942" for example, or for the GPU at hand. How keys are stored is read off
         q, k, v, scales and pages."""
-        what, live = self.subject.bind(params), live_of(k_scale, v_scale, pages)
+        program, live = self.program.bind(params), live_of(k_scale, v_scale, pages)
         if live and q is None:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")
         if q is not None:
             given = arrays(q, k, v, layout, pages=pages)
             g = given.geometry(self.options.scale, self.options.enable_gqa, origin, sizes)
-            what = what.stored_as(stored(given, g, live)[0])
+            program = program.stored_as(stored(given, g, live)[0])
             name = backend or choose(self.options.backend, given.framework, given.device)
             dtype = given.dtype
         else:
@@ -427,7 +427,7 @@ class Attention:
             name = backend or self.options.backend or Settings.read().backend or "aten"
         check_name(name)
         name = {"library": "aten", "native": "cpp"}.get(name, name)
-        plan = Plan(what, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
+        plan = Plan(program, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
         target = target_of(name, g, dtype, self.options, plan, arch=arch)
         made = plan.work((target.block_q, target.block_k), proofs=name in GUARDED)
         return stages_of(made, target, g, dtype, self.options.sinks is not None, self.learned)
@@ -445,7 +445,7 @@ class Attention:
         `MismatchError` when an error is more than twice that of dense attention in the same dtype, plus 1e-6."""
         live = live_of(k_scale, v_scale, pages)
         gradients &= not live and k.dtype == q.dtype
-        params |= learned_values(self.subject, q, params) if gradients and plan is None else {}
+        params |= learned_values(self.program, q, params) if gradients and plan is None else {}
         call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live})
         if gradients and call.backend != "dense":
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}

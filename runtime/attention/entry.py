@@ -14,7 +14,7 @@ from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, tur
 from frisket.runtime.calls.empty import results_of
 from frisket.runtime.calls.options import Options, flag, rate_of, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.calls.stored_kv import live_of, stored
 from frisket.runtime.machine.parameters import as_value, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
@@ -58,7 +58,7 @@ def compile(
     options = Options(
         scale, enable_gqa, backend, check_tile(tile), rate_of(dropout), sinks, deterministic=flag(deterministic)
     )
-    return Attention(subject(mask, score, params), options)
+    return Attention(program_of(mask, score, params), options)
 
 
 _compiled: OrderedDict[Any, Attention] = OrderedDict()
@@ -130,14 +130,14 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
         if text in _compiled:
             _compiled.move_to_end(text)
             return _compiled[text]
-    what = subject(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
-    if any(traced(x) or getattr(x, "grad_fn", None) for x in what.captured.values()):  # of the trace or graph at hand
-        return Attention(what, options)
-    learned = {n: x for n, x in what.captured.items() if learns(x)}  # by identity: values come and go
-    rest = what.without(learned)
+    program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
+    if any(traced(x) or getattr(x, "grad_fn", None) for x in program.captured.values()):  # of the graph at hand
+        return Attention(program, options)
+    learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: values come and go
+    rest = program.without(learned)
     key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()))
     if key not in _compiled:
-        _compiled[key] = Attention(what, options)
+        _compiled[key] = Attention(program, options)
         while len(_compiled) > 128:
             _compiled.popitem(last=False)
     _compiled.move_to_end(key)
@@ -176,15 +176,15 @@ def reference(
     with. Scales and pages are as for `Attention.__call__`.
     """
     given = arrays(q, k, v, layout, numpy=True, pages=pages)
-    what = subject(mask, score, params)
+    program = program_of(mask, score, params)
     rate, g = rate_of(dropout), given.geometry(scale, True, origin, sizes)
     if layout is None:
-        check_order(given, g, what, {})
+        check_order(given, g, program, {})
     seed = seed_of(seed, rate, "numpy")
     sinks = sinks_of(sinks, g.heads, "numpy", "float64", None)
     if g.vacant:
-        what.require_bound()
+        program.require_bound()
         return results(results_of(replace(given, framework="numpy"), g, sinks), return_lse, return_max)
     _, live = stored(given, g, live_of(k_scale, v_scale, pages))
-    out, lse, top = oracle(given, g, what, rate, seed, sinks, live)
+    out, lse, top = oracle(given, g, program, rate, seed, sinks, live)
     return results((turn(out, "bhsd", given.layout), lse, top), return_lse, return_max)

@@ -15,7 +15,7 @@ from frisket.dsl.notebook import sentence
 from frisket.lowering import dense
 from frisket.lowering.plan import Geometry
 from frisket.runtime.calls.arrays import Arrays, rounding, to_numpy, turn
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import meant
 
 Array = NDArray[Any]
@@ -85,15 +85,15 @@ class CheckedGradients:
 
 
 def compared(
-    given: Arrays, g: Geometry, what: Subject, out: Array, lse: Array, *, sinks: Any = None, kept: Expr | None = None,
-    rate: float = 0.0, params: Mapping[str, Any] | None = None, cotangents: CheckedGradients | None = None,
-    live: Mapping[str, Any] | None = None,
+    given: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
+    kept: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
+    cotangents: CheckedGradients | None = None, live: Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
     values of names that only `kept` has, `live` the scales and pages of stored keys and values."""
-    arguments: tuple[Any, ...] = (*meant(given, live or {}), *what.exprs)
+    arguments: tuple[Any, ...] = (*meant(given, live or {}), *program.exprs)
     options: dict[str, Any] = {
-        "scale": g.scale, "params": {**what.scalars, **(params or {})}, "tables": what.tables, "origin": g.origin,
+        "scale": g.scale, "params": {**program.scalars, **(params or {})}, "tables": program.tables, "origin": g.origin,
         "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "kept": kept, "rate": rate,
     }  # fmt: skip
     in_dtype = _rounded(given)

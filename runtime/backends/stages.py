@@ -75,7 +75,7 @@ def stages_of(
     made: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
 ) -> Stages:
     text, target = text_of(made.plan, target, g, dtype, sinks, learned)
-    m, s = made.subject.mask, made.subject.score
+    m, s = made.program.mask, made.program.score
     written = Pair(None if m is None else m.expr, None if s is None else s.expr)
     return Stages(written, Pair(*made.simplified), made.layout.facts, made.layout, made.plan, target, text, made.rules)
 

@@ -26,16 +26,16 @@ def check_attention(att: Any, params: Collection[str]) -> None:
         raise ParameterError(
             "a cache is read with an attention without dropout: compile another one for inference, without dropout="
         )
-    if taken := sorted(n for n in att.subject.names if n.startswith("cache_")):
+    if taken := sorted(n for n in att.program.names if n.startswith("cache_")):
         raise ParameterError(f"`{taken[0]}` is a name of the caches' own; rename it, for example `my_{taken[0]}`")
-    if own := [n for n in OF_CACHE if n in params and n not in att.subject.names]:
+    if own := [n for n in OF_CACHE if n in params and n not in att.program.names]:
         raise ParameterError(
             f"`{own[0]}` is given, and a cache knows it itself: where its tokens are, and how they are stored\n"
             "  leave it out, or call the attention on arrays"
         )
-    check_used([n for n in params if n not in ASKED], att.subject.names)
-    captured = att.subject.captured
-    if missing := [n for p in att.subject.parts for n in p.unbound if n not in params and n not in captured]:
+    check_used([n for n in params if n not in ASKED], att.program.names)
+    captured = att.program.captured
+    if missing := [n for p in att.program.parts for n in p.unbound if n not in params and n not in captured]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<number or array>")
 
 

@@ -207,5 +207,5 @@ def call(
     """Attention of q to the arrays of a cache, which hold what `where` says by `tables`."""
     here = placed(att, where)
     held = {n: x for n, x in arrays.items() if x is not None}
-    known = {n: x for n, x in tables.items() if n in here.subject.names}  # a mask need not ask for all
+    known = {n: x for n, x in tables.items() if n in here.program.names}  # a mask need not ask for all
     return here(q, held.pop("k"), held.pop("v"), **held, **known, **params)

@@ -25,7 +25,7 @@ from frisket.dsl.ir import clauses, uses
 from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Mask, mask
 
@@ -103,7 +103,7 @@ def _placed(att: Attention, places: Places) -> Attention:
     ranks = {n: rank for n, (rank, _) in names_of(seen.expr).items() if n in POSITIONS and rank is not None}
     known = {n: Declared(rank, INT, most=LONGEST) for n, rank in ranks.items()}
     seen = Mask(seen.expr, seen.params, replace(seen.origin, declared={**seen.origin.declared, **known}))
-    return Attention(Subject(seen, att.score and att.score.at(**moved), unwritten=True), att.options)
+    return Attention(CallProgram(seen, att.score and att.score.at(**moved), unwritten=True), att.options)
 
 
 def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> None:
@@ -118,22 +118,22 @@ def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> 
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""
-    numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.subject.names] if params else ()
+    numbers = [(n, x) for n, x in params.items() if isinstance(x, Real) and n in att.program.names] if params else ()
     key = "room", slots, new, *numbers
     if key not in att.ready:
-        att.ready[key] = _no_room(att.subject.bind(dict(numbers)), slots, new)
+        att.ready[key] = _no_room(att.program.bind(dict(numbers)), slots, new)
     why: str = att.ready[key]
     return why
 
 
-def _no_room(what: Subject, slots: int, new: int) -> str:
+def _no_room(program: CallProgram, slots: int, new: int) -> str:
     held = f"with {new} new ones keeps {max(slots - new, 0)} before them" if new else f"keeps {slots} before new ones"
     told = f"a ring of {slots} tokens {held}"
     help = "make the ring larger, the chunk shorter, or add `& window(w)` to the mask"
-    for part in what.parts:
+    for part in program.parts:
         if sizes := sorted({"Q_LEN", "KV_LEN"} & uses(part.expr)):
             raise ParameterError(f"the {part.what} reads {sizes[0]}, and what a ring holds has no length\n  {part}")
-    known = _of_numbers(what.mask)
+    known = _of_numbers(program.mask)
     if known is None:
         return f"{told}, and nothing but tables says how far back the mask sees\n  {help}"
     try:
@@ -144,7 +144,7 @@ def _no_room(what: Subject, slots: int, new: int) -> str:
         return ""
     witness: Any = answer.witness
     _, _, q, k = witness
-    return f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {what.mask}\n  {help}"
+    return f"{told}, and the mask lets query {q} see key {k}, {q - k} before it\n  {program.mask}\n  {help}"
 
 
 def _of_numbers(seen: Mask | None) -> Mask | None:

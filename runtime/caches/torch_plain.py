@@ -276,7 +276,7 @@ class TorchCache(nn.Module):
         """What is stored, asked by an attention of places."""
         has: dict[str, Any] = self._buffers
         k, v, sizes = has["k"], has["v"], self._sizes(q)
-        tables = {n: x for n, x in tables.items() if n in att.subject.names}  # a mask need not ask for all
+        tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
         live = live_of(has["k_scale"], has["v_scale"], has["pages"])
         given = {n: x for n, x in params.items() if n not in ASKED} if params else params
         step = step_of(self._steps, att, q, k, v, sizes, live, tables, given)

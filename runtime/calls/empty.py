@@ -15,12 +15,12 @@ from frisket.lowering.plan import Geometry
 from frisket.runtime.plans.call import Call
 
 from .arrays import Arrays
-from .program import Subject
+from .program import CallProgram
 
 
-def check_bound(what: Subject, params: Mapping[str, Any]) -> None:
+def check_bound(program: CallProgram, params: Mapping[str, Any]) -> None:
     """Refuse names without a value, as any other call does."""
-    for part in what.parts:
+    for part in program.parts:
         if any(n not in params for n in part.unbound):
             part.require_bound()
 

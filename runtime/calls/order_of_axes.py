@@ -10,19 +10,19 @@ from frisket.lowering.plan import Geometry
 from frisket.runtime.machine.once import warn_once
 
 from .arrays import LAYOUTS, Arrays
-from .program import Subject
+from .program import CallProgram
 
 MOST_HEADS = 128  # of keys: models with more are not known
 GROUPED = 64  # this many heads that share nothing, beside fewer keys than queries, are a length rather
 
 
-def check_order(given: Arrays, g: Geometry, what: Subject, params: Mapping[str, Any]) -> None:
+def check_order(given: Arrays, g: Geometry, program: CallProgram, params: Mapping[str, Any]) -> None:
     """Warn where shapes, or the lengths of tables, say that the axes of heads and of length are exchanged."""
     if given.pages or not all(type(n) is int for n in (g.batch, g.heads, g.q_len, g.kv_len)):
         return
     if g.q_len % g.kv_len or g.q_len >= g.kv_heads:  # they would not divide, or there are more heads than tokens
         return
-    why = _by_shape(g) or _by_tables(g, what, params)
+    why = _by_shape(g) or _by_tables(g, program, params)
     if not why:
         return
     have = given.layout
@@ -45,13 +45,13 @@ def _by_shape(g: Geometry) -> str:
     return ""
 
 
-def _by_tables(g: Geometry, what: Subject, params: Mapping[str, Any]) -> str:
+def _by_tables(g: Geometry, program: CallProgram, params: Mapping[str, Any]) -> str:
     """Tables that are read at bare positions and heads: all have the lengths of the other order, and some not these."""
-    shapes = {n: tuple(x.shape) for n, x in {**what.tables, **params}.items() if hasattr(x, "shape")}
+    shapes = {n: tuple(x.shape) for n, x in {**program.tables, **params}.items() if hasattr(x, "shape")}
     here, there = {"q": g.q_len, "k": g.kv_len, "h": g.heads}, {"q": g.heads, "k": g.kv_heads, "h": g.q_len}
     read = {
         (n.name, i, a.name)
-        for part in what.parts
+        for part in program.parts
         for n in walk(part.expr)
         if n.op == "lookup" and n.name in shapes
         for i, a in enumerate(n.args)

@@ -25,7 +25,7 @@ Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Subject:
+class CallProgram:
     """A mask and a score mod whose names mean one thing, with the values bound so far."""
 
     mask: Mask | None
@@ -76,7 +76,7 @@ class Subject:
         seen = set() if self.mask is None else names_of(self.mask.expr).keys()
         return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
 
-    def bind(self, params: Mapping[str, Any]) -> Subject:
+    def bind(self, params: Mapping[str, Any]) -> CallProgram:
         """The same with more parameters bound; a name nobody uses is an error."""
         if not params:
             return self
@@ -84,7 +84,7 @@ class Subject:
         values = with_learned({n: as_value(n, x) for n, x in params.items()}, params)
         return self.changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
 
-    def without(self, names: Iterable[str]) -> Subject:
+    def without(self, names: Iterable[str]) -> CallProgram:
         """The same with the values of `names` taken off."""
         off = set(names)
 
@@ -95,13 +95,13 @@ class Subject:
 
         return self.changed(bare)
 
-    def changed(self, change: Callable[[Any], Any]) -> Subject:
+    def changed(self, change: Callable[[Any], Any]) -> CallProgram:
         """The same with every part changed."""
         mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
         places = None if self.places is None else tuple(change(p) for p in self.places)
         return replace(self, mask=mask, score=score, places=places)
 
-    def stored_as(self, how: Stored | None) -> Subject:
+    def stored_as(self, how: Stored | None) -> CallProgram:
         """The same of keys and values that are stored."""
         return self if how == self.stored else replace(self, stored=how)
 
@@ -124,7 +124,7 @@ class Subject:
         return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
 
 
-def subject(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any]) -> Subject:
+def program_of(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any]) -> CallProgram:
     """The mask and score mod of a call; each parameter goes where its name occurs."""
     if isinstance(what, Program):
         if mod is not None:
@@ -139,10 +139,10 @@ def subject(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapp
     )  # fmt: skip
 
 
-def joined(m: Mask | None, s: ScoreMod | None) -> Subject:
+def joined(m: Mask | None, s: ScoreMod | None) -> CallProgram:
     if m is not None and s is not None:
         m, s = separated(m, s)  # type: ignore[assignment]
-    return Subject(m, s)
+    return CallProgram(m, s)
 
 
 def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:

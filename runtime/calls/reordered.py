@@ -12,16 +12,16 @@ from frisket.dsl.ir import COORDINATES, renamed, substitute, var
 from frisket.runtime.machine.bound import BoundExpr, Origin, position
 from frisket.runtime.machine.parameters import as_value, digest, names_of
 
-from .program import Subject
+from .program import CallProgram
 
 
-def moved(what: Subject, coordinates: Mapping[str, Any]) -> Subject:
+def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
     """The same read elsewhere: texts or numbers for some of b, h, q and k, and values of names in the texts. A name
     without a value there is that of the mask or the score mod."""
     texts = {n: x for n, x in coordinates.items() if n in COORDINATES}
     if not texts:
         raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")
-    own, taken = {**what.scalars, **what.tables}, set(what.names)
+    own, taken = {**program.scalars, **program.tables}, set(program.names)
     given = {n: as_value(n, x) for n, x in coordinates.items() if n not in texts}
     found = {n: position(n, x, {**own, **given}) for n, x in texts.items()}
     if unused := [n for n in given if not any(n in names_of(e) for e in found.values())]:
@@ -33,8 +33,8 @@ def moved(what: Subject, coordinates: Mapping[str, Any]) -> Subject:
             taken.add(others[n])
     values = {**own, **{others.get(n, n): x for n, x in given.items()}}
     change = {var(n): renamed(e, others) for n, e in found.items()}
-    declared = {n: d for p in what.parts for n, d in p.origin.declared.items()}
-    captured = what.captured
+    declared = {n: d for p in program.parts for n, d in p.origin.declared.items()}
+    captured = program.captured
 
     def put(p: Any) -> Any:
         e = substitute(p.expr, change)
@@ -43,6 +43,6 @@ def moved(what: Subject, coordinates: Mapping[str, Any]) -> Subject:
         mine, told, caught = known
         return type(p)(e, mine, Origin(declared=told, captured=caught))
 
-    places = what.places or ()
+    places = program.places or ()
     places = (*(BoundExpr(var(n)) for n in COORDINATES[: 4 - len(places)]), *places)
-    return replace(what, places=places).changed(put)
+    return replace(program, places=places).changed(put)

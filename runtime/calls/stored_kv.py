@@ -1,6 +1,6 @@
 """Keys and values as caches store them: in 8 bits, with a scale for every token and head, in pages of a pool.
 
-Scales and pages come with every call, like dropout's seed; what is static of them is a part of the subject, so that
+Scales and pages come with every call, like dropout's seed; what is static of them is a part of the program, so that
 kernels read them as they read any table: the scale of a key is in the score, that of a value is `LoopPlan.weight`.
 """
 

@@ -191,14 +191,14 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
     """The user's, or several."""
     if args.expr is None:
         return standard(sizes)
-    from .input import require_bound, subject
+    from .input import read_program, require_bound
 
-    what = subject(args)
-    require_bound(what)
-    if what.mask is not None:
-        what.mask.check_tables(sizes.q_len, sizes.kv_len, sizes.batch, sizes.heads)
+    program = read_program(args)
+    require_bound(program)
+    if program.mask is not None:
+        program.mask.check_tables(sizes.q_len, sizes.kv_len, sizes.batch, sizes.heads)
     name = " ".join(str(args.expr).split()) + (f", {args.score}" if args.score else "")
-    return [Contest(name, what.mask, what.score, sizes)]
+    return [Contest(name, program.mask, program.score, sizes)]
 
 
 def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str] | None) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from frisket.runtime.bench.packed import choose, installed
 from frisket.runtime.masks.mask import Program, mask
 
 from .answer import BAD, GOOD, SOME, WIDTH, CommandResult, row, rows, table
-from .input import compiled, require_bound, subject
+from .input import compiled, read_program, require_bound
 from .options import add_sizes, add_subject, examples
 from .progress import progress
 from .show import described
@@ -112,18 +112,18 @@ def check(args: argparse.Namespace, console: Console) -> CommandResult:
     """Runs the cases, a table of the largest errors. Status 1 when one is more than twice that of dense attention in
     the same dtype (plus 1e-6), or fails altogether; 2 when every call is refused, so that nothing is known."""
     choose(None)
-    what = subject(args)
-    require_bound(what)
+    program = read_program(args)
+    require_bound(program)
     chosen = [args.case] if args.case else list(cases(args))
     if not chosen:
         raise BackendError("no backend among these runs here; `frisket doctor` says why")
     outcomes = []
     with progress(len(chosen)) as step:
         for case in chosen:
-            outcomes.append(outcome(case, what, args))
+            outcomes.append(outcome(case, program, args))
             step(f"{case.backend} {case.dtype}")
     wrong = [o for o in outcomes if o.wrong]
-    data, lines = described(what)
+    data, lines = described(program)
     checked = sum(o.report is not None for o in outcomes)
     data |= {"cases": [o.as_dict() for o in outcomes], "good": bool(checked) and not wrong}
     limit = (
@@ -185,11 +185,11 @@ def left_out() -> list[str]:
     return list(dict.fromkeys(n for n, f in all_of if n != "dense" and asked(n, f, [n]) and not asked(n, f, None)))
 
 
-def outcome(case: Case, what: Program, args: argparse.Namespace) -> Outcome:
+def outcome(case: Case, program: Program, args: argparse.Namespace) -> Outcome:
     if case.hidden:
         hiding = mask(HIDDEN)
-        what = Program(hiding if what.mask is None else what.mask & hiding, what.score)
-    attention = compiled(what, args.block, backend=case.backend)
+        program = Program(hiding if program.mask is None else program.mask & hiding, program.score)
+    attention = compiled(program, args.block, backend=case.backend)
     try:
         return Outcome(case, attention.check(*arrays(case, args.batch), gradients=case.gradients))
     except MismatchError as error:

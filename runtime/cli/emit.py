@@ -10,7 +10,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.runtime.backends.registry import PRINTED
 
 from .answer import CommandResult, code
-from .input import compiled, shapes, subject
+from .input import compiled, read_program, shapes
 from .options import add_sizes, add_subject, examples, positive
 from .report import report
 
@@ -44,6 +44,6 @@ def emit(args: argparse.Namespace, console: Console) -> CommandResult:
     if args.arch and len(args.arch) > 1:
         raise ParameterError(f"one text is for one GPU: --arch {args.arch[0]}; several go with --report")
     arch = args.arch[0] if args.arch else None
-    source = compiled(subject(args), args.block).source(args.backend, arch=arch, **shapes(args)).rstrip("\n")
+    source = compiled(read_program(args), args.block).source(args.backend, arch=arch, **shapes(args)).rstrip("\n")
     language = "cpp" if args.backend in ("cpp", "native") else "python"
     return CommandResult({"backend": args.backend, "source": source}, [code(source, language, console)])

@@ -17,7 +17,7 @@ from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask
 
 from .answer import BAD, GOOD, SOME, CommandResult, Piece, code, coloured, rows
-from .input import LENGTH, compiled, laid_out, subject, visible_mask
+from .input import LENGTH, compiled, laid_out, read_program, visible_mask
 from .options import add_sizes, add_slice, add_subject, examples, natural, tile
 
 STYLE = {"visible": GOOD, "full": GOOD, "hidden": BAD, "empty": BAD, "partial": SOME}
@@ -53,7 +53,7 @@ def explain(args: argparse.Namespace, console: Console) -> CommandResult:
 
 
 def explain_point(args: argparse.Namespace, console: Console) -> CommandResult:
-    mask = visible_mask(subject(args), "to explain")
+    mask = visible_mask(read_program(args), "to explain")
     args.q_len = args.q_len or max(LENGTH, args.q + 1, args.k + 1)
     found = laid_out(args, mask).explain(args.q, args.k, args.b, args.h)
     at = f"query {args.q:,}, key {args.k:,}{of_slice(args)}"
@@ -69,7 +69,7 @@ def explain_point(args: argparse.Namespace, console: Console) -> CommandResult:
 
 
 def explain_tile(args: argparse.Namespace, console: Console) -> CommandResult:
-    mask = visible_mask(subject(args), "to explain")
+    mask = visible_mask(read_program(args), "to explain")
     (i, j), (bq, bk) = args.tile, args.block
     args.q_len = args.q_len or max(LENGTH, (i + 1) * bq, (j + 1) * bk)
     layout = laid_out(args, mask)
@@ -144,7 +144,7 @@ def marked(mask: Mask, spans: Sequence[Span], style: str, console: Console) -> T
 
 def explain_stages(args: argparse.Namespace, console: Console) -> CommandResult:
     q_len = args.q_len or LENGTH
-    stages = compiled(subject(args)).stages(
+    stages = compiled(read_program(args)).stages(
         q_len=q_len, kv_len=args.kv_len or q_len, batch=args.batch, heads=args.heads, head_dim=64, dtype="float32",
         backend=args.backend,
     )  # fmt: skip

@@ -24,7 +24,7 @@ LENGTH = 2048  # of queries, where nobody says
 ROWS = 1 << 24  # rows of tiles that are laid out: some gigabytes of bounds
 
 
-def subject(args: argparse.Namespace, **more: Any) -> Program:
+def read_program(args: argparse.Namespace, **more: Any) -> Program:
     """The mask and score mod of EXPR, --score, --set and --table; `more` binds those names that occur."""
     text, name = source(args.expr, args.score)
     given = {**dict(map(scalar, args.set)), **dict(map(table, args.table))}
@@ -34,9 +34,9 @@ def subject(args: argparse.Namespace, **more: Any) -> Program:
     return program(text, name, **given, **chosen(more, given, parsed))
 
 
-def require_bound(what: Program) -> None:
+def require_bound(program: Program) -> None:
     """Every parameter has a value, or an error that says how to give it here."""
-    for part in (what.mask, what.score):
+    for part in (program.mask, program.score):
         for name in () if part is None else part.unbound:
             assert part is not None
             how = f"--table {name}=FILE" if names_of(part.expr)[name][0] != 0 else f"--set {name}=VALUE"
@@ -50,28 +50,28 @@ def chosen(more: dict[str, Any], given: dict[str, Any], parsed: Parsed) -> dict[
     return {n: x for n, x in more.items() if n in names and n not in given}
 
 
-def scalars(what: Program) -> dict[str, Scalar]:
-    return {n: x for part in (what.mask, what.score) if part is not None for n, x in part.scalars.items()}
+def scalars(program: Program) -> dict[str, Scalar]:
+    return {n: x for part in (program.mask, program.score) if part is not None for n, x in part.scalars.items()}
 
 
-def tables(what: Program) -> dict[str, NDArray[Any]]:
-    return {n: x for part in (what.mask, what.score) if part is not None for n, x in part.tables.items()}
+def tables(program: Program) -> dict[str, NDArray[Any]]:
+    return {n: x for part in (program.mask, program.score) if part is not None for n, x in part.tables.items()}
 
 
-def visible_mask(what: Program, why: str) -> Mask:
+def visible_mask(program: Program, why: str) -> Mask:
     """The mask with what the score mod hides; an error where there is no mask and the score mod hides nothing."""
-    require_bound(what)
-    if (found := what.visible) is None:
+    require_bound(program)
+    if (found := program.visible) is None:
         raise ParameterError(f"this score mod hides nothing, so there are no tiles {why}; give a mask")
     return found
 
 
-def compiled(what: Program, tile: tuple[int, int] | None = None, **options: Any) -> Any:
+def compiled(program: Program, tile: tuple[int, int] | None = None, **options: Any) -> Any:
     """The attention of a mask and score mod whose parameters all have values."""
     from frisket.runtime.attention.entry import compile  # the frameworks behind it are none of `show`'s business
 
-    require_bound(what)
-    return compile(mask=what.mask, score=what.score, tile=tile, **options)
+    require_bound(program)
+    return compile(mask=program.mask, score=program.score, tile=tile, **options)
 
 
 def shapes(args: argparse.Namespace) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from frisket.runtime.draw.plot import SUFFIXES
 from frisket.runtime.masks.mask import Program
 
 from .answer import CommandResult, rows
-from .input import laid_out, subject, visible_mask
+from .input import laid_out, read_program, visible_mask
 from .options import add_sizes, add_subject, examples, natural
 from .show import size, tiles, written
 
@@ -42,11 +42,11 @@ def plot(args: argparse.Namespace, console: Console) -> CommandResult:
     path: Path = args.output
     if path.suffix.lower() not in (*PAGES, *SUFFIXES):
         raise ParameterError(f"cannot write {path.name!r}: name it .png, .svg or .html")
-    what = subject(args)
-    mask = visible_mask(what, "to draw")
+    program = read_program(args)
+    mask = visible_mask(program, "to draw")
     layout = laid_out(args, mask)
     if path.suffix.lower() not in PAGES:
-        layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(what))
+        layout.plot(path, b=args.b, h=args.h, dark=args.dark, title=args.title or titled(program))
     elif (args.b, args.h, args.title) != (None, None, None) or args.dark:
         raise ParameterError(
             "--b, --h, --dark and --title are for .png and .svg: a page shows every slice, and follows the browser"
@@ -55,28 +55,28 @@ def plot(args: argparse.Namespace, console: Console) -> CommandResult:
         layout.to_html(path)
     bytes_ = path.stat().st_size
     data = {"file": str(path), "bytes": bytes_, "counts": vars(layout.counts), "exact": layout.exact}
-    if what.score is not None:
-        data["score"] = {"text": str(what.score), "hides": what.hidden_by_score is not None}
+    if program.score is not None:
+        data["score"] = {"text": str(program.score), "hides": program.hidden_by_score is not None}
     lines: list[tuple[str, str | Text]] = [
         ("written", f"{path}, {size(bytes_)}"),
         ("tiles", tiles(layout)),
-        ("score", scored(what)),
+        ("score", scored(program)),
     ]
     return CommandResult(data, rows(lines))
 
 
-def titled(what: Program) -> str:
+def titled(program: Program) -> str:
     """The text of the mask, and of a score mod that hides positions."""
-    parts = [] if what.mask is None else [written(what.mask)]
-    if what.score is not None and what.hidden_by_score is not None:
-        parts.append(f"score = {written(what.score)}")
+    parts = [] if program.mask is None else [written(program.mask)]
+    if program.score is not None and program.hidden_by_score is not None:
+        parts.append(f"score = {written(program.score)}")
     return "; ".join(parts)
 
 
-def scored(what: Program) -> str:
+def scored(program: Program) -> str:
     """A line that says how much of the score mod the picture shows."""
-    if what.score is None:
+    if program.score is None:
         return ""
-    if (hidden := what.hidden_by_score) is None:
-        return f"{written(what.score)} hides nothing, so it is not in the picture"
-    return f"{written(what.score)} hides positions; the picture shows those where {hidden}"
+    if (hidden := program.hidden_by_score) is None:
+        return f"{written(program.score)} hides nothing, so it is not in the picture"
+    return f"{written(program.score)} hides positions; the picture shows those where {hidden}"

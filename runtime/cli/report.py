@@ -14,7 +14,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.runtime.backends.triton import report as triton_report
 
 from .answer import BAD, GOOD, CommandResult, table
-from .input import compiled, shapes, subject
+from .input import compiled, read_program, shapes
 from .progress import progress
 
 HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
@@ -27,7 +27,7 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
     architectures = args.arch or ["sm_90"]
     for arch in architectures:
         triton_report.check_compiles(arch)
-    att, sizes = compiled(subject(args), args.block), shapes(args)
+    att, sizes = compiled(read_program(args), args.block), shapes(args)
     stages = {arch: att.stages(backend="triton", arch=arch, **sizes) for arch in architectures}
     found: list[triton_report.Report] = []
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])

@@ -18,7 +18,7 @@ from frisket.runtime.bench.table import spoken
 
 from .answer import CommandResult, rows
 from .doctor import cpu_count
-from .input import compiled, require_bound, scalars, subject, tables
+from .input import compiled, read_program, require_bound, scalars, tables
 from .options import add_subject, even, examples, positive
 from .progress import progress
 from .show import described, laid, picture
@@ -51,17 +51,17 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
     than twice that of dense attention in the same dtype (plus 1e-6)."""
     framework = packed.choose(args.framework)
     files = packed.pack(args.tokens, args.max_tokens)
-    what = subject(args, doc=files.doc)
-    if what.mask is None:
+    program = read_program(args, doc=files.doc)
+    if program.mask is None:
         raise ShapeError("`run` needs a mask; give one, for example `causal`, and the score mod with --score")
-    require_bound(what)
-    mask, score = prepare(what.mask.expr, None if what.score is None else what.score.expr)
-    layout = what.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
+    require_bound(program)
+    mask, score = prepare(program.mask.expr, None if program.score is None else program.score.expr)
+    layout = program.mask.layout(len(files), len(files), heads=args.heads, block=args.block)
     arrays = packed.projections(files.tokens, args.heads, args.head_dim)
-    job = packed.Job(arrays, mask, score, scalars(what), tables(what))
+    job = packed.Job(arrays, mask, score, scalars(program), tables(program))
     by_head = mask is not None and "h" in uses(mask)
     seen = packed.visible(mask, job.scalars, job.tables, args.heads, len(files), by_head)
-    bench = packed.prepare(framework, job, seen, compiled(what))
+    bench = packed.prepare(framework, job, seen, compiled(program))
 
     rivals = [bench.dense, *([bench.builtin] if bench.builtin else [])]
     pieces = args.heads * -(-len(files) // packed.SLAB)
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace, console: Console) -> CommandResult:
         seconds = timed(bench, rivals, args.repeats, step)
         errors = compared(job, bench, step)
 
-    data, lines = described(what)
-    found, facts = laid(layout, what.mask)
+    data, lines = described(program)
+    found, facts = laid(layout, program.mask)
     where = f"{platform.machine()}, {cpu_count()}"
     data |= found | {
         "files": dict(zip(files.names, files.lengths, strict=True)), "tokens": len(files),

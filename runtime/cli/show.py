@@ -20,7 +20,7 @@ from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, Program
 
 from .answer import GOOD, SOME, CommandResult, row, rows
-from .input import laid_out, require_bound, scalars, subject, tables
+from .input import laid_out, read_program, require_bound, scalars, tables
 from .options import add_sizes, add_slice, add_subject, examples
 
 FOUND = {
@@ -46,20 +46,20 @@ def add_show(p: argparse.ArgumentParser) -> None:
 
 def show(args: argparse.Namespace, console: Console) -> CommandResult:
     """The texts, the facts, the counts, the picture."""
-    what = subject(args)
-    data, lines = described(what)
+    program = read_program(args)
+    data, lines = described(program)
     answer = CommandResult(data, rows(lines))
-    if what.mask is None and (what.score is None or what.score.unbound):
+    if program.mask is None and (program.score is None or program.score.unbound):
         return answer
-    require_bound(what)
-    if (mask := what.visible) is None:
+    require_bound(program)
+    if (mask := program.visible) is None:
         return answer
     layout = laid_out(args, mask)
     found, facts = laid(layout, mask)
     answer.data |= found
     answer.text += rows(facts)
-    if what.score is not None and what.score.tables:
-        read = what.score.lookups(layout.q_len, layout.kv_len, mask=what.mask, batch=args.batch, heads=args.heads)
+    if program.score is not None and program.score.tables:
+        read = program.score.lookups(layout.q_len, layout.kv_len, mask=program.mask, batch=args.batch, heads=args.heads)
         answer.data["score_lookups"] = [one.as_dict() for one in read]
         answer.text.append(row("score", "\n".join(map(str, read))))
     if extra := terminal.which(layout, args.b, args.h):
@@ -68,13 +68,13 @@ def show(args: argparse.Namespace, console: Console) -> CommandResult:
     return answer
 
 
-def described(what: Program) -> tuple[dict[str, Any], list[tuple[str, str | Text]]]:
+def described(program: Program) -> tuple[dict[str, Any], list[tuple[str, str | Text]]]:
     """The texts of a mask and a score mod, as written and simplified, with what is bound."""
-    mask, score = (None if part is None else part.expr for part in (what.mask, what.score))
+    mask, score = (None if part is None else part.expr for part in (program.mask, program.score))
     counts: Counter[str] = Counter()
     simple_mask, simple_score = prepare(mask, score, counts=counts)
-    bound = scalars(what)
-    shapes = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in tables(what).items()}
+    bound = scalars(program)
+    shapes = {n: f"{x.dtype}[{', '.join(map(str, x.shape))}]" for n, x in tables(program).items()}
     data = {
         "mask": text(mask), "score": text(score),
         "simplified": {"mask": text(simple_mask), "score": text(simple_score)},
@@ -83,8 +83,8 @@ def described(what: Program) -> tuple[dict[str, Any], list[tuple[str, str | Text
     where = ", ".join(f"{n} = {x}" for n, x in {**bound, **shapes}.items())
     lines: list[tuple[str, str | Text]] = []
     for part, simple, nothing in (
-        (what.mask, simple_mask, "true: everything is visible"),
-        (what.score, simple_score, "score: nothing changes"),
+        (program.mask, simple_mask, "true: everything is visible"),
+        (program.score, simple_score, "score: nothing changes"),
     ):
         if part is not None:
             known = {**bound, **shapes}  # which `with` tells the types of

@@ -158,9 +158,9 @@ def _as_bool(e: Any) -> Any:
     return e if str(e.type) == "Bool" else e > 0
 
 
-def laid_out(what: Program, request: Request) -> Layout:
+def laid_out(program: Program, request: Request) -> Layout:
     """The layout of the mask, and of what the score mod hides; everything, where nothing is hidden."""
-    mask = Mask(TRUE) if what.visible is None else what.visible
+    mask = Mask(TRUE) if program.visible is None else program.visible
     mask.check_tables(request.q_len, request.kv_len, request.batch, request.heads)
     return make_layout(mask, request.q_len, request.kv_len, request.batch, request.heads, request.block, budget=BUDGET)
 
@@ -271,7 +271,7 @@ def command(request: Request, scalars: list[Slider], made: Mapping[str, MadeUp],
 
 
 def python(
-    request: Request, what: Program, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]
+    request: Request, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]
 ) -> str:
     """The same as lines of Python, with the tables that were made up; they run as they are, but for files."""
     read_ = [n for n in files if n in _names(request.text)]
@@ -288,15 +288,15 @@ def python(
     sizes = "".join(f", {n}={getattr(request, n)}" for n in ("batch", "heads") if getattr(request, n) > 1)
     sizes += "" if request.block == Request.block else f", block={request.block}"
     calls = []
-    if what.mask is not None and what.score is not None:
+    if program.mask is not None and program.score is not None:
         lines.append(f"text = {text}")
         text = "text"
-    if what.mask is not None:
-        lines.append(f"mask = fk.mask({text}{of(what.mask)})")
+    if program.mask is not None:
+        lines.append(f"mask = fk.mask({text}{of(program.mask)})")
         lines.append(f"print(mask.layout({request.q_len}, {request.kv_len}{sizes}))")
         calls.append("mask=mask")
-    if what.score is not None:
-        lines.append(f"score = fk.score({text}{of(what.score)})")
+    if program.score is not None:
+        lines.append(f"score = fk.score({text}{of(program.score)})")
         calls.append("score=score")
     lines.append(f"attend = fk.compile({', '.join(calls)})  # attend(q, k, v)")
     return "\n".join(lines)

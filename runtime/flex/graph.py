@@ -21,7 +21,7 @@ from frisket.dsl import ir
 from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.trace import Kind, trace
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod, program
 from frisket.runtime.torch import graph as torch_library
@@ -84,8 +84,8 @@ class BlockMaskOp(HigherOrderOperator):
             visible = LiveMask(program(said["text"]).mask.expr, {})  # type: ignore[union-attr]
         numbers = {n: x for n, x in visible.values.items() if isinstance(x, bool | int | float)}
         free = {n: x for n, x in visible.values.items() if n not in numbers}
-        what = Subject(Mask(visible.expr, only(numbers, visible.expr)), None)
-        return (torch_library.written_tiles(spec_of(what, Options(), free), query, said["sizes"], said["block"], free),)
+        own = CallProgram(Mask(visible.expr, only(numbers, visible.expr)), None)
+        return (torch_library.written_tiles(spec_of(own, Options(), free), query, said["sizes"], said["block"], free),)
 
 
 def tiles(mask: BlockMask) -> Tensor:
@@ -175,10 +175,10 @@ def operator(
         mod = apart(mod, visible)[0]
     values = {n: x for one in (visible, mod) if one is not None for n, x in one.values.items()}
     numbers = {n: x for n, x in values.items() if isinstance(x, bool | int | float)}
-    what = Subject(
+    program = CallProgram(
         None if visible is None else Mask(visible.expr, only(numbers, visible.expr)),
         None if mod is None else ScoreMod(mod.expr, only(numbers, mod.expr)),
     )
     free = {n: x for n, x in values.items() if n not in numbers}
-    spec = spec_of(what, options, free)
+    spec = spec_of(program, options, free)
     return torch_library.written(spec, 0.0, query, key, value, None, None, top, None, None, None, free)

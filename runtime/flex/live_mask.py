@@ -23,7 +23,7 @@ from frisket.lowering.analysis.layout import SIZE_NAMES, bind
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.machine.parameters import as_value, names_of
 from frisket.runtime.masks.mask import Mask, MaskLike, mask
@@ -141,7 +141,7 @@ class LiveMask:
 
 @lru_cache(maxsize=256)
 def _text(e: Expr, numbers: tuple[tuple[str, type, Any], ...]) -> str:
-    return text_of(Subject(Mask(e, {n: x for n, _, x in numbers}), None), ())
+    return text_of(CallProgram(Mask(e, {n: x for n, _, x in numbers}), None), ())
 
 
 def kept(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, Any], ...] = ()) -> LiveMask:

@@ -27,7 +27,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.options import Options, rate_of
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine.parameters import traced
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
@@ -51,7 +51,7 @@ def attention_fn(
     for name, x in params.items():
         if traced(x):
             _refuse_traced(name)
-    made = subject(mask, score, params)
+    made = program_of(mask, score, params)
     for name, x in made.captured.items():
         if traced(x):
             _refuse_traced(name)

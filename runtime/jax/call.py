@@ -223,10 +223,10 @@ def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
 
 def _content(source: Any) -> tuple[Any, ...]:
     if isinstance(source, Plan | Key):
-        what, planned = (source.subject, ()) if isinstance(source, Plan) else (source.what, source.given)
+        program, planned = source.program, () if isinstance(source, Plan) else source.given
         lengths = source.q_len, source.kv_len, source.batch, source.heads, source.sizes
-        values = sorted((n, digest(x)) for n, x in {**what.scalars, **what.tables}.items())
-        return str(what), values, planned, lengths, tuple(map(digest, source.origin))
+        values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
+        return str(program), values, planned, lengths, tuple(map(digest, source.origin))
     arrays = (getattr(source, n, None) for n in ("bounds", "count", "slice_of"))
     return (type(source).__name__, *map(digest, arrays))
 

@@ -23,7 +23,7 @@ from frisket.lowering.xla.symbolic import forward
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.arrays import arrays, named, turn
 from frisket.runtime.calls.options import seed_of, sinks_of
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import parted
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import UNDRAWN, limits_of
@@ -40,9 +40,9 @@ def attend(
     """(out, lse, top) of `att(q, k, v, ...)`."""
     live, params = parted(params)
     given = arrays(q, k, v, layout, exported=True)
-    for what, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", live)):
+    for program, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", live)):
         if x or given.kv_dtype:
-            raise ShapeError(f"q has the shape {_shape(q)}, and {what} are for known lengths" + EACH)
+            raise ShapeError(f"q has the shape {_shape(q)}, and {program} are for known lengths" + EACH)
     g = given.geometry(att.options.scale, att.options.enable_gqa)
     if (backend := att.options.backend or Settings.read().backend) not in (None, "xla", "library"):
         raise BackendError(f"backend {backend!r} is for known lengths; symbolic ones run on 'xla'" + EACH)
@@ -51,10 +51,10 @@ def attend(
     rate = att.options.dropout
     seed = seed_of(seed, rate, "jax")
     sinks = sinks_of(att.options.sinks if sinks is None else sinks, g.heads, "jax", given.dtype, None)
-    what = att.subject.without(traced).bind(host)
-    values = {**what.scalars, **what.tables, **traced}
-    made, seen = _planned(what, values, traced, g, bool(rate))
-    _check_lengths(what, values, g)
+    program = att.program.without(traced).bind(host)
+    values = {**program.scalars, **program.tables, **traced}
+    made, seen = _planned(program, values, traced, g, bool(rate))
+    _check_lengths(program, values, g)
     slots = made.slot_values({**values, **UNDRAWN, **({SEED: seed, RATE: rate} if rate else {})})
     tables = {t.name: values[t.source] for t in made.tables}
     q, k, v = (_forward_only.bind(x) for x in given.turned("bshd"))
@@ -63,22 +63,22 @@ def attend(
 
 
 def _planned(
-    what: Subject, values: Mapping[str, Any], traced: Mapping[str, Any], g: Geometry, dropout: bool
+    program: CallProgram, values: Mapping[str, Any], traced: Mapping[str, Any], g: Geometry, dropout: bool
 ) -> tuple[Any, tuple[Interval, ...] | None]:
     """The plan, and the intervals of keys that a row of tiles sees; None: all keys."""
-    if missing := [n for p in what.parts for n in p.unbound if n not in traced]:
+    if missing := [n for p in program.parts for n in p.unbound if n not in traced]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
-    for e in (p.expr for p in what.parts):
+    for e in (p.expr for p in program.parts):
         for n in walk(e):
             if n.op == "segment" or (n.op == "extent" and any(map(named, np.shape(values[n.name[0]])))):
                 raise LoweringError(f"`{n!r}` is found for known lengths" + EACH)
-    parts = [None if p is None else written_out(p.expr, values) for p in (what.mask, what.score)]
-    sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
+    parts = [None if p is None else written_out(p.expr, values) for p in (program.mask, program.score)]
+    sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     seen, mod = prepare(parts[0], parts[1], sane)
-    limits = limits_of((FAR, g.heads, FAR, FAR), what.scalars, what.tables)
+    limits = limits_of((FAR, g.heads, FAR, FAR), program.scalars, program.tables)
     made = make_plan(
-        seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
-        dropout=dropout, **what.beside(values),
+        seen, mod, str(program), limits=limits, score_finite=mod is None or finite(mod, sane), rows_nonempty=False,
+        dropout=dropout, **program.beside(values),
     )  # fmt: skip
     return made, None if seen is None else _intervals(seen, traced, limits)
 
@@ -97,10 +97,10 @@ def _intervals(mask: Expr, traced: Mapping[str, Any], limits: Mapping[str, float
 KNOWN = frozenset({*JNP, "lit", "var", "param", "lookup"})
 
 
-def _check_lengths(what: Subject, values: Mapping[str, Any], g: Geometry) -> None:
+def _check_lengths(program: CallProgram, values: Mapping[str, Any], g: Geometry) -> None:
     """Tables that are read at bare positions are as long as there are positions."""
     have = {"b": g.batch, "h": g.heads, "q": g.q_len, "k": g.kv_len}
-    for n in (n for p in what.parts for n in walk(p.expr) if n.op == "lookup"):
+    for n in (n for p in program.parts for n in walk(p.expr) if n.op == "lookup"):
         for axis, index in enumerate(n.args):
             need = have.get(index.name) if index.op == "var" else None
             length: Any = np.shape(values[n.name])[axis] if n.name in values else None

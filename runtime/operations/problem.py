@@ -14,7 +14,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.entry import attention_for, stand_in
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine.parameters import as_value, traced
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.masks.mask import mask as as_mask
@@ -53,7 +53,7 @@ def problem(
         )
     tables: dict[str, Any] = {}
     array = mask if is_array(mask) else None
-    made = subject(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()})
+    made = program_of(None if array is not None else mask, score, {n: stand_in(x) for n, x in values.items()})
     made = made.without(values)
     masks, flags = [made.mask], _flags(causal, window)
     scores = [made.score]

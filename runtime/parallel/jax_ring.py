@@ -96,7 +96,7 @@ def attend(
         return _over(mesh, local, (spec, tables), (q, k, v), values, (spec, rows) if return_lse else spec)
     _check(q, k, deal, axis, variant)
     shard = shard_of(att, q, deal, axis, variant == "all-gather", axes, parts, params)
-    check_covered(shard.att.subject, deal, shard.given, *shard.whole_sizes)
+    check_covered(shard.att.program, deal, shard.given, *shard.whole_sizes)
     agree(_said(shard, q, k, v, variant))
     arrays = {"q": q, "k": k, "v": v, **shard.given}
     sinks = att.options.sinks if sinks is None else sinks
@@ -114,7 +114,7 @@ def attend(
 def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[int, ...]]) -> Arrays:
     """Of every split table its PartitionSpec, from the mesh axes of coordinates."""
     tables: Arrays = {}
-    for e in walk(*(x for x in att.subject.exprs if x is not None)):
+    for e in walk(*(x for x in att.program.exprs if x is not None)):
         if e.op == "lookup" and e.name in split:
             own = split[e.name]
             check_sides(e, own)
@@ -164,12 +164,12 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
 
 def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
     """What processes have to have in common."""
-    what, deal = shard.att.subject, shard.deal
-    values = sorted((n, digest(x)) for n, x in {**what.scalars, **what.tables}.items())
+    program, deal = shard.att.program, shard.deal
+    values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
     held = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
     given = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in {"q": q, "k": k, "v": v, **shard.given}.items())
     return {
-        "attention": str(what), "values of parameters": held, "arrays": given, "variant": variant,
+        "attention": str(program), "values of parameters": held, "arrays": given, "variant": variant,
         "deal": f"of {deal.length} tokens over {deal.ranks} ranks, {deal.digest[:16]}",
         "option": f"dropout {shard.att.options.dropout}, scale {shard.att.options.scale}, split {dict(shard.split)}",
     }  # fmt: skip

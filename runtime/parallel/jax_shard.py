@@ -63,7 +63,7 @@ class Shard:
 
     @property
     def learnable(self) -> frozenset[str]:
-        return self.att.subject.learnable & self.given.keys()
+        return self.att.program.learnable & self.given.keys()
 
     # -- where it is ------------------------------------------------------------------------------
 
@@ -88,13 +88,13 @@ class Shard:
         at = {"q": self.positions(), "k": k_at}
         at |= {c: self.first(i) + jnp.arange(n, dtype=jnp.int32) for i, (c, n) in enumerate(zip("bh", self.lengths))}
         made = {t.name: self._table(t, at, {**values, **keys} if "k" in t.axes else values) for t in self.local.tables}
-        names = self.local.attention.subject.names
+        names = self.local.attention.program.names
         return {n: x for n, x in {**values, **made}.items() if n in names}
 
     def _table(self, table: ShardTable, at: Arrays, values: Arrays) -> Any:
-        what = self.att.subject
-        arrays = {**what.tables, **values}
-        env: Arrays = {n: x for n, x in {**what.scalars, **values}.items() if not getattr(x, "ndim", 0)}
+        program = self.att.program
+        arrays = {**program.tables, **values}
+        env: Arrays = {n: x for n, x in {**program.scalars, **values}.items() if not getattr(x, "ndim", 0)}
         for i, c in enumerate(table.axes):
             shape = [-1 if i == j else 1 for j in range(len(table.axes))]
             env[c], env[f"place of {c}"] = at[c].reshape(shape), jnp.arange(len(at[c])).reshape(shape)
@@ -118,7 +118,7 @@ class Shard:
         """The call of a pair without its arrays, those that gradients flow to, and the others."""
         att = self.local.attention
         at = {AT["q"]: self.positions(), AT["k"]: k_at, AT["b"]: self.first(0), AT["h"]: self.first(1)}
-        params = tables | {n: x for n, x in at.items() if n in att.subject.names}
+        params = tables | {n: x for n, x in at.items() if n in att.program.names}
         call = att.call(q, keys["k"], keys["v"], None, seed, None, False, None, None, "bshd", params)
         inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
         return inner, *alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
@@ -162,9 +162,9 @@ def shard_of(
     split: dict[str, tuple[int, ...]], params: dict[str, Any],
 ) -> Shard:  # fmt: skip
     """Of the values a call brings, those of the host are bound, the others stay what they are."""
-    host, given = divided({**att.traced, **params}, None, att.subject.learnable, "jax")
+    host, given = divided({**att.traced, **params}, None, att.program.learnable, "jax")
     given |= {n: host.pop(n) for n in split if n in host}
-    check_names(att.subject, {**host, **given}, split)
-    what = att.subject.without(given).bind(host)
+    check_names(att.program, {**host, **given}, split)
+    program = att.program.without(given).bind(host)
     arrays = {n: jnp.asarray(x) for n, x in given.items()}
-    return Shard(Attention(what, att.options), deal, axis, whole, axes, split, arrays, (q.shape[0], q.shape[2]))
+    return Shard(Attention(program, att.options), deal, axis, whole, axes, split, arrays, (q.shape[0], q.shape[2]))

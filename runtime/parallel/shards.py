@@ -41,7 +41,7 @@ from frisket.dsl.program import Declared
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.parameters import digest, names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod
@@ -92,20 +92,20 @@ def place(coordinate: str) -> Expr:
 def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) -> ShardAttention:
     """`att` on a shard. `shapes` are those of the tables that a call brings, whole. Raises `ParameterError` where a
     split table is read at other coordinates than its own."""
-    what = att.subject
-    if taken := sorted(what.names & set(AT.values())):
+    program = att.program
+    if taken := sorted(program.names & set(AT.values())):
         raise ParameterError(
             f"`{taken[0]}` is a name of context parallel's own; rename it, for example `my_{taken[0]}`"
         )
-    known = {**what.tables, **{n: np.broadcast_to(np.empty((), bool), s) for n, s in shapes.items()}}
-    made = _Maker(what, where, known)
-    seen = None if what.mask is None else made.moved(what.mask)
+    known = {**program.tables, **{n: np.broadcast_to(np.empty((), bool), s) for n, s in shapes.items()}}
+    made = _Maker(program, where, known)
+    seen = None if program.mask is None else made.moved(program.mask)
     padding = [made.at[c] < where.length for c in "qk" if c in where.moved] if where.places > where.length else []
     if padding:
         seen = conj(*([] if seen is None else [seen]), *padding)
-    score = None if what.score is None else made.moved(what.score)
+    score = None if program.score is None else made.moved(program.score)
     origin = Origin(declared=made.declared)
-    values = {**what.scalars, **what.tables}
+    values = {**program.scalars, **program.tables}
 
     def bound(kind: type[Any], e: Expr | None) -> Any:
         if e is None:
@@ -114,14 +114,14 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
         return kind(e, {n: x for n, x in values.items() if n in held}, origin)
 
     places = tuple(bound(BoundExpr, made.at[c]) for c in COORDINATES) if att.options.dropout else None
-    subject = replace(what, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
-    return ShardAttention(Attention(subject, att.options), tuple(made.tables.values()), made.travels)
+    program = replace(program, mask=bound(Mask, seen), score=bound(ScoreMod, score), places=places)
+    return ShardAttention(Attention(program, att.options), tuple(made.tables.values()), made.travels)
 
 
-def check_covered(what: Subject, deal: Deal, given: Collection[str], batch: int, heads: int) -> None:
+def check_covered(program: CallProgram, deal: Deal, given: Collection[str], batch: int, heads: int) -> None:
     """Raise `ParameterError` unless a deal brings every key that the mask shows: it is of that mask, or of one that
     shows more. Tables in `given`, without values yet, are taken to be those of the deal."""
-    mine, theirs = Mask(TRUE) if what.mask is None else what.mask, deal.mask
+    mine, theirs = Mask(TRUE) if program.mask is None else program.mask, deal.mask
     for c, n, have in (("b", batch, deal.batch), ("h", heads, deal.heads)):
         if c in uses(theirs.expr) and have < n:
             raise ParameterError(
@@ -146,11 +146,11 @@ def check_covered(what: Subject, deal: Deal, given: Collection[str], batch: int,
     )
 
 
-def check_names(what: Subject, given: Collection[str], split: Collection[str] = ()) -> None:
+def check_names(program: CallProgram, given: Collection[str], split: Collection[str] = ()) -> None:
     """Raise `ParameterError` unless `given` are names that are read, and all that have no value yet."""
-    if unused := [n for n in (*split, *given) if n not in what.names]:
+    if unused := [n for n in (*split, *given) if n not in program.names]:
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it")
-    if missing := [n for p in what.parts for n in p.unbound if n not in given]:
+    if missing := [n for p in program.parts for n in p.unbound if n not in given]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
 
 
@@ -166,8 +166,8 @@ def check_sides(read: Expr, own: tuple[int, ...]) -> None:
 class _Maker:
     """What is shared by mask and score mod: one table for one thing that is read."""
 
-    def __init__(self, what: Subject, where: Where, known: Mapping[str, Any]) -> None:
-        self.what, self.where, self.known = what, where, known
+    def __init__(self, program: CallProgram, where: Where, known: Mapping[str, Any]) -> None:
+        self.program, self.where, self.known = program, where, known
         self.tables: dict[Expr, ShardTable] = {}
         self.travels: dict[str, int] = {}
         self.declared: dict[str, Declared] = {}
@@ -200,7 +200,7 @@ class _Maker:
         axes = "".join(c for c in COORDINATES if c in uses(e))
         if e not in self.tables:
             name = f"{e.name}_of_{axes}"
-            while name in self.what.names or name in {t.name for t in self.tables.values()}:
+            while name in self.program.names or name in {t.name for t in self.tables.values()}:
                 name += "_"
             self.tables[e] = ShardTable(name, self._in_places(e), axes)
             fact = "sorted" if len(axes) == 1 and self._rises(e) else None
@@ -230,7 +230,7 @@ class _Maker:
         return False
 
     def _sorted(self, name: str) -> bool:
-        for p in self.what.parts:
+        for p in self.program.parts:
             declared = p.origin.declared.get(name)
             if declared is not None and declared.fact == "sorted":
                 return True
@@ -244,7 +244,7 @@ class _Maker:
             return None
         if e.op == "segment":
             return int(self.known[e.name].shape[0])
-        table = self.what.tables.get(e.name)
+        table = self.program.tables.get(e.name)
         return None if table is None else max(abs(int(table.max())), abs(int(table.min())))
 
     def _check_split(self, e: Expr) -> None:

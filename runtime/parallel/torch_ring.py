@@ -123,7 +123,7 @@ class RingJob:
         where = "plain" if plain else (self.deal.digest, self.wire.rank, self.variant, i)
         if where not in kept:
             # sinks are one more part of the softmax, counted at the end
-            bare = Attention(self.att.subject, replace(self.att.options, sinks=None))
+            bare = Attention(self.att.program, replace(self.att.options, sinks=None))
             tables = {"dealt_q": at, "dealt_k": self.steps[i].keys}
             kept[where] = bare if plain else bare.at(q="dealt_q[q]", k="dealt_k[k]", **tables)
             while len(kept) > KEPT:  # a deal for every step's documents
@@ -367,12 +367,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, deal: Deal, wire: Wire, variant: Var
 
 
 def _learned(att: Attention, name: str, x: Any) -> bool:
-    return name in att.subject.learnable and isinstance(x, Tensor) and x.is_floating_point()
+    return name in att.program.learnable and isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapping[str, Any]) -> None:
     """What travels is by the mask of the deal: under another one, keys would be missing."""
-    mine = att.subject.mask
+    mine = att.program.mask
     given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
     marks = [
         ("", (batch, heads)),
@@ -382,7 +382,7 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
     known = kept.get("mask")
     if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in given.items()):
         return
-    found = replace(att.subject, mask=None if mine is None else mine.bind(**given))
+    found = replace(att.program, mask=None if mine is None else mine.bind(**given))
     check_covered(found, deal, (), batch, heads)
     kept["mask"] = deal, marks, given
 
@@ -405,11 +405,11 @@ def _agree(
     key = str((deal.digest, q.shape, k.shape, v.shape, q.dtype, variant, sizes, flows, given))
     if key in agreed:  # texts take longer than this
         return
-    values = {n: digest(x) for n, x in sorted({**att.subject.scalars, **att.subject.tables}.items())}
+    values = {n: digest(x) for n, x in sorted({**att.program.scalars, **att.program.tables}.items())}
     wire.agree(
         {
-            "the mask": "everything visible" if att.subject.mask is None else str(att.subject.mask),
-            "the score mod": str(att.subject.score),
+            "the mask": "everything visible" if att.program.mask is None else str(att.program.mask),
+            "the score mod": str(att.program.score),
             "the values of their parameters": f"{values} {given}",
             "the lengths": f"{deal.length} tokens in tiles of {deal.tile}, shards of {deal.shard}",
             "the mask of the deal": repr(deal.mask),
@@ -421,5 +421,5 @@ def _agree(
         },
         q.device,
     )
-    check_names(att.subject, {**att.learned, **params})
+    check_names(att.program, {**att.learned, **params})
     agreed.add(key)

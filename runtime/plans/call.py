@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
 from frisket.runtime.calls.arrays import Arrays
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 
 from .device import FlatPlan
 from .host import Plan
@@ -37,11 +37,11 @@ class Call:
         return {s.name: values[s.source] for s in plan.slots if s.source in values}
 
 
-def dropout_terms(what: Subject, rate: float, seed: Any) -> dict[str, Any]:
+def dropout_terms(program: CallProgram, rate: float, seed: Any) -> dict[str, Any]:
     """What `lowering.dense` takes for dropout; the names of `kept` are found in `params`."""
     if not rate:
         return {"params": {}}
-    return {"kept": survives(what.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
+    return {"kept": survives(program.positions), "rate": rate, "params": {SEED: int(seed), RATE: rate}}
 
 
 def results(found: tuple[Any, Any, Any], lse: bool, top: bool) -> Any:

@@ -21,7 +21,7 @@ from frisket.lowering.kernels.cpp.tiles import FEW
 from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.checks import check_lengths, check_reach, place_of
 from frisket.runtime.machine.integers import as_int
 from frisket.runtime.machine.parameters import names_of, short_tables
@@ -37,7 +37,7 @@ UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
 class Fixed:
     """What of a compilation lengths and positions leave as it is."""
 
-    subject: Subject
+    program: CallProgram
     simplified: tuple[Expr | None, Expr | None]
     laid: Expr  # the mask as the analysis takes it
     rules: Counter[str]
@@ -65,7 +65,7 @@ class Fixed:
     def reads(self) -> tuple[tuple[str, int], ...]:
         """Coordinates that index tables, and the lengths of those."""
         endless = dict.fromkeys("bhqk", 1 << 62)
-        readers = *(p.expr for p in self.subject.parts), self.laid
+        readers = *(p.expr for p in self.program.parts), self.laid
         found = (short_tables(e, self.arrays, endless) for e in readers)
         return tuple({(coordinate, have) for each in found for coordinate, _, _, have in each})
 
@@ -75,8 +75,8 @@ class Fixed:
             return
         stops = dict(zip("bhqk", whole(origin, lengths), strict=True))
         if any(stops[coordinate] > have for coordinate, have in self.reads):
-            seen = TRUE if self.subject.mask is None else self.subject.mask.expr
-            for mask, readers in ((seen, [p.expr for p in self.subject.parts]), (self.laid, [self.laid])):
+            seen = TRUE if self.program.mask is None else self.program.mask.expr
+            for mask, readers in ((seen, [p.expr for p in self.program.parts]), (self.laid, [self.laid])):
                 check_reach(mask, readers, self.scalars, self.arrays, lengths, origin, sizes)
 
     def no_empty_row(self, q_len: int, kv_len: int, origin: Origin) -> bool:
@@ -94,7 +94,7 @@ class Fixed:
         seen, mod = self.simplified
         plan = make_plan(
             seen, mod, self.text, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
-            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout, **self.subject.beside(self.arrays),
+            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout, **self.program.beside(self.arrays),
         )  # fmt: skip
         arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
         return Inputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
@@ -111,7 +111,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Work:
-    """A subject laid out for one shape and tile size: what every backend runs."""
+    """A program laid out for one shape and tile size: what every backend runs."""
 
     fixed: Fixed
     inputs: Inputs
@@ -119,8 +119,8 @@ class Work:
     place: Place
 
     @property
-    def subject(self) -> Subject:
-        return self.fixed.subject
+    def program(self) -> CallProgram:
+        return self.fixed.program
 
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
@@ -151,18 +151,18 @@ _works: OrderedDict[tuple[Any, ...], Work] = OrderedDict()
 
 
 def work(
-    what: Subject, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
+    program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, block: tuple[int, int],
     origin: Origin = (0, 0, 0, 0), sizes: Sizes | None = None, *, proofs: bool = False, dropout: bool = False,
 ) -> Work:  # fmt: skip
     """The compilation, kept by value: the mask and the contents of its tables, lengths, tiles, origin. `proofs` counts
     rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
-    key = (what, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
+    key = (program, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
     if key in _works:
         _works.move_to_end(key)
         return _works[key]
     check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
-    fixed = fixed_of(what)
+    fixed = fixed_of(program)
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     fixed.check_reach(lengths, origin, sizes)
     rest = fixed, lengths, block, origin, sizes, dropout
@@ -219,18 +219,18 @@ def _few_inputs(
 
 
 @lru_cache(maxsize=CACHED)
-def fixed_of(what: Subject) -> Fixed:
+def fixed_of(program: CallProgram) -> Fixed:
     """Kept by value, as compilations are."""
-    what.require_bound()
-    arrays = what.tables
+    program.require_bound()
+    arrays = program.tables
     sane = {n: bool(np.isfinite(t).all()) for n, t in arrays.items() if t.dtype.kind == "f"}
-    seen, mod = (None if p is None else written_out(p.expr, arrays) for p in (what.mask, what.score))
-    seen, mod, laid, rules = _simplified(seen, what.scored(mod), tuple(sane.items()))
+    seen, mod = (None if p is None else written_out(p.expr, arrays) for p in (program.mask, program.score))
+    seen, mod, laid, rules = _simplified(seen, program.scored(mod), tuple(sane.items()))
     tables = {n: Table(arrays[n]) for n in (() if seen is None else names_of(seen)) if n in arrays}
-    return Fixed(what, (seen, mod), laid, rules, sane, what.scalars, arrays, tables, str(what))
+    return Fixed(program, (seen, mod), laid, rules, sane, program.scalars, arrays, tables, str(program))
 
 
-@lru_cache(maxsize=CACHED)  # other values of the parameters are other subjects
+@lru_cache(maxsize=CACHED)  # other values of the parameters are other programs
 def _simplified(
     seen: Expr | None, mod: Expr | None, sane: tuple[tuple[str, bool], ...]
 ) -> tuple[Expr | None, Expr | None, Expr, Counter[str]]:

@@ -20,7 +20,7 @@ from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.stages import Pair, Stages
 from frisket.runtime.calls.arrays import framework_of
-from frisket.runtime.calls.program import Subject, check_used
+from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.stored_kv import Stored
 from frisket.runtime.layouts.checks import check_lengths, place_of
 from frisket.runtime.machine.parameters import names_of, refuse_meta, traced
@@ -96,16 +96,16 @@ class FlatPlan:
         return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in given.items()}, {})
 
     @property
-    def what(self) -> Subject:
-        """The subject, without values that live elsewhere."""
-        return self.key.what
+    def host_program(self) -> CallProgram:
+        """The program with the host's values, without those of tensors and arrays."""
+        return self.key.program
 
     def stored_as(self, how: Stored | None) -> FlatPlan:
         """The same for keys and values that are stored so, with the spans this one has."""
-        if how == self.key.what.stored:
+        if how == self.key.program.stored:
             return self
         if how not in self._others:
-            key = replace(self.key, what=self.key.what.stored_as(how))
+            key = replace(self.key, program=self.key.program.stored_as(how))
             self._others[how] = FlatPlan(key, self.given, self._made)
         return self._others[how]
 
@@ -135,17 +135,17 @@ class FlatPlan:
     @property
     def scalars(self) -> Values:
         """Values of their scalars, those of the host."""
-        return self.key.what.scalars
+        return self.key.program.scalars
 
     @property
-    def subject(self) -> Subject:
+    def program(self) -> CallProgram:
         """With every value, copied to the host: for checks."""
         if any(traced(x) for x in self.given.values()):
             raise LoweringError(
                 "the dense interpreter needs values and this plan's tables are traced; take a backend that runs "
                 "under jax.jit, such as 'xla'"
             )
-        return self.key.what.bind(self.given)
+        return self.key.program.bind(self.given)
 
     @property
     def common(self) -> Laid | None:
@@ -185,7 +185,7 @@ class FlatPlan:
     @property
     def values(self) -> dict[str, Any]:
         """All of them by name, wherever they are."""
-        return {**self.key.what.scalars, **self.key.what.tables, **self.given}
+        return {**self.key.program.scalars, **self.key.program.tables, **self.given}
 
     @property
     def overflow(self) -> Any:
@@ -228,41 +228,41 @@ class FlatPlan:
 
     def stages(self, made: FlatWork, target: Any, text: str) -> Stages:
         laid = self.laid
-        m, s = self.key.what.mask, self.key.what.score
+        m, s = self.key.program.mask, self.key.program.score
         written = Pair(None if m is None else m.expr, None if s is None else s.expr)
         facts, found = "planned on the device", Pair(*laid.parts)
         return Stages(written, found, facts, None, made.plan, target, text or self.planner, laid.rules)
 
     def __repr__(self) -> str:
         k = self.key
-        return f"FlatPlan({k.what}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
+        return f"FlatPlan({k.program}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
 
 
 def flat_plan(
-    what: Subject, host: Values, given: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
+    program: CallProgram, host: Values, given: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
     sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
 ) -> FlatPlan:  # fmt: skip
     """A plan from `given`, values that are traced or on a device, beside those of the host. With `block` the spans
     are made at once. `check` tests on the device that tables declared sorted are."""
-    check_used(given, what.names)
+    check_used(given, program.names)
     for n, x in given.items():
         refuse_meta(n, x)
     kinds = {str(framework_of(x)) for x in given.values()}
     if len(kinds) > 1:
         raise ParameterError(f"tables come from different frameworks: {', '.join(sorted(kinds))}; convert them to one")
-    what = what.without(given).bind(host)
-    if missing := [n for p in what.parts for n in p.unbound if n not in given]:
+    program = program.without(given).bind(host)
+    if missing := [n for p in program.parts for n in p.unbound if n not in given]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
-    wanted = {n: w for p in what.parts for n, w in names_of(p.expr).items()}
+    wanted = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
     values = {n: _fitted(n, x, *wanted[n]) for n, x in given.items()}
-    facts = {n for p in what.parts for n, d in p.origin.declared.items() if d.fact == "sorted"}
+    facts = {n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted"}
     place: Any = place_of(origin)
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     shapes = tuple((n, tuple(x.shape), _dtype(x)) for n, x in sorted(values.items()))
     check_lengths(q_len, kv_len, batch, heads, block or (1, 1), origin, sizes)
-    known = {n: d.most for p in what.parts for n, d in p.origin.declared.items() if d.most is not None}
+    known = {n: d.most for p in program.parts for n, d in p.origin.declared.items() if d.most is not None}
     most = tuple(sorted((n, m) for n, m in known.items() if n in values))
-    key = Key(what, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
+    key = Key(program, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
         from .run import check_sorted
 

@@ -22,7 +22,7 @@ from frisket.lowering.plan import LoopPlan, Origin, Sizes, make_plan, whole
 from frisket.lowering.planner.planner import Planner, planner
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.checks import check_reach
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
@@ -37,7 +37,7 @@ Values = Mapping[str, Any]
 class Key:
     """All of a flat plan but values: what is worked out once."""
 
-    what: Subject  # with the host's values
+    program: CallProgram  # with the host's values
     given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others
     facts: frozenset[str]  # tables declared sorted
     framework: str
@@ -77,30 +77,32 @@ def origin_of(key: Key) -> Origin:
 @lru_cache(maxsize=16)  # the keys hold tables of the host
 def laid_of(key: Key) -> Laid:
     """The static part of a plan, from shapes and the host's values."""
-    what, rules = key.what, Counter[str]()
+    program, rules = key.program, Counter[str]()
     shapes = {n: np.broadcast_to(np.empty((), bool), shape) for n, shape, _ in key.given}
-    known = {**what.tables, **shapes}
-    parts = [None if p is None else written_out(p.expr, known) for p in (what.mask, what.score)]
-    sane = {n: bool(np.isfinite(t).all()) for n, t in what.tables.items() if t.dtype.kind == "f"}
+    known = {**program.tables, **shapes}
+    parts = [None if p is None else written_out(p.expr, known) for p in (program.mask, program.score)]
+    sane = {n: bool(np.isfinite(t).all()) for n, t in program.tables.items() if t.dtype.kind == "f"}
     origin = origin_of(key)
     _check_lengths_of_tables(key, parts, known, origin)
-    seen, mod = prepare(parts[0], what.scored(parts[1]), sane, rules)
+    seen, mod = prepare(parts[0], program.scored(parts[1]), sane, rules)
     full = key.sizes or whole(origin, (key.batch, key.heads, key.q_len, key.kv_len))
     host = Mask(TRUE if seen is None else seen)
     grid, slice_of = grid_of(host.expr, key.q_len, key.kv_len, key.batch, key.heads, (1, 1), origin)
-    limits = limits_of(full, what.scalars, what.tables) | dict(key.most)
+    limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
     q, k = (np.asarray(x) for x in origin[2:])
     own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
     plan = make_plan(
-        seen, mod, str(what), limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, **what.beside(known),
+        seen, mod, str(program), limits=limits, score_finite=mod is None or finite(mod, sane),
+        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, **program.beside(known),
     )  # fmt: skip
     _check_segments((seen, mod), {n for n, *_ in key.given})
     free = {n for n, *_ in key.given} & names_of(host.expr).keys()
-    mine = {n: x for n, x in {**what.scalars, **what.tables}.items() if n in names_of(host.expr) and n not in free}
+    mine = {
+        n: x for n, x in {**program.scalars, **program.tables}.items() if n in names_of(host.expr) and n not in free
+    }
 
     def planned(mask: Expr) -> Planner:
-        sorted_ = key.facts | {n for n, t in what.tables.items() if Table(t).sorted}
+        sorted_ = key.facts | {n for n, t in program.tables.items() if Table(t).sorted}
         beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
         wide = key.framework == "torch" or _wide()
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
@@ -118,7 +120,7 @@ def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, 
     if names_of(mask).keys() & {n for n, *_ in key.given}:
         mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE
     lengths = key.batch, key.heads, key.q_len, key.kv_len
-    check_reach(mask, [p for p in parts if p is not None], key.what.scalars, known, lengths, origin, key.sizes)
+    check_reach(mask, [p for p in parts if p is not None], key.program.scalars, known, lengths, origin, key.sizes)
 
 
 @lru_cache(maxsize=16)

@@ -8,7 +8,7 @@ from typing import Any
 from frisket.dsl.ir import Expr
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import Origin, Sizes, Spans, Target
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import Stored
 
 from .compiled import Work, fixed_of, work
@@ -21,10 +21,10 @@ class Plan:
     """
 
     def __init__(
-        self, what: Subject, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
-        dropout: bool = False,
+        self, program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
+        sizes: Sizes | None, dropout: bool = False,
     ) -> None:  # fmt: skip
-        self.subject, self.q_len, self.kv_len = what, q_len, kv_len
+        self.program, self.q_len, self.kv_len = program, q_len, kv_len
         self.batch, self.heads, self.origin, self.sizes = batch, heads, origin, sizes
         self.dropout = dropout
         self.ready: dict[Any, Any] = {}  # what calls with this plan need
@@ -36,15 +36,15 @@ class Plan:
         self.narrow = self._narrow()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles hold the subject and its place; a copy lays out tiles again."""
+        """Copies and pickles hold the program and its place; a copy lays out tiles again."""
         place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
-        return Plan, (self.subject, *place)
+        return Plan, (self.program, *place)
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> Work:
         """The compilation for tiles of `block`."""
         if (block, proofs) not in self._works:
             self._works[block, proofs] = work(
-                self.subject, self.q_len, self.kv_len, self.batch, self.heads, block, self.origin, self.sizes,
+                self.program, self.q_len, self.kv_len, self.batch, self.heads, block, self.origin, self.sizes,
                 proofs=proofs, dropout=self.dropout,
             )  # fmt: skip
         return self._works[block, proofs]
@@ -60,37 +60,37 @@ class Plan:
     @property
     def simplified(self) -> tuple[Expr | None, Expr | None]:
         """Mask and score mod after the rules."""
-        return fixed_of(self.subject).simplified
+        return fixed_of(self.program).simplified
 
     @property
-    def what(self) -> Subject:
-        """The subject, without values that live elsewhere."""
-        return self.subject
+    def host_program(self) -> CallProgram:
+        """The program with the host's values, without those of tensors and arrays."""
+        return self.program
 
     def stored_as(self, how: Stored | None) -> Plan:
         """The same for keys and values that are stored so; kept, as it serves every layer."""
-        if how == self.subject.stored:
+        if how == self.program.stored:
             return self
         if how not in self._others:
             place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
-            self._others[how] = Plan(self.subject.stored_as(how), *place)
+            self._others[how] = Plan(self.program.stored_as(how), *place)
         return self._others[how]
 
     @property
     def scalars(self) -> Mapping[str, Any]:
         """Values of their scalars."""
-        return self.subject.scalars
+        return self.program.scalars
 
     def _narrow(self) -> bool:
         """Whether rows see one short run of keys that slides along; of few queries nothing slides."""
         if self.q_len <= 64:
-            self.subject.require_bound()
+            self.program.require_bound()
             return False
         made = self.work((128, 128))
         return made.plan.mask is not None and distance_only(made.plan.mask) and few_tiles(made.spans)
 
     def __repr__(self) -> str:
-        return f"Plan({self.subject}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
+        return f"Plan({self.program}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
 
 
 def few_tiles(spans: Any) -> bool:

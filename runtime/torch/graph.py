@@ -68,7 +68,7 @@ def by_plan(
     from frisket.runtime.attention.attention import Attention
 
     att.check_planned(q, k, v, plan, origin, sizes, layout, params)
-    same = Attention(plan.what.stored_as(None), att.options)
+    same = Attention(plan.host_program.stored_as(None), att.options)
     values = {**plan.given, **params}
     return traced_call(same, q, k, v, None, seed, sinks, top, plan.origin, plan.sizes, layout, values)
 

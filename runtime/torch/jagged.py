@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.masks.mask import Mask
 
@@ -209,11 +209,11 @@ def closed(x: Tensor, like: Tensor) -> Tensor:
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
-def rewritten(what: Subject, pattern: Pattern) -> tuple[Subject, JaggedTables, str | None]:
+def rewritten(program: CallProgram, pattern: Pattern) -> tuple[CallProgram, JaggedTables, str | None]:
     """A mask and a score mod of sequences as those of a packed row, over tables without values yet; the names of those
     tables, and that of the number of sequences where it is read."""
-    number = fresh("sequences", what.names)
-    names = names_for(pattern, {*what.names, number}, ir.param(number))
+    number = fresh("sequences", program.names)
+    names = names_for(pattern, {*program.names, number}, ir.param(number))
     own, inner, outer = names.own_sequence(), names.places(True), names.places(False)
 
     def put(p: BoundExpr) -> Any:
@@ -221,9 +221,9 @@ def rewritten(what: Subject, pattern: Pattern) -> tuple[Subject, JaggedTables, s
             return Mask(conj(own, ir.substitute(p.expr, outer)), p.params, p.origin.names)
         return type(p)(ir.substitute(p.expr, inner), p.params, p.origin.names)
 
-    places = what.places or ()
+    places = program.places or ()
     places = (*(BoundExpr(var(n)) for n in ir.COORDINATES[: 4 - len(places)]), *places)
-    made = replace(what, places=places).changed(put)
+    made = replace(program, places=places).changed(put)
     if made.mask is None:
         made = replace(made, mask=Mask(own))
     return made, names, number if number in made.names else None

@@ -23,7 +23,7 @@ from frisket.runtime.backends.stages import show
 from frisket.runtime.calls.arrays import NATURAL, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.calls.stored_kv import turned
 from frisket.runtime.machine.parameters import names_of
@@ -255,7 +255,7 @@ def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[
     if ready is None and key is not None and getattr(plan, "common", None) is not None:
         first = plan.common.ready.get(key)
         if first is not None:
-            own = plan.stored_as(first.step.what.stored)
+            own = plan.stored_as(first.step.host_program.stored)
             ready = kept[key] = first.of(own).alone()  # for the layers to come
     return ready.beside(plan) if ready is not None and ready.loaded else ready
 
@@ -314,12 +314,12 @@ def key_of(
     return (
         torch.get_float32_matmul_precision(),  # Triton's products of float32 are by it
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, layout,
-        settings.backend, settings.show, None if plan is None else (att.options, att.subject.exprs), *said,
+        settings.backend, settings.show, None if plan is None else (att.options, att.program.exprs), *said,
     )  # fmt: skip
 
 
 def _learned(att: Any, name: str, x: Any) -> bool:
-    return name in att.subject.learnable and hasattr(x, "requires_grad") and x.is_floating_point()
+    return name in att.program.learnable and hasattr(x, "requires_grad") and x.is_floating_point()
 
 
 def _stays(x: Any, device: Any) -> bool:
@@ -424,11 +424,11 @@ def _function() -> Any:
     return Attend
 
 
-def refuse_ambiguous(what: Subject, tables: Mapping[str, Any]) -> None:
+def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
     """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
     import torch
 
-    mask, score = what.exprs
+    mask, score = program.exprs
     if mask is None or score is None or not torch.is_grad_enabled():
         return
     for name, x in tables.items():

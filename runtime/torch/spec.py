@@ -25,7 +25,7 @@ import numpy as np
 from frisket.dsl.program import read
 from frisket.dsl.show import show
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.program import Subject, joined
+from frisket.runtime.calls.program import CallProgram, joined
 from frisket.runtime.calls.tuning import Tuning
 from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.parameters import names_of
@@ -38,34 +38,34 @@ HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={}
 _HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
 
 
-def spec_of(what: Subject, o: Options, learned: Collection[str]) -> str:
+def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
     """The text of an attention."""
     tile = None if o.tile is None else "x".join(map(str, o.tile))
-    options = o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, o.deterministic, what.unwritten
-    _, names = declarations(what, learned)
-    places = [show(e, names) for e in what.positions or ()]
+    options = o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, o.deterministic, program.unwritten
+    _, names = declarations(program, learned)
+    places = [show(e, names) for e in program.positions or ()]
     lengths = ",".join(str(len(x)) for x in places) or "-"
-    return HEAD.format(*options, -1, lengths) + text_of(what, learned) + "".join(places)
+    return HEAD.format(*options, -1, lengths) + text_of(program, learned) + "".join(places)
 
 
-def text_of(what: Subject, learned: Collection[str]) -> str:
+def text_of(program: CallProgram, learned: Collection[str]) -> str:
     """A program: tables and what is learned are declared, scalars have their values."""
-    lines, names = declarations(what, learned)
-    parts = {"mask": what.mask, "score": what.score}
+    lines, names = declarations(program, learned)
+    parts = {"mask": program.mask, "score": program.score}
     said = [f"{part} = {show(p.expr, names)}" for part, p in parts.items() if p is not None]
     return lines + "\n".join(said)
 
 
-def declarations(what: Subject, learned: Collection[str]) -> tuple[str, Collection[str]]:
+def declarations(program: CallProgram, learned: Collection[str]) -> tuple[str, Collection[str]]:
     """The lines of a program that declare what it reads, and the names."""
     lines = []
-    facts = {n: d.fact for p in what.parts for n, d in p.origin.declared.items()}
-    names = {n: x for p in what.parts for n, x in names_of(p.expr).items()}
+    facts = {n: d.fact for p in program.parts for n, d in p.origin.declared.items()}
+    names = {n: x for p in program.parts for n, x in names_of(p.expr).items()}
     for name, (rank, kind) in names.items():
-        have = what.tables[name].ndim if name in what.tables else 1
+        have = program.tables[name].ndim if name in program.tables else 1
         axes = ", ".join("_" * (have if rank is None else rank))
         fact = "sorted " if facts.get(name) == "sorted" else ""
-        value = what.scalars.get(name) if name not in learned else None
+        value = program.scalars.get(name) if name not in learned else None
         default = "" if value is None else f" = {_number(value)}"
         lines.append(f"param {name}: {fact}{kind.value.lower()}{f'[{axes}]' if axes else ''}{default}\n")
     return "".join(lines), names
@@ -111,8 +111,8 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
         lines = [x for x in text.splitlines(keepends=True) if x.startswith("param ")]
         made = program(text) if len("".join(lines)) < len(text) else Program()
         moved = tuple(_place("".join(lines), x) for x in others) or None
-        what = replace(joined(made.mask, made.score), places=moved, unwritten=unwritten == "True")
-        return Attention(what, options)
+        whole = replace(joined(made.mask, made.score), places=moved, unwritten=unwritten == "True")
+        return Attention(whole, options)
     from frisket.runtime.attention.entry import attention_for
 
     return attention_for(text[:at] or None, text[at:] or None, options, {n: np.ones((1,) * r, t) for n, r, t in kinds})

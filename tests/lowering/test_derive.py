@@ -21,7 +21,7 @@ from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering.dense import coordinates
 from frisket.lowering.derive import DERIVATIVES, FLAT, backward_of, derivatives, over
 from frisket.lowering.simplify import simplify
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.plans.compiled import work
 
 RNG = np.random.default_rng(3)
@@ -241,7 +241,7 @@ MODS = cases.mods(S)
 @pytest.mark.parametrize("name", sorted(MODS))
 def test_library_mod(name):
     case = MODS[name]
-    made = work(subject(None, case.text, case.make()), S, S, case.batch, case.heads, (16, 16))
+    made = work(program_of(None, case.text, case.make()), S, S, case.batch, case.heads, (16, 16))
     plan = made.plan
     found = backward_of(plan)
     assert backward_of(plan) is found
@@ -268,7 +268,7 @@ def test_library_mod(name):
 def test_where_the_library_sums():
     buffers = {}
     for name, case in MODS.items():
-        made = work(subject(None, case.text, case.make()), S, S, case.batch, case.heads, (16, 16))
+        made = work(program_of(None, case.text, case.make()), S, S, case.batch, case.heads, (16, 16))
         source = {t.name: t.source for t in made.plan.tables}
         for g in backward_of(made.plan).gradients:
             buffers[name.split("(")[0], source[g.source]] = g.over
@@ -281,7 +281,7 @@ def test_where_the_library_sums():
 
 
 def test_a_learned_cap_is_a_slot():
-    made = work(subject(None, "c * tanh(score / c)", {"c": 2.5}), S, S, 1, 1, (16, 16))
+    made = work(program_of(None, "c * tanh(score / c)", {"c": 2.5}), S, S, 1, 1, (16, 16))
     (found,) = backward_of(made.plan).gradients
     assert (found.source, found.index, found.over) == (made.plan.slots[0].name, (), "head")
 

@@ -198,7 +198,7 @@ def target(
     keys = keys if closed else min(keys, MEDIUM)
     loads = loads_per_position(mask, score)
     arch, curved = arch or architecture(device), score_class(score) == "general"
-    stored = bool(g.kv_dtype) or (plan is not None and plan.what.stored is not None)
+    stored = bool(g.kv_dtype) or (plan is not None and plan.host_program.stored is not None)
     made = default_target(g, dtype, keys=keys, curved=curved, per_position=loads, stored=stored, arch=arch)
     return tuning.applied(with_precision(made, dtype))
 

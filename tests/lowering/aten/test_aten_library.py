@@ -33,7 +33,7 @@ def check(kind, name):
     texts = (case.text, None) if kind == "mask" else ("causal", case.text)
     attention = fk.compile(*texts, **case.params)
     plan = attention.plan(case.q_len, case.kv_len, case.batch, case.heads)
-    made, what = plan.work(BLOCK), plan.subject
+    made, program = plan.work(BLOCK), plan.program
     g = Geometry(case.batch, case.heads, case.heads, case.q_len, case.kv_len, DIM, DIM, DIM**-0.5)
     draw = np.random.default_rng(0)
     lengths = (case.q_len, case.kv_len, case.kv_len, case.q_len)
@@ -45,8 +45,8 @@ def check(kind, name):
     got = aten_backward.backward(
         made.plan, made.spans, g, q, k, v, out, lse, dout, None, made.slots, tables, target, wanted=wanted
     )
-    mask, score = (None if p is None else p.expr for p in (what.mask, what.score))
-    same = {"scale": g.scale, "params": what.scalars, "tables": what.tables}
+    mask, score = (None if p is None else p.expr for p in (program.mask, program.score))
+    same = {"scale": g.scale, "params": program.scalars, "tables": program.tables}
     arrays = [x.numpy() for x in (q, k, v)]
     want = dense.attention(*arrays, mask, score, **same)
     for mine, right in zip((out, lse, top), (*want, dense.top(*arrays[:2], mask, score, **same)), strict=True):

@@ -13,7 +13,7 @@ import torch
 
 import frisket as fk
 from frisket.lowering import dense
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 
 LENGTH, DIM = 40, 8
@@ -56,10 +56,10 @@ class Pair:
     def interpreted(self):
         """out, lse and gradients by name, in float64."""
         numbers = {n: x.item() if x.ndim == 0 else x for n, x in self.learned.items()}
-        what = subject(self.mask, self.score, self.fixed | numbers)
-        mask, score = what.mask.expr, what.score.expr
+        program = program_of(self.mask, self.score, self.fixed | numbers)
+        mask, score = program.mask.expr, program.score.expr
         q, k, v, dout = (x.swapaxes(1, 2) for x in (*self.qkv, self.dout))
-        given = {"scale": DIM**-0.5, "params": what.scalars, "tables": what.tables}
+        given = {"scale": DIM**-0.5, "params": program.scalars, "tables": program.tables}
         out, lse = dense.attention(q, k, v, mask, score, **given)
         found = dense.gradients(q, k, v, mask, score, dout, np.where(lse > -np.inf, self.dlse, 0), **given)
         by_name = found["dtables"] | found["dscalars"]

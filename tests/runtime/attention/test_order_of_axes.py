@@ -56,11 +56,11 @@ def said(framework, q, k, mask=None, **tables):
     found = []
 
     def ask(q, k):
-        what = fk.compile(mask).subject
+        program = fk.compile(mask).program
         given = arrays(q, k, k)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            check_order(given, given.geometry(None, True), what, tables)
+            check_order(given, given.geometry(None, True), program, tables)
         found.extend(str(w.message) for w in caught)
         return q
 

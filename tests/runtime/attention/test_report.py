@@ -10,13 +10,13 @@ import pytest
 import frisket as fk
 from frisket.runtime.attention.report import Report, compared, differentiated
 from frisket.runtime.calls.arrays import arrays, to_numpy, turn
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 
 native = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 B, H, KV, S, D = 2, 4, 2, 12, 8
 SLOPES = np.random.default_rng(1).standard_normal(H).astype(np.float32)
-WHAT = subject("causal", "5 * tanh(score / 5) + slopes[h] * (k - q)", {"slopes": SLOPES})
+WHAT = program_of("causal", "5 * tanh(score / 5) + slopes[h] * (k - q)", {"slopes": SLOPES})
 
 
 def values(*shape):

@@ -19,7 +19,7 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.caches.masks import APPENDED
 from frisket.runtime.caches.masks import placed as placed_in
 from frisket.runtime.calls.options import Options
-from frisket.runtime.calls.program import Subject
+from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.plans.compiled import fixed_of
 from frisket.runtime.torch.spec import attention_of, spec_of
@@ -171,9 +171,9 @@ def test_anything_may_stand_where_nothing_is_visible(name, framework):
     case, made = stored.case, stored_cases.problem(stored, "bhsd" if framework == "torch" else "bshd")
     score = None if case.score is None else ScoreMod(case.score)
     mask = None if case.mask is None else Mask(case.mask)
-    att = Attention(Subject(mask, score, unwritten=True), Options(backend="library"))
+    att = Attention(CallProgram(mask, score, unwritten=True), Options(backend="library"))
     q = made.q.swapaxes(1, 2) if framework == "torch" else made.q
-    read = {*att.subject.names, "k_scale", "v_scale", "pages"}
+    read = {*att.program.names, "k_scale", "v_scale", "pages"}
     tables = {n: array(x, framework) for n, x in made.tables.items() if n in read}
     arrays = (array(x, framework) for x in (q, made.k, made.v))
     out, lse = att(*arrays, return_lse=True, origin=case.origin, sizes=case.sizes, **tables)
@@ -185,12 +185,12 @@ def test_kernels_know_what_caches_may_hold():
     """Whatever becomes of an attention of places on the way to them."""
     att = placed_in(fk.compile("causal & window(w)"), APPENDED)
     tables = {"cache_start": np.array([7, 0]), "cache_end": np.array([8, 1])}
-    again = attention_of(spec_of(att.subject, att.options, ()), tuple((n, 1, int) for n in tables) + (("w", 0, int),))
+    again = attention_of(spec_of(att.program, att.options, ()), tuple((n, 1, int) for n in tables) + (("w", 0, int),))
     for made in (att, att.at(k="k"), again):
-        assert fixed_of(made.subject.bind({"w": 4, **tables})).inputs(None, True, {}, False).plan.unwritten
+        assert fixed_of(made.program.bind({"w": 4, **tables})).inputs(None, True, {}, False).plan.unwritten
         there = {n: jnp.asarray(x) for n, x in tables.items()}
         assert made.plan(1, 32, 2, 1, flat=True, w=4, **there).laid.plan.unwritten
-    assert not fixed_of(fk.compile("causal").subject).inputs(None, True, {}, False).plan.unwritten
+    assert not fixed_of(fk.compile("causal").program).inputs(None, True, {}, False).plan.unwritten
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

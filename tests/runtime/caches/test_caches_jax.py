@@ -150,7 +150,7 @@ def test_a_step_keeps_no_copy_of_the_cache(dtype):
 def test_a_step_reads_the_tiles_of_its_window(places, keys):
     att = placed(fk.compile("causal & window(64)"), places)
     known = {"cache_first": jnp.int32(0), "cache_batch": 0, "cache_head": 0}
-    tables = {n: x for n, x in known.items() if n in att.subject.names}
+    tables = {n: x for n, x in known.items() if n in att.program.names}
     start = jnp.array([900])
     plan = att.plan(1, keys, 1, 4, cache_start=start, cache_end=start + 1, flat=True, **tables)
     read = np.asarray(plan.rows((16, 64)).bounds)[..., 3] - np.asarray(plan.rows((16, 64)).bounds)[..., 0]

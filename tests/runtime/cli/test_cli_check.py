@@ -67,7 +67,7 @@ def test_rows_without_keys_are_among_them(run, hidden, monkeypatch):
     check = Attention.check
 
     def look(self, q, k, v, **options):
-        seen.append(str(self.subject))
+        seen.append(str(self.program))
         return check(self, q, k, v, **options)
 
     monkeypatch.setattr(Attention, "check", look)

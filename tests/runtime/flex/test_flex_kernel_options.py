@@ -97,7 +97,7 @@ def test_options_travel_to_the_attention_and_its_text():
     att = next(reversed(pair._pairs[pair._PLAIN].values())).att
     assert att.options.tuning == Tuning(LaunchOptions(block_q=64), splits=2)
     assert "tuning=forward.block_q=64,splits=2" in att.spec
-    again = attention_of(spec_of(att.subject, att.options, ()), ())
+    again = attention_of(spec_of(att.program, att.options, ()), ())
     assert again.options.tuning == att.options.tuning
 
 

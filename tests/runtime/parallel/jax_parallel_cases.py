@@ -167,10 +167,10 @@ def attention(case):
 def wanted(case, att, qkv, dout, dlse, sinks):
     """[out, lse, dq, dk, dv, dsinks, then those of tables by name], of the oracle."""
     turned = [np.asarray(x, np.float64).swapaxes(1, 2) for x in (*qkv, dout)]
-    what = att.subject.bind(case.params)
-    seen, score = (None if p is None else dense_form(p, what) for p in (what.mask, what.score))
+    program = att.program.bind(case.params)
+    seen, score = (None if p is None else dense_form(p, program) for p in (program.mask, program.score))
     options = {
-        "scale": 16**-0.5, "tables": what.tables, "params": {**what.scalars, SEED: SEEDED, RATE: case.dropout},
+        "scale": 16**-0.5, "tables": program.tables, "params": {**program.scalars, SEED: SEEDED, RATE: case.dropout},
         "sinks": None if sinks is None else np.asarray(sinks, np.float64),
     }  # fmt: skip
     options |= {"kept": survives(), "rate": case.dropout} if case.dropout else {}

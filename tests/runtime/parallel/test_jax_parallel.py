@@ -171,7 +171,7 @@ def test_split_tables_are_read_at_their_own_places():
 
 
 def covered(att, deal, given=(), batch=1, heads=1):
-    check_covered(att.subject, deal, given, batch, heads)
+    check_covered(att.program, deal, given, batch, heads)
 
 
 def test_a_deal_has_to_bring_what_the_mask_shows():

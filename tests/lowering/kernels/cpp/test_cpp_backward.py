@@ -11,7 +11,7 @@ from support.native import native_call
 from frisket.lowering import dense, derive
 from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.plans import compiled as bind
 
@@ -108,9 +108,9 @@ def exact(x, dtype):
 
 def problem(case: Case) -> Problem:
     draw = np.random.default_rng(1)
-    what = subject(case.mask, case.score, case.params)
+    program = program_of(case.mask, case.score, case.params)
     sizes = (case.q_len, case.kv_len, case.batch, case.heads)
-    work = bind.work(what, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
+    work = bind.work(program, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
     g = Geometry(
         case.batch,
         case.heads,
@@ -131,14 +131,14 @@ def problem(case: Case) -> Problem:
     dlse = draw.standard_normal((case.batch, case.heads, case.q_len)) if case.with_dlse else None
     drop = {} if case.rate is None else {SEED: 5, RATE: float(np.float32(case.rate))}
     slots = {s.name: drop.get(s.source, work.slots[s.name]) for s in work.plan.slots}
-    options = {"scale": g.scale, "params": {**what.scalars, **drop}, "tables": what.tables, "origin": case.origin}
+    options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "origin": case.origin}
     if case.rate is not None:
         seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
         options |= {"kept": work.plan.kept, "rate": case.rate, "params": {**options["params"], **seed}}
     if case.sinks is not None:
         options["sinks"] = np.array(case.sinks)
     wide = [np.asarray(exact(x, case.dtype), np.float64) for x in (q, k, v)]
-    m, s = what.exprs
+    m, s = program.exprs
     out, lse = dense.attention(*wide, m, s, **options)
     cotangents = np.asarray(exact(dout, case.dtype), np.float64), dlse
     want = named(dense.gradients(*wide, m, s, *cotangents, **options))
@@ -348,7 +348,7 @@ def test_nan_where_nobody_looks(name):
 def test_text(golden):
     """What the plan says of itself in the source."""
     work = bind.work(
-        subject("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
+        program_of("causal", "c * tanh(score / c) + bias[h, q - k]", {"c": 20.0, "bias": normal(2, 64)}),
         64, 64, 1, 2, (64, 64), proofs=True,
     )  # fmt: skip
     kernel = cpp_backward.BackwardKernel(work.plan, Target("cpp", 64, 64), 64, 64, "float32")

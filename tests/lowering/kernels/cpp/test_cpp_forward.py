@@ -11,7 +11,7 @@ from support.native import native_call
 from frisket.lowering import dense
 from frisket.lowering.kernels.cpp import forward as cpp
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.plans import compiled as bind
 
@@ -137,9 +137,9 @@ class Problem:
 def problem(case: Case, change=None) -> Problem:
     """`change(q, k, v)` alters the arrays before they are rounded, and gives those to use."""
     draw = np.random.default_rng(1)
-    what = subject(case.mask, case.score, case.params)
+    program = program_of(case.mask, case.score, case.params)
     sizes = (case.q_len, case.kv_len, case.batch, case.heads)
-    work = bind.work(what, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
+    work = bind.work(program, *sizes, case.tile, origin=case.origin, proofs=True, dropout=case.rate is not None)
     scale = case.dim**-0.5 if case.scale is None else case.scale
     g = Geometry(
         case.batch, case.heads, case.kv_heads, case.q_len, case.kv_len, case.dim, case.v_dim, scale, case.origin
@@ -150,14 +150,14 @@ def problem(case: Case, change=None) -> Problem:
     arrays = [TO[case.dtype](x) for x in (change(*arrays) if change else arrays)]
     drop = {} if case.rate is None else {SEED: 5, RATE: float(np.float32(case.rate))}
     slots = {s.name: drop.get(s.source, work.slots[s.name]) for s in work.plan.slots}
-    options = {"scale": g.scale, "params": {**what.scalars, **drop}, "tables": what.tables, "origin": case.origin}
+    options = {"scale": g.scale, "params": {**program.scalars, **drop}, "tables": program.tables, "origin": case.origin}
     if case.rate is not None:
         seed = {s.name: drop[s.source] for s in work.plan.slots if s.source in drop}
         options |= {"kept": work.plan.kept, "rate": case.rate, "params": {**options["params"], **seed}}
     sinks = None if case.sinks is None else np.array(case.sinks, float)
     wide = [np.asarray(exact(x, case.dtype), np.float64) for x in arrays]
-    out, lse = dense.attention(*wide, *what.exprs, sinks=sinks, **options)
-    top = dense.top(*wide[:2], *what.exprs, **{n: x for n, x in options.items() if n not in ("kept", "rate")})
+    out, lse = dense.attention(*wide, *program.exprs, sinks=sinks, **options)
+    top = dense.top(*wide[:2], *program.exprs, **{n: x for n, x in options.items() if n not in ("kept", "rate")})
     return Problem(case, work.plan, work.spans, g, tuple(arrays), slots, work.tables, (out, lse, top), sinks)
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.native import native_call
 
 from frisket.lowering.plan import RATE, SEED, Geometry, Target
-from frisket.runtime.calls.program import subject
+from frisket.runtime.calls.program import program_of
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.plans import compiled as bind
@@ -76,8 +76,8 @@ class Weights:
 
     def __init__(self, case):
         self.case = c = case
-        what = subject(c.mask, c.score, c.params)
-        self.work = bind.work(what, c.q_len, c.kv_len, 1, c.heads, c.tile, proofs=True, dropout=c.rate is not None)
+        program = program_of(c.mask, c.score, c.params)
+        self.work = bind.work(program, c.q_len, c.kv_len, 1, c.heads, c.tile, proofs=True, dropout=c.rate is not None)
         self.group = c.heads // c.kv_heads
         self.v_dim = max(c.kv_len, self.group * c.q_len)
         self.g = Geometry(1, c.heads, c.kv_heads, c.q_len, c.kv_len, c.dim, self.v_dim, c.dim**-0.5, (0, 0, 0, 0))
