@@ -322,7 +322,7 @@ def walk(*roots: Expr) -> Iterator[Expr]:
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operator over other arguments, or the same object when the arguments are the same."""
+    """An operator over other arguments, or the same object when the arguments are the same."""
     if args == node.args:  # equality of nodes is identity
         return node
     if node.op in ("and", "or"):

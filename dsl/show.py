@@ -225,7 +225,7 @@ def _typed_by(e: Expr) -> tuple[Expr, ...]:
 
 
 def _flex(root: Expr, known: Collection[str]) -> dict[Expr, frozenset[str]]:
-    """For each node, the names that decide its type; empty when the type is fixed."""
+    """The names that decide the type of each node; empty when the type is fixed."""
     flex: dict[Expr, frozenset[str]] = {}
     for node in walk(root):
         sets = [flex[a] for a in _typed_by(node)]

@@ -258,7 +258,7 @@ def name_of(function: Any) -> str:
 
 
 def tables() -> list[Info]:
-    """All tables in figures, by name."""
+    """The figures of all tables, by name."""
     with _lock:
         return sorted(table.info() for table in _tables)
 

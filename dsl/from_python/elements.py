@@ -38,7 +38,7 @@ def floor(e: Expr) -> Expr:
 
 
 def alike(x: Expr, y: Expr) -> tuple[Expr, Expr]:
-    """Both elements converted to one type: the wider of their types in the order Bool, Int, Float."""
+    """Two elements converted to one type: the wider of their types in the order Bool, Int, Float."""
     if x.type is not y.type:
         x, y = number(x), number(y)
         if FLOAT in (x.type, y.type):

@@ -1,4 +1,4 @@
-"""Prints Exprs as source text through one operator table per backend.
+"""Prints Exprs as source text through one operator table per language.
 
 A row of a table is a template: `"add": "{} + {}"`, `"neg": "-{}"`, `"tanh": "tanh({})"`; the operator in it gives
 the precedence, so parentheses appear only where they are needed. Interned nodes make common sub-expressions free
@@ -33,7 +33,7 @@ LONG = 72  # characters of an expression that earn it a name
 
 @dataclass(frozen=True)
 class Text:
-    """Source text and how tightly its outermost operator binds."""
+    """A piece of source text, with the precedence of its outermost operator."""
 
     text: str
     binds: int = ATOM
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Line:
-    """`name = text`, for a node whose value is known at `level`."""
+    """An assignment `name = text`, for a node whose value is known at `level`."""
 
     node: Expr
     name: str
@@ -54,7 +54,7 @@ class Line:
 
 @dataclass
 class Printed:
-    """The lines in order of need, and the text of every root."""
+    """The printed form of several Exprs: lines in order of need, and the text of every root."""
 
     lines: list[Line] = field(default_factory=list)
     values: dict[Expr, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Printed:
 
 
 def levels(*roots: Expr, when: Mapping[str, int] = LEVELS) -> dict[Expr, int]:
-    """When the value of each node is known; `when` says it of variables."""
+    """The level at which the value of each node is known; `when` gives the level of variables."""
     known: dict[Expr, int] = {}
     for node in walk(*roots):
         known[node] = when.get(node.name, SCALAR) if node.op == "var" else SCALAR
@@ -85,9 +85,9 @@ def printed(
     when: Mapping[str, int] = LEVELS,
     kept: Collection[Expr] = (),
 ) -> Printed:
-    """`roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
-    node of a level; the roots in `inner` are used per position, those in `kept` too and worked out as early as can
-    be. Raises LoweringError for an operator without a row."""
+    """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
+    node of a level; the roots in `inner` are used per position, those in `kept` too and computed as early as possible.
+    Raises LoweringError for an operator without a row."""
     roots = tuple(dict.fromkeys(roots))
     known = levels(*roots, when=when)
     users: dict[Expr, list[Expr]] = {node: [] for node in known}
@@ -113,7 +113,7 @@ def printed(
 
 
 def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: str) -> Text:
-    """One row of the table, filled in."""
+    """The text of an operator: one row of the table, filled in."""
     row = table.get(node.op)
     if row is None:
         raise LoweringError(
@@ -140,8 +140,8 @@ def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: st
 
 
 def machine(root: Expr) -> Expr:
-    """The same value from cheaper operators: literals folded, small powers multiplied out, division and
-    remainder by 2**n as a shift and an `and` (both round to minus infinity)."""
+    """An equal Expr of cheaper operators: literals folded, small powers multiplied out, division and remainder by 2**n
+    as a shift and an `and` (both round to minus infinity)."""
     return transform(root, _cheaper)
 
 

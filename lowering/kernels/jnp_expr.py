@@ -87,7 +87,7 @@ def random(*counters):
 
 
 def prelude(*roots: Expr) -> tuple[list[str], list[str]]:
-    """(constants, definitions) that the text of these expressions needs."""
+    """The (constants, definitions) that the text of these expressions needs."""
     used = {n.op for r in roots for n in walk(r)}
     needed = [name for name in PRELUDE if any(f"{name}(" in JNP.get(op, "") for op in used)]
     constants = []
@@ -100,7 +100,7 @@ def prelude(*roots: Expr) -> tuple[list[str], list[str]]:
 
 @memo(group="once")
 def operators(int64: bool = False, float64: bool = False) -> dict[str, Callable[..., Any]]:
-    """The table as functions of JAX arrays."""
+    """The operator table as functions of JAX arrays."""
     import jax.numpy as jnp
     from jax import lax
 
@@ -129,8 +129,9 @@ def _joined(pair: Callable[[Any, Any], Any], *args: Any) -> Any:
 def evaluate(
     root: Expr, env: Mapping[str, Any], tables: Mapping[str, Any], *, int64: bool, float64: bool, rounded: bool = False
 ) -> Any:
-    """`root` over JAX arrays, traced or not; lookups clamp. Reductions and segments are the planner's. `rounded`: every
-    product is a float before it is added to anything, so that equal expressions have equal bits in all programs."""
+    """The value of `root` over JAX arrays, traced or not; lookups clamp. Reductions and segments are the planner's.
+    `rounded`: every product is a float before it is added to anything, so that equal expressions have equal bits in all
+    programs."""
     import jax.numpy as jnp
 
     table = operators(int64, float64)

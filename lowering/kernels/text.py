@@ -19,14 +19,14 @@ from typing import Any
 
 
 class Page:
-    """Text under construction. `str(page)` ends with one newline."""
+    """A text under construction. `str(page)` ends with one newline."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._depth = 0
 
     def line(self, *lines: str) -> None:
-        """Lines at the present indentation; inner newlines are kept, empty ones stay empty."""
+        """Write lines at the present indentation; inner newlines are kept, empty lines stay empty."""
         for text in "\n".join(lines).split("\n"):
             self._lines.append(("    " * self._depth + text).rstrip())
 
@@ -38,7 +38,7 @@ class Page:
 
     @contextmanager
     def block(self, head: str, tail: str = "") -> Iterator[None]:
-        """`head`, then whatever is written inside, one step deeper, then `tail`."""
+        """Write `head`, then whatever is written inside, one step deeper, then `tail`."""
         self.line(head)
         self._depth += 1
         yield
@@ -51,7 +51,7 @@ class Page:
 
 
 class Names:
-    """Hands out identifiers: the wish itself, or the wish with `_` or a number behind it when it is taken.
+    """A source of unique identifiers: the wish itself, or the wish with `_` or a number behind it when it is taken.
 
     >>> names = Names({"q"})
     >>> names.new("w"), names.new("q"), names.new("w"), names.numbered("x"), names.numbered("x")
@@ -76,8 +76,8 @@ class Names:
 
 
 def filled(skeleton: str, **holes: Any) -> str:
-    """The skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which
-    take its indentation (no lines: the line goes).
+    """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which take its
+    indentation (no lines: the line goes).
 
     >>> print(filled("def f():\\n    $body\\n    return $value", body=["x = 1"], value="x"), end="")
     def f():

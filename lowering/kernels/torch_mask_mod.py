@@ -1,4 +1,4 @@
-"""Expr as torch source: a `mask_mod` or `score_mod` for flex_attention, readable and free of everything but torch.
+"""Prints an Expr as torch source: a `mask_mod` or `score_mod` for flex_attention that needs torch alone.
 
 >>> from frisket.dsl.ir import lookup
 >>> from frisket.dsl.sugar import eq, k, q
@@ -109,7 +109,7 @@ def random(*counters):
 def mask_mod(
     mask: Expr, tables: Mapping[str, tuple[int, ...]], *, reach: Mapping[str, int], int64: bool = False, title: str = ""
 ) -> str:
-    """The source of `make(*tables)`, which gives a `mask_mod(b, h, q_idx, kv_idx)`.
+    """The source of a function `make(*tables)`, which gives a `mask_mod(b, h, q_idx, kv_idx)`.
 
     `tables` are the shapes of the tables `mask` looks into, by the names it has for them (Float ones are float64);
     `reach` are what
@@ -123,7 +123,7 @@ def score_mod(
     score: Expr, tables: Mapping[str, tuple[int, ...]], *, reach: Mapping[str, int], int64: bool = False,
     title: str = "",
 ) -> str:  # fmt: skip
-    """The same of a score mod, `score_mod(score, b, h, q_idx, kv_idx)`; Float is float32, Float tables too.
+    """The source of a function that gives `score_mod(score, b, h, q_idx, kv_idx)`; Float is float32, Float tables too.
 
     >>> from frisket.dsl.ir import lookup
     >>> from frisket.dsl.sugar import h, score
@@ -171,7 +171,7 @@ def _function(
 
 
 def _written(root: Expr, leaf: Callable[[Expr, list[Text]], Text | None], names: Names) -> tuple[list[str], str]:
-    """The lines that name what is used twice or is long, and the value."""
+    """The lines that name nodes used twice or long, and the text of the value."""
     users = Counter(a for node in walk(root) for a in dict.fromkeys(node.args))
     lines: list[str] = []
     texts: dict[Expr, Text] = {}
@@ -186,7 +186,7 @@ def _written(root: Expr, leaf: Callable[[Expr, list[Text]], Text | None], names:
 
 
 def _folded(e: Expr) -> Expr:
-    """Methods need a tensor: what is known is a literal."""
+    """The Expr with constant parts folded to literals, because methods need a tensor."""
     if not e.args or e.op == "lookup" or any(a.op != "lit" for a in e.args):
         return e
     value = evaluate(e, {}).item()
@@ -194,7 +194,7 @@ def _folded(e: Expr) -> Expr:
 
 
 def _form(node: Expr, args: list[Text]) -> Text | None:
-    """The forms that depend on more than the operator; None: the table's row."""
+    """The text of operators that depend on more than the operator; None: the table's row."""
     if node.op == "lit":
         return _literal(node.name)
     if node.op == "var":
@@ -221,7 +221,7 @@ def _literal(value: bool | int | float) -> Text:
 
 
 def _index(node: Expr, text: Text, size: int, reach: Mapping[str, int]) -> str:
-    """An index, clamped unless it cannot leave the table."""
+    """The text of an index, clamped unless it cannot leave the table."""
     if node.op == "lit":
         return str(min(max(node.name, 0), size - 1))
     if node.op == "var" and reach.get(node.name, size + 1) <= size:

@@ -27,7 +27,7 @@ APART = {
 
 
 def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> str:
-    """`emit(plan, target, 128, 128, "float32")`: the source's text; the same input gives the same text.
+    """The source text of the backward: `emit(plan, target, 128, 128, "float32")`; the same input gives the same text.
 
     `dtype` is that of q, k, v, out and their gradients. The kernels are `int64_t frisket_backward(const Call *)` and
     the same behind XLA's calling convention, `frisket_backward_xla`. `Call.gradients` has a zeroed buffer, or null
@@ -38,7 +38,7 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) 
 
 
 class BackwardKernel(CppKernel):
-    """The parts of the backward's source."""
+    """The parts of the source of a backward kernel."""
 
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str) -> None:
         if plan.weight is not None or plan.pages is not None:
@@ -102,7 +102,7 @@ class BackwardKernel(CppKernel):
         self.page.blank()
 
     def _entries(self, gradients: tuple[Gradient, ...]) -> None:
-        """What the kernel asks about tables whose gradient is scattered."""
+        """Write the functions about tables whose gradient is scattered."""
         line = self.page.line
         scattered = [(n, g) for n, g in enumerate(gradients) if g.over == "scatter"]
         with self.page.block("INLINE int64_t entries(const Fixed &fixed, int n) {", "}"):
@@ -118,7 +118,8 @@ class BackwardKernel(CppKernel):
         line("")
 
     def _apart(self, g: Gradient) -> str:
-        """Items differ in batch entry, key head and, where there are parts, in queries."""
+        """The condition under which work items never meet: they differ in batch entry, key head and, where there are
+        parts, in queries."""
         clauses = []
         for name, (same, end) in APART.items():
             axes = [axis for axis, e in enumerate(g.index) if e.op == "var" and e.name == name]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Field:
-    """One field: its C declaration, how many words it takes, and what it holds."""
+    """One field of the record: its C declaration, its size in words, and its meaning."""
 
     name: str
     declaration: str
@@ -85,7 +85,7 @@ typedef void (*Parallel)(void *pool, Work work, void *task, int64_t workers);  /
 
 
 def text() -> str:
-    """The C declarations; `Real` (float, or double in float64) is declared before them."""
+    """The C declarations of the record; `Real` (float, or double in float64) is declared before them."""
     width = max(len(f.declaration) for f in FIELDS) + 1
     lines = (f"    {f.declaration:{width}}{'// ' + f.meaning if f.meaning else ''}".rstrip() for f in FIELDS)
     return "\n".join([HEAD.rstrip(), "struct Call {", *lines, "};"]) + "\n"
@@ -98,7 +98,7 @@ extern "C" { void *(*frisket_bridge)(void *frame, int64_t (*kernel)(const Call *
 
 
 def bridged(*kernels: str) -> str:
-    """Handlers of XLA calls, `frisket_forward_xla(frame)` for `frisket_forward`: to stand behind the kernels."""
+    """The handlers of XLA calls, `frisket_forward_xla(frame)` for `frisket_forward`, to be put behind the kernels."""
     handlers = (
         f'extern "C" void *{name}_xla(void *frame) {{ return frisket_bridge(frame, {name}); }}\n' for name in kernels
     )

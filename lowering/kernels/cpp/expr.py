@@ -47,9 +47,10 @@ SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
 
 
 def prepared(root: Expr, double: bool, paged: Collection[str] = ()) -> Expr:
-    """Lookups along the keys become vector loads from one first index, random draws a chain of stages, each worked
-    out as early as its counter is known, and in float32 a division by a number a product, a tenth of its price.
-    `paged` names tables that are read by page and by place within: no vector of keys has some of two pages."""
+    """Prepare Exprs for vectors of keys: lookups along the keys become vector loads from one first index, random draws
+    a chain of stages, each computed as early as its counter is known, and in float32 a division by a number a product,
+    a tenth of its price. `paged` names tables that are read by page and by place within: no vector of keys has some of
+    two pages."""
     return transform(root, lambda e: _prepared(e if double else _product(e), paged))
 
 
@@ -76,15 +77,15 @@ def _prepared(e: Expr, paged: Collection[str]) -> Expr:
 
 
 def _one(e: Expr, inside: bool) -> bool:
-    """Whether all keys of a vector give one value; `inside` one page that is so of its number, and of what is looked
-    up by it."""
+    """Whether all keys of a vector give one value; `inside` one page that is so of its number, and of values looked up
+    by it."""
     if "k" not in _held(e):
         return True
     return inside and (_paged(e, "shr", "floordiv") or (e.op == "lookup" and all(_one(a, True) for a in e.args)))
 
 
 def _place(e: Expr) -> bool:
-    """Whether it is the place of a key within its page."""
+    """Whether an Expr is the place of a key within its page."""
     return _paged(e, "bitand", "mod")
 
 
@@ -93,14 +94,14 @@ def _paged(e: Expr, by_bits: str, divided: str) -> bool:
 
 
 def _held(e: Expr) -> frozenset[str]:
-    """`k` where the value is a vector: it depends on the key or the score."""
+    """The level of a node: `k` where the value is a vector, because it depends on the key or the score."""
     found = uses(e)
     wide = bool(found & {"k", "score"}) or any(n.op in ("ahead", "behind") for n in walk(e))
     return frozenset({"k"}) if wide else frozenset()
 
 
 def _step(e: Expr) -> int:
-    """1 or -1 where an Int is k or -k plus something free of the keys, otherwise 0."""
+    """The step of an Int along the keys: 1 or -1 where it is k or -k plus a term free of the keys, otherwise 0."""
     if e is var("k"):
         return 1
     if e.op == "neg":
@@ -115,7 +116,7 @@ def _step(e: Expr) -> int:
 
 
 class Forms:
-    """How each node of these roots is written. `table` and `slot` are the C++ names of the plan's."""
+    """The text of each node of these roots. `table` and `slot` are the C++ names of the plan's tables and slots."""
 
     def __init__(self, roots: list[Expr], names: Mapping[str, str], double: bool, int64: bool) -> None:
         self.names, self.double, self.int64 = names, double, int64
@@ -133,7 +134,7 @@ class Forms:
         return many if self.wide[node] else one
 
     def leaf(self, node: Expr, args: list[Text]) -> Text:
-        """The text of a node, given those of its arguments."""
+        """The text of a node, given the texts of its arguments."""
         if node.op == "lit":
             return self._literal(node.name)
         if node.op == "var":
@@ -189,7 +190,7 @@ class Forms:
         return text
 
     def _spread(self, node: Expr, args: list[Text]) -> list[Text]:
-        """Single numbers beside vectors, in every lane."""
+        """Texts of single numbers beside vectors, copied to every lane."""
         if not self.wide[node]:
             return args
         return [

@@ -39,7 +39,7 @@ KEYS = 16  # tiles of keys are whole vectors, the widest of which has 16 lanes
 
 
 def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "") -> str:
-    """`emit(plan, target, 128, 128, "float32")`: the source's text; the same input gives the same text.
+    """The source text of the forward: `emit(plan, target, 128, 128, "float32")`; the same input gives the same text.
 
     `dtype` is that of q, k, v and out, `stored` that of k and v where it is another one, of 8 bits. The kernels are
     `int64_t frisket_forward(const Call *)` and the same behind XLA's calling convention, `frisket_forward_xla`.
@@ -48,7 +48,7 @@ def emit(plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, 
 
 
 class CppKernel:
-    """The parts of one source; the backward kernel is written from the same."""
+    """The parts of one C++ source; the backward kernel is written from the same parts."""
 
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: str, stored: str = "") -> None:
         if dtype not in DTYPES:
@@ -83,13 +83,13 @@ class CppKernel:
         self.page = Page()
 
     def source_roots(self) -> dict[str, Expr | None]:
-        """What becomes a function of positions, by the function's name; None: a trivial one."""
+        """The Exprs that become functions of positions, by the function's name; None: a trivial function."""
         mask = None if self.plan.mask in (None, TRUE) else self.plan.mask
         plan = self.plan
         return {"visible": mask, "modified": plan.score, "kept": plan.kept, "scale_of_value": plan.weight}
 
     def _named(self) -> dict[str, str]:
-        """A C++ name for every slot and table: the user's, where it can be one."""
+        """The C++ names of slots and tables: the user's names where C++ allows them."""
         names = Names({*KEYWORDS, *NUMBERS, "fixed", "row", "column", "score"})
         found = {s.name: names.new(WISHES.get(s.source or "", s.source or s.name)) for s in self.plan.slots}
         wish = {t.name: WISHES.get(t.source, t.source) + ("_by_index" if t.derived else "") for t in self.plan.tables}
@@ -123,7 +123,7 @@ class CppKernel:
         return "\n".join(parts)
 
     def head(self) -> str:
-        """What the source is for, the constants, and the record of a call."""
+        """The head of the source: a comment, the constants, and the record of a call."""
         page, t = Page(), self.target
         real, half = DTYPES[self.dtype]
         size = f"{self.head_dim}" if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
@@ -157,7 +157,7 @@ class CppKernel:
         return sizes | {"PAGE": self.plan.page}
 
     def entries(self) -> str:
-        """The kernels as others call them."""
+        """The exported functions of the kernels."""
         kernel = 'extern "C" int64_t frisket_forward(const Call *call) { return forward(call); }\n'
         return "}  // namespace\n\n" + kernel + cpp_call.bridged("frisket_forward")
 
@@ -169,14 +169,14 @@ class CppKernel:
         return "\n".join(lines).replace("\\\n", "\\ \n")  # a backslash at the end would join two lines
 
     def quoted(self, root: Expr) -> list[str]:
-        """The expression in the language, with the names the kernel has for its slots and tables."""
+        """The expression in the language, with the kernel's names of slots and tables."""
         shown = show(renamed(root, self.names), known=set(self.names.values()))
         return [f"// {line}" for line in textwrap.wrap(shown, 110, break_long_words=False)]
 
     # -- expressions ------------------------------------------------------------------------------
 
     def expressions(self) -> str:
-        """`Fixed`, `Row`, `Column` and the functions of positions."""
+        """The text of `Fixed`, `Row`, `Column` and the functions of positions."""
         line, page = self.page.line, self.page
         line("// -- the mask and the score mod, over a vector of keys " + "-" * 59, "")
         self._fixed()
@@ -195,7 +195,7 @@ class CppKernel:
         return str(page)
 
     def storage(self) -> str:
-        """Where keys are, and whether the heads that share them agree in all else."""
+        """The constants of stored keys: the places of keys, and whether the heads that share them agree in all else."""
         page, pages, share = Page(), self.plan.pages, self._sharing()
         line = page.line
         where = "0" if pages is None else f"at(fixed.{self.names[pages]}, (Int)batch, (Int)page)"
@@ -208,7 +208,7 @@ class CppKernel:
         return str(page)
 
     def _sharing(self) -> int:
-        """n where the head is read as h // n and in no other way, 0 where it is not so."""
+        """The number n where the head is read as h // n and in no other way, otherwise 0."""
         found = {1}
         for root in self.roots.values():
             nodes = list(walk(root)) if root is not None else []
@@ -306,7 +306,7 @@ SOURCES = {
 
 
 def spread(node: Expr, text: str) -> str:
-    """A single number in every lane."""
+    """A single number copied to every lane."""
     return expr_cpp.SPREAD[node.type].format(text)
 
 
@@ -315,5 +315,5 @@ ARITHMETIC = ("vectors", "functions", "integers", "gemm")  # what comes before t
 
 @memo(group="once")
 def part(name: str) -> str:
-    """A hand-written part of the source."""
+    """A hand-written part of the source, from a file."""
     return resources.files(__package__).joinpath(f"{name}.hpp").read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Tile sizes of the native kernels, by a model measured on one core of a Zen 4 (AVX-512, 1 MiB of L2).
+"""Chooses tile sizes of the native kernels, by a model measured on one core of a Zen 4 (AVX-512, 1 MiB of L2).
 
 What was seen, as parts of the speed of a plain product, at D = 64 unless it says otherwise:
 
@@ -23,7 +23,7 @@ FEW = 16  # queries of a call that decodes: read once, in small steps
 
 
 def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
-    """`tiles(geometry, "float32", narrow=False)`: queries and keys of a tile, say (96, 128). `narrow`: rows see few
+    """The queries and keys of a tile, say (96, 128): `tiles(geometry, "float32", narrow=False)`. `narrow`: rows see few
     keys, or several runs of them."""
     entry = 8 if dtype == "float64" else 4
     keys = 64 if narrow or g.q_len <= FEW else 128
@@ -37,7 +37,7 @@ def tiles(g: Geometry, dtype: str, narrow: bool) -> tuple[int, int]:
 
 @memo(group="once")
 def second_level() -> int:
-    """Bytes of a core's second-level cache; 1 MiB where the system does not say."""
+    """The bytes of a core's second-level cache; 1 MiB where the system does not say."""
     try:
         known = os.sysconf("SC_LEVEL2_CACHE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -40,7 +40,7 @@ def tiles(geometry: Geometry) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def check_tile(target: Target, own: int, walked: int, geometry: Geometry) -> None:
-    """Raise where a kernel has no such tile."""
+    """Raise where a backward kernel for Hopper does not support a tile."""
     if own not in (128, 256) or walked not in (32, 64, 128):
         raise LoweringError(
             f"of {target.block_q} x {target.block_k}, a program of the backward for Hopper owns 128 or 256 positions "
@@ -54,13 +54,13 @@ def check_tile(target: Target, own: int, walked: int, geometry: Geometry) -> Non
 
 
 def stages(geometry: Geometry, own: int, walked: int) -> int:
-    """How many tiles of `walked` positions are read ahead beside a tile of `own`."""
+    """The number of tiles of `walked` positions read ahead beside a tile of `own`."""
     wide = 2 * (dims(geometry.head_dim) + dims(geometry.v_dim))
     return min(MOST, (SHARED - BARRIERS - own * (wide + 16)) // (walked * (wide + 12)))
 
 
 def parts(geometry: Geometry, wanted: Collection[str]) -> list[frozenset[str]]:
-    """Which of dk and dv one kernel finds."""
+    """The outputs of each kernel: dk and dv in one, or apart where registers do not hold both."""
     both = frozenset(wanted) & {"k", "v"}
     if len(both) == 2 and dims(geometry.head_dim) + dims(geometry.v_dim) > 256:
         return [frozenset("k"), frozenset("v")]
@@ -70,7 +70,8 @@ def parts(geometry: Geometry, wanted: Collection[str]) -> list[frozenset[str]]:
 def refused(
     plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: Collection[str]
 ) -> str:
-    """Why no kernels for Hopper find the gradients of `wanted`, or nothing. `shapes` are those of the plan's tables."""
+    """The reason why no kernels for Hopper compute the gradients of `wanted`, or nothing. `shapes` are the shapes of
+    the plan's tables."""
     if why := pallas_gpu.refused(plan, geometry, dtype, shapes):
         return why
     if geometry.batch > GRID:
@@ -89,14 +90,14 @@ def refused(
 def emit(
     plan: LoopPlan, target: Target, geometry: Geometry, wanted: Collection[str], *, interpretable: bool = False
 ) -> str:
-    """The text of one kernel, for what of "q", tables and slots (`attention_dq`), or of "k" and "v"
-    (`attention_dkv`), is in `wanted`. `interpretable` text runs in Mosaic GPU's interpreter, which has less."""
+    """The text of one kernel, for the members of "q", tables and slots (`attention_dq`), or of "k" and "v"
+    (`attention_dkv`), that are in `wanted`. `interpretable` text runs in Mosaic GPU's interpreter, which has less."""
     kind = _GpuKeyGradients if {"k", "v"} & set(wanted) else _GpuQueryGradients
     return kind(plan, target, geometry, frozenset(wanted), interpretable).text()
 
 
 class _GpuKernel:
-    """What both kernels have. The program's own tile lies down, the other axis across."""
+    """The common base of both backward kernels. The program's own tile lies down, the other axis across."""
 
     own: Literal["q", "k"]
     what: str
@@ -122,11 +123,11 @@ class _GpuKernel:
     # -- scores ---------------------------------------------------------------------------------------
 
     def vector(self, name: str) -> str:
-        """A value per query, over a tile."""
+        """The text of a value per query, over a tile."""
         return f"down({name})" if self.own == "q" else f"across({name})"
 
     def weights(self) -> list[str]:
-        """`p`, from the product `s`."""
+        """The lines of the weights `p`, from the product `s`."""
         lines = self.e.each(self.plan)
         score, unit = "s", "SCALE * LOG2E"
         if self.plan.score is not None:
@@ -150,7 +151,7 @@ class _GpuKernel:
         return lines
 
     def cotangents(self) -> list[str]:
-        """`ds` and sums, from `p` and `dp`."""
+        """The lines of `ds` and sums, from `p` and `dp`."""
         if not self.inner:
             return []
         dp = "dp" if self.plan.kept is None else "dp * kept"
@@ -166,7 +167,7 @@ class _GpuKernel:
         return lines
 
     def times(self, factor: Expr, temporary: str) -> tuple[list[str], str]:
-        """`dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there."""
+        """The text of `dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there."""
         if factor is lit(1.0):
             return [], "dm"
         found, value = self.e.written(factor, temporary)
@@ -203,7 +204,7 @@ class _GpuKernel:
 
 
 class _GpuQueryGradients(_GpuKernel):
-    """dq, and sums of captured gradients over keys."""
+    """The kernel of dq, and of sums of captured gradients over keys."""
 
     own, what = "q", "dq"
 
@@ -263,7 +264,8 @@ class _GpuQueryGradients(_GpuKernel):
 
 
 class _GpuKeyGradients(_GpuKernel):
-    """dk and dv. Tiles are [keys, queries]: so neither p nor ds has to be transposed before it is multiplied."""
+    """The kernel of dk and dv. Tiles are [keys, queries]: so neither p nor ds has to be transposed before it is
+    multiplied."""
 
     own, what = "k", "dk and dv"
 

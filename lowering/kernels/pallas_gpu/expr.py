@@ -1,4 +1,4 @@
-"""Masks and score mods in a Pallas kernel for Hopper (Mosaic GPU): which values reach it how, and their text.
+"""Masks and score mods in a Pallas kernel for Hopper (Mosaic GPU): the values they read, and their text.
 
 What belongs to the positions down a tile, or to those along it, is a vector in the layout that a row or a column of a
 `wgmma` accumulator has; `down(x)` and `across(x)` spread it over a tile, which costs no instruction. Mosaic GPU spreads
@@ -150,7 +150,7 @@ def uniform(x):
 
 
 def prelude(source: str) -> list[str]:
-    """Lines that define what `source` calls."""
+    """The lines that define the functions `source` calls."""
     needed: set[str] = set()
     words = expr_triton.words(source)
     while found := {n for n in PRELUDE if n in words} - needed:
@@ -186,20 +186,20 @@ class Expressions:
     # -- what the kernel is given -----------------------------------------------------------------------
 
     def operands(self, plan: LoopPlan) -> list[str]:
-        """Arrays of the kernel, in the names that `pallas_inputs.before` gives them."""
+        """The arrays of the kernel, in the names that `inputs.before` gives them."""
         i = self.inputs
         listed = [*i.scalars, *i.queries.values(), *i.keys.values(), *i.distances.values(), *i.pairs.values()]
         return ["ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *listed]
 
     def lined(self) -> list[str]:
-        """Lines that make of what `before` gave arrays of whole tiles."""
+        """The lines that turn the values of `before` into arrays of whole tiles."""
         i = self.inputs
         lines = [f"{n} = lined({n}, BLOCK_Q)" for n in i.queries.values()]
         lines += [f"{n} = lined({n}, BLOCK_K)" for n in i.keys.values()]
         return lines + [f"{n} = paved({n})" for n in i.pairs.values()]
 
     def definitions(self, plan: LoopPlan) -> list[str]:
-        """Lines that define what the text of these expressions calls, in the kernel and before it."""
+        """The lines that define the functions these expressions call, in the kernel and before it."""
         lines = pallas_inputs.before(plan, self.inputs)
         for root in self.inputs.roots:
             found, value = self.written(root, "x")
@@ -212,7 +212,7 @@ class Expressions:
         return {n.name for n in self.inputs.left() if n.op in ("var", "param")} | {str(plan.rate)}
 
     def once(self, plan: LoopPlan) -> list[str]:
-        """Lines before the loops: coordinates, slots, and what belongs to the warpgroup's own positions."""
+        """The lines before the loops: coordinates, slots, and values of the warpgroup's own positions."""
         lines = {"b": "b = ints[0] + batch", "h": "h = ints[1] + head"}
         lines |= {n: f"{n} = ints[{2 + i}]" for i, n in enumerate(SIZES)}
         wholes = floats = 0
@@ -228,8 +228,8 @@ class Expressions:
         return made + [f"{n}_at = {_stored(reads[n], e.type)}" for e, n in self.inputs.kept.items()]
 
     def each(self, plan: LoopPlan, *roots: Expr | None) -> list[str]:
-        """Lines of one tile, before these expressions or all: what belongs to its positions along the other axis, and
-        to pairs. A vector that nothing reads has no layout, and Mosaic GPU looks for one without an end."""
+        """The lines of one tile, before these expressions or all: values of its positions along the other axis, and of
+        pairs. A vector that nothing reads has no layout, and Mosaic GPU looks for one without an end."""
         i = self.inputs
         other, block, kept = ("k", "BLOCK_K", i.keys) if self.down == "q" else ("q", "BLOCK_Q", i.queries)
         own = "BLOCK_Q" if self.down == "q" else "BLOCK_K"
@@ -252,7 +252,7 @@ class Expressions:
     # -- text -------------------------------------------------------------------------------------------
 
     def written(self, root: Expr, temporary: str) -> tuple[list[str], str]:
-        """(assignments to `temporary` 0, 1, ..., text of a whole tile) of one of the expressions."""
+        """The (assignments to `temporary` 0, 1, ..., text of a whole tile) of one of the expressions."""
         root = substitute(pallas_inputs.mosaic(root), self.names)
         known = levels(root, when=self.when)
         done: dict[Expr, Expr] = {}
@@ -268,7 +268,7 @@ class Expressions:
         return [f"{line.name} = {line.text}" for line in page.lines], page.values[whole]
 
     def _over(self, e: Expr, at: int, user: int) -> Expr:
-        """A vector over a tile, where what reads it is a tile."""
+        """The text of a vector over a tile, where its reader is a tile."""
         return make(self.spread[at], (e,), None, e.type) if user == POSITION and at in self.spread else e
 
 
@@ -288,5 +288,5 @@ def _leaf(e: Expr, args: list[Text]) -> Text | None:
 
 
 def _stored(text: str, type: Type) -> str:
-    """Bool lives in memory as an integer."""
+    """The text that reads a stored value: Bool lives in memory as an integer."""
     return f"{text} != 0" if type is BOOL else text

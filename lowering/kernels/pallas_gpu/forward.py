@@ -1,4 +1,4 @@
-"""Writes the forward kernel for Hopper (Pallas, Mosaic GPU) of a LoopPlan, as the text of a module.
+"""Prints the forward kernel for Hopper (Pallas, Mosaic GPU) of a LoopPlan, as the text of a module.
 
 A program owns a row of tiles: BLOCK_Q queries, half of them for each of the two warpgroups that compute; a third one
 reads tiles of keys and values ahead into a ring in shared memory. All three walk the records of the row, of each first
@@ -33,8 +33,8 @@ INEXACT = {"sin", "cos", "tan", "log", "log2", "log1p", "pow", "rsqrt", "sqrt"} 
 
 
 class GpuWalk(NamedTuple):
-    """What a kernel reads of spans, int32: `slice_of` [batch, heads]; `order` [slices, rows], the rows of a slice with
-    the longest first; `count` [slices, rows, 2], runs and tiles of a row; `records` [slices, rows, runs, 4]."""
+    """The spans as a kernel reads them, int32: `slice_of` [batch, heads]; `order` [slices, rows], the rows of a slice
+    with the longest first; `count` [slices, rows, 2], runs and tiles of a row; `records` [slices, rows, runs, 4]."""
 
     slice_of: Any
     order: Any
@@ -43,7 +43,7 @@ class GpuWalk(NamedTuple):
 
 
 def walked(spans: Spans | DeviceSpans) -> GpuWalk:
-    """The walk of `spans`, in the arrays they are of: numpy's or JAX's, traced or not."""
+    """The walk of `spans`, in arrays of the same framework: numpy's or JAX's, traced or not."""
     xp: Any = np
     if not isinstance(spans.bounds, np.ndarray):
         import jax.numpy as xp
@@ -55,12 +55,12 @@ def walked(spans: Spans | DeviceSpans) -> GpuWalk:
 
 
 def dims(dim: int) -> int:
-    """The dims a kernel computes with, zeros behind a head's own."""
+    """The head sizes a kernel computes with, zeros behind a head's own."""
     return -(-dim // SWIZZLE) * SWIZZLE
 
 
 def stages(block_q: int, block_k: int, dim: int, v_dim: int) -> int:
-    """How many tiles of keys and values fit beside the queries."""
+    """The number of tiles of keys and values that fit beside the queries."""
     taken = 2 * block_q * (dim + (v_dim if v_dim != dim else 0)) + 12 * block_q + BARRIERS
     return min(MOST, (SHARED - taken) // (2 * block_k * (dim + v_dim)))
 
@@ -70,7 +70,7 @@ def roots(plan: LoopPlan) -> list[Expr]:
 
 
 def refused(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why no kernel for Hopper computes this, or nothing. `shapes` are those of the plan's tables."""
+    """The reason why no kernel for Hopper computes a call, or nothing. `shapes` are the shapes of the plan's tables."""
     if dtype not in ("bfloat16", "float16"):
         return (
             f'kernels for Hopper multiply bfloat16 and float16, not {dtype}; cast q, k and v, or use backend="triton"'
@@ -119,7 +119,7 @@ def _refused_lookup(plan: LoopPlan, g: Geometry) -> str:
 
 
 def check_tile(target: Target, geometry: Geometry) -> None:
-    """Raise where a kernel for Hopper has no such tile."""
+    """Raise where a kernel for Hopper does not support a tile."""
     block_q, block_k = target.block_q, target.block_k
     if block_q not in (128, 256) or block_k not in (64, 128, 192, 256):
         raise LoweringError(
@@ -138,8 +138,8 @@ def emit(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, interpreted: bool = False,
     low: bool = False,
 ) -> str:  # fmt: skip
-    """The module's source, whose `attention_forward` gives (out, lse, largest score), and with `low` what rounding took
-    from lse; the same input gives the same text, which holds no length. `interpreted` text runs in Mosaic GPU's
+    """The source of a module, whose `attention_forward` gives (out, lse, largest score), and with `low` what rounding
+    took from lse; the same input gives the same text, which holds no length. `interpreted` text runs in Mosaic GPU's
     interpreter, which has less."""
     check_tile(target, geometry)
     if why := refused(plan, geometry, dtype, {}):
@@ -216,7 +216,8 @@ def _kept(plan: LoopPlan, e: Expressions) -> list[str]:
 
 
 def _finish(plan: LoopPlan, sinks: bool, low: bool) -> list[str]:
-    """`lse`, `largest`, with `low` what rounding took from lse, and `weight`, what the accumulator is multiplied by."""
+    """The lines of `lse`, `largest`, with `low` what rounding took from lse, and `weight`, the factor of the
+    accumulator."""
     lines = ["largest = top * LN2", "weight = 1.0"]
     if plan.guard:
         lines[0] = "largest = jnp.where(total == 0.0, -jnp.inf, top * LN2)"

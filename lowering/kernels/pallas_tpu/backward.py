@@ -48,7 +48,7 @@ TOKENS = {"q": "query", "k": "key"}
 
 @dataclass(frozen=True)
 class Source:
-    """A module, and the names of what its entry gives: "q", "k", "v", or the number of a gradient."""
+    """A module, and the names of its results: "q", "k", "v", or the number of a gradient."""
 
     text: str
     entry: str
@@ -56,7 +56,8 @@ class Source:
 
 
 def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str]) -> str:
-    """All of them, to read: for the gradients of "q", "k", "v" and of the plan's names in `wanted`."""
+    """The text of all backward kernels, to read: for the gradients of "q", "k", "v" and of the plan's names in
+    `wanted`."""
     target = with_tiles(target)
     found = [dq(plan, target, geometry, dtype, wanted), dkv(plan, target, geometry, dtype, wanted)]
     numbers = [i for i, g in captured(plan, wanted) if g.over == "scatter"]
@@ -65,8 +66,8 @@ def emit(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted:
 
 
 def with_tiles(target: Target) -> Target:
-    """The target with tiles of its own for each kernel: the forward's as far as a backward's fit beside one another,
-    where nothing is said; it holds three times as many."""
+    """The target with tiles for each kernel: the forward's, as far as a backward's fit beside one another, where no
+    tiles are given; a backward holds three times as many."""
     block_q, block_k = min(target.block_q, LARGEST), min(target.block_k, LARGEST)
     own = replace(target, block_q=block_q, block_k=block_k, dq=None, dkv=None, decode=None)
     return replace(target, dq=target.dq or own, dkv=target.dkv or own)
@@ -75,7 +76,7 @@ def with_tiles(target: Target) -> Target:
 def dq(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True
 ) -> Source | None:
-    """The kernel that owns rows of query tiles; None where nothing is wanted of it."""
+    """The kernel that owns rows of query tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over in ("head", "row", "diagonal")}
     arrays = {"q"} & set(wanted)
     if not mine and not arrays:
@@ -86,7 +87,7 @@ def dq(
 def dkv(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True
 ) -> Source | None:
-    """The kernel that owns rows of key tiles; None where nothing is wanted of it."""
+    """The kernel that owns rows of key tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over == "column"}
     arrays = {"k", "v"} & set(wanted)
     if not mine and not arrays:
@@ -95,18 +96,18 @@ def dkv(
 
 
 def terms(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool = True) -> Source:
-    """The kernel of what each position adds to the gradient of this number."""
+    """The kernel of the shares of all positions in the gradient of this number."""
     gradients = {number: backward_of(plan).gradients[number]}
     return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided).source()
 
 
 def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradient]]:
-    """Those of the tables and slots in `wanted`, with their numbers."""
+    """The captured gradients of the tables and slots in `wanted`, with their numbers."""
     return [(i, g) for i, g in enumerate(backward_of(plan).gradients) if g.source in wanted]
 
 
 class _TpuKernel:
-    """One kernel. Its kinds say in `build` what it keeps and gives, and what a visit of two tiles does."""
+    """A Pallas TPU backward kernel. Subclasses say in `build` what it keeps and gives, and what a pair of tiles does."""
 
     title = entry = ""
     down: Down = "q"
@@ -145,13 +146,14 @@ class _TpuKernel:
     # -- what its kinds are made of --
 
     def keeps(self, name: str, shape: str, value: str = "") -> None:
-        """A scratch array of a row of tiles, which starts as `value` or 0."""
+        """Declare a scratch array of a row of tiles, which starts as `value` or 0."""
         self.scratch.append(name)
         self.scratch_shapes.append(f"pltpu.VMEM({shape}, Float),")
         self.start.append(f"{name}[...] = {value or f'jnp.zeros({name}.shape, Float)'}")
 
     def gives(self, result: str | int, name: str, spec: str, shape: str, shown: str, said: str) -> None:
-        """A result: an array `name` by `spec`, of `shape` and dtype, which a caller gets as `shown` with it for {}."""
+        """Declare a result: an array `name` by `spec`, of `shape` and dtype, which a caller gets as `shown` with it for
+        {}."""
         self.outputs.append(f"{name}_ref")
         self.out_specs.append(f"{spec},")
         self.out_shapes.append(f"jax.ShapeDtypeStruct({shape}),")
@@ -163,7 +165,7 @@ class _TpuKernel:
         self.functions += [f for f in functions if f not in self.functions]
 
     def read(self, gradient: Gradient) -> str:
-        """`bias[h, q - k]`, or the name of a slot, as the user writes it."""
+        """The text `bias[h, q - k]`, or the name of a slot, as the user writes it."""
         values: list[TableUse | Slot] = [*self.plan.tables, *self.plan.slots]
         sources = {x.name: str(x.source) for x in values}
         index = ", ".join(show(i, known=set(sources)) for i in gradient.index)
@@ -172,7 +174,7 @@ class _TpuKernel:
     # -- a visit --
 
     def tile(self) -> list[str]:
-        """From two tiles to their p, and where they are wanted dm and ds."""
+        """The lines from two tiles to their p, and where they are wanted dm and ds."""
         down = self.down == "q"
         one, two = ("q", "k") if down else ("k", "q")
         names = ("lse", "low", "delta")
@@ -196,20 +198,20 @@ class _TpuKernel:
         return lines
 
     def times(self, name: str, factor: Expr | None, temporary: str = "z") -> tuple[list[str], str]:
-        """(lines, text) of dm times a factor."""
+        """The (lines, text) of dm times a factor."""
         if factor is None or factor is ONE:
             return [], "dm"
         lines, value = self._value(factor, temporary)
         return [*lines, *self._product(name, "dm", value)], name
 
     def _product(self, name: str, one: str, two: str) -> list[str]:
-        """0 where nothing is seen: 0 times NaN or infinity is NaN."""
+        """A product that is 0 at hidden positions: 0 times NaN or infinity is NaN."""
         select = f"{name} = jnp.where(p == 0, 0, {name})"
         made = f"{name} = {one} * {two if re.fullmatch(ATOMS, two) else f'({two})'}"
         return [made, select] if self.careful else [made, "if partial:", f"    {select}"]
 
     def _hide(self) -> list[str]:
-        """m as -inf where nothing is seen; what lies behind the last key or query is nothing."""
+        """The lines that set m to -inf at hidden positions, positions past the last key or query among them."""
         lines = []
         if self.plan.mask is not None:
             made, mask = self._value(self.plan.mask, "x")
@@ -232,7 +234,7 @@ class _TpuKernel:
     # -- the module --
 
     def build(self) -> list[str]:
-        """Declares what the kernel keeps and gives, and says what a visit does."""
+        """Declare the arrays that the kernel keeps and gives, and write the work on a pair of tiles."""
         raise NotImplementedError
 
     def source(self) -> Source:
@@ -288,7 +290,7 @@ class _TpuQueryRows(_TpuKernel):
     """Kernels that own rows of query tiles."""
 
     def numbers(self) -> None:
-        """lse, low and delta, upright; and what belongs to the queries of a row of tiles."""
+        """The lines of lse, low and delta, upright, and of values of the queries of a row of tiles."""
         if not self.inputs.kept:
             self.needs(TURN)
         self.start += pallas_inputs.turned(self.inputs)
@@ -296,7 +298,7 @@ class _TpuQueryRows(_TpuKernel):
             self.keeps(name, "(BLOCK_Q, 1)", f"turned(of_rows_ref[0, 0, {i}:{i + 1}])")
 
     def present(self, added: str) -> list[str]:
-        """What is behind the last query is 0."""
+        """The lines that set positions past the last query to 0."""
         return [
             f"present = {added}",
             "if q_len % BLOCK_Q:  # nothing is behind the last query",
@@ -306,7 +308,7 @@ class _TpuQueryRows(_TpuKernel):
 
 
 class _TpuQueryGradients(_TpuQueryRows):
-    """dq, sums over keys, and sums by distance."""
+    """The kernel of dq, sums over keys, and sums by distance."""
 
     title = "Gradients by query of attention"
     entry = "attention_dq"
@@ -357,7 +359,7 @@ class _TpuQueryGradients(_TpuQueryRows):
 
 
 class _Terms(_TpuQueryRows):
-    """What each position adds to a gradient."""
+    """The kernel of the shares of single positions in a gradient."""
 
     title = "A captured gradient by position"
     entry = "attention_terms"
@@ -376,7 +378,7 @@ class _Terms(_TpuQueryRows):
 
 
 class _TpuKeyGradients(_TpuKernel):
-    """dk, dv, and sums over queries."""
+    """The kernel of dk, dv, and sums over queries."""
 
     title = "Gradients by key of attention"
     entry = "attention_dkv"

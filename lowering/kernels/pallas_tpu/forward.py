@@ -31,7 +31,7 @@ def roots(plan: LoopPlan) -> list[Expr]:
 
 
 def refused(plan: LoopPlan, dtype: str) -> str:
-    """Why no TPU kernel computes this, or nothing."""
+    """The reason why no TPU kernel computes a call, or nothing."""
     if dtype not in DTYPES:
         return f'TPUs have no {dtype}; use float32 or bfloat16, or backend="xla" on CPU'
     if plan.int64:
@@ -53,7 +53,7 @@ def refused(plan: LoopPlan, dtype: str) -> str:
 
 
 def fits(page: int, block_k: int) -> bool:
-    """Whether a page has a whole number of such tiles of keys, or a tile few enough pages."""
+    """Whether a page has a whole number of tiles of keys, or a tile few enough pages."""
     return page % block_k == 0 or (block_k % page == 0 and block_k <= PARTS * page)
 
 
@@ -67,7 +67,7 @@ def keys_of_a_tile(page: int, most: int) -> int:
 
 
 def check(plan: LoopPlan, target: Target, dtype: str) -> None:
-    """Raise where there is no kernel of these tiles."""
+    """Raise for tiles without a kernel."""
     if why := refused(plan, dtype):
         raise LoweringError(why)
     if target.block_q % LANES or target.block_k % LANES:
@@ -83,7 +83,7 @@ def check(plan: LoopPlan, target: Target, dtype: str) -> None:
 
 
 def head(title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, needs_math: bool) -> str:
-    """The beginning of a module: what it computes, imports, constants."""
+    """The head of the module: a docstring of its computation, imports, constants."""
     return filled(
         HEAD,
         title=title,
@@ -101,8 +101,8 @@ def emit(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, strided: bool = True,
     narrow: bool = False, low: bool = False,
 ) -> str:  # fmt: skip
-    """The module's source. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)` takes
-    JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `pallas_walk.TpuWalk`, and
+    """The source of a module. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)`
+    takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk`, and
     numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks` it has them; `strided` is as of
     `TableInputs`; `narrow` says that keys and values have 8 bits: they are converted tile by tile; `low` asks for what
     rounding took from lse too, which a backward takes."""
@@ -177,7 +177,7 @@ def _operands(parts: int) -> list[str]:
 
 
 def _lengths(plan: LoopPlan) -> list[str]:
-    """`kv_len` and `v_dim`; the table of pages is as long as a sequence."""
+    """The text of `kv_len` and `v_dim`; the table of pages is as long as a sequence."""
     if not plan.pages:
         return ["kv_len, v_dim = value.shape[1], value.shape[3]"]
     place = [t.name for t in plan.tables].index(plan.pages)
@@ -193,7 +193,7 @@ def _specs(plan: LoopPlan, parts: int) -> list[str]:
 
 
 def _together(names: list[str], narrow: bool) -> str:
-    """The keys or values of a tile, in the dtype of the queries."""
+    """The text of the keys or values of a tile, in the dtype of the queries."""
     if len(names) > 1:
         return f"together(q_ref.dtype, {', '.join(names)})"
     return f"{names[0]}[0, 0]{'.astype(q_ref.dtype)' if narrow else ''}"
@@ -207,7 +207,8 @@ def _seen(plan: LoopPlan, inputs: pallas_inputs.TableInputs, unwritten: bool) ->
 
 
 def _weighed(plan: LoopPlan, inputs: pallas_inputs.TableInputs) -> list[str]:
-    """In a tile with the mask a weight may be the scale of a value that was never written."""
+    """The text of values with their scales; in a tile with the mask a weight may be the scale of a value that was never
+    written."""
     return _assigned(plan.weight, inputs, "w", "p = p * {0} if not partial else jnp.where(p > 0, p * {0}, 0.0)")
 
 
@@ -226,6 +227,6 @@ def _out(plan: LoopPlan, sinks: bool) -> str:
 
 
 def _rate(plan: LoopPlan) -> str:
-    """Where the kernel finds the rate of dropout."""
+    """The kernel's text for the rate of dropout."""
     floating = [s.name for s in plan.slots if s.type is FLOAT]
     return f"floats[{floating.index(plan.rate or '')}]"

@@ -1,4 +1,4 @@
-"""What the expressions of a Pallas TPU kernel read besides their coordinates, and how it reaches the kernel.
+"""Inputs of the expressions of a Pallas TPU kernel besides coordinates, and their way to the kernel.
 
 - An expression with a lookup that depends on `b h q` or on `b h k` alone (`doc[q]`, `table[doc[k]]`) is worked out
   before the kernel, one value per query or key, and comes in as a block.
@@ -38,7 +38,7 @@ Down = Literal["q", "k"]
 
 
 def mosaic(root: Expr) -> Expr:
-    """As the machine likes it; and Mosaic cannot choose between two vectors of Bool."""
+    """An equal Expr that Mosaic compiles: cheaper operators, and no choice between two vectors of Bool."""
 
     def change(e: Expr) -> Expr:
         if e.op == "where" and e.type is BOOL:
@@ -51,7 +51,7 @@ def mosaic(root: Expr) -> Expr:
 
 @dataclass
 class TableInputs:
-    """Where each expression that reads a table comes from; names are those of the generated module.
+    """The inputs of the expressions that read tables; names are those of the generated module.
 
     >>> from frisket.dsl.ir import lookup
     >>> from frisket.dsl.sugar import eq, h, k, q
@@ -71,7 +71,7 @@ class TableInputs:
     picked: dict[str, str] = field(default_factory=dict)  # table -> its entries, flat
 
     def outside(self) -> dict[Expr, str]:
-        """What is worked out before the kernel."""
+        """The nodes computed before the kernel."""
         return self.heads | self.queries | self.keys | self.distances | self.pairs
 
     def left(self) -> list[Expr]:
@@ -88,7 +88,7 @@ class TableInputs:
 
     @property
     def kept(self) -> dict[Expr, str]:
-        """What belongs to the positions down, turned once per row of tiles and kept in scratch."""
+        """Values of the positions down, turned once per row of tiles and kept in scratch."""
         return self.queries if self.down == "q" else self.keys
 
     @property
@@ -108,7 +108,7 @@ class TableInputs:
 
 
 def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True) -> TableInputs:
-    """Decide for every lookup of these expressions how it reaches the kernel."""
+    """Decide for every lookup of these expressions how its values reach the kernel."""
     inputs = TableInputs(tuple(mosaic(e) for e in roots), down, strided)
     for root in inputs.roots:
         _place(root, inputs)
@@ -141,7 +141,7 @@ def _place(root: Expr, inputs: TableInputs) -> None:
 
 
 def _is_plane(e: Expr) -> bool:
-    """`T[.., q + c, k + c']`: a table as large as the problem itself."""
+    """Whether a lookup is `T[.., q + c, k + c']`: a table as large as the problem itself."""
     moving = [i for i in e.args if uses(i) & {"q", "k"}]
     return len(moving) == 2 and {v for i in moving for v in "qk" if _shifted(i, v)} == {"q", "k"}
 
@@ -177,7 +177,7 @@ def check_tables(plan: LoopPlan, inputs: TableInputs, shapes: Mapping[str, tuple
 def written(
     root: Expr, names: Mapping[Expr, Text], look: Callable[[Expr, str], Text], temporary: str
 ) -> tuple[list[str], str]:
-    """(assignments to `temporary` 0, 1, ..., text of the value) of `root`, with `names` for what is at hand."""
+    """The (assignments to `temporary` 0, 1, ..., text of the value) of `root`, with `names` for values at hand."""
     at_hand = {e: param(f"{i} at hand", e.type) for i, e in enumerate(names)}
     shown = {at_hand[e]: shown for e, shown in names.items()}
 
@@ -200,15 +200,15 @@ def written(
 
 
 def literal(value: bool | int | float) -> Text:
-    """`5`, `-0.5`, `jnp.inf`."""
+    """The text of a literal: `5`, `-0.5`, `jnp.inf`."""
     if isinstance(value, float) and not math.isfinite(value):
         return Text("jnp.nan") if math.isnan(value) else Text("jnp.inf") if value > 0 else Text("-jnp.inf", PREFIX)
     return Text(repr(value), ATOM if value >= 0 else PREFIX)
 
 
 def in_kernel(root: Expr, inputs: TableInputs, temporary: str) -> tuple[list[str], str]:
-    """`root`, one of those the inputs were made for, in the kernel: (assignments, text of the value), which broadcasts
-    to a tile. The kernel has `batch`, `head`, what `here` writes, and the scores as `s`."""
+    """The text of `root`, one of the Exprs the inputs were made for, in the kernel: (assignments, text of the value),
+    which broadcasts to a tile. The kernel has `batch`, `head`, the lines of `here`, and the scores as `s`."""
     forms = {"heads": "{}_ref[batch, head]", "pairs": "{}_ref[0, 0]", "distances": "skewed({}_ref[0, 0, 0])"}
     forms |= {
         "queries": "{}_ref[0, 0]",
@@ -230,7 +230,7 @@ def in_kernel(root: Expr, inputs: TableInputs, temporary: str) -> tuple[list[str
 
 
 def _stored(what: str, type: Type) -> Text:
-    """Bool lives in memory as an integer."""
+    """The text that reads a stored value: Bool lives in memory as an integer."""
     return Text(f"{what} != 0", COMPARISON) if type is BOOL else Text(what)
 
 
@@ -247,8 +247,8 @@ def memory(type: Type) -> str:
 
 
 def definitions(inputs: TableInputs, turns: bool = False) -> list[str]:
-    """Constants and functions that the kernel and what is before it need, above the kernel; with `turns` the kernel has
-    use for `turned` itself."""
+    """The constants and functions that the kernel and the code before it need, above the kernel; with `turns` the
+    kernel has use for `turned` itself."""
     constants, made = prelude(*inputs.roots)
     own = (
         (text.LOOK, inputs.outside()), (text.TURN, inputs.kept or turns), (text.PICK, inputs.picked),
@@ -266,7 +266,8 @@ def _distances(inputs: TableInputs) -> str:
 
 
 def here(plan: LoopPlan, inputs: TableInputs) -> list[str]:
-    """The coordinates, sizes and slots that the kernel computes with. It has `batch`, `head`, `q_tile`, `k_tile`."""
+    """The lines of the coordinates, sizes and slots that the kernel computes with. It has `batch`, `head`, `q_tile`,
+    `k_tile`."""
     used = {n.name for n in inputs.left() if n.op in ("var", "param")}
     shape = {"q": "(BLOCK_Q, 1), 0", "k": "(1, BLOCK_K), 1"}
     if inputs.down == "k":
@@ -286,12 +287,12 @@ def here(plan: LoopPlan, inputs: TableInputs) -> list[str]:
 
 
 def turned(inputs: TableInputs) -> list[str]:
-    """What a row of tiles keeps, where it starts."""
+    """The lines that fill the scratch of a row of tiles, at its start."""
     return [f"{n}[...] = turned({n}_ref[0, 0])" for n in inputs.kept.values()]
 
 
 def scratch(inputs: TableInputs) -> list[str]:
-    """The scratch it is kept in."""
+    """The scratch arrays of a row of tiles."""
     size = "BLOCK_Q" if inputs.down == "q" else "BLOCK_K"
     return [f"pltpu.VMEM(({size}, 1), {memory(e.type)})," for e in inputs.kept]
 
@@ -308,8 +309,9 @@ _DTYPES = {BOOL: "jnp.bool_", INT: "Int", FLOAT: "Float"}
 
 
 def before(plan: LoopPlan, inputs: TableInputs) -> list[str]:
-    """What is worked out in plain JAX before the kernel, from `origin`, `sizes`, `slots`, `tables`, `batch`, `heads`
-    (of queries), `q_len` and `kv_len`: `ints`, `q_origin`, `k_origin`, `floats` if there are any, and the inputs."""
+    """The lines of plain JAX before the kernel, which compute from `origin`, `sizes`, `slots`, `tables`, `batch`,
+    `heads` (of queries), `q_len` and `kv_len`: `ints`, `q_origin`, `k_origin`, `floats` if there are any, and the
+    inputs."""
     lines = ["q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])"]
     whole, floating = ([s.name for s in plan.slots if (s.type is FLOAT) is kind] for kind in (False, True))
     lines += [f"{s.name} = jnp.asarray(slots[{i}], {_DTYPES[s.type]})" for i, s in enumerate(plan.slots)]

@@ -39,9 +39,9 @@ SCALAR_BYTES = 512 * 1024  # scalar memory that a walk may take: half of what a 
 
 
 class TpuWalk(NamedTuple):
-    """The tables, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], or where that is long as
-    few of its first entries as it repeats, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)],
-    `records` [slices * rows * records * 4]."""
+    """The tables of the walk, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], or where that
+    is long as few of its first entries as it repeats, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows
+    + 1)], `records` [slices * rows * records * 4]."""
 
     steps: Any
     slice_of: Any
@@ -52,14 +52,14 @@ class TpuWalk(NamedTuple):
 
 
 def folded(slice_of: NDArray[np.int32], group: int) -> int:
-    """How many query heads of a key head repeat one walk: all of the group, or one."""
+    """The number of query heads of a key head that repeat one walk: all of the group, or one."""
     heads = slice_of.reshape(-1, group)
     return group if (heads == heads[:, :1]).all() else 1
 
 
 def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> TpuWalk:
-    """The walk of `spans`, whose rows have `columns` tiles, in the arrays they are of: numpy's or JAX's, traced or not.
-    With `group` for a grid of key heads.
+    """The walk of `spans`, whose rows have `columns` tiles, in arrays of the same framework: numpy's or JAX's, traced
+    or not. With `group` for a grid of key heads.
 
     >>> bounds = np.array([[[[0, 0, 1, 2]], [[0, 0, 0, 0]]]], np.int32)
     >>> made = walk(Spans(bounds, np.array([[1, 0]], np.int32), np.array([[0]], np.int32)), 2)
@@ -91,15 +91,15 @@ def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> TpuWalk:
 
 
 def _repeated(slice_of: NDArray[np.int32]) -> NDArray[np.int32]:
-    """What a long vector of it repeats, which would be a lot of scalar memory. Short ones stay as they are: whether
-    they repeat hangs on values, and other values should not be another shape."""
+    """The first part of a long vector that repeats, because all of it would be a lot of scalar memory. Short vectors
+    stay as they are: whether they repeat depends on values, and other values should not be another shape."""
     parts = (slice_of[:1, :1], slice_of[:1], slice_of) if slice_of.size > LONG else (slice_of,)
     return next(part for part in parts if (slice_of == part).all()).reshape(-1)
 
 
 def _of_groups(xp: Any, spans: Spans | DeviceSpans, parts: int) -> tuple[Any, Any, NDArray[np.int32]]:
-    """(bounds, whether a record is meant, slice_of) with the records of `parts` heads one after another; as many
-    records as a power of two, so that other values seldom are another shape."""
+    """The walk of groups, (bounds, whether a record is meant, slice_of), with the records of `parts` heads one after
+    another; as many records as a power of two, so that other values seldom are another shape."""
     bounds, slice_of = spans.bounds, spans.slice_of
     number = bounds.shape[2]
     room = 1 << (number - 1).bit_length()
@@ -115,7 +115,7 @@ def _of_groups(xp: Any, spans: Spans | DeviceSpans, parts: int) -> tuple[Any, An
 
 
 def _anchors(xp: Any, ends: Any, shift: Any, entries: int) -> Any:
-    """[slices, entries]: how many rows end at or before each 2**shift-th step."""
+    """The number of rows that end at or before each 2**shift-th step: [slices, entries]."""
     slices = len(ends)
     at = -(-ends >> shift)  # the first anchor that is past the row
     at = xp.minimum(at, entries) + (entries + 1) * xp.arange(slices)[:, None]
@@ -178,9 +178,9 @@ position = position - turn * each
 
 
 def locate(grouped: bool) -> str:
-    """The text of `locate`. It gives ((row, tile), (visits, full, starts, ends)) of a step of (batch, head), and with
-    `grouped` ((row, head of the group, tile), ...) of a step of (batch, key head). The five vectors come from scalar
-    memory; `heads` of the grid, `rows`, `fold` and `parts` are static."""
+    """The text of the function `locate`. It gives ((row, tile), (visits, full, starts, ends)) of a step of (batch,
+    head), and with `grouped` ((row, head of the group, tile), ...) of a step of (batch, key head). The five vectors
+    come from scalar memory; `heads` of the grid, `rows`, `fold` and `parts` are static."""
     if not grouped:
         return filled(_LOCATE, static="heads, rows", what="(row, tile)", turn=[], part=[], result="row, tile")
     part = ["part = turn + lax.div(found, Int(number // parts))  # the head of the group"]
