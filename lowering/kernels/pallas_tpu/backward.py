@@ -107,7 +107,7 @@ def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradien
 
 
 class _TpuKernel:
-    """A Pallas TPU backward kernel. Subclasses say in `build` what it keeps and gives, and what a pair of tiles does."""
+    """A Pallas TPU backward kernel. `build` of a subclass says what it keeps and gives, and what a visit does."""
 
     title = entry = ""
     down: Down = "q"
