@@ -57,7 +57,7 @@ class Expr:
     `==` and `!=` stay Python's identity, because nodes are dictionary keys: use `sugar.eq`, `sugar.ne`.
     """
 
-    __slots__ = ("__weakref__", "args", "depth", "interval", "leaves", "name", "op", "rank", "type")
+    __slots__ = ("__weakref__", "args", "depth", "interval", "leaves", "name", "op", "rank", "settled", "type")
     op: str
     args: tuple[Expr, ...]
     name: Any  # the name of a leaf or table, the value of a literal, the kind of a reduction
@@ -67,6 +67,7 @@ class Expr:
     leaves: tuple[tuple[str, Any, int, Type], ...] | None  # what `named` found
     interval: Any  # of `simplify.facts`
     rank: Any  # of `simplify.order`
+    settled: object  # the rules of which none changes this node or one below it
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Interning must survive pickling: rebuild through `make`.
@@ -137,7 +138,7 @@ def make(op: str, args: tuple[Expr, ...] = (), name: Any = None, type: Type = IN
         found = object.__new__(Expr)
         found.op, found.args, found.name, found.type = op, args, name, type
         found.depth = 1 + max([a.depth for a in args], default=0)
-        found.leaves = found.interval = found.rank = None
+        found.leaves = found.interval = found.rank = found.settled = None
         _interned[key] = found
     return found
 
@@ -310,15 +311,19 @@ def reduce(kind: str, lo: Expr, hi: Expr, body: Callable[[Expr], Expr]) -> Expr:
 def walk(*roots: Expr) -> Iterator[Expr]:
     """Every distinct node below the roots, arguments before their users."""
     seen: set[Expr] = set()
-    stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]
+    stack: list[Expr | None] = [*reversed(roots)]
     while stack:
-        node, ready = stack.pop()
-        if ready:
+        node = stack.pop()
+        if node is None:  # below it stands a node whose arguments are done
+            node = stack.pop()
+            assert node is not None
             yield node
         elif node not in seen:
             seen.add(node)
-            stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args))
+            if node.args:
+                stack += (node, None, *node.args[::-1])
+            else:
+                yield node
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:

@@ -36,8 +36,9 @@ def steps(root: Expr) -> int:
 
 def outside(*roots: Expr) -> list[Expr]:
     """Every distinct node outside the bodies of reductions, arguments before their users."""
-    if not any(e.op == "reduce" for e in walk(*roots)):
-        return list(walk(*roots))
+    nodes = [*walk(*roots)]
+    if not any(e.op == "reduce" for e in nodes):
+        return nodes
     seen: set[Expr] = set()
     out: list[Expr] = []
     stack: list[tuple[Expr, bool]] = [(r, False) for r in reversed(roots)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from .tiles import outside as outside_of
 Array = NDArray[Any]
 SIZE_NAMES = ("B", "H", "Q_LEN", "KV_LEN")
 WRITTEN = 1 << 18  # steps of reductions that kernels write out
+ENDLESS = 1 << 40  # keys before and after a row, more than any call has
 UNDERSTOOD = 1 << 11  # steps of reductions that are reasoned about
 
 
@@ -111,9 +112,7 @@ def analyse(
     env = {**dict(zip(SIZE_NAMES, full, strict=True)), **(params or {})}
     scope = Scope(env, bound, work)
     formula = None
-    ways = solved(expr)
-    if ways is not None and not (ways.needs is TRUE or scope.value(ways.needs, _slices(grid)).all()):
-        ways = None
+    ways = _ways(expr, grid, scope)
     if ways is not None and (made := _by_row(ways, grid, scope)) is not None:
         found, formula = made, ways.formula
         method = "closed form" if formula is not None else "bounds"
@@ -124,6 +123,31 @@ def analyse(
     spans = share(*found, slice_of)
     counts = scope.settled, scope.looked_at, scope.spent, scope.undecided
     return Analysis(spans, formula, method, not scope.undecided, *counts)
+
+
+def closed_form(expr: Expr, grid: Grid, scope: Scope) -> Solved | None:
+    """The intervals of a mask, bound and simplified, whose spans `analyse` writes as a formula, found without a row of
+    tiles; None where it has none, though one may leave 64 bits in a row."""
+    ways = _ways(expr, grid, scope)
+    return ways if ways is not None and ways.formula is not None and _holds(ways, grid, scope) else None
+
+
+def reads_at_most(ways: Solved, grid: Grid, scope: Scope, most: int) -> bool:
+    """Whether no row reads more than `most` tiles, of a mask in closed form that is the same wherever q - k is: no row
+    reads more than one with endless keys around it, and only where that reads more are all rows asked."""
+    (bq, bk), k = grid.block, grid.k[:, None]
+    one = {**_rows(replace(grid, q_len=bq)), "k0": k - ENDLESS, "k1": k + ENDLESS}
+    for rows in (lambda: one, lambda: _rows(grid)):
+        first, last = scope.values(ways.yes[0], rows())
+        if (((last - k) // bk - (first - k) // bk < most) | (last < first)).all():
+            return True
+    return False
+
+
+def _ways(expr: Expr, grid: Grid, scope: Scope) -> Solved | None:
+    ways = solved(expr)
+    holds = ways is not None and (ways.needs is TRUE or scope.value(ways.needs, _slices(grid)).all())
+    return ways if holds else None
 
 
 def _recorded(runs: Runs, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -213,18 +237,29 @@ def _closed(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], 
     env = _rows(grid)
     shape, k0, bk = (len(grid.b), grid.rows), env["k0"], grid.block[1]
     assert ways.full is not None
-    first, last, full_first, full_last = scope.values([*ways.yes[0], *ways.full], env)
-    lo = np.broadcast_to((first - k0) // bk, shape)
-    hi = np.where(last >= first, (last - k0) // bk + 1, lo)
-    full_lo = np.clip(-((k0 - full_first) // bk), lo, hi)
-    full_hi = np.clip((full_last + 1 - k0) // bk, full_lo, hi)
+    ends = scope.values([*ways.yes[0], *ways.full], env)
+    first, last, full_first, full_last = (np.broadcast_to(x, shape) for x in ends)
+    lo, hi = first - k0, last - k0  # a million tokens are ten thousand rows, so arrays are changed where they lie
+    full_lo, full_hi = full_first - k0, full_last - k0
+    hi += bk
+    full_lo += bk - 1
+    full_hi += 1
+    for x in (lo, hi, full_lo, full_hi):
+        x //= bk
+    np.copyto(hi, lo, where=last < first)
+    np.minimum(np.maximum(full_lo, lo, out=full_lo), hi, out=full_lo)
+    np.minimum(np.maximum(full_hi, full_lo, out=full_hi), hi, out=full_hi)
     none = full_lo >= full_hi
     if grid.q_len % grid.block[0]:  # the last row of tiles reaches outside: it has no FULL tile
-        none = none.copy()
         none[:, -1] = True
-    out = np.stack([lo, np.where(none, hi, full_lo), np.where(none, hi, full_hi), hi], axis=-1)
-    count = (hi > lo).astype(np.int32)
-    return (out * count[..., None]).astype(np.int32)[:, :, None], count
+    out, count = np.empty((*shape, 1, 4), np.int32), (hi > lo).astype(np.int32)
+    for i, end in enumerate((lo, full_lo, full_hi, hi)):
+        if end is not lo:
+            np.copyto(end, hi, where=none)
+        out[:, :, 0, i] = end
+    if not count.all():
+        out *= count[..., None, None]
+    return out, count
 
 
 def _swept(ways: Solved, grid: Grid, scope: Scope) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

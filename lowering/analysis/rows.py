@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class Solved:
     rises: tuple[tuple[Expr, Expr], ...]
     anchors: tuple[Anchor, ...]
 
-    @property
+    @cached_property
     def formula(self) -> Bounds | None:
         """The intervals for kernels, whose prologues read no tables by query."""
         if self.full is None or not self.rowwise or any(_reads(n) for e in (*self.yes[0], *self.full) for n in walk(e)):

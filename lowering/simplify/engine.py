@@ -50,7 +50,7 @@ class Simplifier:
     """The rules, indexed by operator; `counts` says how often each rule fired."""
 
     def __init__(self, rules: tuple[Rule, ...] = RULES) -> None:
-        self.by_op = _by_operator(rules)
+        self.rules, self.by_op = rules, _by_operator(rules)
         self.done: dict[Expr, Expr] = {}
         self.counts: Counter[str] = Counter()
         self.steps = 0
@@ -65,6 +65,9 @@ class Simplifier:
             node = stack[-1]
             if node in self.done:
                 stack.pop()
+                continue
+            if node.settled is self.rules:
+                self.done[node] = node
                 continue
             missing = [a for a in node.args if a not in self.done]
             if missing:
@@ -103,6 +106,7 @@ class Simplifier:
                 if self.steps > _STEPS:
                     raise RuntimeError(f"the rules do not settle: {self.counts.most_common(4)}")
                 return new
+        node.settled = self.rules
         return node
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from typing import Any
+
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import FLOAT_FUNCTIONS, ONE, Expr, build, lit
 from frisket.dsl.sugar import maximum, minimum
@@ -12,11 +16,21 @@ from .facts import interval, natural, ordered
 from .pattern import m, n, rule, x, y
 from .rules_order import pair_in_order
 
+_PLAIN: dict[str, Callable[..., Any]] = {  # on numbers of Python, where the interpreter's arrays take ten times as long
+    **{op: getattr(operator, op) for op in ("add", "sub", "mul", "neg", "lt", "le", "gt", "ge", "eq", "ne")},
+    "abs": abs, "min": min, "max": max,
+}  # fmt: skip
+
 
 def fold(node: Expr) -> Expr | None:
     """Fold an operator of literals to the literal the interpreter gives, if there is one."""
     if not node.args or any(a.op != "lit" for a in node.args) or node.op in ("random", "lookup", "segment"):
         return None
+    values = [a.name for a in node.args]
+    if node.op in _PLAIN and node.args[0].type is INT:
+        found = _PLAIN[node.op](*values)
+        if all(-(2**63) <= x < 2**63 for x in (found, *values)):
+            return lit(found)
     try:
         return lit(evaluate(node, {}).item())
     except ValueError:  # it leaves 64 bits: the emitter will say so

@@ -14,12 +14,22 @@ from frisket.dsl.errors import BudgetError, ParameterError, ShapeError
 from frisket.dsl.explain import Explanation, TileExplanation, explain, explain_tile
 from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.lowering.analysis.facts import no_row_empty, pair_counts, row_counts
-from frisket.lowering.analysis.layout import SIZE_NAMES, Analysis, analyse, bind_in_part, grid_of
+from frisket.lowering.analysis.layout import (
+    SIZE_NAMES,
+    Analysis,
+    analyse,
+    bind_in_part,
+    closed_form,
+    grid_of,
+    reads_at_most,
+)
 from frisket.lowering.analysis.questions import always, mixed, never
 from frisket.lowering.analysis.reach import Lookup, lookups
+from frisket.lowering.analysis.rows import Solved
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import EMPTY, FULL, PARTIAL, WORK, Grid, Scope
-from frisket.lowering.plan import Origin, Sizes, Spans, whole
+from frisket.lowering.plan import Bounds, Origin, Sizes, Spans, whole
+from frisket.lowering.simplify import simplify
 from frisket.lowering.spans import Runs, from_records
 from frisket.runtime.machine.parameters import own_state
 
@@ -68,7 +78,7 @@ class Tiling:
         self.q_len, self.kv_len, self.batch, self.heads, self.block = q_len, kv_len, batch, heads, block
         self.origin, self.sizes = origin, sizes or whole(origin, (batch, heads, q_len, kv_len))
         self.work, self.look = budget, exact
-        self.analysis: Analysis = self._analyse(transposed=False)
+        self._analysis: Analysis | None = None
 
     def _analyse(self, *, transposed: bool) -> Analysis:
         return analyse(
@@ -78,6 +88,32 @@ class Tiling:
         )  # fmt: skip
 
     # -- tiles ------------------------------------------------------------------------------------
+
+    @property
+    def analysis(self) -> Analysis:
+        """The analysis, made when it is first asked for."""
+        if self._analysis is None:
+            self._analysis = self._analyse(transposed=False)
+        return self._analysis
+
+    @cached_property
+    def _closed(self) -> Solved | None:
+        if not (self.q_len and self.kv_len):
+            return None
+        bound = simplify(bind_in_part(self.mask, {n: t.array for n, t in self.tables.items()}))
+        return closed_form(bound, self._grid[0], self.scope())
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The mask's closed form, found without laying out a tile."""
+        return self._analysis.bounds if self._analysis else self._closed and self._closed.formula
+
+    def reads_at_most(self, most: int) -> bool:
+        """Whether no row reads more than `most` tiles, of a mask that is the same wherever q - k is."""
+        if self._analysis or self._closed is None:
+            bounds = self.spans.bounds
+            return int((bounds[..., 3] - bounds[..., 0]).sum(-1).max()) <= most
+        return reads_at_most(self._closed, self._grid[0], self.scope(), most)
 
     @property
     def spans(self) -> Spans:
@@ -192,7 +228,7 @@ class Tiling:
         env = {**dict(zip(SIZE_NAMES, self.sizes, strict=True)), **self.params}
         return Scope(env, self.tables, self.work if work is None else work)
 
-    @property
+    @cached_property
     def _grid(self) -> tuple[Grid, Array]:
         return grid_of(self.mask, self.q_len, self.kv_len, self.batch, self.heads, self.block, self.origin)
 

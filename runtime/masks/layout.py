@@ -163,7 +163,9 @@ def make_layout(
     tables = {n: Table(t) for n, t in mask.tables.items()}
     written = bind_in_part(mask.expr, mask.tables)
     simple, _ = prepare(written, None)
-    return Layout(
+    made = Layout(
         TRUE if simple is None else simple, dict(mask.scalars), tables, q_len, kv_len, batch, heads,
         (int(pair[0]), int(pair[1])), origin, sizes, exact, mask.expr, WORK if budget is None else budget,
     )  # fmt: skip
+    made.analysis  # noqa: B018 - errors are raised here
+    return made

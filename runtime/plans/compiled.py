@@ -115,8 +115,8 @@ class Work:
 
     fixed: Fixed
     inputs: Inputs
-    spans: Spans
     place: Place
+    few: Spans | None = None  # the spans of few queries, where no layout is needed for them
 
     @property
     def program(self) -> CallProgram:
@@ -145,6 +145,11 @@ class Work:
     @cached_property
     def layout(self) -> Layout:
         return self.fixed.layout(self.place)
+
+    @property
+    def spans(self) -> Spans:
+        """Records per row of tiles, laid out when they are first asked for."""
+        return self.few or self.layout.spans
 
 
 _works: OrderedDict[tuple[Any, ...], Work] = OrderedDict()
@@ -180,8 +185,11 @@ def _work(
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     layout = fixed.layout(place)
     nonempty = fixed.no_empty_row(q_len, kv_len, origin) or bool(proofs and layout.facts.rows_nonempty)
-    limits = limits_of(layout.sizes, fixed.scalars, fixed.arrays)
-    made = Work(fixed, fixed.inputs(layout.analysis.bounds, nonempty, limits, dropout), layout.spans, place)
+    try:
+        inputs = _inputs(fixed, layout.bounds, nonempty, layout.sizes, dropout)
+    except LoweringError:  # the closed form may leave 64 bits where the mask does not
+        inputs = _inputs(fixed, layout.analysis.bounds, nonempty, layout.sizes, dropout)
+    made = Work(fixed, inputs, place)
     made.__dict__["layout"] = layout
     return made
 
@@ -195,27 +203,22 @@ def _few_work(
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, lengths)
     spans = fixed.few and fixed.few.spans(q_len, kv_len, batch, heads, block, origin, full)
-    if fixed.few and spans:
-        bounds = fixed.few.formula
-    else:
-        analysis = fixed.layout(place).analysis
-        spans, bounds = analysis.spans, analysis.bounds
-    room = tuple((n - 1).bit_length() for n in full)
+    layout = fixed.layout(place)
+    bounds = fixed.few.formula if fixed.few and spans else layout.analysis.bounds
+    room: Any = tuple(1 << (n - 1).bit_length() for n in full)
+    nonempty = fixed.no_empty_row(q_len, kv_len, origin)
     try:
-        inputs = _few_inputs(fixed, bounds, fixed.no_empty_row(q_len, kv_len, origin), room, dropout)
+        inputs = _inputs(fixed, bounds, nonempty, room, dropout)
     except LoweringError:  # too much room: 64 bits are not enough for it
-        limits = limits_of(full, fixed.scalars, fixed.arrays)
-        inputs = fixed.inputs(bounds, fixed.no_empty_row(q_len, kv_len, origin), limits, dropout)
-    return Work(fixed, inputs, spans, place)
+        inputs = _inputs(fixed, bounds, nonempty, full, dropout)
+    made = Work(fixed, inputs, place, spans)
+    made.__dict__["layout"] = layout
+    return made
 
 
 @lru_cache(maxsize=CACHED)
-def _few_inputs(
-    fixed: Fixed, bounds: Bounds | None, nonempty: bool, room: tuple[int, int, int, int], dropout: bool
-) -> Inputs:
-    """`room`: bits of the largest positions."""
-    b, h, q, k = (1 << n for n in room)
-    return fixed.inputs(bounds, nonempty, limits_of((b, h, q, k), fixed.scalars, fixed.arrays), dropout)
+def _inputs(fixed: Fixed, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> Inputs:
+    return fixed.inputs(bounds, nonempty, limits_of(full, fixed.scalars, fixed.arrays), dropout)
 
 
 @lru_cache(maxsize=CACHED)

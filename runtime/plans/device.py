@@ -27,7 +27,7 @@ from frisket.runtime.machine.parameters import names_of, refuse_meta, traced
 
 from .compiled import UNDRAWN
 from .device_static import Key, Laid, Values, host_layout, laid_of, origin_of
-from .host import few_tiles
+from .host import FEW_TILES
 
 
 def divided(
@@ -124,7 +124,7 @@ class FlatPlan:
         return (
             laid.planner is None
             and distance_only(laid.host.expr)
-            and few_tiles(host_layout(self.key, (128, 128)).spans)
+            and host_layout(self.key, (128, 128)).reads_at_most(FEW_TILES)
         )
 
     @property

@@ -13,6 +13,8 @@ from frisket.runtime.calls.stored_kv import Stored
 
 from .compiled import Work, fixed_of, work
 
+FEW_TILES = 4  # of 128 x 128 that a row of a narrow mask reads at most
+
 
 class Plan:
     """Tables and layout of a mask for given lengths, built once: `att.plan(4096, 4096, 1, 8, doc=doc)`.
@@ -87,12 +89,7 @@ class Plan:
             self.program.require_bound()
             return False
         made = self.work((128, 128))
-        return made.plan.mask is not None and distance_only(made.plan.mask) and few_tiles(made.spans)
+        return made.plan.mask is not None and distance_only(made.plan.mask) and made.layout.reads_at_most(FEW_TILES)
 
     def __repr__(self) -> str:
         return f"Plan({self.program}, {self.q_len} x {self.kv_len}, batch {self.batch}, {self.heads} heads)"
-
-
-def few_tiles(spans: Any) -> bool:
-    """Whether no row of tiles reads more than four."""
-    return int((spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1).max()) <= 4
