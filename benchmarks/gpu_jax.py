@@ -5,7 +5,6 @@ Arrays are [batch, length, heads, dim]. A backward is timed alone: what the forw
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
@@ -49,9 +48,9 @@ def platform(scale: Scale) -> str:
     if scale.dry:
         jax.config.update("jax_platforms", "cpu")
         return "cpu"
-    from frisket.runtime.jax.platforms import here
+    from frisket.runtime.backends.registry import platform_of
 
-    return here()
+    return platform_of(jax.numpy.zeros(()))
 
 
 # -- correctness ------------------------------------------------------------------------------------------
@@ -100,15 +99,20 @@ def _checked(backend: str, what: str, case: Any, where: str) -> tuple[str, str]:
     from support import attention_cases as cases
     from support.jax import jax_gradients
 
-    from frisket.runtime.jax.platforms import EXECUTORS, executor, target_on
+    from frisket.runtime.backends.base import RECORDS
+    from frisket.runtime.backends.registry import target_on
 
     made, g = cases.plan(case), cases.geometry(case)
     tables = cases.tables(case, made)
-    module = importlib.import_module(EXECUTORS[backend][what == "backward"])
-    if why := module.reason(made, g, case.dtype, {n: x.shape for n, x in tables.items()}):
+    run, backward = RECORDS[backend].executors["jax"], what == "backward"
+    shapes = {n: x.shape for n, x in tables.items()}
+    why = run.refuses(made, g, case.dtype, shapes) if run.refuses else ""
+    if backward and not why and run.refuses_gradients:
+        why = run.refuses_gradients(made, g, case.dtype, shapes, frozenset("qkv"))
+    if why:
         return why, ""
     target = target_on(backend, made, g, case.dtype, None, False)
-    run = partial(executor(backend, what), platform=where)
+    run = partial(RECORDS[backend].executor("jax", backward), platform=where)
     try:
         if what == "forward":
             slots = cases.slots(case, made)

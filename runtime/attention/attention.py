@@ -8,12 +8,14 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from frisket.dsl.errors import FrisketError, LoweringError, ParameterError, ShapeError
+from frisket.dsl.errors import BackendError, FrisketError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.backends.registry import GUARDED, PRINTED, check_interpreted, check_name, choose, target_of
+from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.registry import check_name, choose, library, printed, target_of
+from frisket.runtime.backends.registry import named as backend_named
 from frisket.runtime.backends.stages import show, stages_of
 from frisket.runtime.calls.arrays import (
     Array,
@@ -202,7 +204,8 @@ class Attention:
             plan = plan.stored_as(how)
         backend = choose(self.options.backend, given.framework, given.device)
         rate, sinks = self.options.dropout, self.options.sinks if sinks is None else sinks
-        check_interpreted(backend, given.dtype)
+        if why := RECORDS[backend].refused_dtype(given.dtype):
+            raise BackendError(why)
         seed = seed_of(seed, rate, given.framework)
         sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
@@ -218,7 +221,7 @@ class Attention:
         """(out, lse, top) of a call; top may be None where nobody asks for it."""
         if call.geometry.vacant:
             return nothing(call)
-        if call.backend == "dense":
+        if RECORDS[call.backend].oracle:
             return interpreted(call)
         given, geometry, plan = call.given, call.geometry, call.plan
         if given.framework == "torch":
@@ -227,7 +230,7 @@ class Attention:
         settings = Settings.read()
         if names := settings.show:
             target = target_of(call.backend, geometry, given.dtype, self.options, plan)
-            made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
+            made = plan.work((target.block_q, target.block_k), proofs=RECORDS[call.backend].guarded)
             show(names, plan, made, target, geometry, given.dtype)
         from frisket.runtime.jax import op as jax_op
 
@@ -332,14 +335,14 @@ class Attention:
         x = next(iter(given.values()), None)
         framework = framework_of(x) or "torch"
         backend = choose(self.options.backend, framework, device_of(x, framework)) if given else ""
-        if backend == "triton":  # planned by the call, whose tiles are known
+        if given and RECORDS[backend].loads:  # planned by the call, whose tiles are known
             return self._kept_plan(g, host, given)
         block = self._flat_block(backend, x, g) if given else None
         return self._made_plan(q_len, kv_len, batch, heads, origin, sizes, host, given, block)
 
     def _flat_block(self, backend: str, x: Any, g: Geometry) -> tuple[int, int]:
         """The tiles a call is likely to have; another size is planned when it is met."""
-        dtype = "float32" if backend in ("aten", "xla", "cpp") else "bfloat16"
+        dtype = "bfloat16" if RECORDS[backend].accelerated else "float32"
         target = target_of(backend, g, dtype, self.options, device=getattr(x, "device", None))
         return target.block_q, target.block_k
 
@@ -391,10 +394,10 @@ class Attention:
 
         Takes q, k and v instead of sizes too. `dtype` is "float32" unless given.
         """
-        if backend not in PRINTED:
+        if backend not in (texts := printed()):
             check_name(backend)
             raise LoweringError(
-                f"backend {backend!r} runs library calls and has no kernel text; there is text for {', '.join(PRINTED)}"
+                f"backend {backend!r} runs library calls and has no kernel text; there is text for {', '.join(texts)}"
             )
         return self.stages(*shape, backend=backend, **sizes).source
 
@@ -424,12 +427,12 @@ class Attention:
             g = Geometry(
                 batch, heads, kv_heads or heads, q_len, kv_len, head_dim, v_dim or head_dim, factor, origin, sizes
             )
-            name = backend or self.options.backend or Settings.read().backend or "aten"
+            name = backend or self.options.backend or Settings.read().backend or library("torch")
         check_name(name)
-        name = {"library": "aten", "native": "cpp"}.get(name, name)
+        name = backend_named(name, "torch").name
         plan = Plan(program, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
         target = target_of(name, g, dtype, self.options, plan, arch=arch)
-        made = plan.work((target.block_q, target.block_k), proofs=name in GUARDED)
+        made = plan.work((target.block_q, target.block_k), proofs=RECORDS[name].guarded)
         return stages_of(made, target, g, dtype, self.options.sinks is not None, self.learned)
 
     # -- checking ---------------------------------------------------------------------------------
@@ -447,7 +450,7 @@ class Attention:
         gradients &= not live and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
         call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live})
-        if gradients and call.backend != "dense":
+        if gradients and RECORDS[call.backend].has_gradients(call.given.framework):
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
             found = report_gradients(partial(self, return_lse=True, **how), call, params)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
 
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.lowering.stages import Pair, Stages
@@ -12,9 +11,7 @@ from frisket.runtime.plans.call import AnyPlan
 from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import FlatPlan, FlatWork
 
-if TYPE_CHECKING:
-    from frisket.lowering.kernels.triton.writer import Dims
-    from frisket.runtime.backends.triton.decode import Shares
+from .base import RECORDS
 
 
 def text_of(
@@ -22,53 +19,9 @@ def text_of(
 ) -> tuple[str, Target]:
     """The kernel's text and the target it runs with; the text is empty where library calls run. `learned` are the
     user's names of what gradients flow to beside the arrays."""
-    if target.backend == "cpp":
-        from frisket.lowering.kernels.cpp import forward as cpp
-
-        return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype), target
-    if target.backend == "triton":
-        from frisket.lowering.kernels.triton import decode as triton_decode
-        from frisket.lowering.kernels.triton import module as triton
-
-        values: list[Any] = [*plan.tables, *plan.slots]
-        read = [x for x in values if x.source in learned]
-        live = tuple(s.name for s in plan.slots if s in read)
-        dims, few = dims_of(g, dtype, live), few_queries(plan, target, g, dtype)
-        if few is not None:
-            return triton_decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks), few.target
-        wanted = triton.ARRAYS.union(x.name for x in read)
-        return triton.emit(plan, target, dims, wanted=wanted, sinks=sinks), target
-    if target.backend == "pallas-tpu":
-        from frisket.lowering.kernels.pallas_tpu import backward as pallas_tpu_backward
-        from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
-
-        known: list[Any] = [*plan.tables, *plan.slots]
-        names = {*"qkv", *(x.name for x in known if x.source in learned)}
-        text = pallas_tpu.emit(plan, target, g, dtype, sinks)
-        if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
-            return text, target
-        return f"{text}\n\n{pallas_tpu_backward.emit(plan, target, g, dtype, names)}", target
-    if target.backend == "pallas-mosaic-gpu":
-        from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
-
-        return pallas_gpu.emit(plan, target, g, dtype, sinks), target
-    return "", target
-
-
-def dims_of(g: Geometry, dtype: str, live: tuple[str, ...] = ()) -> Dims:
-    """What of the shapes Triton's kernels depend on, and the slots whose values they load."""
-    from frisket.lowering.kernels.triton.writer import Dims
-
-    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
-
-
-def few_queries(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> Shares | None:
-    """How Triton divides a call of few queries, on the GPU at hand or an H100; None where there are many, though
-    such a call is divided too where its grid leaves much of the GPU idle."""
-    from frisket.runtime.backends.triton.decode import PACK, shares
-    from frisket.runtime.backends.triton.tiles import processors
-
-    return None if g.q_len >= PACK else shares(plan, None, g, target, dims_of(g, dtype), processors())
+    emit = RECORDS[target.backend].text
+    found: tuple[str, Target] = ("", target) if emit is None else emit(plan, target, g, dtype, sinks, learned)
+    return found
 
 
 def stages_of(

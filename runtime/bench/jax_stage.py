@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 
 from frisket.runtime.attention.entry import compile
-from frisket.runtime.backends.registry import OF_FRAMEWORK, reason
+from frisket.runtime.backends.registry import library, ranked, reason
 
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
 from .machine import seconds
 
 REST = 0.1  # arrays of every pair go back to the system after an answer: 60 ms that are nobody else's
-OURS = {"cpu": ("cpp", "xla"), "gpu": ("pallas-mosaic-gpu", "triton"), "tpu": ("pallas-tpu",)}
 
 
 def stage(device: str) -> Stage:
     """`device` is "cpu", "gpu" or "tpu"."""
     import jax
 
-    assert set(OURS[device]) <= set(OF_FRAMEWORK["jax"])
-    found = [Contestant(f"frisket {b}", partial(_ours, b, device), True, reason(b, "jax")) for b in OURS[device]]
+    ours = [b.name for b in ranked("jax", "cuda" if device == "gpu" else device)]
+    ours += [library("jax")] if device == "cpu" else []
+    found = [Contestant(f"frisket {b}", partial(_ours, b, device), True, reason(b, "jax")) for b in ours]
     found.append(Contestant("jax.nn.dot_product_attention", partial(_attention, None, device), family="jax"))
     if device == "gpu":
         found.append(Contestant("the same by cuDNN", partial(_attention, "cudnn", device), family="jax"))

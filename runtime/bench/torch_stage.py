@@ -19,7 +19,7 @@ from frisket.lowering.kernels.torch_mask_mod import score_mod
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
 from frisket.runtime.attention.entry import compile
-from frisket.runtime.backends.registry import reason
+from frisket.runtime.backends.registry import library, ranked, reason
 from frisket.runtime.machine.generated import load
 
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
@@ -33,7 +33,7 @@ def stage(device: str, lengths: bool = False) -> Stage:
     compiled as torch does where it is not told otherwise; else for the shapes at hand alone, which is faster."""
     import torch
 
-    tiers = ("cpp", "aten") if device == "cpu" else ("triton",)
+    tiers = [b.name for b in ranked("torch", device)] + ([library("torch")] if device == "cpu" else [])
     found = [Contestant(f"frisket {tier}", partial(_ours, tier, device), True, reason(tier, "torch")) for tier in tiers]
     found += [
         Contestant("SDPA is_causal", partial(_is_causal, device), family="sdpa"),

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from frisket.dsl.errors import BackendError, BackwardError, LoweringError, MismatchError, ParameterError
 from frisket.runtime.attention.report import FLOOR, Report
-from frisket.runtime.backends.interpreters import emulated
-from frisket.runtime.backends.registry import OF_FRAMEWORK, PALLAS, check_name, interpreted, lowerable, reason
+from frisket.runtime.backends.base import RECORDS, Backend, backends_of
+from frisket.runtime.backends.registry import check_name, lowerable, reason
 from frisket.runtime.bench.packed import choose, installed
 from frisket.runtime.masks.mask import Program, mask
 
@@ -160,29 +160,30 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     every = list(product(lengths, dict.fromkeys(shared), (False, True), (False, True)))
     picked = every if args.all else few[1:2] if args.quick else few
     for framework in installed():
-        for backend in OF_FRAMEWORK[framework]:
-            if backend == "dense" or not asked(backend, framework, args.backend):
+        for backend in backends_of(framework):
+            if backend.oracle or not asked(backend, framework, args.backend):
                 continue
-            usual = DTYPES if args.all else ("float32", "float16" if interpreted(backend) else "bfloat16")
-            for dtype in args.dtype or (usual[:1] if args.quick else usual):
-                if not (interpreted(backend) and dtype == "bfloat16"):  # Triton's interpreter has none
+            taken = [n for n in DTYPES if not backend.refused_dtype(n)]
+            for dtype in args.dtype or (taken if args.all else taken[: 1 if args.quick else 2]):
+                if dtype in taken:
                     for (q, k), kv_heads, hidden, gradients in picked:
-                        yield Case(framework, backend, dtype, q, k, heads, kv_heads, hidden, gradients)
+                        gradients &= backend.has_gradients(framework)
+                        yield Case(framework, backend.name, dtype, q, k, heads, kv_heads, hidden, gradients)
 
 
-def asked(backend: str, framework: str, named: Sequence[str] | None) -> bool:
+def asked(backend: Backend, framework: str, named: Sequence[str] | None) -> bool:
     """Whether a backend takes part: one that is named where it runs at all, others where no interpreter runs them."""
-    if named and backend in PALLAS:
-        return backend in named and not lowerable(backend)
-    return (
-        backend in (named or (backend,)) and not reason(backend, framework) and (bool(named) or not emulated(backend))
-    )
+    if not named:
+        return not reason(backend.name, framework) and not backend.interpreted
+    if backend.interpreter is not None and backend.interpreted:
+        return backend.name in named and not lowerable(backend.name)
+    return backend.name in named and not reason(backend.name, framework)
 
 
 def left_out() -> list[str]:
     """Backends that take part where they are named: an interpreter runs them here."""
-    all_of = ((name, framework) for framework in installed() for name in OF_FRAMEWORK[framework])
-    return list(dict.fromkeys(n for n, f in all_of if n != "dense" and asked(n, f, [n]) and not asked(n, f, None)))
+    all_of = ((b, framework) for framework in installed() for b in backends_of(framework) if not b.oracle)
+    return list(dict.fromkeys(b.name for b, f in all_of if asked(b, f, [b.name]) and not asked(b, f, None)))
 
 
 def outcome(case: Case, program: Program, args: argparse.Namespace) -> Outcome:
@@ -208,7 +209,8 @@ def arrays(case: Case, batch: int) -> tuple[Any, ...]:
     if case.framework == "torch":
         import torch
 
-        device = "cuda" if case.backend == "triton" and not interpreted(case.backend) else "cpu"
+        backend = RECORDS[case.backend]
+        device = "cuda" if backend.accelerated and not backend.interpreted else "cpu"
         return tuple(torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in made)
     import jax.numpy as jnp
 

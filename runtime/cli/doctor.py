@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 import frisket
-from frisket.runtime.backends.registry import HOW, backends, choose
+from frisket.runtime.backends.base import LIBRARY, RECORDS
+from frisket.runtime.backends.registry import backends, choose, here
 from frisket.runtime.bench.machine import cpu_name
 from frisket.runtime.bench.packed import installed
 from frisket.runtime.machine import cpp_build as native_build
@@ -39,15 +40,6 @@ PACKAGES = {  # what each is for, and the extra that brings it
     "qwix": ("dot products of few bits", "quantized"),
 }
 NAMES = 20  # columns that they take
-KERNELS = {
-    "aten": "library calls of torch",
-    "xla": "library calls of JAX",
-    "cpp": "kernels for this CPU",
-    "triton": "kernels for GPUs",
-    "pallas-tpu": "kernels for TPUs",
-    "pallas-mosaic-gpu": "kernels for Hopper",
-    "dense": "the float64 interpreter",
-}
 
 
 def add_doctor(p: argparse.ArgumentParser) -> None:
@@ -58,7 +50,7 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
     """Versions, the machine, the backends, what native kernels are built with, caches, settings."""
     versions = {"frisket": frisket.__version__} | {name: version(name) for name in PACKAGES}
     missing = backends()
-    ready = {name: why or "runs here" + HOW.get(name, "") for name, why in missing.items()}
+    ready = {name: why or here(name) for name, why in missing.items()}
     given = {v.name: os.environ[v.name] for v in VARIABLES if v.name in os.environ}
     where = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}", "cpus": cpus()}
     built, kept, calls = native(), caches(), usual()
@@ -71,7 +63,7 @@ def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
         row("frisket", f"{versions['frisket']}, Python {where['python']}"),
         row("machine", f"{where['system']}, {cpu_count()}, {cpu_name()}"),
         marks("packages", ((name, package(name, versions[name]), bool(versions[name])) for name in PACKAGES)),
-        marks("backends", ((n, missing[n] or f"{why}: {KERNELS[n]}", not missing[n]) for n, why in ready.items())),
+        marks("backends", ((n, why or f"{ready[n]}: {RECORDS[n].kernels}", not why) for n, why in missing.items())),
         row("calls", "\n".join(f"on the CPU, arrays of {name} run on {backend}" for name, backend in calls.items())),
         row("native", "\n".join(f"{name:{NAMES}} {x}" for name, x in built.items()), NAMES + 1),
         row("caches", "\n".join(f"{folder}: {found}" for folder, found in files.items()) or "nothing is kept yet"),
@@ -115,7 +107,7 @@ def native() -> dict[str, Any]:
     """What the C++ kernels are built with and where they are kept; the reason where they are not used."""
     if why := native_build.reason():
         return {"off": why}
-    off = {"off": "FRISKET_BACKEND is library"} if Settings.read().backend == "library" else {}
+    off = {"off": f"FRISKET_BACKEND is {LIBRARY}"} if Settings.read().backend == LIBRARY else {}
     command, folder = native_build.compiler(), native_build.writable()
     assert command is not None  # else there is a reason
     wanted = native_build.directories()[0]

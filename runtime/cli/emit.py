@@ -7,19 +7,20 @@ import argparse
 from rich.console import Console
 
 from frisket.dsl.errors import ParameterError
-from frisket.runtime.backends.registry import PRINTED
+from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.registry import printed
 
 from .answer import CommandResult, code
 from .input import compiled, read_program, shapes
 from .options import add_sizes, add_subject, examples, positive
-from .report import report
+from .report import check_reports, report
 
 
 def add_emit(p: argparse.ArgumentParser) -> None:
     add_subject(p, block=None)
     add_sizes(p)
     kernel = p.add_argument_group("the kernel")
-    kernel.add_argument("--backend", required=True, help=", ".join(PRINTED))
+    kernel.add_argument("--backend", required=True, help=", ".join(printed()))
     kernel.add_argument("--kv-heads", type=positive, metavar="N", help="heads of keys; default: --heads")
     kernel.add_argument("--head-dim", type=positive, default=64, metavar="N", help="default: %(default)s")
     kernel.add_argument("--v-dim", type=positive, metavar="N", help="head size of values; default: --head-dim")
@@ -39,11 +40,11 @@ def add_emit(p: argparse.ArgumentParser) -> None:
 def emit(args: argparse.Namespace, console: Console) -> CommandResult:
     if args.report:
         return report(args, console)
-    if args.arch and args.backend != "triton":
-        raise ParameterError(f"--arch is about Triton kernels, not {args.backend!r}; write --backend triton")
+    if args.arch:
+        check_reports("--arch", args.backend)
     if args.arch and len(args.arch) > 1:
         raise ParameterError(f"one text is for one GPU: --arch {args.arch[0]}; several go with --report")
     arch = args.arch[0] if args.arch else None
     source = compiled(read_program(args), args.block).source(args.backend, arch=arch, **shapes(args)).rstrip("\n")
-    language = "cpp" if args.backend in ("cpp", "native") else "python"
-    return CommandResult({"backend": args.backend, "source": source}, [code(source, language, console)])
+    highlight = RECORDS[args.backend].highlight
+    return CommandResult({"backend": args.backend, "source": source}, [code(source, highlight, console)])

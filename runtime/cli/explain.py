@@ -12,6 +12,7 @@ from rich.text import Text
 from frisket.dsl.errors import ShapeError, Span
 from frisket.dsl.ir import Expr, walk
 from frisket.lowering.stages import NAMES
+from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.draw import terminal
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask
@@ -159,7 +160,7 @@ def shown(name: str, stages: Any, console: Console) -> Text:
     """One stage as it prints, in colours where there are some."""
     text: str = stages.text(name)
     if name == "source" and stages.source:
-        return code(text, "cpp" if stages.target.backend == "cpp" else "python", console)
+        return code(text, RECORDS[stages.target.backend].highlight, console)
     if name == "layout" and isinstance(stages.layout, Layout):
         return Text.assemble(text.partition("\n")[0], "\n", terminal.layout_picture(stages.layout))
     return Text(text)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.kernels.triton.writer import Dims
+from frisket.runtime.backends.base import RECORDS, backends_of
 from frisket.runtime.backends.triton import report as triton_report
 
 from .answer import BAD, GOOD, CommandResult, table
@@ -20,15 +21,22 @@ from .progress import progress
 HEAD = ("kernel", "GPU", "queries x keys", "warps", "stages", "registers", "spills", "shared memory", "MMA")
 
 
+def check_reports(option: str, backend: str) -> None:
+    """Refuse an option about kernels that are compiled ahead of time, for a backend whose kernels are not."""
+    found = RECORDS.get(backend)
+    if found is None or found.reports is None:
+        name = next(b.name for b in backends_of() if b.reports)
+        raise ParameterError(f"{option} is about {name.title()} kernels, not {backend!r}; write --backend {name}")
+
+
 def report(args: argparse.Namespace, console: Console) -> CommandResult:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
-    if args.backend != "triton":
-        raise ParameterError(f"--report is about Triton kernels, not {args.backend!r}; write --backend triton")
+    check_reports("--report", args.backend)
     architectures = args.arch or ["sm_90"]
     for arch in architectures:
         triton_report.check_compiles(arch)
     att, sizes = compiled(read_program(args), args.block), shapes(args)
-    stages = {arch: att.stages(backend="triton", arch=arch, **sizes) for arch in architectures}
+    stages = {arch: att.stages(backend=args.backend, arch=arch, **sizes) for arch in architectures}
     found: list[triton_report.Report] = []
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:

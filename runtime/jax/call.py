@@ -15,23 +15,24 @@ from typing import Any
 import numpy as np
 
 import frisket
-from frisket.dsl.errors import LoweringError, ParameterError
+from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSource, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.backends.registry import GUARDED
+from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.registry import library, target_on
 from frisket.runtime.machine.cpp_build import BuildError, fall_back
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.plans.device import FlatPlan
 from frisket.runtime.plans.device_static import Key
 from frisket.runtime.plans.host import Plan
 
-from .platforms import backend_on, executor, library, target_on
+from .arrays import narrowed
+from .platforms import backend_on, executor
 
 Arrays = dict[str, Any]
-NORMED = ("cpp",)  # backends that say what they take off the scores of each row, not what rounding takes from lse
 SHARD = ("batch shard", "head shard")  # operands: which of the shards this is
 
 
@@ -146,7 +147,8 @@ class JaxCall:
         q_len, 2], what native kernels have in its place; zeros of the other kind. `plan` is the source where it is at
         hand, and keeps what is made of it."""
         run, how = _BackendRun(self, backend, arrays, plan), _how(backend, platform)
-        if low and backend not in NORMED:
+        offset = RECORDS[backend].rows == "offset"
+        if low and not offset:
             how["low"] = True
         qkv = (arrays[n] for n in "qkv")
         try:
@@ -161,7 +163,7 @@ class JaxCall:
         import jax.numpy as jnp
 
         lse = result[1]
-        if backend not in NORMED:
+        if not offset:
             return *result, jnp.zeros((*lse.shape, 2), lse.dtype)
         from frisket.runtime.backends.cpp.jax import low_of
 
@@ -172,14 +174,14 @@ class JaxCall:
         if self.backend:
             raise error
         fall_back(error)
-        return "xla"
+        return library("jax")
 
     @usual_promotion()
     def backward(self, backend: str, platform: str, arrays: Arrays, wanted: frozenset[str]) -> Arrays:
         """The gradients of `wanted`, in the dtypes of what they are of."""
         run, how = _BackendRun(self, backend, arrays), _how(backend, platform)
         given = (arrays.get(n) for n in ("q", "k", "v", "out", "lse", "dout", "dlse"))
-        if backend not in NORMED:
+        if RECORDS[backend].rows != "offset":
             how["low"] = arrays.get("low")
         elif "norm" in arrays or "low" not in arrays:
             how["norm"] = arrays.get("norm")
@@ -232,7 +234,7 @@ def _content(source: Any) -> tuple[Any, ...]:
 
 
 def _how(backend: str, platform: str) -> dict[str, Any]:
-    return {} if library(backend) else {"platform": platform}
+    return {"platform": platform} if RECORDS[backend].accelerated else {}
 
 
 class _BackendRun:
@@ -257,7 +259,7 @@ class _BackendRun:
         narrow = bool(getattr(source, "narrow", False))
         self.target = call.target or target_on(backend, call.plan, self.geometry, dtype, call.tile, narrow)
         if isinstance(source, Plan):
-            made = source.work((self.target.block_q, self.target.block_k), proofs=backend in GUARDED)
+            made = source.work((self.target.block_q, self.target.block_k), proofs=RECORDS[backend].guarded)
             self.plan, slots, tables = made.plan, made.slots, made.tables
         tables = {**tables, **{t.name: arrays[t.source] for t in self.plan.tables if t.source in arrays}}
         self.plan = call.own(self.plan)
@@ -268,7 +270,8 @@ class _BackendRun:
         wide = self.plan.int64
         self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.tables}
         placed = RepeatedSpans(source, call, at)
-        self.spans: Any = placed.rows((self.target.block_q, self.target.block_k)) if library(backend) else placed
+        tile = self.target.block_q, self.target.block_k
+        self.spans: Any = placed if RECORDS[backend].accelerated else placed.rows(tile)
 
 
 def _origin(call: JaxCall, origin: Any, at: tuple[Any, ...]) -> Any:
@@ -320,28 +323,3 @@ class RepeatedSpans:
         mine = lax.dynamic_slice(jnp.asarray(slice_of), where, (batch, heads)).reshape(-1)
         own = np.arange(batch * heads, dtype=np.int32).reshape(batch, heads)
         return DeviceSpans(jnp.asarray(spans.bounds)[mine], jnp.asarray(spans.count)[mine], None, own)
-
-
-def narrowed(source: str, floating: bool, table: Any, int64: bool) -> Any:
-    """A table in the integers JAX has; numbers that do not fit are an error, not other numbers."""
-    import jax.numpy as jnp
-
-    whole = isinstance(table, np.ndarray) and table.dtype.kind in "iu" and table.size
-    wide = np.iinfo(np.int32)
-    if whole and not floating and not int64 and (table.max() > wide.max or table.min() < wide.min):
-        raise ParameterError(
-            f"table `{source}` holds numbers beyond 32 bits, the kernel has 32-bit integers; renumber it"
-        )
-    return table if isinstance(table, np.ndarray) else jnp.asarray(table)
-
-
-def placed(x: Any, like: Any = None) -> Any:
-    """An array on a mesh of explicit axes split as `like` is, or whole on every device."""
-    import jax
-
-    have: Any = jax.typeof(x).sharding
-    if jax.sharding.AxisType.Explicit not in have.mesh.axis_types:
-        return x
-    sharding: Any = jax.sharding  # JAX leaves some of its functions untyped
-    spec = sharding.PartitionSpec() if like is None else jax.typeof(like).sharding.spec
-    return sharding.reshard(x, sharding.NamedSharding(have.mesh, spec))

@@ -17,13 +17,15 @@ from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, S
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
+from frisket.runtime.backends.base import backends_of
+from frisket.runtime.backends.registry import platform_of, target_on
 from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import AnyPlan, Call
 from frisket.runtime.plans.host import Plan
 
-from .call import JaxCall, TracedSpans, narrowed, placed
-from .platforms import BACKENDS, platform_of, target_on
+from .arrays import narrowed, placed
+from .call import JaxCall, TracedSpans
 
 if TYPE_CHECKING:
     import jax
@@ -54,8 +56,9 @@ def forward(
     [batch, kv_len, kv_heads, dim] and sinks [heads], on a backend with spans for `target`, or of any tile. Without a
     TPU `pallas-tpu` runs in Pallas' interpreter: slow, and for checking only. Gradients flow to q, k, v, sinks, and
     to the Float slots and tables of the score mod."""
-    if backend not in BACKENDS:
-        raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(BACKENDS)}")
+    known = [b.name for b in backends_of("jax") if b.executors]
+    if backend not in known:
+        raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(known)}")
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
     traced = (spans.bounds, spans.count) if isinstance(spans, DeviceSpans) else ()
     numbers = {"slots": dict(slots), "tables": tables, "spans": traced}

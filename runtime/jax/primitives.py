@@ -22,9 +22,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import BackwardError, FrisketError
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
+from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.registry import platform_of
 
 from .call import JaxCall
-from .platforms import platform_of
 
 Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
 # the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
@@ -92,7 +93,7 @@ class Task:
 
         run: Callable[..., tuple[Any, ...]] = one
         for _, moved in reversed(self.levels):
-            if backend == "cpp":
+            if RECORDS[backend].executors["jax"].maps:
                 run = jax.vmap(run, tuple(0 if m else None for m in moved))
             else:
                 run = partial(_in_turn, run, moved)

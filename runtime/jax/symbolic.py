@@ -21,6 +21,8 @@ from frisket.lowering.simplify import prepare
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.symbolic import forward
 from frisket.lowering.xla.tiles import int64_enabled
+from frisket.runtime.backends.base import LIBRARY
+from frisket.runtime.backends.registry import library
 from frisket.runtime.calls.arrays import arrays, named, turn
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
@@ -44,8 +46,9 @@ def attend(
         if x or given.kv_dtype:
             raise ShapeError(f"q has the shape {_shape(q)}, and {program} are for known lengths" + EACH)
     g = given.geometry(att.options.scale, att.options.enable_gqa)
-    if (backend := att.options.backend or Settings.read().backend) not in (None, "xla", "library"):
-        raise BackendError(f"backend {backend!r} is for known lengths; symbolic ones run on 'xla'" + EACH)
+    backend, only = att.options.backend or Settings.read().backend, library("jax")
+    if backend not in (None, only, LIBRARY):
+        raise BackendError(f"backend {backend!r} is for known lengths; symbolic ones run on {only!r}" + EACH)
     host, traced = divided(params, None, (), "jax")
     traced = {**{n: x for n, x in att.traced.items() if n not in params}, **traced}
     rate = att.options.dropout

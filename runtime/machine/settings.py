@@ -10,9 +10,7 @@ from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.stages import NAMES
-
-BACKENDS = ("aten", "xla", "cpp", "triton", "gluon", "pallas-tpu", "pallas-mosaic-gpu", "dense")
-TIERS = ("library", "native")  # the CPU tiers: aten or xla by the arrays' framework; cpp
+from frisket.runtime.backends.base import names
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ def _stages(text: str) -> tuple[str, ...]:
 
 
 def _backend(text: str) -> str:
-    if text not in BACKENDS + TIERS:
-        raise ParameterError(f"FRISKET_BACKEND={text}: there are {', '.join(BACKENDS + TIERS)}")
+    if text not in names():
+        raise ParameterError(f"FRISKET_BACKEND={text}: there are {', '.join(names())}")
     return text
 
 

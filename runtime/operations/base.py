@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import jax
 
 from frisket.dsl.errors import ParameterError
-from frisket.runtime.jax.platforms import platform_of
+from frisket.runtime.backends.registry import platform_of
 
 from .metadata import AttentionMetadata, Backend
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.backends.base import Backend, backends_of
 from frisket.runtime.calls.options import Options, rate_of
 
 from .attention import AttentionImpl
 from .base import AttentionRegistry
-from .metadata import Platform
 from .output import AttentionOutput
 from .problem import OpCall, problem
 
@@ -108,34 +108,33 @@ class FrisketAttention(AttentionImpl):
         """The backend that is named, by the operator or by the metadata's platform."""
         if self.backend is not None or self.metadata.platform is None:
             return self.backend
-        if self.metadata.platform == Platform.PALLAS:
-            named = {"tpu": "pallas-tpu", "gpu": "pallas-mosaic-gpu"}.get(self.current_backend())
-            if named is None:
-                raise BackendError(
-                    "platform 'pallas' is for TPUs and GPUs; 'frisket-pallas-tpu' interprets its kernels"
-                )
-            return named
-        return {Platform.JAX: "xla", Platform.TRITON: "triton"}[self.metadata.platform]
+        found = [b for b in backends_of("jax") if b.language == self.metadata.platform]
+        if len(found) == 1:
+            return found[0].name
+        where = self.current_backend().replace("gpu", "cuda")
+        there = [b.name for b in found if where in b.platforms]
+        if not there:
+            interpreted = found[0].operators[0]
+            raise BackendError(f"platform 'pallas' is for TPUs and GPUs; {interpreted!r} interprets its kernels")
+        return there[0]
 
 
-def _on(backend: str, *names: str) -> type[FrisketAttention]:
-    """frisket's attention on one backend, under names."""
+def _on(backend: Backend) -> type[FrisketAttention]:
+    """frisket's attention on one backend."""
 
     class OneBackend(FrisketAttention):
         @classmethod
         def get_impl_name(cls) -> tuple[str, ...]:
-            return names
+            return backend.operators
 
-    OneBackend.backend = backend
-    OneBackend.__name__ = OneBackend.__qualname__ = "Frisket" + "".join(p.title() for p in backend.split("-"))
-    OneBackend.__doc__ = f"Attention compiled by frisket for backend {backend!r}: see `FrisketAttention`."
+    OneBackend.backend = backend.name
+    OneBackend.__name__ = OneBackend.__qualname__ = "Frisket" + "".join(p.title() for p in backend.name.split("-"))
+    OneBackend.__doc__ = f"Attention compiled by frisket for backend {backend.name!r}: see `FrisketAttention`."
+    if backend.oracle:
+        OneBackend.__doc__ = (
+            "The float64 interpreter, on the host: no gradients, not under `jax.jit`; to check others against."
+        )
     return AttentionRegistry.register(OneBackend)
 
 
-FrisketXla = _on("xla", "frisket-xla", "vanilla")
-FrisketCpp = _on("cpp", "frisket-cpp")
-FrisketTriton = _on("triton", "frisket-triton")
-FrisketPallasTpu = _on("pallas-tpu", "frisket-pallas-tpu", "splash")
-FrisketPallasMosaicGpu = _on("pallas-mosaic-gpu", "frisket-pallas-mosaic-gpu")
-Dense = _on("dense", "dense")
-Dense.__doc__ = "The float64 interpreter, on the host: no gradients, not under `jax.jit`; to check others against."
+ON_A_BACKEND = {b.name: _on(b) for b in backends_of("jax") if b.operators}

@@ -16,7 +16,7 @@ from frisket.dsl.ir import param, substitute, walk
 from frisket.dsl.types import INT
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.runtime.attention.attention import Attention
-from frisket.runtime.jax.call import narrowed
+from frisket.runtime.jax.arrays import narrowed
 from frisket.runtime.jax.op import alike, prepared
 from frisket.runtime.jax.primitives import Task, bound
 from frisket.runtime.plans.device import divided

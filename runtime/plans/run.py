@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from frisket.dsl.errors import ParameterError
-from frisket.lowering.plan import LIVE, LoopPlan, Sizes
+from frisket.lowering.plan import LIVE, LoopPlan
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import triton as planner_triton
-from frisket.lowering.planner.planner import ROOM, Planner
+from frisket.lowering.planner.planner import Planner
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.calls.arrays import uploaded
+from frisket.runtime.backends.registry import named
+from frisket.runtime.jax.arrays import placed
 from frisket.runtime.machine.generated import load
 from frisket.runtime.machine.parameters import traced, unsorted
 from frisket.runtime.machine.settings import Settings
 
+from . import run_cpp, run_triton
+from .place import SpanRequest, on_device
+
 Array = Any
-
-
-@dataclass(frozen=True)
-class SpanRequest:
-    """Where spans are wanted: `at` is where each slice begins, (b, h, q, k) of [slices]; tiles of `block` tokens;
-    `sizes` of the whole problem. `held` keeps copies of the host's arrays, `ranges` what planners in Triton have made
-    of the tables."""
-
-    at: tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
-    q_len: int
-    kv_len: int
-    block: tuple[int, int]
-    sizes: Sizes
-    device: Any = None
-    held: dict[Any, Any] = field(default_factory=dict)
-    ranges: dict[Any, Any] = field(default_factory=dict)
-    room: int = ROOM
-    records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
-
-    @property
-    def transposed(self) -> SpanRequest:
-        (b, h, q, k), (bq, bk) = self.at, self.block
-        return replace(self, at=(b, h, k, q), q_len=self.kv_len, kv_len=self.q_len, block=(bk, bq))
-
-    def most(self, plan: Planner) -> int:
-        """Records of a row."""
-        return self.records or plan.records(-(-self.kv_len // self.block[1]))
 
 
 def spans(
@@ -58,9 +33,7 @@ def spans(
     device, as `lowering.flat.DeviceSpans` has them; `values` by the planner's names."""
     given = [values[n] for n in (*plan.tables, *plan.scalars)]
     if framework == "torch" and _kernels(given, place.device):
-        from .run_triton import spans as launched
-
-        return launched(plan, place, values)
+        return run_triton.spans(plan, place, values)
     if _reachable(framework, given, place.device):
         from frisket.runtime.machine.cpp_build import BuildError, fall_back
 
@@ -91,18 +64,16 @@ def _kernels(values: list[Any], device: Any) -> bool:
 
     if not all(_plain(x, device.type) for x in values if isinstance(x, torch.Tensor)):
         return False
-    if device.type == "cpu" and Settings.read().backend != "triton":
+    if device.type == "cpu" and not _asked("torch", "device", False):
         return False
-    from .run_triton import runs
-
-    return runs(device)
+    return run_triton.runs(device)
 
 
 def _reachable(framework: str, values: list[Any], device: Any) -> bool:
     """Whether C++ may read these values: arrays of the host with numbers in them, and a compiler is there."""
     from frisket.runtime.machine import cpp_build as native_build
 
-    if Settings.read().backend not in (None, "native", "cpp") or any(traced(x) for x in values):
+    if not _asked(framework, "host", True) or any(traced(x) for x in values):
         return False
     if framework == "jax":
         import jax
@@ -116,6 +87,12 @@ def _reachable(framework: str, values: list[Any], device: Any) -> bool:
     return here and not native_build.reason()
 
 
+def _asked(framework: str, where: str, otherwise: bool) -> bool:
+    """Whether FRISKET_BACKEND names a backend that plans there, on the host or on the device."""
+    name = Settings.read().backend
+    return otherwise if name is None else named(name, framework).plans == where
+
+
 def _plain(x: Any, device: str) -> bool:
     """Whether a tensor is memory of such a device: no subclass, such as fake ones, and nothing that wraps another."""
     import torch
@@ -127,9 +104,7 @@ def _plain(x: Any, device: str) -> bool:
 def _native(
     plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
-    from .run_cpp import spans as planned
-
-    bounds, count, overflow = planned(
+    bounds, count, overflow = run_cpp.spans(
         plan, place.at, place.sizes, values, place.q_len, place.kv_len, place.block, place.room
     )
     if framework == "jax":
@@ -143,11 +118,8 @@ def _native(
 
 def source(plan: Planner, framework: str, device: Any = None) -> str:
     """The text that plans there."""
-    if framework == "torch" and device is not None and device.type == "cuda":
-        from .run_triton import runs
-
-        if runs(device):
-            return planner_triton.emit(plan).text
+    if framework == "torch" and device is not None and device.type == "cuda" and run_triton.runs(device):
+        return planner_triton.emit(plan).text
     return text.emit(plan, text.JNP if framework == "jax" else text.TORCH, plan.int64)
 
 
@@ -158,8 +130,6 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
         return run
     import jax
 
-    from frisket.runtime.jax.call import placed
-
     def plan_spans(*given: Any, **options: Any) -> Any:  # along an axis that is split JAX looks nothing up
         with usual_promotion():
             return run(*jax.tree.map(placed, given), **options)
@@ -169,24 +139,6 @@ def _function(plan: Planner, framework: str) -> Callable[..., Any]:
 
 def _ints(plan: Planner, framework: str) -> type[np.generic]:
     return np.int64 if framework == "torch" or plan.int64 else np.int32
-
-
-def on_device(framework: str, x: Any, device: Any, name: Any, held: dict[Any, Any]) -> Array:
-    """An array of the framework; the host's are copied to a GPU once, which a captured graph could not do."""
-    if framework == "jax":
-        import jax.numpy as jnp
-
-        return jnp.asarray(x)
-    import torch
-
-    if not isinstance(x, np.ndarray):
-        return x
-    if device is None or device.type == "cpu":
-        return torch.from_numpy(np.array(x))
-    key = name, x.dtype, device
-    if key not in held:
-        held[key] = uploaded(x, device)
-    return held[key]
 
 
 def kernel_tables(
@@ -210,8 +162,6 @@ def _segments(framework: str, offsets: Array, length: int) -> Array:
     most = max(offsets.shape[0] - 2, 0)
     if framework == "jax":  # positions may go on where the offsets' dtype does not
         import jax.numpy as jnp
-
-        from frisket.runtime.jax.call import placed
 
         offsets = placed(offsets)
         with usual_promotion():

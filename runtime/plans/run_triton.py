@@ -17,7 +17,7 @@ from frisket.lowering.planner.planner import Planner
 from frisket.lowering.planner.triton_text import FINE, GRAIN
 from frisket.runtime.backends.triton.source import load
 
-from .run import SpanRequest, on_device
+from .place import SpanRequest, on_device
 
 Tensor = Any
 

@@ -81,7 +81,7 @@ def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tenso
     where it does, since a float32 lse of 1e5 is off by 0.004."""
     if norm is None:
         share: Tensor = (sinks[:, None] - lse).exp()
-    elif ready.target.backend == "cpp":
+    elif ready.rows == "offset":
         from frisket.runtime.backends.cpp.torch import lse_of
 
         share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)

@@ -17,8 +17,9 @@ from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.interpreters import warn_slow
-from frisket.runtime.backends.registry import GUARDED, interpreted, target_of
+from frisket.runtime.backends.registry import library, target_of
 from frisket.runtime.backends.stages import show
 from frisket.runtime.calls.arrays import NATURAL, uploaded
 from frisket.runtime.calls.empty import nothing
@@ -33,7 +34,6 @@ from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import FlatPlan, FlatWork
 
 Tensor = Any
-NORMED = ("cpp", "triton")  # backends whose backward knows more of each row than lse
 _tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()
 
 
@@ -55,12 +55,13 @@ class Ready:
     real: Any  # the dtype of scores
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+    rows: str  # what the backward knows of each row beside lse: see `Backend.rows`
     step: FlatPlan | None = None  # without values: every call has a plan of its own, from the tables it brings
 
     @property
     def normed(self) -> bool:
         """Whether its backward knows more of each row than lse, which rounds away what large scores differ by."""
-        return self.target.backend in NORMED
+        return self.rows != ""
 
     @property
     def stored(self) -> bool:
@@ -144,7 +145,7 @@ class Ready:
         slots, tables = self.values(given[0].device, seed, given[4:])
         common = self.plan, self.spans, self.geometry, *given[:3], slots, tables, self.target
         out, lse, _, norm = self.forward(*common, sinks=given[3], top=False, norm=True)
-        if self.target.backend != "cpp":
+        if self.rows != "offset":
             return out, lse.double() + norm, None
         from frisket.runtime.backends.cpp.torch import lse_of
 
@@ -160,7 +161,7 @@ class Ready:
         q, k, v, sinks, out, lse, norm, *values = saved
         slots, tables = self.values(q.device, seed, values)
         more = {"norm": norm} if self.normed else {}
-        if share is not None and self.target.backend != "triton":  # there lse and norm say all
+        if share is not None and self.rows != "low":  # there lse and norm say all
             more["share"] = share
         found: dict[str, Tensor] = self.backward(
             self.plan, self.spans, self.geometry, q, k, v, out, lse, dout, dlse, slots, tables, self.target,
@@ -223,9 +224,9 @@ def attend(
     if call.geometry.vacant:
         empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
         return (*empty, None) if saving else empty
-    if call.backend == "dense":
-        refuse_gradients("dense", (q, k, v, call.sinks, *params.values(), *att.learned.values()))
-    if call.backend == "dense" or settings.check:
+    if not RECORDS[call.backend].has_gradients("torch"):
+        refuse_gradients(call.backend, (q, k, v, call.sinks, *params.values(), *att.learned.values()))
+    if RECORDS[call.backend].oracle or settings.check:
         result: tuple[Any, ...] = att.run(call)
         att.check_if_asked(call, result)
         return (*result, None) if saving else result
@@ -333,33 +334,31 @@ def prepare(call: Call, options: Options) -> Ready:
     """The prepared executor of calls of these shapes.
 
     Library calls replace a native kernel that cannot be built, unless the backend was named."""
-    ready = _prepared(call, options)
-    if call.backend != "cpp" or options.backend or Settings.read().backend:
+    ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
+    if run.build is None or options.backend or Settings.read().backend:
         return ready
-    from frisket.runtime.backends.cpp import torch as native_torch
     from frisket.runtime.machine.cpp_build import BuildError, fall_back
 
     try:
-        native_torch.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
+        run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
     except BuildError as error:
         fall_back(error)
-        return _prepared(replace(call, backend="aten"), options)
+        return _prepared(replace(call, backend=library("torch")), options)
     made: Ready = object.__new__(Ready)
-    made.__dict__.update(ready.__dict__, backward=_native_or_library)
+    made.__dict__.update(ready.__dict__, backward=partial(_or_library, ready.backward))
     return made
 
 
-def _native_or_library(*given: Any, norm: Any = None, **more: Any) -> dict[str, Tensor]:
-    """The gradients of the native backward, or of library calls where the native one cannot be built."""
-    from frisket.lowering.aten import backward as aten_backward
-    from frisket.runtime.backends.cpp import torch as native_torch
+def _or_library(backward: Callable[..., Any], *given: Any, norm: Any = None, **more: Any) -> dict[str, Tensor]:
+    """The gradients of a native backward, or of library calls where the native one cannot be built."""
     from frisket.runtime.machine.cpp_build import BuildError, fall_back
 
     try:
-        return native_torch.backward(*given, norm=norm, **more)
+        found: dict[str, Tensor] = backward(*given, norm=norm, **more)
     except BuildError as error:
         fall_back(error)
-        return aten_backward.backward(*given, **more)
+        found = RECORDS[library("torch")].executor("torch", gradients=True)(*given, **more)
+    return found
 
 
 def _prepared(call: Call, options: Options) -> Ready:
@@ -367,10 +366,11 @@ def _prepared(call: Call, options: Options) -> Ready:
     import torch
 
     given, geometry, plan = call.given, call.geometry, call.plan
-    if interpreted(call.backend):
+    backend = RECORDS[call.backend]
+    if backend.interpreted:
         warn_slow(call.backend, geometry)
     target = target_of(call.backend, geometry, given.dtype, options, plan, given.q.device)
-    made = plan.work((target.block_q, target.block_k), proofs=call.backend in GUARDED)
+    made = plan.work((target.block_q, target.block_k), proofs=backend.guarded)
     if names := Settings.read().show:
         show(names, plan, made, target, geometry, given.dtype)
     named = {n for n, x in plan.given.items() if x.is_floating_point()} if isinstance(plan, FlatPlan) else set()
@@ -383,38 +383,27 @@ def _prepared(call: Call, options: Options) -> Ready:
     source = {s.source: s.name for s in made.plan.slots}
     if RATE in source:
         slots[source[RATE]] = call.rate
-    loads = call.backend == "triton"
-    spans = plan if loads else on_host(made.spans)
+    spans = plan if backend.loads else on_host(made.spans)
     return Ready(
         made.plan, spans, geometry, target, MappingProxyType(slots), MappingProxyType(tables),
-        tuple((x.name, str(x.source)) for x in uses), loads, source.get(SEED),
-        given.layout != NATURAL["torch"], real, *_executor(call.backend, options.deterministic),
+        tuple((x.name, str(x.source)) for x in uses), backend.loads, source.get(SEED),
+        given.layout != NATURAL["torch"], real, *_executor(backend, options.deterministic), backend.rows,
     )  # fmt: skip
 
 
-def _executor(backend: str, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The forward and the backward; on the CPU equal calls always have equal gradients."""
-    if backend == "triton":
-        from frisket.runtime.backends.triton import forward as triton_launch
-
-        return triton_launch.forward, _triton_backward if deterministic else _free
-    if backend == "cpp":
-        from frisket.runtime.backends.cpp import torch as native_torch
-
-        return native_torch.forward, native_torch.backward
-    from frisket.lowering.aten import backward as aten_backward
-    from frisket.lowering.aten import forward as aten
-
-    return aten.forward, aten_backward.backward
+def _executor(backend: Backend, deterministic: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward and the backward; most backwards give equal calls equal gradients, whatever is asked."""
+    run = backend.executors["torch"]
+    if run.backward is None:  # `attend` has refused gradients
+        return run.forward.function, partial(_refused, backend.name)
+    backward = run.backward.function
+    if run.nondeterministic and not deterministic:
+        backward = partial(backward, deterministic=False)
+    return run.forward.function, backward
 
 
-def _triton_backward(*given: Any, **more: Any) -> dict[str, Tensor]:
-    from frisket.runtime.backends.triton.backward import backward
-
-    return backward(*given, **more)
-
-
-_free = partial(_triton_backward, deterministic=False)
+def _refused(name: str, *given: Any, **more: Any) -> Any:
+    raise no_gradients(name)
 
 
 @cache
@@ -444,10 +433,7 @@ def refuse_gradients(backend: str, tensors: Iterable[Any]) -> None:
     import torch
 
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
-        raise BackwardError(
-            f"backend {backend!r} has no gradients; aten, cpp, triton and xla have\n"
-            "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
-        )
+        raise no_gradients(backend)
 
 
 def on_host(spans: Spans | DeviceSpans) -> Spans:

@@ -1,0 +1,28 @@
+"""Kernels of C++ for the CPU, compiled on this machine."""
+
+from frisket.runtime.backends.base import NATIVE, Backend, Executors, Lazy, register
+
+REASON = Lazy("frisket.runtime.machine.cpp_build:reason")
+TORCH, JAX = "frisket.runtime.backends.cpp.torch", "frisket.runtime.backends.cpp.jax"
+
+register(Backend(
+    name="cpp",
+    kernels="kernels for this CPU",
+    language="c++",
+    highlight="cpp",
+    reason=lambda framework: str(REASON()),
+    tiles=Lazy("frisket.lowering.kernels.cpp.tiles:tiles"),
+    text=Lazy("frisket.runtime.backends.cpp.text:text"),
+    executors={
+        "torch": Executors(Lazy(f"{TORCH}:forward"), Lazy(f"{TORCH}:backward"), build=Lazy(f"{TORCH}:build")),
+        "jax": Executors(Lazy(f"{JAX}:forward"), Lazy(f"{JAX}:backward"), maps=True),
+    },
+    order=30,
+    tier=NATIVE,
+    platforms=("cpu",),
+    rank=1,
+    optional=True,
+    rows="offset",
+    plans="host",
+    operators=("frisket-cpp",),
+))  # fmt: skip

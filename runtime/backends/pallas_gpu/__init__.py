@@ -1,0 +1,51 @@
+"""Kernels of Pallas, by Mosaic GPU, for Hopper; elsewhere an interpreter runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, no_gpu, register
+
+HERE = "frisket.runtime.backends.pallas_gpu"
+
+
+def interpreted() -> bool:
+    """Whether there is no GPU."""
+    import jax
+
+    return bool(jax.default_backend() != "gpu")
+
+
+def unfit() -> str:
+    """Why the GPU at hand is not what the kernels are written for; without one it is taken to be."""
+    strange = next((c for c in capabilities() if c.split(".")[0] != "9"), "")
+    return f"it is written for GPUs of compute capability 9, this one has {strange}" if strange else ""
+
+
+def capabilities() -> Iterator[str]:
+    """The compute capabilities of the GPUs that JAX sees."""
+    import jax
+
+    if jax.default_backend() == "gpu":
+        yield from (str(d.compute_capability) for d in jax.local_devices(backend="gpu"))
+
+
+register(Backend(
+    name="pallas-mosaic-gpu",
+    kernels="kernels for Hopper",
+    language="pallas",
+    reason=lambda framework: absent("jax", "jax") or no_gpu(),
+    missing=str,
+    unfit=unfit,
+    target=Lazy(f"{HERE}.forward:target"),
+    text=Lazy(f"{HERE}.forward:text"),
+    executors={"jax": Executors(Lazy(f"{HERE}.forward:forward"), Lazy(f"{HERE}.backward:backward"),
+                                Lazy(f"{HERE}.forward:reason"), Lazy(f"{HERE}.backward:reason"))},
+    order=70,
+    platforms=("cuda",),
+    rank=1,
+    interpreter=Interpreter("Pallas'", 4.0, interpreted),
+    guarded=True,
+    rows="low",
+    operators=("frisket-pallas-mosaic-gpu",),
+))  # fmt: skip

@@ -3,7 +3,7 @@ interpreter, slow and for checking only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
@@ -57,6 +57,13 @@ def forward(
         given["interpret"] = simulator()
     walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k)))
     return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **given)  # type: ignore[no-any-return]
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
+) -> tuple[str, Target]:
+    """The forward kernel's text, and its target."""
+    return pallas_gpu.emit(plan, target, g, dtype, sinks), target
 
 
 def simulator(**more: Any) -> Any:

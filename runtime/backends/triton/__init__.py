@@ -1,0 +1,74 @@
+"""Kernels of Triton for GPUs, on tensors of torch and on arrays of JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from frisket.runtime.backends.base import Backend, Executors, Interpreter, Lazy, absent, no_gpu, register
+
+HERE = "frisket.runtime.backends.triton"
+
+
+def interpreted() -> bool:
+    """Whether Triton interprets its kernels in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def reason(framework: str | None = None) -> str:
+    """Why the kernels do not run here."""
+    if framework == "torch":
+        return _on_torch()
+    if framework == "jax":
+        return _on_jax()
+    why = _on_torch()
+    return why and (why if _on_jax() else "")
+
+
+def missing() -> str:
+    """What JAX needs to call the kernels, and is not installed."""
+    needs = ("triton",) if interpreted() else ("triton", "jax_triton")
+    lacking = [n for n in needs if not importlib.util.find_spec(n)]
+    return f"{lacking[0]} is not installed: pip install {lacking[0].replace('_', '-')}" if lacking else ""
+
+
+def _on_torch() -> str:
+    lacking = absent("torch", "torch") or absent("triton", "triton")
+    if lacking or interpreted():
+        return lacking
+    import torch
+
+    return "" if torch.cuda.is_available() else "no GPU is visible to torch; its source can be printed all the same"
+
+
+def _on_jax() -> str:
+    return absent("jax", "jax") or missing() or ("" if interpreted() else no_gpu())
+
+
+register(Backend(
+    name="triton",
+    kernels="kernels for GPUs",
+    language="triton",
+    reason=reason,
+    missing=missing,
+    target=Lazy(f"{HERE}.jax:target"),
+    call_target=Lazy(f"{HERE}.tiles:target"),
+    text=Lazy(f"{HERE}.text:text"),
+    executors={
+        "torch": Executors(Lazy(f"{HERE}.forward:forward"), Lazy(f"{HERE}.backward:backward"), nondeterministic=True),
+        "jax": Executors(Lazy(f"{HERE}.jax:forward"), Lazy(f"{HERE}.jax:backward"), refuses=Lazy(f"{HERE}.jax:reason")),
+    },
+    order=40,
+    platforms=("cuda", "rocm"),
+    rank=2,
+    interpreter=Interpreter("Triton's", 0.03, interpreted, {
+        "bfloat16": "Triton's interpreter takes the bits of bfloat16 for integers and computes nonsense\n"
+                    "  give it float16 or float32, or unset TRITON_INTERPRET on a machine with a GPU",
+    }),
+    guarded=True,
+    loads=True,
+    rows="low",
+    plans="device",
+    reports=Lazy(f"{HERE}.report:compile_reports"),
+    operators=("frisket-triton",),
+))  # fmt: skip

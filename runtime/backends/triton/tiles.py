@@ -28,7 +28,7 @@ import sys
 from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
@@ -41,7 +41,9 @@ from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask
-from frisket.runtime.plans.call import AnyPlan
+
+if TYPE_CHECKING:
+    from frisket.runtime.plans.call import AnyPlan
 
 Window = Literal["short", "medium", "long"]
 SHORT, MEDIUM = 192, 768  # keys: the last of their class

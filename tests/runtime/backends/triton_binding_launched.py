@@ -16,13 +16,13 @@ from support.triton import triton_null
 
 import frisket as fk
 from frisket.dsl.errors import BackendError, ShapeError
-from frisket.runtime.backends import registry as backends
+from frisket.runtime.backends import triton as backend
 from frisket.runtime.backends.triton import arguments as triton_bind
 from frisket.runtime.calls import arrays as frameworks
 from frisket.runtime.torch import op as torch_op
 
 triton_null.install(watch=True)
-backends._triton_torch = lambda: ""
+backend._on_torch = lambda: ""
 BIAS = "param bias: float[_, _]\nscore = score + bias[h, k]"
 KERNELS = {"attention_forward", "attention_delta", "attention_dq", "attention_dkv"}
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
+from frisket.runtime.backends import pallas_gpu
 from frisket.runtime.jax import platforms as jax_platforms
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.once import SAID
@@ -99,7 +100,7 @@ def test_a_backend_that_is_named_is_that_backend_everywhere():
 
 def test_what_a_backend_lacks_is_said_once(called, monkeypatch):
     SAID.clear()
-    monkeypatch.setattr(jax_platforms, "missing", lambda backend: "not here" if backend == "triton" else "")
+    monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "not here" if backend == "triton" else "")
     args = *(x.astype("float32") for x in (Q, K, V)), DOC
     with pytest.warns(UserWarning, match="for want of") as said:
         lowered("cuda", args=args)
@@ -116,9 +117,9 @@ def test_what_a_backend_lacks_is_said_once(called, monkeypatch):
 def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
     geometry = fk.compile("causal").call(Q, K, V, None, None, None, False, None, None, None, {}).geometry
-    monkeypatch.setattr(jax_platforms, "missing", lambda backend: "")
+    monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "")
     for kind, backend in (("9.0", "pallas-mosaic-gpu"), ("8.0", "triton"), ("10.3", "triton")):
-        monkeypatch.setattr(jax_platforms, "_capabilities", lambda kind=kind: iter([kind]))
+        monkeypatch.setattr(pallas_gpu, "capabilities", lambda kind=kind: iter([kind]))
         found = jax_platforms.backend_on("", "cuda", plan, geometry, "bfloat16", {}, False, frozenset())
         assert found == backend
 

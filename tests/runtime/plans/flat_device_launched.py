@@ -13,11 +13,11 @@ from support.lowering.device_tables import NoLook, NoWait, pose
 from support.triton import triton_null
 
 import frisket as fk
-from frisket.runtime.backends import registry as backends
+from frisket.runtime.backends import triton as backend
 from frisket.runtime.plans import run_triton as flat_triton
 
 triton_null.install(watch=True)
-backends._triton_torch = lambda: ""
+backend._on_torch = lambda: ""
 S = 640
 PLANS = ["lines", "windows", "windows", "plan_spans", "longest_first"]  # windows: a launch for five levels
 

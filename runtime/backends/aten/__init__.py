@@ -1,0 +1,15 @@
+"""Library calls of torch, on the CPU."""
+
+from frisket.runtime.backends.base import LIBRARY, Backend, Executors, Lazy, absent, register
+
+register(Backend(
+    name="aten",
+    kernels="library calls of torch",
+    language="torch",
+    reason=lambda framework: absent("torch", "torch"),
+    executors={"torch": Executors(Lazy("frisket.lowering.aten.forward:forward"),
+                                  Lazy("frisket.lowering.aten.backward:backward"))},
+    order=10,
+    tier=LIBRARY,
+    platforms=("cpu",),
+))  # fmt: skip

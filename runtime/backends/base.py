@@ -1,0 +1,179 @@
+"""Backend: all that frisket knows of one backend, in one record, which the backend's own folder registers.
+
+Every list of backends is derived from these records: what runs here, what a call takes by itself, what prints a
+kernel, what `frisket doctor` says. Functions are named "module:function" and imported when they are first called, so a
+record imports neither a framework nor a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from frisket.dsl.errors import BackwardError
+from frisket.runtime.machine.extras import pip_install
+
+FRAMEWORKS = ("torch", "jax")
+LIBRARY, NATIVE = "library", "native"  # the CPU tiers: library calls of the arrays' framework; kernels of C++
+RECORDS: dict[str, Backend] = {}  # by name
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A function by its name, "module:function"."""
+
+    name: str
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        module, _, name = self.name.partition(":")
+        found: Callable[..., Any] = getattr(sys.modules.get(module) or importlib.import_module(module), name)
+        return found
+
+    def __call__(self, *given: Any, **more: Any) -> Any:
+        return self.function(*given, **more)
+
+
+@dataclass(frozen=True)
+class Executors:
+    """What runs calls on arrays of one framework. `refuses` and `refuses_gradients` say why a kernel cannot run a
+    call, of (plan, geometry, dtype, shapes of tables), and of the names of wanted gradients too; "" where it can."""
+
+    forward: Lazy
+    backward: Lazy | None = None
+    refuses: Lazy | None = None
+    refuses_gradients: Lazy | None = None
+    build: Lazy | None = None  # compiles the forward before the first call; library calls run where it cannot
+    nondeterministic: bool = False  # the backward takes deterministic=False, which is faster
+    maps: bool = False  # the executor may stand under jax.vmap
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What runs a GPU's or TPU's kernels on a CPU: slowly, for checking."""
+
+    owner: str  # "Triton's"
+    seconds: float  # of 128 queries and 128 keys of one head, forward, on two cores; gradients take three times more
+    used: Callable[[], bool]  # whether it runs the kernels here
+    refuses: Mapping[str, str] = field(default_factory=dict)  # dtype -> what is wrong with it there
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Backend:
+    """One backend.
+
+    `reason(framework)` says why it does not run here on arrays of torch or JAX, of either where that is None; "" where
+    it does. `tiles(geometry, dtype, narrow)` gives the queries and keys of a tile, `narrow` where rows see few keys.
+    Kernels that ask more have a `target(plan, geometry, dtype, tile, narrow)` of a LoopPlan, and a `call_target(plan,
+    geometry, dtype, tile, tuning, device, arch)` of a whole call. `text(plan, target, geometry, dtype, sinks, learned)`
+    gives the kernel's text and the target it runs with."""
+
+    name: str
+    kernels: str  # what `frisket doctor` calls them
+    reason: Callable[[str | None], str] = lambda framework: ""
+    tiles: Callable[..., tuple[int, int]] = lambda geometry, dtype, narrow: (64 if narrow else 128, 32)
+    target: Lazy | None = None
+    call_target: Lazy | None = None
+    text: Lazy | None = None  # None: library calls
+    executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
+    oracle: bool = False  # it has no kernels: the float64 interpreter runs calls, without gradients
+    later: str = ""  # what `frisket.backends()` says of a backend that is not there yet
+    # the choice of a backend
+    order: int = 80  # its place in lists
+    tier: str = ""  # "library" and "native" are other names of backends
+    platforms: tuple[str, ...] = ()  # of "cpu", "cuda", "rocm", "tpu": what its kernels are compiled for; (): all
+    rank: int | None = None  # its turn among those of a platform, the lowest first; None: where it is named alone
+    optional: bool = False  # library calls run where it does not and nobody named it
+    missing: Callable[[], str] | None = None  # packages that lowering for JAX lacks; None: `reason` says that too
+    unfit: Callable[[], str] = lambda: ""  # why the device at hand is not what the kernels are written for
+    # its kernels
+    language: str = ""  # they are written in
+    highlight: str = "python"  # the language by which the source is coloured
+    interpreter: Interpreter | None = None
+    how: str = ""  # more words after "runs here"
+    refuses: Mapping[str, str] = field(default_factory=dict)  # dtype of q, k and v -> why the kernels do not take it
+    guarded: bool = False  # they check for empty rows where the plan says that there may be some
+    loads: bool = False  # they read tables, scalars and spans where those live: calls plan on the device
+    rows: Literal["", "low", "offset"] = ""  # what a backward knows of rows: what rounding took from lse, or an offset
+    plans: Literal["", "host", "device"] = ""  # tables of the host are planned by its own planner where it is named
+    reports: Lazy | None = None  # registers, spills and shared memory, by compiling ahead of time
+    operators: tuple[str, ...] = ()  # names in `frisket.operations`
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        return FRAMEWORKS if self.oracle else tuple(f for f in FRAMEWORKS if f in self.executors)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether its kernels are for GPUs or TPUs: they take spans of any tile size, and are told the platform."""
+        return any(p != "cpu" for p in self.platforms)
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether an interpreter runs its kernels here."""
+        return self.interpreter is not None and self.interpreter.used()
+
+    @property
+    def lowered_for(self) -> tuple[str, ...]:
+        """The platforms that it can be lowered for; (): all."""
+        return (*self.platforms, *["cpu"] * (self.interpreter is not None))
+
+    def executor(self, framework: str, gradients: bool = False) -> Callable[..., Any]:
+        """The forward, or the backward, on arrays of a framework."""
+        found = self.executors[framework]
+        run = found.backward if gradients else found.forward
+        if run is None:
+            raise no_gradients(self.name)
+        return run.function
+
+    def has_gradients(self, framework: str) -> bool:
+        return framework in self.executors and self.executors[framework].backward is not None
+
+    def refused_dtype(self, dtype: str) -> str:
+        """Why arrays of a dtype are not taken here, by the kernels or by their interpreter."""
+        wrong = "" if self.interpreter is None else self.interpreter.refuses.get(dtype, "")
+        return self.refuses.get(dtype) or (wrong if wrong and self.interpreted else "")
+
+
+def register(backend: Backend) -> None:
+    """Make a backend known, in the place of one of the same name."""
+    RECORDS[backend.name] = backend
+
+
+def backends_of(framework: str | None = None) -> list[Backend]:
+    """The records in the order of lists, those for arrays of `framework` where one is named."""
+    return sorted((b for b in RECORDS.values() if framework in (None, *b.frameworks)), key=lambda b: b.order)
+
+
+def names() -> tuple[str, ...]:
+    """What a call may name: backends and tiers."""
+    found = backends_of()
+    return tuple(b.name for b in found) + tuple(dict.fromkeys(b.tier for b in found if b.tier))
+
+
+def no_gradients(name: str) -> BackwardError:
+    """The error of a gradient that is asked of a backend without any; it lists those that have every gradient."""
+    whole = {b.name for b in RECORDS.values() for e in b.executors.values() if e.backward and not e.refuses_gradients}
+    *most, last = sorted(whole)
+    return BackwardError(
+        f"backend {name!r} has no gradients; {', '.join(most)} and {last} have\n"
+        "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
+    )
+
+
+def absent(module: str, extra: str) -> str:
+    """The words for a package that is not installed."""
+    return "" if importlib.util.find_spec(module) else f"{module} is not installed: {pip_install(extra)}"
+
+
+def no_gpu() -> str:
+    """Why JAX runs nothing on a GPU here."""
+    import jax
+
+    if jax.default_backend() == "gpu":
+        return ""
+    return "no GPU is visible to JAX; its source can be printed, and calls exported, all the same"

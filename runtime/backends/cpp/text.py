@@ -1,0 +1,15 @@
+"""The text of a kernel of C++."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from frisket.lowering.kernels.cpp import forward as cpp
+from frisket.lowering.plan import Geometry, LoopPlan, Target
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
+) -> tuple[str, Target]:
+    """The forward kernel's text, and its target."""
+    return cpp.emit(plan, target, g.head_dim, g.v_dim, dtype, g.kv_dtype), target

@@ -1,0 +1,21 @@
+"""The text of the Pallas kernels for TPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from frisket.lowering.kernels.pallas_tpu import backward, forward
+from frisket.lowering.plan import Geometry, LoopPlan, Target
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
+) -> tuple[str, Target]:
+    """The forward's text and, where there are gradients, the backward's, and their target."""
+    known: list[Any] = [*plan.tables, *plan.slots]
+    names = {*"qkv", *(x.name for x in known if x.source in learned)}
+    found = forward.emit(plan, target, g, dtype, sinks)
+    if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
+        return found, target
+    return f"{found}\n\n{backward.emit(plan, target, g, dtype, names)}", target

@@ -1,0 +1,17 @@
+"""Library calls of JAX, on every platform."""
+
+from frisket.runtime.backends.base import LIBRARY, Backend, Executors, Lazy, absent, register
+
+register(Backend(
+    name="xla",
+    kernels="library calls of JAX",
+    language="jax",
+    reason=lambda framework: absent("jax", "jax"),
+    tiles=lambda geometry, dtype, narrow: (256, 128),
+    executors={"jax": Executors(Lazy("frisket.lowering.xla.forward:forward"),
+                                Lazy("frisket.lowering.xla.backward:backward"))},
+    order=20,
+    tier=LIBRARY,
+    rows="low",
+    operators=("frisket-xla", "vanilla"),
+))  # fmt: skip

@@ -1,0 +1,58 @@
+"""Where spans are wanted: the place of a call, and arrays on its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from frisket.lowering.plan import Sizes
+from frisket.lowering.planner.planner import ROOM, Planner
+from frisket.runtime.calls.arrays import uploaded
+
+
+@dataclass(frozen=True)
+class SpanRequest:
+    """Where spans are wanted: `at` is where each slice begins, (b, h, q, k) of [slices]; tiles of `block` tokens;
+    `sizes` of the whole problem. `held` keeps copies of the host's arrays, `ranges` what planners in Triton have made
+    of the tables."""
+
+    at: tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]
+    q_len: int
+    kv_len: int
+    block: tuple[int, int]
+    sizes: Sizes
+    device: Any = None
+    held: dict[Any, Any] = field(default_factory=dict)
+    ranges: dict[Any, Any] = field(default_factory=dict)
+    room: int = ROOM
+    records: int = 0  # of a row; 0: as many as the mask says, or RECORDS
+
+    @property
+    def transposed(self) -> SpanRequest:
+        (b, h, q, k), (bq, bk) = self.at, self.block
+        return replace(self, at=(b, h, k, q), q_len=self.kv_len, kv_len=self.q_len, block=(bk, bq))
+
+    def most(self, plan: Planner) -> int:
+        """Records of a row."""
+        return self.records or plan.records(-(-self.kv_len // self.block[1]))
+
+
+def on_device(framework: str, x: Any, device: Any, name: Any, held: dict[Any, Any]) -> Any:
+    """An array of the framework; the host's are copied to a GPU once, which a captured graph could not do."""
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(x)
+    import torch
+
+    if not isinstance(x, np.ndarray):
+        return x
+    if device is None or device.type == "cpu":
+        return torch.from_numpy(np.array(x))
+    key = name, x.dtype, device
+    if key not in held:
+        held[key] = uploaded(x, device)
+    return held[key]
