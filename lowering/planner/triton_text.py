@@ -1,5 +1,4 @@
-"""What every planner in Triton shares: kernels that make tables ready for ranges, pieces of rows, records, the order of
-rows.
+"""The skeleton of planners in Triton: kernels that make range tables, pieces of rows, records, the order of rows.
 
 A row of tiles is held as pieces, [rows, PIECES] int32 in order: four times the tile where a piece begins, and its kind;
 `end`, four times the number of tiles, stands where there is none. Integers have 64 bits and Floats are doubles, as in
