@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from . import jax_stage, torch_stage
 from .contest import Call, Contest, Stage
 
 CACHES = {  # where what is compiled is kept, by the variable that says so
@@ -25,11 +26,7 @@ CACHES = {  # where what is compiled is kept, by the variable that says so
 
 def stage_of(name: str, device: str) -> Stage:
     if name == "torch":
-        from . import torch_stage
-
         return torch_stage.stage(device, lengths=True)
-    from . import jax_stage
-
     return jax_stage.stage("gpu" if device == "cuda" else device)
 
 
@@ -61,9 +58,7 @@ def timed(
 def warm_up(stage_name: str, device: str) -> None:
     """What a framework does once in a process, whoever computes first."""
     if stage_name == "torch":
-        from .torch_stage import warm_up
-
-        warm_up(device)
+        torch_stage.warm_up(device)
     else:
         import jax
 

@@ -13,6 +13,7 @@ from frisket.runtime.backends.registry import library, ranked, reason
 
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
 from .machine import seconds
+from .torch_stage import bias_of
 
 REST = 0.1  # arrays of every pair go back to the system after an answer: 60 ms that are nobody else's
 
@@ -94,8 +95,6 @@ def _attention(implementation: str | None, device: str, contest: Contest) -> Cal
     import jax.numpy as jnp
 
     if contest.score is not None:
-        from .torch_stage import bias_of
-
         more: dict[str, Any] = {"bias": jnp.asarray(bias_of(contest, "dot_product_attention"), contest.sizes.dtype)}
     else:
         more = {}

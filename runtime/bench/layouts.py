@@ -9,9 +9,11 @@ from functools import partial
 import numpy as np
 
 from frisket.lowering.analysis.tiles import EMPTY
+from frisket.runtime.export.block_mask import mask_mod_of
 from frisket.runtime.masks.mask import Mask
 
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
+from .jax_stage import splash_mask
 from .machine import seconds
 
 TILE = 128
@@ -71,8 +73,6 @@ def _create(contest: Contest) -> Call:
     """`create_block_mask`, eager, of our mask_mod."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    from frisket.runtime.export.block_mask import mask_mod_of
-
     s = contest.sizes
     _short(contest, "create_block_mask")
     layout = _mask(contest).layout(s.q_len, s.kv_len, batch=s.batch, heads=s.heads)
@@ -90,8 +90,6 @@ def _create(contest: Contest) -> Call:
 def _process(contest: Contest) -> Call:
     """`process_mask`, its cache emptied, of what `splash_mask` says."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
-
-    from .jax_stage import splash_mask
 
     s = contest.sizes
     _mask(contest)

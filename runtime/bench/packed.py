@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import BackendError, ShapeError
 from frisket.dsl.ir import Expr
 from frisket.lowering import dense
+from frisket.lowering.aten.expr import TileProgram
+from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.runtime.machine.extras import pip_install
 
 SLAB = 512  # queries the float64 interpreter looks at together: bounds its memory
@@ -139,8 +141,6 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     import torch
     from torch.nn import functional
 
-    from frisket.lowering.aten.expr import TileProgram
-
     q, k, v = (torch.from_numpy(x) for x in job.arrays)
     mask = torch.from_numpy(seen)
     tables = {n: torch.tensor(t) for n, t in job.tables.items()}
@@ -166,8 +166,6 @@ def _torch(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
 def _jax(job: Job, seen: Array, attention: Callable[..., Any]) -> Bench:
     import jax
     import jax.numpy as jnp
-
-    from frisket.lowering.kernels.jnp_expr import evaluate
 
     q, k, v = (jnp.asarray(x.swapaxes(1, 2)) for x in job.arrays)
     mask = jnp.asarray(seen)

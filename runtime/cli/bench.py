@@ -16,11 +16,16 @@ from rich.live import Live
 from rich.text import Text
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.runtime.bench import compiles, jax_stage, layouts, race, schema, torch_stage
+from frisket.runtime.bench.chart import draw, ratios
 from frisket.runtime.bench.contest import Contest, Sizes, Stage, standard
+from frisket.runtime.bench.machine import described
 from frisket.runtime.bench.packed import choose, installed
+from frisket.runtime.bench.table import lines, losses, spoken
 from frisket.runtime.machine.extras import extras, pip_install
 
 from .answer import CommandResult, Piece, row, table
+from .input import read_program, require_bound
 from .options import examples, positive
 
 SUITES = ("cpu", "gpu", "tpu", "layout", "compile")
@@ -107,8 +112,6 @@ def written(args: argparse.Namespace, result: dict[str, Any]) -> list[str]:
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         found.append(str(args.output))
     if args.chart is not None:
-        from frisket.runtime.bench.chart import draw, ratios
-
         if rows := ratios(result["parts"]):
             draw(rows, args.chart, title=f"frisket bench --suite {args.suite}")
         found.append(str(args.chart) if rows else "no chart: nobody is timed beside ours")
@@ -155,20 +158,14 @@ def absent(suite: str, framework: str | None) -> str:
 def stages(suite: str, framework: str | None) -> Iterator[Stage]:
     device = suite if suite in ("gpu", "tpu") else "cpu"
     if suite == "layout":
-        from frisket.runtime.bench.layouts import stage
-
-        yield stage()
+        yield layouts.stage()
         return
     for name in [framework] if framework else installed():
         if not visible(device, name):
             continue
         if name == "torch":
-            from frisket.runtime.bench import torch_stage
-
             yield torch_stage.stage("cuda" if device == "gpu" else device)
         else:
-            from frisket.runtime.bench import jax_stage
-
             yield jax_stage.stage(device)
 
 
@@ -191,8 +188,6 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
     """The user's, or several."""
     if args.expr is None:
         return standard(sizes)
-    from .input import read_program, require_bound
-
     program = read_program(args)
     require_bound(program)
     if program.mask is not None:
@@ -202,8 +197,6 @@ def contests(args: argparse.Namespace, sizes: Sizes) -> list[Contest]:
 
 
 def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str] | None) -> Iterator[Any]:
-    from frisket.runtime.bench.race import run
-
     raced = contests(args, sizes)
     if args.suite == "layout":
         raced = [c for c in raced if args.expr or c.score is None]
@@ -213,18 +206,16 @@ def races(args: argparse.Namespace, sizes: Sizes, rounds: int, families: set[str
             raced = [replace(c, name=f"{c.name}, {c.sizes.q_len:,} tokens") for c in [*raced, *more]]
     for stage in stages(args.suite, args.framework):
         for contest in raced:
-            yield from run(contest, stage, rounds, families)
+            yield from race.run(contest, stage, rounds, families)
 
 
 def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) -> Iterator[Any]:
-    from frisket.runtime.bench.compiles import run
-
     n = sizes.q_len
     lengths = [n, *(x for x in (n // 2, 3 * n // 4, n // 4) if x)]
     each = [contests(args, replace(sizes, q_len=x, kv_len=x)) for x in lengths]
     for stage in stages(args.suite, args.framework):
         for at in range(len(each[0]) if args.expr else 2):  # a mask of numbers alone, and a window
-            yield from run([x[at] for x in each], stage, "cpu", families)
+            yield from compiles.run([x[at] for x in each], stage, "cpu", families)
 
 
 # -- what is shown ----------------------------------------------------------------------------------------
@@ -246,19 +237,13 @@ def followed(steps: Iterator[Any]) -> list[Any]:
 
 
 def lines_of(found: list[Any]) -> list[Any]:
-    from frisket.runtime.bench.race import Race
-
-    if all(isinstance(x, Race) for x in found):
-        from frisket.runtime.bench.table import lines
-
+    if all(isinstance(x, race.Race) for x in found):
         return list(lines(found))
     return [piece for x in found for piece in first_lines(x)]
 
 
 def first_lines(found: Any) -> list[Piece]:
     """A table of first calls."""
-    from frisket.runtime.bench.table import spoken
-
     head = ("", "cold", "from disk", "another length", f"compiled for {len(found.lengths) - 1} others")
     body: list[list[str]] = [
         [f"  {n}", spoken(found.cold[n]), spoken(max(found.disk[n], 0)), spoken(max(found.other.get(n, 0), 0)),
@@ -274,9 +259,6 @@ def first_lines(found: Any) -> list[Piece]:
 
 def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str, Any]:
     """In the form of bench/schema.py: a part for each framework."""
-    from frisket.runtime.bench import schema
-    from frisket.runtime.bench.machine import described
-
     parts: dict[str, Any] = {}
     for x in found:
         name = suite if x.stage == suite else f"{suite}, {x.stage}"
@@ -290,9 +272,6 @@ def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str
 
 def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], wrong: list[str]) -> list[Piece]:
     """The machine, the sizes, what was lost."""
-    from frisket.runtime.bench.race import Race
-    from frisket.runtime.bench.table import losses
-
     part = next(iter(result["parts"].values()))
     machine, s = part["machine"], part["settings"]
     versions = ", ".join(f"{n} {machine[n]}" for n in ("torch", "jax", "triton") if n in machine)
@@ -306,7 +285,7 @@ def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], 
     out: list[Piece] = [Text(), row("sizes", shape), row("machine", where)]
     if away := absentees(args.suite, args.framework):
         out.append(row("not here", "\n".join(away)))
-    lost = losses([x for x in found if isinstance(x, Race)])
+    lost = losses([x for x in found if isinstance(x, race.Race)])
     if lost:
         out.append(row("slower", "\n".join(lost)))
     if wrong:

@@ -9,6 +9,7 @@ from rich.console import Console
 from frisket.dsl.library import library
 
 from .answer import CommandResult
+from .main import COMMANDS, parser
 from .options import examples
 
 HOW = {
@@ -29,8 +30,6 @@ def add_completion(p: argparse.ArgumentParser) -> None:
 
 def completion(args: argparse.Namespace, console: Console) -> CommandResult:
     import shtab
-
-    from .main import COMMANDS, parser
 
     top = parser(*COMMANDS)
     for action in top._actions:

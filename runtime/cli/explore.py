@@ -10,6 +10,9 @@ from contextlib import suppress
 from rich.console import Console
 
 from frisket.dsl.errors import FrisketError, ParameterError
+from frisket.runtime.explore.analyst import Analyst
+from frisket.runtime.explore.page import page
+from frisket.runtime.explore.server import Server
 
 from .answer import CommandResult, rows
 from .input import LENGTH, scalar, source, table
@@ -33,10 +36,6 @@ def add_explore(p: argparse.ArgumentParser) -> None:
 
 def explore(args: argparse.Namespace, console: Console) -> CommandResult:
     """Serve the page until Ctrl-C. A text with mistakes is served too: they are shown where they can be mended."""
-    from frisket.runtime.explore.analyst import Analyst
-    from frisket.runtime.explore.page import page
-    from frisket.runtime.explore.server import Server
-
     text, _ = source(args.expr, args.score)
     tables = dict(map(table, args.table))
     q_len = args.q_len or LENGTH

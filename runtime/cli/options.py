@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from frisket.dsl.hints import nearest
+
 
 class Parser(argparse.ArgumentParser):
     """Options are written out, and mistakes get one line and a way to the help."""
@@ -44,8 +46,6 @@ class WideHelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 def meant(word: str, words: Iterable[str]) -> str:
     """`meant("shwo", ["show", "plot"]) == "; did you mean show?"`."""
-    from frisket.dsl.hints import nearest  # the language, which no command that succeeds needs for this
-
     words = list(words)
     near = next((w for w in words if w.startswith(word)), None) or nearest(word, words)
     return f"; did you mean {near}?" if near else ""

@@ -23,6 +23,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from .answer import answer
+
 Array = NDArray[Any]
 LIMIT = 8.0  # seconds for one answer
 START = 60.0  # and for a process to begin
@@ -172,7 +174,6 @@ def work(memory: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what somebody prints goes where people look
-    from .answer import answer
 
     def say(what: Any) -> None:
         pickle.dump(what, out)

@@ -24,6 +24,7 @@ from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
 from frisket.lowering.simplify import simplify
 from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.export.block_mask import written
 from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.machine.parameters import as_value, names_of
 from frisket.runtime.masks.mask import Mask, MaskLike, mask
@@ -126,8 +127,6 @@ class LiveMask:
 
     def callable(self, reach: Mapping[str, int], sizes: Sizes, title: str, device: Any) -> Callable[..., Any]:
         """`mask_mod(b, h, q_idx, kv_idx)`, which looks into the tensors themselves where torch can."""
-        from frisket.runtime.export.block_mask import written
-
         places: dict[Expr, Expr] = {}
         for name, type in ir.free_names(self.expr)[0].items():
             x = self.values[name]  # a captured scalar is read as a table of one entry

@@ -19,6 +19,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, Span
 from frisket.dsl.hints import misnamed, nearest
 from frisket.dsl.ir import Expr
+from frisket.dsl.library import definitions
 from frisket.dsl.notebook import table
 from frisket.dsl.program import Declared, Parsed, check_names, read
 from frisket.dsl.show import show
@@ -105,8 +106,6 @@ class BoundExpr:
         """Raise `ParameterError` unless every parameter has a value."""
         if not self.unbound:
             return
-        from frisket.dsl.library import definitions
-
         name = self.unbound[0]
         if name in self.origin.captured:
             raise ParameterError(

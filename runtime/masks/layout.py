@@ -15,16 +15,7 @@ from frisket.lowering.analysis.table import Table
 from frisket.lowering.analysis.tiles import WORK
 from frisket.lowering.plan import Origin, Sizes
 from frisket.lowering.simplify import prepare
-from frisket.runtime.draw.html import notebook, to_html
-from frisket.runtime.draw.plot import plot
 from frisket.runtime.draw.terminal import draw
-from frisket.runtime.export.block_mask import to_block_mask
-from frisket.runtime.export.bsr import BSR, to_bsr
-from frisket.runtime.export.fa4 import FA4, to_fa4
-from frisket.runtime.export.flashmask import FlashMask, to_flashmask
-from frisket.runtime.export.slices import Slices, to_slices
-from frisket.runtime.export.splash import Splash, to_splash
-from frisket.runtime.export.varlen import Varlen, to_varlen
 from frisket.runtime.layouts.checks import check_lengths, check_reach
 from frisket.runtime.layouts.tiling import Tiling
 
@@ -32,6 +23,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.nn.attention.flex_attention import BlockMask
 
+    from frisket.runtime.export.bsr import BSR
+    from frisket.runtime.export.fa4 import FA4
+    from frisket.runtime.export.flashmask import FlashMask
+    from frisket.runtime.export.slices import Slices
+    from frisket.runtime.export.splash import Splash
+    from frisket.runtime.export.varlen import Varlen
     from frisket.runtime.machine.bound import BoundExpr
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,6 +49,7 @@ def of_something(made: F) -> F:
     return cast(F, run)
 
 
+# Exports and pictures are imported by the methods that make them: `frisket show` starts without them.
 class Layout(Tiling):
     """The block-sparse layout of a mask: `m.layout(q_len, kv_len, ...)`.
 
@@ -73,57 +71,77 @@ class Layout(Tiling):
         `compact`, without axes; `dark`; `size` of the longer side in inches; `dpi`; `title`. Gives the matplotlib
         figure. Raises `ParameterError` for other suffixes and for options that do not fit.
         """
+        from frisket.runtime.draw.plot import plot
+
         return plot(self, path, **options)
 
     @of_something
     def to_html(self, path: str | Path | None = None) -> str:
         """The text of one page that works offline: zoom, pan, and ask any position why. Written to `path` if there is
         one: `layout.to_html("mask.html")`."""
+        from frisket.runtime.draw.html import to_html
+
         return to_html(self, path)
 
     def _repr_html_(self) -> str | None:
         if not (self.q_len and self.kv_len):
             return None  # there is a text
+        from frisket.runtime.draw.html import notebook
+
         return notebook(self)
 
     @of_something
     def to_block_mask(self, device: Any = "cpu", separate_full_blocks: bool = True) -> BlockMask:
         """torch's `BlockMask`, its lists bit for bit those of `create_block_mask`. `ExportError` where the layout is
         not exact, or the lists would take more than 8 GiB."""
+        from frisket.runtime.export.block_mask import to_block_mask
+
         return to_block_mask(self, device, separate_full_blocks)
 
     @of_something
     def to_flashmask(self) -> FlashMask:
         """FlashMask's start and end rows per key column. `ExportError` where a key is hidden from three runs of queries
         or more."""
+        from frisket.runtime.export.flashmask import to_flashmask
+
         return to_flashmask(self)
 
     @of_something
     def to_slices(self) -> Slices:
         """MagiAttention's rectangles: query range, key range, kind. `ExportError` where heads differ, or the mask falls
         into more slices than queries."""
+        from frisket.runtime.export.slices import to_slices
+
         return to_slices(self)
 
     @of_something
     def to_bsr(self, bits: bool = False) -> BSR:
         """Block sparse rows, per distinct slice; with the elements of cut tiles as `bits`."""
+        from frisket.runtime.export.bsr import to_bsr
+
         return to_bsr(self, bits)
 
     @of_something
     def to_splash(self, fused: bool = False) -> Splash:
         """Splash attention's `MaskInfo`, forward and transposed; `fused` for its fused backward kernel. `ExportError`
         where batch entries differ, lengths are no whole tiles, or a query sees no key."""
+        from frisket.runtime.export.splash import to_splash
+
         return to_splash(self, fused)
 
     @of_something
     def to_fa4(self, device: Any = "cpu", compact: bool = False) -> FA4:
         """FlashAttention 4's block-sparse tensors; `compact` cuts index lists to the longest."""
+        from frisket.runtime.export.fa4 import to_fa4
+
         return to_fa4(self, device, compact)
 
     @of_something
     def to_varlen(self) -> Varlen:
         """`cu_seqlens` and the causal and window flags of variable-length attention. `ExportError` where the mask is
         not documents on the diagonal under one flag and one window."""
+        from frisket.runtime.export.varlen import to_varlen
+
         return to_varlen(self)
 
     def __str__(self) -> str:

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError
-from frisket.dsl.from_python.trace import trace
 from frisket.dsl.ir import Expr
 from frisket.dsl.program import Parsed, check_names, read
 from frisket.dsl.types import BOOL
@@ -348,6 +347,8 @@ def score(what: ScoreLike, /, **params: Any) -> ScoreMod:
 def _from_python(fn: Callable[..., Any], kind: Any, params: Mapping[str, Any]) -> tuple[Expr, dict[str, Any], Origin]:
     """The Expr of a function, values for its parameters, and the arrays it captured. Those that JAX traces have no
     values: every call of the attention takes them as they are."""
+    from frisket.dsl.from_python.trace import trace  # a text needs nothing of it
+
     found = trace(fn, kind)
     kept = {n: x for n, x in found.tables.items() if n not in params}
     values = {n: x for n, x in kept.items() if not traced(x)}

@@ -22,6 +22,7 @@ from frisket.lowering.plan import LoopPlan, Origin, Sizes, make_plan, whole
 from frisket.lowering.planner.planner import Planner, planner
 from frisket.lowering.simplify import prepare, simplify
 from frisket.lowering.simplify.hoist import finite
+from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.checks import check_reach
 from frisket.runtime.machine.parameters import names_of
@@ -104,7 +105,7 @@ def laid_of(key: Key) -> Laid:
     def planned(mask: Expr) -> Planner:
         sorted_ = key.facts | {n for n, t in program.tables.items() if Table(t).sorted}
         beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
-        wide = key.framework == "torch" or _wide()
+        wide = key.framework == "torch" or int64_enabled()
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
     made = planned(host.expr) if free else None
@@ -128,12 +129,6 @@ def host_layout(key: Key, block: tuple[int, int]) -> Layout:
     """The layout that no table of a device decides."""
     host = laid_of(key).host
     return make_layout(host, key.q_len, key.kv_len, key.batch, key.heads, block, origin_of(key), key.sizes)
-
-
-def _wide() -> bool:
-    from frisket.lowering.xla.tiles import int64_enabled
-
-    return int64_enabled()
 
 
 def _check_segments(parts: tuple[Expr | None, ...], given: set[str]) -> None:

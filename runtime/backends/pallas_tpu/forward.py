@@ -13,6 +13,7 @@ from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.machine.generated import load
 
 if TYPE_CHECKING:
@@ -101,8 +102,6 @@ def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.TpuWalk:
 def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int) -> Callable[..., pallas_walk.TpuWalk]:
     import jax
     import numpy as np
-
-    from frisket.lowering.planner.planner import DeviceSpans
 
     places = np.frombuffer(slice_of, np.int32).reshape(shape)
     return jax.jit(lambda bounds, count: pallas_walk.walk(DeviceSpans(bounds, count, None, places), columns, group))
