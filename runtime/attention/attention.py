@@ -176,7 +176,8 @@ class Attention:
         return found
 
     def _said(self, q: Any, k: Any, v: Any) -> str:
-        """What is asked for, beside an error far from where it was written, as under `jax.jit`."""
+        """A description of the mask, score mod and shapes, for errors far from where they were written, as under
+        `jax.jit`."""
         shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)) if hasattr(x, "dtype"))
         return f"in attention under {'; '.join(str(self.program).splitlines()) or 'everything visible'}\n  of {shapes}"
 
@@ -347,7 +348,7 @@ class Attention:
         return target.block_q, target.block_k
 
     def at(self, **coordinates: Any) -> Attention:
-        """The same attention to arrays that hold positions in another order: `att.at(q="q + start[b]", k="pos[k]")`.
+        """An equal attention to arrays that hold positions in another order: `att.at(q="q + start[b]", k="pos[k]")`.
 
         >>> import frisket as fk
         >>> fk.compile("causal").at(q="q + start[b]")
@@ -370,8 +371,8 @@ class Attention:
         return found
 
     def jagged(self, pattern: Pattern) -> tuple[Attention, tuple[str | None, ...], str | None]:
-        """This attention for packed rows of nested tensors, the names of the tables it takes, and the name of the
-        number of sequences where the text reads that number."""
+        """The attention for packed rows of nested tensors, the names of the tables it takes, and the name of the number
+        of sequences where the text reads that number."""
         found: tuple[Attention, tuple[str | None, ...], str | None] | None = self._moved.get(("jagged", pattern))
         if found is None:
             program, names, number = rewritten(self.program, pattern)
@@ -409,9 +410,9 @@ class Attention:
         layout: str | None = None, arch: str | None = None, k_scale: Any = None, v_scale: Any = None,
         pages: Any = None, **params: Any,
     ) -> Stages:  # fmt: skip
-        """What becomes of the mask and score mod on the way to a kernel, a printable field per stage. Tiles of Triton
-        are those for `arch`, "sm_90" or "gfx942" for example, or for the GPU at hand. How keys are stored is read off
-        q, k, v, scales and pages."""
+        """The stages of the mask and score mod on the way to a kernel, a printable field each. Tiles of Triton are
+        those for `arch`, "sm_90" or "gfx942" for example, or for the GPU at hand. How keys are stored is read off q, k,
+        v, scales and pages."""
         program, live = self.program.bind(params), live_of(k_scale, v_scale, pages)
         if live and q is None:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")
@@ -468,7 +469,7 @@ def torch_op() -> Any:
 
 
 def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None) -> tuple[Any, ...] | None:
-    """What a plan depends on, if that is quickly said: no array of the host is part of it."""
+    """The part of a call that its plan depends on; None where an array of the host belongs to it."""
     numbers = all(type(x) in (bool, int, float) for x in host.values())
     if not numbers or any(isinstance(x, np.ndarray) for x in g.origin):
         return None

@@ -91,7 +91,7 @@ def learned_values(program: CallProgram, like: Any, params: Mapping[str, Any]) -
 
 
 def report_later(call: Call, out: Any, lse: Any) -> None:
-    """Under `jax.jit`: looks once the values are there, and raises from there."""
+    """A check under `jax.jit`: the callback compares once the values are there, and raises from there."""
     import jax
 
     given, plan = call.given, call.plan

@@ -145,7 +145,7 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
-    """What the type of a name hangs on: how many axes there are, and Bool, Int or Float."""
+    """The rank of a value, and its type: Bool, Int or Float."""
     return (x.ndim, x.dtype) if hasattr(x, "ndim") else (type(x),)
 
 

@@ -75,9 +75,9 @@ class Report:
 
 @dataclass(frozen=True)
 class CheckedGradients:
-    """What gradients are compared for: `dout` as out, `dlse` [batch, heads, q_len], and the gradients that came of
-    them: "q", "k", "v", "sinks" and the names of tables and scalars; all of the framework, in the layout of the
-    call. None where there was none."""
+    """The cotangents of a check: `dout` as out, `dlse` [batch, heads, q_len], and the gradients that came of them: "q",
+    "k", "v", "sinks" and the names of tables and scalars; all of the framework, in the layout of the call. None where
+    there was none."""
 
     dout: Any
     dlse: Any

@@ -25,7 +25,7 @@ class Availability(dict[str, str]):
 
 
 def backends() -> Availability:
-    """What runs here and why the others do not.
+    """Say which backends run here, and why the others do not.
 
     >>> import frisket as fk
     >>> fk.backends()["dense"]
@@ -40,7 +40,7 @@ def here(name: str) -> str:
 
 
 def reason(name: str, framework: str | None = None) -> str:
-    """Why a backend does not run here, on arrays of `framework` where one is named; empty when it does."""
+    """A reason why a backend does not run here, on arrays of `framework` where one is named; empty when it does."""
     return RECORDS[name].later or RECORDS[name].reason(framework)
 
 
@@ -89,7 +89,7 @@ def choose(name: str | None, framework: str, device: str) -> str:
 
 
 def lowerable(name: str) -> str:
-    """Why JAX cannot lower for a backend, whatever devices are there."""
+    """A reason why JAX cannot lower for a backend, whatever devices are there; empty when it can."""
     missing = RECORDS[name].missing
     return reason(name) if missing is None else missing()
 

@@ -1,4 +1,4 @@
-"""What becomes of a mask and a score mod for one geometry and backend: stages, kernel text."""
+"""Stages of a mask and a score mod for one geometry and backend, up to the kernel's text."""
 
 from __future__ import annotations
 

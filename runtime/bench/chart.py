@@ -98,7 +98,7 @@ def _beside(peers: Sequence[str], peer: str) -> float:
 
 
 def _ticks(axes: Any, values: Sequence[float]) -> None:
-    """At 1, 2, 5, 10 and the like, 1 among them."""
+    """Set ticks at 1, 2, 5, 10 and the like, 1 among them."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = 0.9 * min(1, *values), 1.1 * max(1, *values)

@@ -38,7 +38,7 @@ class Firsts:
     machine: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """In the form of schema.py; ratios are of cold first calls, peer / ours."""
+        """A row in the form of schema.py; ratios are of cold first calls, peer / ours."""
         found: dict[str, Any] = {}
         if self.cold:
             peers = [n for n in self.cold if n not in self.ours]
@@ -87,7 +87,8 @@ def run(
 
 
 def _child(folder: str, job: Any) -> dict[str, Any] | str:
-    """What a process of its own found, or its last words. What it compiles is kept in `folder`."""
+    """The result of a job in its own process, or the last words of that process. The process keeps compiled kernels in
+    `folder`."""
     path = Path(folder, "job.pickle")
     path.write_bytes(pickle.dumps(job))
     env = os.environ | {name: str(Path(folder, at)) for name, at in CACHES.items()}

@@ -1,4 +1,4 @@
-"""What is raced: a mask and a score mod, how large everything is, and who takes part."""
+"""A contest: a mask and a score mod, the sizes, and who takes part."""
 
 from __future__ import annotations
 

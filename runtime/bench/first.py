@@ -1,4 +1,4 @@
-"""What a first call costs, in a process of its own: `python -m frisket.runtime.bench.first JOB`.
+"""The cost of a first call, in a process of its own: `python -m frisket.runtime.bench.first JOB`.
 
 JOB is a pickle of a contestant's name, a stage and contests of other lengths. Printed is one JSON object: the seconds
 of a second call, those of the first beyond it, and the seconds and compilations of a first call at each other length.
@@ -56,7 +56,7 @@ def timed(
 
 
 def warm_up(stage_name: str, device: str) -> None:
-    """What a framework does once in a process, whoever computes first."""
+    """Run the work that a framework does once in a process, whoever computes first."""
     if stage_name == "torch":
         torch_stage.warm_up(device)
     else:

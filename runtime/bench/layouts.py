@@ -33,7 +33,7 @@ def stage() -> Stage:
 
 
 def _read(contest: Contest) -> Iterator[tuple[slice, Array]]:
-    """Which tiles are read, by looking at every pair, where these are few enough."""
+    """The tiles that are read, found by looking at every pair, where pairs are few enough."""
     s = contest.sizes
     if s.q_len * s.kv_len > PAIRS:
         return

@@ -1,4 +1,4 @@
-"""What every measurement shares: the machine's name, clocks, and calls timed turn about."""
+"""Parts that every measurement shares: the machine's name, clocks, and calls timed turn about."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def processor_seconds(run: Callable[[], Any]) -> float:
-    """Of this process alone: what else runs on the machine is not in it."""
+    """Processor time of this process alone, without other work on the machine."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -87,7 +87,7 @@ def raced(
 
 
 def row(times: dict[str, list[float]], ours: Sequence[str] = ("frisket",)) -> dict[str, Any]:
-    """The same of times that were taken, in seconds."""
+    """A row of times that were taken, in seconds."""
     peers = [n for n in times if n not in ours]
     return {
         "figures": {"ms": {n: 1e3 * statistics.median(t) for n, t in times.items()}},
@@ -108,7 +108,7 @@ def median_ratio(above: list[float], below: list[float]) -> tuple[float, float, 
 
 
 def fresh(code: str, **variables: str) -> str:
-    """What a new Python prints for `code`, with bytecode kept as an installed package has it."""
+    """The output of a new Python that runs `code`, with bytecode kept as an installed package has it."""
     env = {n: x for n, x in os.environ.items() if n != "PYTHONDONTWRITEBYTECODE"} | variables
     command = [sys.executable, "-P", "-c", code]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout

@@ -118,7 +118,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Job:
-    """What is computed: numpy arrays [1, heads, length, dim], the bound mask and score mod."""
+    """The inputs of one job: numpy arrays [1, heads, length, dim], the bound mask and score mod."""
 
     arrays: tuple[Array, Array, Array]
     mask: Expr | None

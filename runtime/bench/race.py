@@ -32,7 +32,7 @@ class Race:
     machine: Mapping[str, Any] = field(default_factory=dict)  # what of the stage's device is worth a name
 
     def row(self) -> dict[str, Any]:
-        """In the form of schema.py."""
+        """A row in the form of schema.py."""
         timed = {n: t for n, t in self.times.items() if t}
         found = row(timed, self.ours) if timed else {}
         if self.first:
@@ -86,7 +86,7 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
 
 
 def said(error: Exception) -> str:
-    """Why somebody is not timed."""
+    """A text that says why a participant is not timed."""
     if isinstance(error, NoWordsError):
         return str(error)
     return f"failed: {type(error).__name__}: {error}".split("\n")[0][:200]

@@ -1,4 +1,4 @@
-"""What a file of results looks like.
+"""The schema of a file of results.
 
     {"schema": 1, "parts": {"forward": {
         "machine": {"date": "2026-11-21", "cpu": "AMD EPYC", "cores": 2, "python": "3.11.7", "torch": "2.13.0"},

@@ -148,7 +148,7 @@ def _plain(contest: Contest, who: str) -> None:
 
 
 def bias_of(contest: Contest, who: str) -> Array:
-    """What the score mod adds, float32 [1 or batch, 1 or heads, q_len, kv_len]."""
+    """The bias that equals the score mod, float32 [1 or batch, 1 or heads, q_len, kv_len]."""
     s = contest.sizes
     e, tables = _bound(contest)
     added = next((x for x, y in (e.args, e.args[::-1]) if y is SCORE), None) if e.op == "add" else None
@@ -166,7 +166,7 @@ def bias_of(contest: Contest, who: str) -> Array:
 
 
 def _flex(device: str, lengths: bool, contest: Contest) -> Call:
-    """With our block mask, made beforehand, and our mask_mod and score_mod."""
+    """A call of torch's flex_attention with our block mask, made beforehand, and our mask_mod and score_mod."""
     import torch
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -233,7 +233,7 @@ def _flash(device: str, contest: Contest) -> Call:
 
 
 def warm_up(device: str) -> None:
-    """What torch does once in a process, whoever computes first."""
+    """Run the work that torch does once in a process, whoever computes first."""
     import torch
 
     x = torch.randn(1, 1, 64, 16, device=device)

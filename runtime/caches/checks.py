@@ -1,4 +1,4 @@
-"""What caches refuse before anything is stored, in the same words for every framework."""
+"""Checks of caches before anything is stored, with equal words for every framework."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check_beside(q: Any, k: Any, layout: str) -> None:
 
 
 def refuse_tree(tree: Any) -> None:
-    """Of a ring."""
+    """Refuse a tree of drafted tokens in a ring cache."""
     if tree is not None:
         raise ParameterError("drafts of a tree would overwrite the oldest tokens of a ring; take a KVCache")
 

@@ -95,7 +95,7 @@ class PagedKVCache(JaxCache):
 
     @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
-        """As `KVCache.append`, into the pages of each row."""
+        """Append tokens into the pages of each row, like `KVCache.append`."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
         lengths, over = grown(self.lengths, counts, self.room, "let its pool hand out pages, and `seat` it")
@@ -104,7 +104,7 @@ class PagedKVCache(JaxCache):
 
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
-        """As `KVCache.attend`."""
+        """Attend like `KVCache.attend`."""
         arrays = {**self.arrays, "pages": self.pages}
         return read(att, q, arrays, self.lengths, self.capacity, counts, tree, params)
 

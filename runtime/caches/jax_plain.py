@@ -81,7 +81,7 @@ class KVCache(JaxCache):
 
     @usual_promotion()
     def keep(self, path: jax.Array, drafted: Any, counts: Any = None) -> Self:
-        """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
+        """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence: those on `path` int
         [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
         the path are meant."""
         path, start, counts = pathed(self, path, drafted, counts)

@@ -53,13 +53,13 @@ class RingKVCache(JaxCache):
 
     @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
-        """As `KVCache.append`; new tokens take the place of the oldest."""
+        """Append tokens like `KVCache.append`; new tokens take the place of the oldest."""
         new = check_new(self.arrays, self.batch, k, v)
         return self._written(stored(self.arrays, k, v), counted(counts, self.batch, new))
 
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
-        """As `KVCache.attend`; `ShapeError` where what the last tokens see may have been overwritten by them:
+        """Attend like `KVCache.attend`; `ShapeError` where what the last tokens see may have been overwritten by them:
         `attention` reads it before."""
         self._check(att, q, tree, params)
         batch, new = q.shape[:2]

@@ -29,8 +29,8 @@ Axes = str | tuple[str, ...] | None
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class ShardedKVCache(JaxCache):
-    """As `KVCache`, with positions split over the devices of a mesh axis: of n devices, device i holds positions
-    [i * capacity / n, (i + 1) * capacity / n) of every sequence.
+    """A `KVCache` with positions split over the devices of a mesh axis: of n devices, device i holds positions [i *
+    capacity / n, (i + 1) * capacity / n) of every sequence.
 
     >>> import frisket as fk
     >>> mesh = jax.make_mesh((len(jax.devices()),), ("sp",))
@@ -109,7 +109,7 @@ class ShardedKVCache(JaxCache):
 
     @usual_promotion()
     def append(self, k: jax.Array, v: jax.Array, counts: Any = None) -> Self:
-        """As `KVCache.append`."""
+        """Append tokens like `KVCache.append`."""
         new = check_new(self.arrays, self.batch, k, v)
         counts = counted(counts, self.batch, new)
         lengths, over = grown(self.lengths, counts, self.capacity)
@@ -128,7 +128,7 @@ class ShardedKVCache(JaxCache):
 
     @usual_promotion()
     def attend(self, att: Attention, q: jax.Array, counts: Any = None, **params: Any) -> Any:
-        """As `KVCache.attend`, without trees."""
+        """Attend like `KVCache.attend`, without trees."""
         if params.pop("tree", None) is not None:
             raise ParameterError("drafts of a tree are not for several devices; take a KVCache")
         check_queries(att, q, self.k, "bshd", self.batch, params)

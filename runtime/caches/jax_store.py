@@ -1,4 +1,4 @@
-"""What caches of JAX do with their arrays: quantise new tokens, write them where they belong, and read them back.
+"""Work that caches of JAX do with their arrays: quantise new tokens, write them where they belong, and read them back.
 
 Arrays are [rows, places, kv_heads, dim], scales [rows, places, kv_heads]; a row is a sequence, or a page of a pool.
 """
@@ -43,7 +43,7 @@ def empty(shape: tuple[int, int, int], head_dim: int, v_dim: int | None, dtype: 
 
 
 class JaxCache:
-    """What caches of JAX have in common; they are pytrees whose leaves are arrays such as these."""
+    """The base of JAX caches; caches are pytrees whose leaves are these arrays."""
 
     k: jax.Array
     v: jax.Array

@@ -1,4 +1,4 @@
-"""Where stored keys and new queries are: a user's attention, read at the positions that the places of a cache hold.
+"""Positions of stored keys and new queries: a user's attention, read at the positions that the places of a cache hold.
 
 One mask serves prefill, chunked prefill and decode: it speaks of positions in the sequence, and arrays of a cache
 hold some of them, in an order of their own. `placed` gives the same attention in places:
@@ -78,7 +78,7 @@ def ring(slots: int) -> Places:
 
 
 def ring_padded(slots: int) -> Places:
-    """The same where queries past the last of a sequence see nothing."""
+    """Places of a ring cache where queries past the last of a sequence see nothing."""
     return Places(APPENDED.q, ring(slots).k, PADDED.seen)
 
 
@@ -114,7 +114,7 @@ def require_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]
 
 
 def no_room(att: Attention, slots: int, new: int, params: Mapping[str, Any]) -> str:
-    """Why it does not, or nothing.
+    """A reason why new tokens do not fit, or an empty text.
 
     Parts of the mask that read tables are left out of the question, which makes the answer safe, not exact; positions
     are looked at up to 2**20."""

@@ -17,7 +17,7 @@ Copy = tuple[int, int]  # (page to read, page to write)
 
 
 class PagePool:
-    """Which pages of a pool hold which tokens of which sequence.
+    """A pool of pages, which says which pages hold which tokens of which sequence.
 
     >>> pool = PagePool(8, 16)  # pages, tokens of a page
     >>> pool.allocate("prompt", 40)  # two pages and a half
@@ -193,8 +193,8 @@ class PagePool:
             )
 
     def _shared(self, written: Iterable[tuple[Any, int]]) -> list[tuple[Any, int]]:
-        """Of pages to be written, (sequence, which of its pages), those to be copied: where all who share a page write
-        to it, the last one keeps it."""
+        """The pages to copy among pages to be written, as (sequence, which of its pages): where all who share a page
+        write to it, the last one keeps it."""
         users: dict[int, int] = {}
         moved = []
         for s, i in written:

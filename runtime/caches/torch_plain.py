@@ -1,4 +1,4 @@
-"""What all caches of torch share, and the plain one: every sequence has a row of its own."""
+"""The base of torch's caches, and the plain cache: every sequence has a row of its own."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TorchCache(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what is stored."""
+        """The dtype of stored keys and values."""
         return self.k.dtype
 
     def known(self) -> list[int] | None:
@@ -93,7 +93,7 @@ class TorchCache(nn.Module):
     _larger = "make a cache of a larger capacity"
 
     def _clipped(self, counts: Tensor) -> Tensor:
-        """What of `counts` finds room, by the device."""
+        """The part of `counts` that finds room, computed by the device."""
         real = torch.minimum(counts, self.room - self.lengths)
         self.overflowed |= real < counts
         return real
@@ -109,7 +109,7 @@ class TorchCache(nn.Module):
         return (self.first if real is None else self.first[real.row[:, 0]]) + token.unsqueeze(1)
 
     def _beside(self, known: list[int], new: int) -> int | None:
-        """Where new tokens go in every row, if that is one place."""
+        """The place of new tokens in every row, where that is one place."""
         return known[0] if known.count(known[0]) == self.batch else None
 
     def _places(self, padded: bool) -> Places:
@@ -163,7 +163,7 @@ class TorchCache(nn.Module):
         return self.append(k, v, counts)._attend(att, q, counts, tree, params)
 
     def keep(self, path: Any, drafted: Any, counts: Any = None) -> Self:
-        """Of the last `drafted` tokens (a number, or int [batch]) of every sequence, keep those on `path` int
+        """Keep some of the last `drafted` tokens (a number, or int [batch]) of every sequence: those on `path` int
         [batch, m], nodes of the tree in its order, behind one another; `counts` int [batch] says how many entries of
         the path are meant."""
         path = torch.as_tensor(path, device=self.k.device)
@@ -273,7 +273,7 @@ class TorchCache(nn.Module):
         return self._read(placed(att, places), q, tables, params)
 
     def _read(self, att: Attention, q: Tensor, tables: dict[str, Tensor], params: dict[str, Any]) -> Any:
-        """What is stored, asked by an attention of places."""
+        """Attention of queries to stored keys, by an attention of places."""
         has: dict[str, Any] = self._buffers
         k, v, sizes = has["k"], has["v"], self._sizes(q)
         tables = {n: x for n, x in tables.items() if n in att.program.names}  # a mask need not ask for all
@@ -287,7 +287,7 @@ class TorchCache(nn.Module):
         return results(step(q, k, v, live, tables, sinks, bool(top)), bool(lse), bool(top))
 
     def _sizes(self, q: Tensor) -> Any:
-        """Of the whole problem: the same for a prompt, a chunk and a step."""
+        """The sizes of the whole problem: equal for a prompt, a chunk and a step."""
         return self.batch, q.shape[1], self.capacity, self.capacity
 
     def _load_from_state_dict(self, *given: Any, **more: Any) -> None:

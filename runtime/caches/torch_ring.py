@@ -50,8 +50,8 @@ class RingKVCache(TorchCache):
         return cls(batch, window, kv_heads, head_dim, v_dim, dtype, device)
 
     def attend(self, att: Attention, q: Tensor, counts: Any = None, *, tree: Any = None, **params: Any) -> Any:
-        """As `KVCache.attend`, without trees; `ShapeError` where what the last tokens see may have been overwritten by
-        them: `attention` reads it before."""
+        """Attend like `KVCache.attend`, without trees; `ShapeError` where what the last tokens see may have been
+        overwritten by them: `attention` reads it before."""
         self._check(att, q, tree, params)
         require_room(att, self.window, q.shape[2], params)
         return self._attend(att, q, counts, None, params)

@@ -1,4 +1,4 @@
-"""What caches of torch do with arrays: 8 bits and their scales, and new tokens written to their places."""
+"""Work that caches of torch do with arrays: 8 bits and their scales, and new tokens written to their places."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def divided(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same before it is stored, in float32."""
+    """Tokens divided by their scales before they are stored, in float32."""
     real = x if x.dtype == torch.float32 else x.float()
     scale = real.abs().amax(-1, keepdim=True).div_(_largest(dtype, x.device))
     stored = real / scale.clamp_min(LEAST)  # zeros have the scale 0
@@ -49,8 +49,8 @@ def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class Taken(NamedTuple):
-    """Which of some new tokens are written, where not all of them are. The others stand for one that is, so that
-    writing all of them writes the real ones and nothing else, whatever comes last."""
+    """The new tokens that are written, where some are not. The others stand for one that is, so that writing all of
+    them writes the real ones and nothing else, whatever comes last."""
 
     row: Tensor  # int64 [batch, 1] and [batch, new]: the token that is written
     token: Tensor

@@ -1,5 +1,5 @@
-"""Which framework an array belongs to, asked without importing one that the caller did not bring; and the
-shapes of a call, checked."""
+"""The framework of an array, asked without importing one that the caller did not bring; and the shapes of a call,
+checked."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Arrays:
 
     @property
     def kv_dtype(self) -> str:
-        """That of k and v, where it is another one: of 8 bits."""
+        """The dtype of k and v, where it is an 8-bit type and so differs from q's."""
         kind = str(self.k.dtype).removeprefix("torch.")
         return "" if kind == self.dtype else kind
 

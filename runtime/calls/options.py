@@ -1,4 +1,4 @@
-"""What a call may ask for besides q, k and v: dropout and its seed, attention sinks."""
+"""Options of a call besides q, k and v: dropout and its seed, attention sinks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SEEDS = 1 << 31
 
 @dataclass(frozen=True)
 class Options:
-    """What `compile` fixes besides the mask and the score mod."""
+    """The options that `compile` fixes besides the mask and the score mod."""
 
     scale: float | None = None
     enable_gqa: bool = True

@@ -52,7 +52,7 @@ class CallProgram:
 
     @property
     def positions(self) -> tuple[Expr, ...] | None:
-        """Those of the problem at q and k, or b, h, q and k, of the arrays, where they are others."""
+        """The problem's positions at the arrays' q and k, or b, h, q and k; None where both are equal."""
         return None if self.places is None else tuple(p.expr for p in self.places)
 
     @property
@@ -77,7 +77,7 @@ class CallProgram:
         return frozenset(n for n, (_, kind) in names_of(self.score.expr).items() if kind is FLOAT and n not in seen)
 
     def bind(self, params: Mapping[str, Any]) -> CallProgram:
-        """The same with more parameters bound; a name nobody uses is an error."""
+        """A program with more parameters bound; a name nobody uses is an error."""
         if not params:
             return self
         check_used(params, self.names)
@@ -85,7 +85,7 @@ class CallProgram:
         return self.changed(lambda p: p.bind(**{n: values[n] for n in values if _mentions(p, n)}))
 
     def without(self, names: Iterable[str]) -> CallProgram:
-        """The same with the values of `names` taken off."""
+        """A program with the values of `names` taken off."""
         off = set(names)
 
         def bare(p: BoundExpr) -> BoundExpr:
@@ -96,13 +96,13 @@ class CallProgram:
         return self.changed(bare)
 
     def changed(self, change: Callable[[Any], Any]) -> CallProgram:
-        """The same with every part changed."""
+        """A program with every part changed."""
         mask, score = (None if p is None else change(p) for p in (self.mask, self.score))
         places = None if self.places is None else tuple(change(p) for p in self.places)
         return replace(self, mask=mask, score=score, places=places)
 
     def stored_as(self, how: Stored | None) -> CallProgram:
-        """The same of keys and values that are stored."""
+        """A program for keys and values stored in another way."""
         return self if how == self.stored else replace(self, stored=how)
 
     def scored(self, mod: Expr | None) -> Expr | None:
@@ -110,7 +110,7 @@ class CallProgram:
         return self.stored.scored(mod) if self.stored else mod
 
     def beside(self, tables: Mapping[str, Any]) -> dict[str, Any]:
-        """What `make_plan` takes beside them."""
+        """The arguments of `make_plan` besides mask and score mod."""
         at = None if self.places is None else tuple(written_out(p.expr, tables) for p in self.places)
         how = self.stored
         return {"at": at, "weight": how and how.weight, "pages": how and how.pages, "unwritten": self.unwritten}
@@ -146,7 +146,7 @@ def joined(m: Mask | None, s: ScoreMod | None) -> CallProgram:
 
 
 def _wanted(what: Any, kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those values whose names occur in a mask or score mod."""
+    """The values whose names occur in a mask or score mod."""
     if what is None or not values:
         return {}
     if isinstance(what, str):

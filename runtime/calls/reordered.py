@@ -16,8 +16,8 @@ from .program import CallProgram
 
 
 def moved(program: CallProgram, coordinates: Mapping[str, Any]) -> CallProgram:
-    """The same read elsewhere: texts or numbers for some of b, h, q and k, and values of names in the texts. A name
-    without a value there is that of the mask or the score mod."""
+    """A program read at other positions: texts or numbers for some of b, h, q and k, and values of names in the texts.
+    A name without a value there is that of the mask or the score mod."""
     texts = {n: x for n, x in coordinates.items() if n in COORDINATES}
     if not texts:
         raise ParameterError("at() takes coordinates: b, h, q or k, each a text or an int")

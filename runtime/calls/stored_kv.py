@@ -27,8 +27,9 @@ WORDS = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}  # as a call ha
 
 @dataclass(frozen=True)
 class Stored:
-    """What is static of it: which scales there are, tokens of a page (0: no pages), the axes of scales, how many query
-    heads share a key head, and the b, h and k of the arrays' first entries (k None: one for each batch entry)."""
+    """The static description of stored keys and values: which scales there are, tokens of a page (0: no pages), the
+    axes of scales, how many query heads share a key head, and the b, h and k of the arrays' first entries (k None: one
+    for each batch entry)."""
 
     k_scale: bool
     v_scale: bool
@@ -53,7 +54,7 @@ class Stored:
         return Pages(PAGES, self.page) if self.page else None
 
     def _scale(self, name: str) -> Expr:
-        """Of the value at hand: an array as the keys are, without their dim."""
+        """The scale of one stored value: an array as the keys are, without their dim."""
         b, h, k = (_since(var(n), start or 0) for n, start in zip("bhk", self.first))
         if self.first[2] is None:
             k = k - lookup(FIRST, (b,), INT)
@@ -68,7 +69,7 @@ def _since(x: Expr, start: int) -> Expr:
 
 
 def live_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
-    """Those that are given, by the sources of their tables."""
+    """The scales and pages that a call brings, by the sources of their tables."""
     given = {K_SCALE: k_scale, V_SCALE: v_scale, PAGES: pages}
     return {n: x for n, x in given.items() if x is not None}
 
@@ -90,8 +91,8 @@ def parted(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def stored(given: Arrays, g: Geometry, live: Mapping[str, Any]) -> tuple[Stored | None, dict[str, Any]]:
-    """What is static of a call's scales and pages, and their arrays with the axes of the framework's own layout; None
-    without any. `ShapeError` where they do not fit k and v."""
+    """The static description of a call's scales and pages, and their arrays with the axes of the framework's own
+    layout; None without any. `ShapeError` where they do not fit k and v."""
     if not live:
         return None, {}
     for name, x in live.items():

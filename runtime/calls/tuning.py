@@ -28,7 +28,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a caller asks of the Triton kernels; nothing of it changes what is computed, but `precision`: that of
+    """The caller's choices for the Triton kernels; nothing of it changes what is computed, but `precision`: that of
     products of float32, "ieee", "tf32" or "tf32x3". `splits` are those of a short query's keys."""
 
     forward: LaunchOptions = LaunchOptions()
@@ -51,14 +51,14 @@ class Tuning:
 
     @property
     def text(self) -> str:
-        """All that is given, as one word; "None" where nothing is."""
+        """The choices as one word; "None" where nothing is chosen."""
         said = [f"{k}.{n}={x}" for k in KERNELS for n, x in vars(getattr(self, k)).items() if x is not None]
         said += [f"{n}={getattr(self, n)}" for n in ("precision", "splits") if getattr(self, n) is not None]
         return ",".join(said) or "None"
 
     @classmethod
     def read(cls, text: str) -> Tuning:
-        """What `text` says."""
+        """The choices that `text` says."""
         given: dict[str, str] = dict(x.split("=") for x in text.split(",")) if text != "None" else {}
         launches = {
             k: LaunchOptions(**{f.name: _number(given.get(f"{k}.{f.name}")) for f in fields(LaunchOptions)})

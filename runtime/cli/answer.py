@@ -1,4 +1,4 @@
-"""What a command gives back: data for --json, pieces of text for people, an exit status."""
+"""The result of a command: data for --json, pieces of text for people, an exit status."""
 
 from __future__ import annotations
 

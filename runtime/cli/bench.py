@@ -148,7 +148,7 @@ def families_of(args: argparse.Namespace) -> set[str] | None:
 
 
 def absent(suite: str, framework: str | None) -> str:
-    """Why nobody has such a device here; "" where somebody has."""
+    """A reason why a suite has no such device here; empty where it has one."""
     asked = [framework] if framework else installed()
     if any(visible(suite, name) for name in asked):
         return ""
@@ -222,7 +222,7 @@ def firsts(args: argparse.Namespace, sizes: Sizes, families: set[str] | None) ->
 
 
 def followed(steps: Iterator[Any]) -> list[Any]:
-    """All races, run; on a terminal they are watched as they go, on stderr."""
+    """The results of all races; on a terminal they are watched as they go, on stderr."""
     err = Console(stderr=True, highlight=False, markup=False, emoji=False)
     live = sys.stderr.isatty() and not err.is_dumb_terminal
     found: list[Any] = []
@@ -258,7 +258,7 @@ def first_lines(found: Any) -> list[Piece]:
 
 
 def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str, Any]:
-    """In the form of bench/schema.py: a part for each framework."""
+    """The results in the form of bench/schema.py: a part for each framework."""
     parts: dict[str, Any] = {}
     for x in found:
         name = suite if x.stage == suite else f"{suite}, {x.stage}"

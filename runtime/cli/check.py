@@ -148,7 +148,7 @@ def check(args: argparse.Namespace, console: Console) -> CommandResult:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Those for the backends that run here; of the user's lengths, or a few small ones."""
+    """Cases for the backends that run here, with the user's lengths or a few small ones."""
     for name in args.backend or ():
         check_name(name)
     lengths = [(args.q_len, args.kv_len or args.q_len)] if args.q_len else list(LENGTHS)

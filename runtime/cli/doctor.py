@@ -104,7 +104,7 @@ def caches() -> dict[str, dict[str, int]]:
 
 
 def native() -> dict[str, Any]:
-    """What the C++ kernels are built with and where they are kept; the reason where they are not used."""
+    """The compiler of the C++ kernels and the folder of their libraries; the reason where they are not used."""
     if why := native_build.reason():
         return {"off": why}
     off = {"off": f"FRISKET_BACKEND is {LIBRARY}"} if Settings.read().backend == LIBRARY else {}
@@ -129,7 +129,7 @@ def version(name: str) -> str | None:
 
 
 def cpus() -> int:
-    """Those this process may use."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

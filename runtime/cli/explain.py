@@ -43,7 +43,7 @@ def add_explain(p: argparse.ArgumentParser) -> None:
 
 
 def explain(args: argparse.Namespace, console: Console) -> CommandResult:
-    """Why a position or a tile is what it is; else the stages and the rules that fired."""
+    """Explain a position or a tile, or else print the stages and the rules that fired."""
     if (args.q is None) != (args.k is None):
         raise ShapeError("--q and --k go together: a query and a key, for example --q 300 --k 17")
     if args.tile is not None and args.q is not None:
@@ -106,7 +106,7 @@ def ends(at: int, size: int, length: int) -> str:
 
 
 def places(mask: Mask, clauses: Sequence[Expr]) -> list[Span]:
-    """Where in the text of a mask its clauses stand, in order: what became the clause, else the least that holds it."""
+    """The spans of a mask's clauses in its text, in order: what became the clause, else the least that holds it."""
     found = set()
     for clause in clauses:
         here = [span for span, e in mask.sites if e is clause] or [

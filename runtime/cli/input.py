@@ -1,4 +1,4 @@
-"""From the arguments of a command to the mask and score mod they mean."""
+"""Reads a mask and score mod from the arguments of a command."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def require_bound(program: Program) -> None:
 
 
 def chosen(more: dict[str, Any], given: dict[str, Any], parsed: Parsed) -> dict[str, Any]:
-    """Those of `more` that the program mentions and nobody has bound."""
+    """The values among `more` that the program mentions and nobody has bound."""
     roots = [e for e in (parsed.mask, parsed.score, parsed.expr) if e is not None]
     names = {name for e in roots for name in names_of(e)}
     return {n: x for n, x in more.items() if n in names and n not in given}
@@ -119,7 +119,7 @@ def source(expr: str, score: str | None) -> tuple[str, str]:
 
 
 def lone(text: str) -> int | None:
-    """Where a text's lone expression begins, which is its mask; a text with mistakes is taken for one."""
+    """The start of a text's lone expression, which is its mask; a text with mistakes is taken for one."""
     try:
         return next((one.start for one in parse(text).args if one.kind == "bare"), None)
     except MaskSyntaxError:

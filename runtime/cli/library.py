@@ -63,7 +63,7 @@ def short(e: Entry) -> str:
 
 
 def in_full(e: Entry, console: Console) -> list[Piece]:
-    """All that is known of an entry, and what a mask with numbers that suit it looks like."""
+    """A description of one library entry, with an example mask whose numbers suit it."""
     text = rows([
         ("entry", Text(e.signature, "bold cyan")), ("", e.sentence), ("formula", e.formula), ("source", e.source),
         ("text", e.text), ("example", e.example),

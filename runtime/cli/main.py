@@ -181,7 +181,7 @@ def fill(p: Parser, c: Command) -> None:
 
 
 def described() -> str:
-    """What there is, by what people want to do."""
+    """The list of commands, by what people want to do."""
     lines = [HEAD]
     for group, commands in groupby(COMMANDS.values(), key=lambda c: c.group):
         lines += ["", f"{group}:", *(f"  {c.name:11} {c.help}" for c in commands)]

@@ -1,4 +1,4 @@
-"""What commands are asked: a parser that says what was meant, options that commands share, the types of values."""
+"""Options of the commands: a parser that says what was meant, options that commands share, the types of values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def meant(word: str, words: Iterable[str]) -> str:
 
 
 def examples(p: argparse.ArgumentParser, *lines: str) -> None:
-    """What `--help` ends with. Tests run each of them."""
+    """Write the examples that end `--help`. Tests run each of them."""
     p.epilog = "examples:\n" + "\n".join(f"  {line}" for line in lines)
 
 

@@ -76,7 +76,8 @@ def filled(**parts: str) -> str:
 
 
 def data(layout: Tiling, pack: portable.Pack = portable.packed, table: portable.Pack | None = None) -> dict[str, Any]:
-    """What the scripts of the page draw and ask; `pack` writes runs, `table` writes tables, where they differ."""
+    """The data that the scripts of the page draw and ask; `pack` writes runs, `table` writes tables, where they
+    differ."""
     runs = portable.runs(layout, pack)
     size = sum(len(text) for array in runs.values() for text in array.values())
     if size > PACKED:
@@ -95,7 +96,7 @@ def data(layout: Tiling, pack: portable.Pack = portable.packed, table: portable.
 
 
 def said(layout: Tiling) -> dict[str, str]:
-    """What the page says in words, as HTML."""
+    """The words of the page, as HTML."""
     block = "{:,} × {:,}".format(*layout.block)
     return {"shape": escape(_shape(layout)), "block": block, "tiles": _tiles(layout), "facts": _facts(layout)}
 
@@ -129,7 +130,7 @@ def notebook(layout: Tiling) -> str:
 
 
 def _starts(origin: Any) -> list[int]:
-    """Where every batch entry begins; one number where all begin alike."""
+    """The first positions of the batch entries; one number where all begin alike."""
     return [start(origin, b) for b in range(len(np.atleast_1d(origin)))]
 
 

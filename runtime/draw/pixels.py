@@ -100,7 +100,7 @@ def seen(layout: Tiling, b: int, h: int) -> NDArray[np.bool_]:
 
 
 def start(origin: Any, b: int) -> int:
-    """Where batch entry `b` begins: an origin is one number, or one for each."""
+    """The first position of batch entry `b`: an origin is one number, or one for each."""
     return int(np.asarray(origin)[b]) if np.ndim(origin) else int(origin)
 
 

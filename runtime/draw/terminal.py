@@ -39,7 +39,7 @@ class CellCounts:
 
 
 def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> CellCounts:
-    """From a grid of kinds, uint8 [q_tiles, k_tiles]."""
+    """Count tiles per cell in a grid of kinds, uint8 [q_tiles, k_tiles]."""
     grid = np.asarray(kinds)
     steps = _steps(grid.shape, cells)
     rows, columns = (np.arange(0, n, s) for n, s in zip(grid.shape, steps, strict=True))
@@ -54,7 +54,8 @@ def from_kinds(kinds: ArrayLike, cells: int = CELLS) -> CellCounts:
 def from_runs(
     row_ptr: ArrayLike, start: ArrayLike, stop: ArrayLike, kind: ArrayLike, k_tiles: int, cells: int = CELLS
 ) -> CellCounts:
-    """From runs in CSR: row r has runs `row_ptr[r] .. row_ptr[r + 1]`, each `[start, stop)` of one kind."""
+    """Count tiles per cell in runs in CSR: row r has runs `row_ptr[r] .. row_ptr[r + 1]`, each `[start, stop)` of one
+    kind."""
     row_ptr, start, stop, kind = (np.asarray(x, np.int64) for x in (row_ptr, start, stop, kind))
     q_tiles = len(row_ptr) - 1
     steps = _steps((q_tiles, k_tiles), cells)
@@ -103,7 +104,7 @@ def _sizes(shape: tuple[int, ...], steps: tuple[int, int]) -> NDArray[np.int64]:
 
 
 def of_layout(layout: Tiling, b: int = 0, h: int = 0, cells: int = CELLS) -> CellCounts:
-    """From one batch entry and head of a layout, counted from 0 in the layout."""
+    """Count tiles per cell in one batch entry and head of a layout, counted from 0 in the layout."""
     runs, rows = layout.runs, layout.rows
     first = int(runs.slice_of[b, h]) * rows
     row_ptr = runs.row_ptr[first : first + rows + 1]
@@ -112,7 +113,7 @@ def of_layout(layout: Tiling, b: int = 0, h: int = 0, cells: int = CELLS) -> Cel
 
 
 def draw(layout: Tiling) -> str:
-    """What `print(layout)` shows: sizes, counts, and the picture of its first batch entry and head."""
+    """The text that `print(layout)` shows: sizes, counts, and the picture of its first batch entry and head."""
     c, (bq, bk) = layout.counts, layout.block
     head = f"{layout.q_len:,} × {layout.kv_len:,} tokens in tiles of {bq} × {bk}: "
     head += f"{c.full:,} full, {c.partial:,} partial, {c.empty:,} empty"
@@ -120,7 +121,7 @@ def draw(layout: Tiling) -> str:
 
 
 def which(layout: Tiling, b: int = 0, h: int = 0) -> str:
-    """Which of several pictures this is; empty where all are the same."""
+    """A label for one of several pictures; empty where all are equal."""
     slices = len(layout.spans.count)
     return f"batch {b}, head {h}: one of {slices:,} different layouts" if slices > 1 else ""
 

@@ -125,7 +125,7 @@ class Worker:
             raise EOFError from None
 
     def received(self, patience: float) -> Any:
-        """What it has sent, or None after `patience` seconds; EOFError when it is gone."""
+        """The worker's next message, or None after `patience` seconds; EOFError when it is gone."""
         try:
             found = self.came.get(timeout=patience)
         except queue.Empty:

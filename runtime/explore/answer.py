@@ -1,4 +1,4 @@
-"""What the explorer answers: a text, values and lengths to a picture, facts, cost and lines to run it elsewhere.
+"""Answers of the explorer: a text, values and lengths to a picture, facts, cost and lines to run it elsewhere.
 
 >>> found = answer({"text": "causal & window(w)", "q_len": 4096, "kv_len": 4096, "values": {"w": 256}}, {})
 >>> found["scalars"][0]["high"], found["data"]["rows"]
@@ -49,7 +49,7 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Request:
-    """What the page asks. `have` are the tables it has already, by their digests."""
+    """A question of the page. `have` are the tables it has already, by their digests."""
 
     text: str
     q_len: int = 2048
@@ -201,7 +201,7 @@ def cost(layout: Layout, spent: float) -> str:
 
 
 def flops(pairs: int) -> str:
-    """Of the two products for so many pairs, with HEAD_DIM channels each."""
+    """The floating-point operations of the two products for so many pairs, with HEAD_DIM channels each."""
     return amount(4 * HEAD_DIM * pairs, 1000, "FLOP")
 
 
@@ -253,7 +253,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Request) -> dict[str, Any
 
 
 def command(request: Request, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]) -> str:
-    """The same as a line for a shell."""
+    """A shell command that computes the answer."""
     words = ["frisket", "show", request.text, "--q-len", str(request.q_len)]
     if request.kv_len != request.q_len:
         words += ["--kv-len", str(request.kv_len)]
@@ -273,7 +273,8 @@ def command(request: Request, scalars: list[Slider], made: Mapping[str, MadeUp],
 def python(
     request: Request, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]
 ) -> str:
-    """The same as lines of Python, with the tables that were made up; they run as they are, but for files."""
+    """Lines of Python that compute the answer, with the tables that were made up; they run as they are, but for
+    files."""
     read_ = [n for n in files if n in _names(request.text)]
     lines = [*(["import numpy as np", ""] if read_ or made else []), "import frisket as fk", ""]
     lines += dict.fromkeys(f"\n{t.needs}\n\n" for t in made.values() if t.needs)

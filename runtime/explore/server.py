@@ -87,7 +87,7 @@ class Server(ThreadingHTTPServer):
 
 
 class HttpRefusal(Exception):  # noqa: N818 (not an error of the server)
-    """What is answered instead: a status, and a sentence for people."""
+    """A refusal instead of an answer: a status, and a sentence for people."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)

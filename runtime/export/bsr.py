@@ -132,7 +132,7 @@ def _rows(layout: Tiling, s: int) -> BlockRows:
 
 
 def _looked_at(m: BlockRows, seen: Callable[[Array, Array], Array]) -> BlockRows:
-    """The same with the bits of cut tiles. Those that a budget left undecided get their kind: none, cut or full."""
+    """Block rows with the bits of cut tiles. Tiles that a budget left undecided get their kind: none, cut or full."""
     row = np.repeat(np.arange(len(m.indptr) - 1), np.diff(m.indptr))
     cut = np.flatnonzero(m.kind != FULL)
     area = m.block[0] * m.block[1]

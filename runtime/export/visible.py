@@ -1,4 +1,4 @@
-"""What a layout shows, exactly: the runs of keys of every query, and the elements of single tiles.
+"""Exact contents of a layout: the runs of keys of every query, and the elements of single tiles.
 
 Both are what exports are made from and checked against. Work follows the tokens and the border of the mask.
 """
@@ -220,7 +220,7 @@ def reader(slice_of: Array, slice: int) -> tuple[int, int]:
 
 
 def why(layout: Tiling, b: int, h: int, q: int, k: int) -> str:
-    """What decides at a position of the crop, in one line for an error, in global positions."""
+    """A line that says which clause decides at a position of the crop, in global positions, for errors."""
     b0, h0, q0, k0 = layout.origin
     q_at, k_at = (int(np.broadcast_to(x, layout.batch)[b]) for x in (q0, k0))
     at = {"b": int(b0) + b, "h": int(h0) + h, "q": q_at + q, "k": k_at + k}

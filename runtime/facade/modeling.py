@@ -1,4 +1,4 @@
-"""What models need around attention: rotary positions, heads of keys, meshes, dtypes, products of few bits.
+"""Helpers for models around attention: rotary positions, heads of keys, meshes, dtypes, products of few bits.
 
 >>> import jax.numpy as jnp
 >>> from frisket.modeling import apply_rotary_pos_emb, rotary_tables

@@ -32,7 +32,7 @@ Block = int | tuple[int, int]
 
 
 class BlockMask(theirs.BlockMask):
-    """Which tiles of keys each tile of queries reads, and the mask that says so.
+    """Tiles of keys that each tile of queries reads, and the mask that says so.
 
     >>> from frisket.flex import create_block_mask
     >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device="cpu")
@@ -68,8 +68,8 @@ class BlockMask(theirs.BlockMask):
         dq_write_order_full: Tensor | None = None, dq_kv_order: Tensor | None = None,
         dq_kv_order_spt: bool | None = None,
     ) -> None:  # fmt: skip
-        """From lists of tiles, as torch's: a position is visible in a full tile, and in a partial one where
-        `mask_mod` shows it. `from_kv_blocks` makes the lists of columns."""
+        """Make a mask from lists of tiles, like torch's: a position is visible in a full tile, and in a partial one
+        where `mask_mod` shows it. `from_kv_blocks` makes the lists of columns."""
         lists: Lists = dict(zip(TENSORS, (
             kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, q_num_blocks, q_indices,
             full_q_num_blocks, full_q_indices, dq_write_order, dq_write_order_full, dq_kv_order,
@@ -194,8 +194,8 @@ class BlockMask(theirs.BlockMask):
     @property
     @outside
     def layout(self) -> Layout:
-        """Its tiles, counted, drawn and explained: `frisket.Layout`. `IndexError` where the mask shows a position
-        at which it reads outside a table."""
+        """The mask's tiles, counted, drawn and explained: `frisket.Layout`. `IndexError` where the mask shows a
+        position at which it reads outside a table."""
         made = self._now()
         if "layout" not in made:
             self.check_lookups()
@@ -211,7 +211,7 @@ class BlockMask(theirs.BlockMask):
         made["checked"] = True
 
     def _now(self) -> dict[str, Any]:
-        """What was made of the tensors, unless one of them has changed."""
+        """The results that are remembered of the tensors, unless one of them has changed."""
         own = tuple(version_of(x) for x in (self._given or {}).values() if x is not None)
         versions = (self._mod.versions, own)
         if self._versions != versions:
@@ -291,7 +291,7 @@ class BlockMask(theirs.BlockMask):
         return cast(Lists, made["lists"])
 
     def _hold(self, lists: Lists) -> None:
-        """From now on these are the lists, whatever the mask says outside of them."""
+        """Take these lists as the mask's tiles, whatever the mask says outside of them."""
         self._given, self._made, self._versions = lists, {}, None
 
     @property
@@ -326,7 +326,7 @@ class BlockMask(theirs.BlockMask):
 
     @property
     def device(self) -> torch.device:
-        """Where the lists are."""
+        """The device of the lists."""
         index = (self._given or self._made.get("lists") or {}).get("kv_indices")
         return self._device if index is None else index.device
 
@@ -411,7 +411,7 @@ class BlockMask(theirs.BlockMask):
         return graph_mask.crop(self, lengths) if torch.compiler.is_dynamo_compiling() else crop(self, lengths)
 
     def to(self, device: Any) -> BlockMask:
-        """The same on another device, captured tensors too."""
+        """A copy on another device, with captured tensors."""
         where = torch.device(device)
         return graph_mask.there(self, where) if torch.compiler.is_dynamo_compiling() else there(self, where)
 

@@ -1,4 +1,4 @@
-"""What flex_attention refuses: arrays, masks and promises that do not fit, as torch does, and what torch lets pass."""
+"""Checks of flex_attention: arrays, masks and promises that do not fit, as torch does, and what torch lets pass."""
 
 from __future__ import annotations
 

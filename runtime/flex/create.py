@@ -98,7 +98,7 @@ def create_mask(
 
 
 def _shown(what: Any) -> LiveMask:
-    """What is visible by a mask, or by a score mod alone."""
+    """The positions that a mask shows, or a score mod alone."""
     if isinstance(what, str):
         found = program(what)
         what = found.mask if found.mask is not None else found.score

@@ -53,7 +53,7 @@ def crop(mask: BlockMask, lengths: tuple[int, int]) -> BlockMask:
 
 
 def there(mask: BlockMask, device: torch.device) -> BlockMask:
-    """The same on another device; what has been laid out is moved, not laid out again."""
+    """A copy of a mask on another device; what has been laid out is moved, not laid out again."""
     made = mask.of(mask._mod.to(device), mask._lengths, mask._block, mask._batch, device, mask)
     if all(made._mod.tensors[n] is x for n, x in mask._mod.tensors.items()):
         made._fn = mask._fn
@@ -82,7 +82,7 @@ def joined(op: str, mask: BlockMask, other: Any) -> BlockMask:
 
 
 def restored(kind: type[BlockMask], mod: Mask, values: dict[str, Any], state: dict[str, Any]) -> BlockMask:
-    """From a pickle."""
+    """A mask read from a pickle."""
     live = LiveMask(mod.expr, values)
     made = kind.of(live, state["_lengths"], state["_block"], state["_batch"], state["_device"])
     made.__dict__.update(state)

@@ -9,7 +9,7 @@ from frisket.lowering.analysis.reach import Lookup
 
 
 class MaskModError(TraceError, AssertionError, RuntimeError, ValueError):
-    """What was given is no mask_mod; torch raises one of these three, whichever line notices."""
+    """An error for an argument that is no mask_mod; torch raises one of these three, whichever line notices."""
 
 
 class ListError(ShapeError, AssertionError, RuntimeError):
@@ -29,7 +29,7 @@ class GatherError(ParameterError, IndexError):
 
 
 class ScoreModError(TraceError, AssertionError, RuntimeError, ValueError):
-    """What was given is no score_mod; torch raises one of these three, whichever line notices."""
+    """An error for an argument that is no score_mod; torch raises one of these three, whichever line notices."""
 
 
 class ArrayError(ShapeError, NotImplementedError):

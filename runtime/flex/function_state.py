@@ -1,4 +1,4 @@
-"""What a Python function hangs on, said quickly: whether an earlier trace of it still holds.
+"""The state that a Python function depends on, computed quickly: whether an earlier trace of it still holds.
 
 A score mod may be the same function object while a number it captured has changed, or a new object of the same code
 at every call, over new tensors. `state_of` says what decides the trace as one hashable value, tensors apart.

@@ -48,7 +48,7 @@ class KernelOptionError(ParameterError, RuntimeError, AssertionError):
 
 @dataclass(frozen=True)
 class Asked:
-    """What kernel_options say. `promises` are those made about the call, to be proved."""
+    """The requests in kernel_options. `promises` are claims about the call that are to be proved."""
 
     tuning: Tuning = AS_CHOSEN
     backend: str | None = None
@@ -59,13 +59,13 @@ NOTHING = Asked()
 
 
 def options_of(scale: float | None, enable_gqa: bool, asked: Asked, device: str) -> Options:
-    """What an attention is compiled with on this type of device. On a CPU BACKEND chooses nothing: it names kernels of
-    a GPU, and a script that says so runs there as it is."""
+    """The options with which an attention is compiled for this type of device. On a CPU BACKEND chooses nothing: it
+    names kernels of a GPU, and a script that says so runs there as it is."""
     return Options(scale, enable_gqa, None if device == "cpu" else asked.backend, tuning=asked.tuning)
 
 
 def read(options: Mapping[str, Any] | None) -> Asked:
-    """What the options ask for; every key is used, checked, known to have no effect, or refused."""
+    """The requests in kernel_options; every key is used, checked, known to have no effect, or refused."""
     if options is None:
         return NOTHING
     try:

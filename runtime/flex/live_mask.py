@@ -54,7 +54,7 @@ class LiveMask:
 
     @property
     def versions(self) -> tuple[Any, ...]:
-        """What changes with the tensors: equal as long as nothing was written to them."""
+        """A key that changes with the tensors: equal as long as nothing was written to them."""
         for x, version in self.read:
             if version_of(x, wait=True) != version:
                 raise ParameterError(
@@ -82,15 +82,15 @@ class LiveMask:
         return replace(self, values={**self.numbers, **moved})
 
     def at(self, moved: Mapping[Expr, Expr], values: Mapping[str, Value] | None = None) -> LiveMask:
-        """The same with other expressions for its variables; those may read `values`."""
+        """A mask with other expressions for its variables; expressions may read `values`."""
         return kept(ir.substitute(self.expr, moved), {**self.values, **(values or {})}, self.read)
 
     def sized(self, sizes: Sizes) -> LiveMask:
-        """The same with the lengths of the whole problem written in."""
+        """A mask with the lengths of the whole problem written in."""
         return self.at({ir.var(n): ir.lit(int(s)) for n, s in zip(SIZE_NAMES, sizes, strict=True)})
 
     def within(self, kinds: torch.Tensor, batch: tuple[int, ...], block: tuple[int, int]) -> LiveMask:
-        """What is visible by lists of tiles: all of a full one, and what the mask shows of a partial one. `kinds`
+        """The positions visible by lists of tiles: all of a full one, and what the mask shows of a partial one. `kinds`
         [*batch, rows, columns] are 0 empty, 1 partial, 2 full."""
         name = fresh("tiles", {*self.values})
         at = [ir.ZERO if n == 1 else ir.var(x) for x, n in zip("bh"[2 - len(batch) :], batch, strict=True)]
@@ -114,7 +114,7 @@ class LiveMask:
         return True
 
     def join(self, op: str, other: LiveMask) -> LiveMask:
-        """Both in one; a name that stands for two things is numbered on the right."""
+        """One mask made of two; a name that stands for two things is numbered on the right."""
         names: dict[str, str] = {}
         taken = {*self.values, *other.values}
         for name in sorted(self.values.keys() & other.values.keys()):
@@ -150,8 +150,8 @@ def kept(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor
 
 
 def version_of(x: torch.Tensor, *, wait: bool = False) -> Any:
-    """What is another whenever the tensor was written to. Those made in inference mode do not count that: of them it is
-    a hash of the values, if they are on the host or may be waited for, and else something equal to nothing."""
+    """A key that changes whenever the tensor was written to. Tensors made in inference mode do not count that: of them
+    it is a hash of the values, if they are on the host or may be waited for, and else something equal to nothing."""
     if not x.is_inference():
         return x._version
     if not (wait or x.is_cpu):
@@ -175,7 +175,8 @@ def _same(x: Value, y: Value) -> bool:
 
 
 def live_mask(what: MaskLike | LiveMask) -> LiveMask:
-    """From a mask_mod, which is traced; from a text, an Expr or a `frisket.Mask`, whose arrays become tensors."""
+    """A mask from a mask_mod, which is traced, or from a text, an Expr or a `frisket.Mask`, whose arrays become
+    tensors."""
     if isinstance(what, LiveMask):
         return what
     if isinstance(found := getattr(what, "live", None), LiveMask):  # one that `and_masks` made, or a BlockMask
@@ -191,14 +192,15 @@ def live_mask(what: MaskLike | LiveMask) -> LiveMask:
 
 
 def of_bound(what: BoundExpr) -> LiveMask:
-    """From a mask of ours; a tensor that a function captured is that tensor, other arrays become tensors."""
+    """A mask from one of frisket's own; a tensor that a function captured is that tensor, other arrays become
+    tensors."""
     what.require_bound()
     own = {n: x for n, x in what.origin.captured.items() if isinstance(x, torch.Tensor)}
     return LiveMask(what.expr, {**what.scalars, **{n: _tensor(x) for n, x in what.tables.items()}, **own})
 
 
 def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
-    """From a function of torch; `MaskModError` where it is none. With no `kind`, a score mod's score, too."""
+    """A mask from a function of torch; `MaskModError` where it is none. With no `kind`, a score mod's score, too."""
     recorded = torch.compiler.is_compiling()  # by an export that runs Python: tensors have no values there
     try:
         found = trace(fn, kind, valueless=recorded, by_place=True)

@@ -53,7 +53,7 @@ def ordered(grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_columns(lists: Lists, columns: int) -> Lists:
-    """The same lists, and those of columns."""
+    """Lists of tiles by rows, and by columns."""
     made = dict(lists)
     for mine, other in (("kv", "q"), ("full_kv", "full_q")):
         if (rows := side(lists, mine)) is not None:
@@ -63,7 +63,7 @@ def with_columns(lists: Lists, columns: int) -> Lists:
 
 
 def with_orders(lists: Lists, descending: bool | None) -> Lists:
-    """The same lists, and the order in which columns of keys add to dQ."""
+    """Lists of tiles, and the order in which columns of keys add to dQ."""
     made = dict(lists)
     for name, of in (("dq_write_order", "q_indices"), ("dq_write_order_full", "full_q_indices")):
         if (index := lists[of]) is not None:

@@ -1,1 +1,1 @@
-"""What plugs frisket into model libraries."""
+"""Integrations with model libraries."""

@@ -1,4 +1,4 @@
-"""What flax's own layers take as `attention_fn`: attention under a mask in text, and what the layer passes besides.
+"""An `attention_fn` for flax's own layers: attention under a mask in text, and what the layer passes besides.
 
 >>> import jax.numpy as jnp
 >>> from flax import nnx
@@ -174,7 +174,7 @@ def _both(mask: Mask | None, other: MaskLike | None) -> Mask | None:
 
 
 def _promoted(dtype: Any, *arrays: Any) -> list[jax.Array]:
-    """In one dtype, as flax's layers promote: that of the computation, or of all of them."""
+    """Arrays in one dtype, promoted like flax's layers: that of the computation, or of all of them."""
     dtype = jnp.result_type(*arrays) if dtype is None else dtype
     dtype = dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
     return [jnp.asarray(x, dtype) for x in arrays]
@@ -198,7 +198,8 @@ def _last_seen(mask: Any) -> jax.Array:
 
 
 def _table(name: str, x: Any, lead: tuple[int, ...], lengths: tuple[int, int, int, int]) -> tuple[str, Any]:
-    """What reads an array broadcast to [batch..., heads, q_len, kv_len] at b, h, q and k, and the array for it."""
+    """A lookup that reads an array broadcast to [batch..., heads, q_len, kv_len] at b, h, q and k, and the array for
+    it."""
     full = (*lead, *lengths[1:])
     shape = (1,) * (len(full) - x.ndim) + x.shape
     if len(shape) > len(full) or any(have not in (1, want) for have, want in zip(shape, full, strict=True)):

@@ -1,4 +1,4 @@
-"""What a model's config adds to its attention: `frisket_mask`, `frisket_score`, `frisket_params`.
+"""Fields that a model's config adds to its attention: `frisket_mask`, `frisket_score`, `frisket_params`.
 
 >>> from transformers import LlamaConfig
 >>> config = LlamaConfig(frisket_mask="causal & q - k < w", frisket_params={"w": 256})
@@ -79,7 +79,7 @@ def program(
 
 
 def _said(config: Any, module: torch.nn.Module, name: str) -> str | None:
-    """What the config says for a layer: a text for all, or texts by the type of layer."""
+    """The config's text for a layer: a text for all, or texts by the type of layer."""
     said = getattr(config, name, None)
     if isinstance(said, dict):
         types = getattr(config, "layer_types", None)

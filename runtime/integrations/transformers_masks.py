@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 
 
 def constant(function: Callable[Of, Found]) -> Callable[Of, Found]:
-    """The same, worked out once for equal arguments, and in a graph of torch a constant that Dynamo does not enter."""
+    """A function worked out once for equal arguments, and in a graph of torch a constant that Dynamo does not enter."""
     kept = lru_cache(maxsize=256)(function)
 
     def call(*args: Of.args, **kwargs: Of.kwargs) -> Found:
@@ -53,7 +53,7 @@ def joined(texts: list[str], sign: str) -> str:
 
 @constant
 def parted(text: str, local: bool) -> tuple[str, str]:
-    """What a model's mask says of one document, and which tokens are of one document: two texts.
+    """Two texts of a model's mask: inside one document, and which tokens share a document.
 
     `local`: the positions that are read from a table beside the numbers of documents are those within documents, as
     transformers makes them. They count tokens, so a mask of distances is the same in the positions of the row, which
@@ -100,7 +100,7 @@ def is_causal(text: str) -> bool:
 
 @dataclass(eq=False)
 class SymbolicMask:
-    """What the attention of a model gets for a mask: texts, tables, and where queries and keys lie in the row.
+    """A mask that the attention of a model receives: texts, tables, and where queries and keys lie in the row.
 
     It stands where models expect an array [batch, 1, q_len, kv_len]. A model that only hands it on never makes that
     array; one that computes with it (an indexer, a mask with keys appended) gets what it gets under sdpa.

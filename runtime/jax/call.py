@@ -88,7 +88,7 @@ class JaxCall:
 
     @cached_property
     def digest(self) -> str:
-        """What it is, the same in every process and another one for another kernel or other values in it."""
+        """A digest of the call, equal in every process and different for another kernel or other values in it."""
         chosen = self.backend, self.tile, self.target, self.times, self.shards
         held = _content(self.source), tuple(map(digest, self.leaves)), str(self.tree)
         content = frisket.__version__, str(self.plan), self.geometry, chosen, held
@@ -211,7 +211,7 @@ def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
 
 @lru_cache(maxsize=256)
 def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
-    """The same where scales and pages are read as far from a shard's first batch entry, or head, as positions are."""
+    """A plan that reads scales and pages as far from a shard's first batch entry, or head, as positions are."""
     slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(apart)]
     shift = {var(s.source[0]): var(s.source[0]) - param(s.name, INT) for s in slots if s.source}
 
@@ -275,7 +275,7 @@ class _BackendRun:
 
 
 def _origin(call: JaxCall, origin: Any, at: tuple[Any, ...]) -> Any:
-    """Where a shard begins: coordinates are those of the whole."""
+    """The origin of a shard: coordinates are those of the whole."""
     if call.shards == (1, 1):
         return origin
     from jax import lax

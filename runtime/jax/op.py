@@ -70,7 +70,7 @@ def forward(
 
 
 def attend(call: Call, options: Options, named: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The same of a call, in the axes of `forward`; `named` is the backend that is asked for, empty where the platform
+    """Attention of a call, in the axes of `forward`; `named` is the backend that is asked for, empty where the platform
     chooses."""
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
     g = call.geometry
@@ -162,7 +162,7 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
 
 
 def alike(*groups: Arrays) -> tuple[Arrays, ...]:
-    """Under `jax.shard_map`: all arrays as different between devices as the most different one is, since what is
+    """Arrays under `jax.shard_map`, all arrays as different between devices as the most different one is, since what is
     carried through a loop is."""
     from jax import lax
 

@@ -1,4 +1,4 @@
-"""Which backend runs a call of JAX on the platform that it is lowered for."""
+"""The choice of a backend for a call of JAX, by the platform that the call is lowered for."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def backend_on(
 def _reason(
     backend: Backend, plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Shapes, wanted: frozenset[str]
 ) -> str:
-    """What its kernels cannot do of this."""
+    """A reason why a backend's kernels cannot run this call, or an empty text."""
     run = backend.executors["jax"]
     why: str = run.refuses(plan, geometry, dtype, shapes) if run.refuses else ""
     if wanted and not why and run.refuses_gradients:

@@ -43,7 +43,7 @@ NO_HESSIAN = BackwardError(
 
 @dataclass(frozen=True)
 class Task:
-    """What a primitive does with operands of these names: the forward, or the backward where something is `wanted`.
+    """The work of a primitive with operands of these names: the forward, or the backward where something is `wanted`.
     `levels` of jax.vmap are axes in front, the outermost first. `low` asks for what a backward takes beside lse."""
 
     call: JaxCall
@@ -60,7 +60,7 @@ class Task:
         return self.wanted or ("out", "lse", "top", *["low", "norm"] * self.low)
 
     def axes(self, name: str) -> str:
-        """Those of an array, without the ones in front; empty for others."""
+        """The axes of an array, without the mapped ones in front; empty for others."""
         return (POOLS.get(name) if PAGES in self.names else None) or AXES.get(name, "")
 
     def depth(self, name: str) -> int:
@@ -80,7 +80,8 @@ class Task:
         return [((*front, *given[n][0]), given[n][1]) for n in self.results]
 
     def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
-        """On a platform, in instances one after another where they are mapped; native kernels map themselves."""
+        """Run the task on a platform, in instances one after another where they are mapped; native kernels map
+        themselves."""
         dtype = str(operands[0].dtype)
         backend = self.call.backend_on(platform, dtype, exported, frozenset(self.wanted))
 
@@ -100,7 +101,7 @@ class Task:
         return run(*operands)
 
     def said(self, operands: Sequence[Any], platform: str) -> str:
-        """What was asked for, beside an error."""
+        """A description of the call, for errors."""
         where = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip(self.names[:3], operands))
         return f"in attention under {self.call}\n  of {where}, lowered for {platform}"
 
@@ -145,7 +146,8 @@ def _abstract(*operands: Any, task: Task) -> list[Any]:
 
 
 def _sharding(task: Task, name: str, q: Any, rank: int) -> NamedSharding:
-    """Under a mesh of explicit axes: results are split as the queries are, by batch and heads."""
+    """The sharding of results under a mesh of explicit axes: results are split as the queries are, by batch and
+    heads."""
     depth, spec = task.depth("q"), q.sharding.spec
     own = dict(zip("bshd", spec[depth:], strict=True))
     spec_of: Any = PartitionSpec  # JAX leaves some of its functions untyped
@@ -208,8 +210,7 @@ def _on_mesh(ctx: Any) -> Any:
 
 
 def _named(operation: Any, task: Task) -> None:
-    """What each device does is not in the module, only where this process has it: caches of what is compiled tell
-    one mask from another by this."""
+    """Name the work of each device in the module: caches of what is compiled tell one mask from another by this."""
     name = f"{task.call.digest} {task.names} {task.wanted} {task.levels} {task.low}"
     kind = "mhlo.frontend_attributes"
     have = {a.name: a.attr for a in operation.attributes[kind]} if kind in operation.attributes else {}

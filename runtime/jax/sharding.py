@@ -51,7 +51,7 @@ def partitioned(task: Task, primitive: Any) -> Callable[..., Any]:
 
 
 def _rule(task: Task, operands: Any, results: Any) -> SdyShardingRule:
-    """Which axes are one: batch, kv heads, and mapped ones, by names."""
+    """The axes that operands and results share: batch, kv heads, and mapped ones, by names."""
     g = task.call.geometry
     group = g.heads // g.kv_heads
     heads: Any = "n" if group == 1 else "g" if g.kv_heads == 1 else ("n", "g")

@@ -1,4 +1,5 @@
-"""What can be laid out: lengths, origins and tiles that make sense, and tables that reach as far as they are read."""
+"""Checks of a layout's inputs: lengths, origins and tiles that make sense, and tables that reach as far as they are
+read."""
 
 from __future__ import annotations
 

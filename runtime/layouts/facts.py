@@ -1,4 +1,4 @@
-"""What a layout says of itself: tiles by kind, and what the analysis proved."""
+"""Facts of a layout: tiles by kind, and what the analysis proved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the analysis proved. Lengths in tokens, runs in tiles, FLOPs of the two matmuls per head_dim of 1.
+    """Facts that the analysis proved. Lengths in tokens, runs in tiles, FLOPs of the two matmuls per head_dim of 1.
     What takes counting is counted when it is asked for."""
 
     max_runs_per_row: int
@@ -72,7 +72,7 @@ class Facts:
         return {name: table.facts for name, table in self.layout.tables.items()}
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it by name, in numbers and text."""
+        """The facts by name, in numbers and text."""
         names = ("exact", "rows_nonempty", "max_runs_per_row", "contiguous", "closed_form", "uses", "method", "settled")
         values = {n: getattr(self, n) for n in (*names, "visible_pairs", "flops")}
         tables = {name: asdict(facts) for name, facts in self.tables.items()}

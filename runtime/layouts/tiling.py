@@ -146,7 +146,7 @@ class Tiling:
 
     @cached_property
     def transposed(self) -> Side:
-        """The same tiles by columns: for each tile of keys, the runs of query tiles that read it."""
+        """The tiles by columns: for each tile of keys, the runs of query tiles that read it."""
         return Side(self._analyse(transposed=True).spans, self.columns)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,8 +173,8 @@ class Tiling:
 
     @cached_property
     def questions(self) -> dict[str, Expr]:
-        """What the analysis asks of a rectangle `q0..q1` x `k0..k1` of positions, ends inclusive: `always`,
-        `never`, and `mixed` (every tile of it holds both; `tk` is the width of its narrowest tile)."""
+        """The questions that the analysis asks of a rectangle `q0..q1` x `k0..k1` of positions, ends inclusive:
+        `always`, `never`, and `mixed` (every tile of it holds both; `tk` is the width of its narrowest tile)."""
         return {"always": always(self.mask), "never": never(self.mask), "mixed": mixed(self.mask)}
 
     # -- facts ------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Tiling:
 
     @cached_property
     def facts(self) -> Facts:
-        """What a kernel may rely on: runs of a row, gaps, formulas, and how the layout was found."""
+        """Facts that a kernel may rely on: runs of a row, gaps, formulas, and how the layout was found."""
         r = self._runs
         line = r.slice * self.rows + r.row
         gaps = (line[1:] == line[:-1]) & (r.start[1:] != r.stop[:-1])
@@ -280,7 +280,7 @@ class Tiling:
         *,
         tile: tuple[int, int] | None = None,
     ) -> Explanation | TileExplanation:
-        """Why query q may or may not see key k, in global positions: the clause of the mask and its values.
+        """Explain why query q may or may not see key k, in global positions: the clause of the mask and its values.
 
         `explain(tile=(i, j))` says why the tile in row i and column j of this layout is empty, partial or full.
         b and h are global, too; where they are not given they are the first of the layout.

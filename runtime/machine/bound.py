@@ -32,7 +32,7 @@ Self = TypeVar("Self", bound="BoundExpr")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an expression came from; no part of its value."""
+    """The source of an expression; no part of its value."""
 
     source: str | None = None
     sites: tuple[tuple[Span, Expr], ...] = ()  # sub-expressions of the text, outermost first
@@ -42,7 +42,7 @@ class Origin:
 
     @property
     def names(self) -> Origin:
-        """What is known of the names, for an expression made of this one."""
+        """Facts known of the names, for an expression made of this one."""
         return Origin(declared=self.declared, captured=self.captured)
 
 
@@ -96,7 +96,7 @@ class BoundExpr:
         return tuple(n for n in names_of(self.expr) if n not in self.params)
 
     def bind(self: Self, **params: Any) -> Self:
-        """The same with more parameters bound; a new value replaces an old one."""
+        """An expression with more parameters bound; a new value replaces an old one."""
         if not params:
             return self
         kept = {n: x for n, x in self.origin.captured.items() if n not in params}
@@ -154,7 +154,7 @@ class BoundExpr:
         return _restored, (type(self), rows, {**self.params, **learned}, origin)
 
     def _combined(self: Self, other: Self, join: Callable[[Expr, Expr], Expr]) -> Self:
-        """Both expressions in one, with different bindings of one name kept apart."""
+        """One expression made of both, with different bindings of one name kept apart."""
         left, right = separated(self, other)
         origin = Origin(
             declared={**right.origin.declared, **left.origin.declared},
@@ -163,7 +163,8 @@ class BoundExpr:
         return type(self)(join(left.expr, right.expr), {**right.params, **left.params}, origin)
 
     def at(self: Self, **coordinates: Any) -> Self:
-        """The same read elsewhere: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those texts."""
+        """An expression read at other positions: `m.at(q="q // 2", k="k // 2")`. Further keywords bind names of those
+        texts."""
         moved: dict[Expr, Expr] = {}
         params = {**self.params, **{n: v for n, v in coordinates.items() if n not in ir.COORDINATES}}
         for name in ir.COORDINATES:
@@ -175,7 +176,7 @@ class BoundExpr:
 
 
 def separated(left: Self, right: Self) -> tuple[Self, Self]:
-    """Both with names that mean one thing: a name bound differently on the right gets a number."""
+    """Two expressions whose names mean one thing: a name bound differently on the right gets a number."""
     mine, theirs = names_of(left.expr), names_of(right.expr)
     taken = {*mine, *theirs}
     for name in sorted(mine.keys() & theirs.keys()):

@@ -91,7 +91,7 @@ def fall_back(error: BuildError) -> None:
 
 
 def reason() -> str:
-    """Why native kernels cannot be built and loaded here; empty when they can."""
+    """A reason why native kernels cannot be built and loaded here; empty when they can."""
     return _reason(os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or "")
 
 
@@ -149,7 +149,7 @@ def _asked(command: tuple[str, ...], *_state: object) -> str:
 
 
 def directories() -> list[Path]:
-    """Where libraries are kept, in order: FRISKET_CACHE_DIR or the user's cache, then the temporary directory."""
+    """The folders of libraries, in order: FRISKET_CACHE_DIR or the user's cache, then the temporary directory."""
     from platformdirs import user_cache_dir
 
     first = Path(Settings.read().cache_dir or user_cache_dir("frisket"))

@@ -23,7 +23,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 
 @lru_cache(maxsize=1)
 def _described() -> dict[str, str]:
-    """What /proc/cpuinfo says of the first CPU; empty where there is no such file."""
+    """The first CPU's entries in /proc/cpuinfo; empty where there is no such file."""
     found: dict[str, str] = {}
     try:
         with Path("/proc/cpuinfo").open() as lines:
@@ -38,7 +38,7 @@ def _described() -> dict[str, str]:
 
 
 def features() -> frozenset[str]:
-    """What the CPU has beyond the least of its kind, in the words of /proc/cpuinfo."""
+    """The CPU's features beyond the least of its kind, in the words of /proc/cpuinfo."""
     return frozenset((_described().get("flags") or _described().get("Features", "")).split())
 
 
@@ -49,7 +49,7 @@ def identity() -> str:
 
 
 def lacking(variant: str) -> str:
-    """What this CPU lacks to run a variant; empty when it can."""
+    """The features that this CPU lacks to run a variant; empty when it can."""
     missing = sorted(VARIANTS[variant][1] - features())
     return f"this CPU has no {', '.join(missing)}" if missing else ""
 

@@ -1,4 +1,4 @@
-"""Which threads native kernels run on: torch's own beside torch, a pool of ours elsewhere and after a fork."""
+"""Threads of native kernels: torch's own beside torch, a pool of ours elsewhere and after a fork."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Threads(NamedTuple):
 
 
 def of_torch() -> Threads:
-    """As many threads as torch uses, and the very same ones: others would have to share the cores with them, because
-    they spin for a while after every operation."""
+    """The very threads that torch uses: others would have to share the cores with them, because they spin for a while
+    after every operation."""
     import torch
 
     count = torch.get_num_threads()

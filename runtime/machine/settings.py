@@ -52,7 +52,7 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What the variables say; `Settings.read()` looks at the environment now."""
+    """The values of the environment variables; `Settings.read()` looks at the environment now."""
 
     show: tuple[str, ...] = ()
     cache_dir: str | None = None

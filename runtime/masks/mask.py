@@ -41,7 +41,8 @@ ScoreLike: TypeAlias = "str | ScoreMod | Expr | Callable[..., Any]"
 
 
 class Mask(BoundExpr):
-    """Which keys a query may see: an expression of positions, and values for its parameters. Made by `frisket.mask`.
+    """A mask: which keys a query may see, as an expression of positions, and values for its parameters. Made by
+    `frisket.mask`.
 
     >>> m = mask("causal & window(w)", w=256) | "k < 4"
     >>> m
@@ -111,7 +112,7 @@ class Mask(BoundExpr):
         exact: bool = True,
         budget: int | None = None,
     ) -> Layout:
-        """Which tiles hold visible positions: `frisket.Layout`.
+        """Lay out the tiles that hold visible positions: `frisket.Layout`.
 
         >>> mask("causal & window(256)").layout(1024, 1024).counts
         Counts(empty=43, partial=14, full=7)
@@ -273,7 +274,7 @@ class Program:
 
     @property
     def visible(self) -> Mask | None:
-        r"""What attention reads: the mask, and what the score mod hides. None where both hide nothing.
+        r"""The mask that attention reads: the mask, and what the score mod hides. None where both hide nothing.
 
         >>> program("mask = causal\nscore = where(q - k < 4, score, -inf)").visible
         Mask('q >= k & q - k <= 3')

@@ -1,1 +1,1 @@
-"""What models need around attention."""
+"""Helpers for models around attention."""

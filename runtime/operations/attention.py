@@ -1,4 +1,4 @@
-"""What implementations of attention share."""
+"""The base of attention operators."""
 
 from __future__ import annotations
 

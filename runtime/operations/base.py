@@ -69,7 +69,7 @@ class BaseOperation(ABC):
         return getattr(self, f"forward_{self._platform()}")(*args, **kwargs)
 
     def _platform(self) -> str:
-        """Whose `forward_...` it is: "cuda" or "rocm" where JAX says "gpu"."""
+        """The name in `forward_...` that is called: "cuda" or "rocm" where JAX says "gpu"."""
         if self.metadata is not None and self.metadata.backend is not None:
             return str(self.metadata.backend)
         found = self.current_backend()
@@ -128,7 +128,7 @@ class OperationRegistry:
 
     @classmethod
     def list_implementations(cls) -> list[str]:
-        """All names, aliases too, in the order in which they were registered."""
+        """List the registered names, aliases too, in the order in which they were registered."""
         return list(cls._known)
 
 

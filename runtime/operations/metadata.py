@@ -1,4 +1,4 @@
-"""What an attention operator is told once: dtypes, mesh, partition, scale, dropout, tiles."""
+"""Metadata that an attention operator is made with: dtypes, mesh, partition, scale, dropout, tiles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .records import Codec, Record, dtype_from_json, dtype_to_json
 
 
 class Backend(StrEnum):
-    """Where an operation runs."""
+    """The device that an operation runs on."""
 
     TPU = "tpu"
     GPU = "gpu"
@@ -32,7 +32,7 @@ class Backend(StrEnum):
 
 
 class Platform(StrEnum):
-    """What kernels are written in: XLA's own operations, Triton, Pallas."""
+    """The language that kernels are written in: XLA's own operations, Triton, Pallas."""
 
     JAX = "jax"
     TRITON = "triton"
@@ -152,7 +152,7 @@ class AttentionMetadata(Record):
         setattr(self, name, getattr(config, pickup_name or name, default))
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other values; another `partition_axis` or `mesh` is that of the partition manager too."""
+        """A copy with other values; another `partition_axis` or `mesh` is that of the partition manager too."""
         manager = changes.get("partition_manager")
         if manager is not None:
             changes = {"partition_axis": None, "mesh": manager.mesh or self.mesh} | changes
@@ -162,7 +162,7 @@ class AttentionMetadata(Record):
 
     @classmethod
     def from_config(cls, config: Any, softmax_scale: float | None, dropout_prob: float = 0.0) -> Self:
-        """What a model's config says, with the scale and dropout of one layer."""
+        """Metadata from a model's config, with the scale and dropout of one layer."""
         return cls(base_config=config, softmax_scale=softmax_scale, dropout_prob=dropout_prob)
 
     @property

@@ -1,4 +1,4 @@
-"""What attention operators give."""
+"""The output of attention operators."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ def _boolean(x: Any) -> Any:
 
 
 def _table(tables: dict[str, Any], name: str, x: Any, lengths: tuple[int, int, int, int], moved: bool) -> str:
-    """What reads an array [batch, heads, q_len, kv_len], with axes of length 1 for all, [batch, q_len, kv_len], or
-    [batch, kv_len], of keys."""
+    """A lookup that reads an array [batch, heads, q_len, kv_len], with axes of length 1 for all, [batch, q_len,
+    kv_len], or [batch, kv_len], of keys."""
     _check_place(name.replace("_", " "), moved)
     axes = {4: "bhqk", 3: "bqk", 2: "bk"}.get(x.ndim, "")
     wanted = [lengths["bhqk".index(a)] for a in axes]

@@ -41,7 +41,7 @@ class Record:
     codecs: ClassVar[dict[str, Codec]] = {}
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other values."""
+        """A copy with other values."""
         self._check(changes)
         return _replace(self, **changes)  # type: ignore[type-var]
 
@@ -51,7 +51,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_dict` has given, or some of it: fields that are missing have their defaults."""
+        """A record from the result of `to_dict`, or some of it: fields that are missing have their defaults."""
         cls._check(values)
         return cls(**values)
 

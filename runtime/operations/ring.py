@@ -40,7 +40,7 @@ class RingAttention(FrisketAttention):
     def forward_native(
         self, query: Any, key: Any, value: Any, mask: Any = None, *, deal: Deal | None = None, **given: Any
     ) -> AttentionOutput:
-        """As `FrisketAttention`'s, of as many queries as keys, without `origin` and `sizes`.
+        """Ring attention of as many queries as keys, without `origin` and `sizes`.
 
         Arrays come and go in the order of the sequence, and are put into dealt order in between. With `deal`, made by
         `fk.parallel.deal` for the same mask or one that shows more, they come and go dealt (`deal.permute(x, axis=1)`),

@@ -89,7 +89,7 @@ class Deal:
     layout: Layout = field(repr=False)
 
     def under(self, mask: MaskLike, **params: Any) -> Deal:
-        """The same tokens on the same ranks under another mask: of another layer, or of other documents. What ranks
+        """The deal of equal tokens to ranks under another mask: of another layer, or of other documents. What ranks
         need of one another and what it costs them are that mask's."""
         what = as_mask(mask, **params)
         layout = what.layout(self.length, self.length, self.batch, self.heads, (self.tile, self.tile))
@@ -124,7 +124,7 @@ class Deal:
 
     @cached_property
     def owned(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For every rank its rising ranges (start, stop) of positions, without padding."""
+        """The rising ranges (start, stop) of positions of every rank, without padding."""
         return tuple(self._ranges(r) for r in range(self.ranks))
 
     def _ranges(self, rank: int) -> tuple[tuple[int, int], ...]:

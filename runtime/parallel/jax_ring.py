@@ -112,7 +112,7 @@ def attend(
 
 
 def _specs(axes: Mapping[str, Axes], att: Attention, split: Mapping[str, tuple[int, ...]]) -> Arrays:
-    """Of every split table its PartitionSpec, from the mesh axes of coordinates."""
+    """The PartitionSpec of every split table, from the mesh axes of coordinates."""
     tables: Arrays = {}
     for e in walk(*(x for x in att.program.exprs if x is not None)):
         if e.op == "lookup" and e.name in split:
@@ -163,7 +163,7 @@ def _check(q: Any, k: Any, deal: Deal, axis: str, variant: str) -> None:
 
 
 def _said(shard: Shard, q: Any, k: Any, v: Any, variant: str) -> dict[str, str]:
-    """What processes have to have in common."""
+    """The values that all processes must share."""
     program, deal = shard.att.program, shard.deal
     values = sorted((n, digest(x)) for n, x in {**program.scalars, **program.tables}.items())
     held = hashlib.sha256(repr(values).encode()).hexdigest()[:16]
@@ -272,12 +272,12 @@ class _NeededRing:
         return state
 
     def _positions(self, step: Step) -> Any:
-        """Of the keys of a step."""
+        """The positions of the keys of a step."""
         start = self.shard.of_rank(np.array(step.start, np.int32), step.shift)
         return lax.dynamic_slice_in_dim(self.shard.positions(step.shift), start, step.length)
 
     def _sent(self, own: Arrays, step: Step) -> Arrays:
-        """What a rank has of others' keys in a step."""
+        """The part of others' keys that a rank receives in a step."""
         if not step.shift:
             return own
         start = self.shard.of_rank(np.array(step.start, np.int32))
@@ -298,7 +298,7 @@ class _NeededRing:
 
 
 class _Gathered:
-    """All keys on every device, in the order of the sequence."""
+    """Context parallelism by all-gather: all keys on every device, in the order of the sequence."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard

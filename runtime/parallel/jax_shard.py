@@ -83,8 +83,8 @@ class Shard:
     # -- attention to some keys -------------------------------------------------------------------
 
     def read(self, values: Arrays, keys: Arrays, k_at: Any) -> Arrays:
-        """What the local attention reads beside positions: of the caller's `values`, and of `keys`, the tables that
-        have come with the keys at `k_at`."""
+        """The values that the local attention reads beside positions: of the caller's `values`, and of `keys`, the
+        tables that have come with the keys at `k_at`."""
         at = {"q": self.positions(), "k": k_at}
         at |= {c: self.first(i) + jnp.arange(n, dtype=jnp.int32) for i, (c, n) in enumerate(zip("bh", self.lengths))}
         made = {t.name: self._table(t, at, {**values, **keys} if "k" in t.axes else values) for t in self.local.tables}
@@ -161,7 +161,7 @@ def shard_of(
     att: Attention, q: Any, deal: Deal, axis: str, whole: bool, axes: tuple[Axes, Axes],
     split: dict[str, tuple[int, ...]], params: dict[str, Any],
 ) -> Shard:  # fmt: skip
-    """Of the values a call brings, those of the host are bound, the others stay what they are."""
+    """The shard of a call: values of the host are bound, the others stay what they are."""
     host, given = divided({**att.traced, **params}, None, att.program.learnable, "jax")
     given |= {n: host.pop(n) for n in split if n in host}
     check_names(att.program, {**host, **given}, split)

@@ -1,4 +1,4 @@
-"""Which tiles of the sequence go to which rank: as few bytes as possible among the deals that are balanced.
+"""Partition of the sequence's tiles over ranks: as few bytes as possible among the partitions that are balanced.
 
 A deal is an int array [ranks, tiles per rank] of tile numbers, rising in a row. All of this works on tiles and runs
 of tiles: O(ranks * tiles) for one deal that is looked at.
@@ -24,8 +24,8 @@ _LAYERS = (1, 2, 3, 4, 6, 8, 16)
 
 @dataclass(frozen=True)
 class TileCosts:
-    """What the tiles of queries cost and read: `cost` [tiles], runs of key tiles `start`..`stop` of tile `row`.
-    Tiles beyond the length cost nothing and read nothing."""
+    """Costs and reads of the tiles of queries: `cost` [tiles], runs of key tiles `start`..`stop` of tile `row`. Tiles
+    beyond the length cost nothing and read nothing."""
 
     ranks: int
     cost: Array

@@ -27,7 +27,7 @@ class Step:
 
 
 def steps(deal: Deal) -> tuple[Step, ...]:
-    """Those in which somebody sees something, a rank's own keys first."""
+    """The steps in which a rank sees something, a rank's own keys first."""
     made = []
     rank = np.arange(deal.ranks)
     for shift in range(deal.ranks):

@@ -53,9 +53,9 @@ AT = {"q": "q_at", "k": "k_at", "b": "first_batch", "h": "first_head"}  # where 
 
 @dataclass(frozen=True)
 class Where:
-    """What a call is a shard of. `moved` are the coordinates that differ between the arrays of a call and the problem:
-    q and k by a table of positions, b and h by how many come before. `split` says which tables are there in parts,
-    and along which of their axes."""
+    """The place of a shard in the whole problem. `moved` are the coordinates that differ between the arrays of a call
+    and the problem: q and k by a table of positions, b and h by how many come before. `split` says which tables are
+    there in parts, and along which of their axes."""
 
     length: int
     places: int  # of all ranks, with padding
@@ -164,7 +164,7 @@ def check_sides(read: Expr, own: tuple[int, ...]) -> None:
 
 
 class _Maker:
-    """What is shared by mask and score mod: one table for one thing that is read."""
+    """A maker of a shard's program, shared by mask and score mod: one table for one thing that is read."""
 
     def __init__(self, program: CallProgram, where: Where, known: Mapping[str, Any]) -> None:
         self.program, self.where, self.known = program, where, known
@@ -208,7 +208,7 @@ class _Maker:
         return lookup(self.tables[e].name, tuple(map(var, axes)), e.type)
 
     def _in_places(self, e: Expr) -> Expr:
-        """The same where tables that are split are read at places."""
+        """An expression that reads split tables at places."""
         change = {}
         for n in walk(e):
             if n.op == "lookup" and n.name in self.where.split:

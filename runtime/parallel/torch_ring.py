@@ -114,8 +114,8 @@ class RingJob:
     learned: tuple[str, ...]
 
     def ready(self, i: int, q: Tensor, k: Tensor, v: Tensor, values: Mapping[str, Tensor]) -> Ready:
-        """What step i runs: the crop of its queries and keys, positions as numbers where they follow one another and
-        as tables where they do not."""
+        """The prepared call of step i: the crop of its queries and keys, positions as numbers where they follow one
+        another and as tables where they do not."""
         at = self.deal.positions(self.wire.rank)[: q.shape[2]]
         first = start(at), start(self.steps[i].keys)
         plain = first[0] is not None and first[1] is not None
@@ -371,7 +371,7 @@ def _learned(att: Attention, name: str, x: Any) -> bool:
 
 
 def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapping[str, Any]) -> None:
-    """What travels is by the mask of the deal: under another one, keys would be missing."""
+    """Refuse a mask other than the deal's: keys travel by the mask of the deal, and some would be missing."""
     mine = att.program.mask
     given = {} if mine is None else {n: x for n, x in params.items() if n in mine.unbound or n in mine.params}
     marks = [
@@ -388,7 +388,7 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
 
 
 def _kind(x: Any) -> str:
-    """What ranks have to have in common of a value that is given: gradients are summed over all of them."""
+    """A description of a value, which ranks have to share: gradients are summed over all of them."""
     learned = ", learned" if getattr(x, "requires_grad", False) else ""
     return f"{x.dtype}{list(x.shape)}{learned}" if hasattr(x, "shape") else repr(x)
 

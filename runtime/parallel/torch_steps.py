@@ -1,4 +1,4 @@
-"""What a rank does, step by step: which keys come from whom, which go to whom, and where all of them are."""
+"""Steps of a rank: which keys come from whom, which go to whom, and where all of them are."""
 
 from __future__ import annotations
 
@@ -55,5 +55,5 @@ def _in_order(deal: Deal, come: tuple[Message, ...]) -> tuple[Any, Any]:
 
 
 def start(positions: NDArray[np.int32]) -> int | None:
-    """Where these positions begin, if each is one more than the one before."""
+    """The first of some positions, if each is one more than the one before."""
     return int(positions[0]) if int(positions[-1]) - int(positions[0]) == len(positions) - 1 else None

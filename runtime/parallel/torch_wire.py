@@ -81,7 +81,7 @@ class Wire:
             ) from error
 
     def _first(self, mine: str) -> str:
-        """What the first rank to fail has said: a rank that gives up is missed by others, which is not its fault. In a
+        """The message of the first rank to fail: a rank that gives up is missed by others, which is not its fault. In a
         thread, since who keeps the store may be the one that is lost."""
         found: list[str] = []
 

@@ -1,4 +1,4 @@
-"""From masks, score mods and parameters to what kernels take: a plan, spans, slots and tables."""
+"""Compiles masks, score mods and parameters to what kernels take: a plan, spans, slots and tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNDRAWN = {SEED: 0, RATE: 0.0}  # every call has its own
 
 @dataclass(frozen=True, eq=False)
 class Fixed:
-    """What of a compilation lengths and positions leave as it is."""
+    """The part of a compilation that lengths and positions leave as it is."""
 
     program: CallProgram
     simplified: tuple[Expr | None, Expr | None]
@@ -197,8 +197,8 @@ def _work(
 def _few_work(
     fixed: Fixed, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
 ) -> Work:  # fmt: skip
-    """Of few queries: every step of decoding has other positions, and their kernel stays the same. So integers have
-    room to grow."""
+    """The work of a call with few queries: every step of decoding has other positions, and their kernel stays the same.
+    So integers have room to grow."""
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, lengths)

@@ -64,9 +64,9 @@ class FlatWork:
 
 
 class FlatPlan:
-    """What `att.plan(..., doc=doc)` gives where `doc` lives on a device or is traced: the same use, the same
-    results as a `Plan`; `exact` there is `overflow` here, an array that is true where some row of tiles had more
-    runs than there was room for and reads more tiles than it has to.
+    """A plan made on a device: `att.plan(..., doc=doc)` where `doc` lives on a device or is traced. A `FlatPlan` is
+    used like a `Plan` and gives equal results; `exact` there is `overflow` here, an array that is true where some row
+    of tiles had more runs than there was room for and reads more tiles than it has to.
 
     On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans anew from the
     tables as they then are whenever it is replayed."""
@@ -91,7 +91,7 @@ class FlatPlan:
         return FlatPlan, (self.key, self.given, {})
 
     def again(self, given: dict[str, Any]) -> FlatPlan:
-        """The same for other values, of the shapes and dtypes that this one was made from."""
+        """A plan for other values, of the shapes and dtypes that this plan was made from."""
         kinds = {n: dtype for n, _, dtype in self.key.given}
         return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in given.items()}, {})
 
@@ -101,7 +101,7 @@ class FlatPlan:
         return self.key.program
 
     def stored_as(self, how: Stored | None) -> FlatPlan:
-        """The same for keys and values that are stored so, with the spans this one has."""
+        """A plan for keys and values that are stored so, with the spans this plan has."""
         if how == self.key.program.stored:
             return self
         if how not in self._others:
@@ -119,7 +119,7 @@ class FlatPlan:
 
     @cached_property
     def narrow(self) -> bool:
-        """As of a plan of the host, where no table of a device decides it."""
+        """Whether tiles are narrow, like a plan of the host, where no table of a device decides it."""
         laid = self.laid
         return (
             laid.planner is None
@@ -139,7 +139,7 @@ class FlatPlan:
 
     @property
     def program(self) -> CallProgram:
-        """With every value, copied to the host: for checks."""
+        """The program with every value, copied to the host: for checks."""
         if any(traced(x) for x in self.given.values()):
             raise LoweringError(
                 "the dense interpreter needs values and this plan's tables are traced; take a backend that runs "
@@ -149,7 +149,7 @@ class FlatPlan:
 
     @property
     def common(self) -> Laid | None:
-        """What it shares with the plans of other steps, where those are others."""
+        """The part shared with the plans of other steps, where there are others."""
         return self.laid if self.by_table else None
 
     def rows(self, block: tuple[int, int]) -> Spans | DeviceSpans:
@@ -159,7 +159,7 @@ class FlatPlan:
     spans = rows
 
     def columns(self, block: tuple[int, int]) -> Spans | DeviceSpans:
-        """The same transposed: records of query tiles per row of key tiles, by the same algebra."""
+        """The transposed spans: records of query tiles per row of key tiles, by the same algebra."""
         return self._spans(block, True)
 
     def _spans(self, block: tuple[int, int], turned: bool) -> Spans | DeviceSpans:
@@ -184,7 +184,7 @@ class FlatPlan:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All of them by name, wherever they are."""
+        """The values by name, wherever they are."""
         return {**self.key.program.scalars, **self.key.program.tables, **self.given}
 
     @property
@@ -282,7 +282,7 @@ def _dtype(x: Any) -> str:
 
 
 def _fitted(name: str, value: Any, rank: int | None, type: Type) -> Any:
-    """As `parameters.fitted`, for an array that is not looked at."""
+    """An array that fits a parameter, like `parameters.fitted`, without looking at its values."""
     if rank is None:  # only its size is used
         return value
     if value.ndim != rank:

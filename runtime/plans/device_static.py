@@ -1,4 +1,4 @@
-"""What of a plan made on a device lengths and shapes decide: worked out once, whatever the tables hold."""
+"""The part of a device plan that lengths and shapes decide: worked out once, whatever the tables hold."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """All of a flat plan but values: what is worked out once."""
+    """The key of a device plan: everything but values, worked out once."""
 
     program: CallProgram  # with the host's values
     given: tuple[tuple[str, tuple[int, ...], str], ...]  # name, shape, dtype of the others
@@ -115,8 +115,8 @@ def laid_of(key: Key) -> Laid:
 
 
 def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, origin: Origin) -> None:
-    """As `check_reach` on the host, where that can be known: a mask that reads a device's tables may show anything,
-    but for the diagonal where it does whatever they hold."""
+    """Check table lengths like `check_reach` on the host, where that can be known: a mask that reads a device's tables
+    may show anything, but for the diagonal where it does whatever they hold."""
     mask = TRUE if parts[0] is None else parts[0]
     if names_of(mask).keys() & {n for n, *_ in key.given}:
         mask = eq(var("q"), var("k")) if sees_itself(mask) else FALSE

@@ -70,7 +70,7 @@ class Plan:
         return self.program
 
     def stored_as(self, how: Stored | None) -> Plan:
-        """The same for keys and values that are stored so; kept, as it serves every layer."""
+        """A plan for keys and values that are stored so; kept, as it serves every layer."""
         if how == self.program.stored:
             return self
         if how not in self._others:

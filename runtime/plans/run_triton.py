@@ -162,7 +162,7 @@ def _ready(module: ModuleType, ranged: text.Ranged, table: Tensor) -> TableLines
 
 
 class TableRanges:
-    """Of a table of this shape, its least and greatest entries over ranges of `axes`, as planners read them."""
+    """The least and greatest entries of a table over ranges of `axes`, as planners read them."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
         self.module, self.axes = module, axes
@@ -180,7 +180,7 @@ class TableRanges:
 
 
 class TableLines(TableRanges):
-    """What `over` reads."""
+    """The ranges of a table that `over` reads."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
         super().__init__(module, axes, table)
@@ -213,7 +213,7 @@ class TableLines(TableRanges):
 
 
 class Halves(TableRanges):
-    """What `within` reads: along the last axis first."""
+    """The ranges of a table that `within` reads: along the last axis first."""
 
     def __init__(self, module: ModuleType, axes: tuple[int, ...], table: Tensor) -> None:
         import torch

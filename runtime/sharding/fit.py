@@ -1,4 +1,4 @@
-"""Which axes of a mesh can split a dimension."""
+"""Axes of a mesh that can split a dimension."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ DEFAULTS = {  # field -> the fields it is read from where nobody sets it
 
 @dataclass(frozen=True)
 class PartitionAxis:
-    """Which axes of a mesh split a semantic axis: `PartitionAxis(head_axis=("tp", "sp"))`.
+    """Axes of a mesh that split each semantic axis: `PartitionAxis(head_axis=("tp", "sp"))`.
 
     >>> from frisket.sharding import BATCH, HEAD, MODE_DECODE, MODE_TRAIN, QUERY_LENGTH
     >>> PartitionAxis().resolve_spec([BATCH, QUERY_LENGTH, HEAD], MODE_TRAIN)
@@ -109,7 +109,8 @@ class PartitionAxis:
         return [self._one(axis, mode) for axis in axes]
 
     def resolve_spec(self, axes: Sequence[n.Axis], mode: str) -> PartitionSpec:
-        """The same as a spec, for a mesh nobody has seen yet; `PartitionManager.resolve` fits it to one."""
+        """The PartitionSpec of semantic axes, for a mesh nobody has seen yet; `PartitionManager.resolve` fits it to
+        one."""
         return _spec(*self.resolve_axis(axes, mode))  # type: ignore[no-any-return]
 
     def _one(self, axis: n.Axis, mode: str) -> MeshAxes:
@@ -218,7 +219,7 @@ _tokens: ContextVar[tuple[Token[PartitionManager | None], ...]] = ContextVar("to
 
 
 def current_partition_manager() -> PartitionManager | None:
-    """That of the innermost `with manager:`."""
+    """The manager of the innermost `with manager:`."""
     return _current.get()
 
 

@@ -113,7 +113,7 @@ def part(n: int, axis: int, mesh: Any, placements: Placements) -> tuple[int, int
 
 
 def local(x: Any, mesh: Any, placements: Placements) -> Any:
-    """This rank's part of a tensor that is placed so; one that is no DTensor is whole in every rank."""
+    """The part of a placed tensor on this rank; one that is no DTensor is whole in every rank."""
     if not isinstance(x, DTensor):
         return x
     if x.device_mesh != mesh:

@@ -94,7 +94,8 @@ class Ragged:
 
     @property
     def pattern(self) -> Pattern:
-        """Which tensors there are, and which of them is an earlier one: keys often share the queries' offsets."""
+        """The pattern of a call's tensors, and which of them is an earlier one: keys often share the queries'
+        offsets."""
         x = self.tensors
         if self.known is not None:
             return self.known

@@ -39,8 +39,8 @@ _tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionar
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """All of a call but its tensors. `live` names the tables and slots of the plan that come with every call, and
-    whose values they are."""
+    """A prepared call: everything but its tensors. `live` names the tables and slots of the plan that come with every
+    call, and whose values they are."""
 
     plan: LoopPlan
     spans: Any
@@ -70,16 +70,16 @@ class Ready:
         return bool(self.geometry.kv_dtype or plan.pages or any(t.source in LIVE for t in plan.tables))
 
     def of(self, plan: FlatPlan) -> Ready:
-        """The same for the plan of another step: other tables of a device, of the same shapes and dtypes."""
+        """A prepared call for the plan of another step: other tables of a device, of the same shapes and dtypes."""
         tables = {n: t for n, t in plan.tables().items() if n in self.tables}
         return self._with(plan, MappingProxyType(_readable(tables, plan.device, self.real)), None)
 
     def bare(self, plan: FlatPlan) -> Ready:
-        """The same without what belongs to one step."""
+        """A prepared call without what belongs to one step."""
         return self._with(None, dict.fromkeys(self.tables), plan.again({}))
 
     def alone(self) -> Ready:
-        """The same without the plan, which keeps it: in a ring, tables of a step would outlive the step."""
+        """A prepared call without the plan, which keeps it: in a ring, tables of a step would outlive the step."""
         return self._with(None, self.tables, None)
 
     def beside(self, plan: Any) -> Ready:
@@ -189,7 +189,7 @@ class Ready:
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, in its dtype, as torch's own attention; float64 stays as it is."""
+    """The arrays in autocast's dtype, as torch's own attention; float64 stays as it is."""
     import torch
 
     kind = q.device.type
@@ -237,7 +237,7 @@ def kept_ready(
     att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
     layout: str | None, params: dict[str, Any],
 ) -> Ready:  # fmt: skip
-    """What `att(q, k, v, ...)` runs."""
+    """The prepared call that `att(q, k, v, ...)` runs."""
     key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, Settings.read())
     if (ready := _found(att, key, plan, params, att.ready)) is not None:
         return ready
@@ -246,7 +246,7 @@ def kept_ready(
 
 
 def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
-    """What was remembered for such a call; of calls whose masks read tables of a device, all but those."""
+    """The remembered answer for such a call; of calls whose masks read tables of a device, all but those."""
     ready: Ready | None = kept.get(key)
     if plan is None:
         if ready is None or ready.step is None:
@@ -290,7 +290,7 @@ def key_of(
     att: Any, qkv: tuple[Tensor, ...], plan: Any, origin: Any, sizes: Any, layout: Any, params: Mapping[str, Any],
     settings: Settings,
 ) -> Any:  # fmt: skip
-    """All that the `Ready` of a call hangs on; None where the values of a table are part of it."""
+    """The key of the `Ready` of a call; None where the values of a table are part of it."""
     if settings.check or att.ambiguous:
         return None
     said: list[Any] = []
@@ -437,7 +437,7 @@ def refuse_gradients(backend: str, tensors: Iterable[Any]) -> None:
 
 
 def on_host(spans: Spans | DeviceSpans) -> Spans:
-    """For the CPU's executors; the tensors are on the CPU already."""
+    """Spans for the CPU's executors; the tensors are on the CPU already."""
     if isinstance(spans, Spans):
         return spans
     return Spans(spans.bounds.numpy(), spans.count.numpy(), spans.slice_of)

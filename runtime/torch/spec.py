@@ -76,7 +76,7 @@ def _number(value: Any) -> str:
 
 
 def _cut(text: str, lengths: list[int]) -> list[str]:
-    """What stands before the last parts, and those."""
+    """The text before the last parts, and those parts."""
     ends = [len(text) - sum(lengths[i:]) for i in range(len(lengths) + 1)]
     return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 

@@ -107,13 +107,13 @@ def _folded(
 
 
 def low_of(plan: LoopPlan, norm: jax.Array, lse: jax.Array) -> jax.Array:
-    """What rounding took from lse, from what the forward knows of each row."""
+    """The rounding error of lse, from what the forward knows of each row."""
     result: jax.Array = _rounding(plan.score is not None)[0](norm, lse)
     return result
 
 
 def norm_of(plan: LoopPlan, lse: jax.Array, low: jax.Array) -> jax.Array:
-    """What a backward takes of rows whose softmax is one over other keys too: of lse + low."""
+    """The normaliser lse + low, which a backward takes for rows whose softmax runs over other keys too."""
     result: jax.Array = _rounding(plan.score is not None)[1](lse, low)
     return result
 
@@ -158,7 +158,7 @@ def _rounding(scored: bool) -> tuple[Any, Any]:
 def _form(
     plan: LoopPlan, geometry: Geometry, sinks: Any, dlse: Any = None, norm: Any = None, wanted: Sequence[bool] = ()
 ) -> tuple[int, ...]:
-    """Which operands and results there are: `Form` of bridge.cpp and what stands behind it."""
+    """The operands and results that a call has: `Form` of bridge.cpp and what stands behind it."""
     origins = (_count(x) for x in geometry.origin[2:])
     floating = (int(s.type is FLOAT) for s in plan.slots)
     flags = (len(wanted), *(int(x is not None) for x in (dlse, norm, sinks)))
@@ -242,7 +242,7 @@ _copies: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}  # of what liv
 
 
 def _kept(owner: Any, kind: str, made: Callable[[], Any]) -> Any:
-    """What `made` makes of an object that nobody changes, as arrays of JAX, once for as long as that lives."""
+    """The result of `made` for an object that nobody changes, such as a JAX array, kept as long as the object lives."""
     import jax
 
     key = (id(owner), kind)
@@ -272,7 +272,7 @@ def _copied(content: bytes, shape: tuple[int, ...], dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class CppStatic:
-    """What a compiled call depends on beside the shapes of its operands."""
+    """The part of a compiled call that shapes of operands do not say."""
 
     target: str  # of the custom call
     form: tuple[int, ...]

@@ -140,7 +140,7 @@ def _array(x: Tensor, copies: list[Tensor]) -> tuple[int, int, int, int]:
 
 
 def _shape(gradient: Gradient, g: Geometry, tables: Mapping[str, Tensor]) -> Sequence[int]:
-    """Of the buffer that a captured gradient is summed in: `derive.Gradient`."""
+    """The shape of the buffer in which a captured gradient is summed: `derive.Gradient`."""
     if gradient.over == "scatter":
         return tuple(tables[gradient.source].shape)
     ends = {"head": (), "row": (g.q_len,), "column": (g.kv_len,), "diagonal": (g.q_len + g.kv_len - 1,)}
@@ -166,7 +166,7 @@ class _Buffer:
 
 
 class _LoadedKernel:
-    """What calls have in common that differ in lengths and positions only."""
+    """A loaded kernel, shared by calls that differ only in lengths and positions."""
 
     def __init__(self, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, dtype: Any, stored: Any) -> None:
         import torch
@@ -204,7 +204,7 @@ class _LoadedKernel:
 
 
 class _Prepared:
-    """All of a record that is the same from call to call."""
+    """The part of a record that is equal from call to call."""
 
     def __init__(self, plan: LoopPlan, spans: Spans, g: Geometry, target: Target, dtype: Any, stored: Any) -> None:
         self.kernel, self.spans, self.geometry = _kernel(plan, target, g.head_dim, g.v_dim, dtype, stored), spans, g

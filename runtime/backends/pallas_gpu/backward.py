@@ -26,7 +26,7 @@ LOG2E = 1.4426950408889634
 def reason(
     plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: frozenset[str]
 ) -> str:
-    """Why these kernels cannot find the gradients of `wanted`, or nothing."""
+    """A reason why the backward kernels cannot find the gradients of `wanted`, or an empty text."""
     return kernels.refused(plan, geometry, dtype, shapes, wanted)
 
 

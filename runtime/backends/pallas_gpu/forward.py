@@ -32,7 +32,7 @@ def target(
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why the forward kernel cannot run this call, or nothing. `shapes` are those of the plan's tables."""
+    """A reason why the forward kernel cannot run a call, or an empty text. `shapes` are those of the plan's tables."""
     return pallas_gpu.refused(plan, geometry, dtype, shapes)
 
 

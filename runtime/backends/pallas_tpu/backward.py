@@ -76,14 +76,15 @@ def backward(
 
 
 def interpreter(platform: str) -> Any:
-    """What `pallas_call` takes as `interpret`."""
+    """The argument `interpret` of `pallas_call`."""
     return platform != "tpu"
 
 
 def reason(
     plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]], wanted: frozenset[str]
 ) -> str:
-    """Why these kernels cannot run this call, or nothing. `shapes` are those of the plan's tables."""
+    """A reason why the backward kernels cannot run a call, or an empty text. `shapes` are those of the plan's
+    tables."""
     if why := refused(plan, dtype):
         return why
     derived, captured = backward_of(plan), emitted.captured(plan, wanted)
@@ -131,7 +132,8 @@ def _kernel(
     which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
     strided: bool = True,
 ) -> Kernel | None:  # fmt: skip
-    """None where nothing is wanted of it. Lengths are no part of its text: one module serves all."""
+    """One kernel of the backward, or None where no gradient of it is wanted. Its text holds no lengths: one module
+    serves all."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
     return _loaded(which, plan, target, alike, dtype, wanted, strided)
 
