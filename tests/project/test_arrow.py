@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.scripts import script
 
+HOUSE = script("house")
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ["grammar", "dsl", "lowering", "runtime"]
 FILES = [file for layer in LAYERS for file in sorted((ROOT / layer).rglob("*.py"))]
@@ -19,6 +21,18 @@ OF_JAX = {f"runtime.jax.{name}" for name in ("primitives", "reverse", "sharding"
 # packages behind doors of their own (`frisket.caches`, ...), whose modules may each be about one framework
 DOORS = ("caches", "integrations", "modeling", "operations", "parallel", "sharding")
 FLEX = {ROOT / "runtime" / "facade" / "flex.py", *(ROOT / "runtime" / "flex").glob("*.py")}  # torch's own API
+
+OPTIONAL = {*FRAMEWORKS, "matplotlib", "flax", "transformers", "qwix"}
+# imported inside functions, by a module of `frisket show`, which starts without them
+LATER = {
+    "frisket.runtime.cli.input": {"frisket.runtime.attention.entry"},
+    "frisket.runtime.masks.layout": {"frisket.runtime.draw", "frisket.runtime.export"},
+    "frisket.runtime.masks.mask": {"frisket.dsl.from_python.trace"},
+    "frisket.dsl.ir": {"frisket.dsl.show"},  # ir and show are the one cycle
+}
+# what the rooms of calls still do; lines go from here as they are mended
+CYCLES = ["frisket.runtime.attention.attention", "frisket.runtime.jax.primitives"]
+LOCAL = tuple(f"frisket.runtime.{room}." for room in ("attention", "backends", "jax", "plans", "torch"))
 
 
 def imports(tree, path):
@@ -91,3 +105,70 @@ def test_the_rule_sees_a_wrong_import():
     assert set(imports(tree, ROOT / "dsl" / "x.py")) == {"frisket.runtime.masks.mask", "torch"}
     assert set(imports(at_module_level(tree), ROOT / "dsl" / "x.py")) == {"torch"}
     assert list(imports(ast.parse("from ..dsl import ir"), ROOT / "lowering" / "x.py")) == ["frisket.dsl"]
+
+
+def behind_frameworks(tree):
+    """Modules whose import brings an optional framework."""
+    above = {name: set() for name in tree.modules}
+    for found in tree.imports:
+        if not found.local:
+            above[found.target].add(found.source)
+    heavy = set()
+    rest = [
+        name
+        for name, file in tree.modules.items()
+        if {n.split(".")[0] for n in imports(at_module_level(tree.parsed[file]), ROOT / file)} & OPTIONAL
+    ]
+    while rest:
+        heavy.add(name := rest.pop())
+        rest += above[name] - heavy
+    return heavy
+
+
+def misplaced(tree):
+    """Imports inside functions that belong at the top of their file."""
+    heavy = behind_frameworks(tree)
+    for found in tree.imports:
+        later = any(f"{found.target}.".startswith(f"{name}.") for name in LATER.get(found.source, ()))
+        if found.local and found.target not in heavy and not later:
+            yield f"{found.place} imports {found.target}"
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return HOUSE.Tree(ROOT)
+
+
+def test_no_modules_import_one_another(tree):
+    found = HOUSE.cycles(tree).found
+    assert [x for x in found if not any(name in x.split() for name in CYCLES)] == ["2: frisket.dsl.ir frisket.dsl.show"]
+
+
+def test_imports_inside_functions_wait_for_a_framework(tree):
+    """Or for a command other than `frisket show`."""
+    files = {name: HOUSE.module(name) for name in tree.parsed}
+    assert not [x for x in misplaced(tree) if not files[x.partition(":")[0]].startswith(LOCAL)]
+
+
+def test_what_waits_is_imported_inside_functions_alone(tree):
+    local = {(found.source, found.target) for found in tree.imports if found.local}
+    for source, targets in LATER.items():
+        assert all(any(s == source and t.startswith(name) for s, t in local) for name in targets)
+
+
+def test_a_bad_tree_is_seen(tmp_path):
+    texts = {
+        "dsl/one.py": "def f():\n    from . import two\n    from . import three, four\n    from .five import x\n",
+        "dsl/two.py": "from .one import f\n",
+        "dsl/three.py": "import torch\n",
+        "dsl/four.py": "from .three import x\n",
+        "dsl/five.py": "def g():\n    import torch\n",
+    }
+    (tmp_path / "dsl").mkdir()
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    bad = HOUSE.Tree(tmp_path)
+    assert HOUSE.cycles(bad).found == ["2: frisket.dsl.one frisket.dsl.two"]
+    assert list(misplaced(bad)) == [
+        "dsl/one.py:2 imports frisket.dsl.two", "dsl/one.py:4 imports frisket.dsl.five"
+    ]  # fmt: skip
