@@ -21,8 +21,8 @@ from frisket.lowering.kernels import torch_mask_mod as expr_torch
 from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Printed, Text, machine, printed
 from frisket.lowering.kernels.text import Names, Page
 
-from .arrays_text import HEADERS, INTERVALS, PIECES, READING, SHARED
 from .planner import SEARCHES, Planner
+from .skeletons.arrays import HEADERS, INTERVALS, PIECES, READING, SHARED
 
 WHEN = {"q0": ROW, "q1": ROW, "k0": COLUMN, "k1": COLUMN, "tk": COLUMN, "single": COLUMN}
 _BY_LITERAL = {"floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>"}
@@ -32,7 +32,7 @@ _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum
 @dataclass(frozen=True, eq=False)
 class Words:
     """The vocabulary of one backend: operators (rows of `kernels.expr`), the functions their text calls, and a header
-    with the array functions of `arrays_text`, in which `{int}` and `{float}` are dtypes."""
+    with the array functions of `skeletons/arrays.py`, in which `{int}` and `{float}` are dtypes."""
 
     name: str
     table: Mapping[str, str]

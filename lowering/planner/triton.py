@@ -22,9 +22,9 @@ from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, 
 from frisket.lowering.kernels.text import Names, Page
 from frisket.lowering.kernels.triton import expr as expr_triton
 
-from . import triton_text as parts
 from .arrays import WHEN
 from .planner import SEARCHES, Planner
+from .skeletons import triton as parts
 
 TRITON = {
     **expr_triton.TRITON, "float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})",

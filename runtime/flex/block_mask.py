@@ -19,13 +19,13 @@ from frisket.runtime.masks.answers import score_lookups
 from frisket.runtime.masks.layout import Layout
 from frisket.runtime.masks.mask import Mask, MaskLike
 
-from . import graph_mask
+from . import mask_in_graph
 from .derived import crop, joined, part, restored, there
 from .errors import ListError, check_lookups
 from .leave import outside
 from .lengths import pair
 from .live_mask import LiveMask, live_mask, version_of
-from .tile_string import LEGEND, to_string
+from .picture import LEGEND, to_string
 from .tile_tensors import LISTS, TENSORS, Lists, check_lists, columns_of, kinds_of, with_columns, with_orders
 
 Block = int | tuple[int, int]
@@ -228,7 +228,7 @@ class BlockMask(theirs.BlockMask):
             return self._fn
         if torch.compiler.is_dynamo_compiling():
             if self._live is None:
-                return graph_mask.function_of(self._text)  # type: ignore[arg-type]
+                return mask_in_graph.function_of(self._text)  # type: ignore[arg-type]
             self._prepared()
             return self._made["mask_mod"]  # type: ignore[no-any-return]  # for `cast` Dynamo forgets where it is from
         made = self._now()
@@ -274,11 +274,11 @@ class BlockMask(theirs.BlockMask):
             if self._live is not None:
                 self._prepared()
             elif "lists" not in self._made:
-                self._made["lists"] = graph_mask.laid_out(self)
+                self._made["lists"] = mask_in_graph.laid_out(self)
             return self._made["lists"]  # type: ignore[no-any-return]
         made = self._now()
         if "lists" not in made and 0 in self._lengths:
-            made["lists"] = graph_mask.lists_of(self._kinds(), self._apart, self._columns)
+            made["lists"] = mask_in_graph.lists_of(self._kinds(), self._apart, self._columns)
         if "lists" not in made:
             found = exact_lists(self.layout, self.device, apart=self._apart)
             pairs = [x for one in found for x in (one.count, one.index)]
@@ -402,28 +402,28 @@ class BlockMask(theirs.BlockMask):
         there are. Rows may be picked in any order; queries that would lie beyond the end are hidden.
         Raises `PickError`, an IndexError.
         """
-        return graph_mask.part(self, index) if torch.compiler.is_dynamo_compiling() else part(self, index)
+        return mask_in_graph.part(self, index) if torch.compiler.is_dynamo_compiling() else part(self, index)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
         """The first queries and keys of it; of a mask without lists, any number. Its lists are those of the new
         lengths."""
         lengths = pair((new_q_len, new_kv_len), "lengths", 0)
-        return graph_mask.crop(self, lengths) if torch.compiler.is_dynamo_compiling() else crop(self, lengths)
+        return mask_in_graph.crop(self, lengths) if torch.compiler.is_dynamo_compiling() else crop(self, lengths)
 
     def to(self, device: Any) -> BlockMask:
         """A copy on another device, with captured tensors."""
         where = torch.device(device)
-        return graph_mask.there(self, where) if torch.compiler.is_dynamo_compiling() else there(self, where)
+        return mask_in_graph.there(self, where) if torch.compiler.is_dynamo_compiling() else there(self, where)
 
     def __and__(self, other: Any) -> BlockMask:
-        return (graph_mask.joined if torch.compiler.is_dynamo_compiling() else joined)("and", self, other)
+        return (mask_in_graph.joined if torch.compiler.is_dynamo_compiling() else joined)("and", self, other)
 
     def __or__(self, other: Any) -> BlockMask:
-        return (graph_mask.joined if torch.compiler.is_dynamo_compiling() else joined)("or", self, other)
+        return (mask_in_graph.joined if torch.compiler.is_dynamo_compiling() else joined)("or", self, other)
 
     def __invert__(self) -> BlockMask:
         if torch.compiler.is_dynamo_compiling():
-            return graph_mask.inverted(self)
+            return mask_in_graph.inverted(self)
         live = self.live
         turned = replace(live, expr=ir.build("not", live.expr))
         return self.of(turned, self._lengths, self._block, self._batch, self.device, self)
@@ -450,7 +450,7 @@ class BlockMask(theirs.BlockMask):
 def held(mask_mod: Any) -> tuple[LiveMask | None, Callable[..., Any] | None, str | None]:
     """A mask_mod as an expression, a function and a text, as far as there is one. In a graph nothing is traced."""
     if torch.compiler.is_dynamo_compiling():
-        return None, *graph_mask.function_or_text(mask_mod)
+        return None, *mask_in_graph.function_or_text(mask_mod)
     live = live_mask(mask_mod)
     return live, mask_mod if callable(mask_mod) else None, live.text
 

@@ -25,10 +25,10 @@ from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, prog
 
 from .block_mask import Block, BlockMask, held
 from .errors import MaskModError
-from .graph_mask import packed as graph_packed
 from .leave import leave
 from .lengths import count_of, is_count, pair
 from .live_mask import LiveMask, kept, live_mask, of_bound, of_function
+from .mask_in_graph import packed as graph_packed
 from .nested import packed
 
 

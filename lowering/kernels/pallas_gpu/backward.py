@@ -22,11 +22,11 @@ from frisket.lowering.kernels.text import filled
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 
-from . import backward_text as text
 from . import forward as pallas_gpu
-from . import forward_text as shared
 from .expr import Expressions
 from .forward import BARRIERS, INEXACT, MOST, SHARED, dims
+from .skeletons import backward as text
+from .skeletons import forward as shared
 
 GRID = 65_535  # the most programs along the last axis of a GPU's grid
 PER = {"column": "key", "diagonal": "distance of query and key", "scatter": "place that query and key choose together"}

@@ -19,7 +19,7 @@ from frisket.dsl.types import BOOL, FLOAT, Type
 from frisket.lowering.kernels import jnp_expr as expr_jnp
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, Text, levels, printed
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
-from frisket.lowering.kernels.pallas_tpu import inputs_text as pallas_inputs_text
+from frisket.lowering.kernels.pallas_tpu.skeletons.inputs import LOOK
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.plan import LoopPlan
 
@@ -30,7 +30,7 @@ MOSAIC_GPU: dict[str, str] = expr_jnp.JNP | {
 }  # fmt: skip
 
 PRELUDE: dict[str, str] = {
-    "look": pallas_inputs_text.LOOK,
+    "look": LOOK,
     "random": expr_jnp.PRELUDE["random"],  # before the kernel
     "choose": """
 def choose(condition, yes, no):

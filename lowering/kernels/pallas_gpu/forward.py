@@ -21,8 +21,8 @@ from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 
-from . import forward_text as parts
 from .expr import Expressions
+from .skeletons import forward as parts
 
 SWIZZLE = 64  # dims of 16 bits that one swizzle of 128 bytes holds
 SHARED = 227 * 1024  # bytes of shared memory of a program

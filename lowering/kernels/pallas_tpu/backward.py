@@ -27,10 +27,10 @@ from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import Geometry, LoopPlan, Slot, TableUse, Target
 
 from . import inputs as pallas_inputs
-from .backward_text import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
 from .forward import check, head
 from .inputs import Down, TableInputs, place
-from .inputs_text import TURN
+from .skeletons.backward import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
+from .skeletons.inputs import TURN
 from .walk import NAMES, locate
 
 LARGEST = 512  # a side of a tile that nobody asks for

@@ -15,7 +15,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Target
 
 from . import inputs as pallas_inputs
 from . import walk as pallas_walk
-from .forward_text import AT_KEY, AT_PAGE, HEAD, LOW, SINK, SKELETON, TOGETHER, UNWRITTEN
+from .skeletons.forward import AT_KEY, AT_PAGE, HEAD, LOW, SINK, SKELETON, TOGETHER, UNWRITTEN
 
 LANES = 128
 PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand

@@ -30,7 +30,7 @@ from frisket.lowering.kernels.jnp_expr import JNP, prelude
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import LoopPlan
 
-from . import inputs_text as text
+from .skeletons import inputs as text
 
 SMALL = 1024  # entries a kernel may try one by one
 

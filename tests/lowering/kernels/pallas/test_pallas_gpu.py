@@ -23,8 +23,8 @@ from frisket.lowering import dense
 from frisket.lowering.kernels.jnp_expr import JNP
 from frisket.lowering.kernels.pallas_gpu import backward as pallas_gpu_backward
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
-from frisket.lowering.kernels.pallas_gpu import forward_text as pallas_gpu_text
 from frisket.lowering.kernels.pallas_gpu.expr import Expressions
+from frisket.lowering.kernels.pallas_gpu.skeletons import forward as pallas_gpu_text
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import RATE, SEED, Geometry, Pages, Target, make_plan

@@ -1,0 +1,64 @@
+"""Folders that one can read: twenty modules at most, and no second file for one prefix but where a list says why."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 20
+# (folder, prefix): files that serve one framework or language each, or one family of rules
+FAMILIES = {
+    ("lowering/simplify", "rules"),
+    ("runtime/backends/triton", "jax"),
+    ("runtime/caches", "jax"),
+    ("runtime/caches", "torch"),
+    ("runtime/integrations", "flax"),
+    ("runtime/integrations", "transformers"),
+    ("runtime/machine", "cpp"),
+    ("runtime/parallel", "jax"),
+    ("runtime/parallel", "torch"),
+    ("runtime/plans", "device"),
+    ("runtime/plans", "run"),
+}
+SOURCES = ("grammar", "dsl", "lowering", "runtime")
+
+
+def modules(root, rooms):
+    """Folder -> stems of its modules, `__init__.py` left out."""
+    found = {}
+    for path in (p for room in rooms for p in (root / room).rglob("*.py")):
+        if path.stem != "__init__":
+            found.setdefault(path.parent.relative_to(root).as_posix(), []).append(path.stem)
+    return found
+
+
+def crowded(folders):
+    return {folder: len(stems) for folder, stems in folders.items() if len(stems) > MOST}
+
+
+def shared_prefixes(folders):
+    counts = {(f, prefix): n for f, stems in folders.items() for prefix, n in Counter(map(prefix_of, stems)).items()}
+    return {key for key, n in counts.items() if n > 1}
+
+
+def prefix_of(stem):
+    return stem.partition("_")[0]
+
+
+@pytest.mark.parametrize("room", [*SOURCES, "tests"])
+def test_a_folder_has_twenty_modules(room):
+    assert not crowded(modules(ROOT, [room]))
+
+
+def test_files_of_one_prefix_are_a_family():
+    assert shared_prefixes(modules(ROOT, SOURCES)) == FAMILIES
+
+
+def test_a_bad_folder_is_seen(tmp_path):
+    (tmp_path / "dsl" / "deep").mkdir(parents=True)
+    for name in ("one.py", "one_more.py", "two.py", "__init__.py", *(f"deep/m{i}.py" for i in range(MOST + 1))):
+        (tmp_path / "dsl" / name).touch()
+    found = modules(tmp_path, ["dsl"])
+    assert crowded(found) == {"dsl/deep": MOST + 1}
+    assert shared_prefixes(found) == {("dsl", "one")}
