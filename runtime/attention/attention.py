@@ -29,6 +29,7 @@ from frisket.runtime.calls.arrays import (
     symbolic,
     turn,
 )
+from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
@@ -480,3 +481,6 @@ def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored
         tuple((n, type(x), x) for n, x in host.items()),
         tuple((n, framework_of(x), tuple(x.shape), x.dtype) for n, x in given.items()),
     )
+
+
+register("program", Attention)

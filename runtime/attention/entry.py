@@ -11,6 +11,7 @@ import numpy as np
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, turn
+from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import results_of
 from frisket.runtime.calls.options import Options, flag, rate_of, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
@@ -188,3 +189,6 @@ def reference(
     _, live = stored(given, g, live_of(k_scale, v_scale, pages))
     out, lse, top = oracle(given, g, program, rate, seed, sinks, live)
     return results((turn(out, "bhsd", given.layout), lse, top), return_lse, return_max)
+
+
+register("texts", attention_for)

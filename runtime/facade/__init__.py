@@ -83,7 +83,7 @@ __all__ = sorted(_HOME)
 
 
 if "torch" in sys.modules:  # operators that programs exported by torch hold
-    import_module("frisket.runtime.torch.graph")
+    import_module("frisket.runtime.torch.operators")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from frisket.dsl.errors import BackwardError
 
-from .graph import no_second
-from .op import Ready
+if TYPE_CHECKING:
+    from .op import Ready
 
 
 class Attend(torch.autograd.Function):
@@ -108,3 +108,11 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
         return no_second(ctx, *cotangents)
+
+
+def no_second(ctx: Any, *cotangents: Any) -> Any:
+    """Raise where a gradient of a gradient is asked for."""
+    raise BackwardError(
+        "a gradient of a gradient of attention is asked for, and there is none\n"
+        "  leave out create_graph=True, or write attention with dense operations where second derivatives matter"
+    )

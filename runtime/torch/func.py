@@ -12,7 +12,9 @@ import torch
 
 from frisket.dsl.ir import uses
 
-from .graph import call_of, gradient_inputs, names_of, no_second, refuse_stored
+from .autograd import no_second
+from .running import call_of, gradient_inputs, refuse_stored
+from .values import names_of
 
 
 class FuncAttend(torch.autograd.Function):

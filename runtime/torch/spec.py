@@ -18,21 +18,19 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from frisket.dsl.program import read
 from frisket.dsl.show import show
+from frisket.runtime.calls.attentions import attention_by
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram, joined
 from frisket.runtime.calls.tuning import Tuning
 from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Program, program
-
-if TYPE_CHECKING:
-    from frisket.runtime.attention.attention import Attention
 
 HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} unwritten={} score={} at={}\n"
 _HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
@@ -91,12 +89,10 @@ def _place(lines: str, text: str) -> BoundExpr:
 
 
 @lru_cache(maxsize=256)
-def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attention:
+def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
     found = _HEAD.match(spec)
     assert found is not None, spec
-    from frisket.runtime.attention.attention import Attention
-
     said = (None if x == "None" else x for x in found.groups())
     scale, gqa, backend, tile, dropout, tuning, deterministic, unwritten, score, places = said
     options = Options(
@@ -112,7 +108,6 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Attenti
         made = program(text) if len("".join(lines)) < len(text) else Program()
         moved = tuple(_place("".join(lines), x) for x in others) or None
         whole = replace(joined(made.mask, made.score), places=moved, unwritten=unwritten == "True")
-        return Attention(whole, options)
-    from frisket.runtime.attention.entry import attention_for
-
-    return attention_for(text[:at] or None, text[at:] or None, options, {n: np.ones((1,) * r, t) for n, r, t in kinds})
+        return attention_by("program")(whole, options)
+    params = {n: np.ones((1,) * r, t) for n, r, t in kinds}
+    return attention_by("texts")(text[:at] or None, text[at:] or None, options, params)

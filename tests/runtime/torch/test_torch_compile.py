@@ -186,7 +186,7 @@ def test_export_keeps_everything(tmp_path):
 
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "permuted", "expanded"])
 def test_opcheck(kind):
-    from frisket.runtime.torch import graph as torch_library  # noqa: F401
+    from frisket.runtime.torch import operators  # noqa: F401
 
     q, k, v = qkv(s=12, d=8, e=8)
     if kind == "permuted":

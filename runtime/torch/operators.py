@@ -1,0 +1,55 @@
+"""Attention as operators of torch, for graphs: torch.compile, torch.export, torch.func, fake and meta tensors.
+
+`frisket::attend(q, k, v, sinks, values, numbers, spec, names)` and `frisket::attend_backward`. A graph holds nothing
+but them: `spec` is the attention as a text, and its layout is planned when the operator runs, from the shapes it then
+gets, so one graph serves many lengths. `import frisket` beside torch registers them, and what runs them is imported
+when one runs. Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY: Any = torch.library.Library("frisket", "DEF")  # type: ignore[no-untyped-call]
+# Operators read a seed, and keep what they upload and plan for calls to come: torch.compile records no CUDA graph of
+# them, in any mode.
+_TAGS = (torch.Tag.cudagraph_unsafe,)
+LIBRARY.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values, SymInt[] numbers, str spec, str names)"
+    " -> (Tensor out, Tensor lse, Tensor top, Tensor norm)",
+    tags=_TAGS,
+)
+LIBRARY.define(
+    "attend_backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] values,"
+    " Tensor out, Tensor lse, Tensor norm, SymInt[] numbers, str spec, str names, bool[] needed) -> Tensor[]",
+    tags=_TAGS,
+)
+
+
+LIBRARY.define(
+    "tiles(Tensor like, Tensor[] values, SymInt[] numbers, SymInt[] sizes, SymInt[] block, str spec, str names)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+
+
+def _late(name: str) -> Callable[..., Any]:
+    """A function of `running`, which is imported when one runs: `import frisket` costs little beside torch."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        from . import running
+
+        return getattr(running, name)(*given, **named)
+
+    return run
+
+
+for _name in ("attend", "attend_backward", "tiles"):
+    for _key in ("CPU", "CUDA"):
+        LIBRARY.impl(_name, _late(_name), _key)
+    torch.library.register_fake(f"frisket::{_name}", _late(f"fake_{_name}"), lib=LIBRARY)
+torch.library.register_autograd("frisket::attend", _late("gradient"), setup_context=_late("setup_context"), lib=LIBRARY)
+torch.library.register_autograd("frisket::attend_backward", _late("no_second"), lib=LIBRARY)

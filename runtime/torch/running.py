@@ -1,0 +1,188 @@
+"""The operators of torch as they run on tensors with values. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frisket.runtime.calls.arrays import check_devices
+from frisket.runtime.calls.stored_kv import refuse_gradients
+
+from .autograd import gradients, no_second
+from .op import attend as attend_op
+from .op import kept_ready
+from .spec import attention_of
+from .values import floats, learnable, names_of, reserved
+
+__all__ = ["no_second"]
+
+
+def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
+    """The attention and the keywords of a call of it."""
+    top, said = names_of(names)
+    tensors, ints = iter(values), iter(numbers)
+    literal = {"True": True, "False": False}
+    params: dict[str, Any] = {}
+    for kind, name in said:
+        if kind == "tensor":
+            params[name] = next(tensors)
+        elif kind == "number":
+            params[name] = next(ints)
+        else:
+            params[name] = literal[kind] if kind in literal else float(kind)
+    seed = params.pop(" seed", None)
+    place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
+    att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
+    return att, {
+        "plan": None, "seed": None if seed is None else int(seed), "top": top, "origin": tuple(place["origin"]) or None,
+        "sizes": tuple(place["size"]) or None, "layout": "bhsd", "params": params,
+    }  # fmt: skip
+
+
+def _known(x: Any) -> Any:
+    """The number that a tensor without axes holds: torch.jit.trace gives lengths as such tensors."""
+    return int(x) if isinstance(x, Tensor) and not x.ndim else x
+
+
+def _kind(x: Any) -> tuple[int, type]:
+    if not isinstance(x, Tensor):
+        return 0, type(x)
+    return x.ndim, float if x.is_floating_point() else bool if x.dtype == torch.bool else int
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    att, call = call_of(values, numbers, spec, names)
+    with torch.no_grad():
+        out, lse, top, norm = attend_op(att, q, k, v, sinks=sinks, saving=True, **call)
+    top = lse.new_empty(0) if top is None or not call["top"] else top.contiguous()
+    if norm is None:
+        norm = lse.new_zeros((*lse.shape, 2))
+    elif norm.ndim == 3:  # a graph has one shape for all that executors know of rows
+        norm = torch.stack([norm, norm], -1)
+    return out.contiguous(), lse.contiguous(), top, norm
+
+
+def tiles(
+    like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
+    spec: str, names: str,
+) -> Tensor:  # fmt: skip
+    att, call = call_of(values, numbers, spec, names)
+    q_len, kv_len, batch, heads = sizes
+    mask = att.mask.bind(**call["params"])
+    kinds = mask.layout(q_len, kv_len, batch=batch, heads=heads, block=(block[0], block[1])).kinds()
+    return torch.from_numpy(kinds).to(like.device)
+
+
+def attend_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
+    needed: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    if not (q.numel() and k.numel()):
+        return _vacant_gradients(dlse, q, k, v, sinks, values, needed)
+    att, call = call_of(values, numbers, spec, names)
+    with torch.no_grad():
+        ready = kept_ready(att, q, k, v, sinks=sinks, **call)
+        live = [call["params"][n] for _, n in ready.live]
+        saved = (q, k, v, sinks, out, lse, norm, *live)
+        learned = {n for _, n in ready.live}
+        wanted = dict(zip(learnable(values, names), needed[4:], strict=True))
+        asked = (*needed[:4], *(wanted[n] for _, n in ready.live))
+        found = gradients(ready, call["seed"], saved, dout, dlse, asked)
+        by_name = {n: g for (_, n), g in zip(ready.live, found[4:], strict=True) if n in learned}
+    grads = [g for g, need in zip(found[:4], needed[:4], strict=True) if need]
+    named = dict(zip(learnable(values, names), floats(values), strict=True))
+    for name, need in wanted.items():
+        if need:  # a table the score mod reads through no derivative, or the mask alone, has none
+            grads.append(by_name[name] if name in by_name else torch.zeros_like(named[name]))
+    return [g.contiguous() for g in grads]
+
+
+def _vacant_gradients(
+    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of a call without queries or keys: lse is the sink, and every other gradient is 0."""
+    grads = [None if x is None else torch.zeros_like(x) for x in (q, k, v, sinks, *floats(values))]
+    if sinks is not None and dlse is not None:
+        grads[3] = dlse.sum((0, 2)).to(sinks.dtype)
+    return [g for g, need in zip(grads, needed, strict=True) if need and g is not None]
+
+
+def fake_tiles(
+    like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
+    spec: str, names: str,
+) -> Tensor:  # fmt: skip
+    rows, columns = (-(-n // size) for n, size in zip(sizes, block))
+    return like.new_empty((sizes[2], sizes[3], rows, columns), dtype=torch.uint8)
+
+
+# -- shapes, and gradients --------------------------------------------------------------------------------------------
+
+
+def fake_attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
+    names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    check_devices(q, k, v)
+    real = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty(q.shape[:3], dtype=real)
+    top = torch.empty_like(lse) if names_of(names)[0] else lse.new_empty(0)
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse, top, lse.new_empty((*lse.shape, 2))
+
+
+def fake_attend_backward(
+    dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
+    values: Sequence[Tensor], out: Tensor, lse: Tensor, norm: Tensor, numbers: Sequence[int], spec: str, names: str,
+    needed: Sequence[bool],
+) -> list[Tensor]:  # fmt: skip
+    given = (q, k, v, sinks, *floats(values))
+    return [x.new_empty(x.shape) for x, need in zip(given, needed, strict=True) if need and x is not None]
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, sinks, values, numbers, spec, names = inputs
+    out, lse, top, norm = output
+    ctx.save_for_backward(q, k, v, sinks, out, lse, norm, *values)
+    ctx.mark_non_differentiable(top, norm)
+    ctx.set_materialize_grads(False)
+    ctx.said = numbers, spec, names
+
+
+def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
+    q, k, v, sinks, out, lse, norm, *values = ctx.saved_tensors
+    numbers, _, names = ctx.said
+    refuse_stored(q, k, names)
+    floating = [x.is_floating_point() for x in values]
+    need_values = ctx.needs_input_grad[4]
+    if not isinstance(need_values, (list, tuple)):
+        need_values = [bool(need_values) and x.requires_grad for x in values]
+    needed = [*ctx.needs_input_grad[:4], *(n for n, f in zip(need_values, floating, strict=True) if f)]
+    if (dout is None and dlse is None) or not any(needed):
+        return None, None, None, None, [None] * len(values), None if numbers else [], None, None
+    given = gradient_inputs(dout, dlse, (q, k, v, sinks), values, (out, lse, norm), ctx.said, needed)
+    found = iter(torch.ops.frisket.attend_backward(*given))
+    grads = [next(found) if need else None for need in needed]
+    rest = iter(grads[4:])
+    return *grads[:4], [next(rest) if f else None for f in floating], None if numbers else [], None, None
+
+
+def gradient_inputs(
+    dout: Any, dlse: Any, given: tuple[Any, ...], values: Any, found: tuple[Any, ...], said: Any, needed: Any
+) -> tuple[Any, ...]:
+    """The arguments of the backward operator; `found` are out, lse and norm."""
+    numbers, spec, names = said
+    return dout, dlse, *given, list(values), *found, numbers, spec, names, list(needed)
+
+
+def refuse_stored(q: Tensor, k: Tensor, names: str) -> None:
+    """Raise where keys and values are stored: such calls have no gradients."""
+    live = [n for _, n in names_of(names)[1] if reserved(n)]
+    if live or q.dtype != k.dtype:
+        refuse_gradients("" if q.dtype == k.dtype else str(k.dtype).removeprefix("torch."), live)

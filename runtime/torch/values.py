@@ -1,0 +1,55 @@
+"""The values of an operator's call, and the text that names them.
+
+`names` says, in order, what `values` (tensors) and `numbers` are; the names of scales and pages are no identifiers.
+Imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], list[int], str]:
+    """(tensors, numbers, names and kinds of both) of the values of a call."""
+    tensors: list[Tensor] = []
+    numbers: list[int] = []
+    for name, x in items:
+        if isinstance(x, (bool, float)):  # part of the graph
+            names += f",{x} {name}"
+        elif isinstance(x, Tensor):
+            tensors.append(x)
+            names += f",tensor {name}"
+        elif isinstance(x, (int, torch.SymInt)):
+            numbers.append(x)  # type: ignore[arg-type]
+            names += f",number {name}"
+        else:
+            tensors.append(torch.tensor(x, device="cpu"))
+            names += f",tensor {name}"
+    return tensors, numbers, names
+
+
+@lru_cache(maxsize=256)
+def names_of(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
+    """Whether the largest scores are asked for, and (kind, name) of every value."""
+    top, *rest = text.split(",")
+    return top == "max", tuple((kind, name) for kind, _, name in (x.partition(" ") for x in rest))
+
+
+def reserved(name: str) -> bool:
+    """Whether it is none of the user's: what is beside keys and values that are stored."""
+    return " of " in name
+
+
+def floats(values: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in values if x.is_floating_point()]
+
+
+def learnable(values: Sequence[Tensor], names: str) -> list[str]:
+    """The names of the Float tensors among the values."""
+    tensors = [n for kind, n in names_of(names)[1] if kind == "tensor"]
+    return [n for n, x in zip(tensors, values, strict=True) if x.is_floating_point()]
