@@ -180,7 +180,8 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
     from jax.custom_derivatives import SymbolicZero
 
-    from .primitives import Task, bound
+    from .primitives import bound
+    from .task import Task
 
     checkpoint_name: Any = _checkpoint_name  # JAX leaves some of its functions untyped
     # JAX does not say inside a shard_map whose gradient is wanted: all are made

@@ -6,114 +6,30 @@ is what calls bind, the second what a device has of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
-import numpy as np
 from jax._src.config import _check_vma as check_vma
 from jax._src.config import traceback_in_locations_limit as without_locations
 from jax._src.mesh import get_concrete_mesh as concrete_mesh
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import BackwardError, FrisketError
-from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
-from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import platform_of
 
-from .call import JaxCall
+from .sharding import partitioned
+from .task import AXES, NOWHERE, Task
+from .vmap import mapped
 
-Level = tuple[int, tuple[bool, ...]]  # of jax.vmap: instances, and which operands have an axis for them
-# the axes of arrays: batch, query, key, head, kv head, sizes of heads, page of a sequence
-AXES = {
-    "q": "bshd", "k": "btnd", "v": "btne", "sinks": "h", "out": "bshe", "dout": "bshe", "lse": "bhs", "low": "bhs",
-    "norm": "bhsr", "top": "bhs", "dlse": "bhs", K_SCALE: "btn", V_SCALE: "btn", PAGES: "bc", FIRST: "b",
-}  # fmt: skip
-POOLS = {"k": "ptnd", "v": "ptne", K_SCALE: "ptn", V_SCALE: "ptn"}  # page of the pool, in place of batch
-NOWHERE = AbstractMesh((), ())
 NO_HESSIAN = BackwardError(
     "a gradient of a gradient of attention is asked for; there are first derivatives, by jax.grad and jax.vjp\n"
     "  where no second ones are needed wrap the gradient in jax.lax.stop_gradient"
 )
-
-
-@dataclass(frozen=True)
-class Task:
-    """The work of a primitive with operands of these names: the forward, or the backward where something is `wanted`.
-    `levels` of jax.vmap are axes in front, the outermost first. `low` asks for what a backward takes beside lse."""
-
-    call: JaxCall
-    names: tuple[str, ...]
-    wanted: tuple[str, ...] = ()
-    levels: tuple[Level, ...] = ()
-    low: bool = False
-
-    def __repr__(self) -> str:
-        return f"({self.call})" + (f" -> {', '.join(self.wanted)}" if self.wanted else "")
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        return self.wanted or ("out", "lse", "top", *["low", "norm"] * self.low)
-
-    def axes(self, name: str) -> str:
-        """The axes of an array, without the mapped ones in front; empty for others."""
-        return (POOLS.get(name) if PAGES in self.names else None) or AXES.get(name, "")
-
-    def depth(self, name: str) -> int:
-        """How many axes in front an operand has."""
-        at = self.names.index(name)
-        return sum(moved[at] for _, moved in self.levels)
-
-    def shaped(self, operands: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
-        """(shape, dtype) of every result."""
-        given = {n: (x.shape[self.depth(n) :], x.dtype) for n, x in zip(self.names, operands, strict=True)}
-        (batch, q_len, heads, _), dtype = given["q"]
-        rows = (batch, heads, q_len), np.dtype(np.float64 if dtype == np.float64 else np.float32)
-        if not self.wanted:
-            given |= {"out": ((batch, q_len, heads, given["v"][0][3]), dtype), "lse": rows, "top": rows, "low": rows}
-            given["norm"] = (*rows[0], 2), rows[1]
-        front = tuple(n for n, _ in self.levels)
-        return [((*front, *given[n][0]), given[n][1]) for n in self.results]
-
-    def run(self, platform: str, exported: bool, *operands: Any) -> tuple[Any, ...]:
-        """Run the task on a platform, in instances one after another where they are mapped; native kernels map
-        themselves."""
-        dtype = str(operands[0].dtype)
-        backend = self.call.backend_on(platform, dtype, exported, frozenset(self.wanted))
-
-        def one(*operands: Any) -> tuple[Any, ...]:
-            arrays = dict(zip(self.names, operands, strict=True))
-            if not self.wanted:
-                return self.call.forward(backend, platform, arrays, low=self.low)
-            found = self.call.backward(backend, platform, arrays, frozenset(self.wanted))
-            return tuple(found[n] for n in self.wanted)
-
-        run: Callable[..., tuple[Any, ...]] = one
-        for _, moved in reversed(self.levels):
-            if RECORDS[backend].executors["jax"].maps:
-                run = jax.vmap(run, tuple(0 if m else None for m in moved))
-            else:
-                run = partial(_in_turn, run, moved)
-        return run(*operands)
-
-    def said(self, operands: Sequence[Any], platform: str) -> str:
-        """A description of the call, for errors."""
-        where = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip(self.names[:3], operands))
-        return f"in attention under {self.call}\n  of {where}, lowered for {platform}"
-
-
-def _in_turn(run: Callable[..., Any], moved: tuple[bool, ...], *operands: Any) -> Any:
-    some = [x for x, m in zip(operands, moved, strict=True) if m]
-
-    def step(some: list[Any]) -> Any:
-        rest = iter(some)
-        return run(*(next(rest) if m else x for x, m in zip(operands, moved, strict=True)))
-
-    return jax.lax.map(step, some)
 
 
 def bound(task: Task, *operands: Any) -> tuple[Any, ...]:
@@ -182,8 +98,6 @@ def _lowered(split: bool, platform: str, ctx: Any, *values: Any, task: Task) -> 
     run: Callable[..., Any] = partial(task.run, platform, exported)
     shared = split and not exported and len(devices) > 1
     if shared:
-        from .sharding import partitioned
-
         ctx = _on_mesh(ctx)
         run = partitioned(task, LOCAL[bool(task.wanted)])
     else:
@@ -245,11 +159,8 @@ WHOLE: tuple[Any, Any] = _primitive("frisket_forward", True), _primitive("friske
 LOCAL: tuple[Any, Any] = _primitive("frisket_forward_shard", False), _primitive("frisket_backward_shard", False)
 
 
-def _register_batchers() -> None:
-    from .vmap import mapped
-
-    for made in (*WHOLE, *LOCAL):
-        batching.fancy_primitive_batchers[made] = partial(mapped, made)
+for _made in (*WHOLE, *LOCAL):
+    batching.fancy_primitive_batchers[_made] = partial(mapped, _made)
 
 
 def _needs_devices() -> None:
@@ -259,5 +170,4 @@ def _needs_devices() -> None:
     told.update(WHOLE)
 
 
-_register_batchers()
 _needs_devices()

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from frisket.runtime.sharding.fit import fitting, names_of
 
 from .call import SHARD
-from .primitives import AXES, NOWHERE, Task
+from .task import AXES, NOWHERE, Task
 
 WHOLE = ("s", "t", "d", "e", "g", "p", "c", "r")  # factors that are not split: lengths, sizes of heads, the heads of
 # one group, pages, what is known of a row

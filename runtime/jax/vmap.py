@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, V_SCALE
 
 if TYPE_CHECKING:
-    from .primitives import Task
+    from .task import Task
 
 # where instances beside one another go: in the batch, or among the heads
 FOLDS = (

@@ -18,7 +18,8 @@ from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.jax.arrays import narrowed
 from frisket.runtime.jax.op import alike, prepared
-from frisket.runtime.jax.primitives import Task, bound
+from frisket.runtime.jax.primitives import bound
+from frisket.runtime.jax.task import Task
 from frisket.runtime.plans.device import divided
 
 from .deal import Deal
