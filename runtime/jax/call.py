@@ -22,6 +22,7 @@ from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSou
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.cpp.jax import low_of, norm_of
 from frisket.runtime.backends.registry import library, target_on
 from frisket.runtime.machine.cpp_build import BuildError, fall_back
 from frisket.runtime.machine.parameters import digest
@@ -165,8 +166,6 @@ class JaxCall:
         lse = result[1]
         if not offset:
             return *result, jnp.zeros((*lse.shape, 2), lse.dtype)
-        from frisket.runtime.backends.cpp.jax import low_of
-
         return *result[:3], low_of(run.plan, result[3], lse), result[3]
 
     def _instead(self, error: BuildError) -> str:
@@ -186,8 +185,6 @@ class JaxCall:
         elif "norm" in arrays or "low" not in arrays:
             how["norm"] = arrays.get("norm")
         else:
-            from frisket.runtime.backends.cpp.jax import norm_of
-
             how["norm"] = norm_of(run.plan, arrays["lse"], arrays["low"])
         try:
             found: Arrays = executor(backend, "backward")(

@@ -28,6 +28,8 @@ from frisket.runtime.machine.parameters import names_of, refuse_meta, traced
 from .compiled import UNDRAWN
 from .device_static import Key, Laid, Values, host_layout, laid_of, origin_of
 from .host import FEW_TILES
+from .place import SpanRequest
+from .run import check_sorted, kernel_tables, source, spans
 
 
 def divided(
@@ -168,8 +170,6 @@ class FlatPlan:
             layout = host_layout(key, block)
             return layout.transposed.spans if turned else layout.spans
         if (block, turned) not in self._made:
-            from .run import SpanRequest, spans  # with its printers, of no use before
-
             b, h, q, k = laid.at
             place = SpanRequest(
                 (b, h, q, k), key.q_len, key.kv_len, block, laid.full, self.device, laid.held, self._ranges
@@ -201,14 +201,10 @@ class FlatPlan:
     def planner(self) -> str:
         """The text of the planner."""
         laid = self.laid
-        from .run import source
-
         return "" if laid.planner is None else source(laid.planner, self.key.framework, self.device)
 
     def tables(self) -> dict[str, Any]:
         """An array for every table of the kernel."""
-        from .run import kernel_tables
-
         laid = self.laid
         return kernel_tables(
             laid.plan, self.key.framework, self.values, max(laid.full[2:]), self.device, laid.held
@@ -264,8 +260,6 @@ def flat_plan(
     most = tuple(sorted((n, m) for n, m in known.items() if n in values))
     key = Key(program, shapes, frozenset(facts), kinds.pop(), q_len, kv_len, batch, heads, place, sizes, dropout, most)
     if check:
-        from .run import check_sorted
-
         check_sorted(key.framework, {n: values[n] for n in facts if n in values})
     if key.framework == "jax":
         _register()

@@ -16,6 +16,8 @@ from frisket.lowering.planner.planner import Planner
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.registry import named
 from frisket.runtime.jax.arrays import placed
+from frisket.runtime.machine import cpp_build
+from frisket.runtime.machine.cpp_build import BuildError, fall_back
 from frisket.runtime.machine.generated import load
 from frisket.runtime.machine.parameters import traced, unsorted
 from frisket.runtime.machine.settings import Settings
@@ -35,8 +37,6 @@ def spans(
     if framework == "torch" and _kernels(given, place.device):
         return run_triton.spans(plan, place, values)
     if _reachable(framework, given, place.device):
-        from frisket.runtime.machine.cpp_build import BuildError, fall_back
-
         try:
             return _native(plan, framework, place, values)
         except BuildError as error:
@@ -71,8 +71,6 @@ def _kernels(values: list[Any], device: Any) -> bool:
 
 def _reachable(framework: str, values: list[Any], device: Any) -> bool:
     """Whether C++ may read these values: arrays of the host with numbers in them, and a compiler is there."""
-    from frisket.runtime.machine import cpp_build as native_build
-
     if not _asked(framework, "host", True) or any(traced(x) for x in values):
         return False
     if framework == "jax":
@@ -84,7 +82,7 @@ def _reachable(framework: str, values: list[Any], device: Any) -> bool:
 
         here = (device is None or device.type == "cpu") and not torch.compiler.is_compiling()
         here = here and all(_plain(x, "cpu") for x in values if isinstance(x, torch.Tensor))
-    return here and not native_build.reason()
+    return here and not cpp_build.reason()
 
 
 def _asked(framework: str, where: str, otherwise: bool) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT
+from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp import forward as cpp
@@ -89,8 +90,6 @@ def backward(
         words += (0, 0, 0, 0) if x is None else _array(x, copies)
     made.call("frisket_backward", slots, tables, [*words, _at(dlse), ctypes.addressof(pointers) if sums else 0])
     if sums:
-        from frisket.lowering.aten.fold import folded
-
         kept = [x for x, mine in captured if mine], [x for x in sums if x is not None]
         found |= folded(*kept, g, slots, made.last_tables(tables))
     for name in wanted - found.keys():  # read by the score mod, and of no influence
