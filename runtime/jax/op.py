@@ -10,6 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
@@ -26,10 +32,11 @@ from frisket.runtime.plans.host import Plan
 
 from .arrays import narrowed, placed
 from .call import JaxCall, TracedSpans
+from .primitives import bound
+from .reverse import reverse_only
+from .task import Task
 
 if TYPE_CHECKING:
-    import jax
-
     from frisket.runtime.calls.options import Options
 
 Arrays = dict[str, Any]  # by name; see jax_call
@@ -126,8 +133,6 @@ def _divided(
     backend: str, tile: tuple[int, int] | None, target: Target | None = None,
 ) -> tuple[JaxCall, Arrays, Arrays]:  # fmt: skip
     """A call without arrays, the arrays that gradients flow to, and those they do not."""
-    import jax
-
     numbers = {kind: {} for kind in ("slots", "tables", "drawn", "spans", "given")} | numbers
     numbers |= {"origin": geometry.origin, "sizes": geometry.full}
     tree: Any
@@ -146,8 +151,6 @@ def _divided(
 
 def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[Any, Any, Any]:
     """Outside of JAX's transforms at once, on the platform where q is; a primitive otherwise."""
-    import jax
-
     q = learned["q"]
     traced = any(isinstance(x, jax.core.Tracer) for x in (*learned.values(), *fixed.values()))
     if not traced and len(q.sharding.device_set) == 1:
@@ -155,8 +158,6 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
         backend = call.backend_on(platform, str(q.dtype))
         result: tuple[Any, Any, Any] = call.forward(backend, platform, learned | fixed, source)
         return result
-    from .reverse import reverse_only
-
     learned, fixed = alike(learned, fixed)
     return _differentiable(call)(reverse_only(learned), fixed)  # type: ignore[no-any-return]
 
@@ -164,8 +165,6 @@ def _run(call: JaxCall, learned: Arrays, fixed: Arrays, source: Any) -> tuple[An
 def alike(*groups: Arrays) -> tuple[Arrays, ...]:
     """Arrays under `jax.shard_map`, all arrays as different between devices as the most different one is, since what is
     carried through a loop is."""
-    from jax import lax
-
     axes = {a for arrays in groups for x in arrays.values() for a in varying_axes(x)}
 
     def alike(x: Any) -> Any:
@@ -176,13 +175,6 @@ def alike(*groups: Arrays) -> tuple[Arrays, ...]:
 
 
 def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
-    import jax
-    from jax.ad_checkpoint import checkpoint_name as _checkpoint_name
-    from jax.custom_derivatives import SymbolicZero
-
-    from .primitives import bound
-    from .task import Task
-
     checkpoint_name: Any = _checkpoint_name  # JAX leaves some of its functions untyped
     # JAX does not say inside a shard_map whose gradient is wanted: all are made
     told = not jax.sharding.get_abstract_mesh().manual_axes
@@ -209,7 +201,7 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
     def backwards(kept: Any, given: Any) -> Any:
         learned, fixed, out, lse, (low, norm), wanted = kept
         dout, dlse, _ = given  # the largest score is not differentiable
-        dout = jax.numpy.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
+        dout = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
         rows = {"out": out, "lse": lse, "low": low, "dout": dout} | (
             {} if isinstance(dlse, SymbolicZero) else {"dlse": dlse}
         )
@@ -226,8 +218,6 @@ def _differentiable(call: JaxCall) -> Callable[[Arrays, Arrays], Any]:
 
 def of_sinks(sinks: Any, out: Any, lse: Any, low: Any, dout: Any, dlse: Any = None) -> Any:
     """-sum of exp(sink - lse - low) * delta over batch entries and queries."""
-    import jax.numpy as jnp
-
     real = lse.dtype
     delta = (dout.astype(real) * out.astype(real)).sum(-1).transpose(0, 2, 1) - (0 if dlse is None else dlse)
     share = jnp.exp(sinks.astype(real)[:, None] - jnp.where(lse == -jnp.inf, 0, lse) - low)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import BackwardError
+from frisket.runtime.backends.cpp.torch import lse_of
 
 if TYPE_CHECKING:
     from .op import Ready
@@ -82,8 +83,6 @@ def share_of_sinks(ready: Ready, sinks: Tensor, lse: Tensor, norm: Any) -> Tenso
     if norm is None:
         share: Tensor = (sinks[:, None] - lse).exp()
     elif ready.rows == "offset":
-        from frisket.runtime.backends.cpp.torch import lse_of
-
         share = (sinks.double()[:, None] - lse_of(ready.plan, norm, lse)).exp().to(lse.dtype)
     else:  # what rounding took from lse; twice, where it comes from a graph
         share = (sinks[:, None] - lse - (norm if norm.ndim == 3 else norm[..., 0])).exp()

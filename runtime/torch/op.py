@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import torch
 
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
+from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.backends.interpreters import warn_slow
 from frisket.runtime.backends.registry import library, target_of
 from frisket.runtime.backends.stages import show
@@ -27,11 +30,14 @@ from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.calls.stored_kv import turned
+from frisket.runtime.machine.cpp_build import BuildError, fall_back
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import FlatPlan, FlatWork
+
+from .autograd import Attend
 
 Tensor = Any
 _tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()
@@ -96,8 +102,6 @@ class Ready:
     ) -> tuple[Any, ...]:  # fmt: skip
         """(out, lse, top), with `saving` norm too; `values` are those of `live`, sinks [heads]. Gradients flow to all
         of them."""
-        import torch
-
         if torch._C._is_torch_function_mode_enabled():  # a default device, say: what is made here is made where q is
             with torch._C.DisableTorchFunction():
                 return self(q, k, v, values, seed, sinks, top, saving)
@@ -107,7 +111,7 @@ class Ready:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             if self.stored:
                 refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
-            out, *rest = _function().apply(self, seed, top, *given)
+            out, *rest = Attend.apply(self, seed, top, *given)
         else:
             out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
         return out.transpose(1, 2) if self.turned else out, *rest
@@ -147,8 +151,6 @@ class Ready:
         out, lse, _, norm = self.forward(*common, sinks=given[3], top=False, norm=True)
         if self.rows != "offset":
             return out, lse.double() + norm, None
-        from frisket.runtime.backends.cpp.torch import lse_of
-
         return out, lse_of(self.plan, norm, lse), norm
 
     def gradients(
@@ -190,8 +192,6 @@ class Ready:
 
 def cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The arrays in autocast's dtype, as torch's own attention; float64 stays as it is."""
-    import torch
-
     kind = q.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -309,8 +309,6 @@ def key_of(
         said.append((None if origin is None else tuple(origin), None if sizes is None else tuple(sizes)))
         if any(type(x) is not int for place in said[-1] if place for x in place):
             return None
-    import torch
-
     q, k, v = qkv
     return (
         torch.get_float32_matmul_precision(),  # Triton's products of float32 are by it
@@ -325,8 +323,6 @@ def _learned(att: Any, name: str, x: Any) -> bool:
 
 def _stays(x: Any, device: Any) -> bool:
     """Whether this is a table that is planned where it lives, beside the queries."""
-    import torch
-
     return type(x) in (torch.Tensor, torch.nn.Parameter) and x.ndim > 0 and x.device == device and not x.is_cpu
 
 
@@ -337,8 +333,6 @@ def prepare(call: Call, options: Options) -> Ready:
     ready, run = _prepared(call, options), RECORDS[call.backend].executors["torch"]
     if run.build is None or options.backend or Settings.read().backend:
         return ready
-    from frisket.runtime.machine.cpp_build import BuildError, fall_back
-
     try:
         run.build(ready.plan, ready.geometry, ready.target, call.given.q.dtype, call.given.k.dtype)
     except BuildError as error:
@@ -351,8 +345,6 @@ def prepare(call: Call, options: Options) -> Ready:
 
 def _or_library(backward: Callable[..., Any], *given: Any, norm: Any = None, **more: Any) -> dict[str, Tensor]:
     """The gradients of a native backward, or of library calls where the native one cannot be built."""
-    from frisket.runtime.machine.cpp_build import BuildError, fall_back
-
     try:
         found: dict[str, Tensor] = backward(*given, norm=norm, **more)
     except BuildError as error:
@@ -363,8 +355,6 @@ def _or_library(backward: Callable[..., Any], *given: Any, norm: Any = None, **m
 
 def _prepared(call: Call, options: Options) -> Ready:
     """Float tables and scalars that were given to a flat plan are live."""
-    import torch
-
     given, geometry, plan = call.given, call.geometry, call.plan
     backend = RECORDS[call.backend]
     if backend.interpreted:
@@ -406,17 +396,8 @@ def _refused(name: str, *given: Any, **more: Any) -> Any:
     raise no_gradients(name)
 
 
-@cache
-def _function() -> Any:
-    from .autograd import Attend
-
-    return Attend
-
-
 def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
     """Raise where a learned tensor is read by the mask and the score mod: the gradient of one would be missing."""
-    import torch
-
     mask, score = program.exprs
     if mask is None or score is None or not torch.is_grad_enabled():
         return
@@ -430,8 +411,6 @@ def refuse_ambiguous(program: CallProgram, tables: Mapping[str, Any]) -> None:
 
 def refuse_gradients(backend: str, tensors: Iterable[Any]) -> None:
     """Raise where a gradient is asked of a backend without any."""
-    import torch
-
     if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
         raise no_gradients(backend)
 
