@@ -111,7 +111,7 @@ class Ready:
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
             if self.stored:
                 refuse_stored(self.geometry.kv_dtype, {source for _, source in self.live})
-            out, *rest = Attend.apply(self, seed, top, *given)
+            out, *rest = Attend.apply(self, seed, top, *given)  # type: ignore[no-untyped-call]
         else:
             out, *rest = self.saving(seed, top, *given) if saving else self.run(seed, top, *given)
         return out.transpose(1, 2) if self.turned else out, *rest
