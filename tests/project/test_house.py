@@ -9,8 +9,8 @@ HOUSE = script("house")
 LIMITS = {
     "flat": (0, 6, 0),
     "folder": (20,),
-    "cycles": (10,),
-    "local": (140, 46),
+    "cycles": (1,),
+    "local": (31, 1),
     "backends": (29, 10),
     "memo": (99, 19, 17, 6),
     "grown": (23,),
