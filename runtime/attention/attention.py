@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from frisket.dsl.errors import BackendError, FrisketError, LoweringError, ParameterError, ShapeError
+from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
@@ -16,7 +16,7 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import check_name, choose, library, printed, target_of
 from frisket.runtime.backends.registry import named as backend_named
-from frisket.runtime.backends.stages import show, stages_of
+from frisket.runtime.backends.stages import stages_of
 from frisket.runtime.calls.arrays import (
     Array,
     Arrays,
@@ -24,10 +24,8 @@ from frisket.runtime.calls.arrays import (
     device_of,
     framework_of,
     in_graph,
-    named,
     shared,
     symbolic,
-    turn,
 )
 from frisket.runtime.calls.attentions import register
 from frisket.runtime.calls.empty import check_bound, nothing
@@ -35,7 +33,9 @@ from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.reordered import moved
+from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import Stored, live_of, parted, refuse_taken, stored
+from frisket.runtime.jax.attend import attend as attend_jax
 from frisket.runtime.layouts.checks import check_lengths
 from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import learns, names_of, summary, traced
@@ -141,46 +141,20 @@ class Attention:
             params |= live_of(k_scale, v_scale, pages)
             if not in_graph(q):
                 refuse_taken({"k_scale": k_scale, "v_scale": v_scale, "pages": pages}, self.program)
-        what = plan, seed, sinks, return_max, origin, sizes, layout, params
+        request = Request(q, k, v, plan, seed, sinks, return_max, origin, sizes, layout, params)
         if in_graph(q):
             if is_jagged(q):
-                return results(jagged_attend(self, q, k, v, *what), return_lse, return_max)
-            from frisket.runtime.torch.graph import traced_call
+                return results(jagged_attend(self, request), return_lse, return_max)
+            from frisket.runtime.torch.graph import attend
 
-            return results(traced_call(self, q, k, v, *what), return_lse, return_max)
-        if framework_of(q) == "torch":
-            return results(torch_op().attend(self, q, k, v, *what), return_lse, return_max)
-        if symbolic(q, k, v, *params.values()):
+            return results(attend(self, request), return_lse, return_max)
+        framework = framework_of(q)
+        if framework != "torch" and symbolic(q, k, v, *params.values()):
             from frisket.runtime.torch.fx import record
 
-            said: dict[str, Any] = {
-                "origin": origin, "sizes": sizes, "layout": layout, "return_lse": return_lse or None, "plan": plan,
-                "seed": seed, "sinks": sinks, "return_max": return_max or None,
-            }  # fmt: skip
-            return record(self, q, k, v, params, **said)
-        return results(self._called(q, k, v, *what), return_lse, return_max)
-
-    @usual_promotion()
-    def _called(self, q: Any, k: Any, v: Any, *what: Any) -> tuple[Any, Any, Any]:
-        """(out, lse, top) of a call that is not of torch."""
-        try:
-            if any(named(n) for x in (q, k, v) for n in getattr(x, "shape", ())):
-                from frisket.runtime.jax.symbolic import attend
-
-                return attend(self, q, k, v, *what)
-            call = self.call(q, k, v, *what)
-        except FrisketError as error:
-            error.add_note(self._said(q, k, v))
-            raise
-        found = self.run(call)
-        self.check_if_asked(call, found)
-        return found
-
-    def _said(self, q: Any, k: Any, v: Any) -> str:
-        """A description of the mask, score mod and shapes, for errors far from where they were written, as under
-        `jax.jit`."""
-        shapes = ", ".join(f"{n} {x.dtype}{list(x.shape)}" for n, x in zip("qkv", (q, k, v)) if hasattr(x, "dtype"))
-        return f"in attention under {'; '.join(str(self.program).splitlines()) or 'everything visible'}\n  of {shapes}"
+            return record(self, request, return_lse)
+        found = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
+        return results(found, return_lse, return_max) if return_lse or return_max else found[0]
 
     def check_if_asked(self, call: Call, found: tuple[Any, Any, Any]) -> None:
         if call.geometry.vacant or not Settings.read().check:
@@ -190,11 +164,9 @@ class Attention:
         else:
             report(call, *found[:2]).require()
 
-    def call(
-        self, q: Any, k: Any, v: Any, plan: AnyPlan | None, seed: Any, sinks: Any, top: bool, origin: Origin | None,
-        sizes: Sizes | None, layout: str | None, params: dict[str, Any],
-    ) -> Call:  # fmt: skip
+    def call(self, request: Request) -> Call:
         """A call, checked; `run` runs it."""
+        q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
         live, params = parted(params)
         given = arrays(q, k, v, layout, pages=live.get(PAGES))
         geometry = self._geometry(given, plan, origin, sizes)
@@ -211,7 +183,7 @@ class Attention:
         seed = seed_of(seed, rate, given.framework)
         sinks = sinks_of(sinks, geometry.heads, given.framework, given.dtype, getattr(given.q, "device", None))
         if given.framework == "torch":
-            torch_op().refuse_ambiguous(self.program, {**self.program.captured, **params})
+            _operators("torch").refuse_ambiguous(self.program, {**self.program.captured, **params})
         if geometry.vacant:
             check_used(params, self.program.names)
             check_bound(self.program, {**self.constants, **self.traced, **params})
@@ -225,20 +197,8 @@ class Attention:
             return nothing(call)
         if RECORDS[call.backend].oracle:
             return interpreted(call)
-        given, geometry, plan = call.given, call.geometry, call.plan
-        if given.framework == "torch":
-            result: tuple[Any, Any, Any] = torch_op().run(call, torch_op().prepare(call, self.options))
-            return result
-        settings = Settings.read()
-        if names := settings.show:
-            target = target_of(call.backend, geometry, given.dtype, self.options, plan)
-            made = plan.work((target.block_q, target.block_k), proofs=RECORDS[call.backend].guarded)
-            show(names, plan, made, target, geometry, given.dtype)
-        from frisket.runtime.jax import op as jax_op
-
-        named = call.backend if self.options.backend or settings.backend else ""
-        out, lse, top = jax_op.attend(call, self.options, named)
-        return turn(out, "bshd", given.layout), lse, top
+        result: tuple[Any, Any, Any] = _operators(call.given.framework).execute(call, self.options)
+        return result
 
     def _geometry(self, given: Arrays, plan: AnyPlan | None, origin: Origin | None, sizes: Sizes | None) -> Geometry:
         if plan is not None:
@@ -260,14 +220,12 @@ class Attention:
                 )
         return g
 
-    def check_planned(
-        self, q: Any, k: Any, v: Any, plan: AnyPlan, origin: Origin | None, sizes: Sizes | None, layout: str | None,
-        params: dict[str, Any],
-    ) -> None:  # fmt: skip
+    def check_planned(self, request: Request) -> None:
         """Raise where a plan is for another call, or a parameter is given that the plan holds."""
-        live, params = parted(params)
-        self._geometry(arrays(q, k, v, layout, pages=live.get(PAGES)), plan, origin, sizes)
-        self._check_plan(plan, params)
+        live, params = parted(request.params)
+        given = arrays(*request[:3], request.layout, pages=live.get(PAGES))
+        self._geometry(given, request.plan, request.origin, request.sizes)
+        self._check_plan(request.plan, params)
 
     def _check_plan(self, plan: AnyPlan, params: dict[str, Any]) -> None:
         if params:
@@ -451,7 +409,7 @@ class Attention:
         live = live_of(k_scale, v_scale, pages)
         gradients &= not live and k.dtype == q.dtype
         params |= learned_values(self.program, q, params) if gradients and plan is None else {}
-        call = self.call(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live})
+        call = self.call(Request(q, k, v, plan, seed, sinks, False, origin, sizes, layout, {**params, **live}))
         if gradients and RECORDS[call.backend].has_gradients(call.given.framework):
             how: dict[str, Any] = {"plan": plan, "origin": origin, "sizes": sizes, "layout": layout}
             found = report_gradients(partial(self, return_lse=True, **how), call, params)
@@ -462,11 +420,15 @@ class Attention:
 
 
 @cache
-def torch_op() -> Any:
-    """The module behind torch's tensors."""
-    from frisket.runtime.torch import op as torch_op
+def _operators(framework: str) -> Any:
+    """The module that runs checked calls: the one place where a framework is chosen."""
+    if framework == "torch":
+        from frisket.runtime.torch import op as torch_op
 
-    return torch_op
+        return torch_op
+    from frisket.runtime.jax import op as jax_op
+
+    return jax_op
 
 
 def _known(g: Geometry, host: dict[str, Any], given: dict[str, Any], how: Stored | None) -> tuple[Any, ...] | None:

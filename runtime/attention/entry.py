@@ -16,6 +16,7 @@ from frisket.runtime.calls.empty import results_of
 from frisket.runtime.calls.options import Options, flag, rate_of, seed_of, sinks_of
 from frisket.runtime.calls.order_of_axes import check_order
 from frisket.runtime.calls.program import program_of
+from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import live_of, stored
 from frisket.runtime.machine.parameters import as_value, learns, traced
 from frisket.runtime.masks.mask import MaskLike, Program, ScoreLike
@@ -112,7 +113,8 @@ def attention(
 
         said = scale, enable_gqa, backend, None, rate, None, deterministic
         params |= live_of(k_scale, v_scale, pages)
-        found = written_call(mask, score, said, q, k, v, seed, sinks, return_max, origin, sizes, layout, params)
+        request = Request(q, k, v, None, seed, sinks, return_max, origin, sizes, layout, params)
+        found = written_call(mask, score, said, request)
         return results(found, return_lse, return_max)
     options = Options(scale, enable_gqa, backend, None, rate, deterministic=deterministic)
     params = {n: as_value(n, x) if isinstance(x, list | tuple | np.generic) else x for n, x in params.items()}

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from frisket.lowering.plan import Geometry, LoopPlan, Target
 from frisket.lowering.stages import Pair, Stages
-from frisket.runtime.plans.call import AnyPlan
+from frisket.runtime.calls.options import Options
+from frisket.runtime.machine.settings import Settings
+from frisket.runtime.plans.call import AnyPlan, Call
 from frisket.runtime.plans.compiled import Work
 from frisket.runtime.plans.device import FlatPlan, FlatWork
 
 from .base import RECORDS
+from .registry import target_of
 
 
 def text_of(
@@ -47,3 +51,12 @@ def show(names: tuple[str, ...], plan: AnyPlan, made: Work | FlatWork, target: T
     else:
         stages = stages_of(made, target, g, dtype)
     print("\n\n".join(stages.text(n) for n in names), file=sys.stderr)
+
+
+def show_if_asked(call: Call, options: Options, device: Any = None) -> None:
+    """Print the stages of a call that FRISKET_SHOW names."""
+    if names := Settings.read().show:
+        g, dtype = call.geometry, call.given.dtype
+        target = target_of(call.backend, g, dtype, options, call.plan, device)
+        made = call.plan.work((target.block_q, target.block_k), proofs=RECORDS[call.backend].guarded)
+        show(names, call.plan, made, target, g, dtype)

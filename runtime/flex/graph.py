@@ -22,6 +22,7 @@ from frisket.dsl.from_python.symbol import Symbol
 from frisket.dsl.from_python.trace import Kind, trace
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod, program
 from frisket.runtime.torch import graph as torch_library
@@ -182,4 +183,4 @@ def operator(
     )
     free = {n: x for n, x in values.items() if n not in numbers}
     spec = spec_of(program, options, free)
-    return torch_library.written(spec, 0.0, query, key, value, None, None, top, None, None, None, free)
+    return torch_library.written(spec, 0.0, Request(query, key, value, top=top), None, free)

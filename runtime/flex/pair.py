@@ -15,6 +15,7 @@ from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import joined
+from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.parameters import as_value, names_of
 from frisket.runtime.masks.mask import Mask, ScoreMod
 from frisket.runtime.torch import op as torch_op
@@ -87,7 +88,7 @@ class FlexPair:
         elif self.placed:
             params |= self.placed
         found: tuple[Tensor, Tensor, Tensor | None] = torch_op.attend(
-            self.att, query, key, value, plan, None, None, top, None, None, "bhsd", params
+            self.att, Request(query, key, value, plan, top=top, layout="bhsd", params=params)
         )
         return found
 

@@ -25,6 +25,8 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import backends_of
 from frisket.runtime.backends.registry import platform_of, target_on
+from frisket.runtime.backends.stages import show_if_asked
+from frisket.runtime.calls.arrays import turn
 from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import AnyPlan, Call
@@ -76,25 +78,32 @@ def forward(
     return _run(call, _arrays(q, k, v, sinks) | learned, fixed, None if traced else spans)
 
 
-def attend(call: Call, options: Options, named: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of a call, in the axes of `forward`; `named` is the backend that is asked for, empty where the platform
-    chooses."""
+def execute(call: Call, options: Options) -> tuple[Any, Any, Any]:
+    """(out, lse, top) of a checked call."""
+    show_if_asked(call, options)
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
+    asked = _named(call, options)
     g = call.geometry
-    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, named, options.tile
+    kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile
     known = plan.ready.get(kind) if isinstance(plan, Plan) and not call.rate else None
     if known is None:
-        known = _divided_plan(call, options, named)
+        known = _divided_plan(call, options, asked)
         if isinstance(plan, Plan) and not call.rate:
             plan.ready[kind] = known
     inner, learned, fixed = known
-    return _run(inner, _arrays(q, k, v, call.sinks) | learned, {**fixed, **call.live}, plan)
+    out, lse, top = _run(inner, _arrays(q, k, v, call.sinks) | learned, {**fixed, **call.live}, plan)
+    return turn(out, "bshd", call.given.layout), lse, top
+
+
+def _named(call: Call, options: Options) -> str:
+    """The backend that is asked for, empty where the platform chooses."""
+    return call.backend if options.backend or Settings.read().backend else ""
 
 
 def prepared(call: Call, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
     """A call without its arrays, beside q, k, v and sinks those that gradients flow to, and those they do not: what
     `jax_primitives.bound` takes."""
-    return _divided_plan(call, options, call.backend if options.backend or Settings.read().backend else "")
+    return _divided_plan(call, options, _named(call, options))
 
 
 def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Arrays, Arrays]:

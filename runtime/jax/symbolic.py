@@ -26,6 +26,7 @@ from frisket.runtime.backends.registry import library
 from frisket.runtime.calls.arrays import arrays, named, turn
 from frisket.runtime.calls.options import seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import parted
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.compiled import UNDRAWN, limits_of
@@ -35,16 +36,14 @@ FAR = 1 << 24  # tokens, batch entries: what integers of 32 bits are tested for
 EACH = "\n  export one module for each length, instead of jax.export.symbolic_shape"
 
 
-def attend(
-    att: Any, q: Any, k: Any, v: Any, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
-    layout: str | None, params: dict[str, Any],
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(out, lse, top) of `att(q, k, v, ...)`."""
+def attend(att: Any, request: Request) -> tuple[Any, Any, Any]:
+    """(out, lse, top) of a call of symbolic lengths."""
+    q, k, v, plan, seed, sinks, _, origin, sizes, layout, params = request
     live, params = parted(params)
     given = arrays(q, k, v, layout, exported=True)
-    for program, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", live)):
+    for given_too, x in (("a plan", plan), ("an origin", origin), ("sizes", sizes), ("stored keys and values", live)):
         if x or given.kv_dtype:
-            raise ShapeError(f"q has the shape {_shape(q)}, and {program} are for known lengths" + EACH)
+            raise ShapeError(f"q has the shape {_shape(q)}, and {given_too} are for known lengths" + EACH)
     g = given.geometry(att.options.scale, att.options.enable_gqa)
     backend, only = att.options.backend or Settings.read().backend, library("jax")
     if backend not in (None, only, LIBRARY):

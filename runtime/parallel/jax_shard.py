@@ -16,6 +16,7 @@ from frisket.dsl.ir import param, substitute, walk
 from frisket.dsl.types import INT
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.runtime.attention.attention import Attention
+from frisket.runtime.calls.request import Request
 from frisket.runtime.jax.arrays import narrowed
 from frisket.runtime.jax.op import alike, prepared
 from frisket.runtime.jax.primitives import bound
@@ -120,7 +121,7 @@ class Shard:
         att = self.local.attention
         at = {AT["q"]: self.positions(), AT["k"]: k_at, AT["b"]: self.first(0), AT["h"]: self.first(1)}
         params = tables | {n: x for n, x in at.items() if n in att.program.names}
-        call = att.call(q, keys["k"], keys["v"], None, seed, None, False, None, None, "bshd", params)
+        call = att.call(Request(q, keys["k"], keys["v"], seed=seed, layout="bshd", params=params))
         inner, learned, fixed = prepared(replace(call, sinks=None), att.options)
         return inner, *alike({**learned, "q": q, "k": keys["k"], "v": keys["v"]}, fixed)
 

@@ -22,6 +22,7 @@ from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.calls.arrays import recorded
 from frisket.runtime.calls.options import seed_of, sinks_of
+from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.parameters import digest
 from frisket.runtime.torch.autograd import dsinks
 from frisket.runtime.torch.op import Ready, cast, kept_ready
@@ -130,9 +131,8 @@ class RingJob:
                 kept.pop(next(n for n in kept if isinstance(n, tuple)))
         origin = (*self.origin, *first) if plain else (*self.origin, 0, 0)
         sizes = (*self.sizes, self.deal.length, self.deal.length)
-        return kept_ready(
-            kept[where], q, k, v, None, self.seed, None, False, origin, sizes, None, {**self.params, **values}
-        )
+        params = {**self.params, **values}
+        return kept_ready(kept[where], Request(q, k, v, seed=self.seed, origin=origin, sizes=sizes, params=params))
 
     def keys(self, k: Tensor, v: Tensor) -> Generator[Any, None, None]:
         """The steps with the keys and values of each, those of the next underway: (number, k, v) in turn."""

@@ -203,8 +203,8 @@ def _few_work(
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, lengths)
     spans = fixed.few and fixed.few.spans(q_len, kv_len, batch, heads, block, origin, full)
-    layout = fixed.layout(place)
-    bounds = fixed.few.formula if fixed.few and spans else layout.analysis.bounds
+    layout = None if spans else fixed.layout(place)
+    bounds = layout.analysis.bounds if layout else fixed.few and fixed.few.formula
     room: Any = tuple(1 << (n - 1).bit_length() for n in full)
     nonempty = fixed.no_empty_row(q_len, kv_len, origin)
     try:
@@ -212,7 +212,8 @@ def _few_work(
     except LoweringError:  # too much room: 64 bits are not enough for it
         inputs = _inputs(fixed, bounds, nonempty, full, dropout)
     made = Work(fixed, inputs, place, spans)
-    made.__dict__["layout"] = layout
+    if layout:
+        made.__dict__["layout"] = layout
     return made
 
 

@@ -10,18 +10,22 @@ from torch.fx import Proxy
 
 from frisket.dsl.errors import ParameterError
 from frisket.lowering.plan import K_SCALE, PAGES, V_SCALE
+from frisket.runtime.calls.request import Request
 
 from .spec import attention_of
 
 _NAMES = {K_SCALE: "k_scale", V_SCALE: "v_scale", PAGES: "pages"}
 
 
-def record(att: Any, q: Any, k: Any, v: Any, params: dict[str, Any], **said: Any) -> Any:
+def record(att: Any, request: Request, lse: bool) -> Any:
     """The Proxy of `att(q, k, v, ...)`: its node holds the attention as a text and tables as constants of the graph."""
-    if said["plan"] is not None:
+    q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
+    if plan is not None:
         raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
-    if said["sinks"] is None:
-        said["sinks"] = att.options.sinks
+    said = {
+        "origin": origin, "sizes": sizes, "layout": layout, "return_lse": lse or None, "seed": seed,
+        "sinks": att.options.sinks if sinks is None else sinks, "return_max": top or None,
+    }  # fmt: skip
     given = {n: x for n, x in att.inputs.items() if n not in params}
     given |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in said.items() if x is not None}
     given = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from frisket.dsl.errors import ParameterError
+from frisket.runtime.calls.request import Request
 
 from . import operators  # noqa: F401, says what `torch.ops.frisket` is
 from .func import FuncAttend
@@ -18,37 +20,28 @@ from .values import sorted_out
 # -- what a graph is written with: traced by Dynamo, so plain Python --------------------------------------------------
 
 
-def traced_call(
-    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
-    layout: str | None, params: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, lse, top) of `att(q, k, v, ...)` in a graph."""
+def attend(att: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, top) of a call in a graph."""
     dynamo = torch.compiler.is_dynamo_compiling()
-    if plan is not None:
+    if request.plan is not None:
         if dynamo:
             raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
-        return by_plan(att, q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
+        return by_plan(att, request)
+    params, sinks = request.params, att.options.sinks if request.sinks is None else request.sinks
     values = {n: x for n, x in (att.inputs if dynamo else att.constants).items() if n not in params}
-    rate = att.options.dropout
-    return written(att.spec, rate, q, k, v, seed, att.options.sinks if sinks is None else sinks, top, origin, sizes,
-                   layout, {**values, **params})  # fmt: skip
+    return written(att.spec, att.options.dropout, request, sinks, {**values, **params})
 
 
-def by_plan(
-    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
-    layout: str | None, params: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(out, lse, top) of `att(q, k, v, plan=plan, ...)`, by the values and the place that the plan holds."""
-    att.check_planned(q, k, v, plan, origin, sizes, layout, params)
+def by_plan(att: Any, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, top) of a call with a plan, by the values and the place that the plan holds."""
+    att.check_planned(request)
+    plan: Any = request.plan
     same = type(att)(plan.host_program.stored_as(None), att.options)
-    values = {**plan.given, **params}
-    return traced_call(same, q, k, v, None, seed, sinks, top, plan.origin, plan.sizes, layout, values)
+    values = {**plan.given, **request.params}
+    return attend(same, request._replace(plan=None, origin=plan.origin, sizes=plan.sizes, params=values))
 
 
-def written_call(
-    mask: Any, score: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, seed: Any, sinks: Any, top: bool,
-    origin: Any, sizes: Any, layout: str | None, params: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Request) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, top) of `frisket.attention(q, k, v, mask, score, ...)` in a graph; `options` as a spec begins."""
     if not isinstance(mask, (str, type(None))) or not isinstance(score, (str, type(None))):
         raise ParameterError(
@@ -60,22 +53,22 @@ def written_call(
             "scale is a tensor, and a graph of torch holds it as a number\n"
             "  multiply q by a factor that is learned or changes, and give scale=1"
         )
-    if q.is_nested:
+    if request.q.is_nested:
         raise ParameterError(
             "in a graph of torch frisket.attention takes no nested tensors\n"
             "  make att = frisket.compile(mask, score) outside, and call that"
         )
     text = mask or ""
     spec = HEAD.format(*options, False, len(text), "-") + text + (score or "")
-    return written(spec, options[4], q, k, v, seed, sinks, top, origin, sizes, layout, params)
+    return written(spec, options[4], request, request.sinks, request.params)
 
 
 def written(
-    spec: str, rate: float, q: Tensor, k: Tensor, v: Tensor, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
-    layout: str | None, params: dict[str, Any],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """One call of the operator."""
-    q, k, v = cast(q, k, v)
+    spec: str, rate: float, request: Request, sinks: Any, params: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One call of the operator; `sinks` and `params` are those of the attention where the call brings none."""
+    q, k, v = cast(request.q, request.k, request.v)
+    layout, seed = request.layout, request.seed
     if layout == "bshd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         params = {n: x.transpose(1, 2) if n.startswith("scale of") else x for n, x in params.items()}
@@ -89,10 +82,10 @@ def written(
     items = list(params.items())
     if rate:
         items.append((" seed", seed))
-    for what, place in (("origin", origin), ("size", sizes)):
+    for what, place in (("origin", request.origin), ("size", request.sizes)):
         if place is not None:
             items.extend([(f" {what}{i}", x) for i, x in enumerate(place)])
-    tensors, numbers, names = sorted_out(items, "max" if top else "")
+    tensors, numbers, names = sorted_out(items, "max" if request.top else "")
     if sinks is not None:
         real = torch.float64 if q.dtype == torch.float64 else torch.float32
         sinks = torch.as_tensor(sinks, dtype=real, device=q.device).expand(q.shape[1])

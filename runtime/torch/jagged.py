@@ -6,7 +6,7 @@ first token of their sequences, `Q_LEN` and `KV_LEN` are the lengths of those, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, conj, lookup, segment, var
 from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.calls.request import Request
 from frisket.runtime.machine.bound import BoundExpr
 from frisket.runtime.masks.mask import Mask
 
@@ -230,15 +231,18 @@ def rewritten(program: CallProgram, pattern: Pattern) -> tuple[CallProgram, Jagg
     return made, names, number if number in made.names else None
 
 
-def attend(
-    att: Attention, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any,
-    sizes: Any, layout: str | None, params: Mapping[str, Any],
-) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
+def attend(att: Attention, request: Request) -> tuple[Tensor, Tensor, Any]:
     """(out, lse, max) of `att(q, k, v, ...)`, nested. In a graph this is traced by Dynamo, so plain Python."""
     import torch
 
+    q, k, v, params, layout = request.q, request.k, request.v, request.params, request.layout
     stored = next((n for n in params if " of " in n), None)
-    refused = (("`plan`", plan), ("`origin`", origin), ("`sizes`", sizes), ("a scale or `pages`", stored))
+    refused = (
+        ("`plan`", request.plan),
+        ("`origin`", request.origin),
+        ("`sizes`", request.sizes),
+        ("a scale or `pages`", stored),
+    )
     for name, x in refused:
         if x is not None:
             raise ParameterError(
@@ -256,12 +260,13 @@ def attend(
         from .graph import written
 
         rest = {n: x for n, x in att.constants.items() if n not in params}
-        sinks = att.options.sinks if sinks is None else sinks
-        found = written(
-            spec, att.options.dropout, *packed, seed, sinks, top, None, None, None, {**rest, **values, **params}
-        )
+        sinks = att.options.sinks if request.sinks is None else request.sinks
+        packed_request = Request(*packed, seed=request.seed, top=request.top)
+        found = written(spec, att.options.dropout, packed_request, sinks, {**rest, **values, **params})
     else:
         inside: Any = att.jagged(ragged.pattern)[0]
-        found = inside(*packed, seed=seed, sinks=sinks, return_lse=True, return_max=True, **values, **params)
+        found = inside(
+            *packed, seed=request.seed, sinks=request.sinks, return_lse=True, return_max=True, **values, **params
+        )
     out, lse, largest = closed_all(found, q)
     return out.transpose(1, 2) if layout == "bshd" else out, lse, largest

@@ -28,6 +28,7 @@ from frisket.runtime.calls.arrays import NATURAL, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
 from frisket.runtime.calls.program import CallProgram
+from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import refuse_gradients as refuse_stored
 from frisket.runtime.calls.stored_kv import turned
 from frisket.runtime.machine.cpp_build import BuildError, fall_back
@@ -204,14 +205,11 @@ NUMBERS = (bool, int, float)
 KEPT = 64  # kinds of calls
 
 
-def attend(
-    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
-    layout: str | None, params: dict[str, Any], saving: bool = False,
-) -> tuple[Any, ...]:  # fmt: skip
+def attend(att: Any, request: Request, saving: bool = False) -> tuple[Any, ...]:
     """(out, lse, top) of `att(q, k, v, ...)`; with `saving`, and no gradients, norm too: see `Ready.saving`."""
-    q, k, v = cast(q, k, v)
-    settings = Settings.read()
-    key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, settings)
+    q, k, v = cast(request.q, request.k, request.v)
+    settings, plan, params = Settings.read(), request.plan, request.params
+    key = key_of(att, (q, k, v), request, settings)
     kept = att.ready if plan is None else getattr(plan, "ready", att.ready)
     ready = _found(att, key, plan, params, kept)
     if ready is not None:
@@ -219,8 +217,8 @@ def attend(
         found = [params[n] if n in params else values[n] for _, n in ready.live]
         if ready.turned:
             found = [turned(n, x, "bshd", "bhsd") for (_, n), x in zip(ready.live, found, strict=True)]
-        return ready.again(q, k, v, found, seed, att.options, sinks, top, saving)
-    call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
+        return ready.again(q, k, v, found, request.seed, att.options, request.sinks, request.top, saving)
+    call = att.call(request._replace(q=q, k=k, v=v))
     if call.geometry.vacant:
         empty = nothing(call, [x for n, x in {**att.learned, **params}.items() if _learned(att, n, x)])
         return (*empty, None) if saving else empty
@@ -233,16 +231,12 @@ def attend(
     return run(call, _remembered(call, att, plan, key, kept), saving)
 
 
-def kept_ready(
-    att: Any, q: Tensor, k: Tensor, v: Tensor, plan: Any, seed: Any, sinks: Any, top: bool, origin: Any, sizes: Any,
-    layout: str | None, params: dict[str, Any],
-) -> Ready:  # fmt: skip
+def kept_ready(att: Any, request: Request) -> Ready:
     """The prepared call that `att(q, k, v, ...)` runs."""
-    key = key_of(att, (q, k, v), plan, origin, sizes, layout, params, Settings.read())
-    if (ready := _found(att, key, plan, params, att.ready)) is not None:
+    key = key_of(att, request[:3], request, Settings.read())
+    if (ready := _found(att, key, request.plan, request.params, att.ready)) is not None:
         return ready
-    call = att.call(q, k, v, plan, seed, sinks, top, origin, sizes, layout, params)
-    return _remembered(call, att, plan, key, att.ready)
+    return _remembered(att.call(request), att, request.plan, key, att.ready)
 
 
 def _found(att: Any, key: Any, plan: Any, params: Mapping[str, Any], kept: dict[Any, Any]) -> Ready | None:
@@ -280,21 +274,24 @@ def _keep(kept: dict[Any, Any], key: Any, ready: Ready) -> None:
         kept.pop(next(iter(kept)), None)  # another thread may have taken it
 
 
+def execute(call: Call, options: Options) -> tuple[Any, ...]:
+    """(out, lse, top) of a checked call."""
+    return run(call, prepare(call, options))
+
+
 def run(call: Call, ready: Ready, saving: bool = False) -> tuple[Any, ...]:
     given = {**call.plan.given, **call.live}
     values = tuple(given[n] for _, n in ready.live)
     return ready(*call.given.qkv, values, call.seed, call.sinks, call.top, saving)
 
 
-def key_of(
-    att: Any, qkv: tuple[Tensor, ...], plan: Any, origin: Any, sizes: Any, layout: Any, params: Mapping[str, Any],
-    settings: Settings,
-) -> Any:  # fmt: skip
+def key_of(att: Any, qkv: tuple[Tensor, ...], request: Request, settings: Settings) -> Any:
     """The key of the `Ready` of a call; None where the values of a table are part of it."""
     if settings.check or att.ambiguous:
         return None
+    plan, origin, sizes = request.plan, request.origin, request.sizes
     said: list[Any] = []
-    for name, x in params.items():
+    for name, x in request.params.items():
         if type(x) in NUMBERS:
             said.append((name, type(x), x))
         elif (name in LIVE and hasattr(x, "shape")) or _learned(att, name, x):
@@ -312,7 +309,7 @@ def key_of(
     q, k, v = qkv
     return (
         torch.get_float32_matmul_precision(),  # Triton's products of float32 are by it
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, layout,
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, request.layout,
         settings.backend, settings.show, None if plan is None else (att.options, att.program.exprs), *said,
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from frisket.runtime.calls.arrays import check_devices
+from frisket.runtime.calls.request import Request
 from frisket.runtime.calls.stored_kv import refuse_gradients
 
 from .autograd import gradients, no_second
@@ -20,7 +21,9 @@ from .values import floats, learnable, names_of, reserved
 __all__ = ["no_second"]
 
 
-def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str) -> tuple[Any, dict[str, Any]]:
+def call_of(
+    values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: str, *qkv: Tensor, sinks: Any = None
+) -> tuple[Any, Request]:
     """The attention and the keywords of a call of it."""
     top, said = names_of(names)
     tensors, ints = iter(values), iter(numbers)
@@ -36,10 +39,10 @@ def call_of(values: Sequence[Tensor], numbers: Sequence[int], spec: str, names: 
     seed = params.pop(" seed", None)
     place = {w: [_known(params.pop(f" {w}{i}")) for i in range(4) if f" {w}{i}" in params] for w in ("origin", "size")}
     att = attention_of(spec, tuple((n, *_kind(x)) for n, x in params.items() if not reserved(n)))
-    return att, {
-        "plan": None, "seed": None if seed is None else int(seed), "top": top, "origin": tuple(place["origin"]) or None,
-        "sizes": tuple(place["size"]) or None, "layout": "bhsd", "params": params,
-    }  # fmt: skip
+    q, k, v = qkv or (None, None, None)
+    origin, sizes = (tuple(x) or None for x in place.values())
+    seed = None if seed is None else int(seed)
+    return att, Request(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)  # type: ignore[arg-type]
 
 
 def _known(x: Any) -> Any:
@@ -57,10 +60,10 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Tensor], numbers: Sequence[int], spec: str,
     names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    att, call = call_of(values, numbers, spec, names)
+    att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
-        out, lse, top, norm = attend_op(att, q, k, v, sinks=sinks, saving=True, **call)
-    top = lse.new_empty(0) if top is None or not call["top"] else top.contiguous()
+        out, lse, top, norm = attend_op(att, request, saving=True)
+    top = lse.new_empty(0) if top is None or not request.top else top.contiguous()
     if norm is None:
         norm = lse.new_zeros((*lse.shape, 2))
     elif norm.ndim == 3:  # a graph has one shape for all that executors know of rows
@@ -72,9 +75,9 @@ def tiles(
     like: Tensor, values: Sequence[Tensor], numbers: Sequence[int], sizes: Sequence[int], block: Sequence[int],
     spec: str, names: str,
 ) -> Tensor:  # fmt: skip
-    att, call = call_of(values, numbers, spec, names)
+    att, request = call_of(values, numbers, spec, names)
     q_len, kv_len, batch, heads = sizes
-    mask = att.mask.bind(**call["params"])
+    mask = att.mask.bind(**request.params)
     kinds = mask.layout(q_len, kv_len, batch=batch, heads=heads, block=(block[0], block[1])).kinds()
     return torch.from_numpy(kinds).to(like.device)
 
@@ -86,15 +89,15 @@ def attend_backward(
 ) -> list[Tensor]:  # fmt: skip
     if not (q.numel() and k.numel()):
         return _vacant_gradients(dlse, q, k, v, sinks, values, needed)
-    att, call = call_of(values, numbers, spec, names)
+    att, request = call_of(values, numbers, spec, names, q, k, v, sinks=sinks)
     with torch.no_grad():
-        ready = kept_ready(att, q, k, v, sinks=sinks, **call)
-        live = [call["params"][n] for _, n in ready.live]
+        ready = kept_ready(att, request)
+        live = [request.params[n] for _, n in ready.live]
         saved = (q, k, v, sinks, out, lse, norm, *live)
         learned = {n for _, n in ready.live}
         wanted = dict(zip(learnable(values, names), needed[4:], strict=True))
         asked = (*needed[:4], *(wanted[n] for _, n in ready.live))
-        found = gradients(ready, call["seed"], saved, dout, dlse, asked)
+        found = gradients(ready, request.seed, saved, dout, dlse, asked)
         by_name = {n: g for (_, n), g in zip(ready.live, found[4:], strict=True) if n in learned}
     grads = [g for g, need in zip(found[:4], needed[:4], strict=True) if need]
     named = dict(zip(learnable(values, names), floats(values), strict=True))

@@ -18,6 +18,7 @@ from frisket.lowering.planner.planner import ROOM
 from frisket.runtime.backends.registry import choose
 from frisket.runtime.calls.arrays import in_graph
 from frisket.runtime.calls.options import sinks_of
+from frisket.runtime.calls.request import Request
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.device import FlatPlan
@@ -41,7 +42,7 @@ class DecodeCall:
         kv_len = live[PAGES].shape[1] * kv_len if PAGES in live else kv_len
         plan = att.plan(q_len, kv_len, batch, heads, sizes=sizes, flat=True, **tables, **params)
         assert isinstance(plan, FlatPlan)
-        call = att.call(q, k, v, plan, None, None, False, None, None, None, dict(live))
+        call = att.call(Request(q, k, v, plan, params=live))
         self.options, self.ready = att.options, prepare(call, att.options)
         self.native = self.ready.target.backend == "cpp"
         self.given = {n: x for n, x in plan.given.items() if n not in tables}

@@ -54,7 +54,7 @@ def test_every_step_is_right(mask, backend):
 def test_steps_share_a_plan(mask, backend, monkeypatch):
     att = compiled(mask, MASKS[mask], backend)
     q, k, v = arrays()
-    for cache in (bind._works, bind.fixed_of, bind._few_inputs):
+    for cache in (bind._works, bind.fixed_of, bind._inputs):
         getattr(cache, "cache_clear", getattr(cache, "clear", None))()
     made = []
     plan, text = bind.make_plan, native_torch._text

@@ -1,0 +1,26 @@
+"""A call of attention as users write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from frisket.lowering.plan import Origin, Sizes
+
+
+class Request(NamedTuple):
+    """The arguments of `Attention.__call__`, before anything is checked: every module that runs calls takes one.
+    `params` hold the scales and pages of stored keys and values too."""
+
+    q: Any
+    k: Any
+    v: Any
+    plan: Any = None
+    seed: Any = None
+    sinks: Any = None
+    top: bool = False  # whether the largest score of every row is asked for
+    origin: Origin | None = None
+    sizes: Sizes | None = None
+    layout: str | None = None
+    params: Mapping[str, Any] = MappingProxyType({})
