@@ -1,6 +1,6 @@
 """The page of the examples: `python docs/examples.py` runs all of them and writes docs/examples.md.
 
-What is said of a program is its own first cell, what it printed is what it printed; tests/project/test_examples.py
+What is said of a program is its own first cell, what it printed is what it printed; tests/pages/test_examples.py
 holds both to the programs.
 """
 

@@ -5,7 +5,7 @@ q >= k & q - k < 256
 
 Arrays the function captures become tables. numpy has no protocol for being indexed by a foreign object, so the trace
 runs a copy of the function whose cells, globals and defaults hold `TracedTable` in place of numpy's arrays; torch has
-one, so its tensors stay where they are (`from_torch`). A function that uses JAX is read as a jaxpr (`from_jax`). The
+one, so its tensors stay where they are (`from_torch/`). A function that uses JAX is read as a jaxpr (`from_jax/`). The
 user's function is never changed.
 """
 

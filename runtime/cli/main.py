@@ -5,7 +5,7 @@
 2
 
 Exit status: 0 good, 1 mismatch with the oracle, 2 bad input. A command `show` is `show(args, console)` of the module
-cli_show, with `add_show(parser)` for its options; the module is imported when it is asked for.
+cli/show.py, with `add_show(parser)` for its options; the module is imported when it is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a plan on JAX arrays: the one door from `attention.py` to the JAX backends, with a gradient of its own.
 
-What runs is chosen when a call is lowered, by the platform (`jax_platforms`); until then it is a primitive
-(`jax_primitives`), which is neither differentiated nor mapped through the loops of executors.
+What runs is chosen when a call is lowered, by the platform (`platforms.py`); until then it is a primitive
+(`primitives.py`), which is neither differentiated nor mapped through the loops of executors.
 """
 
 from __future__ import annotations

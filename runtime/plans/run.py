@@ -32,7 +32,7 @@ def spans(
     plan: Planner, framework: str, place: SpanRequest, values: Mapping[str, Any]
 ) -> tuple[Array, Array, Array, Array | None]:  # fmt: skip
     """(bounds int32 [slices, rows, R, 4], count int32 [slices, rows], overflow, order) of a planner, on the tables'
-    device, as `lowering.flat.DeviceSpans` has them; `values` by the planner's names."""
+    device, as `DeviceSpans` has them; `values` by the planner's names."""
     given = [values[n] for n in (*plan.tables, *plan.scalars)]
     if framework == "torch" and _kernels(given, place.device):
         return run_triton.spans(plan, place, values)

@@ -1,5 +1,6 @@
 """Folders that one can read: twenty modules at most, and no second file for one prefix but where a list says why."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -53,6 +54,14 @@ def test_a_folder_has_twenty_modules(room):
 
 def test_files_of_one_prefix_are_a_family():
     assert shared_prefixes(modules(ROOT, SOURCES)) == FAMILIES
+
+
+def test_files_that_prose_names_are_there():
+    named = re.compile(r"`((?:grammar|dsl|lowering|runtime|tests|docs)/[\w/]+\.\w+)`")
+    texts = [p for room in (*SOURCES, "docs") for p in (ROOT / room).rglob("*") if p.suffix in (".py", ".md", ".hpp")]
+    found = {(p.name, name) for p in texts for name in named.findall(p.read_text(encoding="utf-8"))}
+    assert len(found) > 300
+    assert not [one for one in found if not (ROOT / one[1]).exists()]
 
 
 def test_a_bad_folder_is_seen(tmp_path):

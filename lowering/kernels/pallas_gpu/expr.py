@@ -3,7 +3,7 @@
 What belongs to the positions down a tile, or to those along it, is a vector in the layout that a row or a column of a
 `wgmma` accumulator has; `down(x)` and `across(x)` spread it over a tile, which costs no instruction. Mosaic GPU spreads
 nothing but numbers by itself, so the text says it everywhere. Kernels for Hopper have no gather: lookups come in as in
-`pallas_inputs`, one value per head, per query, per key or per pair, read from global memory where they are needed.
+`pallas_tpu/inputs.py`, one value per head, query, key or pair, read from global memory where they are needed.
 
 Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are functions of `PRELUDE`. Its own tanh is
 good to eleven bits when exp2 is the machine's, so that too is written out.
@@ -168,7 +168,7 @@ class Expressions:
 
     The kernel has `batch`, `head`, `start` (the first position of the warpgroup's own axis), `line` (its positions),
     `tile` (the tile of the other axis), the scores as `s`, and the functions `down`, `across`, `tiled`, `of_line`,
-    `of_tile` and `steps_along` of `pallas_gpu_text`."""
+    `of_tile` and `steps_along` of `skeletons/forward.py`."""
 
     def __init__(self, roots: Iterable[Expr], down: pallas_inputs.Down = "q") -> None:
         self.inputs = pallas_inputs.place(roots, down)

@@ -1,6 +1,6 @@
 """Writes the Pallas forward kernel for TPU (Mosaic) of a LoopPlan, as the text of a module.
 
-The walk over the tiles is `pallas_walk`, what expressions read is `pallas_inputs`; both serve the backward too.
+The walk over the tiles is `walk.py`, what expressions read is `inputs.py`; both serve the backward too.
 """
 
 from __future__ import annotations

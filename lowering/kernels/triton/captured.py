@@ -4,7 +4,7 @@
 diagonals of what it has then. `attention_plane`: a table in which every query and key has a place of its own. A program
 owns a tile of it, and sums over the batches and heads that share it. Neither adds to what another program adds to:
 results repeat bit for bit. `attention_scatter`: any other table, with atomics; in fixed point, for which
-`attention_total` finds the unit, results repeat too (`lowering.aten_sum`).
+`attention_total` finds the unit, results repeat too (`lowering/aten/sums.py`).
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def backward(
     out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None, slots: Mapping[str, Any],
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, norm: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `norm` is the forward's, or
+    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `norm` is the forward's, or
     `norm_of` an lse of other keys too; without it weights are as exact as a float is at the size of lse."""
     real = np.dtype(np.float64 if q.dtype == np.float64 else np.float32)
     gradients, order = backward_of(plan).gradients, [t.name for t in plan.tables]

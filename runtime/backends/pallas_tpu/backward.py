@@ -37,7 +37,7 @@ def backward(
     target: Target, *, wanted: frozenset[str], sinks: jax.Array | None = None, platform: str = "cpu",
     low: jax.Array | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them: "q", "k" and "v" in the shapes and
+    """The gradients of `wanted`, as `lowering/xla/backward.py` has them: "q", "k" and "v" in the shapes and
     dtypes of the arrays, those of tables and slots in float32. `lse` knows of the sinks: they are not read again;
     `low` is what rounding took from it.
 

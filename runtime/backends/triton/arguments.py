@@ -79,7 +79,7 @@ class Bound:
         self.spans, self.launches = spans, {} if launches is None else launches
         self._held: Values | None = None
         self._moved: dict[Any, tuple[Tensor, ...]] = {}
-        self.planes: dict[Any, str | None] = {}  # of `triton_captured`: which of "b" and "h" share a table's places
+        self.planes: dict[Any, str | None] = {}  # of `captured.py`: which of "b" and "h" share a table's places
 
     @cached_property
     def placed(self) -> Geometry:

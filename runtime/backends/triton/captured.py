@@ -31,7 +31,7 @@ def captured(
     two in log2 units, and all 0 where a row sees nothing. q, k, v and dout have any strides, and one dtype.
 
     Equal calls give equal bits, unless `deterministic` is False: then tables that are read at any places are added to
-    with atomics in float32, in one pass instead of two in fixed point (`lowering.aten_sum` says how exact that is).
+    with atomics in float32, in one pass instead of two in fixed point (`lowering/aten/sums.py` says how exact that is).
     """
     import torch
 

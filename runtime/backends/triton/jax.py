@@ -90,7 +90,7 @@ def backward(
     tables: Mapping[str, Any], target: Target, *, wanted: frozenset[str], sinks: Any = None, platform: str = "cpu",
     low: jax.Array | None = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The gradients of `wanted`, as `lowering.xla_backward.backward` has them. `lse` knows of the sinks, `low` is what
+    """The gradients of `wanted`, as `lowering/xla/backward.py` has them. `lse` knows of the sinks, `low` is what
     rounding took from it. Equal calls give equal bits."""
     import jax.numpy as jnp
 

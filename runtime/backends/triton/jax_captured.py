@@ -102,7 +102,7 @@ def folded(
         return xla_fold.folded(made, [buffers[x] for x in made], geometry, slots, arrays, int64=int64, add=fixed)
 
 
-# -- fixed point, as `lowering.aten_sum`; 64 bits are there whether or not JAX has them otherwise ------
+# -- fixed point, as `lowering/aten/sums.py`; 64 bits are there whether or not JAX has them otherwise ------
 
 
 def units(total: Array) -> Array:

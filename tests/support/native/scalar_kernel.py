@@ -124,12 +124,12 @@ extern "C" int64_t frisket_backward(const Call *c) { return all({c, c->batch, 0,
 
 
 def forward(plan, target, head_dim, v_dim, dtype):
-    """As `lowering.emit.cpp.emit`; for float32 and float64."""
+    """As `emit` of `lowering/kernels/cpp/forward.py`; for float32 and float64."""
     return source(plan, target, head_dim, v_dim, dtype) + cpp_call.bridged("frisket_forward")
 
 
 def backward(plan, target, head_dim, v_dim, dtype):
-    """As `lowering.emit.cpp_backward.emit`."""
+    """As `emit` of `lowering/kernels/cpp/backward.py`."""
     return source(plan, target, head_dim, v_dim, dtype) + cpp_call.bridged("frisket_backward")
 
 

@@ -1,4 +1,4 @@
-"""The text of the Pallas TPU kernels of the backward, with holes: what `pallas_tpu_backward` fills in."""
+"""The text of the Pallas TPU kernels of the backward, with holes: what `pallas_tpu/backward.py` fills in."""
 
 from __future__ import annotations
 
