@@ -3,6 +3,7 @@
     python docs/house.py                      the table of this tree
     python docs/house.py --static             without the rows that run a call
     python docs/house.py --list docstrings    the findings of one row, a line each
+    python docs/house.py --write              the table of this tree, into docs/architecture.md
     python docs/house.py --tree ../before     another checkout, of older commits too
 
 The rows, with the figures that the script prints on commit 05096f2:
@@ -44,6 +45,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+MARK = re.compile(r"(<!-- figures, written by docs/house\.py --write -->\n).*?(<!-- end -->)", re.S)
 SOURCES = ("grammar", "dsl", "lowering", "runtime")
 FACADES = {
     "runtime.facade": "frisket",
@@ -364,10 +367,13 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout of frisket")
     parser.add_argument("--static", action="store_true", help="leave out the rows that run a call")
     parser.add_argument("--list", choices=ROWS, help="the findings of one row, a line each")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/architecture.md")
     options = parser.parse_args()
     tree = Tree(options.tree)
     if options.list:
         print("\n".join(ROWS[options.list].count(tree).found))
+    elif options.write:
+        PAGE.write_text(MARK.sub(lambda m: f"{m[1]}\n{table(tree)}\n{m[2]}", PAGE.read_text("utf-8")), "utf-8")
     else:
         print(table(tree, [name for name in ROWS if not (options.static and name in CALLED)]), end="")
 

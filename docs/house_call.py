@@ -1,6 +1,6 @@
 """Counts what one call of frisket touches; docs/house.py runs it in the environment of the tree it measures.
 
-python docs/house_call.py ROOT       JSON: hops, warm, grown, each a list of texts
+python docs/house_call.py ROOT       JSON: hops, warm, grown, road, each a list of texts
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Calls:
         self.root = root
         self.names: dict[CodeType, str | None] = {}
         self.entered: list[Call] = []
+        self.files: set[str] = set()  # whose functions ran, imports left out
         self.loads: list[int] = []  # how many functions were entered before
         self.on = False
         sys.addaudithook(self.audit)
@@ -47,12 +48,15 @@ class Calls:
 
     def profile(self, frame: FrameType, event: str, _arg: object) -> None:
         if event == "call" and (file := self.file(frame.f_code)):
-            callers, above = [], frame.f_back
+            callers, above, importing = [], frame.f_back, frame.f_code.co_name == "<module>"
             while above:
                 if name := self.file(above.f_code):
                     callers.append(name)
+                    importing |= above.f_code.co_name == "<module>"
                 above = above.f_back
             self.entered.append((file, frame.f_code.co_qualname, callers))
+            if not importing:
+                self.files.add(file)
 
     def __call__(self, run: Any) -> list[Call]:
         self.entered, self.loads, self.on = [], [], True
@@ -65,7 +69,7 @@ class Calls:
 
 def hops(calls: list[Call], loads: list[int]) -> list[str]:
     """Functions that runtime enters from another file, until the kernel is loaded; none that begins with `_`."""
-    written = min(i for i, (file, name, _) in enumerate(calls) if file in KERNELS and name != "<module>")
+    written = min(i for i, (file, name, _) in enumerate(calls) if file in KERNELS and name == "emit")
     loaded = min(n for n in loads if n > written)
     found: dict[str, None] = {}
     for file, name, callers in calls[:loaded]:
@@ -100,14 +104,17 @@ def main() -> None:
 
     calls = Calls(Path(sys.argv[1]).resolve())
     q = torch.randn(1, 2, 256, 64)
-    attend = fk.compile(MASK)
+    made: list[Any] = []
+    calls(lambda: made.append(fk.compile(MASK)))
+    attend = made[0]
     first = hops(calls(lambda: attend(q, q, q)), calls.loads)
+    road = sorted(calls.files)
     attend(q, q, q)
     warm = [f"{file} {name}" for file, name, _ in calls(lambda: attend(q, q, q))]
     before = dict(tables())
     fk.attention(q, q, q, mask=OTHER)
     grown = [f"{name} {before.get(name, 0)} -> {n}" for name, n in dict(tables()).items() if n != before.get(name, 0)]
-    print(json.dumps({"hops": first, "warm": warm, "grown": grown}))
+    print(json.dumps({"hops": first, "warm": warm, "grown": grown, "road": road}))
 
 
 if __name__ == "__main__":

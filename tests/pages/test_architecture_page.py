@@ -1,0 +1,53 @@
+"""docs/architecture.md shows the folders as they are, and the road that a call takes."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.pages import DOCS
+from support.scripts import script
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = script("rooms")
+PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")
+STEPS = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", PAGE, re.M)
+
+
+@pytest.fixture(scope="module")
+def tree():
+    return ROOMS.house.Tree(ROOT)
+
+
+def test_the_picture_is_of_these_imports(tree):
+    assert ROOMS.FILE.read_text(encoding="utf-8") == ROOMS.svg(ROOMS.imports(tree)), "run: python docs/rooms.py"
+
+
+def test_every_folder_is_a_room(tree):
+    assert {ROOMS.room(name) for name in tree.parsed} - {"runtime"} == {*ROOMS.rows()}
+
+
+def test_arrows_that_a_path_replaces_are_left_out():
+    edges = Counter({("cli", "facade"): 1, ("facade", "flex"): 2, ("cli", "flex"): 3, ("flex", "cli"): 1})
+    assert ROOMS.arrows(edges) == ([("cli", "facade"), ("facade", "flex")], [("flex", "cli")])
+
+
+def test_every_file_that_the_page_names_is_there():
+    named = re.findall(r"`([\w./]+/[\w.]+\.\w+)`", PAGE)
+    assert len(named) > 30
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_road_is_the_one_that_a_call_takes(tree):
+    assert [int(step) for step, _ in STEPS] == [*range(1, 11)]
+    entered = set(tree.called["road"])
+    for step, files in STEPS:
+        named = set(re.findall(r"`([^`]+)`", files))
+        assert named <= entered, f"step {step}: a call enters no function of {named - entered}"
+
+
+def test_the_table_has_every_row_of_figures():
+    (table,) = re.findall(r"written by docs/house\.py --write -->\n(.*?)<!-- end -->", PAGE, re.S)
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table.strip().split("\n")[2:]] == [
+        row.words for row in ROOMS.house.ROWS.values()
+    ]
