@@ -1,0 +1,89 @@
+"""Decisions about a backend stand in its record: outside runtime/backends no code compares with a backend's name."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from frisket.runtime.backends.base import RECORDS
+
+NAMES = frozenset(RECORDS)  # the tiers, `library` and `native`, are words of much else
+ROOT = Path(__file__).parents[2]
+ROOMS = ("grammar", "dsl", "lowering", "runtime")
+OTHERS = {  # where a text that is a backend's name means something else -> the beginning of the line
+    "packages by their names": ("PACKAGES = {", 'for name in ("numpy", "torch", ', 'versions = ", ".join('),
+    "titles of columns": ('HEAD = ("framework", "backend", ',),
+    "torch's namespace of operators": ('return name if library == "aten"',),
+}
+
+
+def names_compared(text: str) -> list[int]:
+    """Lines that compare with, match, look up or test membership of a backend's name, or keep a table by names."""
+
+    def named(*nodes: ast.AST | None) -> bool:
+        parts = [m for n in nodes if n for m in (n.elts if isinstance(n, ast.Tuple | ast.List | ast.Set) else [n])]
+        return any(isinstance(n, ast.Constant) and n.value in NAMES for n in parts)
+
+    def compares(node: ast.AST) -> bool:
+        match node:
+            case ast.Compare():
+                return named(node.left, *node.comparators)
+            case ast.MatchValue():
+                return named(node.value)
+            case ast.Dict():
+                return named(*node.keys)
+            case ast.Subscript():
+                return named(node.slice)
+            case ast.Call(func=ast.Attribute(attr="get" | "startswith" | "endswith" | "pop" | "__eq__" | "index")):
+                return named(*node.args)
+            case ast.Call(func=ast.Name(id="frozenset" | "set" | "tuple" | "dict")):
+                return named(*node.args) or any(k.arg in NAMES for k in node.keywords)
+            case (
+                ast.Assign(value=listed)
+                | ast.AnnAssign(value=listed)
+                | ast.For(iter=listed)
+                | ast.comprehension(iter=listed)
+            ):  # a list of backends
+                return isinstance(listed, ast.Tuple | ast.List | ast.Set) and named(listed)
+        return False
+
+    found = [n.iter if isinstance(n, ast.comprehension) else n for n in ast.walk(ast.parse(text)) if compares(n)]
+    return sorted({n.lineno for n in found})
+
+
+def test_no_code_outside_the_backends_compares_with_a_name():
+    files = [f for room in ROOMS for f in (ROOT / room).rglob("*.py") if "runtime/backends/" not in f.as_posix()]
+    found = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        found += [(file.relative_to(ROOT), n, lines[n - 1].strip()) for n in names_compared(text)]
+    others = tuple(begin for lines in OTHERS.values() for begin in lines)
+    wrong = [f"{file}:{n}: {line}" for file, n, line in found if not line.startswith(others)]
+    assert len(files) > 300
+    assert not wrong, "give `Backend` a field for what is decided here:\n" + "\n".join(wrong)
+    assert [begin for begin in others if not any(line.startswith(begin) for *_, line in found)] == []
+
+
+@pytest.mark.parametrize("bad", [
+    'if backend == "triton": pass',
+    'if "cpp" != backend: pass',
+    'if backend in ("aten", "cpp"): pass',
+    'tiles = {"xla": 128}[backend]',
+    'tile = tiles["pallas-tpu"]',
+    'tile = tiles.get("dense")',
+    'match backend:\n    case "gluon": pass',
+    'GUARDED = ("triton", "pallas-tpu")',
+    "tiles = dict(cpp=96)",
+    'for backend in ("cpp", "aten"): pass',
+    'made = [run(b) for b in ["cpp"]]',
+])  # fmt: skip
+def test_a_comparison_is_found(bad):
+    assert names_compared(bad) != []
+
+
+@pytest.mark.parametrize(
+    "good", ['def f(backend="cpp"): pass', 'choose("triton")', '"""of triton"""', 'x = {"a": "cpp"}']
+)
+def test_other_uses_of_a_name_are_none(good):
+    assert names_compared(good) == []
