@@ -17,11 +17,11 @@ from .types import INT
 MAX_RANGE, MAX_REDUCTIONS = 4096, 6
 
 
-def at(w: Walk, node: Node, frame: Frame, given: list[Node], keywords: dict[str, Node]) -> Steps:
+def at(w: Walk, node: Node, frame: Frame, args: list[Node], keywords: dict[str, Node]) -> Steps:
     bad = next((a for c, a in keywords.items() if c not in COORDINATES), None)
-    if len(given) != 1 or not keywords or bad is not None:
+    if len(args) != 1 or not keywords or bad is not None:
         return w.report(frame, bad or node, "`at` re-reads one expression elsewhere", f"it is `{FORMS['at']}`")
-    body = yield given[0], frame
+    body = yield args[0], frame
     parts = yield from w.parts([a.args[0] for a in keywords.values()], frame)
     moves = w.integers(frame, "a coordinate", parts)
     if moves is None or body.expr is None:

@@ -67,8 +67,8 @@ def keyword(name: str, names: Sequence[str] = ()) -> str:
     return f"did you mean the keyword `{called[0]}`?" if called else ""
 
 
-def dense(what: str, axes: int) -> str:
+def dense(kind: str, axes: int) -> str:
     """The hint for a dense mask or bias that is given as an array of `axes` axes."""
     index = {1: "k", 2: "q, k", 3: "h, q, k", 4: "b, h, q, k"}.get(axes, "...")
-    text = f"t[{index}]" if what == "mask" else f"score + t[{index}]"
-    return f'an array is a table of the text: frisket.{"mask" if what == "mask" else "score"}("{text}", t=...)'
+    text = f"t[{index}]" if kind == "mask" else f"score + t[{index}]"
+    return f'an array is a table of the text: frisket.{"mask" if kind == "mask" else "score"}("{text}", t=...)'

@@ -119,14 +119,14 @@ class Operators:
 
     # -- operands -----------------------------------------------------------------------------------
 
-    def numbers(self, frame: Frame, what: str, parts: Sequence[Part]) -> tuple[list[Expr], frozenset[str]] | None:
+    def numbers(self, frame: Frame, label: str, parts: Sequence[Part]) -> tuple[list[Expr], frozenset[str]] | None:
         """The operands brought to one number type, and the names that decide that type."""
         good = True
         for node, value in parts:
             if not self.narrow(frame, node, value, NUMBERS) and value.expr is not None:
                 good = False
                 shown = self.quote(frame, node)
-                self.report(frame, node, f"{what} takes numbers, {shown} is a Bool", f"write `{_cast(shown)}`")
+                self.report(frame, node, f"{label} takes numbers, {shown} is a Bool", f"write `{_cast(shown)}`")
         exprs = [v.expr for _, v in parts if v.expr is not None]
         if not good or len(exprs) < len(parts):
             return None
@@ -142,7 +142,7 @@ class Operators:
             exprs = [to_float(e) for e in exprs]
         return exprs, flex
 
-    def integers(self, frame: Frame, what: str, parts: Sequence[Part], remedy: str = "") -> list[Expr] | None:
+    def integers(self, frame: Frame, label: str, parts: Sequence[Part], remedy: str = "") -> list[Expr] | None:
         good = True
         for node, value in parts:
             if not self.narrow(frame, node, value, {INT}) and value.expr is not None:
@@ -150,16 +150,16 @@ class Operators:
                 shown = self.quote(frame, node)
                 cast = f"write `{_cast(shown)}`"
                 kind = value.expr.type
-                self.report(frame, node, f"{what} takes Ints, {shown} is {kind.with_article}", remedy or cast)
+                self.report(frame, node, f"{label} takes Ints, {shown} is {kind.with_article}", remedy or cast)
         exprs = [v.expr for _, v in parts if v.expr is not None]
         return exprs if good and len(exprs) == len(parts) else None
 
-    def boolean(self, frame: Frame, node: Node, value: Value, what: str) -> Expr | None:
+    def boolean(self, frame: Frame, node: Node, value: Value, label: str) -> Expr | None:
         if self.narrow(frame, node, value, {BOOL}):
             return value.expr
         if value.expr is not None:
             self.report(
-                frame, node, f"{what} takes a Bool, {self.quote(frame, node)} is {value.expr.type.with_article}",
+                frame, node, f"{label} takes a Bool, {self.quote(frame, node)} is {value.expr.type.with_article}",
                 f"compare it with something, for example `{_compared(self.quote(frame, node))}`",
             )  # fmt: skip
         return None
@@ -276,9 +276,9 @@ class Operators:
         e = self.boolean(frame, inner, value, f"`{sign}`")
         return ERROR if e is None else Value(build("not", e), value.flex if sign == "~" else frozenset())
 
-    def choose(self, frame: Frame, parts: Sequence[Part], what: str) -> Value:
+    def choose(self, frame: Frame, parts: Sequence[Part], label: str) -> Value:
         (cn, c), (yn, y), (nn, n) = parts
-        cond = self.boolean(frame, cn, c, f"the condition of {what}")
+        cond = self.boolean(frame, cn, c, f"the condition of {label}")
         if y.expr is None or n.expr is None:
             return ERROR
         for node, value, other in ((yn, y, n), (nn, n, y)):
@@ -291,21 +291,21 @@ class Operators:
         elif BOOL in types:
             bad, good = ((yn, nn), (nn, yn))[n.expr.type is BOOL]
             return self.report(
-                frame, bad, f"{what} gives {self.quote(frame, bad)}, a Bool, or {self.quote(frame, good)}, a number",
+                frame, bad, f"{label} gives {self.quote(frame, bad)}, a Bool, or {self.quote(frame, good)}, a number",
                 "both must be Bools or both numbers",
             )  # fmt: skip
         else:
             joined, flex = self.joined([y, n], [y.expr, n.expr])
         return ERROR if cond is None else Value(build("where", cond, *joined), flex)
 
-    def unary(self, frame: Frame, what: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
+    def unary(self, frame: Frame, label: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
         """A function that keeps the type of a number."""
-        found = self.numbers(frame, what, [part])
+        found = self.numbers(frame, label, [part])
         return ERROR if found is None else Value(make(found[0][0]), found[1])
 
-    def floating(self, frame: Frame, what: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
+    def floating(self, frame: Frame, label: str, part: Part, make: Callable[[Expr], Expr]) -> Value:
         """A function of one Float."""
-        found = self.numbers(frame, what, [part])
+        found = self.numbers(frame, label, [part])
         self.prefer(part[1], FLOAT)
         return ERROR if found is None else Value(make(to_float(found[0][0])))
 

@@ -55,13 +55,13 @@ def apply(name: str, inputs: tuple[Any, ...]) -> Any:
     """The result of `np.name(*inputs)` where some input is a symbol."""
     what = f"np.{name}"
     if name in UFUNCS:
-        return elementwise(lambda x, y: joined(UFUNCS[name], x, y), *inputs, what=what)
+        return elementwise(lambda x, y: joined(UFUNCS[name], x, y), *inputs, label=what)
     if name.startswith("logical_") and len(inputs) == 2:
-        return elementwise(lambda x, y: build(name[8:], truth(x), truth(y)), *inputs, what=what)
+        return elementwise(lambda x, y: build(name[8:], truth(x), truth(y)), *inputs, label=what)
     if name in FLOAT_FUNCTIONS:
-        return elementwise(lambda x: build(name, real(x)), *inputs, what=what)
+        return elementwise(lambda x: build(name, real(x)), *inputs, label=what)
     if name in UNARY:
-        return elementwise(UNARY[name], *inputs, what=what)
+        return elementwise(UNARY[name], *inputs, label=what)
     x = operand(inputs[0], what)
     if name in ("invert", "bitwise_not"):
         return ~x

@@ -90,14 +90,14 @@ def symbol_of(value: Any) -> Symbol | None:
     return None
 
 
-def operand(value: Any, what: str) -> Symbol:
+def operand(value: Any, label: str) -> Symbol:
     found = symbol_of(value)
     if found is not None:
         return found
     shape = getattr(value, "shape", None)
     if shape is not None:
-        fail(f"an array ({shown(shape)}) and a position meet in {what}: index the array first, as in `table[q]`")
-    return fail(f"{what_is(value)} and a position meet in {what}: only numbers do")
+        fail(f"an array ({shown(shape)}) and a position meet in {label}: index the array first, as in `table[q]`")
+    return fail(f"{what_is(value)} and a position meet in {label}: only numbers do")
 
 
 def shown(shape: Sequence[int]) -> str:
@@ -113,7 +113,7 @@ def table(name: str, shape: tuple[int, ...], type: Type) -> Symbol:
     return Symbol(ir.lookup(name, tuple(a.bound for a in axes), type), axes)
 
 
-def aligned(symbols: Sequence[Symbol], what: str = "an operation") -> tuple[list[Expr], tuple[Axis, ...]]:
+def aligned(symbols: Sequence[Symbol], label: str = "an operation") -> tuple[list[Expr], tuple[Axis, ...]]:
     """The elements of arrays broadcast against each other, as numpy and torch do: the last axes meet."""
     if not any(s.axes for s in symbols):
         return [s.expr for s in symbols], ()
@@ -123,7 +123,7 @@ def aligned(symbols: Sequence[Symbol], what: str = "an operation") -> tuple[list
         mine = [(s.axes[-place], m) for s, m in zip(symbols, moves) if len(s.axes) >= place]
         wide = next((a for a, _ in mine if a.size != 1), mine[0][0])
         if any(a.size not in (1, wide.size) for a, _ in mine):
-            fail(f"arrays of shapes {' and '.join(shown(s.shape) or 'one number' for s in symbols)} meet in {what}")
+            fail(f"arrays of shapes {' and '.join(shown(s.shape) or 'one number' for s in symbols)} meet in {label}")
         new = axis(wide.size, wide.end)
         axes.append(new)
         for a, moved in mine:
@@ -132,13 +132,13 @@ def aligned(symbols: Sequence[Symbol], what: str = "an operation") -> tuple[list
     return exprs, tuple(reversed(axes))
 
 
-def elementwise(make: Callable[..., Expr], *values: Any, what: str) -> Symbol:
+def elementwise(make: Callable[..., Expr], *values: Any, label: str) -> Symbol:
     """Apply `make` to the elements of the values, broadcast."""
-    parts, axes = aligned([operand(v, what) for v in values], what)
+    parts, axes = aligned([operand(v, label) for v in values], label)
     try:
         return Symbol(make(*parts), axes)
     except TypeError as error:
-        fail(f"{what}: {error}")
+        fail(f"{label}: {error}")
 
 
 def indexed(x: Symbol, key: Any) -> Symbol:
@@ -359,11 +359,11 @@ def product(x: Symbol, y: Symbol) -> Symbol:
 
 
 def apply_binary(op: str, left: Any, right: Any) -> Symbol:
-    return elementwise(lambda x, y: joined(op, x, y), left, right, what=f"`{op}`")
+    return elementwise(lambda x, y: joined(op, x, y), left, right, label=f"`{op}`")
 
 
-def choice(condition: Any, yes: Any, no: Any, what: str) -> Symbol:
-    return elementwise(lambda c, x, y: build("where", truth(c), *alike(x, y)), condition, yes, no, what=what)
+def choice(condition: Any, yes: Any, no: Any, label: str) -> Symbol:
+    return elementwise(lambda c, x, y: build("where", truth(c), *alike(x, y)), condition, yes, no, label=label)
 
 
 # Python's names of the operators that take two, and the language's.

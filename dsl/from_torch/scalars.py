@@ -54,7 +54,9 @@ def to(x: Any, *args: Any, dtype: Any = None, **_: Any) -> Symbol:
         if a is None or isinstance(a, bool | str) or type(a).__name__ == "device":
             continue
         dtype = a.dtype if hasattr(a, "dtype") and not isinstance(a, type) else a
-    return operand(x, "`to`") if dtype is None else elementwise(lambda e: cast(e, type_of_dtype(dtype)), x, what="`to`")
+    return (
+        operand(x, "`to`") if dtype is None else elementwise(lambda e: cast(e, type_of_dtype(dtype)), x, label="`to`")
+    )
 
 
 def typed(x: Any, dtype: Any = None, *_: Any, **__: Any) -> Symbol:
@@ -146,7 +148,7 @@ ON_NUMBER: dict[str, Callable[[Expr], Expr]] = {
 
 def _one(name: str, make: Callable[[Expr], Expr], kind: Callable[[Expr], Expr]) -> Function:
     def call(input: Any, inplace: bool = False) -> Symbol:
-        return elementwise(lambda x: make(kind(x)), input, what=f"`{name}`")
+        return elementwise(lambda x: make(kind(x)), input, label=f"`{name}`")
 
     return call
 
@@ -177,7 +179,7 @@ def _two(op: str, swapped: bool = False) -> Function:
 
 def _logical(op: str) -> Function:
     return lambda input, other: elementwise(
-        lambda x, y: build(op, truth(x), truth(y)), input, other, what=f"`logical_{op}`"
+        lambda x, y: build(op, truth(x), truth(y)), input, other, label=f"`logical_{op}`"
     )
 
 
@@ -192,7 +194,7 @@ def _truncated(x: Expr, y: Expr) -> Expr:
 
 def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Symbol:
     if rounding_mode == "trunc":
-        return elementwise(_truncated, input, other, what="`div`")
+        return elementwise(_truncated, input, other, label="`div`")
     return apply_binary("div" if rounding_mode is None else "floordiv", input, other)
 
 
@@ -201,7 +203,7 @@ def fmod(input: Any, other: Any) -> Symbol:
         x, y = alike(number(x), number(y))
         return x - y * _truncated(x, y)
 
-    return elementwise(make, input, other, what="`fmod`")
+    return elementwise(make, input, other, label="`fmod`")
 
 
 def _logaddexp(x: Expr, y: Expr) -> Expr:
@@ -213,7 +215,7 @@ def _logaddexp(x: Expr, y: Expr) -> Expr:
 
 
 def _on_floats(name: str, make: Callable[[Expr, Expr], Expr]) -> Function:
-    return lambda input, other: elementwise(lambda x, y: make(real(x), real(y)), input, other, what=f"`{name}`")
+    return lambda input, other: elementwise(lambda x, y: make(real(x), real(y)), input, other, label=f"`{name}`")
 
 
 def _heaviside(x: Expr, y: Expr) -> Expr:
@@ -229,7 +231,7 @@ def lerp(input: Any, end: Any, weight: Any) -> Symbol:
         x, y, w = real(x), real(y), real(w)
         return where(abs(w) < 0.5, x + w * (y - x), y - (y - x) * (1.0 - w))  # as torch has it: exact at both ends
 
-    return elementwise(make, input, end, weight, what="`lerp`")
+    return elementwise(make, input, end, weight, label="`lerp`")
 
 
 def _added(op: str) -> Function:
@@ -257,20 +259,20 @@ def chosen(condition: Any, input: Any = None, other: Any = None, **names: Any) -
 
 
 def sign(input: Any) -> Symbol:
-    return elementwise(lambda x: x if x.type is BOOL else build("sign", x), input, what="`sign`")
+    return elementwise(lambda x: x if x.type is BOOL else build("sign", x), input, label="`sign`")
 
 
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Symbol:
     # torch goes straight to x above the threshold, where the difference is below its precision
     return elementwise(lambda x: _softplus(real(x) * float(beta)) / float(beta) if beta != 1 else _softplus(real(x)),
-                       input, what="`softplus`")  # fmt: skip
+                       input, label="`softplus`")  # fmt: skip
 
 
 def gelu(input: Any, approximate: str = "none") -> Symbol:
     def tanh(x: Expr) -> Expr:
         return 0.5 * x * (1.0 + build("tanh", math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
-    return elementwise(lambda x: (tanh if approximate == "tanh" else MADE_OF["gelu"])(real(x)), input, what="`gelu`")
+    return elementwise(lambda x: (tanh if approximate == "tanh" else MADE_OF["gelu"])(real(x)), input, label="`gelu`")
 
 
 def _piece(make: Callable[..., Expr], **defaults: float) -> Function:
@@ -280,7 +282,7 @@ def _piece(make: Callable[..., Expr], **defaults: float) -> Function:
         numbers = {**defaults, **dict(zip(defaults, given)), **named}
         if set(numbers) != set(defaults):
             raise TypeError(f"it takes {', '.join(defaults)}")
-        return elementwise(lambda x: make(real(x), *(float(v) for v in numbers.values())), input, what="a function")
+        return elementwise(lambda x: make(real(x), *(float(v) for v in numbers.values())), input, label="a function")
 
     return call
 
@@ -305,7 +307,7 @@ def nan_to_num(input: Any, nan: float = 0.0, posinf: float | None = None, neginf
             return x
         return where(ne(x, x), float(nan), where(eq(x, INF), float(high), where(eq(x, NEG_INF), float(low), x)))
 
-    return elementwise(make, input, what="`nan_to_num`")
+    return elementwise(make, input, label="`nan_to_num`")
 
 
 SCALARS: dict[str, Function] = {
@@ -319,9 +321,9 @@ SCALARS: dict[str, Function] = {
     "logaddexp": _on_floats("logaddexp", _logaddexp),
     "hypot": _on_floats("hypot", lambda x, y: build("sqrt", x * x + y * y)),
     "copysign": _on_floats("copysign", lambda x, y: where(_signbit(y), -abs(x), abs(x))),
-    "heaviside": lambda input, values: elementwise(_heaviside, input, values, what="`heaviside`"),
+    "heaviside": lambda input, values: elementwise(_heaviside, input, values, label="`heaviside`"),
     "lerp": lerp, "addcmul": _added("mul"), "addcdiv": _added("div"),
-    "logical_not": lambda input: elementwise(lambda x: build("not", truth(x)), input, what="`logical_not`"),
+    "logical_not": lambda input: elementwise(lambda x: build("not", truth(x)), input, label="`logical_not`"),
     "invert": lambda input: ~operand(input, "`~`"),
     "bitwise_not": lambda input: ~operand(input, "`~`"),
     "float_power": lambda input, exponent: apply_binary("pow", to(input, dtype="float"), exponent),

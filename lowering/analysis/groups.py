@@ -114,14 +114,14 @@ class ValueNumbers:
 class Groups:
     """Keys that agree in some functions, each group in order of position; `held` are the keys that count."""
 
-    def __init__(self, functions: Sequence[Array], held: Array | None = None) -> None:
+    def __init__(self, functions: Sequence[Array], counted: Array | None = None) -> None:
         self.names = [ValueNumbers(f) for f in functions]
         joint = self._joint([name(f) for name, f in zip(self.names, functions, strict=True)])
         self.rename = ValueNumbers(joint)
         self.group = self.rename(joint)
         self.start = np.zeros(self.rename.size + 1, np.int64)
         np.cumsum(np.bincount(self.group, minlength=self.rename.size), out=self.start[1:])
-        self._held = held
+        self._held = counted
 
     @cached_property
     def order(self) -> Array:

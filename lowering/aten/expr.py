@@ -152,9 +152,9 @@ class TileProgram:
     tensor, which is overwritten where that saves a pass.
     """
 
-    def __init__(self, root: Expr, dtype: Any, given: Mapping[Expr, str] | None = None) -> None:
+    def __init__(self, root: Expr, dtype: Any, known: Mapping[Expr, str] | None = None) -> None:
         self.dtype = dtype
-        self.given = dict(given or {})
+        self.given = dict(known or {})
         order = list(_walk_to(unroll(root), self.given))
         at = {n: i for i, n in enumerate(order)}
         last = {a: i for i, n in enumerate(order) for a in self._inputs(n)}

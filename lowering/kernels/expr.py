@@ -83,10 +83,10 @@ def printed(
     backend: str,
     inner: Collection[Expr] = (),
     when: Mapping[str, int] = LEVELS,
-    kept: Collection[Expr] = (),
+    early: Collection[Expr] = (),
 ) -> Printed:
     """Print `roots` as text. `leaf` writes what no table can (leaves, lookups; None: see the table), `name` names a
-    node of a level; the roots in `inner` are used per position, those in `kept` too and computed as early as possible.
+    node of a level; the roots in `inner` are used per position, those in `early` too and computed as early as possible.
     Raises LoweringError for an operator without a row."""
     roots = tuple(dict.fromkeys(roots))
     known = levels(*roots, when=when)
@@ -101,7 +101,7 @@ def printed(
         text = leaf(node, args) or operator(node, args, table, backend)
         sooner = any(known[u] != known[node] for u in users[node])
         sooner |= node in inner and known[node] in (SCALAR, ROW)
-        sooner |= node in kept and known[node] != POSITION
+        sooner |= node in early and known[node] != POSITION
         often = len(users[node]) > 1 or (bool(users[node]) and (node in roots or len(text.text) > LONG))
         load = node.op == "lookup" and known[node] == POSITION
         if node.args and (sooner or often or load):

@@ -156,13 +156,13 @@ class Attention:
         found = (_operators("torch").attend if framework == "torch" else attend_jax)(self, request)
         return results(found, return_lse, return_max) if return_lse or return_max else found[0]
 
-    def check_if_asked(self, call: Call, found: tuple[Any, Any, Any]) -> None:
+    def check_if_asked(self, call: Call, results: tuple[Any, Any, Any]) -> None:
         if call.geometry.vacant or not Settings.read().check:
             return
-        if traced(found[0]):
-            report_later(call, *found[:2])
+        if traced(results[0]):
+            report_later(call, *results[:2])
         else:
-            report(call, *found[:2]).require()
+            report(call, *results[:2]).require()
 
     def call(self, request: Request) -> Call:
         """A call, checked; `run` runs it."""

@@ -22,12 +22,12 @@ from .report import CheckedGradients, Report, compared, differentiated
 
 
 def oracle(
-    given: Arrays, g: Geometry, program: CallProgram, rate: float = 0.0, seed: Any = None, sinks: Any = None,
+    arrays: Arrays, g: Geometry, program: CallProgram, rate: float = 0.0, seed: Any = None, sinks: Any = None,
     live: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:  # fmt: skip
     """(out [batch, heads, q_len, v_dim], lse, top [batch, heads, q_len]) in float64."""
     program.require_bound()
-    q, k, v = meant(given, live)
+    q, k, v = meant(arrays, live)
     mask, score = program.exprs
     terms = dropout_terms(program, rate, seed)
     terms["params"] |= program.scalars

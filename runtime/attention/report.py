@@ -85,25 +85,25 @@ class CheckedGradients:
 
 
 def compared(
-    given: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
+    arrays: Arrays, g: Geometry, program: CallProgram, out: Array, lse: Array, *, sinks: Any = None,
     kept: Expr | None = None, rate: float = 0.0, params: Mapping[str, Any] | None = None,
     cotangents: CheckedGradients | None = None, live: Mapping[str, Any] | None = None,
 ) -> Report:  # fmt: skip
     """The report of a result `out` [batch, heads, q_len, v_dim], `lse`, for the arrays it came from; `params` are
     values of names that only `kept` has, `live` the scales and pages of stored keys and values."""
-    arguments: tuple[Any, ...] = (*meant(given, live or {}), *program.exprs)
+    arguments: tuple[Any, ...] = (*meant(arrays, live or {}), *program.exprs)
     options: dict[str, Any] = {
         "scale": g.scale, "params": {**program.scalars, **(params or {})}, "tables": program.tables, "origin": g.origin,
         "sizes": g.full, "sinks": None if sinks is None else to_numpy(sinks), "kept": kept, "rate": rate,
     }  # fmt: skip
-    in_dtype = _rounded(given)
+    in_dtype = _rounded(arrays)
     want, want_lse = dense.attention(*arguments, **options)
     plain, plain_lse = dense.attention(*arguments, **options, rounded=in_dtype)
     gradients: dict[str, tuple[float, float]] = {}
     if cotangents is not None:
-        dout = turn(to_numpy(cotangents.dout), given.layout, "bhsd")
+        dout = turn(to_numpy(cotangents.dout), arrays.layout, "bhsd")
         dlse = None if cotangents.dlse is None else to_numpy(cotangents.dlse)
-        got = {n: turn(to_numpy(x), given.layout, "bhsd") if n in ("q", "k", "v") else to_numpy(x)
+        got = {n: turn(to_numpy(x), arrays.layout, "bhsd") if n in ("q", "k", "v") else to_numpy(x)
                for n, x in cotangents.found.items()}  # fmt: skip
 
         def both(dout: Array, dlse: Array | None) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def compared(
 
         gradients = _gradient_errors(got, both, dout, dlse)
     return Report(
-        _error(out, want), _error(lse, want_lse), _error(plain, want), _error(plain_lse, want_lse), given.dtype,
+        _error(out, want), _error(lse, want_lse), _error(plain, want), _error(plain_lse, want_lse), arrays.dtype,
         gradients, all(bool(np.isfinite(x).all()) for x in arguments[:3]),
     )  # fmt: skip
 

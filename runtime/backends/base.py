@@ -34,8 +34,8 @@ class Lazy:
         found: Callable[..., Any] = getattr(sys.modules.get(module) or importlib.import_module(module), name)
         return found
 
-    def __call__(self, *given: Any, **more: Any) -> Any:
-        return self.function(*given, **more)
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        return self.function(*args, **more)
 
 
 @dataclass(frozen=True)

@@ -29,27 +29,27 @@ def text_of(
 
 
 def stages_of(
-    made: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
+    work: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
 ) -> Stages:
-    text, target = text_of(made.plan, target, g, dtype, sinks, learned)
-    m, s = made.program.mask, made.program.score
+    text, target = text_of(work.plan, target, g, dtype, sinks, learned)
+    m, s = work.program.mask, work.program.score
     written = Pair(None if m is None else m.expr, None if s is None else s.expr)
-    return Stages(written, Pair(*made.simplified), made.layout.facts, made.layout, made.plan, target, text, made.rules)
+    return Stages(written, Pair(*work.simplified), work.layout.facts, work.layout, work.plan, target, text, work.rules)
 
 
-def show(names: tuple[str, ...], plan: AnyPlan, made: Work | FlatWork, target: Target, g: Geometry, dtype: str) -> None:
+def show(names: tuple[str, ...], plan: AnyPlan, work: Work | FlatWork, target: Target, g: Geometry, dtype: str) -> None:
     """Print these stages to stderr, once for each target of a plan."""
     if target in plan.shown:
         return
     plan.shown.add(target)
-    if isinstance(made, FlatWork):
+    if isinstance(work, FlatWork):
         assert isinstance(plan, FlatPlan)
         given = plan.given if plan.key.framework == "torch" else {}
         learned = [n for n, x in given.items() if x.is_floating_point()]
-        text, runs = text_of(made.plan, target, g, dtype, learned=learned)
-        stages = plan.stages(made, runs, text)
+        text, runs = text_of(work.plan, target, g, dtype, learned=learned)
+        stages = plan.stages(work, runs, text)
     else:
-        stages = stages_of(made, target, g, dtype)
+        stages = stages_of(work, target, g, dtype)
     print("\n\n".join(stages.text(n) for n in names), file=sys.stderr)
 
 

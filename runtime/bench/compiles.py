@@ -16,7 +16,7 @@ from typing import Any
 
 from .contest import Contest, Stage
 from .first import CACHES
-from .race import said
+from .race import failure_text
 
 LIMIT = 600  # seconds of one process
 
@@ -69,7 +69,7 @@ def run(
         try:
             c.prepare(contests[0])  # compiles nothing: it says whether there are words for it
         except Exception as error:
-            found.out[c.name] = said(error)
+            found.out[c.name] = failure_text(error)
             continue
         with tempfile.TemporaryDirectory() as folder:
             cold = _child(folder, (c.name, stage.name, device, contests))

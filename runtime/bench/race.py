@@ -70,7 +70,7 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
             call = c.prepare(contest)
             results[c.name] = stage.numpy(call())
         except Exception as error:  # of any library: what it says is part of the result
-            race.out[c.name] = said(error)
+            race.out[c.name] = failure_text(error)
             continue
         race.first[c.name] = time.perf_counter() - start
         calls[c.name] = call
@@ -85,7 +85,7 @@ def run(contest: Contest, stage: Stage, rounds: int, families: Collection[str] |
         yield race
 
 
-def said(error: Exception) -> str:
+def failure_text(error: Exception) -> str:
     """A text that says why a participant is not timed."""
     if isinstance(error, NoWordsError):
         return str(error)

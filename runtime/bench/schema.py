@@ -29,18 +29,18 @@ MACHINE = {"date": str, "cpu": str, "cores": int, "python": str}  # and the vers
 SIDES = ("at least", "at most")
 
 
-def check(found: Any) -> None:
-    """Raise `ParameterError` that says where `found` is no result in this form.
+def check(result: Any) -> None:
+    """Raise `ParameterError` that says where `result` is no result in this form.
 
     >>> check({"schema": 1, "parts": {"forward": {"settings": {}, "rows": {}}}})
     Traceback (most recent call last):
     ...
     frisket.dsl.errors.ParameterError: parts.forward: the keys are rows, settings; there must be machine, settings, rows
     """
-    _keys(found, "a result", ("schema", "parts"))
-    if found["schema"] != VERSION:
-        raise ParameterError(f"schema: {found['schema']!r} is not {VERSION}, the form of this version")
-    for name, part in _named(found["parts"], "parts"):
+    _keys(result, "a result", ("schema", "parts"))
+    if result["schema"] != VERSION:
+        raise ParameterError(f"schema: {result['schema']!r} is not {VERSION}, the form of this version")
+    for name, part in _named(result["parts"], "parts"):
         where = f"parts.{name}"
         _keys(part, where, ("machine", "settings", "rows"), ("notes",))
         for key, kind in MACHINE.items():

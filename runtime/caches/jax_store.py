@@ -127,13 +127,13 @@ def counted(counts: Any, batch: int, new: int) -> jax.Array:
     return jnp.broadcast_to(found, (batch,))
 
 
-def numbers(what: str, x: Any, batch: int) -> jax.Array:
+def numbers(name: str, x: Any, batch: int) -> jax.Array:
     """One integer for each sequence, int32 [batch] or [], from 0; inside of a trace their values are not looked at."""
     x = jnp.asarray(x)
     if x.shape not in ((), (batch,)) or not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ShapeError(f"{what} are {x.dtype}{list(x.shape)}; they are one integer, or [batch] = [{batch}]")
+        raise ShapeError(f"{name} are {x.dtype}{list(x.shape)}; they are one integer, or [batch] = [{batch}]")
     if not traced(x) and bool((x < 0).any()):
-        raise ShapeError(f"{what} are {np.asarray(x)}; each is 0 or more")
+        raise ShapeError(f"{name} are {np.asarray(x)}; each is 0 or more")
     found: jax.Array = x.astype(jnp.int32)
     return found
 

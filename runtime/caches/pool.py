@@ -49,10 +49,10 @@ class PagePool:
         self.ledger = Ledger()
 
     @classmethod
-    def of(cls, pages: int, page: int, held: Mapping[Any, tuple[Sequence[int], int]]) -> PagePool:
+    def of(cls, pages: int, page: int, sequences: Mapping[Any, tuple[Sequence[int], int]]) -> PagePool:
         """A pool as it was: the pages and the number of tokens of every sequence."""
         pool = cls(pages, page)
-        for sequence, (its, tokens) in held.items():
+        for sequence, (its, tokens) in sequences.items():
             pool._held[sequence], pool._lengths[sequence] = list(its), tokens
             pool.ledger.new(sequence)
             for i in its:

@@ -111,7 +111,7 @@ def empty_rows(batch: int) -> Rows:
 
 def seated(
     pool: PagePool, sequences: Sequence[Any], new: Any, pages: int, page: int, batch: int, width: int,
-    rows: Any = None, held: Any = None,
+    rows: Any = None, stored: Any = None,
 ) -> tuple[Rows, Rows, Rows, Rows]:  # fmt: skip
     """(pages int32 [batch, width], room and lengths int32 [batch], rows int32 [5, batch]) of sequences in a cache.
 
@@ -119,7 +119,7 @@ def seated(
     and `batch` rows of `width` pages. `room` is how many tokens the pages of a row can hold, `lengths` how many are
     stored without the `new` ones, `rows` the five numbers of every row.
 
-    Raises `ShapeError` where the pool disagrees with the `rows` before, which hold `held` tokens each."""
+    Raises `ShapeError` where the pool disagrees with the `rows` before, which hold `stored` tokens each."""
     if (pool.pages, pool.page) != (pages, page) or len(sequences) != batch:
         raise ShapeError(
             f"{len(sequences)} sequences of a pool of {pool.pages} pages of {pool.page} tokens; this cache has "
@@ -128,7 +128,7 @@ def seated(
     told = np.asarray(new)
     if told.shape not in ((), (batch,)) or told.dtype.kind not in "iu":
         raise ShapeError(f"new tokens are {new!r}; they are an integer, or one for each of {batch} rows")
-    sat = {} if rows is None else _read(pool, np.asarray(rows).T.tolist(), np.asarray(held).tolist())
+    sat = {} if rows is None else _read(pool, np.asarray(rows).T.tolist(), np.asarray(stored).tolist())
     table, (room, lengths), made = np.zeros((batch, width), np.int32), np.zeros((2, batch), np.int32), empty_rows(batch)
     written: dict[int, Any] = {}
     for b, (s, more) in enumerate(zip(sequences, np.broadcast_to(told, batch).tolist(), strict=True)):

@@ -87,15 +87,15 @@ def write(store: Tensor, at: Tensor, new: Tensor, real: Taken | None) -> None:
         flat.index_copy_(0, at, torch.where(real.some, real.of(new).reshape(-1, *width), flat[at]))
 
 
-def numbers(what: str, x: Any, batch: int) -> list[int] | None:
+def numbers(name: str, x: Any, batch: int) -> list[int] | None:
     """One integer for each sequence, from one or [batch] of them; None where a device has them."""
     if isinstance(x, Tensor) and not x.is_cpu:
         if x.shape not in ((), (batch,)) or x.dtype not in (torch.int32, torch.int64):
-            raise _wrong(what, x, batch)
+            raise _wrong(name, x, batch)
         return None
     found = np.asarray(x)
     if found.shape not in ((), (batch,)) or found.dtype.kind not in "iu":
-        raise _wrong(what, x, batch)
+        raise _wrong(name, x, batch)
     told: list[int] = np.broadcast_to(found, (batch,)).tolist()
     return told
 

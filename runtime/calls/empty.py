@@ -30,12 +30,12 @@ def nothing(call: Call, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
     return results_of(call.given, call.geometry, call.sinks, learned)
 
 
-def results_of(given: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
-    q, k, v = given.qkv
-    real = "float64" if given.dtype == "float64" or given.framework == "numpy" else "float32"
+def results_of(arrays: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[Any] = ()) -> tuple[Any, Any, Any]:
+    q, k, v = arrays.qkv
+    real = "float64" if arrays.dtype == "float64" or arrays.framework == "numpy" else "float32"
     rows = (g.batch, g.heads, g.q_len)
-    out = (*rows, g.v_dim) if given.layout == "bhsd" else (g.batch, g.q_len, g.heads, g.v_dim)
-    if given.framework == "torch":
+    out = (*rows, g.v_dim) if arrays.layout == "bhsd" else (g.batch, g.q_len, g.heads, g.v_dim)
+    if arrays.framework == "torch":
         torch = sys.modules["torch"]
         real = getattr(torch, real)
         inputs = [x for x in (q, k, v, sinks, *learned) if x is not None and x.requires_grad]
@@ -44,7 +44,7 @@ def results_of(given: Arrays, g: Geometry, sinks: Any = None, learned: Iterable[
         empty = torch.full(rows, -torch.inf, dtype=real, device=q.device)
         lse = empty if sinks is None else sinks.to(real)[None, :, None].expand(rows).clone()
         return made, lse + link, empty.clone()
-    np_like: Any = np if given.framework == "numpy" else sys.modules["jax"].numpy
+    np_like: Any = np if arrays.framework == "numpy" else sys.modules["jax"].numpy
     empty = np_like.full(rows, -np.inf, real)
     lse = empty if sinks is None else np_like.broadcast_to(np_like.asarray(sinks, real)[None, :, None], rows)
-    return np_like.zeros(out, real if given.framework == "numpy" else q.dtype), lse, empty
+    return np_like.zeros(out, real if arrays.framework == "numpy" else q.dtype), lse, empty

@@ -16,18 +16,18 @@ MOST_HEADS = 128  # of keys: models with more are not known
 GROUPED = 64  # this many heads that share nothing, beside fewer keys than queries, are a length rather
 
 
-def check_order(given: Arrays, g: Geometry, program: CallProgram, params: Mapping[str, Any]) -> None:
+def check_order(arrays: Arrays, g: Geometry, program: CallProgram, params: Mapping[str, Any]) -> None:
     """Warn where shapes, or the lengths of tables, say that the axes of heads and of length are exchanged."""
-    if given.pages or not all(type(n) is int for n in (g.batch, g.heads, g.q_len, g.kv_len)):
+    if arrays.pages or not all(type(n) is int for n in (g.batch, g.heads, g.q_len, g.kv_len)):
         return
     if g.q_len % g.kv_len or g.q_len >= g.kv_heads:  # they would not divide, or there are more heads than tokens
         return
     why = _by_shape(g) or _by_tables(g, program, params)
     if not why:
         return
-    have = given.layout
+    have = arrays.layout
     other = "bhsd" if have == "bshd" else "bshd"
-    shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip("qkv", given.qkv, strict=True))
+    shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in zip("qkv", arrays.qkv, strict=True))
     warn_once(
         f"{shapes} are read as {LAYOUTS[have]}: {g.q_len} tokens of {g.heads} heads, and {why}\n"
         f'  if they are {LAYOUTS[other]} give layout="{other}"; if not, layout="{have}" says so',

@@ -124,17 +124,17 @@ class CallProgram:
         return "\n".join(lines if self.score is None else [*lines, f"score = {self.score}"])
 
 
-def program_of(what: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any]) -> CallProgram:
+def program_of(source: MaskLike | Program | None, mod: ScoreLike | None, params: Mapping[str, Any]) -> CallProgram:
     """The mask and score mod of a call; each parameter goes where its name occurs."""
-    if isinstance(what, Program):
+    if isinstance(source, Program):
         if mod is not None:
             raise ParameterError("a Program has its score mod already; give score= or the Program, not both")
-        return joined(what.mask, what.score).bind(params)
+        return joined(source.mask, source.score).bind(params)
     values = {n: as_value(n, x) for n, x in params.items()}
-    mine, theirs = (_wanted(w, kind, values) for w, kind in ((what, "mask"), (mod, "score")))
+    mine, theirs = (_wanted(w, kind, values) for w, kind in ((source, "mask"), (mod, "score")))
     check_used(params, {*mine, *theirs})
     return joined(
-        None if what is None else mask(what, **with_learned(mine, params)),
+        None if source is None else mask(source, **with_learned(mine, params)),
         None if mod is None else score(mod, **with_learned(theirs, params)),
     )  # fmt: skip
 

@@ -74,10 +74,10 @@ def live_of(k_scale: Any, v_scale: Any, pages: Any) -> dict[str, Any]:
     return {n: x for n, x in given.items() if x is not None}
 
 
-def refuse_taken(given: Mapping[str, Any], what: Any) -> None:
-    """Refuse one of `given` that a mask or score mod waits for under the same name."""
-    for name, x in given.items():
-        if x is not None and any(name in p.unbound for p in what.parts):
+def refuse_taken(values: Mapping[str, Any], program: Any) -> None:
+    """Refuse one of `values` that a mask or score mod waits for under the same name."""
+    for name, x in values.items():
+        if x is not None and any(name in p.unbound for p in program.parts):
             raise ParameterError(
                 f"`{name}` is a parameter of the mask or score mod, and of a call it says how keys are stored\n"
                 f"  rename it in the text, for example `my_{name}`, or bind it there: frisket.mask(..., {name}=...)"
@@ -90,19 +90,19 @@ def parted(params: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return live, {n: x for n, x in params.items() if n not in live} if live else dict(params)
 
 
-def stored(given: Arrays, g: Geometry, live: Mapping[str, Any]) -> tuple[Stored | None, dict[str, Any]]:
+def stored(arrays: Arrays, g: Geometry, live: Mapping[str, Any]) -> tuple[Stored | None, dict[str, Any]]:
     """The static description of a call's scales and pages, and their arrays with the axes of the framework's own
     layout; None without any. `ShapeError` where they do not fit k and v."""
     if not live:
         return None, {}
     for name, x in live.items():
-        _check(name, x, given)
-    natural = NATURAL.get(given.framework, given.layout)
-    found = {n: turned(n, x, given.layout, natural) for n, x in live.items()}
+        _check(name, x, arrays)
+    natural = NATURAL.get(arrays.framework, arrays.layout)
+    found = {n: turned(n, x, arrays.layout, natural) for n, x in live.items()}
     b, h, _, k = g.origin
     if not isinstance(k, int):
-        found[FIRST] = _like(np.broadcast_to(k, g.batch), given.q, given.framework)
-    page = given.page if PAGES in live else 0
+        found[FIRST] = _like(np.broadcast_to(k, g.batch), arrays.q, arrays.framework)
+    page = arrays.page if PAGES in live else 0
     first = b, h, k if isinstance(k, int) else None
     return Stored(K_SCALE in live, V_SCALE in live, page, natural, g.heads // g.kv_heads, first), found
 
@@ -151,10 +151,10 @@ def turned(name: str, x: Any, have: str, want: str) -> Any:
     return x if name not in (K_SCALE, V_SCALE) or have == want else x.swapaxes(1, 2)
 
 
-def meant(given: Arrays, live: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def meant(arrays: Arrays, live: Mapping[str, Any]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """q, k and v as they are meant, float64 [batch, heads, length, dim]; `live` as `stored` gives it."""
-    q, k, v = (turn(to_numpy(x), given.layout, "bhsd") for x in given.qkv)
-    natural = NATURAL.get(given.framework, given.layout)
+    q, k, v = (turn(to_numpy(x), arrays.layout, "bhsd") for x in arrays.qkv)
+    natural = NATURAL.get(arrays.framework, arrays.layout)
     told = {n: to_numpy(turned(n, x, natural, "bhsd")) for n, x in live.items()}
     pages = told.get(PAGES)
     return q, _meant(k, told.get(K_SCALE), pages), _meant(v, told.get(V_SCALE), pages)

@@ -57,7 +57,7 @@ def to_html(layout: Tiling, path: str | Path | None = None) -> str:
     found = data(layout)
     page = filled(
         policy=POLICY, title=escape(short(found["mask"]["text"], 80)), data=script(found), start=START,
-        still=notebook(layout), **said(layout),
+        still=notebook(layout), **captions(layout),
     )  # fmt: skip
     if where is not None:
         save(where, page.encode())
@@ -95,7 +95,7 @@ def data(layout: Tiling, pack: portable.Pack = portable.packed, table: portable.
     }  # fmt: skip
 
 
-def said(layout: Tiling) -> dict[str, str]:
+def captions(layout: Tiling) -> dict[str, str]:
     """The words of the page, as HTML."""
     block = "{:,} × {:,}".format(*layout.block)
     return {"shape": escape(_shape(layout)), "block": block, "tiles": _tiles(layout), "facts": _facts(layout)}

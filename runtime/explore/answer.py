@@ -30,7 +30,7 @@ from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask, Program, ScoreMod, program
 
-from .values import MadeUp, Number, ProblemSize, Slider, given
+from .values import MadeUp, Number, ProblemSize, Slider, all_sliders
 
 Array = NDArray[Any]
 LONGEST = 1 << 22  # tokens
@@ -48,7 +48,7 @@ HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
-class Request:
+class Question:
     """A question of the page. `have` are the tables it has already, by their digests."""
 
     text: str
@@ -90,14 +90,14 @@ def _pictured(error: MaskSyntaxError, span: Any) -> list[str]:
     return [where, *picture.split("\n")]
 
 
-def checked(asked: Mapping[str, Any]) -> Request:
+def checked(asked: Mapping[str, Any]) -> Question:
     """A request that can be worked on; ShapeError and ParameterError where it cannot."""
     if not isinstance(asked, Mapping) or not isinstance(asked.get("text"), str):
         raise ParameterError("a request is a JSON object with `text`")
     if len(asked["text"]) > CHARACTERS:
         raise ParameterError(f"the text has {len(asked['text']):,} characters; {CHARACTERS:,} are the most")
-    numbers = {n: asked.get(n, getattr(Request, n)) for n in ("q_len", "kv_len", "batch", "heads", "documents")}
-    block = asked.get("block", Request.block)
+    numbers = {n: asked.get(n, getattr(Question, n)) for n in ("q_len", "kv_len", "batch", "heads", "documents")}
+    block = asked.get("block", Question.block)
     if not isinstance(block, list | tuple) or len(block) != 2:
         raise ShapeError("block is two lengths in tokens: (queries, keys)")
     for name, n in zip(NAMED, (*numbers.values(), *block), strict=True):
@@ -117,14 +117,14 @@ def checked(asked: Mapping[str, Any]) -> Request:
         raise ParameterError("values are numbers, true or false, by the names of parameters")
     if not isinstance(have, list | tuple) or not all(isinstance(x, str) for x in have):
         raise ParameterError("`have` lists the digests of tables")
-    return Request(asked["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
+    return Question(asked["text"], **numbers, block=(block[0], block[1]), values=values, have=frozenset(have))
 
 
-def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
+def _answered(request: Question, files: Mapping[str, Array]) -> dict[str, Any]:
     start = time.perf_counter()
     what, scalars, made = bound(request, files)
     layout = laid_out(what, request)
-    said = html.said(layout)
+    said = html.captions(layout)
     spent = time.perf_counter() - start
     notes = {n: None for part in (what.mask, what.score) if part is not None for n in part.origin.notes}
     said["facts"] += html.table(("note", n) for n in notes)
@@ -140,7 +140,7 @@ def _answered(request: Request, files: Mapping[str, Array]) -> dict[str, Any]:
 # -- from the text to a layout ------------------------------------------------------------------------------------
 
 
-def bound(request: Request, files: Mapping[str, Array]) -> tuple[Program, list[Slider], dict[str, MadeUp]]:
+def bound(request: Question, files: Mapping[str, Array]) -> tuple[Program, list[Slider], dict[str, MadeUp]]:
     """The program with every name bound: to what the page says, to a file's table, else to a guess."""
     found = read(request.text, params={})
     roots = [e for e in (found.mask, found.score, found.expr) if e is not None]
@@ -148,7 +148,7 @@ def bound(request: Request, files: Mapping[str, Array]) -> tuple[Program, list[S
     names = names_of(whole)
     values = {n: x for n, x in {**found.defaults, **request.values}.items() if n in names and names[n][0] == 0}
     tables = {n: x for n, x in files.items() if n in names}
-    scalars, made = given(values, tables, whole, request.problem)
+    scalars, made = all_sliders(values, tables, whole, request.problem)
     every = {**{s.name: s.value for s in scalars}, **tables, **{n: t.array for n, t in made.items()}}
     return program(request.text, "mask", **every), scalars, made
 
@@ -158,7 +158,7 @@ def _as_bool(e: Any) -> Any:
     return e if str(e.type) == "Bool" else e > 0
 
 
-def laid_out(program: Program, request: Request) -> Layout:
+def laid_out(program: Program, request: Question) -> Layout:
     """The layout of the mask, and of what the score mod hides; everything, where nothing is hidden."""
     mask = Mask(TRUE) if program.visible is None else program.visible
     mask.check_tables(request.q_len, request.kv_len, request.batch, request.heads)
@@ -217,7 +217,7 @@ def amount(n: float, base: int, unit: str) -> str:
 # -- the score mod --------------------------------------------------------------------------------------------
 
 
-def becomes(mod: ScoreMod, mask: Mask | None, request: Request) -> dict[str, Any]:
+def becomes(mod: ScoreMod, mask: Mask | None, request: Question) -> dict[str, Any]:
     """A score mod's text, and what becomes of a score: of 1 over queries and keys, where the mod knows positions, as
     `change` from -1 to 1 in units of `reach` (None: hidden); else as `curves` from -span to span, one for each of up
     to 4 heads."""
@@ -252,7 +252,7 @@ def becomes(mod: ScoreMod, mask: Mask | None, request: Request) -> dict[str, Any
 # -- elsewhere --------------------------------------------------------------------------------------------------
 
 
-def command(request: Request, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]) -> str:
+def command(request: Question, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]) -> str:
     """A shell command that computes the answer."""
     words = ["frisket", "show", request.text, "--q-len", str(request.q_len)]
     if request.kv_len != request.q_len:
@@ -261,7 +261,7 @@ def command(request: Request, scalars: list[Slider], made: Mapping[str, MadeUp],
         if (n := getattr(request, name)) > 1:
             words += [f"--{name}", str(n)]
     bq, bk = request.block
-    if request.block != Request.block:
+    if request.block != Question.block:
         words += ["--block", str(bq) if bq == bk else f"{bq}x{bk}"]
     for s in scalars:
         words += ["--set", f"{s.name}={str(s.value).lower() if s.type == 'Bool' else s.value}"]
@@ -271,7 +271,7 @@ def command(request: Request, scalars: list[Slider], made: Mapping[str, MadeUp],
 
 
 def python(
-    request: Request, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]
+    request: Question, program: Program, scalars: list[Slider], made: Mapping[str, MadeUp], files: Mapping[str, Array]
 ) -> str:
     """Lines of Python that compute the answer, with the tables that were made up; they run as they are, but for
     files."""
@@ -287,7 +287,7 @@ def python(
         return "".join(f", {n}={x}" for n, x in values.items() if n in names_of(part.expr))
 
     sizes = "".join(f", {n}={getattr(request, n)}" for n in ("batch", "heads") if getattr(request, n) > 1)
-    sizes += "" if request.block == Request.block else f", block={request.block}"
+    sizes += "" if request.block == Question.block else f", block={request.block}"
     calls = []
     if program.mask is not None and program.score is not None:
         lines.append(f"text = {text}")

@@ -1,7 +1,7 @@
 """Values for what nobody has bound yet: numbers by what their names mean in the library, and tables made up.
 
 >>> from frisket.dsl.program import parse_expression
->>> given({}, {}, parse_expression("causal & window(w)"), ProblemSize(4096, 4096))[0]
+>>> all_sliders({}, {}, parse_expression("causal & window(w)"), ProblemSize(4096, 4096))[0]
 [Slider(name='w', type='Int', value=128, low=0, high=512, step=2)]
 """
 
@@ -86,7 +86,7 @@ class MadeUp:
     needs: str = ""  # a function those call
 
 
-def given(
+def all_sliders(
     values: Mapping[str, Number], tables: Mapping[str, Array], e: Expr, problem: ProblemSize
 ) -> tuple[list[Slider], dict[str, MadeUp]]:
     """Every scalar of `e` with its slider, and the tables that are not among `tables`."""

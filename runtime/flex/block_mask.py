@@ -78,7 +78,7 @@ class BlockMask(theirs.BlockMask):
         check_lists(lists, lengths[1], block[1])
         if dq_write_order_full is not None and dq_write_order is None:
             raise ListError("dq_write_order_full requires dq_write_order")
-        live, fn, text = held(mask_mod)
+        live, fn, text = forms_of(mask_mod)
         self._begin(live, lengths, block, tuple(kv_indices.shape[:-2]), kv_indices.device, text)
         self.dq_kv_order_spt, self._orders = dq_kv_order_spt, dq_write_order is not None
         self._apart, self._columns = full_kv_indices is not None, q_indices is not None
@@ -242,7 +242,7 @@ class BlockMask(theirs.BlockMask):
 
     @mask_mod.setter
     def mask_mod(self, value: MaskLike) -> None:
-        lists, (mod, fn, text) = self._tensors(), held(value)
+        lists, (mod, fn, text) = self._tensors(), forms_of(value)
         self._hold(lists)
         self._live, self._fn, self._text = mod, fn, text if mod is None else mod.text
 
@@ -447,7 +447,7 @@ class BlockMask(theirs.BlockMask):
         return restored, (type(self), Mask(self._mod.expr), values, bare)
 
 
-def held(mask_mod: Any) -> tuple[LiveMask | None, Callable[..., Any] | None, str | None]:
+def forms_of(mask_mod: Any) -> tuple[LiveMask | None, Callable[..., Any] | None, str | None]:
     """A mask_mod as an expression, a function and a text, as far as there is one. In a graph nothing is traced."""
     if torch.compiler.is_dynamo_compiling():
         return None, *mask_in_graph.function_or_text(mask_mod)

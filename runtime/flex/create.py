@@ -23,11 +23,11 @@ from frisket.lowering.analysis.layout import SIZE_NAMES
 from frisket.lowering.plan import Sizes
 from frisket.runtime.masks.mask import Mask, MaskLike, ScoreLike, ScoreMod, program
 
-from .block_mask import Block, BlockMask, held
+from .block_mask import Block, BlockMask, forms_of
 from .errors import MaskModError
 from .leave import leave
 from .lengths import count_of, is_count, pair
-from .live_mask import LiveMask, kept, live_mask, of_bound, of_function
+from .live_mask import LiveMask, live_mask, of_bound, of_function, only_read
 from .mask_in_graph import packed as graph_packed
 from .nested import packed
 
@@ -61,7 +61,7 @@ def create_block_mask(
             f"dq_kv_order must be a bool when using create_block_mask, not {type(dq_kv_order).__name__}\n"
             "  BlockMask.from_kv_blocks takes a tensor"
         )
-    mod, fn, text = held(mask_mod)
+    mod, fn, text = forms_of(mask_mod)
     lengths = pair((Q_LEN, KV_LEN), "(Q_LEN, KV_LEN)", 0)
     made = BlockMask.of(mod, lengths, pair(BLOCK_SIZE, "BLOCK_SIZE"), _heads(B, H), _device(device), text=text)
     made._fn = None if isinstance(mask_mod, Joined) else fn
@@ -111,7 +111,7 @@ def _shown(what: Any) -> LiveMask:
     if mod.expr.type is BOOL:
         return mod
     score = ir.substitute(mod.expr, {ir.SCORE: ir.lit(0.0)})
-    return kept(ir.build("ne", score, ir.NEG_INF), mod.values)
+    return only_read(ir.build("ne", score, ir.NEG_INF), mod.values)
 
 
 def and_masks(*mask_mods: MaskLike) -> Callable[..., Any]:

@@ -36,9 +36,9 @@ class ArrayError(ShapeError, NotImplementedError):
     """Arrays that attention does not take."""
 
 
-def check_lookups(found: Iterable[Lookup]) -> None:
+def check_lookups(lookups: Iterable[Lookup]) -> None:
     """Refuse the first lookup that leaves its table, with the position; torch wraps negative indices silently."""
-    for one in found:
+    for one in lookups:
         if one.proved or one.witness is None or one.value is None:
             continue
         b, h, q, k = one.witness

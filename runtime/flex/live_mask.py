@@ -83,7 +83,7 @@ class LiveMask:
 
     def at(self, moved: Mapping[Expr, Expr], values: Mapping[str, Value] | None = None) -> LiveMask:
         """A mask with other expressions for its variables; expressions may read `values`."""
-        return kept(ir.substitute(self.expr, moved), {**self.values, **(values or {})}, self.read)
+        return only_read(ir.substitute(self.expr, moved), {**self.values, **(values or {})}, self.read)
 
     def sized(self, sizes: Sizes) -> LiveMask:
         """A mask with the lengths of the whole problem written in."""
@@ -143,7 +143,7 @@ def _text(e: Expr, numbers: tuple[tuple[str, type, Any], ...]) -> str:
     return text_of(CallProgram(Mask(e, {n: x for n, _, x in numbers}), None), ())
 
 
-def kept(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, Any], ...] = ()) -> LiveMask:
+def only_read(expr: Expr, values: Mapping[str, Value], read: tuple[tuple[torch.Tensor, Any], ...] = ()) -> LiveMask:
     """A mask with those of the values that it reads."""
     used = names_of(expr)
     return LiveMask(expr, {n: x for n, x in values.items() if n in used}, read)
@@ -174,29 +174,29 @@ def _same(x: Value, y: Value) -> bool:
     return type(x) is type(y) and x == y
 
 
-def live_mask(what: MaskLike | LiveMask) -> LiveMask:
+def live_mask(source: MaskLike | LiveMask) -> LiveMask:
     """A mask from a mask_mod, which is traced, or from a text, an Expr or a `frisket.Mask`, whose arrays become
     tensors."""
-    if isinstance(what, LiveMask):
-        return what
-    if isinstance(found := getattr(what, "live", None), LiveMask):  # one that `and_masks` made, or a BlockMask
+    if isinstance(source, LiveMask):
+        return source
+    if isinstance(found := getattr(source, "live", None), LiveMask):  # one that `and_masks` made, or a BlockMask
         return found
-    if callable(what):
-        return of_function(what, "mask")
-    if not isinstance(what, str | Expr | Mask):
+    if callable(source):
+        return of_function(source, "mask")
+    if not isinstance(source, str | Expr | Mask):
         raise MaskModError(
-            f"mask_mod is {type(what).__name__}\n  it is a function `mask_mod(b, h, q_idx, kv_idx)`, a text as "
+            f"mask_mod is {type(source).__name__}\n  it is a function `mask_mod(b, h, q_idx, kv_idx)`, a text as "
             '"causal & window(256)", or a frisket.Mask'
         )
-    return of_bound(mask(what))
+    return of_bound(mask(source))
 
 
-def of_bound(what: BoundExpr) -> LiveMask:
+def of_bound(bound: BoundExpr) -> LiveMask:
     """A mask from one of frisket's own; a tensor that a function captured is that tensor, other arrays become
     tensors."""
-    what.require_bound()
-    own = {n: x for n, x in what.origin.captured.items() if isinstance(x, torch.Tensor)}
-    return LiveMask(what.expr, {**what.scalars, **{n: _tensor(x) for n, x in what.tables.items()}, **own})
+    bound.require_bound()
+    own = {n: x for n, x in bound.origin.captured.items() if isinstance(x, torch.Tensor)}
+    return LiveMask(bound.expr, {**bound.scalars, **{n: _tensor(x) for n, x in bound.tables.items()}, **own})
 
 
 def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
@@ -207,7 +207,7 @@ def of_function(fn: Callable[..., Any], kind: Kind | None) -> LiveMask:
     except TraceError as error:
         raise MaskModError(str(error)) from error
     values = {n: _tensor(x) for n, x in found.tables.items()}
-    return kept(found.expr, values, tuple((x, version_of(x, wait=True)) for x in found.read))
+    return only_read(found.expr, values, tuple((x, version_of(x, wait=True)) for x in found.read))
 
 
 def _tensor(x: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ from frisket.dsl.ir import TRUE, B, conj, lit
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
-from .live_mask import LiveMask, kept
+from .live_mask import LiveMask, only_read
 from .score_mod import Scored, remember
 
 
@@ -41,7 +41,7 @@ def values_of(names: JaggedTables, ragged: Ragged) -> dict[str, Tensor]:
 
 def own_sequence(names: JaggedTables, ragged: Ragged) -> LiveMask:
     """The mask that shows a query the keys of its own sequence."""
-    return kept(names.own_sequence(), values_of(names, ragged))
+    return only_read(names.own_sequence(), values_of(names, ragged))
 
 
 NAMES = ("query", "key", "value")

@@ -97,10 +97,10 @@ def traced(score_mod: Any, valueless: bool = False) -> tuple[LiveMask, tuple[Ten
     return LiveMask(found.expr, found.tables), found.read
 
 
-def remember(kept: dict[Any, Any], key: Any, value: Any, most: int = KEPT) -> None:
-    kept[key] = value
-    while len(kept) > most:
-        kept.pop(next(iter(kept)), None)  # another thread may have taken it
+def remember(cache: dict[Any, Any], key: Any, value: Any, most: int = KEPT) -> None:
+    cache[key] = value
+    while len(cache) > most:
+        cache.pop(next(iter(cache)), None)  # another thread may have taken it
 
 
 def apart(mod: LiveMask, visible: LiveMask | None) -> tuple[LiveMask, dict[str, str]]:

@@ -92,7 +92,7 @@ def _text(index: slice) -> str:
     return ":".join("" if x is None else str(x) for x in (index.start, index.stop))
 
 
-def moved(mod: LiveMask, found: Sequence[Pick], q_len: int, block: int) -> tuple[LiveMask, int, bool]:
+def moved(mod: LiveMask, picks: Sequence[Pick], q_len: int, block: int) -> tuple[LiveMask, int, bool]:
     """The mask in positions of what was picked, the queries there are in it, and whether some before the last are
     beyond the end: those are hidden."""
     places: dict[Expr, Expr] = {}
@@ -103,7 +103,7 @@ def moved(mod: LiveMask, found: Sequence[Pick], q_len: int, block: int) -> tuple
         values[name] = at
         return ir.lookup(name, (index,))
 
-    *batch, rows = found
+    *batch, rows = picks
     for name, pick in zip("bh"[2 - len(batch) :], batch, strict=True):
         if pick.whole:
             continue

@@ -36,20 +36,20 @@ def canonical(text: str, kind: str) -> tuple[str, tuple[str, ...], tuple[tuple[s
 
 
 def program(
-    module: torch.nn.Module, given: SymbolicMask, heads: int, softcap: float | None, bias: Tensor | None,
+    module: torch.nn.Module, mask: SymbolicMask, heads: int, softcap: float | None, bias: Tensor | None,
     params: Mapping[str, Any] | None,
 ) -> tuple[str | None, str | None, dict[str, Any]]:  # fmt: skip
     """The texts of a layer's mask and score mod, and values for the names in them."""
     config = getattr(module, "config", None)
     steps = [f"softcap({float(softcap)!r})"] if softcap is not None else []
-    if given.bias:
-        steps.append(f"score + {given.bias}")
+    if mask.bias:
+        steps.append(f"score + {mask.bias}")
     places: dict[str, Any] = {}
     if bias is not None:
         index = ", ".join(["0" if n == 1 else x for x, n in zip(POSITIONS, bias.shape[:2])])
         steps.append(f"score + position_bias[{index}, q - q_start, k - k_start]")
-        places = {"position_bias": bias, "q_start": given.origin[2], "k_start": given.origin[3]}
-    structure, theirs = given.structure, _said(config, module, "frisket_mask")
+        places = {"position_bias": bias, "q_start": mask.origin[2], "k_start": mask.origin[3]}
+    structure, theirs = mask.structure, _said(config, module, "frisket_mask")
     names: list[str] = []
     values: dict[str, Any] = {}
     if theirs is not None:
@@ -67,14 +67,14 @@ def program(
             f"`{missing[0]}` of the config's frisket_mask or frisket_score has no value; give it there, "
             f'config.frisket_params = {{"{missing[0]}": ...}}, or to the call: model(..., frisket_params={{...}})'
         )
-    shown = given.text(structure)
-    tables = {**given.read_by(shown), **places}
-    if given.bias:
-        tables.update(given.tables)
+    shown = mask.text(structure)
+    tables = {**mask.read_by(shown), **places}
+    if mask.bias:
+        tables.update(mask.tables)
     if taken := [n for n in names if n in tables]:
         raise ParameterError(f"`{taken[0]}` is a name of the plug-in's own here; call yours something else")
     if theirs is not None:
-        _check_place(structure, values, given, heads)
+        _check_place(structure, values, mask, heads)
     return shown or None, joined(steps, " then ") or None, {**tables, **values}
 
 

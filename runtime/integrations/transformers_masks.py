@@ -280,39 +280,39 @@ def _filled(real: Tensor, stop: int) -> Tensor:
     return torch.nn.functional.pad(real, (0, missing)) if missing > 0 else real
 
 
-def dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
+def dense(array: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     """A mask [batch or 1, heads or 1, q_len, kv_len] that a call brings: Bools are looked up, and so are Floats that
     are 0 or no more than the least of their dtype; other Floats are added to scores."""
     (batch, heads, q_len, _), kv_len = q.shape, k.shape[2]
     want = batch, heads, q_len, kv_len
-    if given.ndim != 4 or any(n not in (1, m) for n, m in zip(given.shape, want)):
+    if array.ndim != 4 or any(n not in (1, m) for n, m in zip(array.shape, want)):
         raise ShapeError(
-            f"attention_mask is {str(given.dtype).removeprefix('torch.')}{list(given.shape)}, and this attention is "
+            f"attention_mask is {str(array.dtype).removeprefix('torch.')}{list(array.shape)}, and this attention is "
             f"[batch, heads, q_len, kv_len] = {list(want)}\n  give an axis its length there, or 1; or a 2-D "
             "attention_mask, 0 where tokens are padding"
         )
-    index = ", ".join([x if n > 1 else "0" for x, n in zip(POSITIONS, given.shape)])
-    if given.is_floating_point() and given.is_cpu and not torch.compiler.is_compiling() and not given.requires_grad:
-        hidden = given <= torch.finfo(given.dtype).min
-        if bool((hidden | (given == 0)).all()):
-            given = ~hidden
-    text, tables = f"attention_mask[{index}]", {"attention_mask": given}
-    if given.is_floating_point():
+    index = ", ".join([x if n > 1 else "0" for x, n in zip(POSITIONS, array.shape)])
+    if array.is_floating_point() and array.is_cpu and not torch.compiler.is_compiling() and not array.requires_grad:
+        hidden = array <= torch.finfo(array.dtype).min
+        if bool((hidden | (array == 0)).all()):
+            array = ~hidden
+    text, tables = f"attention_mask[{index}]", {"attention_mask": array}
+    if array.is_floating_point():
         return SymbolicMask("", batch, q_len, kv_len, bias=text, tables=tables)
-    return SymbolicMask(text if given.dtype == torch.bool else f"{text} != 0", batch, q_len, kv_len, tables=tables)
+    return SymbolicMask(text if array.dtype == torch.bool else f"{text} != 0", batch, q_len, kv_len, tables=tables)
 
 
-def chosen(given: SymbolicMask, indices: Tensor, size: int, heads: int) -> SymbolicMask:
+def chosen(mask: SymbolicMask, indices: Tensor, size: int, heads: int) -> SymbolicMask:
     """A mask of which a query sees those keys that a model has chosen for it: `indices` [batch, groups of heads, q_len,
     n] of blocks of `size` keys, negative where there are fewer."""
-    blocks = -(-given.kv_len // size)
+    blocks = -(-mask.kv_len // size)
     places = torch.where(indices < 0, blocks, indices).long()  # those that are none fall behind the last
     table = torch.zeros(*indices.shape[:3], blocks + 1, dtype=torch.bool, device=indices.device)
     table = table.scatter(-1, places, True)
     group = "0" if indices.shape[1] == 1 else f"h // {heads // indices.shape[1]}"
     key = "k - k_start" if size == 1 else f"(k - k_start) // {size}"
-    _, _, q_start, k_start = given.origin
+    _, _, q_start, k_start = mask.origin
     more = {"chosen": table, "q_start": q_start, "k_start": k_start}
     return replace(
-        given, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**given.tables, **more}, kept={}
+        mask, chosen=f"chosen[b, {group}, q - q_start, {key}]", tables={**mask.tables, **more}, kept={}
     )  # fmt: skip

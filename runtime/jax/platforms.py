@@ -15,9 +15,9 @@ from frisket.runtime.machine.once import warn_once
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def executor(backend: str, what: str) -> Callable[..., Any]:
+def executor(backend: str, direction: str) -> Callable[..., Any]:
     """`forward` or `backward` of a backend."""
-    return RECORDS[backend].executor("jax", what == "backward")
+    return RECORDS[backend].executor("jax", direction == "backward")
 
 
 def backend_on(

@@ -82,8 +82,8 @@ class FrisketAttention(AttentionImpl):
         """(batch, heads, q_len, kv_len)."""
         return query.shape[0], query.shape[2], query.shape[1], key.shape[1]
 
-    def attend(self, found: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
-        return found.attention(options)(query, key, value, sinks=found.sinks, layout="bshd", **how, **found.params)
+    def attend(self, call: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
+        return call.attention(options)(query, key, value, sinks=call.sinks, layout="bshd", **how, **call.params)
 
     def asked(self, scale: Any, rate: Any, deterministic: bool, key: Any) -> tuple[Any, float, Any]:
         """(scale, rate, seed) of a call."""

@@ -78,20 +78,20 @@ class _Dealt(FrisketAttention):
         length = query.shape[1] if self.deal is None else self.deal.length
         return query.shape[0], query.shape[2], length, length
 
-    def attend(self, found: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
+    def attend(self, call: OpCall, options: Options, query: Any, key: Any, value: Any, how: dict[str, Any]) -> Any:
         arrays, deal = (query, key, value), self.deal
         if self.ranks == 1:
             q, k, v = arrays if deal is None else (deal.unpermute(x, 1) for x in arrays)
-            out = super().attend(found, options, q, k, v, how)
+            out = super().attend(call, options, q, k, v, how)
             return out if deal is None else deal.permute(out, 1)
         if deal is None:
             batch, heads, length, _ = self.lengths(query, key)
-            known, values = _known(found)
+            known, values = _known(call)
             tile = options.tile[0] if options.tile else _tile(length, self.ranks)
             deal = make_deal(known, length, self.ranks, tile=tile, batch=batch, heads=heads, **values)
-            out = self._over(deal, found, options, [deal.permute(x, 1) for x in arrays], how["seed"])
+            out = self._over(deal, call, options, [deal.permute(x, 1) for x in arrays], how["seed"])
             return deal.unpermute(out, 1)
-        return self._over(deal, found, options, list(arrays), how["seed"])
+        return self._over(deal, call, options, list(arrays), how["seed"])
 
     def _over(self, deal: Deal, found: OpCall, options: Options, arrays: list[Any], seed: Any) -> Any:
         """The call on every device."""

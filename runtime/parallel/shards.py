@@ -118,9 +118,9 @@ def placed(att: Attention, where: Where, shapes: Mapping[str, tuple[int, ...]]) 
     return ShardAttention(Attention(program, att.options), tuple(made.tables.values()), made.travels)
 
 
-def check_covered(program: CallProgram, deal: Deal, given: Collection[str], batch: int, heads: int) -> None:
+def check_covered(program: CallProgram, deal: Deal, brought: Collection[str], batch: int, heads: int) -> None:
     """Raise `ParameterError` unless a deal brings every key that the mask shows: it is of that mask, or of one that
-    shows more. Tables in `given`, without values yet, are taken to be those of the deal."""
+    shows more. Tables in `brought`, without values yet, are taken to be those of the deal."""
     mine, theirs = Mask(TRUE) if program.mask is None else program.mask, deal.mask
     for c, n, have in (("b", batch, deal.batch), ("h", heads, deal.heads)):
         if c in uses(theirs.expr) and have < n:
@@ -131,7 +131,7 @@ def check_covered(program: CallProgram, deal: Deal, given: Collection[str], batc
     seen = clauses(mine.expr)
 
     def same(n: str) -> bool:
-        return n in given or digest(mine.params.get(n)) == digest(theirs.params.get(n))
+        return n in brought or digest(mine.params.get(n)) == digest(theirs.params.get(n))
 
     if all(e in seen and all(map(same, names_of(e))) for e in clauses(theirs.expr)):
         return
@@ -146,11 +146,11 @@ def check_covered(program: CallProgram, deal: Deal, given: Collection[str], batc
     )
 
 
-def check_names(program: CallProgram, given: Collection[str], split: Collection[str] = ()) -> None:
-    """Raise `ParameterError` unless `given` are names that are read, and all that have no value yet."""
-    if unused := [n for n in (*split, *given) if n not in program.names]:
+def check_names(program: CallProgram, brought: Collection[str], split: Collection[str] = ()) -> None:
+    """Raise `ParameterError` unless `brought` are names that are read, and all that have no value yet."""
+    if unused := [n for n in (*split, *brought) if n not in program.names]:
         raise ParameterError(f"`{unused[0]}` is given and neither the mask nor the score mod uses it")
-    if missing := [n for p in program.parts for n in p.unbound if n not in given]:
+    if missing := [n for p in program.parts for n in p.unbound if n not in brought]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
 
 

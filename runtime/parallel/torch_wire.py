@@ -94,18 +94,18 @@ class Wire:
         asking.join(_ASKING)
         return found[0] if found else mine
 
-    def agree(self, said: Mapping[str, str], device: Any) -> None:
+    def agree(self, own: Mapping[str, str], device: Any) -> None:
         """Raise `PeerError` in every rank unless all say the same; what was agreed on is not asked again."""
-        key = _hash("\n".join(f"{n}: {x}" for n, x in said.items())).hex()
+        key = _hash("\n".join(f"{n}: {x}" for n, x in own.items())).hex()
         known = _agreed.setdefault(self.group, set())
         if key in known or self.size == 1:
             return
-        mine = b"".join(_hash(x) + x.encode()[:_SHOWN].ljust(_SHOWN, b"\0") for x in said.values())
+        mine = b"".join(_hash(x) + x.encode()[:_SHOWN].ljust(_SHOWN, b"\0") for x in own.values())
         out = torch.from_numpy(np.frombuffer(mine, np.uint8).copy()).to(device)
         every = {r: torch.empty_like(out) for r in range(self.size) if r != self.rank}
         self.start([(r, out) for r in every], every.items(), tag=_AGREEING)()
         texts = {r: bytes(x.cpu().numpy()) for r, x in every.items()} | {self.rank: mine}
-        for i, name in enumerate(said):
+        for i, name in enumerate(own):
             found: dict[bytes, list[int]] = {}
             for r in range(self.size):
                 found.setdefault(texts[r][i * _SAID : (i + 1) * _SAID], []).append(r)

@@ -73,9 +73,9 @@ class FlatPlan:
     On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans anew from the
     tables as they then are whenever it is replayed."""
 
-    def __init__(self, key: Key, given: dict[str, Any], made: dict[tuple[tuple[int, int], bool], Any]) -> None:
-        self.key, self.given = key, given
-        self._made: dict[tuple[tuple[int, int], bool], Any] = made  # by tile, and whether transposed
+    def __init__(self, key: Key, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
+        self.key, self.given = key, values
+        self._made: dict[tuple[tuple[int, int], bool], Any] = works  # by tile, and whether transposed
         self._ranges: dict[Any, Any] = {}  # what Triton's planners have made of the tables
         self.laid = laid_of(key)
         self.shown: set[Any] = set()
@@ -92,10 +92,10 @@ class FlatPlan:
         """Copies and pickles hold the key and the tables; a copy plans again."""
         return FlatPlan, (self.key, self.given, {})
 
-    def again(self, given: dict[str, Any]) -> FlatPlan:
+    def again(self, values: dict[str, Any]) -> FlatPlan:
         """A plan for other values, of the shapes and dtypes that this plan was made from."""
         kinds = {n: dtype for n, _, dtype in self.key.given}
-        return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in given.items()}, {})
+        return FlatPlan(self.key, {n: x if _dtype(x) == kinds[n] else _floating(x) for n, x in values.items()}, {})
 
     @property
     def host_program(self) -> CallProgram:
@@ -222,12 +222,12 @@ class FlatPlan:
         """The spans it holds, by tile and whether they are transposed."""
         return self._made
 
-    def stages(self, made: FlatWork, target: Any, text: str) -> Stages:
+    def stages(self, work: FlatWork, target: Any, text: str) -> Stages:
         laid = self.laid
         m, s = self.key.program.mask, self.key.program.score
         written = Pair(None if m is None else m.expr, None if s is None else s.expr)
         facts, found = "planned on the device", Pair(*laid.parts)
-        return Stages(written, found, facts, None, made.plan, target, text or self.planner, laid.rules)
+        return Stages(written, found, facts, None, work.plan, target, text or self.planner, laid.rules)
 
     def __repr__(self) -> str:
         k = self.key
@@ -235,22 +235,22 @@ class FlatPlan:
 
 
 def flat_plan(
-    program: CallProgram, host: Values, given: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
+    program: CallProgram, host: Values, arrays: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
     sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
 ) -> FlatPlan:  # fmt: skip
-    """A plan from `given`, values that are traced or on a device, beside those of the host. With `block` the spans
+    """A plan from `arrays`, values that are traced or on a device, beside those of the host. With `block` the spans
     are made at once. `check` tests on the device that tables declared sorted are."""
-    check_used(given, program.names)
-    for n, x in given.items():
+    check_used(arrays, program.names)
+    for n, x in arrays.items():
         refuse_meta(n, x)
-    kinds = {str(framework_of(x)) for x in given.values()}
+    kinds = {str(framework_of(x)) for x in arrays.values()}
     if len(kinds) > 1:
         raise ParameterError(f"tables come from different frameworks: {', '.join(sorted(kinds))}; convert them to one")
-    program = program.without(given).bind(host)
-    if missing := [n for p in program.parts for n in p.unbound if n not in given]:
+    program = program.without(arrays).bind(host)
+    if missing := [n for p in program.parts for n in p.unbound if n not in arrays]:
         raise ParameterError(f"`{missing[0]}` has no value; give it: {missing[0]}=<array>")
     wanted = {n: w for p in program.parts for n, w in names_of(p.expr).items()}
-    values = {n: _fitted(n, x, *wanted[n]) for n, x in given.items()}
+    values = {n: _fitted(n, x, *wanted[n]) for n, x in arrays.items()}
     facts = {n for p in program.parts for n, d in p.origin.declared.items() if d.fact == "sorted"}
     place: Any = place_of(origin)
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]

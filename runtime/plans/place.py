@@ -40,7 +40,7 @@ class SpanRequest:
         return self.records or plan.records(-(-self.kv_len // self.block[1]))
 
 
-def on_device(framework: str, x: Any, device: Any, name: Any, held: dict[Any, Any]) -> Any:
+def on_device(framework: str, x: Any, device: Any, name: Any, copies: dict[Any, Any]) -> Any:
     """An array of the framework; the host's are copied to a GPU once, which a captured graph could not do."""
     if framework == "jax":
         import jax.numpy as jnp
@@ -53,6 +53,6 @@ def on_device(framework: str, x: Any, device: Any, name: Any, held: dict[Any, An
     if device is None or device.type == "cpu":
         return torch.from_numpy(np.array(x))
     key = name, x.dtype, device
-    if key not in held:
-        held[key] = uploaded(x, device)
-    return held[key]
+    if key not in copies:
+        copies[key] = uploaded(x, device)
+    return copies[key]

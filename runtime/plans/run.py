@@ -141,16 +141,16 @@ def _ints(plan: Planner, framework: str) -> type[np.generic]:
 
 def kernel_tables(
     plan: LoopPlan, framework: str, values: Mapping[str, Any], length: int, device: Any,
-    held: dict[Any, Any] | None = None,
+    copies: dict[Any, Any] | None = None,
 ) -> dict[str, Array]:  # fmt: skip
     """An array for every table of the kernel. `length` is how many positions there are."""
-    found, held = {}, {} if held is None else held
+    found, copies = {}, {} if copies is None else copies
     for use in plan.tables:
         if use.source in LIVE:
             continue
         table = values[use.source]
         if use.derived or framework == "torch":
-            table = on_device(framework, table, device, use.source, held)
+            table = on_device(framework, table, device, use.source, copies)
         found[use.name] = _segments(framework, table, length) if use.derived else table
     return found
 

@@ -21,8 +21,8 @@ class FuncAttend(torch.autograd.Function):
     """(out, lse, top, norm) of ((numbers, spec, names), q, k, v, sinks, *values)."""
 
     @staticmethod
-    def forward(said: Any, q: Any, k: Any, v: Any, sinks: Any, *values: Any) -> Any:
-        numbers, spec, names = said
+    def forward(static: Any, q: Any, k: Any, v: Any, sinks: Any, *values: Any) -> Any:
+        numbers, spec, names = static
         return torch.ops.frisket.attend(q, k, v, sinks, list(values), numbers, spec, names)
 
     @staticmethod

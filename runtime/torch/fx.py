@@ -22,12 +22,12 @@ def record(att: Any, request: Request, lse: bool) -> Any:
     q, k, v, plan, seed, sinks, top, origin, sizes, layout, params = request
     if plan is not None:
         raise ParameterError("a graph of torch plans when it runs: leave out `plan`, give its tables to the call")
-    said = {
+    options = {
         "origin": origin, "sizes": sizes, "layout": layout, "return_lse": lse or None, "seed": seed,
         "sinks": att.options.sinks if sinks is None else sinks, "return_max": top or None,
     }  # fmt: skip
     given = {n: x for n, x in att.inputs.items() if n not in params}
-    given |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in said.items() if x is not None}
+    given |= {_NAMES.get(n, n): x for n, x in params.items()} | {n: x for n, x in options.items() if x is not None}
     given = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in given.items()}
     tracer = next(x.tracer for x in (q, k, v, *given.values()) if isinstance(x, Proxy))
     return tracer.create_proxy("call_function", attend, (att.spec, q, k, v), given)

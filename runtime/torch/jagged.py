@@ -195,9 +195,9 @@ def _alike(x: Tensor, y: Tensor) -> bool:
     return all(torch.equal(s, t) for s, t in zip(mine, theirs, strict=True) if s is not None and t is not None)
 
 
-def closed_all(found: tuple[Tensor, Tensor, Any], like: Tensor) -> tuple[Tensor, Tensor, Any]:
+def closed_all(results: tuple[Tensor, Tensor, Any], like: Tensor) -> tuple[Tensor, Tensor, Any]:
     """(out, lse, max), where there is a max: it may be empty in graphs."""
-    out, lse, top = found
+    out, lse, top = results
     return closed(out, like), closed(lse, like), closed(top, like) if top is not None and top.dim() == 3 else top
 
 

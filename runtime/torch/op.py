@@ -145,11 +145,11 @@ class Ready:
         given = self.plan, self.spans, self.geometry, q, k, v, slots, tables, self.target
         return self.forward(*given, sinks=sinks, top=top, norm=True)
 
-    def parted(self, seed: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def parted(self, seed: Any, *values: Any) -> tuple[Tensor, Tensor, Tensor | None]:
         """(out, lse in float64, what the backward knows of each row) of attention to a part of the keys."""
-        slots, tables = self.values(given[0].device, seed, given[4:])
-        common = self.plan, self.spans, self.geometry, *given[:3], slots, tables, self.target
-        out, lse, _, norm = self.forward(*common, sinks=given[3], top=False, norm=True)
+        slots, tables = self.values(values[0].device, seed, values[4:])
+        common = self.plan, self.spans, self.geometry, *values[:3], slots, tables, self.target
+        out, lse, _, norm = self.forward(*common, sinks=values[3], top=False, norm=True)
         if self.rows != "offset":
             return out, lse.double() + norm, None
         return out, lse_of(self.plan, norm, lse), norm

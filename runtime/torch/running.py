@@ -177,11 +177,11 @@ def gradient(ctx: Any, dout: Any, dlse: Any, *_: Any) -> tuple[Any, ...]:
 
 
 def gradient_inputs(
-    dout: Any, dlse: Any, given: tuple[Any, ...], values: Any, found: tuple[Any, ...], said: Any, needed: Any
+    dout: Any, dlse: Any, arrays: tuple[Any, ...], values: Any, results: tuple[Any, ...], static: Any, needed: Any
 ) -> tuple[Any, ...]:
-    """The arguments of the backward operator; `found` are out, lse and norm."""
-    numbers, spec, names = said
-    return dout, dlse, *given, list(values), *found, numbers, spec, names, list(needed)
+    """The arguments of the backward operator; `results` are out, lse and norm."""
+    numbers, spec, names = static
+    return dout, dlse, *arrays, list(values), *results, numbers, spec, names, list(needed)
 
 
 def refuse_stored(q: Tensor, k: Tensor, names: str) -> None:

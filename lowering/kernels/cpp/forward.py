@@ -77,7 +77,7 @@ class CppKernel:
         scale = self.ready.get("scale_of_value")  # kept for the rows, which would each look it up again
         self.printed = expr.printed(
             list(self.ready.values()), expr_cpp.CPP, self.forms.leaf, self._name, "C++",
-            inner=list(self.ready.values()), when=expr_cpp.WHEN, kept=[] if scale is None else [scale],
+            inner=list(self.ready.values()), when=expr_cpp.WHEN, early=[] if scale is None else [scale],
         )  # fmt: skip
         self.used = frozenset[str]().union(*map(uses, self.ready.values()))
         self.page = Page()

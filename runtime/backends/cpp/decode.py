@@ -80,10 +80,10 @@ class DecodeCall:
 
 
 def step_of(
-    kept: dict[Any, DecodeCall], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None,
+    steps: dict[Any, DecodeCall], att: Any, q: Tensor, k: Tensor, v: Tensor, sizes: Sizes | None,
     live: Mapping[str, Tensor], tables: Mapping[str, Tensor], params: Mapping[str, Any],
 ) -> DecodeCall | None:  # fmt: skip
-    """The `DecodeCall` for a call, kept in `kept`, whose calls all have the same k, v, sizes and live.
+    """The `DecodeCall` for a call, kept in `steps`, whose calls all have the same k, v, sizes and live.
 
     None where a call is more than a step: on a GPU, in a graph, under autocast or a default device, with gradients, or
     of many queries."""
@@ -103,7 +103,7 @@ def step_of(
         else:
             return None
     key = (att, shape, q.dtype, k.dtype, settings.backend, *tables, *[x.shape for x in tables.values()], *said)
-    step = kept.get(key)
+    step = steps.get(key)
     if step is not None:
         return step
     if settings.show or att.learned or native_build.reason():
@@ -111,12 +111,12 @@ def step_of(
     if choose(att.options.backend, "torch", "cpu") not in ("aten", "cpp"):
         return None
     try:
-        step = kept[key] = DecodeCall(att, q, k, v, sizes, live, tables, params)
+        step = steps[key] = DecodeCall(att, q, k, v, sizes, live, tables, params)
     except native_build.BuildError as error:  # of its planner
         if att.options.backend or settings.backend:
             raise
         native_build.fall_back(error)
         return None
-    while len(kept) > KEPT:
-        del kept[next(iter(kept))]
+    while len(steps) > KEPT:
+        del steps[next(iter(steps))]
     return step

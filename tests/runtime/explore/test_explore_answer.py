@@ -30,7 +30,7 @@ def test_the_picture_is_that_of_the_layout():
     for name, table in found["data"]["mask"]["program"]["tables"].items():
         assert table["array"].pop("key") == digest(mask.tables[name])
     assert found["data"] == same
-    assert {n: found[n] for n in ("shape", "block", "tiles", "facts")} == html.said(layout)
+    assert {n: found[n] for n in ("shape", "block", "tiles", "facts")} == html.captions(layout)
     assert f"{layout.visible_pairs:,} pairs" in found["cost"]
     json.dumps(found)
 
@@ -188,7 +188,7 @@ def test_the_python_runs_and_makes_the_same(text, more, capsys):
     made = {}
     exec(found["python"], made)
     layout = made["mask"].layout(512, 512, more.get("batch", 1), more.get("heads", 1), more.get("block", (128, 128)))
-    assert html.said(layout) == {n: found[n] for n in ("shape", "block", "tiles", "facts")}
+    assert html.captions(layout) == {n: found[n] for n in ("shape", "block", "tiles", "facts")}
     assert capsys.readouterr().out == f"{layout}\n"
     assert isinstance(made["attend"], fk.Attention)
 
