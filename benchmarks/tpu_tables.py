@@ -146,8 +146,8 @@ def ours(mask: Mask) -> dict[str, int]:
     known = pallas_tpu.load, pallas_tpu_backward.load
     pallas_tpu.load = pallas_tpu_backward.load = noting
     try:
-        pallas_tpu._kernel.cache_clear()
-        pallas_tpu_backward._loaded.cache_clear()
+        pallas_tpu._kernel.memo.clear()
+        pallas_tpu_backward._loaded.memo.clear()
         out, lse, _ = pallas_tpu.forward(made.plan, plan, g, x, x, x, *values, target)
         found = pallas_tpu_backward.backward(
             made.plan, plan, g, x, x, x, out, lse, out, None, *values, target, wanted=frozenset("qkv")
@@ -156,8 +156,8 @@ def ours(mask: Mask) -> dict[str, int]:
         jax.effects_barrier()
     finally:
         pallas_tpu.load, pallas_tpu_backward.load = known
-        pallas_tpu._kernel.cache_clear()
-        pallas_tpu_backward._loaded.cache_clear()
+        pallas_tpu._kernel.memo.clear()
+        pallas_tpu_backward._loaded.memo.clear()
     return {"visible": int((plan.work(block).layout.kinds() > 0).sum()), **seen}
 
 

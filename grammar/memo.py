@@ -7,7 +7,6 @@ compute; no lock is held meanwhile, so remembered functions may call each other 
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 import threading
@@ -25,7 +24,7 @@ R_co = TypeVar("R_co", covariant=True)
 MIB = 1 << 20
 BYTES = 64 * MIB  # of a table
 BUDGET = 256 * MIB  # of all tables of a process
-PARTS = 512  # objects that are looked at to weigh an entry
+PARTS = 128  # objects that are looked at to weigh an entry
 Weigh = Callable[..., int] | int  # of the key's parts and the answer; a number where all entries weigh about the same
 
 # functions that share a table, so that what belongs together is bounded together: entries, and bytes of each or None
@@ -33,6 +32,8 @@ GROUPS: dict[str, tuple[int, int | None]] = {
     "expressions": (65536, 400),  # what simplification and analysis know of expressions; an average of seven masks
     "programs": (1024, None),  # expressions as functions of a framework
     "sources": (1024, None),  # generated texts
+    "plans": (1024, None),  # masks simplified and bound to values
+    "kernels": (1024, None),  # generated texts, loaded
     "once": (256, None),  # what a process loads or looks up once
 }
 
@@ -87,7 +88,8 @@ class Memo:
         """Keep an answer and the objects that its key tells by `id()`; return it."""
         size = self.weigh if isinstance(self.weigh, int) else self.weigh(key, answer, held)
         with _lock:
-            self.drop(key)
+            if key in self._entries:
+                self.drop(key)
             self._entries[key] = answer, size, held
             self._grow(size)
             while len(self._entries) > self.bound or (self.bytes > self.bytes_bound and len(self._entries) > 1):
@@ -163,7 +165,11 @@ class _Answers(Memo):
 @lru_cache
 def _shared(group: str) -> _Answers:
     entries, weigh = GROUPS[group]
-    return _Answers(group, operator.call, entries, BYTES, weigh)
+    return _Answers(group, _call, entries, BYTES, weigh)
+
+
+def _call(function: Callable[..., R], *args: Any, **named: Any) -> R:
+    return function(*args, **named)
 
 
 class Remembered(Protocol[P, R_co]):
@@ -178,10 +184,11 @@ def memo(
     entries: int = 0, by: Literal["value", "identity", "weak"] = "value", group: str = "", bytes: int = BYTES,
     weigh: Weigh | None = None,
 ) -> Callable[[Callable[P, R]], Remembered[P, R]]:  # fmt: skip
-    """A function that remembers its `entries` answers used last, in at most `bytes`, or those in the table of a group.
+    """A function that remembers `entries` answers in at most `bytes`, or in the table of a group.
 
-    `by="value"`: equal arguments have one answer. `by="identity"`: the same objects have, and the table holds them.
-    `by="weak"`: the same first argument has, beside equal others; the entry goes when that object does.
+    `by="value"`: equal arguments have one answer, and the answers used last stay. `by="identity"`: the same objects
+    have, and the table holds them. `by="weak"`: the same first argument has, beside equal others, and the entry goes
+    when that object does. By identity the answers made last stay.
 
     >>> @memo(64)
     ... def square(n: int) -> int:
@@ -218,14 +225,31 @@ def _by_object(function: Callable[..., Any], table: Memo, weak: bool) -> Any:
             table.misses += 1
             held = weakref.ref(args[0], lambda _: table.drop(key)) if weak else args
             return table.put(key, function(*args), held)
-        table.hits += 1
-        try:  # noqa: SIM105 (contextlib.suppress takes two calls)
-            table._entries.move_to_end(key)
-        except KeyError:  # another thread let it go
-            pass
+        table.hits += 1  # the first one made goes first: no time is lost on which one was used last
         return entry[0]
 
     return call
+
+
+_beside = Memo("beside objects", 4096, weigh=1000)  # their owners answer for their size
+
+
+def beside(owner: Any, key: Hashable, make: Callable[[], R]) -> R:
+    """What was made of an object, remembered under the key for as long as the object lives: it must not hold it.
+
+    >>> class Table(list): pass
+    >>> table = Table([3, 4])
+    >>> [beside(table, "sum", lambda: sum(table)) for _ in range(2)]
+    [7, 7]
+    """
+    place = id(owner), key
+    entry = _beside._entries.get(place)
+    if entry is None:
+        _beside.misses += 1
+        return _beside.put(place, make(), weakref.ref(owner, lambda _: _beside.drop(place)))
+    _beside.hits += 1
+    answer: R = entry[0]
+    return answer
 
 
 def weight(*things: Any) -> int:
@@ -236,11 +260,12 @@ def weight(*things: Any) -> int:
     """
     total, rest = 0, list(things)
     seen: set[int] = set()
-    while rest and len(seen) < PARTS:
-        x = rest.pop()
+    for x in rest:  # which grows: what is near the top comes first
         if x is None or id(x) in seen or isinstance(x, type | ModuleType | FunctionType):
             continue
         seen.add(id(x))
+        if len(seen) > PARTS:
+            break
         size = getattr(x, "nbytes", None)
         total += size if type(size) is int else sys.getsizeof(x, 64)
         if isinstance(x, dict):

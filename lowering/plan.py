@@ -8,7 +8,8 @@ records come from a table (`Spans`) or, for a convex mask, from four formulas (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -105,6 +106,13 @@ class LoopPlan:
     pages: str | None = None  # the table that says where pages of keys are, see `Pages`
     page: int = 0  # tokens of a page
     unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, f.name) for f in fields(self) if f.compare))
+
+    def __hash__(self) -> int:
+        return self._hash  # plans are keys of several tables: their many fields are looked at once
 
     @property
     def rate(self) -> str | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
@@ -69,6 +70,7 @@ class Attention:
         self.program, self.options = program, options or Options()
         self._plans: OrderedDict[tuple[Any, ...], AnyPlan] = OrderedDict()
         self.ready: dict[Any, Any] = {}  # what calls of one kind need, by that kind
+        self.shards: dict[Any, Any] = {}  # what calls over several ranks have agreed on and need
         self._moved: dict[Any, Any] = {}  # what `at` has made of texts, and `jagged`
         learned = {n: x for n, x in program.captured.items() if learns(x)}
         self.learned = {n: x for n, x in learned.items() if n in program.learnable}
@@ -419,7 +421,7 @@ class Attention:
         return found
 
 
-@cache
+@memo(2)
 def _operators(framework: str) -> Any:
     """The module that runs checked calls: the one place where a framework is chosen."""
     if framework == "torch":

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
 from typing import Any, Literal, overload
 
 import numpy as np
 
+from frisket.grammar.memo import Memo
 from frisket.lowering.plan import Origin, Sizes
 from frisket.runtime.backends.registry import check_name
 from frisket.runtime.calls.arrays import Array, arrays, by_dynamo, in_graph, turn
@@ -63,7 +63,7 @@ def compile(
     return Attention(program_of(mask, score, params), options)
 
 
-_compiled: OrderedDict[Any, Attention] = OrderedDict()
+_compiled = Memo("runtime.attention.entry.attention_for", 128)
 
 
 # What comes back, for type checkers: `given` are the other arguments of the function below.
@@ -130,21 +130,16 @@ def attention_for(mask: Any, score: Any, options: Options, params: dict[str, Any
     text: Any = None
     if isinstance(mask, str | None) and isinstance(score, str | None):
         text = mask, score, options, tuple((n, *_kind(x)) for n, x in params.items())
-        if text in _compiled:
-            _compiled.move_to_end(text)
-            return _compiled[text]
+        if (found := _compiled.get(text)) is not None:
+            return found  # type: ignore[no-any-return]
     program = program_of(mask, score, {n: stand_in(x) for n, x in params.items()}).without(params)
     if any(traced(x) or getattr(x, "grad_fn", None) for x in program.captured.values()):  # of the graph at hand
         return Attention(program, options)
     learned = {n: x for n, x in program.captured.items() if learns(x)}  # by identity: values come and go
     rest = program.without(learned)
     key = text or (rest.mask, rest.score, options, tuple((n, id(x)) for n, x in learned.items()))
-    if key not in _compiled:
-        _compiled[key] = Attention(program, options)
-        while len(_compiled) > 128:
-            _compiled.popitem(last=False)
-    _compiled.move_to_end(key)
-    return _compiled[key]
+    kept: Attention | None = _compiled.get(key)
+    return kept or _compiled.put(key, Attention(program, options), learned)
 
 
 def _kind(x: Any) -> tuple[Any, ...]:

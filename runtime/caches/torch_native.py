@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from frisket.grammar.memo import memo
 from frisket.runtime.calls.arrays import in_graph
 from frisket.runtime.machine import cpp_build as native_build
 
@@ -57,7 +57,7 @@ def _at(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-@cache
+@memo(1)
 def _function() -> Any:
     if native_build.reason():
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from frisket.dsl.errors import BackwardError, ParameterError, ShapeError
+from frisket.grammar.memo import memo
 from frisket.runtime.calls.arrays import FLOATS
 
 from . import checks
@@ -43,7 +43,7 @@ def divided(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return stored.round_() if dtype == torch.int8 else stored, scale.squeeze(-1)
 
 
-@cache
+@memo(64)
 def _largest(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(NARROW[dtype], device=device)  # a number of Python's takes longer
 

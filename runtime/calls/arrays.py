@@ -8,13 +8,13 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import Geometry, Origin, Sizes
 from frisket.runtime.machine.integers import as_int
 from frisket.runtime.machine.parameters import learns, traced
@@ -287,7 +287,7 @@ def uploaded(x: Any, device: Any) -> Any:
     return found
 
 
-@cache
+@memo(group="once")
 def _copies(device: Any) -> Any:
     return sys.modules["torch"].cuda.Stream(device)
 

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import cache
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from frisket.dsl.errors import BudgetError, ParameterError
+from frisket.grammar.memo import memo
 
 from . import portable
 from .palette import DARK, LIGHT, Palette
@@ -190,7 +190,7 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
     return "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows)
 
 
-@cache
+@memo(group="once")
 def file(package: str, name: str) -> str:
     """The text of a part of the page."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")

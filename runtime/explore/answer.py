@@ -14,7 +14,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, conj, uses, walk
 from frisket.dsl.program import read
 from frisket.dsl.show import show
+from frisket.grammar.memo import memo
 from frisket.runtime.draw import html, portable
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
@@ -303,7 +304,7 @@ def python(
     return "\n".join(lines)
 
 
-@lru_cache(16)
+@memo(16)
 def _names(text: str) -> frozenset[str]:
     found = read(text, params={})
     return frozenset(n for e in (found.mask, found.score, found.expr) if e is not None for n in names_of(e))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, FlexKernelO
 from torch.nn.attention.flex_attention import BlockMask as TorchBlockMask
 
 from frisket.dsl.errors import ParameterError
+from frisket.grammar.memo import beside
 from frisket.runtime.calls.arrays import in_graph
 from frisket.runtime.torch.jagged import closed_all, opened
 
@@ -181,16 +181,13 @@ def attend(
     return found if nested is None else closed_all(found, nested)
 
 
-_converted: WeakKeyDictionary[TorchBlockMask, tuple[Any, BlockMask]] = WeakKeyDictionary()
-
-
 def _ours(theirs: TorchBlockMask) -> BlockMask:
     """torch's BlockMask as one of ours: a position is visible in a full tile, and in a partial one where mask_mod shows
     it. Kept with it, until an attribute is replaced."""
     held = vars(theirs)
     state = tuple((n, id(x), version_of(x) if isinstance(x, Tensor) else None) for n, x in held.items())
-    known = _converted.get(theirs)
-    if known is None or known[0] != state:
-        known = state, BlockMask(**held)
-        _converted[theirs] = known
-    return known[1]
+    kept: dict[Any, tuple[BlockMask, Any]] = beside(theirs, "ours", dict)
+    if state not in kept:
+        kept.clear()
+        kept[state] = BlockMask(**held), tuple(held.values())  # which live as long: no other object has their id
+    return kept[state][0]

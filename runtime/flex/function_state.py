@@ -10,13 +10,13 @@ import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from frisket.dsl.from_python.trace import LIBRARIES
+from frisket.grammar.memo import memo
 
 CONSTANTS = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, type(...))
 REFLECTION = frozenset("getattr setattr vars globals locals eval exec __dict__ __getattribute__ open next".split())
@@ -112,14 +112,14 @@ def _foreign(x: Any) -> bool:
     return (x.__module__ or "").split(".")[0] in LIBRARIES - {"__main__"}
 
 
-@lru_cache(maxsize=1024)
+@memo(1024)
 def _names(code: CodeType) -> Names:
     """Every name that the code, and functions written inside it, read from modules and objects."""
     inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
     return frozenset(code.co_names).union(*inner)
 
 
-@lru_cache(maxsize=1024)
+@memo(1024)
 def _reached(cls: type, names: Names) -> tuple[Names, tuple[Any, ...]]:
     """The names that are read once the methods and properties among `names` run, and what the class has of them."""
     found: dict[str, Any] = {}

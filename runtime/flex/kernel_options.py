@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
 from frisket.dsl.hints import nearest
+from frisket.grammar.memo import memo
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.tuning import AS_CHOSEN, KERNELS, LaunchOptions, Tuning
 
@@ -76,7 +76,7 @@ def read(options: Mapping[str, Any] | None) -> Asked:
         ) from None
 
 
-@lru_cache(maxsize=256)
+@memo(256)
 def _read(options: tuple[tuple[str, Any], ...]) -> Asked:
     launches = dict.fromkeys(KERNELS, LaunchOptions())
     given: dict[str, Any] = {}

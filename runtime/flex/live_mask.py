@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import sha256
 from typing import Any
 
@@ -19,6 +19,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import ParameterError, TraceError
 from frisket.dsl.from_python.trace import Kind, trace
 from frisket.dsl.ir import Expr
+from frisket.grammar.memo import memo
 from frisket.lowering.analysis.layout import SIZE_NAMES, bind
 from frisket.lowering.analysis.tiles import FULL, PARTIAL
 from frisket.lowering.plan import Sizes
@@ -138,7 +139,7 @@ class LiveMask:
         return written(e, tables, reach, sizes, title, device, own)
 
 
-@lru_cache(maxsize=256)
+@memo(group="sources")
 def _text(e: Expr, numbers: tuple[tuple[str, type, Any], ...]) -> str:
     return text_of(CallProgram(Mask(e, {n: x for n, _, x in numbers}), None), ())
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.errors import ShapeError
 from frisket.dsl.ir import TRUE, B, conj, lit
+from frisket.grammar.memo import beside
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.torch.jagged import JaggedTables, Ragged, names_for, ragged_of
 
@@ -46,14 +46,13 @@ def own_sequence(names: JaggedTables, ragged: Ragged) -> LiveMask:
 
 NAMES = ("query", "key", "value")
 _EVERYTHING = LiveMask(TRUE, {})
-_inside: WeakKeyDictionary[LiveMask, dict[Any, LiveMask]] = WeakKeyDictionary()
-_local: WeakKeyDictionary[Scored, dict[Any, tuple[Scored, JaggedTables]]] = WeakKeyDictionary()
 
 
 def visible_inside(visible: LiveMask | None, ragged: Ragged) -> LiveMask:
     """A mask of packed positions inside sequences, as `confined` makes it; kept with the mask."""
     visible = visible or _EVERYTHING
-    made, key = _inside.setdefault(visible, {}), tuple(map(id, ragged.tensors))
+    made: dict[Any, LiveMask] = beside(visible, "inside sequences", dict)
+    key = tuple(map(id, ragged.tensors))
     if key not in made:  # it holds these tensors, so that no other one has their id
         remember(made, key, confined(visible, ragged), 8)
     return made[key]
@@ -67,7 +66,8 @@ def confined(visible: LiveMask, ragged: Ragged) -> LiveMask:
 
 def local(mod: Scored, ragged: Ragged) -> tuple[Scored, dict[str, Tensor]]:
     """A score mod that is told positions inside the sequence, and its tables. Kept with the score mod."""
-    made, key = _local.setdefault(mod, {}), (ragged.pattern, ragged.sequences)
+    made: dict[Any, tuple[Scored, JaggedTables]] = beside(mod, "inside sequences", dict)
+    key = ragged.pattern, ragged.sequences
     if key not in made:
         names = names_in(mod.live, ragged)
         live = replace(mod.live, expr=ir.substitute(mod.live.expr, names.places(True)))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
 
 from frisket.dsl import ir
 from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import beside
 from frisket.runtime.attention.attention import Attention
 from frisket.runtime.attention.entry import attention_for
 from frisket.runtime.calls.options import Options
@@ -93,7 +93,6 @@ class FlexPair:
         return found
 
 
-_pairs: WeakKeyDictionary[LiveMask | Scored, dict[Any, FlexPair]] = WeakKeyDictionary()
 _PLAIN = Scored(LiveMask(ir.SCORE, {}), {}, (), None)  # neither
 
 
@@ -101,7 +100,8 @@ def pair_of(mod: Scored | None, visible: LiveMask | None, options: Options, tens
     """The attention of both, kept as long as the mask is, or the score mod where there is none."""
     if visible is not None and visible.read:
         _ = visible.versions  # says so where a value that the trace looked at has changed
-    kept, key = _pairs.setdefault(visible or mod or _PLAIN, {}), (mod, options)
+    kept: dict[Any, FlexPair] = beside(visible or mod or _PLAIN, "pairs", dict)
+    key = mod, options
     found = kept.get(key)
     if found is None or not found.holds(tensors):
         found = FlexPair(mod, visible, options, tensors)

@@ -13,6 +13,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import TraceError
 from frisket.dsl.from_python.trace import trace
 from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import Memo
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import ScoreMod
 from frisket.runtime.masks.mask import score as written
@@ -48,7 +49,7 @@ class Scored:
         return all(x.is_still(x.ref() if at is None else tensors[at]) for at, x in self.read)
 
 
-_scored: dict[Any, Scored] = {}
+_scored = Memo("runtime.flex.score_mod.scored", KEPT)
 
 
 def scored(score_mod: Any) -> tuple[Scored, Mapping[str, Tensor]]:
@@ -63,7 +64,7 @@ def scored(score_mod: Any) -> tuple[Scored, Mapping[str, Tensor]]:
     if found is None or not found.holds(tensors):
         found = _traced_over(score_mod, tensors)
         if state is not None:
-            remember(_scored, state, found)
+            _scored.put(state, found)
     return found, {**found.live.tensors, **{n: tensors[i] for n, i in found.places.items()}}
 
 

@@ -16,13 +16,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from frisket.grammar.memo import beside
 from frisket.runtime.machine.extras import extras
 
 with extras():
     import torch
     import transformers  # noqa: F401  (else its own functions fail for want of it, one by one)
     from torch import Tensor
-    from torch.utils.weak import WeakIdKeyDictionary
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.runtime.attention.attention import Attention
@@ -125,17 +125,15 @@ def _given(module: torch.nn.Module, q: Tensor, k: Tensor, given: Any, causal: bo
     return SymbolicMask("q >= k" if causal and q.shape[2] > 1 else "", q.shape[0], q.shape[2], k.shape[2])
 
 
-_known: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tensors that calls brought, for the layers to come
-
-
 def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
     if in_graph(q) or given.is_inference() or given.requires_grad:  # one that learns is another in every layer
         return dense(given, q, k)
     key = given._version, q.shape[:3], k.shape[2]
-    if given not in _known or _known[given][0] != key:
-        _known[given] = key, dense(given.detach(), q, k)  # another tensor, or it would hold itself
-    found: SymbolicMask = _known[given][1]
-    return found
+    kept: dict[Any, SymbolicMask] = beside(given, "symbolic", dict)  # for the layers to come
+    if key not in kept:
+        kept.clear()
+        kept[key] = dense(given.detach(), q, k)  # another tensor, or it would hold itself
+    return kept[key]
 
 
 REFUSED = {

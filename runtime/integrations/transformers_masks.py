@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from frisket.dsl.errors import ParameterError, ShapeError
 from frisket.dsl.ir import Expr, clauses, conj, lookup, substitute, var
+from frisket.grammar.memo import memo
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.simplify import simplify
 from frisket.runtime.masks.mask import Mask, mask
@@ -35,7 +35,7 @@ Found = TypeVar("Found")
 
 def constant(function: Callable[Of, Found]) -> Callable[Of, Found]:
     """A function worked out once for equal arguments, and in a graph of torch a constant that Dynamo does not enter."""
-    kept = lru_cache(maxsize=256)(function)
+    kept = memo(256)(function)
 
     def call(*args: Of.args, **kwargs: Of.kwargs) -> Found:
         return kept(*args, **kwargs)  # type: ignore[arg-type]

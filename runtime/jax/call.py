@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import frisket
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, lit, param, substitute, uses, var, walk
 from frisket.dsl.types import FLOAT, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import LIVE, Geometry, LoopPlan, Slot, Spans, SpanSource, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.lowering.xla.promotion import usual_promotion
@@ -206,7 +207,7 @@ def _unscaled(plan: LoopPlan, e: Expr) -> Expr:
     return substitute(e, {n: lit(0.0 if n.type is FLOAT else 0) for n in _read_live(plan, e)})
 
 
-@lru_cache(maxsize=256)
+@memo(group="plans")
 def _from_zero(plan: LoopPlan, apart: tuple[str, ...]) -> LoopPlan:
     """A plan that reads scales and pages as far from a shard's first batch entry, or head, as positions are."""
     slots = [Slot(f"s{len(plan.slots) + i}", INT, source=n) for i, n in enumerate(apart)]

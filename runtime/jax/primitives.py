@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from frisket.dsl.errors import BackwardError, FrisketError
+from frisket.grammar.memo import memo
 from frisket.runtime.backends.registry import platform_of
 
 from .sharding import partitioned
@@ -81,7 +82,7 @@ def _impl(*operands: Any, task: Task) -> tuple[Any, ...]:
     return task.run(platform_of(operands[0]), False, *operands)
 
 
-@lru_cache(maxsize=64)
+@memo(group="kernels")
 def _on_devices(task: Task) -> Callable[..., Any]:
     """A task as a function of its own, which JAX compiles once."""
     return jax.jit(partial(bound, task))

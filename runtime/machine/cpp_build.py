@@ -13,13 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 from frisket.dsl.errors import BackendError, FrisketError, LoweringError
+from frisket.grammar.memo import Memo, memo
 
 from .cpp_cpu import VARIANTS, identity, lacking
 from .once import warn_once
@@ -43,8 +42,8 @@ class BuildError(LoweringError, BackendError):
     """A kernel could not be compiled or kept, though other kernels can be; the text has the compiler's words."""
 
 
-_loaded: OrderedDict[tuple[str, ...], ctypes.CDLL] = OrderedDict()
-_failed: OrderedDict[tuple[str, ...], str] = OrderedDict()  # why, in words: an error would hold the arrays of its call
+_loaded = Memo("runtime.machine.cpp_build.library", LOADED)
+_failed = Memo("runtime.machine.cpp_build.refused", LOADED)  # why, in words: an error would hold the arrays of its call
 _building: dict[tuple[str, ...], threading.Lock] = {}
 _guard = threading.Lock()
 
@@ -58,27 +57,22 @@ def library(source: str, variant: str = "native") -> ctypes.CDLL:
     """
     key = (source, variant, os.environ.get("CXX", ""), Settings.read().cache_dir or "")
     with _guard:
-        if key in _loaded:
-            _loaded.move_to_end(key)
-            return _loaded[key]
+        if (found := _loaded.get(key)) is not None:
+            return found  # type: ignore[no-any-return]
         lock = _building.setdefault(key, threading.Lock())
     with lock:  # one thread builds, the others wait for it
         try:
-            if key in _failed:
-                raise BuildError(_failed[key])
-            made = _loaded.get(key) or _find_or_build(source, variant)
+            if (why := _failed.get(key)) is not None:
+                raise BuildError(why)
+            made: ctypes.CDLL = _loaded.get(key) or _find_or_build(source, variant)
         except BuildError as error:
             with _guard:
-                _failed[key] = str(error)
+                _failed.put(key, str(error))
                 _building.pop(key, None)
-                while len(_failed) > LOADED:
-                    _failed.popitem(last=False)
             raise
         with _guard:
-            _loaded[key] = made
+            _loaded.put(key, made)
             _building.pop(key, None)
-            while len(_loaded) > LOADED:
-                _loaded.popitem(last=False)
     return made
 
 
@@ -95,7 +89,7 @@ def reason() -> str:
     return _reason(os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or "")
 
 
-@lru_cache(maxsize=8)
+@memo(group="once")
 def _reason(*_environment: str) -> str:
     if not sys.platform.startswith("linux"):
         return f"native kernels are built on Linux only; this is {sys.platform}"
@@ -134,7 +128,7 @@ def compiler_version(command: tuple[str, ...]) -> str:
     return _asked(command, os.path.realpath(command[0]), state.st_mtime_ns, state.st_size)
 
 
-@lru_cache(maxsize=8)
+@memo(group="once")
 def _asked(command: tuple[str, ...], *_state: object) -> str:
     try:
         said = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from functools import lru_cache
 from pathlib import Path
+
+from frisket.grammar.memo import memo
 
 V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
 V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
@@ -21,7 +22,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
 }
 
 
-@lru_cache(maxsize=1)
+@memo(group="once")
 def _described() -> dict[str, str]:
     """The first CPU's entries in /proc/cpuinfo; empty where there is no such file."""
     found: dict[str, str] = {}

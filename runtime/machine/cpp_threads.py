@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.cpp import call as cpp_call
 
 from .cpp_build import library
@@ -44,7 +44,7 @@ def setting() -> int:
     return int(given) if given.isdigit() and int(given) else len(os.sched_getaffinity(0))
 
 
-@lru_cache(maxsize=1)
+@memo(1)
 def _of_torch() -> tuple[int, int]:
     import torch
 
@@ -61,7 +61,7 @@ def _of_torch() -> tuple[int, int]:
 _kept: list[Any] = []  # pool arguments: functions keep them
 
 
-@lru_cache(maxsize=1)
+@memo(group="once")
 def _library() -> ctypes.CDLL:
     source = resources.files(__package__).joinpath("cpp_threads.cpp").read_text(encoding="utf-8")
     pool = library(f"#include <stdint.h>\ntypedef void Real;\n{cpp_call.text()}{source}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import ParameterError
+from frisket.grammar.memo import memo
 from frisket.lowering.stages import NAMES
 from frisket.runtime.backends.base import names
 
@@ -68,6 +68,6 @@ class Settings:
 _NAMES = tuple(v.name for v in VARIABLES)
 
 
-@lru_cache(maxsize=64)  # every call asks
+@memo(64)  # every call asks
 def _settings(texts: tuple[str | None, ...]) -> Settings:
     return Settings(**{v.name[8:].lower(): v.read(x) for v, x in zip(VARIABLES, texts, strict=True) if x})

@@ -34,7 +34,6 @@ from .torch_wire import Wire
 
 Sizes = tuple[int, int]
 KEPT = 256
-_locals: WeakKeyDictionary[Attention, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def attend(
@@ -120,7 +119,7 @@ class RingJob:
         at = self.deal.positions(self.wire.rank)[: q.shape[2]]
         first = start(at), start(self.steps[i].keys)
         plain = first[0] is not None and first[1] is not None
-        kept = _locals.setdefault(self.att, {})
+        kept = self.att.shards
         where = "plain" if plain else (self.deal.digest, self.wire.rank, self.variant, i)
         if where not in kept:
             # sinks are one more part of the softmax, counted at the end
@@ -378,7 +377,7 @@ def _check_mask(att: Attention, deal: Deal, batch: int, heads: int, params: Mapp
         ("", (batch, heads)),
         *((n, x if isinstance(x, int | float) else getattr(x, "_version", 0)) for n, x in given.items()),
     ]
-    kept = _locals.setdefault(att, {})
+    kept = att.shards
     known = kept.get("mask")
     if known is not None and known[:2] == (deal, marks) and all(known[2][n] is x for n, x in given.items()):
         return
@@ -400,7 +399,7 @@ def _agree(
     """Exchange what every rank is about to do, the first time it does."""
     flows = [x.requires_grad for x in (q, k, v)], sinks is not None, torch.is_grad_enabled()
     given = {n: _kind(x) for n, x in sorted(params.items())}
-    kept = _locals.setdefault(att, {})
+    kept = att.shards
     agreed = kept.setdefault("agreed", WeakKeyDictionary()).setdefault(wire.group, set())
     key = str((deal.digest, q.shape, k.shape, v.shape, q.dtype, variant, sizes, flows, given))
     if key in agreed:  # texts take longer than this

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from frisket.dsl.errors import LoweringError, ShapeError
 from frisket.dsl.ir import TRUE, Expr
+from frisket.grammar.memo import Memo, memo
 from frisket.lowering.analysis.decode import Few, few
 from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.analysis.layout import bind as written_out
@@ -152,7 +153,8 @@ class Work:
         return self.few or self.layout.spans
 
 
-_works: OrderedDict[tuple[Any, ...], Work] = OrderedDict()
+# layouts come later: a guess from the rows of tiles
+_works = Memo("runtime.plans.compiled.work", CACHED, weigh=lambda key, *_: 4000 + 64 * (key[1] // key[5][0]))
 
 
 def work(
@@ -163,18 +165,15 @@ def work(
     rows to drop the checks for empty ones, which pays in kernels of many queries only."""
     sizes = None if sizes is None else tuple(sizes)  # type: ignore[assignment]
     key = (program, q_len, kv_len, batch, heads, block, place_of(origin), sizes, proofs, dropout)
-    if key in _works:
-        _works.move_to_end(key)
-        return _works[key]
+    found: Work | None = _works.get(key)
+    if found is not None:
+        return found
     check_lengths(q_len, kv_len, batch, heads, block, origin, sizes)
     fixed = fixed_of(program)
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     fixed.check_reach(lengths, origin, sizes)
     rest = fixed, lengths, block, origin, sizes, dropout
-    made = _works[key] = _few_work(*rest) if q_len <= FEW else _work(*rest, proofs)
-    while len(_works) > CACHED:
-        _works.popitem(last=False)
-    return made
+    return _works.put(key, _few_work(*rest) if q_len <= FEW else _work(*rest, proofs))
 
 
 def _work(
@@ -217,12 +216,12 @@ def _few_work(
     return made
 
 
-@lru_cache(maxsize=CACHED)
+@memo(group="plans")
 def _inputs(fixed: Fixed, bounds: Bounds | None, nonempty: bool, full: Sizes, dropout: bool) -> Inputs:
     return fixed.inputs(bounds, nonempty, limits_of(full, fixed.scalars, fixed.arrays), dropout)
 
 
-@lru_cache(maxsize=CACHED)
+@memo(group="plans")
 def fixed_of(program: CallProgram) -> Fixed:
     """Kept by value, as compilations are."""
     program.require_bound()
@@ -234,7 +233,7 @@ def fixed_of(program: CallProgram) -> Fixed:
     return Fixed(program, (seen, mod), laid, rules, sane, program.scalars, arrays, tables, str(program))
 
 
-@lru_cache(maxsize=CACHED)  # other values of the parameters are other programs
+@memo(group="plans")  # other values of the parameters are other programs
 def _simplified(
     seen: Expr | None, mod: Expr | None, sane: tuple[tuple[str, bool], ...]
 ) -> tuple[Expr | None, Expr | None, Expr, Counter[str]]:

@@ -8,13 +8,15 @@ a pytree whose leaves are the tables and the spans.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.ir import Expr
 from frisket.dsl.types import BOOL, FLOAT, INT, Type, ranked
+from frisket.grammar.memo import memo
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans
 from frisket.lowering.planner.planner import DeviceSpans
@@ -301,7 +303,7 @@ def _floating(x: Any) -> Any:
     return x.float() if framework_of(x) == "torch" else x.astype("float32")
 
 
-@lru_cache(maxsize=1)
+@memo(group="once")
 def _register() -> None:
     """Make plans pytrees: tables and spans are leaves, the rest goes beside them."""
     import jax
@@ -314,4 +316,5 @@ def _register() -> None:
         key, names, blocks = static
         return FlatPlan(key, dict(zip(names, leaves[0])), dict(zip(blocks, map(tuple, leaves[1]))))
 
-    jax.tree_util.register_pytree_node(FlatPlan, flatten, unflatten)
+    with suppress(ValueError):  # it is registered already
+        jax.tree_util.register_pytree_node(FlatPlan, flatten, unflatten)

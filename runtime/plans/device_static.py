@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import FALSE, TRUE, Expr, var, walk
 from frisket.dsl.sugar import eq
+from frisket.grammar.memo import memo
 from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.layout import grid_of, swap
@@ -75,7 +75,7 @@ def origin_of(key: Key) -> Origin:
     return b, h, q, k
 
 
-@lru_cache(maxsize=16)  # the keys hold tables of the host
+@memo(16)  # the keys hold tables of the host
 def laid_of(key: Key) -> Laid:
     """The static part of a plan, from shapes and the host's values."""
     program, rules = key.program, Counter[str]()
@@ -109,7 +109,7 @@ def laid_of(key: Key) -> Laid:
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)
 
     made = planned(host.expr) if free else None
-    turned = cache(lambda: planned(simplify(swap(host.expr))))
+    turned = memo(1)(lambda: planned(simplify(swap(host.expr))))
     at = (grid.b, grid.h, grid.q, grid.k)
     return Laid((seen, mod), rules, plan, made, turned, host.bind(**mine), at, slice_of.astype(np.int32), full)
 
@@ -124,7 +124,7 @@ def _check_lengths_of_tables(key: Key, parts: list[Expr | None], known: Values, 
     check_reach(mask, [p for p in parts if p is not None], key.program.scalars, known, lengths, origin, key.sizes)
 
 
-@lru_cache(maxsize=16)
+@memo(16)
 def host_layout(key: Key, block: tuple[int, int]) -> Layout:
     """The layout that no table of a device decides."""
     host = laid_of(key).host

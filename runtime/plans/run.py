@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl.errors import ParameterError
+from frisket.grammar.memo import memo
 from frisket.lowering.plan import LIVE, LoopPlan
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import triton as planner_triton
@@ -121,7 +121,7 @@ def source(plan: Planner, framework: str, device: Any = None) -> str:
     return text.emit(plan, text.JNP if framework == "jax" else text.TORCH, plan.int64)
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _function(plan: Planner, framework: str) -> Callable[..., Any]:
     run: Callable[..., Any] = load(source(plan, framework))["plan_spans"]
     if framework == "torch":

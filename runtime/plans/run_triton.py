@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import FLOAT, Type
+from frisket.grammar.memo import memo
 from frisket.lowering.planner import triton as text
 from frisket.lowering.planner.planner import Planner
 from frisket.lowering.planner.skeletons.triton import FINE, GRAIN
@@ -127,7 +127,7 @@ class PlannerLaunch:
             self.arguments = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in (*self.arguments, *constants)]
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _module(plan: Planner) -> ModuleType:
     return load(text.emit(plan).text)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from frisket.dsl.errors import BackwardError
+from frisket.grammar.memo import memo
 from frisket.runtime.backends.cpp.torch import lse_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def gradients(ready: Ready, seed: Any, saved: tuple[Any, ...], dout: Any, dlse: 
     return [found[n].to(x) if need else None for n, need, x in zip(names, needed, given, strict=True)]
 
 
-@lru_cache(maxsize=256)
+@memo(256, weigh=500)
 def _wanted(live: tuple[tuple[str, str], ...], needed: tuple[bool, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
     """The names of all gradients, and of those that the executor is asked for."""
     names = ("q", "k", "v", "sinks", *(n for n, _ in live))

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from frisket.dsl.errors import BackwardError
 from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import beside
 from frisket.lowering.plan import LIVE, RATE, SEED, Geometry, LoopPlan, Spans, Target
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
@@ -41,7 +41,6 @@ from frisket.runtime.plans.device import FlatPlan, FlatWork
 from .autograd import Attend
 
 Tensor = Any
-_tables: WeakKeyDictionary[Any, dict[Any, dict[str, Tensor]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,10 +423,12 @@ def _on_device(work: Work | FlatWork, device: Any, real: Any) -> Mapping[str, Te
 
     if isinstance(work, FlatWork):
         return _readable(work.tables, device, real)
-    known = _tables.setdefault(work.inputs, {})
-    if (device, real) not in known:
-        known[device, real] = _readable({n: uploaded(t, device) for n, t in work.tables.items()}, device, real)
-    return known[device, real]
+    tables = work.tables
+
+    def made() -> dict[str, Tensor]:
+        return _readable({n: uploaded(t, device) for n, t in tables.items()}, device, real)
+
+    return beside(work.inputs, (device, real), made)
 
 
 def _readable(tables: Mapping[str, Tensor], device: Any, real: Any) -> dict[str, Tensor]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from frisket.dsl.program import read
 from frisket.dsl.show import show
+from frisket.grammar.memo import memo
 from frisket.runtime.calls.attentions import attention_by
 from frisket.runtime.calls.options import Options
 from frisket.runtime.calls.program import CallProgram, joined
@@ -88,7 +88,7 @@ def _place(lines: str, text: str) -> BoundExpr:
     return BoundExpr(found.expr, known, Origin(declared=found.declared))
 
 
-@lru_cache(maxsize=256)
+@memo(256)
 def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
     found = _HEAD.match(spec)

@@ -7,11 +7,12 @@ Imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from frisket.grammar.memo import memo
 
 
 def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], list[int], str]:
@@ -33,7 +34,7 @@ def sorted_out(items: list[tuple[str, Any]], names: str) -> tuple[list[Tensor], 
     return tensors, numbers, names
 
 
-@lru_cache(maxsize=256)
+@memo(256, weigh=500)
 def names_of(text: str) -> tuple[bool, tuple[tuple[str, str], ...]]:
     """Whether the largest scores are asked for, and (kind, name) of every value."""
     top, *rest = text.split(",")

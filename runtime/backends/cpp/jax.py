@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +24,7 @@ import numpy as np
 
 from frisket.dsl.errors import LoweringError, ParameterError
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.grammar.memo import beside, memo
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp import backward as cpp_backward
 from frisket.lowering.kernels.cpp import call as cpp_call
@@ -118,7 +117,7 @@ def norm_of(plan: LoopPlan, lse: jax.Array, low: jax.Array) -> jax.Array:
     return result
 
 
-@lru_cache(maxsize=2)
+@memo(group="once")
 def _rounding(scored: bool) -> tuple[Any, Any]:
     import jax
     import jax.numpy as jnp
@@ -238,28 +237,19 @@ def _stored(use: TableUse, table: Any, wide: bool, real: np.dtype[Any]) -> Any:
 
 # -- copies of the host's arrays, for calls outside of jax.jit ---------------------------------------
 
-_copies: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}  # of what lives at an address; gone when that is
-
 
 def _kept(owner: Any, kind: str, made: Callable[[], Any]) -> Any:
     """The result of `made` for an object that nobody changes, such as a JAX array, kept as long as the object lives."""
     import jax
 
-    key = (id(owner), kind)
-    found = _copies.get(key)
-    if found is not None and found[0]() is owner:
-        return found[1]
-    with jax.ensure_compile_time_eval():  # of no trace, whoever is at it
-        copy = jax.tree.map(jax.numpy.array, made())
+    def copied() -> Any:
+        with jax.ensure_compile_time_eval():  # of no trace, whoever is at it
+            return jax.tree.map(jax.numpy.array, made())
 
-    def forget(_: Any) -> None:
-        _copies.pop(key, None)
-
-    _copies[key] = weakref.ref(owner, forget), copy
-    return copy
+    return beside(owner, kind, copied)
 
 
-@lru_cache(maxsize=1024)
+@memo(1024)
 def _copied(content: bytes, shape: tuple[int, ...], dtype: str) -> Any:
     import jax
 
@@ -285,7 +275,7 @@ class CppStatic:
         return {"form": np.array(self.form, np.int64), "scale": np.float64(self.scale)}
 
 
-@lru_cache(maxsize=1024)
+@memo(1024)
 def _compiled(static: CppStatic) -> Any:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
@@ -335,7 +325,7 @@ _lock = Lock()
 _registered: dict[str, Any] = {}  # libraries by the hash of their source, held for good: XLA may call them any time
 
 
-@lru_cache(maxsize=1024)
+@memo(1024)
 def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim: int, *dtypes: str) -> str:
     """The custom call of a kernel, `kind` "forward" or "backward", of q's dtype and, where they have their own, that of
     k and v; built and registered at first sight."""
@@ -356,7 +346,7 @@ def target_name(kind: str, plan: LoopPlan, target: Target, head_dim: int, v_dim:
     return f"frisket_{kind}_{key}"
 
 
-@lru_cache(maxsize=1)
+@memo(group="once")
 def _bridge() -> int | None:
     """The address of what turns XLA's calls into records, compiled for this jaxlib."""
     return ctypes.cast(native_build.library(bridge_source()).frisket_bridge, ctypes.c_void_p).value

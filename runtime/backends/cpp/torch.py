@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -15,6 +13,7 @@ import numpy as np
 
 from frisket.dsl.errors import BackendError
 from frisket.dsl.types import BOOL, FLOAT
+from frisket.grammar.memo import memo
 from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.cpp import backward as cpp_backward
@@ -240,7 +239,7 @@ class _Prepared:
         return {use.name: self.kernel.table(use, tables[use.name], dtype) for use, dtype, _ in self.kernel.tables}
 
 
-@lru_cache(maxsize=256)
+@memo(group="sources")
 def _text(name: str, *kernel: Any) -> str:
     return EMIT[name](*kernel)
 
@@ -257,33 +256,8 @@ def _stored(use: TableUse, plan: LoopPlan, real: Any) -> Any:
     return torch.bool if use.type is BOOL else torch.int64 if plan.int64 else torch.int32
 
 
-_kernels: OrderedDict[Any, _LoadedKernel] = OrderedDict()
-_records: OrderedDict[Any, _Prepared] = OrderedDict()
-
-
-def _kernel(plan: LoopPlan, *what: Any) -> _LoadedKernel:
-    """A plan is told by where it is: the kernel keeps it."""
-    key = (id(plan), *what)
-    found = _kernels.get(key)
-    if found is None:
-        found = _kernels[key] = _LoadedKernel(plan, *what)
-        while len(_kernels) > KEPT:
-            _kernels.popitem(last=False)
-    return found
-
-
-def _prepared(plan: LoopPlan, spans: Spans, geometry: Geometry, target: Target, dtype: Any, stored: Any) -> _Prepared:
-    """The record of calls like this one. A plan and spans are told by where they are: the record keeps them."""
-    key = (id(plan), id(spans), geometry, target, dtype, stored)
-    try:
-        found = _records.get(key)
-    except TypeError:  # an origin with an entry for each batch is an array
-        return _Prepared(plan, spans, geometry, target, dtype, stored)
-    if found is None:
-        found = _records[key] = _Prepared(plan, spans, geometry, target, dtype, stored)
-        while len(_records) > KEPT:  # the first one made: no time is lost on which one was used last
-            _records.popitem(last=False)
-    return found
+_kernel = memo(KEPT, by="weak")(_LoadedKernel)  # of a plan by its identity
+_prepared = memo(KEPT, by="identity")(_Prepared)
 
 
 __all__ = ["backward", "forward"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import LoweringError
+from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
 from frisket.lowering.kernels.pallas_gpu.forward import walked
@@ -85,7 +85,7 @@ def backward(
     return found | {n: jnp.zeros(tables[n].shape if n in tables else (), jnp.float32) for n in without}
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _loaded(
     plan: LoopPlan, target: Target, geometry: Geometry, wanted: frozenset[str], interpretable: bool
 ) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.pallas_gpu import forward as pallas_gpu
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.machine.generated import load
@@ -83,7 +83,7 @@ def kernel(
     return _kernel(plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, sinks, on_device, low)
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _kernel(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool, on_device: bool, low: bool
 ) -> Callable[..., Any]:

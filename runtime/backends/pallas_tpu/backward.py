@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import SIZES, uses
+from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, alone, backward_of
 from frisket.lowering.kernels.jnp_expr import evaluate
 from frisket.lowering.kernels.pallas_tpu import backward as emitted
@@ -104,7 +104,7 @@ def reason(
     return ""
 
 
-@lru_cache(maxsize=8)
+@memo(group="kernels")
 def _prepared(guard: bool) -> Callable[..., Any]:
     """(q, k, v, dout, lse, low, delta) as the kernels want them: where a row sees nothing lse is so large that
     exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
@@ -138,7 +138,7 @@ def _kernel(
     return _loaded(which, plan, target, alike, dtype, wanted, strided)
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _loaded(
     which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
     strided: bool = True,
@@ -156,7 +156,7 @@ def _loaded(
 # -- gradients by position --------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)
+@memo(group="kernels")
 def _by_position(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool
 ) -> Callable[..., Array]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from frisket.dsl.errors import LoweringError
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.pallas_tpu import forward as pallas_tpu
 from frisket.lowering.kernels.pallas_tpu import inputs as pallas_inputs
 from frisket.lowering.kernels.pallas_tpu import walk as pallas_walk
@@ -98,7 +98,7 @@ def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.TpuWalk:
     return _walk(spans.slice_of.tobytes(), spans.slice_of.shape, columns, group)(spans.bounds, spans.count)
 
 
-@lru_cache(maxsize=64)
+@memo(group="kernels")
 def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int) -> Callable[..., pallas_walk.TpuWalk]:
     import jax
     import numpy as np
@@ -117,7 +117,7 @@ def kernel(
     return _kernel(emit, plan, replace(target, dq=None, dkv=None, decode=None), alike, dtype, flags)
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _kernel(
     emit: Callable[..., str], plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, flags: tuple[Any, ...]
 ) -> Callable[..., Any]:

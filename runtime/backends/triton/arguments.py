@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
-from weakref import finalize, ref
+from weakref import ref
 
 import numpy as np
 
 from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.grammar.memo import beside, memo
 from frisket.lowering.kernels.triton.parameters import Argument, arguments
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
@@ -31,7 +32,7 @@ Tensor = Any
 FAR = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
-_loaded = lru_cache(maxsize=256)(load)  # equal texts are one kernel: what Triton compiled for one serves all
+_loaded = memo(group="kernels")(load)  # equal texts are one kernel: what Triton compiled for one serves all
 
 
 @dataclass(frozen=True)
@@ -127,17 +128,10 @@ class Bound:
         return Launch(found, made.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked)
 
 
-_bound: dict[int, dict[Any, Bound]] = {0: {}}  # 0: of plans that need no spans
-
-
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
-    """What such calls have in common, kept while `spans` lives. Plan, geometry and target are told by where they are:
-    it keeps them."""
-    place = 0 if spans is None else id(spans)
-    of = _bound.get(place)
-    if of is None:
-        of = _bound[place] = {}
-        finalize(spans, _bound.pop, place, None)
+    """What such calls have in common, kept by `spans`, or by the plan where it needs none. Plan, geometry and target
+    are told by where they are: it keeps them."""
+    of: dict[Any, Bound] = vars(plan if spans is None else spans).setdefault("bound", {})
     key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
     found = of.get(key)
     if found is None:
@@ -367,13 +361,11 @@ def _narrow() -> Callable[[Tensor], bool] | None:
 
 # -- span tables ------------------------------------------------------------------------------------------------------
 
-_uploaded: dict[tuple[int, str], Any] = {}
-
 
 def _order(spans: DeviceSpans) -> Tensor:
     """That of the planner; where it has none it is made once."""
     bounds = spans.bounds
-    return _kept(bounds, "order", lambda: _longest(bounds)) if spans.order is None else spans.order
+    return beside(bounds, "order", lambda: _longest(bounds)) if spans.order is None else spans.order
 
 
 # parameters that spans of a device bring anew at every call
@@ -385,10 +377,10 @@ MOVING: Mapping[str, Callable[[DeviceSpans], Tensor]] = {
 def span_tables(spans: Spans | DeviceSpans, device: Any) -> dict[str, Any]:
     """The span table on the device, uploaded once and kept as long as `spans` lives."""
     if isinstance(spans, DeviceSpans):
-        slice_of = _kept(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
+        slice_of = beside(spans.slice_of, device, lambda: uploaded(spans.slice_of, device))  # that of all steps
         moving = {n: read(spans) for n, read in MOVING.items()}
         return {**moving, "SliceOf": slice_of, "records": spans.bounds.shape[2]}
-    found: dict[str, Any] = _kept(spans, device, lambda: _upload_all(spans, device))
+    found: dict[str, Any] = beside(spans, device, lambda: _upload_all(spans, device))
     return found
 
 
@@ -403,12 +395,3 @@ def _longest(bounds: Tensor) -> Tensor:
 
     width = (bounds[..., 3] - bounds[..., 0]).sum(-1)
     return torch.argsort(width, dim=-1, descending=True, stable=True).to(torch.int32)
-
-
-def _kept(of: Any, device: Any, make: Callable[[], Any]) -> Any:
-    """What was made of an object for a device, as long as the object lives."""
-    key = (id(of), str(device))
-    if key not in _uploaded:
-        _uploaded[key] = make()
-        finalize(of, _uploaded.pop, key, None)
-    return _uploaded[key]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
+from frisket.grammar.memo import memo
 from frisket.lowering.aten.fold import folded
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton.backward import DELTA, bare, emit
@@ -128,6 +128,6 @@ class _Launches:
         return {x: t.sum(-1, dtype=torch.float64).float() if x.over == "head" else t for x, t in whole.items()}
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _made(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool) -> tuple[Made, list[Sum]]:
     return made(emit(plan, target, dims, wanted, dlse=dlse), plan), sums(plan, wanted)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.ir import walk
+from frisket.grammar.memo import memo
 from frisket.lowering.aten.sums import amounts, units
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import captured as emit
@@ -144,16 +144,16 @@ class _Run:
         return known[key]
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _diagonal(plan: LoopPlan, target: Target, dims: Any, gradients: tuple[Gradient, ...]) -> Made:
     return made(emit.diagonal(plan, target, dims, gradients), plan)
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _plane(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, shared: str) -> Made:
     return made(emit.plane(plan, target, dims, gradient, shared), plan)
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _scatter(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, fixed: bool) -> Made:
     return made(emit.scatter(plan, target, dims, gradient, fixed=fixed), plan)

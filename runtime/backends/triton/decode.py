@@ -8,11 +8,11 @@ are visible go to several programs, whose results a second kernel combines.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.triton.decode import emit, packed, rows_of_a_tile
 from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.kernels.triton.writer import Dims
@@ -93,7 +93,7 @@ def most_tiles(spans: SpanSource | None, g: Geometry, block: tuple[int, int]) ->
     return -(-g.kv_len // block[1])
 
 
-@lru_cache(maxsize=1024)
+@memo(1024, weigh=100)
 def parts(programs: int, processors: int, tiles: int) -> int:
     """The fewest parts that keep the processors nearly as busy as the best number would (J. Shah et al.,
     FlashAttention-3, `num_splits_heuristic`).
@@ -150,6 +150,6 @@ class Parts:
         self.combine(NO_VALUES, acc, tops, totals, *results)
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _made(plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool, low: bool) -> Made:
     return made(emit(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low), plan)

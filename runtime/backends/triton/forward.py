@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from frisket.dsl.errors import BackendError
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.triton.forward import emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
@@ -88,6 +88,6 @@ def check_keys(dims: Dims, device: Any) -> None:
             )
 
 
-@lru_cache(maxsize=256)
+@memo(group="kernels")
 def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> Made:
     return made(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from frisket.dsl.errors import LoweringError
+from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton import backward as triton_backward
 from frisket.lowering.kernels.triton import decode as triton_decode
@@ -181,17 +182,17 @@ def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, by_length=True)
 
 
-_forward = lru_cache(maxsize=256)(
+_forward = memo(group="sources")(
     lambda plan, target, dims, sinks, low: triton_forward.emit(plan, target, dims, sinks=sinks, top=True, low=low)
 )
-_decode = lru_cache(maxsize=256)(
+_decode = memo(group="sources")(
     lambda plan, target, dims, packs, sinks, low: triton_decode.emit(
         plan, target, dims, packs=packs, sinks=sinks, top=True, low=low
     )
 )
 
 
-@lru_cache(maxsize=256)
+@memo(group="sources")
 def _backward(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool) -> tuple[str, list[Sum]]:
     return triton_backward.emit(plan, target, dims, wanted, dlse=dlse), sums(plan, wanted)
 

@@ -6,7 +6,7 @@ What is compiled hangs on shapes and dtypes alone. Origins, sizes, slots and spa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from frisket.dsl.errors import BackendError, ParameterError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import entry as triton_entry
 from frisket.lowering.kernels.triton.entry import Entry, Form
@@ -31,7 +32,7 @@ from .source import load
 Array = Any  # a jax.Array, traced or not
 INT32 = np.iinfo(np.int32)
 _interpreter = Lock()  # it replaces functions of Triton's while it runs
-_loaded = lru_cache(maxsize=256)(load)
+_loaded = memo(group="kernels")(load)
 
 
 class Call:
@@ -133,10 +134,10 @@ class Call:
         return dict(zip(entry.results, found, strict=True))
 
 
-kernels_of = lru_cache(maxsize=256)(triton_entry.parameters)
+kernels_of = memo(group="kernels")(triton_entry.parameters)
 
 
-@lru_cache(maxsize=1024)
+@memo(1024)
 def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, Entry]:
     """A kernel of a module through its entry, which stands behind it in a module of its own."""
     named = kernels_of(source)[kernel]

@@ -4,11 +4,12 @@ from rows, columns and heads to where a table was read."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from frisket.grammar.memo import memo
 from frisket.lowering.aten.sums import BITS
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.triton import captured as emit
@@ -20,8 +21,8 @@ from . import grids as triton_grids
 from .jax_call import Call
 
 Array = Any  # a jax.Array, traced or not
-_diagonal, _plane = lru_cache(maxsize=256)(emit.diagonal), lru_cache(maxsize=256)(emit.plane)
-_scatter = lru_cache(maxsize=256)(partial(emit.scatter, fixed=True))
+_diagonal, _plane = memo(group="sources")(emit.diagonal), memo(group="sources")(emit.plane)
+_scatter = memo(group="sources")(partial(emit.scatter, fixed=True))
 
 
 def captured(

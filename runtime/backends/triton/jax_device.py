@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from frisket.dsl.errors import BackendError
+from frisket.grammar.memo import memo
 from frisket.runtime.machine.extras import pip_install
 
 NOWHERE = "sm_90", 132  # where no GPU is to be seen: an H100
@@ -47,7 +47,7 @@ def _found() -> tuple[str, int]:
     return _first()
 
 
-@cache
+@memo(group="once")
 def _first() -> tuple[str, int]:
     import jax
 
@@ -89,7 +89,7 @@ def _release(package: str) -> tuple[int, ...]:
         return (0,)
 
 
-@lru_cache(maxsize=1)
+@memo(group="once")
 def triton_call() -> Any:
     """`jax_triton.triton_call`."""
     kept = os.environ.get("TRITON_CACHE_DIR")

@@ -26,12 +26,12 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
+from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.captured import NAMES, square
@@ -220,7 +220,7 @@ def in_tf32(target: Target) -> Target:
     return replace(target, precision="tf32", dq=dq, dkv=dkv, decode=few)
 
 
-@lru_cache(maxsize=256)
+@memo(group="expressions")
 def keys_seen(mask: Expr, scalars: tuple[tuple[str, Any], ...]) -> tuple[float, bool]:
     """How many keys a query sees in the middle of a long sequence, to the half of a tile, by those conjuncts of a
     mask that are about positions alone: a bound where others hide more. And whether formulas say which tiles a row
@@ -282,7 +282,7 @@ def _gpu(device: Any) -> Any:
     return _properties(torch.cuda.current_device() if index is None else index)
 
 
-@lru_cache(maxsize=64)
+@memo(group="once")
 def _properties(index: int) -> Any:
     import torch
 

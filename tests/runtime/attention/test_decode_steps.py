@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
+from frisket.grammar.memo import clear
 from frisket.runtime.backends.cpp import torch as native_torch
 from frisket.runtime.machine.cpp_build import reason
 from frisket.runtime.plans import compiled as bind
@@ -54,8 +55,7 @@ def test_every_step_is_right(mask, backend):
 def test_steps_share_a_plan(mask, backend, monkeypatch):
     att = compiled(mask, MASKS[mask], backend)
     q, k, v = arrays()
-    for cache in (bind._works, bind.fixed_of, bind._inputs):
-        getattr(cache, "cache_clear", getattr(cache, "clear", None))()
+    clear()
     made = []
     plan, text = bind.make_plan, native_torch._text
 
@@ -86,7 +86,7 @@ def test_plans_of_steps_are_few():
         att(q, k, v, origin=(0, 0, at, 0), sizes=(2, 4, LONGEST + at, LONGEST))
     assert len(att.ready) <= 64
     assert len(att._plans) <= 32
-    assert len(bind._works) <= bind.CACHED
+    assert bind._works.info().entries <= bind.CACHED
 
 
 def test_room_for_growing_is_no_reason_to_refuse():

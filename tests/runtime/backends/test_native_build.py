@@ -13,6 +13,7 @@ import time
 import pytest
 
 import frisket as fk
+from frisket.grammar.memo import Memo
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.cpp_build import library, reason
@@ -28,7 +29,7 @@ def source(number: int) -> str:
 def cache(tmp_path, monkeypatch):
     """An empty cache, and no library found without looking at it."""
     monkeypatch.setenv("FRISKET_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native_build, "_loaded", type(native_build._loaded)())
+    monkeypatch.setattr(native_build, "_loaded", Memo("tests", 9))
     monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "elsewhere"))
     (tmp_path / "elsewhere").mkdir()
     return tmp_path / "native"

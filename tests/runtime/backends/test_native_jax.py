@@ -21,6 +21,7 @@ from frisket.dsl.errors import ParameterError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import h, k, q, score
 from frisket.dsl.types import FLOAT
+from frisket.grammar import memo
 from frisket.lowering import dense
 from frisket.lowering.plan import Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
@@ -44,10 +45,10 @@ pytestmark = pytest.mark.skipif(bool(native_build.reason()), reason=native_build
 @pytest.fixture(autouse=True)
 def _readable(monkeypatch):
     """The hand-written kernel in place of emitted ones."""
-    native_jax.target_name.cache_clear()
+    native_jax.target_name.memo.clear()
     monkeypatch.setattr(native_jax, "EMIT", {"forward": scalar_kernel.forward, "backward": scalar_kernel.backward})
     yield
-    native_jax.target_name.cache_clear()
+    native_jax.target_name.memo.clear()
 
 
 def parts(case=CASE, made=PLAN, **changes):
@@ -176,13 +177,13 @@ def test_tables_that_are_views():
 
 def test_new_values_compile_nothing():
     run()
-    before = native_jax._compiled.cache_info().misses
-    traces = native_jax._compiled.cache_info().currsize
+    before = native_jax._compiled.memo.info().misses
+    traces = native_jax._compiled.memo.info().entries
     for shift in range(3):
         moved = CASE.but(tables={**CASE.tables, "doc": np.roll(DOC, shift)}, slots={"w": 20 + shift, "c": 0.1 * shift})
         check(moved, run(moved))
-    after = native_jax._compiled.cache_info()
-    assert (after.misses, after.currsize) == (before, traces)
+    after = native_jax._compiled.memo.info()
+    assert (after.misses, after.entries) == (before, traces)
 
 
 def test_copies_of_tables_are_kept_while_nobody_can_write_to_them():
@@ -192,14 +193,14 @@ def test_copies_of_tables_are_kept_while_nobody_can_write_to_them():
     check(case, forward(**given))
     doc[:] = doc[::-1].copy()
     check(case, forward(**given | {"spans": cases.spans(case)}))
-    assert not any(key == id(doc) for key, _ in native_jax._copies)
+    assert not any(key == id(doc) for key, _ in memo._beside._entries)
     doc.flags.writeable = False
     for _ in range(2):
         check(case, forward(**given | {"spans": cases.spans(case)}))
-        assert sum(key == id(doc) for key, _ in native_jax._copies) == 1
+        assert sum(key == id(doc) for key, _ in memo._beside._entries) == 1
     was = id(doc)
     del doc, case, given
-    assert not any(key == was for key, _ in native_jax._copies)
+    assert not any(key == was for key, _ in memo._beside._entries)
 
 
 # -- backward ---------------------------------------------------------------------------------------

@@ -132,16 +132,17 @@ def test_only_what_is_asked_for():
 
 
 def test_records_keep_plans_and_are_few():
-    native_torch._records.clear()
+    records = native_torch._prepared.memo
+    records.clear()
     run = Run("causal")
     run.forward()
-    (made,) = native_torch._records.values()
+    (made,) = records._entries.values()
     run.forward()
-    assert list(native_torch._records.values()) == [made]
+    assert list(records._entries.values()) == [made]
     copies = [dataclasses.replace(run.problem.spans) for _ in range(native_torch.KEPT + 5)]
     for run.problem.spans in copies:
         run.forward()
-    assert len(native_torch._records) == native_torch.KEPT
+    assert records.info().entries == native_torch.KEPT
 
 
 def test_nothing_of_a_call_is_kept():

@@ -187,12 +187,12 @@ def test_a_cpu_needs_the_interpreter(monkeypatch):
 def test_without_jax_triton_the_extra_is_named(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    triton_jax_device.triton_call.cache_clear()
+    triton_jax_device.triton_call.memo.clear()
     with pytest.raises(
         BackendError, match=r"(?s)cannot be imported here: .*pip install 'frisket-attention\[jax-gpu\]'"
     ):
         triton_jax_device.triton_call()
-    triton_jax_device.triton_call.cache_clear()
+    triton_jax_device.triton_call.memo.clear()
 
 
 def test_nothing_to_do():

@@ -189,10 +189,10 @@ def test_traced_values_make_no_other_kernel():
         compare(found, {n: want["d" + n].transpose(0, 2, 1, 3) for n in "qkv"})
 
     call(case)
-    kernels = triton_jax_call._entry.cache_info().misses
+    kernels = triton_jax_call._entry.memo.info().misses
     call(case.but(slots={"w": 12}, tables={"doc": np.roll(case.tables["doc"], 3)},
                   origin=(0, 0, np.array([3, 30]), np.array([1, 2]))))  # fmt: skip
-    assert triton_jax_call._entry.cache_info().misses == kernels
+    assert triton_jax_call._entry.memo.info().misses == kernels
     assert run._cache_size() == 1
 
 

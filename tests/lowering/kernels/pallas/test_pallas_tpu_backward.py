@@ -201,7 +201,7 @@ def test_visits_are_the_visible_tiles(text, monkeypatch):
         return modules.load(source.replace(line, line + note), seen=seen)
 
     monkeypatch.setattr(runtime, "load", load)
-    runtime._loaded.cache_clear()
+    runtime._loaded.memo.clear()
     made = make_plan(layout.mask, None, limits=dict.fromkeys([*ir.COORDINATES, *MASKS[text]], 2.0**14))
     x, y, rows = (jnp.zeros(s, jnp.float32) for s in ((1, 500, 4, 16), (1, 500, 2, 16), (1, 4, 500)))
 
@@ -218,7 +218,7 @@ def test_visits_are_the_visible_tiles(text, monkeypatch):
     )  # fmt: skip
     jax.block_until_ready(found)
     jax.effects_barrier()
-    runtime._loaded.cache_clear()
+    runtime._loaded.memo.clear()
     for seen in visits.values():
         np.testing.assert_array_equal(seen, layout.kinds())
     assert seen.sum() > 0

@@ -63,7 +63,7 @@ def test_parts_of_any_head_size(dim, v_dim, dtype):
 
 
 def test_parts_of_closed_form_bounds_at_any_position_are_one_kernel():
-    made = triton_decode._made.cache_info
+    made = triton_decode._made.memo.info
     seen = []
     for at, keys in ((299, 300), (120, 130), (30, 300), (0, 17)):
         case = Case(
