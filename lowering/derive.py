@@ -28,16 +28,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import COMPARISONS, COORDINATES, SCORE, TRUE, Expr, build, conj, disj, lit, uses, var, walk
+from frisket.dsl.ir import COMPARISONS, COORDINATES, SCORE, SIZES, TRUE, Expr, build, conj, disj, lit, uses, var, walk
 from frisket.dsl.sugar import eq, function, ne, where
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify.hoist import finite
 
-from .plan import LoopPlan
+from .plan import Geometry, LoopPlan
 from .simplify import Simplifier
 
 Over = Literal["head", "row", "column", "diagonal", "scatter"]
@@ -58,6 +58,23 @@ class Gradient:
     index: tuple[Expr, ...]  # of a table; empty for a slot
     weight: Expr  # d m(s) / d x, in b h q k score, sizes, slots and tables; simplified
     over: Over
+
+    def coordinates(self, geometry: Geometry, along: Callable[[Any, tuple[int, ...]], Any]) -> dict[str, Any]:
+        """The global `b h q k` of every entry of the buffer, as far as it depends on them, and the sizes.
+
+        `along(start, shape)` counts from `start` along the first axis of `shape`."""
+        b0, h0, q0, k0 = geometry.origin
+        ones = (1,) * (self.over != "head")
+        env: dict[str, Any] = dict(zip(SIZES, geometry.full, strict=True))
+        env |= {"b": along(b0, (geometry.batch, 1, *ones)), "h": along(h0, (geometry.heads, *ones))}
+        if self.over == "row":
+            env["q"] = along(q0, (geometry.q_len,))
+        elif self.over == "column":
+            env["k"] = along(k0, (geometry.kv_len,))
+        elif self.over == "diagonal":  # the first key, and a query at the entry's distance from it
+            env["q"] = along(q0, (geometry.q_len + geometry.kv_len - 1,)) - (geometry.kv_len - 1)
+            env["k"] = along(k0, (1,))
+        return env
 
 
 @dataclass(frozen=True)

@@ -47,36 +47,18 @@ def fold(
         return buffer.sum(dtype=torch.float64).to(buffer.dtype)
     if gradient.over == "scatter":
         return buffer
-    env = {**coordinates(gradient, geometry, buffer.device), **slots}
-    place = torch.zeros(buffer.shape, dtype=torch.int64, device=buffer.device)
+    device = buffer.device
+
+    def along(start: Any, shape: tuple[int, ...]) -> Tensor:
+        if not isinstance(start, int):
+            start = torch.as_tensor(start).to(device, torch.int64, non_blocking=True).view(-1, 1, 1)
+        return torch.arange(shape[0], device=device).view(shape) + start
+
+    env = {**gradient.coordinates(geometry, along), **slots}
+    place = torch.zeros(buffer.shape, dtype=torch.int64, device=device)
     for index, size in zip(gradient.index, shape, strict=True):
         place.mul_(size).add_(_program(index, buffer.dtype)(env, tables).clamp(0, size - 1))
     return summed(place, buffer, math.prod(shape)).view(tuple(shape)).to(buffer.dtype)
-
-
-def coordinates(gradient: Gradient, geometry: Geometry, device: Any) -> dict[str, Any]:
-    """The global `b h q k` of every entry of the gradient's buffer, as far as it depends on them, and the sizes."""
-    import torch
-
-    b0, h0, q0, k0 = geometry.origin
-    env: dict[str, Any] = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
-    rank = 2 if gradient.over == "head" else 3
-
-    def along(start: Any, length: int, axis: int) -> Tensor:
-        place = torch.arange(length, device=device).view(length, *[1] * (rank - axis - 1))
-        if not isinstance(start, int):
-            start = torch.as_tensor(start).to(device, torch.int64, non_blocking=True).view(-1, 1, 1)
-        return place + start
-
-    env |= {"b": along(b0, geometry.batch, 0), "h": along(h0, geometry.heads, 1)}
-    if gradient.over == "row":
-        env["q"] = along(q0, geometry.q_len, 2)
-    elif gradient.over == "column":
-        env["k"] = along(k0, geometry.kv_len, 2)
-    elif gradient.over == "diagonal":  # the first key, and a query at the entry's distance from it
-        env["q"] = along(q0, geometry.q_len + geometry.kv_len - 1, 2) - (geometry.kv_len - 1)
-        env["k"] = along(k0, 1, 2)
-    return env
 
 
 __all__ = ["fold", "folded"]

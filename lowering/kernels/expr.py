@@ -29,6 +29,11 @@ PREFIX = 8
 ASSOCIATIVE = {"|", "&", "^"}
 COMPARISON = 1
 LONG = 72  # characters of an expression that earn it a name
+SIGNS = {  # of operators that every language writes between its operands
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "bitand": "&", "bitor": "|", "bitxor": "^",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
+}  # fmt: skip
+SHARED = {"neg": "-{}", "bitnot": "~{}"} | {op: f"{{}} {sign} {{}}" for op, sign in SIGNS.items()}
 
 
 @dataclass(frozen=True)
@@ -112,14 +117,18 @@ def printed(
     return page
 
 
+def unknown(node: Expr, backend: str) -> LoweringError:
+    return LoweringError(
+        f"`{node.op}` has no {backend} form; rewrite the expression without it, "
+        "or choose another backend (frisket doctor lists them)"
+    )
+
+
 def operator(node: Expr, args: list[Text], table: Mapping[str, str], backend: str) -> Text:
     """The text of an operator: one row of the table, filled in."""
     row = table.get(node.op)
     if row is None:
-        raise LoweringError(
-            f"`{node.op}` has no {backend} form; rewrite the expression without it, "
-            "or choose another backend (frisket doctor lists them)"
-        )
+        raise unknown(node, backend)
     infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
     if infix:
         symbol = infix[1]

@@ -19,18 +19,13 @@ from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT, INT
 from frisket.grammar.memo import memo
 
-from .expr import machine
+from .expr import SHARED, machine
 
-JNP: dict[str, str] = {
-    "neg": "-{}", "abs": "jnp.abs({})", "sign": "sign({})",
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}",
+JNP: dict[str, str] = SHARED | {
+    "abs": "jnp.abs({})", "sign": "sign({})",
     "min": "jnp.minimum({}, {})", "max": "jnp.maximum({}, {})", "pow": "jnp.power({}, {})",
-    "div": "{} / {}", "floordiv": "floordiv({}, {})", "mod": "mod({}, {})",
-    "bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}",
-    "shl": "shl({}, {})", "shr": "shr({}, {})",
-    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
-    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "jnp.logical_not({})",
-    "where": "jnp.where({}, {}, {})",
+    "floordiv": "floordiv({}, {})", "mod": "mod({}, {})", "shl": "shl({}, {})", "shr": "shr({}, {})",
+    "not": "jnp.logical_not({})", "where": "jnp.where({}, {}, {})",
     "int": "to_int({})", "float": "{}.astype(Float)", "floor": "to_int(jnp.floor({}))",
     "exp": "jnp.exp({})", "exp2": "jnp.exp2({})", "log": "jnp.log({})", "log2": "jnp.log2({})",
     "log1p": "jnp.log1p({})", "tanh": "jnp.tanh({})", "sigmoid": "lax.logistic({})",

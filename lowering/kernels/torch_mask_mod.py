@@ -25,21 +25,16 @@ from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import Expr, lit, transform, uses, walk
 from frisket.dsl.types import BOOL
 
-from .expr import LONG, PRECEDENCE, PREFIX, Text, operator
+from .expr import LONG, PRECEDENCE, PREFIX, SHARED, Text, operator
 from .text import Names, Page
 
 NAMES = {"b": "b", "h": "h", "q": "q_idx", "k": "kv_idx", "score": "score"}
 
-TORCH: dict[str, str] = {
-    "neg": "-{}", "abs": "{}.abs()", "sign": "sign({})",
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "pow": "torch.pow({}, {})",
-    "min": "minimum({}, {})", "max": "maximum({}, {})",
-    "div": "{} / {}", "floordiv": "floordiv({}, {})", "mod": "mod({}, {})",
-    "bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}",
-    "shl": "shl({}, {})", "shr": "shr({}, {})",
-    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
-    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}",
-    "where": "torch.where({}, {}, {})",
+TORCH: dict[str, str] = SHARED | {
+    "abs": "{}.abs()", "sign": "sign({})",
+    "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "torch.pow({}, {})",
+    "floordiv": "floordiv({}, {})", "mod": "mod({}, {})", "shl": "shl({}, {})", "shr": "shr({}, {})",
+    "not": "~{}", "where": "torch.where({}, {}, {})",
     "int": "to_int({})", "float": "{}.to(torch.float64)", "floor": "to_int(torch.floor({}))",
     "exp": "{}.exp()", "exp2": "{}.exp2()", "log": "{}.log()", "log2": "{}.log2()", "log1p": "{}.log1p()",
     "tanh": "{}.tanh()", "sigmoid": "{}.sigmoid()", "sin": "{}.sin()", "cos": "{}.cos()", "tan": "{}.tan()",

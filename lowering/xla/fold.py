@@ -43,7 +43,12 @@ def fold(
         return buffer.sum()
     if gradient.over == "scatter":
         return buffer
-    env = {**coordinates(gradient, geometry), **slots}
+
+    def along(start: Any, shape: tuple[int, ...]) -> Array:
+        start = start if getattr(start, "ndim", 0) == 0 else jnp.asarray(start).reshape(-1, 1, 1)
+        return jnp.arange(shape[0]).reshape(shape) + start
+
+    env = {**gradient.coordinates(geometry, along), **slots}
     places = [evaluate(i, env, tables, int64=int64, float64=buffer.dtype == jnp.float64) for i in gradient.index]
     places = [jnp.clip(i, 0, n - 1) for i, n in zip(places, shape, strict=True)]
     if all(i.size == 1 for i in places):  # one entry: a scalar of an array
@@ -56,29 +61,6 @@ def in_order(places: tuple[Array, ...], values: Array, shape: tuple[int, ...]) -
     import jax.numpy as jnp
 
     return jnp.zeros(shape, values.dtype).at[places].add(values)
-
-
-def coordinates(gradient: Gradient, geometry: Geometry) -> dict[str, Any]:
-    """The global `b h q k` of every entry of the gradient's buffer, as far as it depends on them, and the sizes."""
-    import jax.numpy as jnp
-
-    b0, h0, q0, k0 = geometry.origin
-    rank = 2 if gradient.over == "head" else 3
-
-    def along(start: Any, length: int, axis: int) -> Array:
-        place = jnp.arange(length).reshape(length, *[1] * (rank - axis - 1))
-        return place + (start if getattr(start, "ndim", 0) == 0 else jnp.asarray(start).reshape(-1, 1, 1))
-
-    env: dict[str, Any] = dict(zip(("B", "H", "Q_LEN", "KV_LEN"), geometry.full, strict=True))
-    env |= {"b": along(b0, geometry.batch, 0), "h": along(h0, geometry.heads, 1)}
-    if gradient.over == "row":
-        env["q"] = along(q0, geometry.q_len, 2)
-    elif gradient.over == "column":
-        env["k"] = along(k0, geometry.kv_len, 2)
-    elif gradient.over == "diagonal":  # the first key, and a query at the entry's distance from it
-        env["q"] = along(q0, geometry.q_len + geometry.kv_len - 1, 2) - (geometry.kv_len - 1)
-        env["k"] = along(k0, 1, 2)
-    return env
 
 
 __all__ = ["fold", "folded"]

@@ -20,7 +20,7 @@ def register(name: str, make: Maker) -> Maker:
 
 
 def attention_by(name: str) -> Callable[..., Any]:
-    """What makes an attention; a program of torch.export may run before any other call of frisket."""
+    """The registered maker of attentions; a program of torch.export may run before any other call of frisket."""
     if name not in _makers:
         import_module("frisket.runtime.attention.entry")
     return _makers[name]

@@ -1,4 +1,4 @@
-"""Where spans are wanted: the place of a call, and arrays on its device."""
+"""The place of a call in the problem where spans are wanted, and arrays on its device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frisket.runtime.calls.arrays import uploaded
 
 @dataclass(frozen=True)
 class SpanRequest:
-    """Where spans are wanted: `at` is where each slice begins, (b, h, q, k) of [slices]; tiles of `block` tokens;
+    """The place and room of spans: `at` is where each slice begins, (b, h, q, k) of [slices]; tiles of `block` tokens;
     `sizes` of the whole problem. `held` keeps copies of the host's arrays, `ranges` what planners in Triton have made
     of the tables."""
 

@@ -16,18 +16,13 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, make, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, COLUMN, LEVELS, PREFIX, Text, levels
+from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, COLUMN, LEVELS, PREFIX, SHARED, Text, levels, unknown
 
-CPP: dict[str, str] = {
-    "neg": "-{}", "abs": "magnitude({})", "sign": "sign({})",
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}",
+CPP: dict[str, str] = SHARED | {
+    "abs": "magnitude({})", "sign": "sign({})",
     "min": "minimum({}, {})", "max": "maximum({}, {})", "pow": "power({}, {})",
-    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})",
-    "bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}",
-    "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
-    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
-    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "!{}",
-    "where": "select({}, {}, {})",
+    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})", "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
+    "not": "!{}", "where": "select({}, {}, {})",
     "int": "to_int({})", "float": "to_real({})", "floor": "to_int(floor({}))",
     "exp": "exp({})", "exp2": "exp2({})", "log": "log({})", "log2": "log2({})", "log1p": "log1p({})",
     "tanh": "tanh({})", "sigmoid": "sigmoid({})", "sin": "sin({})", "cos": "cos({})", "tan": "tan({})",
@@ -167,10 +162,7 @@ class Forms:
     def _operator(self, node: Expr, args: list[Text]) -> Text:
         row = CPP.get(node.op)
         if row is None:
-            raise LoweringError(
-                f"`{node.op}` has no C++ form; rewrite the expression without it, "
-                "or choose another backend (frisket doctor lists them)"
-            )
+            raise unknown(node, "C++")
         infix = re.fullmatch(r"\{\} (\S+) \{\}", row)
         if infix is None and row[0] not in "-~!":
             args = self._spread(node, args)

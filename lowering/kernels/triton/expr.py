@@ -154,7 +154,7 @@ NAN_AWARE = ", propagate_nan=tl.PropagateNan.ALL)"
 
 
 def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
-    """The forms that depend on more than the operator; None: the table's row."""
+    """The text of operators that depend on more than the operator; None: the table's row."""
     if node.op == "lit":
         return literal(node.name)
     if node.op in ("min", "max") and node.type is FLOAT:
@@ -177,14 +177,14 @@ def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
 
 
 def decisive(roots: Iterable[Expr]) -> set[Expr]:
-    """The Float divisions that an Int or a Bool hangs on. A GPU's own is off by some units in the last place, so the
+    """The Float divisions that decide an Int or a Bool. A GPU's own is off by some units in the last place, so the
     floor of 41 / 41 may be 0, in tiles that were planned with 1; `tl.div_rn` rounds correctly."""
     crossed = [n for n in walk(*roots) if n.type is not FLOAT and any(a.type is FLOAT for a in n.args)]
     return {n for n in walk(*crossed) if n.op == "div"}
 
 
 def literal(value: bool | int | float) -> Text:
-    """`5`, `-0.5`, `INFINITY`: as Triton reads them, Float being float32."""
+    """The text of a literal, `5`, `-0.5`, `INFINITY`, as Triton reads it, Float being float32."""
     if isinstance(value, float):
         with np.errstate(over="ignore", under="ignore"):
             rounded = float(np.float32(value))
@@ -219,5 +219,5 @@ def words(source: str) -> set[str]:
 
 
 def all_names() -> Iterable[str]:
-    """What a user's name may not shadow."""
+    """The names that a user's name may not shadow."""
     return {*PRELUDE, *words("".join(PRELUDE.values())), "tl", "triton", "INFINITY", "LOG2E", "LN2"}
