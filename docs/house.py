@@ -61,6 +61,11 @@ POINTS = re.compile(
     re.IGNORECASE,
 )
 
+COUNTED = (
+    *(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Assign, ast.Call, ast.Compare),
+    *(ast.match_case, ast.Tuple, ast.List, ast.Set, ast.Dict),
+)
+
 
 class Import(NamedTuple):
     source: str
@@ -116,11 +121,12 @@ class Tree:
 
     @cached_property
     def nodes(self) -> list[tuple[str, ast.AST]]:
-        return [(name, node) for name, tree in self.parsed.items() for node in ast.walk(tree)]
+        """Nodes that the rows look at: definitions, assignments, calls, comparisons and displays."""
+        return [(name, x) for name, tree in self.parsed.items() for x in ast.walk(tree) if isinstance(x, COUNTED)]
 
     @cached_property
     def called(self) -> dict[str, list[str]]:
-        """What docs/house_call.py counts, run by the tree's own interpreter where it has one."""
+        """The lists of docs/house_call.py, run by the tree's own interpreter where it has one."""
         own = self.root / ".venv" / "bin" / "python"
         command = [str(own) if own.exists() else sys.executable, str(ROOT / "docs" / "house_call.py"), str(self.root)]
         environment = {**os.environ, "FRISKET_BACKEND": "cpp"}
@@ -139,7 +145,7 @@ def module(name: str) -> str:
 
 
 def targets(name: str, package: bool, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
-    """Full names of what an import statement names."""
+    """Full names in an import statement."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
         return
@@ -227,14 +233,14 @@ def memo(tree: Tree) -> Count:
         if name == "grammar/memo.py":
             continue
         for x in [node.func] if isinstance(node, ast.Call) else getattr(node, "decorator_list", []):
-            kind = ast.unparse(x).removeprefix("functools.") if isinstance(x, ast.Name | ast.Attribute) else ""
+            kind = x.id if isinstance(x, ast.Name) else x.attr if isinstance(x, ast.Attribute) else ""
             if kind in ("lru_cache", "cache"):
                 found[kind].append(f"{name}:{x.lineno} {kind}")
         if isinstance(node, ast.Module):
             for x in node.body:
                 if isinstance(x, ast.Assign | ast.AnnAssign) and x.value and dicts.match(ast.unparse(x.value)):
                     found["dict"].append(f"{name}:{x.lineno} {ast.unparse(x)[:80]}")
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "key" and not name.startswith("dsl/"):
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "key" and not name.startswith("dsl/"):
             loops = {x for loop in ast.walk(node) if isinstance(loop, ast.GeneratorExp) for x in ast.walk(loop)}
             taken = (x for x in ast.walk(node) if isinstance(x, ast.Call) and x not in loops)
             if any(ast.unparse(x.func) == "id" for x in taken):
