@@ -93,4 +93,5 @@ def test_what_contributors_are_told_to_run_is_there():
     named = re.findall(
         r"(?:tests|docs|lowering|runtime|benchmarks|dsl)/[\w/.]+\.(?:py|frisket|md)", page.read_text("utf-8")
     )
-    assert not [path for path in named if not (ROOT / path).exists()]
+    toy = re.compile("[a-z/]+/toy/")  # the backend of the recipe, which test_add_a_backend.py writes
+    assert not [path for path in named if not toy.match(path) and not (ROOT / path).exists()]
