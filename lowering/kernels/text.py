@@ -12,9 +12,12 @@ for i in range(n):
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from string import Template
+from textwrap import indent
 from typing import Any
 
 
@@ -75,21 +78,84 @@ class Names:
         return self.new(f"{stem}{n}")
 
 
-def filled(skeleton: str, **holes: Any) -> str:
+def skeleton(package: str, name: str) -> str:
+    """The text of skeletons/`name`.tpl of a package, with that of others where it says `$include other`."""
+    text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
+    return re.sub(r"(?m)^( *)\$include (\w+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)
+
+
+def filled(text: str, finish: Callable[[str], str] = str, /, **holes: Any) -> str:
     """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which take its
     indentation (no lines: the line goes).
 
-    >>> print(filled("def f():\\n    $body\\n    return $value", body=["x = 1"], value="x"), end="")
+    A line that ends in `$if hole` goes where the hole is false; what it opens stays, a step to the left. `$if hole:`,
+    `$else:` and `$for holes:` are blocks that are printed a step to the left; `$for` takes a list of further holes.
+    `$#` is a comment. `finish` has a last look at every line of the skeleton's own.
+
+    >>> text = '''
+    ... def f($arguments):
+    ...     $body
+    ...     for i in range(3):  $if several
+    ...         x += 1
+    ...     $for results:
+    ...         $name = x  $if not hidden
+    ...     return $value'''
+    >>> results = [{"name": "y", "hidden": False}, {"name": "z", "hidden": True}]
+    >>> print(filled(text, arguments="", body=["x = 1"], several=False, results=results, value="y"), end="")
     def f():
         x = 1
-        return x
+        x += 1
+        y = x
+        return y
     """
+    return "\n".join(_filled(text.splitlines(), finish, holes)).strip("\n") + "\n"
+
+
+def _filled(lines: list[str], finish: Callable[[str], str], holes: dict[str, Any]) -> list[str]:
     out: list[str] = []
-    for line in skeleton.splitlines():
-        hole = line.strip().removeprefix("$")
-        if line.strip().startswith("$") and isinstance(holes.get(hole), list):
-            pad = line[: len(line) - len(line.lstrip())]
-            out += [f"{pad}{x}".rstrip() for x in holes[hole]]
+    at, held = 0, False
+    while at < len(lines):
+        line = lines[at].strip()
+        pad = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+        at += 1
+        word, _, rest = line.partition(" ")
+        if word in ("$if", "$else:", "$for"):
+            end = _end(lines, at, len(pad))
+            inner, at = [x[4:] for x in lines[at:end]], end
+            if word == "$for":
+                for more in holes[rest[:-1]]:
+                    out += _filled(inner, finish, {**holes, **more})
+                continue
+            held = not held if word == "$else:" else _holds(rest[:-1], holes)
+            out += _filled(inner, finish, holes) if held else []
+            continue
+        if word == "$#":
+            continue
+        line, _, condition = line.partition("  $if ")
+        if condition and not _holds(condition, holes):
+            if line.endswith(":"):
+                end = _end(lines, at, len(pad))
+                lines = [*lines[:at], *(x[4:] for x in lines[at:end]), *lines[end:]]
+        elif line.startswith("$") and isinstance(found := holes.get(line[1:]), list):
+            out += [f"{pad}{x}".rstrip() for x in "\n".join(found).split("\n") if found]
         else:
-            out.append(Template(line).substitute({n: x for n, x in holes.items() if not isinstance(x, list)}))
-    return "\n".join(out).strip("\n") + "\n"
+            texts = {n: x for n, x in holes.items() if not isinstance(x, list)} if "$" in line else {}
+            made = finish(Template(line).substitute(texts)) if "$" in line else line
+            out += [f"{pad}{x}".rstrip() for x in made.split("\n")]
+    return out
+
+
+def _end(lines: list[str], at: int, depth: int) -> int:
+    """The end of the block whose lines begin at `at`, deeper than `depth`; blank lines behind it are not its own."""
+    end = at
+    for i in range(at, len(lines)):
+        if lines[i].strip():
+            if len(lines[i]) - len(lines[i].lstrip()) <= depth:
+                break
+            end = i + 1
+    return end
+
+
+def _holds(condition: str, holes: dict[str, Any]) -> bool:
+    """Whether "a and not b" is true of the holes."""
+    return all(bool(holes[w.removeprefix("not ")]) != w.startswith("not ") for w in condition.split(" and "))

@@ -58,7 +58,7 @@ def test_the_readme_lists_the_settings():
 def test_the_tour_names_every_file_once():
     named = re.findall(r"^- `([^`]+)`", (ROOT / "docs" / "tour.md").read_text(encoding="utf-8"), re.M)
     files = [f for room in ("grammar", "dsl", "lowering", "runtime") for f in (ROOT / room).rglob("*")]
-    kinds = (".py", ".lark", ".frisket", ".html", ".js", ".hpp", ".cpp")
+    kinds = (".py", ".lark", ".frisket", ".html", ".js", ".hpp", ".cpp", ".tpl")
     kept = [f for f in files if f.suffix in kinds and f.stat().st_size]
     assert sorted(named) == sorted(str(f.relative_to(ROOT)) for f in kept)
 

@@ -14,7 +14,7 @@ from frisket.runtime.machine.extras import DISTRIBUTION, EXTRAS, extras, pip_ins
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = PROJECT["optional-dependencies"]
-TEXTS = {".py", ".md", ".toml", ".txt", ".cff", ".yml", ".html", ".js", ".cpp", ".hpp", ".frisket"}
+TEXTS = {".py", ".md", ".toml", ".txt", ".cff", ".yml", ".html", ".js", ".cpp", ".hpp", ".tpl", ".frisket"}
 # a statement, and the extra it asks for where nothing is installed
 ASKED = {
     "import frisket.flex": "torch",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from frisket.dsl.ir import Expr, lit, renamed, uses
+from frisket.dsl.ir import Expr, lit, renamed
 from frisket.dsl.show import show
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, POSITION, ROW, SCALAR
+from frisket.lowering.kernels.expr import POSITION, ROW, SCALAR
 from frisket.lowering.plan import LoopPlan, Target
 
 from .parameters import arguments, taken
-from .rows import Rows
+from .rows import RowKernel
 from .writer import Dims, check_tile, masked
 
 
@@ -43,7 +44,7 @@ def sums(plan: LoopPlan, wanted: Collection[str]) -> list[Sum]:
     ]
 
 
-class Cotangents(Rows):
+class BackwardKernel(RowKernel):
     """A kernel that owns a tile of queries, or swapped one of keys, and walks tiles of the other axis. `p` are the
     weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` that of the plain ones.
 
@@ -62,153 +63,92 @@ class Cotangents(Rows):
         self.kept = None if plan.kept is None else expr.machine(plan.kept)
         self.sums = [(s, expr.machine(s.gradient.weight)) for s in summed]
         self.inner = slope or bool(self.sums)
-        self.ds = "ds" if self.slope is not None or not self.sums else "dm"
         more = [e for e in (self.slope, self.kept, *(w for _, w in self.sums), *asked) if e is not None]
         super().__init__(plan, dims, target, more, swapped=swapped)
         self.full = [*self.score, *more]  # what full tiles ask for
-        self.own, self.other = ("k", "q") if swapped else ("q", "k")
-        self.block, self.length, self.index = (
-            ("BLOCK_Q", "q_len", "rows") if swapped else ("BLOCK_K", "kv_len", "columns")
-        )
 
-    # -- before the loops ---------------------------------------------------------------------------
+    def holes(self) -> dict[str, Any]:
+        own, index, block = ("k", "columns", "BLOCK_K") if self.swapped else ("q", "rows", "BLOCK_Q")
+        ds = "ds" if self.slope is not None or not self.sums else "dm"
+        return {
+            **super().holes(),
+            "apart": self.e == "e",
+            "e": self.e,
+            "plain": self.plan.score is None,
+            "dropped": self.kept is not None,
+            "rate": "" if self.kept is None else self.arguments[str(self.plan.rate)].name,
+            "inner": self.inner,
+            "by_length": self.dims.by_length,
+            "own_d": self.tile_mask("d", "present"),
+            "own_e": self.tile_mask("e", "present"),
+            "store_d": self.tile_mask("d", "present", other=""),
+            "store_e": self.tile_mask("e", "present", other=""),
+            "scale": " * scale" if self.score else "",
+            "exponent": "modified * LOG2E" if self.score else "score * unit",  # the forward's own product
+            "ds": ds,
+            "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
+            "buffers": self.buffers(),
+            "zeros": [f"{s.total} = tl.zeros([{block}], tl.float32)" for s, _ in self.sums],
+            "stores": [f"tl.store({s.buffer} + at_{own} + {index}, {s.total}, mask=present)" for s, _ in self.sums],
+        }
 
-    def axes(self) -> None:
-        line = self.page.line
-        line("rows = tl.arange(0, BLOCK_Q)", "columns = tl.arange(0, BLOCK_K)", "d = tl.arange(0, DIM)")
-        if self.e == "e":
-            line("e = tl.arange(0, DIM_V)")
-
-    def hoist(self) -> None:
+    def before_loops(self) -> dict[str, Any]:
         """What is known before the loop over tiles, beside origins and slots."""
-        if self.own in self.used:
-            self.coordinate(self.own, "start + " + ("columns" if self.swapped else "rows"))
-        if self.bounds:
-            self.closed_form()
-            self.page.blank()
-        for level in (SCALAR, ROW):
-            self.lines([*self.mask, *self.full], level, self.hoisted)
+        own, index = ("k", "columns") if self.swapped else ("q", "rows")
+        return {
+            "own": self.coordinate(own, f"start + {index}") if own in self.used else [],
+            **self.closed_form(),
+            "hoisted": [*self.lines(self.positions, SCALAR), *self.lines(self.positions, ROW)],
+            "tiles": self.tiles(),
+        }
 
-    def factors(self) -> None:
-        if self.plan.score is None:
-            self.page.line("unit = scale * LOG2E")
-        if self.kept is not None:
-            self.page.line(f"survivor = 1.0 / (1.0 - {self.arguments[str(self.plan.rate)].name})")
-
-    def zeros(self) -> None:
-        for s, _ in self.sums:
-            self.page.line(f"{s.total} = tl.zeros([{'BLOCK_K' if self.swapped else 'BLOCK_Q'}], tl.float32)")
-
-    # -- addresses ----------------------------------------------------------------------------------
-
-    def offset(self, letter: str, *indices: str) -> str:
-        """`offset("q", "batch", "head")`: of scalars, 64 bits wide."""
-        return " + ".join(f"{x}.to(tl.int64) * stride_{letter}{a}" for x, a in zip(indices, "bhs", strict=False))
-
-    def within(self, letter: str, index: str) -> str:
-        """Offsets in a tile along `index`, 32 bits wide."""
-        return f"{index}[:, None] * stride_{letter}s + {self.along(letter)}[None, :] * stride_{letter}d"
-
-    def along(self, letter: str) -> str:
-        return self.e if letter in "vgo" else "d"
-
-    def tile_mask(self, letter: str, inside: str, other: str = ", other=0.0") -> str:
-        """Of a tile whose rows are `inside`; all are where that is empty."""
-        index = f"{self.along(letter)}[None, :]"
-        pad = self.value_pad(index) if letter in "vgo" else self.head_pad(index)
+    def tile_mask(self, axis: str, inside: str, other: str = ", other=0.0") -> str:
+        """Of a tile of keys or queries, "d", or of values, "e", whose rows are `inside`; all where that is empty."""
+        pad = self.value_pad(f"{self.e}[None, :]") if axis == "e" else self.head_pad("d[None, :]")
         return masked(inside and f"{inside}[:, None]", pad, other=other)
 
-    # -- the loops ----------------------------------------------------------------------------------
-
-    def tiles(self) -> None:
-        line = self.page.line
-        with self.border_tiles():
-            line(f"inside = tile * {self.block} + {self.index} < {self.length}")
-            self._tile("inside")
-        self.page.comment("Full tiles: every position is visible.")
-        with self.page.block("for tile in range(full_lo, full_hi):"):
-            self._tile("")
-
-    def _tile(self, inside: str) -> None:
-        self.products(inside)
+    def tile(self, inside: str) -> dict[str, Any]:
         written = set(self.hoisted)
-        roots = [*self.mask, *self.full] if inside else self.full
-        if any(self.other in uses(r) for r in roots):
-            self.coordinate(self.other, f"tile * {self.block} + {self.index}")
-        self.lines(roots, COLUMN, written)
-        if inside:
-            self.visible(written)
-        self.weights(written, inside and "visible")
-        if self.inner:
-            self.cotangents(written, inside and "visible")
-        self.accumulate()
+        visible = inside and "visible"
+        walked = ("q", "tile * BLOCK_Q + rows") if self.swapped else ("k", "tile * BLOCK_K + columns")
+        return {
+            "walked_d": self.tile_mask("d", inside),
+            "walked_e": self.tile_mask("e", inside),
+            "inside": f", mask={inside}, other=0.0" if inside else "",
+            "column": self.along_tile(*walked, self.positions if inside else self.full, written),
+            "visible": self.visible(written) if inside else [],
+            **self.modified(written, visible),
+            "sums": [line for s, w in self.sums for line in self._summed(s, w, written, visible)],
+            "derivative": self._derivative(written, visible),
+        }
 
-    def products(self, inside: str) -> None:
-        """Loads a tile of the other axis, and writes `score` and, where it is wanted, `dp`."""
-        raise NotImplementedError
+    def modified(self, written: set[str], visible: str) -> dict[str, Any]:
+        """The modified score, and with dropout `kept`, what weights are multiplied with."""
+        score = next(iter(self.score), None)
+        return {
+            "score_mod": self.quoted(self.plan.score, score, "modified = {}", written, visible),
+            "dropout": self.quoted(self.plan.kept, self.kept, "kept = tl.where({}, survivor, 0.0)", written, visible),
+        }
 
-    def per_query(self, name: str, visible: str) -> None:
-        """Loads lse, low or delta, where it is not there from the beginning."""
+    def _summed(self, s: Sum, weight: Expr, written: set[str], visible: str) -> list[str]:
+        lines, share = self.times(weight, "weight", written, visible)
+        return [f"# The gradient of {self.read(s.gradient)}.", *lines, f"{s.total} += tl.sum({share}, 1)"]
 
-    def accumulate(self) -> None:
-        """Adds the share of a tile."""
-        raise NotImplementedError
+    def _derivative(self, written: set[str], visible: str) -> list[str]:
+        if self.slope is None:
+            return []
+        lines, ds = self.times(self.slope, "derivative", written, visible)
+        return ["# The derivative of the score mod.", *lines, f"ds = {ds}"]
 
-    def dot(self, name: str, one: str, two: str, start: str = "") -> None:
-        """One times two transposed; the sum begins at `start`."""
-        start = start and f", tl.broadcast_to({start}, [BLOCK_K, BLOCK_Q])"
-        scaled = " * scale" if name == "score" and self.score else ""
-        self.page.line(f"{name} = tl.dot({one}, tl.trans({two}){start}{self.precision}){scaled}")
-
-    def weights(self, written: set[str], visible: str) -> None:
-        """`p`, 0 where nothing is seen, and with dropout `kept`, what its weights are multiplied with."""
-        line = self.page.line
-        exponent = "score * unit"
-        if self.plan.score is not None:
-            self.quote(self.plan.score)
-            self.lines(self.score, POSITION, written, visible)
-            line(f"modified = {self.value(self.score[0])}")
-            exponent = "modified * LOG2E"
-        self.per_query("lse", visible)
-        self.per_query("low", visible)
-        p = f"tl.exp2({exponent} - lse - low)"  # the forward's own product, rounded as there
-        line(f"p = tl.where({visible}, {p}, 0.0)" if visible else f"p = {p}")
-        if self.kept is not None and self.plan.kept is not None:
-            self.quote(self.plan.kept)
-            self.lines([self.kept], POSITION, written, visible)
-            line(f"kept = tl.where({self.value(self.kept)}, survivor, 0.0)")
-
-    def cotangents(self, written: set[str], visible: str) -> None:
-        line = self.page.line
-        dm = "ds" if self.ds == "ds" and not self.sums and self.slope is None else "dm"
-        if self.kept is not None:
-            self.per_query("delta", visible)
-            line(f"{dm} = p * (dp * kept - delta)")
-        else:
-            line(f"{dm} = p * dp" if self.swapped else f"{dm} = p * (dp - delta)")
-        for s, weight in self.sums:
-            self.page.comment(f"The gradient of {self.read(s.gradient)}.")
-            line(f"{s.total} += tl.sum({self.times(weight, 'weight', written, visible)}, 1)")
-        if self.slope is not None:
-            self.page.comment("The derivative of the score mod.")
-            line(f"ds = {self.times(self.slope, 'derivative', written, visible)}")
-
-    def times(self, factor: Expr, name: str, written: set[str], visible: str) -> str:
-        """`dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there."""
+    def times(self, factor: Expr, name: str, written: set[str], visible: str) -> tuple[list[str], str]:
+        """`dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there; and the lines before it."""
         if factor is lit(1.0):
-            return "dm"
-        self.lines([factor], POSITION, written, visible)
-        value = self.value(factor)
+            return [], "dm"
+        lines, value = self.lines([factor], POSITION, written, visible), self.value(factor)
         if not value.isidentifier():
-            self.page.line(f"{name} = {value}")
+            lines.append(f"{name} = {value}")
             value = name
-        return f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
-
-    def shape(self, heads: str, length: str) -> str:
-        """That of the gradient of an array, for the reader."""
-        return f"[batch, {length}, {heads}, dim]" if self.dims.by_length else f"[batch, {heads}, {length}, dim]"
-
-    # -- captured values ----------------------------------------------------------------------------
+        return lines, f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
 
     def read(self, gradient: Gradient) -> str:
         """`slope[h]`, or the name of a slot."""
@@ -216,14 +156,10 @@ class Cotangents(Rows):
         index = [show(renamed(i, named), known=set(named.values())) for i in gradient.index]
         return f"{named[gradient.source]}[{', '.join(index)}]" if index else named[gradient.source]
 
-    def pointers(self) -> list[str]:
+    def buffers(self) -> list[str]:
         """The lines of the signature for the buffers of sums."""
         length, over = ("kv_len", "queries") if self.swapped else ("q_len", "keys")
         shape = f"float32 [batch, heads, {length}]"
         return [
             f"{s.buffer},  # {shape}: the gradient of {self.read(s.gradient)}, summed over {over}" for s, _ in self.sums
         ]
-
-    def store_sums(self, at: str, present: str) -> None:
-        for s, _ in self.sums:
-            self.page.line(f"tl.store({s.buffer} + {at}, {s.total}, mask={present})")

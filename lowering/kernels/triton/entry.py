@@ -39,7 +39,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JaxEntry:
     """The text of an entry, and what it is called with: `arrays` and `results` by the kernel's names, `whole` and
     `real` what stands in the vectors of values."""
 
@@ -62,7 +62,7 @@ def parameters(source: str) -> dict[str, dict[str, bool]]:
     }
 
 
-def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, results: Sequence[str]) -> Entry:
+def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, results: Sequence[str]) -> JaxEntry:
     """The entry to a kernel with these parameters, of which `results` are what it writes."""
     known = arguments(plan)
     slots = {known[s.name].name: s.type for s in plan.slots}
@@ -108,7 +108,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
             head.line(f"Whole = {PAIRS.format('Whole')}")
         with head.block(f"{kernel}(", ")"):
             head.line(*(f"{n}={given(n)}," for n in named))
-    return Entry(name, str(head), arrays, lengths, tuple(results), constants, whole, real)
+    return JaxEntry(name, str(head), arrays, lengths, tuple(results), constants, whole, real)
 
 
 def _stride(letter: str, axis: str, dims: Dims, page: int) -> str:

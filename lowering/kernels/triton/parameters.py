@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from frisket.dsl.ir import SIZES
 from frisket.lowering.kernels.expr import POSITION, levels
-from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.text import Names
 from frisket.lowering.plan import FIRST, K_SCALE, PAGES, RATE, SEED, V_SCALE, LoopPlan
 
 from . import expr as expr_triton
@@ -118,47 +119,24 @@ class Parameters:
         """The global sizes that occur."""
         return [n for n in SIZES if n in self.used]
 
-    def signature(
-        self, name: str, tensors: Sequence[str], strides: str, numbers: Sequence[str], *, scale: bool = True,
-        flags: Sequence[str] = (), rows: str = "key", tile: Sequence[str] = ("BLOCK_Q", "BLOCK_K"),
-    ) -> str:  # fmt: skip
-        """The decorator and the head of a kernel. `tensors` are lines of pointers, `strides` the letters of tensors
-        with four strides, `numbers` integers of its own, `flags` lines of constants; `rows` are the tiles that
-        records hold."""
-        named = arguments(self.plan)
-        page = Page()
+    def holes(self, numbers: Sequence[str]) -> dict[str, Any]:
+        """The holes of a kernel's decorator and of parameters.tpl; `numbers` are integers of the kernel's own."""
+        named, origins = arguments(self.plan), self.origins()
         varying = ", ".join(f'"{n}"' for n in self.run_time(numbers))
-        if len(varying) < 80:
-            page.line(f"@triton.jit(do_not_specialize=[{varying}])")
-        else:
-            with page.block("@triton.jit(", ")"), page.block("do_not_specialize=[", "]"):
-                page.line(*textwrap.wrap(f"{varying},", 100))
-        with page.block(f"def {name}(", "):"):
-            page.line(*tensors)
-            for t in strides:
-                page.line("".join(f"stride_{t}{axis}, " for axis in "bhsd").strip())
-            page.line(", ".join(["scale"] * scale + list(numbers)) + ",")
-            if self.tabled:
-                page.line(f"Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in {rows} tiles")
-                order = (
-                    ("Count, Order", "records in use; rows in order of work")
-                    if self.ordered
-                    else ("Count", "records in use")
-                )
-                page.line(f"{order[0]},  # int32 [slices, rows]: {order[1]}")
-                page.line("SliceOf,  # int32 [batch, heads]")
-                page.line("records,")
-            if self.origins():
-                page.line(", ".join(f"{n}_origin" for n in self.origins()) + ",  # of this call in the whole problem")
-            if self.sizes():
-                page.line(", ".join(self.sizes()) + ",")
-            if self.plan.slots:
-                page.line(", ".join(named[s.name].name for s in self.plan.slots) + ",")
-            for table in self.plan.tables:
-                page.line(", ".join(named[table.name].all) + ",")
-            if {"q", "k"} & set(self.origins()):
-                page.line("ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]")
-            if flags:
-                page.line(*flags)
-            page.line(", ".join(f"{t}: tl.constexpr" for t in tile) + ",  # powers of two")
-        return str(page).rstrip()
+        jit = [f"@triton.jit(do_not_specialize=[{varying}])"]
+        if len(varying) >= 80:
+            wrapped = [f"        {line}" for line in textwrap.wrap(f"{varying},", 100)]
+            jit = ["@triton.jit(", "    do_not_specialize=[", *wrapped, "    ]", ")"]
+        return {
+            "jit": jit,
+            "numbers": ", ".join(numbers),
+            "tabled": self.tabled,
+            "closed": self.closed,
+            "everything": not self.tabled and not self.closed,
+            "ordered": self.ordered,
+            "origins": "".join(f"{n}_origin, " for n in origins)[:-1],
+            "moved": [n for n in origins if n in "qk"],
+            "sizes": "".join(f"{n}, " for n in self.sizes())[:-1],
+            "slots": "".join(f"{named[s.name].name}, " for s in self.plan.slots)[:-1],
+            "tables": [f"{', '.join(named[t.name].all)}," for t in self.plan.tables],
+        }

@@ -3,25 +3,29 @@ swapped, a tile of keys and records of query tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from frisket.dsl.ir import Expr
+from frisket.dsl.ir import Expr, uses
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import K0, K1
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import LEVELS, POSITION, SCALAR, levels
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, SCALAR, levels
+from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import LoopPlan, Target
 
 from .parameters import Parameters
-from .writer import Dims, Writer, bounds_of, conjuncts
+from .writer import LINE, Dims, TritonWriter, bounds_of, conjuncts, wrapped
 
 
-class Rows(Writer):
+class RowKernel(TritonWriter):
     """`mask` and `score` are what the loops need; `more` are other expressions used per position. Swapped kernels
     always read their records from a table, where there is a mask."""
 
     shown = "inside[None, :]"  # of a border tile: what may be visible at all
+    longest = LINE
+    numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
 
     def __init__(
         self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False,
@@ -31,74 +35,47 @@ class Rows(Writer):
         self.score = [] if plan.score is None else [self.machine(plan.score)]
         self.bounds = {} if swapped else bounds_of(plan)
         self.tabled = plan.mask is not None and not self.bounds
-        self.ordered = target.order == "longest-first"
-        self.hoisted: set[str] = set()
         known = levels(*self.mask, when=when)
         self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
-        positions = [*self.mask, *self.score, *more]
-        roots = [*self.bounds.values(), *positions]
-        super().__init__(plan, dims, roots, positions, precision=target.precision, swapped=swapped, when=when)
-        self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds), self.ordered)
+        self.positions = [*self.mask, *self.score, *more]
+        roots = [*self.bounds.values(), *self.positions]
+        super().__init__(plan, dims, roots, self.positions, precision=target.precision, swapped=swapped, when=when)
+        ordered = target.order == "longest-first"
+        self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds), ordered)
 
     def machine(self, e: Expr) -> Expr:
         """A score mod or weight from what machines have."""
         return expr.machine(e)
 
-    def own_row(self) -> None:
-        """`batch`, `head`, `place` among the heads of all batches, and `row`, the program's tile: the grid is (rows,
-        heads, batch)."""
-        line = self.page.line
-        line("head, batch = tl.program_id(1), tl.program_id(2)", "place = batch * heads + head")
-        if self.tabled:
-            line("distinct = tl.load(SliceOf + place) * tl.num_programs(0)")
-            row = "tl.load(Order + distinct + tl.program_id(0))" if self.ordered else "tl.program_id(0)"
-        else:
-            row = "tl.num_programs(0) - 1 - tl.program_id(0)" if self.ordered else "tl.program_id(0)"
-        line(f"row = {row}" + ("  # longest first" if self.ordered else ""))
-        if self.tabled:
-            line("entry = distinct + row")
+    def filled(self, skeleton: str) -> str:
+        return filled(skeleton, partial(wrapped, longest=self.longest), **self.holes())
 
-    def scalars(self) -> None:
-        """Origins, sizes, slots, `b` and `h` as the expressions read them."""
-        line = self.page.line
-        self.convert(self.parameters.origins(), self.parameters.sizes())
-        if "b" in self.used:
-            line(f"b = {self.widened('b_origin + batch')}")
-        if "h" in self.used:
-            self.head_coordinate()
+    def holes(self) -> dict[str, Any]:
+        """The holes that every skeleton of rows has: flags, and how scalars are read."""
+        given = self.parameters.holes(self.numbers)
+        return {
+            **given,
+            "blank": [""],
+            "walked": "query" if self.swapped else "key",
+            "queries": "BLOCK_Q",
+            "grouped": self.dims.group > 1,
+            "kv_head": "head" if self.dims.group == 1 else "kv_head",
+            "masked": self.plan.mask is not None,
+            "precision": self.precision,
+            "wide": self.wide,
+            "open": "(" if self.wide else "",
+            "close": f"){self.wide}" if self.wide else "",
+            "vectors": [f"{n}_origin = tl.load({n}_origin + batch)" for n in given["moved"]],
+            "conversions": self.conversions(),
+            "by_batch": "b" in self.used,
+            "by_head": "h" in self.used,
+            "packs": False,  # a tile holds several heads
+        }
 
-    def head_coordinate(self) -> None:
-        self.page.line(f"h = {self.widened('h_origin + head')}")
-
-    def corners(self, block: str = "BLOCK_Q") -> None:
-        """The first and last query of a row of `block` and key of the call, as wide as formulas of them need."""
-        last = f"q_origin + tl.minimum(start + {block}, q_len) - 1"
-        self.page.line(
-            f"q_first = {self.widened('q_origin + start')}",
-            f"q_last = {self.widened(last)}",
-            f"k_first = k_origin{self.wide}",
-            f"k_last = {self.widened('k_origin + kv_len - 1')}",
-        )
-
-    def closed_form(self, block: str = "BLOCK_Q") -> None:
-        """The record of a row of `block` queries, from formulas."""
-        line = self.page.line
-        self.page.blank()
-        self.corners(block)
-        roots = list(self.bounds.values())
-        self.lines(roots, SCALAR, self.hoisted)
-        self.page.comment("Some query of the tile sees keys first..last, every one sees full_first..full_last.")
-        line(
-            *(f"{name} = {self.bound(name)}" for name in self.bounds),
-            "hi = (tl.maximum(last, -1) + BLOCK_K) // BLOCK_K",
-            "lo = tl.minimum(first // BLOCK_K, hi)",
-            "full_lo = tl.minimum((tl.minimum(full_first, kv_len) + BLOCK_K - 1) // BLOCK_K, hi)",
-            "full_lo = tl.maximum(full_lo, lo)",
-            "full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)",
-            "full_hi = tl.maximum(full_hi, full_lo)",
-        )
-        if self.wide:  # tiles are counted in 32 bits, wherever they came from
-            line(*(f"{n} = {n}.to(tl.int32)" for n in ("lo", "full_lo", "full_hi", "hi")))
+    def closed_form(self) -> dict[str, Any]:
+        """The holes of closed_form.tpl."""
+        bounds = [f"{name} = {self.bound(name)}" for name in self.bounds]
+        return {"formulas": self.lines(list(self.bounds.values()), SCALAR), "bounds": bounds}
 
     def bound(self, name: str) -> str:
         """A bound of the closed form, counted from the call's first key and clamped to its keys, unless it says so."""
@@ -109,50 +86,43 @@ class Rows(Writer):
         value = self.value(root) if end in operands(root, op) else clamp.format(self.value(root))
         return "0" if value == "k_first" else f"{value} - k_first"
 
-    @contextmanager
-    def border_tiles(self, shared: bool = False) -> Iterator[None]:
-        """The loop over the tiles of a record that are not full: all of them, or the `shared` part of a program.
-        Without a mask only the last may be one, which a loop of its own says in fewer registers."""
-        first, whole = (
-            ("lo", "lo, hi - full_hi + full_lo") if self.plan.mask is not None else ("full_hi", "full_hi, hi")
-        )
-        tiles = f"{first} + bounded(begin, border), {first} + bounded(end, border)" if shared else whole
-        if self.plan.mask is None:
-            self.page.comment("The ragged edge: a last tile that is not full.")
-            with self.page.block(f"for tile in range({tiles}):"):
-                yield
-            return
-        self.page.comment("Border tiles, before and behind the full ones: the mask is a predicate.")
-        with self.page.block(f"for j in range({tiles}):"):
-            self.page.line("tile = tl.where(j < full_lo, j, j - full_lo + full_hi)")
-            yield
+    def tiles(self) -> list[dict[str, Any]]:
+        """The holes of both loops of a skeleton over tiles: those that are not full, then full ones."""
+        edge = {"which": "The ragged edge: a last tile that is not full.", "tile": "tile", "range": "full_hi, hi"}
+        if self.plan.mask is not None:  # without one a loop of its own says in fewer registers that one tile is ragged
+            which = "Border tiles, before and behind the full ones: the mask is a predicate."
+            edge = {"which": which, "tile": "j", "range": "lo, hi - full_hi + full_lo"}
+        full = {"which": "Full tiles: every position is visible.", "tile": "tile", "range": "full_lo, full_hi"}
+        return [
+            {**edge, "border": True, **self.tile("inside")},
+            {**full, "border": False, **self.tile("")},
+        ]
 
-    def visible(self, written: set[str]) -> None:
+    def tile(self, inside: str) -> dict[str, Any]:
+        """The holes of one loop; `inside` names what of a tile is there, empty where all is."""
+        raise NotImplementedError
+
+    def visible(self, written: set[str]) -> list[str]:
         """Which positions of a border tile are visible."""
-        self.lines(self.mask, POSITION, written)
+        found = self.lines(self.mask, POSITION, written)
         if self.plan.mask is not None:
-            self.quote(self.plan.mask)
-        self.page.line(f"visible = {self.shown}", *(f"visible &= {self.value(term)}" for term in self.mask))
+            found += self.quote(self.plan.mask)
+        found += [f"visible = {self.shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
         if self.spread:
-            self.page.line("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
+            found.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
+        return found
 
-    @contextmanager
-    def records(self) -> Iterator[None]:
-        """The loop over the program's records, or its only one: `lo <= full_lo <= full_hi <= hi`."""
-        line = self.page.line
-        self.page.blank()
-        if not self.tabled:
-            if not self.bounds:  # no mask: all that is not full is the ragged edge
-                line("lo, full_lo = 0, 0")
-                length, block = ("q_len", "BLOCK_Q") if self.swapped else ("kv_len", "BLOCK_K")
-                line(f"full_hi, hi = {length} // {block}, tl.cdiv({length}, {block})")
-            yield
-            return
-        with self.page.block("for i in range(tl.load(Count + entry)):"):
-            line("record = Spans + (entry.to(tl.int64) * records + i) * 4")
-            line("lo, full_lo = tl.load(record), tl.load(record + 1)")
-            line("full_hi, hi = tl.load(record + 2), tl.load(record + 3)")
-            yield
+    def quoted(self, e: Expr | None, root: Expr | None, line: str, written: set[str], mask: str = "") -> list[str]:
+        """An expression of the plan as a comment, and the lines that work it out and apply it."""
+        if e is None or root is None:
+            return []
+        found = [*self.quote(e), *self.lines([root], POSITION, written, mask)]
+        return [*found, *[line.format(self.value(root))] * bool(line)]
+
+    def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
+        """The coordinate of a tile's walked axis, where `roots` read it, and what they make of it."""
+        known = self.coordinate(name, local) if any(name in uses(r) for r in roots) else []
+        return [*known, *self.lines(roots, COLUMN, written)]
 
 
 def operands(e: Expr, op: str) -> list[Expr]:

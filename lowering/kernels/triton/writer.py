@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import TRUE, Expr, renamed, uses
+from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, uses
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, Text
-from frisket.lowering.kernels.text import Page
+from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr as expr_triton
@@ -26,6 +26,8 @@ from .parameters import Argument, arguments, padded, taken
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside any queries, in the forward
 EDGES = {"q0": "q_first", "q1": "q_last", "k0": "k_first", "k1": "k_last"}
+LINE = 105  # of a load, before its indentation
+MODULE = skeleton(__package__, "module")
 LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 
 
@@ -63,7 +65,7 @@ class Dims:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TritonKernel:
     """The text of one kernel, and how it is launched, for the head of the module."""
 
     name: str
@@ -71,12 +73,12 @@ class Kernel:
     launch: str
 
 
-def launched(name: str, page: Page, grid: str, target: Target, *, swapped: bool = False) -> Kernel:
-    """The kernel on a page; the tile that a program owns is named first, which `swapped` is one of keys."""
+def launched(name: str, text: str, grid: str, target: Target, *, swapped: bool = False) -> TritonKernel:
+    """The kernel of a text; the tile that a program owns is named first, which `swapped` is one of keys."""
     own, walked = f"{target.block_q} queries", f"{target.block_k} keys"
     tiles = f"{walked} by {own}" if swapped else f"{own} by {walked}"
     launch = f"{name}: grid {grid}, tiles of {tiles}, num_warps={target.num_warps}, num_stages={target.num_stages}."
-    return Kernel(name, str(page), launch)
+    return TritonKernel(name, text, launch)
 
 
 def check_tile(target: Target) -> None:
@@ -85,28 +87,19 @@ def check_tile(target: Target) -> None:
             raise LoweringError(f"Triton tiles are powers of two from 16 on, {name} is {block}; take 64 or 128")
 
 
-def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[Kernel]) -> str:
+def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKernel]) -> str:
     """The text of a module: its head, the constants and functions that the kernels use, and the kernels."""
     texts = "\n\n".join(k.text for k in kernels)
     prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
-    head = Page()
-    head.line(
-        f'"""{title} in Triton, written by frisket for',
-        "",
-        *(f"    {line}".rstrip() for line in _shown(plan).split("\n")),
-        "",
-        f"{dims}.",
-        *(k.launch for k in kernels),
-        '"""',
-        "",
-        "import triton",
-        "import triton.language as tl",
-        "",
-    )
     needed = expr_triton.words(prelude + texts)
-    for name, value in _constants(dims).items():
-        if name in needed:
-            head.line(f"{name} = tl.constexpr({value})")
+    head = filled(
+        MODULE,
+        title=title,
+        plan=[line.rstrip() for line in _shown(plan).split("\n")],
+        dims=str(dims),
+        launches=[k.launch for k in kernels],
+        constants=[f"{name} = tl.constexpr({x})" for name, x in _constants(dims).items() if name in needed],
+    )
     return f"{head}{prelude}\n\n{texts}"
 
 
@@ -130,8 +123,8 @@ def _shown(plan: LoopPlan) -> str:
     return "\n".join(lines).replace("\\", "\\\\").replace('"""', "'''")
 
 
-class Writer:
-    """Writes the expressions of a plan into `page`. `roots` are those the kernel needs; those in `inner` are used per
+class TritonWriter:
+    """Writes the expressions of a plan. `roots` are those the kernel needs; those in `inner` are used per
     position. `when` says of the coordinates when they are known; with `swapped` the program's own tile is one of
     keys: then tensors are [keys, queries], and what depends on k is worked out before the loop."""
 
@@ -151,7 +144,7 @@ class Writer:
         self.used = frozenset[str]().union(*map(uses, roots))
         self.decisive = expr_triton.decisive(roots)
         self.printed = expr.printed(roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=inner, when=when)
-        self.page = Page()
+        self.hoisted: set[str] = set()  # lines that stand before the loops
 
     # -- expressions ------------------------------------------------------------------------------
 
@@ -202,51 +195,40 @@ class Writer:
             return "at"
         return "_".join([self.arguments[node.name].name, *map(self._called, node.args)])
 
-    def lines(self, roots: Sequence[Expr], level: int, written: set[str], load_mask: str = "") -> None:
-        """What the roots need of this level and is not written yet."""
-        mask = f", mask={load_mask}" if load_mask else ""
+    def lines(self, roots: Sequence[Expr], level: int, written: set[str] | None = None, mask: str = "") -> list[str]:
+        """What the roots need of this level and is not written yet; `mask` is that of loads."""
+        written, found = self.hoisted if written is None else written, []
         for line in self.printed.needed(roots, level):
             if line.name not in written:
                 written.add(line.name)
-                text = f"{line.name} = {line.text.replace(LOAD_MASK, mask)}"
-                self.page.line(wrapped(text) if line.node.op == "lookup" else text)
+                text = f"{line.name} = {line.text.replace(LOAD_MASK, f', mask={mask}' if mask else '')}"
+                found.append(wrapped(text) if line.node.op == "lookup" else text)
+        return found
 
     def value(self, root: Expr) -> str:
         return self.printed.values[root].replace(LOAD_MASK, "")
 
-    def quote(self, e: Expr) -> None:
-        """The expression in the language, with the names the kernel has for its slots and tables."""
+    def quote(self, e: Expr) -> list[str]:
+        """A comment: the expression in the language, with the names the kernel has for its slots and tables."""
         named = {n: a.name for n, a in self.arguments.items()}
         shown = show(renamed(e, named), known={a.name for a in self.arguments.values()})
-        self.page.comment("\n".join(textwrap.wrap(shown, 100, break_long_words=False)))
+        return [f"# {line}" for line in textwrap.wrap(shown, 100, break_long_words=False)]
 
-    # -- what most kernels begin with ---------------------------------------------------------------
-
-    def convert(self, origins: Sequence[str], sizes: Sequence[str]) -> None:
-        """Origins, sizes and slots as the expressions read them."""
-        line = self.page.line
-        offset = [n for n in "qk" if n in origins]
-        if offset:
-            with self.page.block("if ORIGIN_PER_BATCH:"):
-                for n in offset:
-                    line(f"{n}_origin = tl.load({n}_origin + batch)")
-        if self.wide:
-            for n in sizes:
-                line(f"{n} = tl.cast({n}, tl.int64)")
+    def conversions(self) -> list[str]:
+        """Sizes and slots as the expressions read them."""
+        found = [f"{n} = tl.cast({n}, tl.int64)" for n in SIZES if self.wide and n in self.used]
         for slot in self.plan.slots:
             n = self.arguments[slot.name].name
             if slot.name in self.dims.live:
-                line(f"{n} = tl.load({n}).to(tl.float32)")
+                found.append(f"{n} = tl.load({n}).to(tl.float32)")
             elif slot.type is FLOAT or (self.wide and slot.type is INT):
-                line(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
+                found.append(f"{n} = tl.cast({n}, {'tl.float32' if slot.type is FLOAT else 'tl.int64'})")
+        return found
 
-    def coordinate(self, name: str, local: str) -> None:
+    def coordinate(self, name: str, local: str) -> list[str]:
         """`q = ...` or `k = ...` of a tile, along its axis; `local` counts from the call's first."""
         along = "[:, None]" if (name == "q") != self.swapped else "[None, :]"
-        self.page.line(f"{name} = ({name}_origin + {local}){along}{self.wide}")
-
-    def widened(self, text: str) -> str:
-        return f"({text}){self.wide}" if self.wide else text
+        return [f"{name} = ({name}_origin + {local}){along}{self.wide}"]
 
     def head_pad(self, index: str) -> str:
         return "" if padded(self.dims.head_dim) == self.dims.head_dim else f"{index} < HEAD_DIM"
@@ -278,10 +260,10 @@ def masked(*terms: str, other: str = ", other=0.0") -> str:
     return f", mask={joined}{other}" if joined else ""
 
 
-def wrapped(load: str) -> str:
+def wrapped(load: str, longest: int = LINE) -> str:
     """A long load over several lines: its address, each axis of which may have one, then its mask."""
     found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:\.to\([\w.]+\)| != 0)?)", load)
-    if len(load) < 106 or found is None:
+    if len(load) <= longest or found is None:
         return load
     head, inside, tail = found.groups()
     address, mask = inside.split(", mask=") if ", mask=" in inside else (inside, "")

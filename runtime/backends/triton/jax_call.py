@@ -18,7 +18,7 @@ from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import POSITION, levels
 from frisket.lowering.kernels.triton import entry as triton_entry
-from frisket.lowering.kernels.triton.entry import Entry, Form
+from frisket.lowering.kernels.triton.entry import Form, JaxEntry
 from frisket.lowering.kernels.triton.parameters import arguments
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, TableUse, Target
@@ -138,7 +138,7 @@ kernels_of = memo(group="kernels")(triton_entry.parameters)
 
 
 @memo(1024)
-def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, Entry]:
+def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[str, ...]) -> tuple[Any, JaxEntry]:
     """A kernel of a module through its entry, which stands behind it in a module of its own."""
     named = kernels_of(source)[kernel]
     made = triton_entry.entry(kernel, named, plan, form, results)
@@ -146,7 +146,7 @@ def _entry(source: str, kernel: str, plan: LoopPlan, form: Form, results: tuple[
 
 
 def _compiled(
-    fn: Any, entry: Entry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
+    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
     shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
 ) -> Sequence[Array]:  # fmt: skip
     found: Sequence[Array] = triton_call()(
@@ -158,7 +158,7 @@ def _compiled(
 
 
 def _interpreted(
-    fn: Any, entry: Entry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
+    fn: Any, entry: JaxEntry, grid: Grid, tile: Target, operands: Sequence[Array], lengths: Sequence[Any],
     shapes: Sequence[Any], constants: Mapping[str, Any], zeroed: bool, platform: str,
 ) -> Sequence[Array]:  # fmt: skip
     import jax

@@ -1,0 +1,9 @@
+Q, K, V, DOut,  # [batch, heads, length, dim], any strides
+Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+$results
+stride_qb, stride_qh, stride_qs, stride_qd,
+stride_kb, stride_kh, stride_ks, stride_kd,
+stride_vb, stride_vh, stride_vs, stride_vd,
+stride_gb, stride_gh, stride_gs, stride_gd,
+scale, $numbers,
+$include parameters

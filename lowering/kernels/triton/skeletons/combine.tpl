@@ -1,0 +1,39 @@
+@triton.jit(do_not_specialize=["heads", "q_len", "splits"])
+def attention_combine(
+    Acc, Tops, Totals,  # the parts, of attention_decode
+    Out,  # [batch, heads, q_len, dim], any strides
+    Lse,  # float32 [batch, heads, q_len], contiguous
+    Top,  # the largest scores, as Lse  $if largest
+    Low,  # what rounding took from Lse  $if low
+    Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
+    stride_ob, stride_oh, stride_os, stride_od,
+    heads, q_len, splits,
+):
+    row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row_at = (batch.to(tl.int64) * heads + head) * q_len + row
+    rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part
+    $d = tl.arange(0, $dim)
+    top = tl.cast(LOWEST, tl.float32)
+    total = tl.cast(0.0, tl.float32)
+    acc = tl.zeros([$dim], tl.float32)
+
+    for first in range(0, splits, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = part * rows + row_at
+        tops = tl.load(Tops + at, mask=part < splits, other=LOWEST)
+        totals = tl.load(Totals + at, mask=part < splits, other=0.0)
+        values = tl.load(Acc + at[:, None] * $v_dim + $d[None, :]$load)
+        peak = tl.maximum(top, tl.max(tops, 0))
+        weight = tl.exp2(tops - peak)
+        rescale = tl.exp2(top - peak)
+        total = total * rescale + tl.sum(weight * totals, 0)
+        acc = acc * rescale + tl.sum(weight[:, None] * values, 0)
+        top = peak
+
+    $include lse
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + row.to(tl.int64) * stride_os
+    out = acc * ($rescale / total)
+    tl.store(Out + $d * stride_od, out.to(Out.dtype.element_ty)$store)
+    tl.store(Lse + row_at, lse)
+    tl.store(Top + row_at, largest)  $if largest
+    tl.store(Low + row_at, low)  $if low

@@ -1,0 +1,108 @@
+$# dk, dv, and sums of captured gradients over queries. Tensors are [keys, queries]: so neither p nor ds has to be
+$# transposed before it is multiplied.
+$jit
+def attention_dkv(
+    Q, K, V, DOut,  # [batch, heads, length, dim], any strides  $if inner
+    Q, K, DOut,  # [batch, heads, length, dim], any strides  $if not inner
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta  $if inner
+    Lse, Low,  # float32 [batch, heads, q_len], contiguous: of attention_delta  $if not inner
+    $results,  # [batch, kv_len, key heads, dim], contiguous  $if results and by_length
+    $results,  # [batch, key heads, kv_len, dim], contiguous  $if results and not by_length
+    $buffers
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,  $if inner
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    scale, $numbers,
+    $include parameters
+):
+    $if grouped:
+        kv_head, batch = tl.program_id(1), tl.program_id(2)
+        $if tabled and ordered:
+            first = tl.load(SliceOf + batch * heads + kv_head * GROUP) * tl.num_programs(0)
+            row = tl.load(Order + first + tl.program_id(0))  # longest first, by the first head of the group
+        $else:
+            row = tl.program_id(0)
+    $else:
+        $include row
+    start = row * BLOCK_K
+    $include backward_axes
+
+    # Offsets are 64 bits where they are scalars, 32 within a tile.
+    Q += batch.to(tl.int64) * stride_qb
+    DOut += batch.to(tl.int64) * stride_gb
+    K += batch.to(tl.int64) * stride_kb + $kv_head.to(tl.int64) * stride_kh + start.to(tl.int64) * stride_ks
+    V += batch.to(tl.int64) * stride_vb + $kv_head.to(tl.int64) * stride_vh + start.to(tl.int64) * stride_vs  $if inner
+    present = start + columns < kv_len
+    keys = tl.load(K + columns[:, None] * stride_ks + d[None, :] * stride_kd$own_d)
+    values = tl.load(V + columns[:, None] * stride_vs + $e[None, :] * stride_vd$own_e)  $if inner
+
+    $include values
+    b = ${open}b_origin + batch$close  $if by_batch
+    $include backward_factors
+    dk = tl.zeros([BLOCK_K, DIM], tl.float32)  $if dk
+    dv = tl.zeros([BLOCK_K, $dim_e], tl.float32)  $if dv
+    $blank  $if grouped
+    for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):  $if grouped
+        place = batch * heads + head  $if grouped
+        entry = tl.load(SliceOf + place) * tl.num_programs(0) + row  $if grouped and tabled
+        queries = Q + tl.cast(head, tl.int64) * stride_qh
+        douts = DOut + tl.cast(head, tl.int64) * stride_gh
+        at_q = tl.cast(place, tl.int64) * q_len
+        h = ${open}h_origin + head$close  $if by_head
+        $own
+        $hoisted
+        $zeros
+
+        lo, full_lo = 0, 0  $if everything
+        full_hi, hi = q_len // BLOCK_Q, tl.cdiv(q_len, BLOCK_Q)  $if everything
+        for i in range(tl.load(Count + entry)):  $if tabled
+            $include record
+            $for tiles:
+                # $which
+                for $tile in range($range):
+                    tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+                    inside = tile * BLOCK_Q + rows < q_len  $if border
+                    at = tl.cast(tile * BLOCK_Q, tl.int64)
+                    query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
+                    score = tl.dot(keys, tl.trans(query)$precision)$scale
+                    dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if dout
+                    $if inner and not dropped:
+                        delta = tl.load(Delta + at_q + at + rows$inside)[None, :]
+                        dp = tl.dot(values, tl.trans(dout), tl.broadcast_to(-delta, [BLOCK_K, BLOCK_Q])$precision)
+                    dp = tl.dot(values, tl.trans(dout)$precision)  $if inner and dropped
+                    $column
+                    $visible
+                    $score_mod
+                    lse = tl.load(Lse + at_q + at + rows$inside)[None, :]
+                    low = tl.load(Low + at_q + at + rows$inside)[None, :]
+                    p = tl.where(visible, tl.exp2($exponent - lse - low), 0.0)  $if border
+                    p = tl.exp2($exponent - lse - low)  $if not border
+                    $dropout
+                    $dm = p * dp  $if inner and not dropped
+                    $if inner and dropped:
+                        delta = tl.load(Delta + at_q + at + rows$inside)[None, :]
+                        $dm = p * (dp * kept - delta)
+                    $sums
+                    $derivative
+                    dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
+                    dv = tl.dot((p * kept).to(dout.dtype), dout, dv$precision)  $if dv and dropped
+                    dv = tl.dot(p.to(dout.dtype), dout, dv$precision)  $if dv and not dropped
+        $if stores:
+
+            at_k = tl.cast(place, tl.int64) * kv_len + start
+            $stores
+    $if results:
+
+        own = (tl.cast(batch, tl.int64) * kv_len + start) * tl.num_programs(1) + $kv_head  $if by_length
+        own = (batch * tl.num_programs(1) + $kv_head).to(tl.int64) * kv_len + start  $if not by_length
+        $if dk:
+            DK += own * HEAD_DIM
+            out_at = columns[:, None] * (tl.num_programs(1) * HEAD_DIM) + d[None, :]  $if by_length
+            out_at = columns[:, None] * HEAD_DIM + d[None, :]  $if not by_length
+            tl.store(DK + out_at, (dk * scale).to(keys.dtype)$store_d)
+        $if dv:
+            DV += own * $v_dim
+            out_at = columns[:, None] * (tl.num_programs(1) * $v_dim) + $e[None, :]  $if by_length
+            out_at = columns[:, None] * $v_dim + $e[None, :]  $if not by_length
+            tl.store(DV + out_at, dv.to(keys.dtype)$store_e)

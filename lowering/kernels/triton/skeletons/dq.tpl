@@ -1,0 +1,77 @@
+$# dq, and sums of captured gradients over keys.
+$jit
+def attention_dq(
+    Q, K, V, DOut,  # [batch, heads, length, dim], any strides
+    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    DQ,  # [batch, q_len, heads, dim], contiguous  $if dq and by_length
+    DQ,  # [batch, heads, q_len, dim], contiguous  $if dq and not by_length
+    $buffers
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    scale, $numbers,
+    $include parameters
+):
+    $include row
+    start = row * BLOCK_Q
+    $include backward_axes
+    kv_head = head // GROUP  $if grouped
+
+    # Offsets are 64 bits where they are scalars, 32 within a tile.
+    Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
+    K += batch.to(tl.int64) * stride_kb + $kv_head.to(tl.int64) * stride_kh
+    V += batch.to(tl.int64) * stride_vb + $kv_head.to(tl.int64) * stride_vh
+    DOut += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh + start.to(tl.int64) * stride_gs
+    at_q = place.to(tl.int64) * q_len + start
+    key_at = columns[:, None] * stride_ks + d[None, :] * stride_kd
+    value_at = columns[:, None] * stride_vs + $e[None, :] * stride_vd
+    present = start + rows < q_len
+    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
+    dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
+    lse = tl.load(Lse + at_q + rows, mask=present, other=0.0)[:, None]
+    low = tl.load(Low + at_q + rows, mask=present, other=0.0)[:, None]
+    delta = tl.load(Delta + at_q + rows, mask=present, other=0.0)[:, None]
+
+    $include scalars
+    $own
+    $include closed_form
+    $hoisted
+    $include backward_factors
+    dq = tl.zeros([BLOCK_Q, DIM], tl.float32)  $if dq
+    $zeros
+
+    lo, full_lo = 0, 0  $if everything
+    full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
+    for i in range(tl.load(Count + entry)):  $if tabled
+        $include record
+        $for tiles:
+            # $which
+            for $tile in range($range):
+                tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+                inside = tile * BLOCK_K + columns < kv_len  $if border
+                at = tl.cast(tile * BLOCK_K, tl.int64)
+                keys = tl.load(K + at * stride_ks + key_at$walked_d)
+                values = tl.load(V + at * stride_vs + value_at$walked_e)
+                score = tl.dot(query, tl.trans(keys)$precision)$scale
+                dp = tl.dot(dout, tl.trans(values)$precision)
+                $column
+                $visible
+                $score_mod
+                p = tl.where(visible, tl.exp2($exponent - lse - low), 0.0)  $if border
+                p = tl.exp2($exponent - lse - low)  $if not border
+                $dropout
+                $dm = p * (dp * kept - delta)  $if dropped
+                $dm = p * (dp - delta)  $if not dropped
+                $sums
+                $derivative
+                dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq
+
+    $if dq and by_length:
+        DQ += ((tl.cast(batch, tl.int64) * q_len + start) * heads + head) * HEAD_DIM
+        out_at = rows[:, None] * (heads * HEAD_DIM) + d[None, :]
+    $if dq and not by_length:
+        DQ += at_q * HEAD_DIM
+        out_at = rows[:, None] * HEAD_DIM + d[None, :]
+    tl.store(DQ + out_at, (dq * scale).to(query.dtype)$store_d)  $if dq
+    $stores

@@ -1,0 +1,52 @@
+$jit
+def attention_forward(
+    Q, K, V, Out,  # [batch, heads, length, dim], any strides  $if not paged
+    Q, Out,  # [batch, heads, length, dim], any strides  $if paged
+    K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
+    Lse,  # float32 [batch, heads, q_len], contiguous
+    Top,  # the largest scores, as Lse  $if largest
+    Low,  # what rounding took from Lse  $if low
+    Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    scale, $numbers,
+    $include parameters
+):
+    $include row
+    start = row * BLOCK_Q
+    rows = tl.arange(0, BLOCK_Q)
+    kv_head = head // GROUP  $if grouped
+    $include forward_arrays
+    Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
+    $include forward_keys
+    present = start + rows < q_len
+    $for head:
+        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$present)
+
+    $include scalars
+    $rows_of_q
+    $include closed_form
+    $hoisted
+    $include forward_sums
+
+    lo, full_lo = 0, 0  $if everything
+    full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
+    for i in range(tl.load(Count + entry)):  $if tabled
+        $include record
+        $for tiles:
+            # $which
+            for $tile in range($range):
+                $include forward_tile
+
+    $include lse
+    weight = $rescale / $whole
+    Out += batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh + start.to(tl.int64) * stride_os
+    $for values:
+        out_at = rows[:, None] * stride_os + $d[None, :] * stride_od
+        tl.store(Out + out_at, (acc$mark * weight[:, None]).to(Out.dtype.element_ty)$present)
+    row_at = place.to(tl.int64) * q_len + start + rows
+    tl.store(Lse + row_at, lse, mask=present)
+    tl.store(Top + row_at, largest, mask=present)  $if largest
+    tl.store(Low + row_at, low, mask=present)  $if low

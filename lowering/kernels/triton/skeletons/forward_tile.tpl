@@ -1,0 +1,34 @@
+$# One tile of keys: scores, their weights by the online softmax, and the weights' product with values.
+tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+inside = tile * BLOCK_K + columns < kv_len  $if border
+at = tl.cast(tile * BLOCK_K, tl.int64)  $if not paged
+at = tile * BLOCK_K + columns  $if numbered
+page = tl.load(paged + clamp($key // $page_size, $pages_size) * $pages_stride)  $if paged
+page = clamp(page, pool).to(tl.int64)  $if paged
+at = at % $page_size  $if numbered
+at = tl.cast(tile * BLOCK_K % $page_size, tl.int64)  $if paged and not numbered
+$for head:
+    keys$mark = tl.load(K + $first_key + key_at$mark$mask)$cast
+$for head:
+    score = tl.dot(query$mark, keys$mark$sum$precision)$scale
+$column
+$visible
+$score_mod
+score = tl.where(visible, score, -INFINITY)  $if border
+$if border and unwritten:
+    # What no query sees may never have been written: a NaN there is not to spread.
+    seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
+peak = tl.maximum(top, tl.max(score, 1) * $unit)
+p = tl.exp2(score * $unit - peak[:, None])
+rescale = tl.exp2(top - peak)
+total = total * rescale + tl.sum(p, 1)
+$dropout
+$weight
+scaled = $scaled  $if weighed
+p = tl.where(visible, p * scaled, 0.0)  $if weighed and border
+p *= scaled  $if weighed and not border
+$for values:
+    values$mark = tl.load(V + $first_value + value_at$mark$mask)$cast
+$for values:
+    acc$mark = tl.dot(p.to(values$mark.dtype), values$mark, acc$mark * rescale[:, None]$precision)
+top = peak

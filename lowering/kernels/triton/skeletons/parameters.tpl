@@ -1,0 +1,11 @@
+Spans,  # int32 [slices, rows, records, 4]: lo, full_lo, full_hi, hi in $walked tiles  $if tabled
+Count, Order,  # int32 [slices, rows]: records in use; rows in order of work  $if tabled and ordered
+Count,  # int32 [slices, rows]: records in use  $if tabled and not ordered
+SliceOf,  # int32 [batch, heads]  $if tabled
+records,  $if tabled
+$origins  # of this call in the whole problem  $if origins
+$sizes  $if sizes
+$slots  $if slots
+$tables
+ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]  $if moved
+BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two

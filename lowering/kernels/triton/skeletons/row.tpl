@@ -1,0 +1,8 @@
+$# The program's tile, among those of all heads and batches: the grid is (rows, heads, batch).
+head, batch = tl.program_id(1), tl.program_id(2)
+place = batch * heads + head
+distinct = tl.load(SliceOf + place) * tl.num_programs(0)  $if tabled
+row = tl.load(Order + distinct + tl.program_id(0))  # longest first  $if tabled and ordered
+row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first  $if ordered and not tabled
+row = tl.program_id(0)  $if not ordered
+entry = distinct + row  $if tabled

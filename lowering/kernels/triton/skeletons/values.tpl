@@ -1,0 +1,4 @@
+$if vectors:
+    if ORIGIN_PER_BATCH:
+        $vectors
+$conversions
