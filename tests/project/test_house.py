@@ -4,6 +4,8 @@ import pytest
 from support.pages import DOCS
 from support.scripts import script
 
+from frisket.runtime.machine.cpp_build import reason
+
 HOUSE = script("house")
 # the most that each row may say: the goal where it is reached, else what the tree has reached
 LIMITS = {
@@ -11,14 +13,14 @@ LIMITS = {
     "folder": (20,),
     "cycles": (1,),
     "local": (31, 1),
-    "backends": (29, 10),
-    "memo": (99, 19, 17, 6),
-    "grown": (23,),
-    "hops": (60, 26),
-    "classes": (52,),
-    "docstrings": (360,),
+    "backends": (0, 0),
+    "memo": (0, 0, 2, 2),
+    "grown": (9,),
+    "hops": (61, 26),
+    "classes": (6,),
+    "docstrings": (61,),
     "tour": (0, 0),
-    "warm": (41, 8),
+    "warm": (35, 8),
     "lines": (58500,),
 }
 
@@ -28,7 +30,10 @@ def tree():
     return HOUSE.Tree(HOUSE.ROOT)
 
 
-@pytest.mark.parametrize("name", HOUSE.ROWS)
+COMPILER = pytest.mark.skipif(bool(reason()), reason="no C++ compiler, so no call of a native kernel")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=COMPILER if n in HOUSE.CALLED else ()) for n in HOUSE.ROWS])
 def test_the_house_is_in_order(tree, name):
     count = HOUSE.ROWS[name].count(tree)
     over = [(n, limit) for n, limit in zip(count.figures, LIMITS[name], strict=False) if n > limit]
@@ -100,6 +105,7 @@ def test_what_a_row_counts(small, name, figures, found):
     assert found in count.found
 
 
+@COMPILER
 def test_rows_of_a_call_name_functions_and_tables(tree):
     assert all(
         line.split()[0].endswith(".py") for name in ("hops", "warm") for line in HOUSE.ROWS[name].count(tree).found
