@@ -26,6 +26,7 @@ from frisket.runtime.machine.settings import VARIABLES, Settings
 
 from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, row
 from .options import examples
+from .remembered import remembered
 from .show import size
 
 PACKAGES = {  # what each is for, and the extra that brings it
@@ -43,11 +44,14 @@ NAMES = 20  # columns that they take
 
 
 def add_doctor(p: argparse.ArgumentParser) -> None:
-    examples(p, "frisket doctor", "frisket doctor --json")
+    p.add_argument("--caches", action="store_true", help="list the tables of remembered answers after one mask")
+    examples(p, "frisket doctor", "frisket doctor --json", "frisket doctor --caches")
 
 
 def doctor(args: argparse.Namespace, console: Console) -> CommandResult:
     """Versions, the machine, the backends, what native kernels are built with, caches, settings."""
+    if args.caches:
+        return remembered()
     versions = {"frisket": frisket.__version__} | {name: version(name) for name in PACKAGES}
     missing = backends()
     ready = {name: why or here(name) for name, why in missing.items()}

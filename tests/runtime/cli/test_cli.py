@@ -347,6 +347,17 @@ def test_doctor(run):
     assert "FRISKET_BACKEND" in out
 
 
+def test_doctor_on_caches(run):
+    status, out, err = run("doctor", "--caches", "--json")
+    assert (status, err) == (0, "")
+    found = {t["name"]: t for t in json.loads(out)["tables"]}
+    assert {"expressions", "sources", "runtime.plans.compiled.work"} <= found.keys()
+    assert all(0 <= t["entries"] <= t["bound"] for t in found.values())
+    assert found["expressions"]["entries"] > 0
+    assert found["expressions"]["bytes"] > 0
+    assert [line for line in run("doctor", "--caches")[1].splitlines() if line.startswith("expressions ")]
+
+
 @pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
 def test_doctor_on_native_kernels(run, monkeypatch, tmp_path):
     def native():
