@@ -37,7 +37,7 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
         triton_report.check_compiles(arch)
     att, sizes = compiled(read_program(args), args.block), shapes(args)
     stages = {arch: att.stages(backend=args.backend, arch=arch, **sizes) for arch in architectures}
-    found: list[triton_report.Report] = []
+    found: list[triton_report.KernelReport] = []
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
         for arch, s in stages.items():

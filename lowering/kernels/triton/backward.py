@@ -15,7 +15,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
-from .cotangents import BackwardKernel, sums
+from .cotangents import GradientKernel, sums
 from .parameters import padded
 from .writer import LINE, Dims, TritonKernel, launched, masked, module, wrapped
 
@@ -64,7 +64,7 @@ def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> TritonKernel:
     return TritonKernel("attention_delta", text, launch)
 
 
-class _DqKernel(BackwardKernel):
+class _DqKernel(GradientKernel):
     """The kernel of dq, and of sums of captured gradients over keys."""
 
     longest = LINE + 1
@@ -81,7 +81,7 @@ class _DqKernel(BackwardKernel):
         return {**super().holes(), "dq": self.dq, **self.before_loops()}
 
 
-class _DkvKernel(BackwardKernel):
+class _DkvKernel(GradientKernel):
     """The kernel of dk and dv, and of sums of captured gradients over queries."""
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str]) -> None:

@@ -44,7 +44,7 @@ def sums(plan: LoopPlan, wanted: Collection[str]) -> list[Sum]:
     ]
 
 
-class BackwardKernel(RowKernel):
+class GradientKernel(RowKernel):
     """A kernel that owns a tile of queries, or swapped one of keys, and walks tiles of the other axis. `p` are the
     weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` that of the plain ones.
 

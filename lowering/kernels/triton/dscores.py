@@ -12,7 +12,7 @@ from frisket.lowering.kernels import expr
 from frisket.lowering.kernels.expr import SCALAR
 from frisket.lowering.plan import LoopPlan, Target
 
-from .cotangents import BackwardKernel
+from .cotangents import GradientKernel
 from .writer import Dims, TritonKernel, launched
 
 
@@ -21,7 +21,7 @@ def weights(gradients: Sequence[Gradient]) -> list[Expr]:
     return list(dict.fromkeys(g.weight for g in gradients))
 
 
-class CapturedKernel(BackwardKernel):
+class CapturedKernel(GradientKernel):
     """What these kernels share: `dm`, the cotangent of the modified score, of one tile wherever it is. The mask is a
     predicate on every tile, full ones too."""
 

@@ -16,7 +16,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from .arguments import Bound, Launch, Made, Values, bound, far, made, near
 from .captured import captured
-from .grids import Step, backward_plan, of_backward
+from .grids import LaunchStep, backward_plan, of_backward
 
 Tensor = Any
 LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
@@ -107,7 +107,7 @@ class _Launches:
             else:
                 self.steps.append(self._step(plain, step))
 
-    def _step(self, own: Bound, step: Step, **more: Any) -> tuple[Launch, list[str]]:
+    def _step(self, own: Bound, step: LaunchStep, **more: Any) -> tuple[Launch, list[str]]:
         """A launch, and which tensors it takes. What attention_delta calls Lse2 the others call Lse, and Low2 Low."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
         names = [n for n in self.made.kernels[step.name].arg_names if n in letters]

@@ -36,7 +36,7 @@ def of_forward(g: Geometry, target: Target) -> Grid:
 
 
 @dataclass(frozen=True)
-class Step:
+class LaunchStep:
     """One kernel of a backward; `side` is the method of a SpanSource that its records come from, if any."""
 
     name: str
@@ -45,13 +45,13 @@ class Step:
     side: Literal["", "rows", "columns"]
 
 
-def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[Step]:
+def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[LaunchStep]:
     """Those that a module has, in the order of their launches."""
     dq, dkv = target.dq or target, target.dkv or target
     steps = (
-        Step("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
-        Step("attention_dq", dq, (-(-g.q_len // dq.block_q), g.heads, g.batch), "rows"),
-        Step("attention_dkv", dkv, (-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch), "columns"),
+        LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
+        LaunchStep("attention_dq", dq, (-(-g.q_len // dq.block_q), g.heads, g.batch), "rows"),
+        LaunchStep("attention_dkv", dkv, (-(-g.kv_len // dkv.block_k), g.kv_heads, g.batch), "columns"),
     )
     return [s for s in steps if s.name in kernels]
 

@@ -26,7 +26,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from . import tiles as triton_tiles
 from .decode import INTERPRETED, NOTHING, shares
 from .grids import backward_plan, forward_plan, of_backward, of_forward
-from .jax_call import Call, kernels_of
+from .jax_call import JaxTritonCall, kernels_of
 from .jax_captured import captured, folded
 from .jax_device import architecture, interpreted, processors
 
@@ -60,7 +60,7 @@ def forward(
     if 0 in (g.batch, g.q_len):
         return tuple(jnp.zeros(shape, dtype) for shape, dtype in results.values())
     plan = forward_plan(plan, g)
-    call = Call(plan, g, slots, tables, dims, platform)
+    call = JaxTritonCall(plan, g, slots, tables, dims, platform)
     given = {"Q": q, "K": k, "V": v}
     last = {} if sinks is None else {"Sinks": jnp.asarray(sinks, np.float32)}
     few = shares(plan, None, g, target, dims, INTERPRETED if interpreted() else processors())
@@ -101,7 +101,7 @@ def backward(
     if 0 in (g.batch, g.q_len, g.kv_len):
         return {n: jnp.zeros_like(x) for n, x in arrays.items() if n in wanted} | _zeros(values, tables)
     own = backward_plan(plan, g)
-    call = Call(own, g, slots, tables, dims, platform)
+    call = JaxTritonCall(own, g, slots, tables, dims, platform)
     given = {"Q": q, "K": k, "V": v, "Out": out, "DOut": dout.astype(q.dtype), "Lse": lse.astype(np.float32)}
     given["Low"] = jnp.zeros_like(given["Lse"]) if low is None else low.astype(np.float32)
     if dlse is not None:

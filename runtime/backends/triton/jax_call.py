@@ -35,7 +35,7 @@ _interpreter = Lock()  # it replaces functions of Triton's while it runs
 _loaded = memo(group="kernels")(load)
 
 
-class Call:
+class JaxTritonCall:
     """A plan with the values of a call, and how they reach kernels."""
 
     def __init__(

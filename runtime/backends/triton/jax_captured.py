@@ -18,7 +18,7 @@ from frisket.lowering.plan import Geometry, SpanSource, Target
 from frisket.lowering.xla import fold as xla_fold
 
 from . import grids as triton_grids
-from .jax_call import Call
+from .jax_call import JaxTritonCall
 
 Array = Any  # a jax.Array, traced or not
 _diagonal, _plane = memo(group="sources")(emit.diagonal), memo(group="sources")(emit.plane)
@@ -26,7 +26,11 @@ _scatter = memo(group="sources")(partial(emit.scatter, fixed=True))
 
 
 def captured(
-    call: Call, spans: SpanSource | None, given: Mapping[str, Array], target: Target, gradients: Sequence[Gradient]
+    call: JaxTritonCall,
+    spans: SpanSource | None,
+    given: Mapping[str, Array],
+    target: Target,
+    gradients: Sequence[Gradient],
 ) -> dict[Gradient, Array]:
     """The buffers of gradients over "diagonal" and "scatter", as `derive.Gradient` describes them; `given` are arrays
     by the kernels' names, lse and delta as `attention_delta` writes them."""
@@ -42,7 +46,7 @@ def captured(
     return found
 
 
-def _diagonals(call: Call, run: Any, tile: Target, gradients: tuple[Gradient, ...]) -> list[Array]:
+def _diagonals(call: JaxTritonCall, run: Any, tile: Target, gradients: tuple[Gradient, ...]) -> list[Array]:
     import jax.numpy as jnp
 
     g, side, made = call.geometry, tile.block_q, weights(gradients)
@@ -62,7 +66,7 @@ def _diagonals(call: Call, run: Any, tile: Target, gradients: tuple[Gradient, ..
 
 
 def _scattered(
-    call: Call, run: Any, tile: Target, given: Mapping[str, Array], records: Any, gradient: Gradient
+    call: JaxTritonCall, run: Any, tile: Target, given: Mapping[str, Array], records: Any, gradient: Gradient
 ) -> Array:
     import jax
     from jax import lax

@@ -33,7 +33,7 @@ QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dty
 
 
 @dataclass(frozen=True)
-class Report:
+class KernelReport:
     """What one kernel takes of one machine: a tile of `block_q` queries and `block_k` keys, registers of a thread,
     `spills` in bytes of stack per thread, `shared` in bytes of a block, of `shared_limit`, and `mma`, the matrix
     instructions in its text."""
@@ -60,7 +60,7 @@ class Report:
 
 def compile_reports(
     source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
-) -> Iterator[Report]:  # fmt: skip
+) -> Iterator[KernelReport]:  # fmt: skip
     """`compile_reports(emit(plan, target, dims), plan, target, dims, "gfx942")`: every kernel of a module, one by one
     as they are compiled, with the tiles that `target` gives it.
 
@@ -77,7 +77,7 @@ def compile_reports(
         registers, spills, mma = (_amd if arch.startswith("gfx") else _nvidia)(compiled, ARCHITECTURES[arch][2])
         shared = int(compiled.metadata.shared)
         block = mine.block_q, mine.block_k, mine.num_warps, mine.num_stages
-        yield Report(name, arch, *block, registers, spills, shared, SHARED[arch], mma)
+        yield KernelReport(name, arch, *block, registers, spills, shared, SHARED[arch], mma)
 
 
 def check_compiles(arch: str) -> None:
