@@ -15,18 +15,13 @@ import numpy as np
 
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
-from frisket.lowering.kernels.expr import PREFIX, Text
+from frisket.lowering.kernels.expr import PREFIX, SHARED, Text
 
-TRITON: dict[str, str] = {
-    "neg": "-{}", "abs": "tl.abs({})", "sign": "sign({})",
-    "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "div": "{} / {}",
+TRITON: dict[str, str] = SHARED | {
+    "abs": "tl.abs({})", "sign": "sign({})",
     "min": "tl.minimum({}, {})", "max": "tl.maximum({}, {})", "pow": "power({}, {})",
-    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})",
-    "bitand": "{} & {}", "bitor": "{} | {}", "bitxor": "{} ^ {}", "bitnot": "~{}",
-    "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
-    "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
-    "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "~{}",
-    "where": "tl.where({}, {}, {})",
+    "floordiv": "floordiv({}, {})", "mod": "modulo({}, {})", "shl": "shift_left({}, {})", "shr": "shift_right({}, {})",
+    "not": "~{}", "where": "tl.where({}, {}, {})",
     "int": "to_int({})", "float": "{}.to(tl.float32)", "floor": "to_int(tl.floor({}))",
     "exp": "tl.exp({})", "exp2": "tl.exp2({})", "log": "tl.log({})", "log2": "tl.log2({})",
     "log1p": "log1p({})", "tanh": "tanh({})", "sigmoid": "tl.sigmoid({})",
