@@ -137,8 +137,8 @@ def reads_at_most(ways: Solved, grid: Grid, scope: Scope, most: int) -> bool:
     reads more than one with endless keys around it, and only where that reads more are all rows asked."""
     (bq, bk), k = grid.block, grid.k[:, None]
     one = {**_rows(replace(grid, q_len=bq)), "k0": k - ENDLESS, "k1": k + ENDLESS}
-    for rows in (lambda: one, lambda: _rows(grid)):
-        first, last = scope.values(ways.yes[0], rows())
+    for every in (False, True):
+        first, last = scope.values(ways.yes[0], _rows(grid) if every else one)
         if (((last - k) // bk - (first - k) // bk < most) | (last < first)).all():
             return True
     return False

@@ -38,7 +38,7 @@ def constant(function: Callable[Of, Found]) -> Callable[Of, Found]:
     kept = memo(256)(function)
 
     def call(*args: Of.args, **kwargs: Of.kwargs) -> Found:
-        return kept(*args, **kwargs)  # type: ignore[arg-type]
+        return kept(*args, **kwargs)
 
     call.__doc__ = function.__doc__
     return torch.compiler.assume_constant_result(call)  # type: ignore[no-any-return, no-untyped-call]

@@ -106,7 +106,9 @@ class Tiling:
     @property
     def bounds(self) -> Bounds | None:
         """The mask's closed form, found without laying out a tile."""
-        return self._analysis.bounds if self._analysis else self._closed and self._closed.formula
+        if self._analysis:
+            return self._analysis.bounds
+        return self._closed.formula if self._closed else None
 
     def reads_at_most(self, most: int) -> bool:
         """Whether no row reads more than `most` tiles, of a mask that is the same wherever q - k is."""
