@@ -13,7 +13,7 @@ EXAMPLE = "causal & window(256)"
 
 
 def remembered() -> CommandResult:
-    """What the tables of this process hold once a mask was laid out, those of one name as one."""
+    """The contents of this process's tables after a mask was laid out; tables of one name count as one."""
     _ = mask(EXAMPLE).layout(1024, 1024).facts
     found: dict[str, Info] = {}
     for t in tables():

@@ -24,9 +24,9 @@ DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole 
 
 
 def emit(plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True) -> str:
-    """`emit(plan, target, Dims(128, 128, "bfloat16"), {"q", "k", "v"})`: the module's text, for the gradients of the
-    arrays, tables and slots in `wanted` (plan names), with or without a cotangent of lse; the same input gives the
-    same text."""
+    """The text of the backward's module: `emit(plan, target, Dims(128, 128, "bfloat16"), {"q", "k", "v"})`. The kernels
+    compute the gradients of the arrays, tables and slots in `wanted` (plan names), with or without a cotangent of lse;
+    the same input gives the same text."""
     return module("Attention backward", plan, dims, kernels(plan, target, dims, wanted, dlse=dlse))
 
 
@@ -48,7 +48,7 @@ def kernels(
 
 
 def bare(plan: LoopPlan) -> LoopPlan:
-    """The plan of `attention_delta`: rows and nothing else."""
+    """The plan of `attention_delta`: rows without mask, score mod or weights."""
     return replace(plan, mask=None, score=None, bounds=None, kept=None, slots=(), tables=())
 
 

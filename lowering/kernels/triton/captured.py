@@ -29,20 +29,20 @@ NAMES = ("attention_diagonal", "attention_plane", "attention_total", "attention_
 
 @memo(group="programs")
 def square(target: Target) -> Target:
-    """The tiles of these kernels, where `target` is that of the whole backward: about as much as a tile of dq, 64 x 64
-    at most, which 8 warps carry without a spill up to heads of 128."""
+    """The target of the kernels of captured gradients, from the `target` of the whole backward: about as much as a tile
+    of dq, 64 x 64 at most, which 8 warps carry without a spill up to heads of 128."""
     own = target.dq or target
     side = min(64, 1 << ((own.block_q * own.block_k).bit_length() - 1) // 2)
     return replace(own, block_q=side, block_k=side, num_warps=8, num_stages=1, dq=None, dkv=None)
 
 
 def diagonal(plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient]) -> str:
-    """The module of `attention_diagonal`, for gradients by distance; those of one weight are one sum."""
+    """The module of `attention_diagonal`, for gradients by distance; gradients of one weight are one sum."""
     return module(TITLE, plan, dims, [_Diagonal(plan, target, dims, gradients).kernel()])
 
 
 def plane(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, shared: str) -> str:
-    """The module of `attention_plane`. `shared` are those of "b" and "h" on which the place in the table does not
+    """The module of `attention_plane`. `shared` are the axes among "b" and "h" on which the place in the table does not
     depend."""
     return module(TITLE, plan, dims, [_Plane(plan, target, dims, gradient, shared).kernel()])
 
@@ -55,7 +55,7 @@ def scatter(plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient, *, f
 
 def kernels(plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str]) -> list[TritonKernel]:
     """The kernels for the tables in `wanted`, to read: as if no index were clamped, and of tables that take kernels of
-    one name those of the first. Executors print a module for each table read by position."""
+    one name the kernels of the first. Executors print a module for each table read by position."""
     gradients = [g for g in backward_of(plan).gradients if g.source in wanted]
     by_distance = [g for g in gradients if g.over == "diagonal"]
     found: list[CapturedKernel] = [_Diagonal(plan, target, dims, by_distance)] if by_distance else []
@@ -102,14 +102,14 @@ class _Diagonal(CapturedKernel):
 
 
 class _Placed(CapturedKernel):
-    """Kernels of one gradient that know where in the table its shares go."""
+    """A kernel of one gradient that knows where in the table its shares go."""
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, gradient: Gradient) -> None:
         super().__init__(plan, target, dims, [gradient], gradient.index)
         self.table = self.arguments[gradient.source]
 
     def into(self, written: set[str], load_mask: str = "") -> list[str]:
-        """`to`, the entry of every position."""
+        """The lines of `to`, the entry of every position."""
         lines = self.lines(self.index, POSITION, written, load_mask)
         entries = [f"clamp({self.value(e)}, {n})" for e, n in zip(self.index, self.table.sizes, strict=True)]
         inner = zip(entries[1:], self.table.sizes[1:], strict=True)
@@ -148,7 +148,7 @@ class _Plane(_Placed):
 
 
 class _Walk(_Placed):
-    """Kernels whose program owns a tile of queries and walks the tiles of keys it sees."""
+    """A kernel whose program owns a tile of queries and walks the tiles of keys it sees."""
 
     skeleton = skeleton(__package__, "scatter")
     grid = "(q tiles, heads, batch)"
@@ -173,7 +173,7 @@ class _Walk(_Placed):
         }
 
     def each(self, written: set[str]) -> dict[str, Any]:
-        """What becomes of a tile's share."""
+        """The lines that use a tile's share."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the backward share: scores of a tile worked out anew, and their cotangents."""
+"""Scores of a tile recomputed, and their cotangents: the shared base of the Triton backward kernels."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Sum:
 
     @property
     def along(self) -> str:
-        """The last axis of the buffer, float32 [batch, heads, q_len] or [batch, heads, kv_len]. What is summed per
-        head is summed per query first."""
+        """The last axis of the buffer, float32 [batch, heads, q_len] or [batch, heads, kv_len]. A sum per head is
+        summed per query first."""
         return "k" if self.gradient.over == "column" else "q"
 
 
 def sums(plan: LoopPlan, wanted: Collection[str]) -> list[Sum]:
-    """Those of the tables and slots in `wanted`, in the order of `backward_of(plan).gradients`; "diagonal" and
+    """The sums of the tables and slots in `wanted`, in the order of `backward_of(plan).gradients`; "diagonal" and
     "scatter" are not among them."""
     names, known = taken(plan), arguments(plan)
     return [
@@ -46,7 +46,8 @@ def sums(plan: LoopPlan, wanted: Collection[str]) -> list[Sum]:
 
 class GradientKernel(RowKernel):
     """A kernel that owns a tile of queries, or swapped one of keys, and walks tiles of the other axis. `p` are the
-    weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` that of the plain ones.
+    weights of a tile before dropout, `dm` is the cotangent of its modified scores, `ds` the cotangent of the plain
+    ones.
 
     `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices.
     `asked` are other expressions that it uses per position."""
@@ -93,7 +94,7 @@ class GradientKernel(RowKernel):
         }
 
     def before_loops(self) -> dict[str, Any]:
-        """What is known before the loop over tiles, beside origins and slots."""
+        """The lines before the loop over tiles, beside origins and slots."""
         own, index = ("k", "columns") if self.swapped else ("q", "rows")
         return {
             "own": self.coordinate(own, f"start + {index}") if own in self.used else [],
@@ -103,7 +104,8 @@ class GradientKernel(RowKernel):
         }
 
     def tile_mask(self, axis: str, inside: str, other: str = ", other=0.0") -> str:
-        """Of a tile of keys or queries, "d", or of values, "e", whose rows are `inside`; all where that is empty."""
+        """The mask of a tile of keys or queries, "d", or of values, "e", whose rows are `inside`; all rows where that
+        is empty."""
         pad = self.value_pad(f"{self.e}[None, :]") if axis == "e" else self.head_pad("d[None, :]")
         return masked(inside and f"{inside}[:, None]", pad, other=other)
 
@@ -123,7 +125,7 @@ class GradientKernel(RowKernel):
         }
 
     def modified(self, written: set[str], visible: str) -> dict[str, Any]:
-        """The modified score, and with dropout `kept`, what weights are multiplied with."""
+        """The modified score, and with dropout `kept`, the factor of the weights."""
         score = next(iter(self.score), None)
         return {
             "score_mod": self.quoted(self.plan.score, score, "modified = {}", written, visible),
@@ -141,7 +143,8 @@ class GradientKernel(RowKernel):
         return ["# The derivative of the score mod.", *lines, f"ds = {ds}"]
 
     def times(self, factor: Expr, name: str, written: set[str], visible: str) -> tuple[list[str], str]:
-        """`dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there; and the lines before it."""
+        """The text of `dm` times a factor, 0 where p is 0 if the factor may be infinite or NaN there; and the lines
+        before it."""
         if factor is lit(1.0):
             return [], "dm"
         lines, value = self.lines([factor], POSITION, written, visible), self.value(factor)
@@ -151,7 +154,7 @@ class GradientKernel(RowKernel):
         return lines, f"tl.where(p == 0.0, 0.0, dm * {value})" if self.careful else f"dm * {value}"
 
     def read(self, gradient: Gradient) -> str:
-        """`slope[h]`, or the name of a slot."""
+        """The text `slope[h]`, or the name of a slot."""
         named = {n: a.name for n, a in self.arguments.items()}
         index = [show(renamed(i, named), known=set(named.values())) for i in gradient.index]
         return f"{named[gradient.source]}[{', '.join(index)}]" if index else named[gradient.source]

@@ -1,4 +1,4 @@
-"""Writes the Triton kernels of few queries: attention to parts of the keys, and the parts combined.
+"""Writes the Triton decode kernels: attention of few queries to parts of the keys, and the parts combined.
 
 A program has one tile of queries and one part of the tiles of keys that these see. The query heads of a key head are
 packed into the tile, so that keys and values are read once for all of them, unless the mask tells heads apart. The
@@ -28,8 +28,8 @@ def emit(
     plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
     low: bool = False,
 ) -> str:  # fmt: skip
-    """The text of a module with `attention_decode` and `attention_combine`, as `triton_forward.emit`; without `packs`
-    every query head has tiles of its own."""
+    """The text of a module with `attention_decode` and `attention_combine`, as `forward.emit`; without `packs` every
+    query head has tiles of its own."""
     given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low)
     return module("Attention of few queries", plan, dims, given)
 
@@ -43,8 +43,8 @@ def kernels(
 
 
 def packed(plan: LoopPlan, dims: Dims) -> int:
-    """How many query heads are packed into a tile, where the mask is the same for all: those of a key head, or as many
-    of them as divide them and leave a tile that registers carry."""
+    """The number of query heads packed into a tile, where the mask is the same for all: the heads of a key head, or as
+    many of them as divide them and leave a tile that registers carry."""
     if plan.uses_head:
         return 1
     dim = padded(max(dims.head_dim, dims.v_dim))
@@ -55,7 +55,7 @@ def packed(plan: LoopPlan, dims: Dims) -> int:
 
 
 def rows_of_a_tile(dim: int) -> int:
-    """Queries of all heads in a packed tile, at most, unless more heads share a key head."""
+    """The most queries of all heads in a packed tile, unless more heads share a key head."""
     return 64 if dim <= 256 else 16
 
 
@@ -100,7 +100,8 @@ class DecodeKernel(ForwardKernel):
         }
 
     def machine(self, e: Expr) -> Expr:
-        """Heads in one tile share a key head: what is read of that one is read once, not by every row of the tile."""
+        """A score mod without repeated reads: heads in one tile share a key head, so its values are read once, not by
+        every row."""
         return super().machine(transform(e, self._of_group) if self.packs else e)
 
     def _of_group(self, e: Expr) -> Expr:
@@ -109,7 +110,7 @@ class DecodeKernel(ForwardKernel):
 
 
 def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False) -> TritonKernel:
-    """The kernel that combines the parts; of the plan it asks whether a row may be empty."""
+    """The kernel that combines the parts; it depends on whether a row of the plan may be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim
     text = filled(

@@ -1,4 +1,4 @@
-"""What the Triton kernels of captured gradients share: the cotangent of the modified scores of one tile."""
+"""The cotangent of the modified scores of one tile: the shared base of the Triton kernels of captured gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .writer import Dims, TritonKernel, launched
 
 
 def weights(gradients: Sequence[Gradient]) -> list[Expr]:
-    """The distinct ones, in order: the sums that `attention_diagonal` makes."""
+    """The distinct weights, in order: the sums that `attention_diagonal` makes."""
     return list(dict.fromkeys(g.weight for g in gradients))
 
 
 class CapturedKernel(GradientKernel):
-    """What these kernels share: `dm`, the cotangent of the modified score, of one tile wherever it is. The mask is a
-    predicate on every tile, full ones too."""
+    """The base of the kernels of captured gradients: `dm`, the cotangent of the modified score, of one tile wherever it
+    is. The mask is a predicate on every tile, full ones too."""
 
     name: str
     skeleton: str
@@ -53,7 +53,7 @@ class CapturedKernel(GradientKernel):
         }
 
     def results(self) -> list[str]:
-        """The lines of the signature for what the kernel writes."""
+        """The lines of the signature for the results of the kernel."""
         raise NotImplementedError
 
     def positioned(self, used: frozenset[str]) -> list[str]:
@@ -62,7 +62,7 @@ class CapturedKernel(GradientKernel):
         return [line for n, local in places.items() if n in used for line in self.coordinate(n, local)]
 
     def seen(self) -> dict[str, Any]:
-        """The holes of seen.tpl: the condition that the mask shows any of a tile, and what it takes."""
+        """The holes of seen.tpl: the condition that the mask shows any position of a tile, and the lines before it."""
         if not self.bounds:
             return {"seen": "seen > 0"}
         roots = [self.bounds["first"], self.bounds["last"]]
@@ -73,7 +73,7 @@ class CapturedKernel(GradientKernel):
         }
 
     def one_tile(self, roots: Sequence[Expr], levels: Sequence[int], written: set[str]) -> dict[str, Any]:
-        """The holes of captured_cotangent.tpl, and what `roots` need before it of these levels."""
+        """The holes of captured_cotangent.tpl, and the lines that `roots` need before it of these levels."""
         return {
             "row_and_column": [line for level in levels for line in self.lines(roots, level, written)],
             "visible": self.visible(written),
@@ -81,6 +81,6 @@ class CapturedKernel(GradientKernel):
         }
 
     def shared(self, weight: Expr, written: set[str]) -> dict[str, Any]:
-        """`dm` times a weight, as `share`, and the lines before it."""
+        """The lines of `dm` times a weight, as `share`."""
         lines, share = self.times(weight, "weight", written, "visible")
         return {"weight": lines, "share": share}

@@ -1,4 +1,4 @@
-"""Entries to Triton kernels for JAX, whose results come behind everything else and whose arrays are compact.
+"""Entries of Triton kernels for JAX: results come behind all other arguments, and arrays are compact.
 
 A kernel says what it reads by the names of its parameters: pointers, strides, lengths, and values such as origins and
 slots. Its entry takes arrays, lengths, and results, in this order; it works the strides out, where their factors tell
@@ -29,8 +29,9 @@ PAIRS = "tl.cast({}, tl.pointer_type(tl.int64), bitcast=True)"  # 64 bits in two
 
 @dataclass(frozen=True)
 class Form:
-    """What of a call the text of its entries depends on, beside the plan: head sizes, whether `q_origin` and
-    `k_origin` are vectors, the arrays that are pairs of int32, and the strides of tables that 16 divides."""
+    """The properties of a call on which the text of its entries depends, beside the plan: head sizes, whether
+    `q_origin` and `k_origin` are vectors, the arrays that are pairs of int32, and the strides of tables that 16
+    divides."""
 
     dims: Dims
     per_batch: bool = False
@@ -40,8 +41,8 @@ class Form:
 
 @dataclass(frozen=True)
 class JaxEntry:
-    """The text of an entry, and what it is called with: `arrays` and `results` by the kernel's names, `whole` and
-    `real` what stands in the vectors of values."""
+    """The text of an entry, and its arguments: `arrays` and `results` by the kernel's names, `whole` and `real` the
+    contents of the vectors of values."""
 
     name: str
     text: str
@@ -63,7 +64,7 @@ def parameters(source: str) -> dict[str, dict[str, bool]]:
 
 
 def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, results: Sequence[str]) -> JaxEntry:
-    """The entry to a kernel with these parameters, of which `results` are what it writes."""
+    """The entry to a kernel with these parameters; the kernel writes `results`."""
     known = arguments(plan)
     slots = {known[s.name].name: s.type for s in plan.slots}
     tables = [known[t.name] for t in plan.tables]
@@ -112,7 +113,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
 
 
 def _stride(letter: str, axis: str, dims: Dims, page: int) -> str:
-    """That of a compact [batch, length, heads, dim], or of keys [pages, tokens of a `page`, heads, dim]."""
+    """The strides of a compact [batch, length, heads, dim], or of keys [pages, tokens of a `page`, heads, dim]."""
     dim = dims.head_dim if letter in "qk" else dims.v_dim
     keys = letter in "kv"
     heads = f"heads // {dims.group}" if keys and dims.group > 1 else "heads"

@@ -29,7 +29,8 @@ FORWARD = skeleton(__package__, "forward")
 def emit(
     plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
 ) -> str:
-    """`emit(plan, target, Dims(128, 128, "bfloat16", group=4))`: the module's text; the same input gives the same text.
+    """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
+    the same text.
 
     The kernel is `attention_forward`; its parameters say by their names what they hold, and those the plan has no use
     for are absent. `sinks`, `top` and `low` ask for attention sinks, for the largest score of every row and for what
@@ -42,14 +43,14 @@ def kernel(
     plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
 ) -> TritonKernel:
     """The forward kernel. Of `target` the text depends on the order of rows and the precision alone, and where keys are
-    in pages on how many a tile has."""
+    in pages on the number of pages of a tile."""
     check_tile(target)
     return ForwardKernel(plan, target, dims, sinks, top, low).kernel()
 
 
 @dataclass(frozen=True)
 class HeadPart:
-    """A power of two along the head dimension, or along that of the values: `mark` ends the names of its tensors,
+    """A power of two along the head dimension, or along the values' dimension: `mark` ends the names of its tensors,
     `index` names its positions."""
 
     mark: str
@@ -79,7 +80,7 @@ def parts_of(dim: int, index: str, constant: str, length: str) -> list[HeadPart]
 
 
 class ForwardKernel(RowKernel):
-    """What the forward kernel and that of short queries are made of."""
+    """The parts that the forward kernel and the decode kernel are made of."""
 
     skeleton, name = FORWARD, "attention_forward"
 
@@ -147,7 +148,7 @@ class ForwardKernel(RowKernel):
         }  # fmt: skip
 
     def _first(self, step: str, axes: str) -> str:
-        """The offset of a tile's first key, or of each where they are `numbered`."""
+        """The offset of a tile's first key, or of each key where keys are `numbered`."""
         if not self.paged:
             return f"at * stride_{step}s"
         offset = f"page * stride_{step}b + at * stride_{step}s"
@@ -175,11 +176,11 @@ class ForwardKernel(RowKernel):
 
     @property
     def _seen(self) -> str:
-        """Which keys of a border tile have values to read."""
+        """The condition that keys of a border tile have values to read."""
         return "seen" if self.unwritten else "inside"
 
     @property
     def survival(self) -> str:
-        """What a weight that survived dropout is divided by."""
+        """The divisor of a weight that survived dropout."""
         rate = self.plan.rate
         return "" if rate is None else f"(1.0 - {self.arguments[rate].name})"

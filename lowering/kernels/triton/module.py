@@ -17,9 +17,10 @@ ARRAYS = frozenset("qkv")
 def emit(
     plan: LoopPlan, target: Target, dims: Dims, *, wanted: Collection[str] = ARRAYS, sinks: bool = False
 ) -> str:  # fmt: skip
-    """`emit(plan, target, Dims(128, 128, "bfloat16"))`: the forward kernel, and those of the gradients of the arrays,
-    tables and slots in `wanted`. Executors print the forward and the backward as modules of their own, when each is
-    first called; the kernels are these. Of stored keys and values there is the forward alone."""
+    """The text of forward and backward: `emit(plan, target, Dims(128, 128, "bfloat16"))` has the forward kernel, and
+    the kernels of the gradients of the arrays, tables and slots in `wanted`. Executors print the forward and the
+    backward as modules of their own, when each is first called; the kernels are these. Of stored keys and values there
+    is the forward alone."""
     kernels = [triton_forward.kernel(plan, target, dims, sinks=sinks)]
     if not dims.kv_dtype and plan.weight is None and plan.pages is None:
         kernels += triton_backward.kernels(plan, target, dims, wanted, dlse=False)

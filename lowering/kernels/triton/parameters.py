@@ -1,4 +1,4 @@
-"""The parameters of the Triton kernels: what they are called, which a plan needs, how they are written down."""
+"""The parameters of the Triton kernels: their names, the parameters a plan needs, and their text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Lse2 Low2 DLse low near dq dk dv at_q at_k queries douts own delta ds derivative
 
 @dataclass(frozen=True)
 class Argument:
-    """A slot or table as the kernel's parameters call it: its value or pointer, and for a table its axes."""
+    """A slot or table as a parameter of the kernel: its value or pointer, and for a table its axes."""
 
     name: str
     sizes: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Argument:
 
 
 def arguments(plan: LoopPlan) -> dict[str, Argument]:
-    """By `Slot.name` and `TableUse.name`, the names in the kernel: the user's own where they are free."""
+    """The names in the kernel by `Slot.name` and `TableUse.name`: the user's own where they are free."""
     names = Names({*OWN, *SIZES, *expr_triton.all_names()})
     found = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
     for t in plan.tables:
@@ -62,7 +62,7 @@ def arguments(plan: LoopPlan) -> dict[str, Argument]:
 
 
 def taken(plan: LoopPlan) -> Names:
-    """Names for what else the kernel of this plan has to call something."""
+    """The names that the kernel of this plan uses for other things."""
     return Names({*OWN, *SIZES, *expr_triton.all_names()}.union(*(a.all for a in arguments(plan).values())))
 
 
@@ -102,21 +102,21 @@ class Parameters:
         return [n for n, names in of.items() if self.used.intersection(names)]
 
     def run_time(self, numbers: Sequence[str]) -> list[str]:
-        """Scalars whose value must not make a new kernel."""
+        """The scalars whose value must not make a new kernel."""
         slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
         sizes = [n for t in self.plan.tables for n in arguments(self.plan)[t.name].sizes]
         own = ["records"] if self.tabled else []
         return [*numbers, *own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes, *self._steps()]
 
     def _steps(self) -> list[str]:
-        """Strides of tables, where loads are no wider for being divisible: lengths decide them, and are any."""
+        """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
         roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
         tables = [arguments(self.plan)[t.name] for t in self.plan.tables if t.name not in wide]
         return [n for t in tables for n in t.strides[:-1]]
 
     def sizes(self) -> list[str]:
-        """The global sizes that occur."""
+        """The global sizes that the expressions read."""
         return [n for n in SIZES if n in self.used]
 
     def holes(self, numbers: Sequence[str]) -> dict[str, Any]:

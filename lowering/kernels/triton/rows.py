@@ -20,8 +20,9 @@ from .writer import LINE, Dims, TritonWriter, bounds_of, conjuncts, wrapped
 
 
 class RowKernel(TritonWriter):
-    """`mask` and `score` are what the loops need; `more` are other expressions used per position. Swapped kernels
-    always read their records from a table, where there is a mask."""
+    """A kernel whose program owns one row of tiles. `mask` and `score` are the expressions of the loops; `more` are
+    other expressions used per position. Swapped kernels always read their records from a table, where there is a mask.
+    """
 
     shown = "inside[None, :]"  # of a border tile: what may be visible at all
     longest = LINE
@@ -44,14 +45,14 @@ class RowKernel(TritonWriter):
         self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds), ordered)
 
     def machine(self, e: Expr) -> Expr:
-        """A score mod or weight from what machines have."""
+        """A score mod or weight written with the operators that machines have."""
         return expr.machine(e)
 
     def filled(self, skeleton: str) -> str:
         return filled(skeleton, partial(wrapped, longest=self.longest), **self.holes())
 
     def holes(self) -> dict[str, Any]:
-        """The holes that every skeleton of rows has: flags, and how scalars are read."""
+        """The holes that every skeleton of rows has: flags, and the reads of scalars."""
         given = self.parameters.holes(self.numbers)
         return {
             **given,
@@ -78,7 +79,8 @@ class RowKernel(TritonWriter):
         return {"formulas": self.lines(list(self.bounds.values()), SCALAR), "bounds": bounds}
 
     def bound(self, name: str) -> str:
-        """A bound of the closed form, counted from the call's first key and clamped to its keys, unless it says so."""
+        """A bound of the closed form, counted from the call's first key and clamped to its keys, unless the bound says
+        otherwise."""
         root = self.bounds[name]
         op, end, clamp = ("max", K0, "tl.maximum({}, k_first)")
         if "last" in name:
@@ -87,7 +89,7 @@ class RowKernel(TritonWriter):
         return "0" if value == "k_first" else f"{value} - k_first"
 
     def tiles(self) -> list[dict[str, Any]]:
-        """The holes of both loops of a skeleton over tiles: those that are not full, then full ones."""
+        """The holes of both loops of a skeleton over tiles: partial tiles first, then full ones."""
         edge = {"which": "The ragged edge: a last tile that is not full.", "tile": "tile", "range": "full_hi, hi"}
         if self.plan.mask is not None:  # without one a loop of its own says in fewer registers that one tile is ragged
             which = "Border tiles, before and behind the full ones: the mask is a predicate."
@@ -99,11 +101,11 @@ class RowKernel(TritonWriter):
         ]
 
     def tile(self, inside: str) -> dict[str, Any]:
-        """The holes of one loop; `inside` names what of a tile is there, empty where all is."""
+        """The holes of one loop; `inside` names the positions of a tile that exist, empty where all do."""
         raise NotImplementedError
 
     def visible(self, written: set[str]) -> list[str]:
-        """Which positions of a border tile are visible."""
+        """The condition that positions of a border tile are visible."""
         found = self.lines(self.mask, POSITION, written)
         if self.plan.mask is not None:
             found += self.quote(self.plan.mask)
@@ -120,11 +122,11 @@ class RowKernel(TritonWriter):
         return [*found, *[line.format(self.value(root))] * bool(line)]
 
     def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
-        """The coordinate of a tile's walked axis, where `roots` read it, and what they make of it."""
+        """The coordinate of a tile's walked axis, where `roots` read it, and the lines that depend on it."""
         known = self.coordinate(name, local) if any(name in uses(r) for r in roots) else []
         return [*known, *self.lines(roots, COLUMN, written)]
 
 
 def operands(e: Expr, op: str) -> list[Expr]:
-    """What a tree of one operator, a minimum of minima, is made of."""
+    """The operands of a tree of one operator: of a minimum of minima."""
     return [x for a in e.args for x in operands(a, op)] if e.op == op else [e]

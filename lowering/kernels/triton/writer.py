@@ -1,4 +1,4 @@
-"""What every Triton kernel of a LoopPlan is written with: expressions, names, lookups, and modules of kernels.
+"""The writer of all Triton kernels of a LoopPlan: expressions, names, lookups, and modules of kernels.
 
 Of an expression, what depends on b, h and the coordinate of the program's own tile is worked out before the loop
 over the other's tiles, what depends on the other coordinate alone once per tile, the rest per position.
@@ -33,9 +33,9 @@ LOAD_MASK = "\0"  # stands in a load where a border tile may restrict it
 
 @dataclass(frozen=True)
 class Dims:
-    """What of the arrays a kernel's text depends on: head sizes, the dtype of q, the query heads of a key head, and
-    the dtype of k and v where it is another one, the Float slots that come as pointers, their values being on the
-    device, and whether gradients of arrays are written as [batch, length, heads, dim], not by heads."""
+    """The properties of the arrays on which a kernel's text depends: head sizes, the dtype of q, the query heads of a
+    key head, and the dtype of k and v where it is another one, the Float slots that come as pointers, their values
+    being on the device, and whether gradients of arrays are written as [batch, length, heads, dim], not by heads."""
 
     head_dim: int
     v_dim: int
@@ -66,7 +66,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class TritonKernel:
-    """The text of one kernel, and how it is launched, for the head of the module."""
+    """The text of one kernel, and the grid of its launch, for the head of the module."""
 
     name: str
     text: str
@@ -74,7 +74,7 @@ class TritonKernel:
 
 
 def launched(name: str, text: str, grid: str, target: Target, *, swapped: bool = False) -> TritonKernel:
-    """The kernel of a text; the tile that a program owns is named first, which `swapped` is one of keys."""
+    """The kernel of a text. The tile that a program owns is named first; with `swapped` it is a tile of keys."""
     own, walked = f"{target.block_q} queries", f"{target.block_k} keys"
     tiles = f"{walked} by {own}" if swapped else f"{own} by {walked}"
     launch = f"{name}: grid {grid}, tiles of {tiles}, num_warps={target.num_warps}, num_stages={target.num_stages}."
@@ -113,7 +113,7 @@ def _constants(dims: Dims) -> dict[str, object]:
 
 
 def _shown(plan: LoopPlan) -> str:
-    """The text of the plan and what its slots stand for, fit for a docstring."""
+    """The text of the plan and the meaning of its slots, fit for a docstring."""
     names = arguments(plan)
     lines = [plan.text or "every key visible, plain scores"]
     for s in plan.slots:
@@ -124,9 +124,9 @@ def _shown(plan: LoopPlan) -> str:
 
 
 class TritonWriter:
-    """Writes the expressions of a plan. `roots` are those the kernel needs; those in `inner` are used per
-    position. `when` says of the coordinates when they are known; with `swapped` the program's own tile is one of
-    keys: then tensors are [keys, queries], and what depends on k is worked out before the loop."""
+    """The writer of a plan's expressions. `roots` are the expressions the kernel needs; the roots in `inner` are used
+    per position. `when` gives the levels of the coordinates; with `swapped` the program's own tile is one of keys: then
+    tensors are [keys, queries], and values that depend on k are computed before the loop."""
 
     def __init__(
         self, plan: LoopPlan, dims: Dims, roots: Iterable[Expr], inner: Collection[Expr], *,
@@ -165,7 +165,7 @@ class TritonWriter:
         return self.arguments[node.name]
 
     def address(self, table: Argument, args: Sequence[Text]) -> str:
-        """Where an entry of a table is, indices clamped."""
+        """The address of an entry of a table, indices clamped."""
         *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
         # The last axis counts in 32 bits: the launcher sees to it that it fits.
         steps = [table.name, *(f"step({i.text}, {n}, {by})" for i, n, by in outer)]
@@ -180,7 +180,7 @@ class TritonWriter:
         return Text(f"{load}.to(tl.int64)" if self.plan.int64 else load)
 
     def _name(self, node: Expr, level: int) -> str:
-        """`doc_q` for `doc[q]`, otherwise a number behind a word that says how often it is worked out."""
+        """A name `doc_q` for `doc[q]`, otherwise a number behind a word for the level of the value."""
         if node.op == "lookup":
             return self.names.new(self._called(node))
         words = {SCALAR: "fixed", ROW: "row", COLUMN: "column", POSITION: "x"}
@@ -196,7 +196,7 @@ class TritonWriter:
         return "_".join([self.arguments[node.name].name, *map(self._called, node.args)])
 
     def lines(self, roots: Sequence[Expr], level: int, written: set[str] | None = None, mask: str = "") -> list[str]:
-        """What the roots need of this level and is not written yet; `mask` is that of loads."""
+        """The lines of this level that the roots need and that are not written yet; `mask` is the mask of loads."""
         written, found = self.hoisted if written is None else written, []
         for line in self.printed.needed(roots, level):
             if line.name not in written:
@@ -209,13 +209,13 @@ class TritonWriter:
         return self.printed.values[root].replace(LOAD_MASK, "")
 
     def quote(self, e: Expr) -> list[str]:
-        """A comment: the expression in the language, with the names the kernel has for its slots and tables."""
+        """A comment: the expression in the language, with the kernel's names of slots and tables."""
         named = {n: a.name for n, a in self.arguments.items()}
         shown = show(renamed(e, named), known={a.name for a in self.arguments.values()})
         return [f"# {line}" for line in textwrap.wrap(shown, 100, break_long_words=False)]
 
     def conversions(self) -> list[str]:
-        """Sizes and slots as the expressions read them."""
+        """The lines that convert sizes and slots for the expressions."""
         found = [f"{n} = tl.cast({n}, tl.int64)" for n in SIZES if self.wide and n in self.used]
         for slot in self.plan.slots:
             n = self.arguments[slot.name].name
@@ -226,7 +226,7 @@ class TritonWriter:
         return found
 
     def coordinate(self, name: str, local: str) -> list[str]:
-        """`q = ...` or `k = ...` of a tile, along its axis; `local` counts from the call's first."""
+        """The line `q = ...` or `k = ...` of a tile, along its axis; `local` counts from the call's first."""
         along = "[:, None]" if (name == "q") != self.swapped else "[None, :]"
         return [f"{name} = ({name}_origin + {local}){along}{self.wide}"]
 
@@ -238,7 +238,7 @@ class TritonWriter:
 
 
 def conjuncts(mask: Expr | None) -> list[Expr]:
-    """The terms of a mask, as machines have them."""
+    """The terms of a mask, written with the operators that machines have."""
     if mask is None:
         return []
     mask = expr.machine(mask)
@@ -246,7 +246,7 @@ def conjuncts(mask: Expr | None) -> list[Expr]:
 
 
 def bounds_of(plan: LoopPlan) -> dict[str, Expr]:
-    """The closed form by name; empty where there is none."""
+    """The bounds of the closed form by name; empty where there is none."""
     if plan.bounds is None or plan.mask is None:
         return {}
     names = ("first", "full_first", "full_last", "last")
@@ -261,7 +261,7 @@ def masked(*terms: str, other: str = ", other=0.0") -> str:
 
 
 def wrapped(load: str, longest: int = LINE) -> str:
-    """A long load over several lines: its address, each axis of which may have one, then its mask."""
+    """A long load over several lines: the axes of its address, then its mask."""
     found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:\.to\([\w.]+\)| != 0)?)", load)
     if len(load) <= longest or found is None:
         return load
