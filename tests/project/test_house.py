@@ -119,3 +119,12 @@ def test_every_row_has_its_definition():
     assert set(HOUSE.ROWS) <= defined | {"docstrings"}
     assert set(LIMITS) == set(HOUSE.ROWS)
     assert (DOCS / "house_call.py").exists()
+
+
+def test_the_command(small, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["house.py", "--tree", str(small.root), "--list", "classes"])
+    HOUSE.main()
+    assert capsys.readouterr().out == "Step: lowering/two.py:2 runtime/one.py:10\n"
+    monkeypatch.setattr("sys.argv", ["house.py", "--tree", str(small.root), "--static"])
+    HOUSE.main()
+    assert "| names with more than one class | 51 | 1 | 0 |\n" in capsys.readouterr().out
