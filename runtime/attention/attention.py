@@ -11,13 +11,14 @@ import numpy as np
 from frisket.dsl.errors import BackendError, LoweringError, ParameterError, ShapeError
 from frisket.dsl.notebook import table
 from frisket.grammar.memo import memo
+from frisket.lowering.pipeline import stages as all_stages
 from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
 from frisket.runtime.backends.registry import check_name, choose, library, printed, target_of
 from frisket.runtime.backends.registry import named as backend_named
-from frisket.runtime.backends.stages import stages_of
+from frisket.runtime.backends.stages import PlanCompilation
 from frisket.runtime.calls.arrays import (
     Array,
     Arrays,
@@ -191,7 +192,7 @@ class Attention:
             check_bound(self.program, {**self.constants, **self.traced, **params})
         else:
             plan = plan or self._plan_for(geometry, params, given.framework, how)
-        return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)  # type: ignore[arg-type]  # vacant
+        return Call(given, geometry, plan, backend, rate, seed, sinks, top, live)  # no plan of a vacant call
 
     def run(self, call: Call) -> tuple[Any, Any, Any]:
         """(out, lse, top) of a call; top may be None where nobody asks for it."""
@@ -262,10 +263,10 @@ class Attention:
         if plan is None:
             plan = self._made_plan(g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, host, given, None, how)
             if key is not None:  # without values: those of a step hold its graph, or its trace
-                self._plans[key] = plan.again({}) if isinstance(plan, FlatPlan) else plan
+                self._plans[key] = plan.again({})
                 while len(self._plans) > KEPT:
                     self._plans.popitem(last=False)
-        return plan.again(given) if isinstance(plan, FlatPlan) else plan
+        return plan.again(given)
 
     def _made_plan(
         self, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin, sizes: Sizes | None,
@@ -393,9 +394,10 @@ class Attention:
         check_name(name)
         name = backend_named(name, "torch").name
         plan = Plan(program, g.q_len, g.kv_len, g.batch, g.heads, g.origin, g.sizes, bool(self.options.dropout))
-        target = target_of(name, g, dtype, self.options, plan, arch=arch)
-        made = plan.work((target.block_q, target.block_k), proofs=RECORDS[name].guarded)
-        return stages_of(made, target, g, dtype, self.options.sinks is not None, self.learned)
+        sinks = self.options.sinks is not None
+        return all_stages(
+            PlanCompilation(plan, name, g, dtype, self.options, arch=arch, sinks=sinks, learned=self.learned)
+        )
 
     # -- checking ---------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from frisket.runtime.calls.arrays import Arrays, framework_of, from_numpy, to_nu
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.calls.stored_kv import meant
 from frisket.runtime.plans.call import Call, dropout_terms
-from frisket.runtime.plans.device import FlatPlan
 
 from .report import CheckedGradients, Report, compared, differentiated
 
@@ -95,8 +94,7 @@ def report_later(call: Call, out: Any, lse: Any) -> None:
     import jax
 
     given, plan = call.given, call.plan
-    values = plan.given if isinstance(plan, FlatPlan) else {}
-    program = plan.key.program if isinstance(plan, FlatPlan) else plan.program
+    values, program = plan.given, plan.host_program
 
     def look(qkv: Any, out: Any, lse: Any, values: dict[str, Any], seed: Any, sinks: Any, live: Any) -> None:
         q, k, v = (np.asarray(x) for x in qkv)

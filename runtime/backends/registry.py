@@ -12,7 +12,7 @@ from .base import LIBRARY, RECORDS, Backend, backends_of, names
 
 if TYPE_CHECKING:
     from frisket.runtime.calls.options import Options
-    from frisket.runtime.plans.call import AnyPlan
+    from frisket.runtime.plans.base import CallPlan
 
 
 class Availability(dict[str, str]):
@@ -127,7 +127,7 @@ def platform_of(x: Any) -> str:
 
 
 def target_of(
-    backend: str, geometry: Any, dtype: str, options: Options, plan: AnyPlan | None = None, device: Any = None,
+    backend: str, geometry: Any, dtype: str, options: Options, plan: CallPlan | None = None, device: Any = None,
     arch: str | None = None,
 ) -> Any:  # fmt: skip
     """The tiles and warps of a backend for one call. Without a plan those that a call is likely to have. `arch` is a

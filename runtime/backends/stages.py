@@ -1,62 +1,74 @@
-"""Stages of a mask and a score mod for one geometry and backend, up to the kernel's text."""
+"""The stages of `lowering.pipeline` for a plan, a geometry and a backend, and FRISKET_SHOW."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from frisket.lowering.plan import Geometry, LoopPlan, Target
-from frisket.lowering.stages import Pair, Stages
+from frisket.lowering.pipeline import Exprs, stages
+from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.calls.options import Options
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import AnyPlan, Call
-from frisket.runtime.plans.compiled import Work
-from frisket.runtime.plans.device import FlatPlan, FlatWork
+from frisket.runtime.plans.base import CallPlan
+from frisket.runtime.plans.call import Call
 
 from .base import RECORDS
 from .registry import target_of
 
 
-def text_of(
-    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
-) -> tuple[str, Target]:
-    """The kernel's text and the target it runs with; the text is empty where library calls run. `learned` are the
-    user's names of what gradients flow to beside the arrays."""
-    emit = RECORDS[target.backend].text
-    found: tuple[str, Target] = ("", target) if emit is None else emit(plan, target, g, dtype, sinks, learned)
+@dataclass(frozen=True)
+class PlanCompilation:
+    """A plan compiled for one geometry and backend, a stage when it is first asked for. `learned` are the user's names
+    of what gradients flow to beside the arrays; `arch` is a GPU's, where it is not that of `device`."""
+
+    plan: CallPlan
+    backend: str
+    geometry: Geometry
+    dtype: str
+    options: Options
+    device: Any = None
+    arch: str | None = None
+    sinks: bool = False
+    learned: Collection[str] = ()
+
+    @property
+    def written(self) -> Exprs:
+        return self.plan.host_program.exprs
+
+    @cached_property
+    def target(self) -> Target:
+        """The target that is chosen; the kernel's text may ask for another one."""
+        found: Target = target_of(
+            self.backend, self.geometry, self.dtype, self.options, self.plan, self.device, self.arch
+        )
+        return found
+
+    @cached_property
+    def work(self) -> Any:
+        """The plan's work for the tiles of the target."""
+        block = self.target.block_q, self.target.block_k
+        return self.plan.work(block, proofs=RECORDS[self.backend].guarded)
+
+    @cached_property
+    def kernel(self) -> tuple[str, Target]:
+        """The text and target of the kernel; the text of the planner where there is one beside library calls."""
+        emit, text, target = RECORDS[self.backend].text, "", self.target
+        if emit is not None:
+            text, target = emit(self.work.plan, target, self.geometry, self.dtype, self.sinks, self.learned)
+        return text or self.plan.planner, target
+
+
+def compiled(call: Call, options: Options, device: Any = None) -> PlanCompilation:
+    """The compilation of a checked call. Its stages that FRISKET_SHOW names are printed to stderr, once for each target
+    of a plan."""
+    given = {n: x for n, x in call.plan.given.items() if hasattr(x, "is_floating_point")}
+    learned = [n for n, x in given.items() if x.is_floating_point()]
+    found = PlanCompilation(call.plan, call.backend, call.geometry, call.given.dtype, options, device, learned=learned)
+    if (names := Settings.read().show) and found.target not in call.plan.shown:
+        call.plan.shown.add(found.target)
+        made = stages(found)
+        print("\n\n".join(made.text(n) for n in names), file=sys.stderr)
     return found
-
-
-def stages_of(
-    work: Work, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
-) -> Stages:
-    text, target = text_of(work.plan, target, g, dtype, sinks, learned)
-    m, s = work.program.mask, work.program.score
-    written = Pair(None if m is None else m.expr, None if s is None else s.expr)
-    return Stages(written, Pair(*work.simplified), work.layout.facts, work.layout, work.plan, target, text, work.rules)
-
-
-def show(names: tuple[str, ...], plan: AnyPlan, work: Work | FlatWork, target: Target, g: Geometry, dtype: str) -> None:
-    """Print these stages to stderr, once for each target of a plan."""
-    if target in plan.shown:
-        return
-    plan.shown.add(target)
-    if isinstance(work, FlatWork):
-        assert isinstance(plan, FlatPlan)
-        given = plan.given if plan.key.framework == "torch" else {}
-        learned = [n for n, x in given.items() if x.is_floating_point()]
-        text, runs = text_of(work.plan, target, g, dtype, learned=learned)
-        stages = plan.stages(work, runs, text)
-    else:
-        stages = stages_of(work, target, g, dtype)
-    print("\n\n".join(stages.text(n) for n in names), file=sys.stderr)
-
-
-def show_if_asked(call: Call, options: Options, device: Any = None) -> None:
-    """Print the stages of a call that FRISKET_SHOW names."""
-    if names := Settings.read().show:
-        g, dtype = call.geometry, call.given.dtype
-        target = target_of(call.backend, g, dtype, options, call.plan, device)
-        made = call.plan.work((target.block_q, target.block_k), proofs=RECORDS[call.backend].guarded)
-        show(names, call.plan, made, target, g, dtype)

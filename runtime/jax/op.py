@@ -25,12 +25,11 @@ from frisket.lowering.xla.promotion import usual_promotion
 from frisket.lowering.xla.tiles import varying_axes
 from frisket.runtime.backends.base import backends_of
 from frisket.runtime.backends.registry import platform_of, target_on
-from frisket.runtime.backends.stages import show_if_asked
+from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import turn
 from frisket.runtime.calls.stored_kv import refuse_gradients
 from frisket.runtime.machine.settings import Settings
-from frisket.runtime.plans.call import AnyPlan, Call
-from frisket.runtime.plans.host import Plan
+from frisket.runtime.plans.call import Call
 
 from .arrays import narrowed, placed
 from .call import JaxCall, TracedSpans
@@ -80,15 +79,17 @@ def forward(
 
 def execute(call: Call, options: Options) -> tuple[Any, Any, Any]:
     """(out, lse, top) of a checked call."""
-    show_if_asked(call, options)
+    if Settings.read().show:
+        compiled(call, options)
     plan, (q, k, v) = call.plan, call.given.turned("bshd")
     asked = _named(call, options)
     g = call.geometry
     kind = g.kv_heads, g.head_dim, g.v_dim, g.scale, g.kv_dtype, asked, options.tile
-    known = plan.ready.get(kind) if isinstance(plan, Plan) and not call.rate else None
+    keeps = not plan.on_device and not call.rate
+    known = plan.ready.get(kind) if keeps else None
     if known is None:
         known = _divided_plan(call, options, asked)
-        if isinstance(plan, Plan) and not call.rate:
+        if keeps:
             plan.ready[kind] = known
     inner, learned, fixed = known
     out, lse, top = _run(inner, _arrays(q, k, v, call.sinks) | learned, {**fixed, **call.live}, plan)
@@ -107,9 +108,9 @@ def prepared(call: Call, options: Options) -> tuple[JaxCall, Arrays, Arrays]:
 
 
 def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Arrays, Arrays]:
-    plan: AnyPlan = call.plan
+    plan: Any = call.plan
     numbers: dict[str, Any] = {"drawn": {SEED: call.seed, RATE: call.rate} if call.rate else {}}
-    if isinstance(plan, Plan):
+    if not plan.on_device:
         made = plan.work(ANY)
         shapes = {n: tuple(x.shape) for n, x in made.tables.items()} | _shapes(made.plan, call)
         return _divided(made.plan, plan, call.geometry, numbers, shapes, named, options.tile)

@@ -10,6 +10,7 @@ from frisket.lowering.plan import RATE, SEED, Geometry, LoopPlan, survives
 from frisket.runtime.calls.arrays import Arrays
 from frisket.runtime.calls.program import CallProgram
 
+from .base import CallPlan
 from .device import FlatPlan
 from .host import Plan
 
@@ -23,7 +24,7 @@ class Call:
 
     given: Arrays
     geometry: Geometry
-    plan: AnyPlan
+    plan: CallPlan
     backend: str
     rate: float
     seed: Any

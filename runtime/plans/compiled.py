@@ -148,6 +148,10 @@ class Work:
         return self.fixed.layout(self.place)
 
     @property
+    def facts(self) -> Any:
+        return self.layout.facts
+
+    @property
     def spans(self) -> Spans:
         """Records per row of tiles, laid out when they are first asked for."""
         return self.few or self.layout.spans
@@ -201,7 +205,7 @@ def _few_work(
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, lengths)
-    spans = fixed.few and fixed.few.spans(q_len, kv_len, batch, heads, block, origin, full)
+    spans = fixed.few.spans(q_len, kv_len, batch, heads, block, origin, full) if fixed.few else None
     layout = None if spans else fixed.layout(place)
     bounds = layout.analysis.bounds if layout else fixed.few and fixed.few.formula
     room: Any = tuple(1 << (n - 1).bit_length() for n in full)

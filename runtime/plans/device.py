@@ -7,6 +7,7 @@ a pytree whose leaves are the tables and the spans.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +21,6 @@ from frisket.grammar.memo import memo
 from frisket.lowering.aten.expr import distance_only
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, Spans
 from frisket.lowering.planner.planner import DeviceSpans
-from frisket.lowering.stages import Pair, Stages
 from frisket.runtime.calls.arrays import framework_of
 from frisket.runtime.calls.program import CallProgram, check_used
 from frisket.runtime.calls.stored_kv import Stored
@@ -65,6 +65,10 @@ class FlatWork:
     spans: Spans | DeviceSpans
     slots: Values
     tables: Values
+    simplified: tuple[Expr | None, Expr | None]
+    rules: Counter[str]
+    facts = "planned on the device"
+    layout = inputs = None
 
 
 class FlatPlan:
@@ -74,6 +78,8 @@ class FlatPlan:
 
     On a GPU no value is looked at from Python, so planning may be part of a captured graph, which plans anew from the
     tables as they then are whenever it is replayed."""
+
+    on_device = True
 
     def __init__(self, key: Key, values: dict[str, Any], works: dict[tuple[tuple[int, int], bool], Any]) -> None:
         self.key, self.given = key, values
@@ -217,19 +223,13 @@ class FlatPlan:
         return self.laid.plan.slot_values({**self.values, **UNDRAWN})
 
     def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
-        return FlatWork(self.laid.plan, self.spans(block), self.slots(), self.tables())
+        laid = self.laid
+        return FlatWork(laid.plan, self.spans(block), self.slots(), self.tables(), laid.parts, laid.rules)
 
     @property
     def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
         """The spans it holds, by tile and whether they are transposed."""
         return self._made
-
-    def stages(self, work: FlatWork, target: Any, text: str) -> Stages:
-        laid = self.laid
-        m, s = self.key.program.mask, self.key.program.score
-        written = Pair(None if m is None else m.expr, None if s is None else s.expr)
-        facts, found = "planned on the device", Pair(*laid.parts)
-        return Stages(written, found, facts, None, work.plan, target, text or self.planner, laid.rules)
 
     def __repr__(self) -> str:
         k = self.key

@@ -22,6 +22,9 @@ class Plan:
     Pass it to every layer: `att(q, k, v, plan=plan)`.
     """
 
+    on_device = by_table = False
+    common, planner = None, ""  # of plans on a device
+
     def __init__(
         self, program: CallProgram, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
         sizes: Sizes | None, dropout: bool = False,
@@ -31,7 +34,6 @@ class Plan:
         self.dropout = dropout
         self.ready: dict[Any, Any] = {}  # what calls with this plan need
         self.given: dict[str, Any] = {}  # values that are no part of it: none
-        self.by_table = False
         self._works: dict[tuple[Any, ...], Work] = {}
         self._others: dict[Stored | None, Plan] = {}
         self.shown: set[Target] = set()  # what FRISKET_SHOW has printed
@@ -77,6 +79,10 @@ class Plan:
             place = self.q_len, self.kv_len, self.batch, self.heads, self.origin, self.sizes, self.dropout
             self._others[how] = Plan(self.program.stored_as(how), *place)
         return self._others[how]
+
+    def again(self, given: dict[str, Any]) -> Plan:
+        """The plan itself, which holds every value."""
+        return self
 
     @property
     def scalars(self) -> Mapping[str, Any]:

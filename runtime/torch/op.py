@@ -22,8 +22,8 @@ from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.base import RECORDS, Backend, no_gradients
 from frisket.runtime.backends.cpp.torch import lse_of
 from frisket.runtime.backends.interpreters import warn_slow
-from frisket.runtime.backends.registry import library, target_of
-from frisket.runtime.backends.stages import show
+from frisket.runtime.backends.registry import library
+from frisket.runtime.backends.stages import compiled
 from frisket.runtime.calls.arrays import NATURAL, uploaded
 from frisket.runtime.calls.empty import nothing
 from frisket.runtime.calls.options import Options, seed_of, sinks_of
@@ -80,7 +80,7 @@ class Ready:
         tables = {n: t for n, t in plan.tables().items() if n in self.tables}
         return self._with(plan, MappingProxyType(_readable(tables, plan.device, self.real)), None)
 
-    def bare(self, plan: FlatPlan) -> Ready:
+    def bare(self, plan: Any) -> Ready:
         """A prepared call without what belongs to one step."""
         return self._with(None, dict.fromkeys(self.tables), plan.again({}))
 
@@ -258,11 +258,11 @@ def _remembered(call: Call, att: Any, plan: Any, key: Any, kept: dict[Any, Any])
     ready = prepare(call, att.options)
     if key is None:
         return ready
-    if plan is None and ready.loaded and isinstance(call.plan, FlatPlan) and not call.plan.by_table:
+    if plan is None and ready.loaded and call.plan.on_device and not call.plan.by_table:
         ready = ready.beside(call.plan.again({}))  # calls to come bring values of their own, and this one's are let go
     if plan is not None or not call.plan.by_table:
         _keep(kept, key, ready if plan is None or not ready.loaded else ready.alone())
-    if ready.loaded and isinstance(call.plan, FlatPlan) and call.plan.common is not None:
+    if ready.loaded and call.plan.common is not None:
         _keep(att.ready if plan is None else plan.common.ready, key, ready.bare(call.plan))
     return ready
 
@@ -355,11 +355,9 @@ def _prepared(call: Call, options: Options) -> Ready:
     backend = RECORDS[call.backend]
     if backend.interpreted:
         warn_slow(call.backend, geometry)
-    target = target_of(call.backend, geometry, given.dtype, options, plan, given.q.device)
-    made = plan.work((target.block_q, target.block_k), proofs=backend.guarded)
-    if names := Settings.read().show:
-        show(names, plan, made, target, geometry, given.dtype)
-    named = {n for n, x in plan.given.items() if x.is_floating_point()} if isinstance(plan, FlatPlan) else set()
+    found = compiled(call, options, given.q.device)
+    target, made = found.target, found.work
+    named = {n for n, x in plan.given.items() if x.is_floating_point()}
     real = torch.float64 if given.dtype == "float64" else torch.float32
     wanted: list[Any] = [*made.plan.tables, *made.plan.slots]
     uses = [x for x in wanted if x.source in LIVE or (x.type is FLOAT and x.source in named)]
@@ -421,7 +419,7 @@ def on_host(spans: Spans | DeviceSpans) -> Spans:
 def _on_device(work: Work | FlatWork, device: Any, real: Any) -> Mapping[str, Tensor]:
     """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
 
-    if isinstance(work, FlatWork):
+    if work.inputs is None:
         return _readable(work.tables, device, real)
     tables = work.tables
 

@@ -42,7 +42,7 @@ def call_of(
     q, k, v = qkv or (None, None, None)
     origin, sizes = (tuple(x) or None for x in place.values())
     seed = None if seed is None else int(seed)
-    return att, Request(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)  # type: ignore[arg-type]
+    return att, Request(q, k, v, None, seed, sinks, top, origin, sizes, "bhsd", params)
 
 
 def _known(x: Any) -> Any:

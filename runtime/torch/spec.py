@@ -109,5 +109,5 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
         moved = tuple(_place("".join(lines), x) for x in others) or None
         whole = replace(joined(made.mask, made.score), places=moved, unwritten=unwritten == "True")
         return attention_by("program")(whole, options)
-    params = {n: np.ones((1,) * r, t) for n, r, t in kinds}
+    params: dict[str, Any] = {n: np.ones((1,) * r, t) for n, r, t in kinds}
     return attention_by("texts")(text[:at] or None, text[at:] or None, options, params)

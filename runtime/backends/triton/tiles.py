@@ -43,7 +43,7 @@ from frisket.runtime.masks.layout import make_layout
 from frisket.runtime.masks.mask import Mask
 
 if TYPE_CHECKING:
-    from frisket.runtime.plans.call import AnyPlan
+    from frisket.runtime.plans.base import CallPlan
 
 Window = Literal["short", "medium", "long"]
 SHORT, MEDIUM = 192, 768  # keys: the last of their class
@@ -186,7 +186,7 @@ def of_tile(tile: tuple[int, int], g: Geometry, dtype: str) -> Target:
 
 
 def target(
-    plan: AnyPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
+    plan: CallPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
     device: Any = None, arch: str | None = None,
 ) -> Target:  # fmt: skip
     """The target of a call with `plan` on `device`, or for `arch`; without a plan that of a long window. `tile` is the
