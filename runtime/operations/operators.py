@@ -137,4 +137,4 @@ def _on(backend: Backend) -> type[FrisketAttention]:
     return AttentionRegistry.register(OneBackend)
 
 
-ON_A_BACKEND = {b.name: _on(b) for b in backends_of("jax") if b.operators}
+globals().update((made.__name__, made) for made in (_on(b) for b in backends_of("jax") if b.operators))  # for pickle

@@ -10,6 +10,7 @@ import pytest
 
 import frisket as fk
 from frisket.runtime.backends import pallas_gpu
+from frisket.runtime.calls.request import Request
 from frisket.runtime.jax import platforms as jax_platforms
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine.once import SAID
@@ -116,7 +117,7 @@ def test_what_a_backend_lacks_is_said_once(called, monkeypatch):
 
 def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
-    geometry = fk.compile("causal").call(Q, K, V, None, None, None, False, None, None, None, {}).geometry
+    geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
     monkeypatch.setattr(jax_platforms, "lowerable", lambda backend: "")
     for kind, backend in (("9.0", "pallas-mosaic-gpu"), ("8.0", "triton"), ("10.3", "triton")):
         monkeypatch.setattr(pallas_gpu, "capabilities", lambda kind=kind: iter([kind]))
@@ -126,7 +127,7 @@ def test_a_gpu_that_is_no_hopper_has_triton(monkeypatch):
 
 def test_another_platform_has_xla(called):
     plan = fk.compile("causal").plan(200, 200).work((128, 128)).plan
-    geometry = fk.compile("causal").call(Q, K, V, None, None, None, False, None, None, None, {}).geometry
+    geometry = fk.compile("causal").call(Request(Q, K, V)).geometry
     assert jax_platforms.backend_on("", "metal", plan, geometry, "float32", {}, False, frozenset()) == "xla"
 
 
