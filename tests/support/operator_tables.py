@@ -189,9 +189,9 @@ TABLES = [
     ),
     Table("lowering/kernels/triton/expr.py", "TRITON: its text", triton.TRITON.__contains__),
     Table(
-        "lowering/kernels/triton/expr.py",
-        "PRELUDE: the function of that text",
-        called(triton.TRITON, "lowering/kernels/triton/expr.py"),
+        "lowering/kernels/triton/skeletons/functions.tpl",
+        "the function of that text",
+        called(triton.TRITON, "lowering/kernels/triton/expr.py", "lowering/kernels/triton/skeletons/functions.tpl"),
     ),
     Table("lowering/kernels/cpp/expr.py", "CPP: its text", cpp.CPP.__contains__),
     Table("lowering/kernels/cpp/functions.hpp", "the function of that text, or in integers.hpp", called(cpp.CPP, *HPP)),

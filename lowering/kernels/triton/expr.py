@@ -16,6 +16,7 @@ import numpy as np
 from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.expr import PREFIX, SHARED, Text
+from frisket.lowering.kernels.text import filled, skeleton
 
 TRITON: dict[str, str] = SHARED | {
     "abs": "tl.abs({})", "sign": "sign({})",
@@ -47,98 +48,8 @@ def {name}(x, y):
 """
 
 
-PRELUDE: dict[str, str] = {
-    "step": '''
-def step(i, size, stride):
-    return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64) * stride
-''',
-    "clamp": '''
-def clamp(i, size):
-    return tl.minimum(tl.maximum(i, 0), size - 1)
-''',
-    "bounded": '''
-def bounded(i, n):
-    return tl.minimum(tl.maximum(i, 0), n)
-''',
-    "sign": '''
-def sign(x):
-    return tl.where(x > 0, 1, tl.where(x < 0, -1, x))
-''',
-    "power": power("power", "tl.float32"),
-    "floordiv": '''
-def floordiv(x, y):
-    """Rounds to minus infinity; 0 where y is 0."""
-    divisor = tl.where(y == 0, 1, y)
-    quotient = x // divisor
-    down = (quotient * divisor != x) & ((x < 0) != (divisor < 0))
-    return tl.where(y == 0, 0, tl.where(down, quotient - 1, quotient))
-''',
-    "modulo": '''
-def modulo(x, y):
-    """Has the sign of y; 0 where y is 0."""
-    divisor = tl.where(y == 0, 1, y)
-    rest = x % divisor
-    return tl.where(y == 0, 0, tl.where((rest != 0) & ((rest < 0) != (divisor < 0)), rest + divisor, rest))
-''',
-    "shift_left": '''
-def shift_left(x, y):
-    inside = (y >= 0) & (y < BITS)
-    return tl.where(inside, x << tl.where(inside, y, 0), 0)
-''',
-    "shift_right": '''
-def shift_right(x, y):
-    inside = (y >= 0) & (y < 64)
-    return tl.where(inside, x >> tl.minimum(tl.where(inside, y, 0), BITS - 1), 0)
-''',
-    "to_int": '''
-def to_int(x):
-    """Towards zero; NaN is 0, and what does not fit becomes the largest that does."""
-    return tl.where(x == x, tl.minimum(tl.maximum(x, -LARGEST), LARGEST), 0.0).to(INT)
-''',
-    "finite": '''
-def finite(x):
-    return tl.abs(x) < INFINITY
-''',
-    "log1p": '''
-def log1p(x):
-    # W. Kahan: the rounding error of 1 + x cancels in the quotient.
-    y = 1.0 + x
-    near = tl.log(y) * (x / tl.where(y == 1.0, 1.0, y - 1.0))
-    return tl.where(tl.abs(x) < 0.5, tl.where(y == 1.0, x, near), tl.log(y))
-''',
-    "tanh": '''
-def tanh(x):
-    # S. Moshier, Cephes tanhf: a polynomial near 0, where 1 - 2 / (1 + exp(2x)) would cancel.
-    z = x * x
-    series = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
-    near = (series - 3.33332819422e-1) * z * x + x
-    return tl.where(tl.abs(x) < 0.625, near, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
-''',
-    "tan": '''
-def tan(x):
-    return tl.sin(x) / tl.cos(x)
-''',
-    "seeded": '''
-def seeded(x):
-    return mix(tl.add(tl.cast(x, tl.uint32), 0x9E3779B9, sanitize_overflow=False))
-''',
-    "stirred": '''
-def stirred(x, counter):
-    return mix(x ^ tl.mul(tl.cast(counter, tl.uint32), 0x9E3779B1, sanitize_overflow=False))
-''',
-    "uniform": '''
-def uniform(x):
-    """24 bits as a number in [0, 1); the same on every backend."""
-    return (x >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-''',
-    "mix": '''
-def mix(x):
-    # A. Appleby, MurmurHash3 finaliser.
-    x = tl.mul(x ^ (x >> 16), 0x85EBCA6B, sanitize_overflow=False)
-    x = tl.mul(x ^ (x >> 13), 0xC2B2AE35, sanitize_overflow=False)
-    return x ^ (x >> 16)
-''',
-}  # fmt: skip
+FUNCTIONS = filled(skeleton(__package__, "functions"), power=power("power", "tl.float32").strip().splitlines())
+PRELUDE = {text.split("(")[0]: f"\ndef {text.strip()}\n" for text in FUNCTIONS.removeprefix("def ").split("\n\ndef ")}
 
 # With 16-bit inputs the cancellation near 0 (1e-7) is far below the rounding of the result.
 TANH_16 = """
