@@ -16,6 +16,7 @@ from typing import Any
 
 SOURCES = ("grammar", "dsl", "lowering", "runtime")
 KERNELS = ("lowering/kernels/cpp/forward.py", "lowering/emit/cpp.py")  # the module that writes the C++ kernel
+MEMO = "grammar/memo.py"  # no hop, as functools.lru_cache was none
 DEPTH = 8  # functions on the stack: what is called deeper is the private work of a hop
 MASK, OTHER = "causal & window(64)", "causal & (q - k < 32 | k < 4)"
 
@@ -72,9 +73,16 @@ def hops(calls: list[Call], loads: list[int]) -> list[str]:
     written = min(i for i, (file, name, _) in enumerate(calls) if file in KERNELS and name == "emit")
     loaded = min(n for n in loads if n > written)
     found: dict[str, None] = {}
-    for file, name, callers in calls[:loaded]:
+    for file, name, above in calls[:loaded]:
+        callers = [caller for caller in above if caller != MEMO]
         public = not name.rpartition(".")[2].startswith("_")
-        if public and 0 < len(callers) <= DEPTH and callers[0] != file and callers[0].startswith("runtime/"):
+        if (
+            public
+            and file != MEMO
+            and 0 < len(callers) <= DEPTH
+            and callers[0] != file
+            and callers[0].startswith("runtime/")
+        ):
             found[f"{file} {name}"] = None
     return list(found)
 

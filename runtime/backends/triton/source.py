@@ -1,4 +1,4 @@
-"""Loads the text of a Triton module as kernels."""
+"""From the text of a Triton module to its kernels."""
 
 from __future__ import annotations
 
