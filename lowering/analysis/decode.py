@@ -2,7 +2,7 @@
 
 A step of decoding has new positions and lengths and nothing else; arrays of one element cost more than their sums.
 What stays is worked out once (`few`), a step is a pass over a list of operations (`Few.spans`), and the records
-are those of `driver.analyse`.
+are those of `layout.analyse`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 >>> operators()["floordiv"](-7, 2)
 Array(-4, dtype=int32)
 
-Rows are those of `emit.expr`. Names that are not of JAX are functions of `PRELUDE`, which a generated module
+Rows are as in `kernels.expr`. Names that are not of JAX are functions of `PRELUDE`, which a generated module
 carries above its kernel; `Int` and `Float` are its dtypes. Meanings are those of `dsl.evaluate`.
 """
 

@@ -11,7 +11,7 @@ def make(doc):
 <BLANKLINE>
 
 Meanings are those of `dsl.evaluate`: Float is float64, a division by zero is 0, lookups clamp (where the index may
-leave the table). Rows are those of `emit.expr`; what is not torch is a function of `PRELUDE`.
+leave the table). Rows are as in `kernels.expr`; what is not torch is a function of `PRELUDE`.
 """
 
 from __future__ import annotations

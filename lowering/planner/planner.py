@@ -1,6 +1,6 @@
 """The device planner: spans for tables that live on a device or are traced. Fixed shapes, no copy to the host.
 
-A `Planner` is the analysis' own Exprs, ready to print (`emit.planner`): where every term of the mask bounds k, an
+A `Planner` is the analysis' own Exprs, ready to print (`planner.arrays`): where every term of the mask bounds k, an
 interval of keys per term and row; elsewhere `always`, `never` and `mixed` of `analysis.questions`, asked of pieces
 of each row, coarse to fine, in a list of `room` pieces a row. Nothing is settled by elements: what the Exprs leave
 open on a tile is PARTIAL, and so is what finds no room, which `overflow` tells.

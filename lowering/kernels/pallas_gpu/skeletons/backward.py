@@ -1,4 +1,4 @@
-"""The text of the backward kernels for Hopper, with holes: what `pallas_gpu_backward.emit` fills in."""
+"""The text of the backward kernels for Hopper, with holes that `pallas_gpu.backward.emit` fills."""
 
 HEAD = '''
 """Attention backward on Hopper (Pallas, Mosaic GPU), written by frisket: $what."""

@@ -1,4 +1,4 @@
-"""The text of Pallas kernels for Hopper, with holes: what they share, and the forward of `pallas_gpu.emit`."""
+"""The text of Pallas kernels for Hopper, with holes: shared parts, and the forward of `pallas_gpu.forward.emit`."""
 
 from __future__ import annotations
 

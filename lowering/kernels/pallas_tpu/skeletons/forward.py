@@ -1,4 +1,4 @@
-"""The text of the Pallas TPU forward kernel, with holes: what `pallas_tpu.emit` fills in."""
+"""The text of the Pallas TPU forward kernel, with holes that `pallas_tpu.forward.emit` fills."""
 
 from __future__ import annotations
 
