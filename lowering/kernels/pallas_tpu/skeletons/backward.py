@@ -1,4 +1,4 @@
-"""The text of the Pallas TPU kernels of the backward, with holes: what `pallas_tpu/backward.py` fills in."""
+"""The text of the Pallas TPU kernels of the backward, with holes that `pallas_tpu.backward` fills."""
 
 from __future__ import annotations
 
