@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from frisket.lowering.plan import Target
@@ -56,19 +57,18 @@ class Tuning:
         said += [f"{n}={getattr(self, n)}" for n in ("precision", "splits") if getattr(self, n) is not None]
         return ",".join(said) or "None"
 
+    @property
+    def given(self) -> dict[str, Any] | None:
+        """The choices as dicts, numbers and words; None where nothing is chosen."""
+        launches = {k: {n: int(x) for n, x in vars(getattr(self, k)).items() if x is not None} for k in KERNELS}
+        rest = {"precision": self.precision, "splits": None if self.splits is None else int(self.splits)}
+        return {n: x for n, x in {**launches, **rest}.items() if x not in (None, {})} or None
+
     @classmethod
-    def read(cls, text: str) -> Tuning:
-        """The choices that `text` says."""
-        given: dict[str, str] = dict(x.split("=") for x in text.split(",")) if text != "None" else {}
-        launches = {
-            k: LaunchOptions(**{f.name: _number(given.get(f"{k}.{f.name}")) for f in fields(LaunchOptions)})
-            for k in KERNELS
-        }
-        return cls(**launches, precision=given.get("precision"), splits=_number(given.get("splits")))
-
-
-def _number(text: str | None) -> int | None:
-    return None if text is None else int(text)
+    def of(cls, given: Mapping[str, Any] | None) -> Tuning:
+        """The choices that `given` of a Tuning holds."""
+        choices = {n: LaunchOptions(**x) if n in KERNELS else x for n, x in (given or {}).items()}
+        return cls(**choices)
 
 
 KERNELS = ("forward", "dq", "dkv")

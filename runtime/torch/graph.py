@@ -59,7 +59,7 @@ def written_call(mask: Any, score: Any, options: tuple[Any, ...], request: Reque
             "  make att = frisket.compile(mask, score) outside, and call that"
         )
     text = mask or ""
-    spec = HEAD.format(*options, False, len(text), "-") + text + (score or "")
+    spec = HEAD.format(*options, False, len(text), ()) + text + (score or "")
     return written(spec, options[4], request, request.sinks, request.params)
 
 

@@ -1,20 +1,21 @@
-"""A compiled attention as a text, for graphs of torch: an exported program holds all it needs.
+r"""A compiled attention as a text, for graphs of torch: an exported program holds all it needs.
 
 >>> from frisket.runtime.attention.entry import compile
->>> print(compile("causal & window(w)", "softcap(5)", w=4).spec)
-scale=None gqa=True backend=None tile=None dropout=0.0 tuning=None deterministic=True unwritten=False score=-1 at=-
+>>> options, *program = compile("causal & window(w)", "softcap(5)", w=4).spec.splitlines()
+>>> print(options[:66], *program, sep="\n")
+{'scale': None, 'gqa': True, 'backend': None, 'tile': None, 'dropo
 param w: int = 4
 mask = q >= k & abs(q - k) < w
 score = 5 * tanh(score / 5)
 
-The first line has the options; `score` is where the score mod's text begins when mask and score mod have a text
-each, as `frisket.attention` takes them; -1: what follows is one program. `at` has the lengths of texts behind it, those
-of the positions where dropout draws; -: there are none, it draws where the arrays are.
+The first line has the options, a dict of Python literals. Its `score` is where the score mod's text begins when mask
+and score mod have a text each, as `frisket.attention` takes them; -1: what follows is one program. `at` has the lengths
+of texts behind it, those of the positions where dropout draws; without any it draws where the arrays are.
 """
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -32,18 +33,18 @@ from frisket.runtime.machine.bound import BoundExpr, Origin
 from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Program, program
 
-HEAD = "scale={} gqa={} backend={} tile={} dropout={} tuning={} deterministic={} unwritten={} score={} at={}\n"
-_HEAD = re.compile(HEAD.replace("{}", r"(\S+)"))
+WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "unwritten", "score", "at")
+HEAD = "{{" + ", ".join(f"'{word}': {{!r}}" for word in WORDS) + "}}\n"
 
 
 def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
     """The text of an attention."""
-    tile = None if o.tile is None else "x".join(map(str, o.tile))
-    options = o.scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.text, o.deterministic, program.unwritten
+    tile = None if o.tile is None else tuple(map(int, o.tile))
+    scale = float(o.scale) if isinstance(o.scale, np.generic) else o.scale
+    options = scale, o.enable_gqa, o.backend, tile, o.dropout, o.tuning.given, o.deterministic, program.unwritten
     _, names = declarations(program, learned)
     places = [show(e, names) for e in program.positions or ()]
-    lengths = ",".join(str(len(x)) for x in places) or "-"
-    return HEAD.format(*options, -1, lengths) + text_of(program, learned) + "".join(places)
+    return HEAD.format(*options, -1, tuple(map(len, places))) + text_of(program, learned) + "".join(places)
 
 
 def text_of(program: CallProgram, learned: Collection[str]) -> str:
@@ -73,7 +74,7 @@ def _number(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _cut(text: str, lengths: list[int]) -> list[str]:
+def _cut(text: str, lengths: tuple[int, ...]) -> list[str]:
     """The text before the last parts, and those parts."""
     ends = [len(text) - sum(lengths[i:]) for i in range(len(lengths) + 1)]
     return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
@@ -91,23 +92,19 @@ def _place(lines: str, text: str) -> BoundExpr:
 @memo(256)
 def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
-    found = _HEAD.match(spec)
-    assert found is not None, spec
-    said = (None if x == "None" else x for x in found.groups())
-    scale, gqa, backend, tile, dropout, tuning, deterministic, unwritten, score, places = said
+    first, _, text = spec.partition("\n")
+    said: dict[str, Any] = ast.literal_eval(first)
     options = Options(
-        None if scale is None else float(scale), gqa == "True", backend,
-        None if tile is None else tuple(map(int, tile.split("x"))),  # type: ignore[arg-type]
-        float(str(dropout)), tuning=Tuning.read(str(tuning)), deterministic=deterministic == "True",
+        said["scale"], said["gqa"], said["backend"], said["tile"], said["dropout"], tuning=Tuning.of(said["tuning"]),
+        deterministic=said["deterministic"],
     )  # fmt: skip
-    text, at = spec[found.end() :], int(str(score))
+    at = said["score"]
     if at < 0:
-        lengths = [] if places == "-" else [int(n) for n in str(places).split(",")]
-        text, *others = _cut(text, lengths)
+        text, *others = _cut(text, said["at"])
         lines = [x for x in text.splitlines(keepends=True) if x.startswith("param ")]
         made = program(text) if len("".join(lines)) < len(text) else Program()
         moved = tuple(_place("".join(lines), x) for x in others) or None
-        whole = replace(joined(made.mask, made.score), places=moved, unwritten=unwritten == "True")
+        whole = replace(joined(made.mask, made.score), places=moved, unwritten=said["unwritten"])
         return attention_by("program")(whole, options)
     params: dict[str, Any] = {n: np.ones((1,) * r, t) for n, r, t in kinds}
     return attention_by("texts")(text[:at] or None, text[at:] or None, options, params)

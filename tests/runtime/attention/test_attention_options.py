@@ -230,5 +230,5 @@ def test_a_spec_says_whether_sums_are_in_order(deterministic):
     from frisket.runtime.torch.spec import attention_of
 
     spec = fk.compile("causal", deterministic=deterministic).spec
-    assert f" deterministic={deterministic} " in spec
+    assert f"'deterministic': {deterministic}, " in spec
     assert attention_of(spec, ()).options.deterministic is deterministic

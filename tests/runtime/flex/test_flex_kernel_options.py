@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions  # noqa: E402
 
 from frisket.dsl.errors import ParameterError  # noqa: E402
 from frisket.flex import create_block_mask, flex_attention  # noqa: E402
+from frisket.grammar.memo import beside  # noqa: E402
 from frisket.lowering.plan import Target  # noqa: E402
 from frisket.runtime.calls.tuning import LaunchOptions, Tuning  # noqa: E402
 from frisket.runtime.flex import pair  # noqa: E402
@@ -49,7 +50,7 @@ def test_every_key_of_torch_is_known():
 def test_options_tune_the_kernels(options, tuning):
     asked = read(options)
     assert asked.tuning.text == tuning
-    assert Tuning.read(tuning) == asked.tuning
+    assert Tuning.of(asked.tuning.given) == asked.tuning
     assert asked.backend is None
 
 
@@ -94,9 +95,9 @@ class Call(torch.nn.Module):
 def test_options_travel_to_the_attention_and_its_text():
     q = torch.randn(1, 1, 32, 16)
     flex_attention(q, q, q, kernel_options={"BLOCK_M": 64, "SPLIT_KV": 2})
-    att = next(reversed(pair._pairs[pair._PLAIN].values())).att
+    att = next(reversed(beside(pair._PLAIN, "pairs", dict).values())).att
     assert att.options.tuning == Tuning(LaunchOptions(block_q=64), splits=2)
-    assert "tuning=forward.block_q=64,splits=2" in att.spec
+    assert "'tuning': {'forward': {'block_q': 64}, 'splits': 2}" in att.spec
     again = attention_of(spec_of(att.program, att.options, ()), ())
     assert again.options.tuning == att.options.tuning
 
