@@ -31,43 +31,43 @@ def at(w: Walk, node: Node, frame: Frame, args: list[Node], keywords: dict[str, 
     return Value(ir.substitute(body.expr, moved), body.flex)
 
 
-def segment(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Steps:
-    if len(given) != 2:
-        return misused(w, node, frame, given)
-    table = w.table(frame, given[0], 1)
-    index = w.integers(frame, "`segment`", (yield from w.parts(given[1:], frame)))
+def segment(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Steps:
+    if len(args) != 2:
+        return misused(w, node, frame, args)
+    table = w.table(frame, args[0], 1)
+    index = w.integers(frame, "`segment`", (yield from w.parts(args[1:], frame)))
     if table is None or index is None:
         return ERROR
     name, type_, flex = table
-    if not w.narrow(frame, given[0], Value(ir.param(name, type_), flex), {INT}):
-        return w.report(frame, given[0], f"`segment` takes a table of Ints, `{name}` is of {type_}s")
+    if not w.narrow(frame, args[0], Value(ir.param(name, type_), flex), {INT}):
+        return w.report(frame, args[0], f"`segment` takes a table of Ints, `{name}` is of {type_}s")
     return Value(ir.segment(name, index[0]))
 
 
-def extent(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Value:
-    if len(given) != 2 or given[1].kind != "number" or not isinstance(given[1].value, int):
+def extent(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Value:
+    if len(args) != 2 or args[1].kind != "number" or not isinstance(args[1].value, int):
         return w.report(frame, node, "`extent` takes a table and the number of an axis", "for example `extent(t, 0)`")
-    table = w.table(frame, given[0], None)
+    table = w.table(frame, args[0], None)
     if table is None:
         return ERROR
     rank = w.known[table[0]][0] if table[0] in w.known else None
-    if given[1].value < 0 or (rank is not None and given[1].value >= rank):
-        return w.report(frame, given[1], f"`{table[0]}` has no axis {given[1].value}", "axes count from 0")
-    return Value(ir.extent(table[0], given[1].value))
+    if args[1].value < 0 or (rank is not None and args[1].value >= rank):
+        return w.report(frame, args[1], f"`{table[0]}` has no axis {args[1].value}", "axes count from 0")
+    return Value(ir.extent(table[0], args[1].value))
 
 
-def dot(w: Walk, node: Node, frame: Frame, given: list[Node]) -> Steps:
+def dot(w: Walk, node: Node, frame: Frame, args: list[Node]) -> Steps:
     """`dot(x[b, :], y[k, :])` is `sum(j in 0..extent(x, 1): x[b, j] * y[k, j])`."""
-    axes = [[i for i, a in enumerate(g.args) if a.kind == "colon"] for g in given if g.kind == "lookup"]
-    if len(given) != 2 or [len(a) for a in axes] != [1, 1]:
+    axes = [[i for i, a in enumerate(g.args) if a.kind == "colon"] for g in args if g.kind == "lookup"]
+    if len(args) != 2 or [len(a) for a in axes] != [1, 1]:
         return w.report(frame, node, "`dot` takes two tables with one whole axis each", f"for example `{FORMS['dot']}`")
     w.fresh += 1
     own = ir.make("bound", (), ("dot", w.fresh))
     name = f"axis {w.fresh}"  # no name in a text has a space
     inner = replace(frame, names={**frame.names, name: Value(own)})
-    rows = [Node("lookup", None, [_axis(a, name) for a in g.args], g.start, g.stop) for g in given]
+    rows = [Node("lookup", None, [_axis(a, name) for a in g.args], g.start, g.stop) for g in args]
     parts = yield from w.parts(rows, inner)
-    found, table = w.numbers(frame, "`dot`", parts), w.table(frame, given[0].args[0], None)
+    found, table = w.numbers(frame, "`dot`", parts), w.table(frame, args[0].args[0], None)
     if found is None or table is None:
         return ERROR
     (x, y), flex = found

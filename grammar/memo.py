@@ -84,13 +84,13 @@ class Memo:
             pass
         return entry[0]
 
-    def put(self, key: Hashable, answer: R, held: Any = None) -> R:
+    def put(self, key: Hashable, answer: R, objects: Any = None) -> R:
         """Keep an answer and the objects that its key tells by `id()`; return it."""
-        size = self.weigh if isinstance(self.weigh, int) else self.weigh(key, answer, held)
+        size = self.weigh if isinstance(self.weigh, int) else self.weigh(key, answer, objects)
         with _lock:
             if key in self._entries:
                 self.drop(key)
-            self._entries[key] = answer, size, held
+            self._entries[key] = answer, size, objects
             self._grow(size)
             while len(self._entries) > self.bound or (self.bytes > self.bytes_bound and len(self._entries) > 1):
                 self.drop(next(iter(self._entries)))

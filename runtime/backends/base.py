@@ -40,8 +40,9 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Executors:
-    """What runs calls on arrays of one framework. `refuses` and `refuses_gradients` say why a kernel cannot run a
-    call, of (plan, geometry, dtype, shapes of tables), and of the names of wanted gradients too; "" where it can."""
+    """Functions that run calls on arrays of one framework. `refuses` and `refuses_gradients` say why a kernel cannot
+    run a call, of (plan, geometry, dtype, shapes of tables), and of the names of wanted gradients too; "" where it
+    can."""
 
     forward: Lazy
     backward: Lazy | None = None
@@ -54,7 +55,7 @@ class Executors:
 
 @dataclass(frozen=True)
 class Interpreter:
-    """What runs a GPU's or TPU's kernels on a CPU: slowly, for checking."""
+    """An interpreter of a GPU's or TPU's kernels on a CPU: slowly, for checking."""
 
     owner: str  # "Triton's"
     seconds: float  # of 128 queries and 128 keys of one head, forward, on two cores; gradients take three times more
@@ -134,7 +135,7 @@ class Backend:
         return framework in self.executors and self.executors[framework].backward is not None
 
     def refused_dtype(self, dtype: str) -> str:
-        """Why arrays of a dtype are not taken here, by the kernels or by their interpreter."""
+        """A reason why arrays of a dtype are not taken here, by the kernels or by their interpreter."""
         wrong = "" if self.interpreter is None else self.interpreter.refuses.get(dtype, "")
         return self.refuses.get(dtype) or (wrong if wrong and self.interpreted else "")
 
@@ -150,7 +151,7 @@ def backends_of(framework: str | None = None) -> list[Backend]:
 
 
 def names() -> tuple[str, ...]:
-    """What a call may name: backends and tiers."""
+    """The names that a call may use: backends and tiers."""
     found = backends_of()
     return tuple(b.name for b in found) + tuple(dict.fromkeys(b.tier for b in found if b.tier))
 
@@ -171,7 +172,7 @@ def absent(module: str, extra: str) -> str:
 
 
 def no_gpu() -> str:
-    """Why JAX runs nothing on a GPU here."""
+    """A reason why JAX runs nothing on a GPU here."""
     import jax
 
     if jax.default_backend() == "gpu":

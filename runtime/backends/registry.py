@@ -35,7 +35,7 @@ def backends() -> Availability:
 
 
 def here(name: str) -> str:
-    """What is said of a backend that runs here."""
+    """A sentence about a backend that runs here."""
     return f"runs here{RECORDS[name].how}"
 
 

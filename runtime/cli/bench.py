@@ -257,10 +257,10 @@ def first_lines(found: Any) -> list[Piece]:
     return [*out, Text(f"  {found.doing} ..." if found.doing else "", "dim")]
 
 
-def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str, Any]:
+def results(suite: str, races: list[Any], sizes: Sizes, rounds: int) -> dict[str, Any]:
     """The results in the form of bench/schema.py: a part for each framework."""
     parts: dict[str, Any] = {}
-    for x in found:
+    for x in races:
         name = suite if x.stage == suite else f"{suite}, {x.stage}"
         settings = {**sizes.settings(), "rounds": rounds}
         part = parts.setdefault(name, {"machine": {**described(), **x.machine}, "settings": settings, "rows": {}})
@@ -270,7 +270,7 @@ def results(suite: str, found: list[Any], sizes: Sizes, rounds: int) -> dict[str
     return result
 
 
-def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], wrong: list[str]) -> list[Piece]:
+def closing(args: argparse.Namespace, races: list[Any], result: dict[str, Any], wrong: list[str]) -> list[Piece]:
     """The machine, the sizes, what was lost."""
     part = next(iter(result["parts"].values()))
     machine, s = part["machine"], part["settings"]
@@ -285,7 +285,7 @@ def closing(args: argparse.Namespace, found: list[Any], result: dict[str, Any], 
     out: list[Piece] = [Text(), row("sizes", shape), row("machine", where)]
     if away := absentees(args.suite, args.framework):
         out.append(row("not here", "\n".join(away)))
-    lost = losses([x for x in found if isinstance(x, race.Race)])
+    lost = losses([x for x in races if isinstance(x, race.Race)])
     if lost:
         out.append(row("slower", "\n".join(lost)))
     if wrong:

@@ -43,11 +43,11 @@ def require_bound(program: Program) -> None:
             raise ParameterError(f"`{name}` has no value; give it: {how}")
 
 
-def chosen(more: dict[str, Any], given: dict[str, Any], parsed: Parsed) -> dict[str, Any]:
+def chosen(more: dict[str, Any], values: dict[str, Any], parsed: Parsed) -> dict[str, Any]:
     """The values among `more` that the program mentions and nobody has bound."""
     roots = [e for e in (parsed.mask, parsed.score, parsed.expr) if e is not None]
     names = {name for e in roots for name in names_of(e)}
-    return {n: x for n, x in more.items() if n in names and n not in given}
+    return {n: x for n, x in more.items() if n in names and n not in values}
 
 
 def scalars(program: Program) -> dict[str, Scalar]:

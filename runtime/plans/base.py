@@ -59,7 +59,7 @@ class CallPlan(Protocol):
     def columns(self, block: tuple[int, int]) -> Any:
         """Records of query tiles per row of key tiles."""
 
-    def again(self, given: dict[str, Any]) -> CallPlan:
+    def again(self, values: dict[str, Any]) -> CallPlan:
         """The plan for other values of what lives elsewhere."""
 
     def stored_as(self, how: Stored | None) -> CallPlan:

@@ -207,7 +207,7 @@ def _few_work(
     full = sizes or whole(origin, lengths)
     spans = fixed.few.spans(q_len, kv_len, batch, heads, block, origin, full) if fixed.few else None
     layout = None if spans else fixed.layout(place)
-    bounds = layout.analysis.bounds if layout else fixed.few and fixed.few.formula
+    bounds = layout.analysis.bounds if layout else fixed.few.formula if fixed.few else None
     room: Any = tuple(1 << (n - 1).bit_length() for n in full)
     nonempty = fixed.no_empty_row(q_len, kv_len, origin)
     try:

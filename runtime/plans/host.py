@@ -80,7 +80,7 @@ class Plan:
             self._others[how] = Plan(self.program.stored_as(how), *place)
         return self._others[how]
 
-    def again(self, given: dict[str, Any]) -> Plan:
+    def again(self, values: dict[str, Any]) -> Plan:
         """The plan itself, which holds every value."""
         return self
 

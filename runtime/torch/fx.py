@@ -33,6 +33,6 @@ def record(att: Any, request: Request, lse: bool) -> Any:
     return tracer.create_proxy("call_function", attend, (att.spec, q, k, v), given)
 
 
-def attend(spec: str, q: Any, k: Any, v: Any, /, **given: Any) -> Any:
+def attend(spec: str, q: Any, k: Any, v: Any, /, **options: Any) -> Any:
     """Call the attention that the text `spec` says; nodes of graphs call this function."""
-    return attention_of(spec, ())(q, k, v, **given)
+    return attention_of(spec, ())(q, k, v, **options)

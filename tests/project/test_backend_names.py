@@ -1,11 +1,13 @@
 """Decisions about a backend stand in its record: outside runtime/backends no code compares with a backend's name."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.base import RECORDS, Lazy
 
 NAMES = frozenset(RECORDS)  # the tiers, `library` and `native`, are words of much else
 ROOT = Path(__file__).parents[2]
@@ -87,3 +89,17 @@ def test_a_comparison_is_found(bad):
 )
 def test_other_uses_of_a_name_are_none(good):
     assert names_compared(good) == []
+
+
+def test_records_name_functions_that_are_there():
+    for module in ("torch", "jax", "triton"):
+        pytest.importorskip(module)
+    found = [x for b in RECORDS.values() for e in (b, *b.executors.values()) for x in vars(e).values()]
+    lazy = [x for x in found if isinstance(x, Lazy)]
+    assert len(lazy) > 25
+    assert all(callable(x.function) for x in lazy)
+
+
+def test_registering_imports_no_framework():
+    code = "import sys, frisket.runtime.backends; print(sorted({'torch', 'jax', 'triton'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -16,7 +16,7 @@ def interpreted() -> bool:
 
 
 def reason(framework: str | None = None) -> str:
-    """Why the kernels do not run here."""
+    """A reason why the kernels do not run here."""
     if framework == "torch":
         return _on_torch()
     if framework == "jax":
@@ -26,7 +26,7 @@ def reason(framework: str | None = None) -> str:
 
 
 def missing() -> str:
-    """What JAX needs to call the kernels, and is not installed."""
+    """The packages that JAX needs to call the kernels, and that are not installed."""
     needs = ("triton",) if interpreted() else ("triton", "jax_triton")
     lacking = [n for n in needs if not importlib.util.find_spec(n)]
     return f"{lacking[0]} is not installed: pip install {lacking[0].replace('_', '-')}" if lacking else ""

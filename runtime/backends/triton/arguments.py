@@ -43,7 +43,7 @@ class Made:
     arguments: Mapping[str, Argument]
 
 
-def made(source: str, plan: LoopPlan) -> Made:
+def loaded_kernels(source: str, plan: LoopPlan) -> Made:
     """The kernels of a module's text, by their names."""
     kernels = {n: x for n, x in vars(_loaded(source)).items() if n.startswith("attention_")}
     return Made(kernels, arguments(plan))
@@ -89,13 +89,13 @@ class Bound:
         return replace(g, origin=tuple([at[f"{n}_origin"] for n in "bhqk"]), sizes=g.full)
 
     def dims(self, live: tuple[str, ...] = ()) -> Dims:
-        """What of such calls the kernels' texts depend on."""
+        """The part of such calls that the kernels' texts depend on."""
         g, (dtype, keys) = self.geometry, self.dtypes
         return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, live)
 
     def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
-        """What kernels read. Of read-only mappings, which are those of many calls, it is worked out once; what is
-        one call's own is not held, for its tensors may hold the graph of a step."""
+        """The values that kernels read. Of read-only mappings, which are those of many calls, it is worked out once;
+        what is one call's own is not held, for its tensors may hold the graph of a step."""
         held = self._held
         if held is not None and held.given[0] is slots and held.given[1] is tables:
             return held
@@ -105,7 +105,7 @@ class Bound:
         return found
 
     def launch(
-        self, made: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, str], *,
+        self, module: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, str], *,
         records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
         live: tuple[str, ...] = (), **more: Any,
     ) -> Launch:  # fmt: skip
@@ -113,7 +113,7 @@ class Bound:
         them, each with the letter of its strides, or "" where it has none; `records`, `rows` or `columns` of a
         SpanSource, is asked if the kernel reads a table of spans, for tiles of `block` or of the target; `more` are
         values of other parameters."""
-        found = made.kernels[kernel]
+        found = module.kernels[kernel]
         runs_here(found, self.device)
         fixed = {**shared(self.geometry, self.device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, **more}
         asked = None
@@ -125,12 +125,12 @@ class Bound:
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 asked = records.__name__, block
-        return Launch(found, made.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked)
+        return Launch(found, module.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked)
 
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
-    """What such calls have in common, kept by `spans`, or by the plan where it needs none. Plan, geometry and target
-    are told by where they are: it keeps them."""
+    """The part that calls of one plan and geometry share, kept by `spans`, or by the plan where it needs none. Plan,
+    geometry and target are told by where they are: it keeps them."""
     of: dict[Any, Bound] = vars(plan if spans is None else spans).setdefault("bound", {})
     key = id(plan), id(geometry), id(target), q.dtype, k.dtype, q.device
     found = of.get(key)
@@ -304,7 +304,7 @@ class Launch:
         run(*arguments)
 
     def _first(self, key: Any, values: Values, given: tuple[Tensor, ...]) -> None:
-        """By Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
+        """Launch by Triton's own way, which compiles what is not compiled yet; an interpreted kernel has no other."""
         arguments = self.blank.copy()
         own = len(given) - len(values.tensors) - self.moving
         for places, x in zip(self.strides, given):
@@ -353,7 +353,7 @@ def _check_grid(grid: tuple[int, ...]) -> None:
 
 
 def _narrow() -> Callable[[Tensor], bool] | None:
-    """What ROCm's compiler asks of a pointer beyond that: whether 31 bits reach every byte behind it."""
+    """A test that ROCm's compiler needs of a pointer: whether 31 bits reach every byte behind it."""
     from torch import version
 
     return (lambda x: x.untyped_storage().nbytes() < 1 << 31) if version.hip else None
@@ -363,7 +363,7 @@ def _narrow() -> Callable[[Tensor], bool] | None:
 
 
 def _order(spans: DeviceSpans) -> Tensor:
-    """That of the planner; where it has none it is made once."""
+    """The order of rows by the planner; where it has none it is made once."""
     bounds = spans.bounds
     return beside(bounds, "order", lambda: _longest(bounds)) if spans.order is None else spans.order
 

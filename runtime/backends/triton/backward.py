@@ -14,7 +14,7 @@ from frisket.lowering.kernels.triton.cotangents import Sum, sums
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from .arguments import Bound, Launch, Made, Values, bound, far, made, near
+from .arguments import Bound, Launch, Made, Values, bound, far, loaded_kernels, near
 from .captured import captured
 from .grids import LaunchStep, backward_plan, of_backward
 
@@ -130,4 +130,4 @@ class _Launches:
 
 @memo(group="kernels")
 def _made(plan: LoopPlan, target: Target, dims: Dims, wanted: frozenset[str], dlse: bool) -> tuple[Made, list[Sum]]:
-    return made(emit(plan, target, dims, wanted, dlse=dlse), plan), sums(plan, wanted)
+    return loaded_kernels(emit(plan, target, dims, wanted, dlse=dlse), plan), sums(plan, wanted)

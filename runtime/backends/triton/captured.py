@@ -14,7 +14,7 @@ from frisket.lowering.kernels.triton.dscores import weights
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import grids as triton_grids
-from .arguments import KEPT, Bound, Launch, Made, Values, bound, made
+from .arguments import KEPT, Bound, Launch, Made, Values, bound, loaded_kernels
 
 Tensor = Any
 ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Lse": "", "Low": "", "Delta": ""}
@@ -131,7 +131,7 @@ class _Run:
         return found
 
     def plane(self, gradient: Gradient) -> str | None:
-        """Which of "b" and "h" share a place of the table, where every query and key, and what of the two is left,
+        """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left,
         has a place of its own; None where that is not so or not known."""
         shape = self.tables[gradient.source].shape
         read = {e.name for e in walk(*gradient.index) if e.op == "param"}  # not a seed, which is another in every step
@@ -146,14 +146,14 @@ class _Run:
 
 @memo(group="kernels")
 def _diagonal(plan: LoopPlan, target: Target, dims: Any, gradients: tuple[Gradient, ...]) -> Made:
-    return made(emit.diagonal(plan, target, dims, gradients), plan)
+    return loaded_kernels(emit.diagonal(plan, target, dims, gradients), plan)
 
 
 @memo(group="kernels")
 def _plane(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, shared: str) -> Made:
-    return made(emit.plane(plan, target, dims, gradient, shared), plan)
+    return loaded_kernels(emit.plane(plan, target, dims, gradient, shared), plan)
 
 
 @memo(group="kernels")
 def _scatter(plan: LoopPlan, target: Target, dims: Any, gradient: Gradient, fixed: bool) -> Made:
-    return made(emit.scatter(plan, target, dims, gradient, fixed=fixed), plan)
+    return loaded_kernels(emit.scatter(plan, target, dims, gradient, fixed=fixed), plan)

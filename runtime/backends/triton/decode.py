@@ -20,7 +20,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Spans, SpanSource, Target,
 from frisket.runtime.plans.device import FlatPlan
 
 from . import tiles as triton_tiles
-from .arguments import Bound, Launch, Made, Values, made
+from .arguments import Bound, Launch, Made, Values, loaded_kernels
 from .grids import of_host
 
 Tensor = Any
@@ -48,8 +48,8 @@ class Shares:
 def shares(
     plan: LoopPlan, spans: SpanSource | None, g: Geometry, target: Target, dims: Dims, processors: int
 ) -> Shares | None:
-    """None where the forward kernel does as well: `target.splits` says 1, or there is nothing to pack and enough
-    programs. Never asks a device for anything."""
+    """The shares of a short query's keys, or None where the forward kernel does as well: `target.splits` says 1, or
+    there is nothing to pack and enough programs. Never asks a device for anything."""
     if target.splits == 1:
         return None
     pack = packed(plan, dims) if g.q_len < PACK and _whole_groups(g) else 1
@@ -152,4 +152,4 @@ class Parts:
 
 @memo(group="kernels")
 def _made(plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool, low: bool) -> Made:
-    return made(emit(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low), plan)
+    return loaded_kernels(emit(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low), plan)

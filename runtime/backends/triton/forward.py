@@ -12,7 +12,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import decode as triton_decode
-from .arguments import Bound, Launch, Made, bound, far, made, near
+from .arguments import Bound, Launch, Made, bound, far, loaded_kernels, near
 from .grids import forward_plan, of_forward
 
 Tensor = Any
@@ -90,4 +90,4 @@ def check_keys(dims: Dims, device: Any) -> None:
 
 @memo(group="kernels")
 def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> Made:
-    return made(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)
+    return loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)

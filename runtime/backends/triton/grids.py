@@ -1,4 +1,4 @@
-"""What launches of the Triton kernels have in common, whoever brings the arrays: which kernels, tiles and grids."""
+"""Kernels, tiles and grids that launches of the Triton kernels have in common, whoever brings the arrays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LaunchStep:
 
 
 def of_backward(g: Geometry, target: Target, kernels: Collection[str]) -> list[LaunchStep]:
-    """Those that a module has, in the order of their launches."""
+    """The kernels that a module has, in the order of their launches."""
     dq, dkv = target.dq or target, target.dkv or target
     steps = (
         LaunchStep("attention_delta", DELTA, (-(-g.q_len // DELTA.block_q), g.heads, g.batch), ""),
@@ -87,8 +87,8 @@ def of_plane(g: Geometry, side: int, shared: str) -> Grid:
 
 
 def plane(gradient: Gradient, shape: Sequence[int], g: Geometry, slots: Mapping[str, Any]) -> str | None:
-    """Which of "b" and "h" share a place of the table, where every query and key, and what of the two is left, has a
-    place of its own; None where that is not so or not known."""
+    """The axes "b" and "h" that share a place of the table, where every query and key, and what of the two is left, has
+    a place of its own; None where that is not so or not known."""
     entries = zip(gradient.index, shape, strict=True)
     apart = {n for e, size in entries if (n := _apart(e, size, g, slots))}
     if not {"q", "k"} <= apart:
@@ -125,7 +125,8 @@ def of_host(x: Any) -> bool:
 
 
 def span_arrays(spans: Spans) -> dict[str, NDArray[np.int32]]:
-    """What kernels read of spans, by the names of their parameters; rows of each slice with the most tiles first."""
+    """The span arrays that kernels read, by the names of their parameters; rows of each slice with the most tiles
+    first."""
     work = (spans.bounds[..., 3] - spans.bounds[..., 0]).sum(-1)
     order = np.argsort(-work, axis=-1, kind="stable").astype(np.int32)
     return {"Spans": spans.bounds, "Count": spans.count, "SliceOf": spans.slice_of, "Order": order}

@@ -125,7 +125,7 @@ def backward(
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why the kernels cannot run a call, or ""."""
+    """A reason why the kernels cannot run a call, or ""."""
     g = geometry
     try:
         Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype)
@@ -176,7 +176,7 @@ def _precise(target: Target, dtype: str) -> Target:
 
 
 def _fit(plan: LoopPlan, g: Geometry, dtype: str, keys: str, tables: Mapping[str, Any]) -> Dims:
-    """What the kernels' text takes from arrays; LoweringError where there are no such kernels."""
+    """The dimensions that the kernels' text takes from arrays; LoweringError where there are no such kernels."""
     if why := reason(plan, g, dtype, {n: np.shape(x) for n, x in tables.items()}):
         raise LoweringError(why)
     return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, by_length=True)

@@ -52,7 +52,7 @@ class JaxTritonCall:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """What stands in the vectors of values, by the kernels' names."""
+        """The values in the vectors of values, by the kernels' names."""
         g, known = self.geometry, arguments(self.plan)
         origin = {f"{n}_origin": x for n, x in zip("bhqk", g.origin)}
         slots = {known[s.name].name: self.slots[s.name] for s in self.plan.slots}
@@ -60,7 +60,7 @@ class JaxTritonCall:
 
     @cached_property
     def arrays(self) -> dict[str, Array]:
-        """Those of the plan: tables, and origins of every batch entry."""
+        """The arrays of the plan: tables, and origins of every batch entry."""
         import jax.numpy as jnp
 
         known, g = arguments(self.plan), self.geometry
@@ -103,7 +103,7 @@ class JaxTritonCall:
     # -- launching ------------------------------------------------------------------------------------
 
     def run(
-        self, source: str, kernel: str, grid: Grid, tile: Target, given: Mapping[str, Array],
+        self, source: str, kernel: str, grid: Grid, tile: Target, inputs: Mapping[str, Array],
         results: Mapping[str, tuple[Sequence[int], Any]], spans: Callable[[], Any] | None = None, *,
         zeroed: bool = False, plan: LoopPlan | None = None, **lengths: int,
     ) -> dict[str, Array]:  # fmt: skip
@@ -113,7 +113,7 @@ class JaxTritonCall:
         import jax
 
         fn, entry = _entry(source, kernel, plan or self.plan, self.form, tuple(results))
-        arrays = {**self.arrays, **given}
+        arrays = {**self.arrays, **inputs}
         if "Spans" in entry.arrays:
             if spans is None:
                 raise BackendError("this plan has no closed-form bounds: pass the spans of its layout")
@@ -240,7 +240,7 @@ def _readable(use: TableUse, table: Any, wide: bool) -> Array:
 
 
 def span_operands(spans: Any, wanted: Sequence[str]) -> dict[str, Array]:
-    """What kernels read of spans, by the names of their parameters."""
+    """The span arrays that kernels read, by the names of their parameters."""
     import jax.numpy as jnp
 
     if not isinstance(spans, DeviceSpans):

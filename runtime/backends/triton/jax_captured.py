@@ -28,21 +28,21 @@ _scatter = memo(group="sources")(partial(emit.scatter, fixed=True))
 def captured(
     call: JaxTritonCall,
     spans: SpanSource | None,
-    given: Mapping[str, Array],
+    inputs: Mapping[str, Array],
     target: Target,
     gradients: Sequence[Gradient],
 ) -> dict[Gradient, Array]:
-    """The buffers of gradients over "diagonal" and "scatter", as `derive.Gradient` describes them; `given` are arrays
+    """The buffers of gradients over "diagonal" and "scatter", as `derive.Gradient` describes them; `inputs` are arrays
     by the kernels' names, lse and delta as `attention_delta` writes them."""
     tile = emit.square(target)
     records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
-    run = partial(call.run, tile=tile, given=given, spans=records)
+    run = partial(call.run, tile=tile, inputs=inputs, spans=records)
     found: dict[Gradient, Array] = {}
     if by_distance := tuple(g for g in gradients if g.over == "diagonal"):
         found |= dict(zip(by_distance, _diagonals(call, run, tile, by_distance), strict=True))
     for g in gradients:
         if g.over == "scatter":
-            found[g] = _scattered(call, run, tile, given, records, g)
+            found[g] = _scattered(call, run, tile, inputs, records, g)
     return found
 
 

@@ -21,8 +21,8 @@ KINDS = {
 
 
 def architecture() -> str:
-    """As in `triton_report.ARCHITECTURES`: that of the mesh at hand where JAX lowers for an abstract device, else of
-    the first GPU, else sm_90."""
+    """The architecture as in `triton_report.ARCHITECTURES`: that of the mesh at hand where JAX lowers for an abstract
+    device, else of the first GPU, else sm_90."""
     return _found()[0]
 
 
@@ -32,7 +32,7 @@ def processors() -> int:
 
 
 def capability(platform: str) -> int | None:
-    """What jax-triton compiles for: 90 for sm_90. On AMD's GPUs it asks the device."""
+    """The capability that jax-triton compiles for: 90 for sm_90. On AMD's GPUs it asks the device."""
     return int(architecture()[3:]) if platform != "rocm" else None
 
 

@@ -1,4 +1,4 @@
-"""What Triton kernels take of a machine, from compiling them ahead of time: no device is needed."""
+"""Resources that Triton kernels take of a machine, from compiling them ahead of time: no device is needed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dty
 
 @dataclass(frozen=True)
 class KernelReport:
-    """What one kernel takes of one machine: a tile of `block_q` queries and `block_k` keys, registers of a thread,
-    `spills` in bytes of stack per thread, `shared` in bytes of a block, of `shared_limit`, and `mma`, the matrix
-    instructions in its text."""
+    """The resources that one kernel takes of one machine: a tile of `block_q` queries and `block_k` keys, registers of
+    a thread, `spills` in bytes of stack per thread, `shared` in bytes of a block, of `shared_limit`, and `mma`, the
+    matrix instructions in its text."""
 
     kernel: str
     arch: str

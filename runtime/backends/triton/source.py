@@ -1,4 +1,4 @@
-"""From the text of a Triton module to its kernels."""
+"""Loads the text of a Triton module as kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tiles, warps and stages the Triton kernels take: the one place that says so.
+"""Choice of tiles, warps and stages of the Triton kernels: the one place that says so.
 
 Three things decide: what fits into registers and shared memory (head size, dtype, architecture, the score mod), how
 much of a tile is work, and how few queries there are. A tile of BQ queries and BK keys that follows
@@ -120,7 +120,8 @@ def default_target(
 
 
 def _carried(tile: Tile, kernel: str, dim: int, curved: bool, per_position: bool, arch: str) -> Tile:
-    """As much of a tile as an architecture carries: fewer stages first, then a narrower side that is walked."""
+    """The largest part of a tile that an architecture carries: fewer stages first, then a narrower side that is
+    walked."""
     block_q, block_k, warps, stages = tile
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
     if curved and kernel == "dkv":  # a derivative for every score, in registers
@@ -256,7 +257,7 @@ def loads_per_position(*roots: Expr | None) -> bool:
 
 
 def architecture(device: Any = None) -> str:
-    """That of a torch device, of the first GPU where none is named, and "sm_90" where there is none."""
+    """The architecture of a torch device, of the first GPU where none is named, and "sm_90" where there is none."""
     found = _gpu(device)
     if found is None:
         return "sm_90"
@@ -271,7 +272,7 @@ def processors(device: Any = None) -> int:
 
 
 def _gpu(device: Any) -> Any:
-    """What torch says of a GPU, of the current one where none is named; None where there is none."""
+    """The properties of a GPU by torch, of the current one where none is named; None where there is none."""
     if not find_spec("torch"):
         return None
     import torch
