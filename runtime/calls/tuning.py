@@ -67,7 +67,7 @@ class Tuning:
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Tuning:
         """The choices that `given` of a Tuning holds."""
-        choices = {n: LaunchOptions(**x) if n in KERNELS else x for n, x in (given or {}).items()}
+        choices: dict[str, Any] = {n: LaunchOptions(**x) if n in KERNELS else x for n, x in (given or {}).items()}
         return cls(**choices)
 
 
