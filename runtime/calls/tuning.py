@@ -65,9 +65,9 @@ class Tuning:
         return {n: x for n, x in {**launches, **rest}.items() if x not in (None, {})} or None
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None) -> Tuning:
-        """The choices that `given` of a Tuning holds."""
-        choices: dict[str, Any] = {n: LaunchOptions(**x) if n in KERNELS else x for n, x in (given or {}).items()}
+    def of(cls, fields: Mapping[str, Any] | None) -> Tuning:
+        """The choices that the fields of a Tuning hold."""
+        choices: dict[str, Any] = {n: LaunchOptions(**x) if n in KERNELS else x for n, x in (fields or {}).items()}
         return cls(**choices)
 
 
