@@ -1,8 +1,8 @@
 """The layout of a decoding step: few queries, one row of tiles, the intervals of `rows` in Python's integers.
 
 A step of decoding has new positions and lengths and nothing else; arrays of one element cost more than their sums.
-What stays is worked out once (`few`), a step is a pass over a list of operations (`Few.spans`), and the records
-are those of `layout.analyse`.
+What stays is worked out once (`decode_spans`), and a step is a pass over a list of operations (`DecodeSpans.spans`).
+The records are those of `layout.analyse`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _operation(e: Expr, scope: Scope) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Few:
+class DecodeSpans:
     """A mask prepared for rows of few queries."""
 
     formula: Bounds | None
@@ -160,14 +160,14 @@ class Few:
         return True
 
 
-def few(mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table]) -> Few | None:
+def decode_spans(mask: Expr, params: Mapping[str, Any], tables: Mapping[str, Table]) -> DecodeSpans | None:
     """The simplified `mask` prepared for rows of few queries; None where its terms are not bounds on integers."""
     ways = solved(mask)
     if ways is None or not ways.rowwise:
         return None
     scope = Scope(params, tables)
     try:
-        return Few(
+        return DecodeSpans(
             ways.formula,
             uses(mask) & {"b", "h"},
             0 if ways.full is not None else len(ways.yes),

@@ -43,7 +43,7 @@ from frisket.runtime.machine.integers import counting
 from frisket.runtime.machine.parameters import learns, names_of, summary, traced
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import AnyPlan, Call, results
-from frisket.runtime.plans.device import FlatPlan, divided, flat_plan
+from frisket.runtime.plans.device import FlatPlan, device_plan, divided
 from frisket.runtime.plans.host import Plan
 from frisket.runtime.torch.jagged import Pattern, is_jagged, rewritten
 from frisket.runtime.torch.jagged import attend as jagged_attend
@@ -275,7 +275,7 @@ class Attention:
         place, dropout = (q_len, kv_len, batch, heads, origin, sizes), bool(self.options.dropout)
         program = self.program.stored_as(how)
         if given:
-            return flat_plan(program, host, given, *place, block, Settings.read().check, dropout)
+            return device_plan(program, host, given, *place, block, Settings.read().check, dropout)
         return Plan(program.bind(host), *place, dropout)
 
     @counting

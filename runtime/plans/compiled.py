@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from frisket.dsl.errors import LoweringError, ShapeError
 from frisket.dsl.ir import TRUE, Expr
 from frisket.grammar.memo import Memo, memo
-from frisket.lowering.analysis.decode import Few, few
+from frisket.lowering.analysis.decode import DecodeSpans, decode_spans
 from frisket.lowering.analysis.facts import sees_itself
 from frisket.lowering.analysis.layout import bind as written_out
 from frisket.lowering.analysis.table import Table
@@ -59,8 +59,8 @@ class Fixed:
         return frozenset() if seen is None else frozenset(names_of(seen))
 
     @cached_property
-    def few(self) -> Few | None:
-        return few(self.laid, self.scalars, self.tables)
+    def decode(self) -> DecodeSpans | None:
+        return decode_spans(self.laid, self.scalars, self.tables)
 
     @cached_property
     def reads(self) -> tuple[tuple[str, int], ...]:
@@ -117,7 +117,7 @@ class Work:
     fixed: Fixed
     inputs: Inputs
     place: Place
-    few: Spans | None = None  # the spans of few queries, where no layout is needed for them
+    decode_spans: Spans | None = None  # the spans of few queries, where no layout is needed for them
 
     @property
     def program(self) -> CallProgram:
@@ -154,7 +154,7 @@ class Work:
     @property
     def spans(self) -> Spans:
         """Records per row of tiles, laid out when they are first asked for."""
-        return self.few or self.layout.spans
+        return self.decode_spans or self.layout.spans
 
 
 # layouts come later: a guess from the rows of tiles
@@ -177,7 +177,7 @@ def work(
     lengths = int(batch), int(heads), int(q_len), int(kv_len)  # numpy's would wrap
     fixed.check_reach(lengths, origin, sizes)
     rest = fixed, lengths, block, origin, sizes, dropout
-    return _works.put(key, _few_work(*rest) if q_len <= FEW else _work(*rest, proofs))
+    return _works.put(key, _decode_work(*rest) if q_len <= FEW else _work(*rest, proofs))
 
 
 def _work(
@@ -197,7 +197,7 @@ def _work(
     return made
 
 
-def _few_work(
+def _decode_work(
     fixed: Fixed, lengths: Sizes, block: tuple[int, int], origin: Origin, sizes: Sizes | None, dropout: bool
 ) -> Work:  # fmt: skip
     """The work of a call with few queries: every step of decoding has other positions, and their kernel stays the same.
@@ -205,9 +205,9 @@ def _few_work(
     batch, heads, q_len, kv_len = lengths
     place = (q_len, kv_len, batch, heads, block, origin, sizes)
     full = sizes or whole(origin, lengths)
-    spans = fixed.few.spans(q_len, kv_len, batch, heads, block, origin, full) if fixed.few else None
+    spans = fixed.decode.spans(q_len, kv_len, batch, heads, block, origin, full) if fixed.decode else None
     layout = None if spans else fixed.layout(place)
-    bounds = layout.analysis.bounds if layout else fixed.few.formula if fixed.few else None
+    bounds = layout.analysis.bounds if layout else fixed.decode.formula if fixed.decode else None
     room: Any = tuple(1 << (n - 1).bit_length() for n in full)
     nonempty = fixed.no_empty_row(q_len, kv_len, origin)
     try:

@@ -58,7 +58,7 @@ def _stays(x: Any, flat: bool | None, learnable: bool, framework: str | None) ->
 
 
 @dataclass(frozen=True)
-class FlatWork:
+class DeviceWork:
     """A flat plan for one tile size, as `bind.Work` is for a plan of the host."""
 
     plan: LoopPlan
@@ -222,9 +222,9 @@ class FlatPlan:
         """A value for every slot of the kernel, but for those of dropout."""
         return self.laid.plan.slot_values({**self.values, **UNDRAWN})
 
-    def work(self, block: tuple[int, int], proofs: bool = False) -> FlatWork:
+    def work(self, block: tuple[int, int], proofs: bool = False) -> DeviceWork:
         laid = self.laid
-        return FlatWork(laid.plan, self.spans(block), self.slots(), self.tables(), laid.parts, laid.rules)
+        return DeviceWork(laid.plan, self.spans(block), self.slots(), self.tables(), laid.parts, laid.rules)
 
     @property
     def made(self) -> Mapping[tuple[tuple[int, int], bool], Any]:
@@ -236,7 +236,7 @@ class FlatPlan:
         return f"FlatPlan({k.program}, {k.q_len} x {k.kv_len}, batch {k.batch}, {k.heads} heads)"
 
 
-def flat_plan(
+def device_plan(
     program: CallProgram, host: Values, arrays: Values, q_len: int, kv_len: int, batch: int, heads: int, origin: Origin,
     sizes: Sizes | None, block: tuple[int, int] | None, check: bool, dropout: bool = False,
 ) -> FlatPlan:  # fmt: skip

@@ -36,7 +36,7 @@ from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.machine.settings import Settings
 from frisket.runtime.plans.call import Call
 from frisket.runtime.plans.compiled import Work
-from frisket.runtime.plans.device import FlatPlan, FlatWork
+from frisket.runtime.plans.device import DeviceWork, FlatPlan
 
 from .autograd import Attend
 
@@ -416,7 +416,7 @@ def on_host(spans: Spans | DeviceSpans) -> Spans:
     return Spans(spans.bounds.numpy(), spans.count.numpy(), spans.slice_of)
 
 
-def _on_device(work: Work | FlatWork, device: Any, real: Any) -> Mapping[str, Tensor]:
+def _on_device(work: Work | DeviceWork, device: Any, real: Any) -> Mapping[str, Tensor]:
     """The tables as tensors, those of the host made once for each plan, device and dtype of Floats."""
 
     if work.inputs is None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import frisket as fk
-from frisket.lowering.analysis.decode import SLICES, few
+from frisket.lowering.analysis.decode import SLICES, decode_spans
 from frisket.lowering.analysis.layout import analyse, bind
 from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import whole
@@ -55,7 +55,7 @@ PLACES = [(q_len, at) for q_len in (1, 2, 5, 16) for at in (0, 1, 7, 29, 31, 32,
 def ready(text):
     mask = fk.mask(text, **{n: t for n, t in (TABLES | {"n": 90}).items() if n in fk.mask(text).unbound})
     expr = simplify(bind(prepare(mask.expr, None)[0], mask.tables))
-    return mask, expr, few(expr, mask.scalars, {n: Table(t) for n, t in mask.tables.items()})
+    return mask, expr, decode_spans(expr, mask.scalars, {n: Table(t) for n, t in mask.tables.items()})
 
 
 @pytest.mark.parametrize("text", SOLVED)
