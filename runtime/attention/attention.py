@@ -16,8 +16,8 @@ from frisket.lowering.plan import PAGES, Geometry, Origin, Sizes
 from frisket.lowering.stages import Stages
 from frisket.lowering.xla.promotion import usual_promotion
 from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.base import named as backend_named
 from frisket.runtime.backends.registry import check_name, choose, library, printed, target_of
-from frisket.runtime.backends.registry import named as backend_named
 from frisket.runtime.backends.stages import PlanCompilation
 from frisket.runtime.calls.arrays import (
     Array,

@@ -12,9 +12,11 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from frisket.dsl.errors import BackwardError
+from frisket.grammar.memo import memo
 from frisket.runtime.machine.extras import pip_install
 
 FRAMEWORKS = ("torch", "jax")
@@ -104,7 +106,7 @@ class Backend:
     reports: Lazy | None = None  # registers, spills and shared memory, by compiling ahead of time
     operators: tuple[str, ...] = ()  # names in `frisket.operations`
 
-    @property
+    @cached_property
     def frameworks(self) -> tuple[str, ...]:
         return FRAMEWORKS if self.oracle else tuple(f for f in FRAMEWORKS if f in self.executors)
 
@@ -143,13 +145,41 @@ class Backend:
 def register(backend: Backend) -> None:
     """Make a backend known, in the place of one of the same name."""
     RECORDS[backend.name] = backend
+    forget_order()
 
 
-def backends_of(framework: str | None = None) -> list[Backend]:
+def unregister(name: str) -> None:
+    """Take a backend out of every list."""
+    del RECORDS[name]
+    forget_order()
+
+
+def forget_order() -> None:
+    for derived in (backends_of, names, named, ranked):
+        derived.memo.clear()
+
+
+@memo(4)
+def backends_of(framework: str | None = None) -> tuple[Backend, ...]:
     """The records in the order of lists, those for arrays of `framework` where one is named."""
-    return sorted((b for b in RECORDS.values() if framework in (None, *b.frameworks)), key=lambda b: b.order)
+    return tuple(sorted((b for b in RECORDS.values() if framework in (None, *b.frameworks)), key=lambda b: b.order))
 
 
+@memo(64)
+def named(name: str, framework: str) -> Backend:
+    """The backend that a name means, which may be that of a tier."""
+    tier = (b for b in backends_of(framework) if b.tier == name)
+    return RECORDS.get(name) or next(tier)
+
+
+@memo(16)
+def ranked(framework: str, platform: str) -> tuple[Backend, ...]:
+    """The backends that a call on a platform takes by itself, the first choice first."""
+    found = [(b.rank, b) for b in backends_of(framework) if b.rank is not None and platform in b.platforms]
+    return tuple(b for _, b in sorted(found, key=lambda pair: pair[0]))
+
+
+@memo(1)
 def names() -> tuple[str, ...]:
     """The names that a call may use: backends and tiers."""
     found = backends_of()

@@ -8,7 +8,7 @@ from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Target
 from frisket.runtime.machine.settings import Settings
 
-from .base import LIBRARY, RECORDS, Backend, backends_of, names
+from .base import LIBRARY, RECORDS, backends_of, named, names, ranked
 
 if TYPE_CHECKING:
     from frisket.runtime.calls.options import Options
@@ -49,12 +49,6 @@ def printed() -> list[str]:
     return [b.name for b in backends_of() if b.text]
 
 
-def named(name: str, framework: str) -> Backend:
-    """The backend that a name means, which may be that of a tier."""
-    tier = (b for b in backends_of(framework) if b.tier == name)
-    return RECORDS.get(name) or next(tier)
-
-
 def library(framework: str) -> str:
     """The backend of a framework's library calls, which takes every call."""
     return named(LIBRARY, framework).name
@@ -92,12 +86,6 @@ def lowerable(name: str) -> str:
     """A reason why JAX cannot lower for a backend, whatever devices are there; empty when it can."""
     missing = RECORDS[name].missing
     return reason(name) if missing is None else missing()
-
-
-def ranked(framework: str, platform: str) -> list[Backend]:
-    """The backends that a call on a platform takes by itself, the first choice first."""
-    found = [(b.rank, b) for b in backends_of(framework) if b.rank is not None and platform in b.platforms]
-    return [b for _, b in sorted(found, key=lambda pair: pair[0])]
 
 
 def _automatic(framework: str, device: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from frisket.runtime.attention.entry import compile
-from frisket.runtime.backends.registry import library, ranked, reason
+from frisket.runtime.backends.base import ranked
+from frisket.runtime.backends.registry import library, reason
 
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage
 from .machine import seconds

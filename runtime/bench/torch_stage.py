@@ -19,7 +19,8 @@ from frisket.lowering.kernels.torch_mask_mod import score_mod
 from frisket.lowering.plan import needs_int64
 from frisket.lowering.simplify import simplify
 from frisket.runtime.attention.entry import compile
-from frisket.runtime.backends.registry import library, ranked, reason
+from frisket.runtime.backends.base import ranked
+from frisket.runtime.backends.registry import library, reason
 from frisket.runtime.machine.generated import load
 
 from .contest import Array, Call, Contest, Contestant, NoWordsError, Stage

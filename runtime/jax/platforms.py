@@ -7,9 +7,9 @@ from typing import Any
 
 from frisket.dsl.errors import BackendError
 from frisket.lowering.plan import Geometry, LoopPlan
-from frisket.runtime.backends.base import RECORDS, Backend
+from frisket.runtime.backends.base import RECORDS, Backend, ranked
 from frisket.runtime.backends.interpreters import warn_slow
-from frisket.runtime.backends.registry import library, lowerable, ranked
+from frisket.runtime.backends.registry import library, lowerable
 from frisket.runtime.machine.once import warn_once
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -14,7 +14,7 @@ from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import triton as planner_triton
 from frisket.lowering.planner.planner import Planner
 from frisket.lowering.xla.promotion import usual_promotion
-from frisket.runtime.backends.registry import named
+from frisket.runtime.backends.base import named
 from frisket.runtime.jax.arrays import placed
 from frisket.runtime.machine import cpp_build
 from frisket.runtime.machine.cpp_build import BuildError, fall_back

@@ -9,7 +9,7 @@ import pytest
 
 import frisket as fk
 from frisket.dsl.errors import BackwardError
-from frisket.runtime.backends.base import RECORDS
+from frisket.runtime.backends.base import RECORDS, unregister
 from frisket.runtime.cli.main import main
 
 torch = pytest.importorskip("torch")
@@ -32,7 +32,7 @@ def toy(tmp_path, monkeypatch):
         monkeypatch.setattr(module := import_module(package), "__path__", [*module.__path__, str(folder)])
     import_module("frisket.runtime.backends.toy")
     yield RECORDS["toy"]
-    del RECORDS["toy"]
+    unregister("toy")
     for name in [n for n in sys.modules if re.match(r"frisket\.(lowering\.kernels|runtime\.backends)\.toy", n)]:
         del sys.modules[name]
 
