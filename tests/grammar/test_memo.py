@@ -59,6 +59,7 @@ def test_an_entry_beyond_the_bound_is_kept_alone():
 
 
 def test_the_process_has_a_budget(monkeypatch):
+    tables.clear()  # those of other tests may be heavier
     heavy, light = Memo("heavy", 10), Memo("light", 10)
     heavy.put(1, bytes(50_000))
     light.put(1, bytes(100))

@@ -39,9 +39,10 @@ def test_every_data_file_is_declared():
         for file in (ROOT / room).rglob("*"):
             if file.is_dir() or "__pycache__" in file.parts or file.suffix == ".py":
                 continue
-            package = next(p for p in SETUPTOOLS["packages"] if folder(p) == file.parent)
+            package = max((p for p in SETUPTOOLS["packages"] if folder(p) in file.parents), key=len)
             patterns = SETUPTOOLS["package-data"].get(package, [])
-            assert any(file.match(pattern) for pattern in patterns), f"{file} is not in package-data"
+            declared = {found for pattern in patterns for found in folder(package).glob(pattern)}
+            assert file in declared, f"{file} is not in package-data"
 
 
 def test_constraints_pin_every_direct_dependency():
