@@ -39,7 +39,8 @@ def test_every_data_file_is_declared():
         for file in (ROOT / room).rglob("*"):
             if file.is_dir() or "__pycache__" in file.parts or file.suffix == ".py":
                 continue
-            package = max((p for p in SETUPTOOLS["packages"] if folder(p) in file.parents), key=len)
+            above = [p for p in SETUPTOOLS["packages"] if folder(p) in file.parents]
+            package = max(above, key=lambda p: len(folder(p).parts))
             patterns = SETUPTOOLS["package-data"].get(package, [])
             declared = {found for pattern in patterns for found in folder(package).glob(pattern)}
             assert file in declared, f"{file} is not in package-data"
