@@ -3,7 +3,7 @@ r"""A compiled attention as a text, for graphs of torch: an exported program hol
 >>> from frisket.runtime.attention.entry import compile
 >>> options, *program = compile("causal & window(w)", "softcap(5)", w=4).spec.splitlines()
 >>> print(options[:66], *program, sep="\n")
-{'scale': None, 'gqa': True, 'backend': None, 'tile': None, 'dropo
+{'scale': 'None', 'gqa': True, 'backend': None, 'tile': None, 'dro
 param w: int = 4
 mask = q >= k & abs(q - k) < w
 score = 5 * tanh(score / 5)
@@ -34,7 +34,7 @@ from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.mask import Program, program
 
 WORDS = ("scale", "gqa", "backend", "tile", "dropout", "tuning", "deterministic", "unwritten", "score", "at")
-HEAD = "{{" + ", ".join(f"'{word}': {{!r}}" for word in WORDS) + "}}\n"
+HEAD = "{{'scale': '{!r}', " + ", ".join(f"'{word}': {{!r}}" for word in WORDS[1:]) + "}}\n"  # infinity is no literal
 
 
 def spec_of(program: CallProgram, o: Options, learned: Collection[str]) -> str:
@@ -94,8 +94,9 @@ def attention_of(spec: str, kinds: tuple[tuple[str, int, type], ...]) -> Any:
     """The attention of a text. `kinds` are the names given to the call: how many axes, and bool, int or float."""
     first, _, text = spec.partition("\n")
     said: dict[str, Any] = ast.literal_eval(first)
+    scale = None if said["scale"] == "None" else float(said["scale"])
     options = Options(
-        said["scale"], said["gqa"], said["backend"], said["tile"], said["dropout"], tuning=Tuning.of(said["tuning"]),
+        scale, said["gqa"], said["backend"], said["tile"], said["dropout"], tuning=Tuning.of(said["tuning"]),
         deterministic=said["deterministic"],
     )  # fmt: skip
     at = said["score"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -223,6 +225,14 @@ def test_tables_of_the_mask_are_read_by_value():
     after = att(q, k, v, doc=doc)
     close(after, fk.reference(Q, K, V, "same(doc)", layout="bhsd", doc=doc.numpy()))
     assert not torch.equal(before, after)
+
+
+@pytest.mark.parametrize("scale", [None, 0.125, 1e-300, math.inf, -math.inf, math.nan])
+def test_a_spec_holds_any_scale(scale):
+    from frisket.runtime.torch.spec import attention_of
+
+    read = attention_of(fk.compile("causal", scale=scale).spec, ()).options.scale
+    assert read == scale or (math.isnan(scale) and math.isnan(read))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
