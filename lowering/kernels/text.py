@@ -84,6 +84,12 @@ def skeleton(package: str, name: str) -> str:
     return re.sub(r"(?m)^( *)\$include (\w+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)
 
 
+def parts(package: str, name: str) -> dict[str, str]:
+    """The parts of skeletons/`name`.tpl by their names: each stands behind a line `$part name`."""
+    found = re.split(r"(?m)^\$part (\w+)\n", skeleton(package, name))
+    return {part: f"\n{text.rstrip()}\n" for part, text in zip(found[1::2], found[2::2], strict=True)}
+
+
 def filled(text: str, finish: Callable[[str], str] = str, /, **holes: Any) -> str:
     """A skeleton with its holes filled: `$name` within a line by a text, alone on a line by lines, which take its
     indentation (no lines: the line goes).

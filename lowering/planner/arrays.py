@@ -19,11 +19,12 @@ from frisket.grammar.memo import memo
 from frisket.lowering.kernels import jnp_expr as expr_jnp
 from frisket.lowering.kernels import torch_mask_mod as expr_torch
 from frisket.lowering.kernels.expr import COLUMN, PRECEDENCE, PREFIX, ROW, SCALAR, Printed, Text, machine, printed
-from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.text import Names, Page, filled, parts
 
 from .planner import SEARCHES, Planner
-from .skeletons.arrays import HEADERS, INTERVALS, PIECES, READING, SHARED
 
+HEADERS, READING = parts(__package__, "headers"), parts(__package__, "reading")
+SHARED, INTERVALS, PIECES = parts(__package__, "arrays").values()
 WHEN = {"q0": ROW, "q1": ROW, "k0": COLUMN, "k1": COLUMN, "tk": COLUMN, "single": COLUMN}
 _BY_LITERAL = {"floordiv": "//", "mod": "%", "shl": "<<", "shr": ">>"}
 _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum")}
@@ -32,7 +33,7 @@ _JOINS = {"range_min": ("minimum", "maximum"), "range_max": ("maximum", "minimum
 @dataclass(frozen=True, eq=False)
 class Words:
     """The vocabulary of one backend: operators (rows of `kernels.expr`), the functions their text calls, and a header
-    with the array functions of `skeletons/arrays.py`, in which `{int}` and `{float}` are dtypes."""
+    with the functions of `skeletons/headers.tpl`, in which `$int` and `$float` are dtypes."""
 
     name: str
     table: Mapping[str, str]
@@ -79,11 +80,11 @@ def emit(plan: Planner, words: Words, wide: bool = False) -> str:
     page.line('"""Which tiles of keys each tile of queries reads: spans of', "", f"    {show(plan.mask)}", "")
     page.line("for tables that live on a device or are traced. Shapes are fixed, nothing is copied to the host.", '"""')
     whole, real = words.dtypes[wide]
-    header = words.header.replace("{int}", whole).replace("{float}", real)
+    header = "\n" + filled(words.header, int=whole, float=real)
     used = SHARED + (INTERVALS if plan.seen else PIECES)
     reading = "\n".join(text for name, text in READING.items() if re.search(rf"\b{name}\(", inside))
-    parts = [header, words.prelude(roots), used, reading, inside]
-    return str(page) + re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(p.rstrip("\n") for p in parts if p.strip()) + "\n")
+    blocks = [header, words.prelude(roots), used, reading, inside]
+    return str(page) + re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(p.rstrip("\n") for p in blocks if p.strip()) + "\n")
 
 
 # the names of `_ArrayBody.text`

@@ -19,13 +19,16 @@ from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.expr import COLUMN, COMPARISON, POSITION, PREFIX, ROW, SCALAR, Text, machine, printed
-from frisket.lowering.kernels.text import Names, Page
+from frisket.lowering.kernels.text import Names, Page, filled, parts
 from frisket.lowering.kernels.triton import expr as expr_triton
 
 from .arrays import WHEN
 from .planner import SEARCHES, Planner
-from .skeletons import triton as parts
 
+FINE, GRAIN = 4096, 32
+KERNELS, FUNCTIONS = parts(__package__, "tables"), parts(__package__, "functions")
+FUNCTIONS["real_power"] = f"\n@triton.jit{expr_triton.power('real_power', 'tl.float64')}"
+HEADER = filled(KERNELS.pop("header"), fine=FINE, grain=GRAIN)
 TRITON = {
     **expr_triton.TRITON, "float": "{}.to(tl.float64)", "pow": "real_power({}, {})", "tanh": "real_tanh({})",
     "sqrt": "tl.sqrt({})", "rsqrt": "(1.0 / tl.sqrt({}))",
@@ -284,11 +287,11 @@ class _TritonBody:
         head.line("for tables on the device. Shapes are fixed, nothing is copied to the host.", '"""')
         ranges = self.ranges.values()
         lines, halves = any(len(r.axes) == 1 for r in ranges), any(len(r.axes) > 1 for r in ranges)
-        shared = "\n\n".join([parts.LINES] * lines + [parts.HALVES] * halves + [parts.ORDER])
+        shared = "\n\n".join([KERNELS["lines"]] * lines + [KERNELS["halves"]] * halves + [KERNELS["order"]])
         functions = _functions(shared + body)
         constants = 'INFINITY = tl.constexpr(float("inf"))\n' if "INFINITY" in expr_triton.words(functions) else ""
         text = "\n\n\n".join(x.strip("\n") for x in (functions, shared, body) if x.strip())
-        return re.sub(r"\n{4,}", "\n\n\n", f"{head}\n{parts.HEADER.strip()}\n{constants}\n\n{text}\n")
+        return re.sub(r"\n{4,}", "\n\n\n", f"{head}\n{HEADER.strip()}\n{constants}\n\n{text}\n")
 
 
 def _typed(text: str, e: Expr) -> Text:
@@ -303,19 +306,36 @@ def _listed(names: list[str]) -> list[str]:
 
 def _functions(text: str) -> str:
     """The functions that a text needs, with the functions they need."""
-    within = [parts.within(int(n)) for n in sorted(set(re.findall(r"\bwithin(\d+)\(", text)))]
+    within = [_within(int(n)) for n in sorted(set(re.findall(r"\bwithin(\d+)\(", text)))]
     text += "".join(within)
     used: dict[str, str] = {}
-    while more := {n: x for n, x in parts.FUNCTIONS.items() if n not in used and f"{n}(" in text}:
+    while more := {n: x for n, x in FUNCTIONS.items() if n not in used and f"{n}(" in text}:
         used |= more
         text += "".join(more.values())
-    mine = [x for n, x in parts.FUNCTIONS.items() if n in used]
+    mine = [x for n, x in FUNCTIONS.items() if n in used]
     theirs = expr_triton.prelude(text, "float32", True)
     return "\n\n\n".join(x.strip("\n") for x in (theirs, *mine, *within) if x.strip())
 
 
+def _within(axes: int) -> str:
+    """The join over a box of this many axes: of the blocks at its corners."""
+    each = range(axes)
+    names = ", ".join(f"{n}{i}" for n in ("size", "lo", "hi") for i in each)
+    lines = ["", "@triton.jit", f"def within{axes}(Halves, row, {names}, MOST: tl.constexpr):"]
+    lines += ['    """The join of the entries of a box, ends included, or of a box that covers it."""']
+    for i in each:
+        lines.append(f"    a{i}, z{i}, room = along(size{i}, lo{i}, hi{i})")
+        places = [f"row{c}" for c in range(1 << i)] if i else ["row"]
+        for c, place in reversed(list(enumerate(places))):
+            lines.append(f"    row{2 * c + 1} = {place} * room + z{i}")
+            lines.append(f"    row{2 * c} = {place} * room + a{i}")
+    lines.append("    found = tl.load(Halves + row0)")
+    lines += [f"    found = join(found, tl.load(Halves + row{c}), MOST)" for c in range(1, 1 << axes)]
+    return "\n".join([*lines, "    return found", ""])
+
+
 def _taken() -> set[str]:
-    shared = "".join([parts.HEADER, *parts.FUNCTIONS.values(), parts.LINES, parts.HALVES, parts.ORDER, _OWN])
+    shared = "".join([HEADER, *FUNCTIONS.values(), *KERNELS.values(), _OWN])
     within = {f"within{n}" for n in range(2, 65)}
     return {*expr_triton.all_names(), *expr_triton.words(shared), *HEAD, *SIZES, *within, "ROWS", "PIECES"}
 

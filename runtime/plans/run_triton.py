@@ -14,7 +14,7 @@ from frisket.dsl.types import FLOAT, Type
 from frisket.grammar.memo import memo
 from frisket.lowering.planner import triton as text
 from frisket.lowering.planner.planner import Planner
-from frisket.lowering.planner.skeletons.triton import FINE, GRAIN
+from frisket.lowering.planner.triton import FINE, GRAIN
 from frisket.runtime.backends.triton.source import load
 
 from .place import SpanRequest, on_device
