@@ -86,7 +86,7 @@ def fall_back(error: BuildError) -> None:
 
 def reason() -> str:
     """A reason why native kernels cannot be built and loaded here; empty when they can."""
-    return _reason(os.environ.get("CXX", ""), os.environ.get("PATH", ""), Settings.read().cache_dir or "")
+    return _reason(*[os.environ.get(n, "") for n in ("CXX", "PATH", "FRISKET_CACHE_DIR")])  # asked in warm calls
 
 
 @memo(group="once")
