@@ -21,7 +21,7 @@ _EDGES = {"q": ("q0", "q1"), "k": ("k0", "k1")}
 
 
 @memo(group="expressions")
-def seams(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
+def cuts(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
     """The (axis, shift, period) of cuts, where `(x + shift) // period` steps, for `//` and `%` of one coordinate."""
     found: dict[tuple[str, Expr, Expr], None] = {}
     for node in walk(mask):
@@ -37,13 +37,13 @@ def seams(mask: Expr) -> tuple[tuple[str, Expr, Expr], ...]:
 
 
 def pieces(mask: Expr, env: Mapping[str, Array], value: Callable[..., Array]) -> tuple[Array, dict[str, Array]]:
-    """The pieces of tiles: the tile of each piece, sorted, and the corners. A tile is cut at seams until it has as many
+    """The pieces of tiles: the tile of each piece, sorted, and the corners. A tile is cut until it has as many
     pieces as allowed."""
     n = len(env["q0"])
     owner = np.arange(n)
     box = {name: env[name].copy() for name in ("q0", "q1", "k0", "k1")}
     fixed = {name: env[name] for name in ("b", "h")}
-    for axis, shift, period in seams(mask):
+    for axis, shift, period in cuts(mask):
         lo, hi = _EDGES[axis]
         c, p = (np.broadcast_to(value(e, fixed), (n,)) for e in (shift, period))
         while True:

@@ -25,7 +25,7 @@ from frisket.dsl.work import steps
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .period_cuts import pieces, seams
+from .period_cuts import cuts, pieces
 from .questions import always, beyond, mixed, never, some
 from .table import Table
 
@@ -335,14 +335,14 @@ def _ask_points(mask: Expr, env: Mapping[str, Array], kind: Array, points: Any, 
         both = seen.any(axis=1) & ~seen.all(axis=1)
         kind[few[both]] = PARTIAL
         scope.spent += cost * int(np.count_nonzero(~both)) // len(few)
-        if len(few) == first and not both.any() and (points is _lattice or seams(mask)):
+        if len(few) == first and not both.any() and (points is _lattice or cuts(mask)):
             break  # tiles are alike: others will not be decided by these points, either
 
 
 def _ask_pieces(mask: Expr, env: Mapping[str, Array], kind: Array, cut: Array, scope: Scope) -> None:
     """Settle tiles from certain answers for their pieces, between the period cuts of `//` and `%`."""
     open_ = np.flatnonzero(kind < 0)
-    if not len(open_) or beyond(mask) or not seams(mask):
+    if not len(open_) or beyond(mask) or not cuts(mask):
         return
     questions = (always(mask), never(mask), some(mask), some(simplify(negate(mask))))
     each = steps(make("answers", questions))

@@ -372,9 +372,9 @@ class Attention:
         layout: str | None = None, arch: str | None = None, k_scale: Any = None, v_scale: Any = None,
         pages: Any = None, **params: Any,
     ) -> Stages:  # fmt: skip
-        """The stages of the mask and score mod on the way to a kernel, a printable field each. Tiles of Triton are
-        those for `arch`, "sm_90" or "gfx942" for example, or for the GPU at hand. How keys are stored is read off q, k,
-        v, scales and pages."""
+        """The stages of the mask and score mod on the way to a kernel, a printable field each. Triton's tiles are
+        chosen for `arch`, for example "sm_90" or "gfx942", or for the GPU at hand. q, k, v, scales and pages say how
+        keys are stored."""
         program, live = self.program.bind(params), live_of(k_scale, v_scale, pages)
         if live and q is None:
             raise ParameterError("scales and pages are those of q, k and v: give them, too")

@@ -1,4 +1,4 @@
-"""The doors: compile, attention, reference."""
+"""The public functions compile, attention and reference."""
 
 from __future__ import annotations
 

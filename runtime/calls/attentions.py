@@ -1,6 +1,7 @@
-"""Attention as what lies below it makes it: graphs of torch hold a text, and run the attention that it says.
+"""Makers of attentions, by name, for modules below `runtime/attention`: a graph of torch holds an attention as a text.
 
-`runtime/attention` registers how: "program" takes a program and options, "texts" those of `frisket.attention`.
+`runtime/attention` registers two makers. "program" takes a program and options. "texts" takes a mask's text, a score
+mod's text, options and parameters, as `frisket.attention` does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _makers: dict[str, Callable[..., Any]] = {}
 
 
 def register(name: str, make: Maker) -> Maker:
-    """Remember what makes an attention."""
+    """Add a maker of attentions."""
     _makers[name] = make
     return make
 

@@ -1,4 +1,4 @@
-"""Runs a plan on JAX arrays: the one door from `attention.py` to the JAX backends, with a gradient of its own.
+"""Runs a plan on JAX arrays, with gradients. `attend.py` checks a call, `execute` runs it.
 
 What runs is chosen when a call is lowered, by the platform (`platforms.py`); until then it is a primitive
 (`primitives.py`), which is neither differentiated nor mapped through the loops of executors.

@@ -28,8 +28,8 @@ AXES = ("batch", "heads", "length", "head_dim")
 class RankPart:
     """The part of a call that one rank computes.
 
-    `first` and `count` are the batch entries and heads of q. `keys` are the heads of k and v that the rank reads among
-    those it holds; None: all of them, in the groups of the whole problem."""
+    `first` and `count` are the batch entries and heads of q. `keys` are indices of the heads of k and v that the
+    rank reads, among its own heads. None: the rank reads all its heads, in the groups of the whole problem."""
 
     mesh: Any
     q: Placements
