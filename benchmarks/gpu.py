@@ -1,22 +1,29 @@
-"""The Triton kernels on a GPU beside their peers: `python benchmarks/gpu.py forward`, a part at a time.
+"""The kernels on a GPU beside their peers: `python benchmarks/gpu.py smoke`, a part at a time, in this order.
 
-    correctness   every case of the interpreter's tests, compiled and run on the device
-    forward       TFLOP/s of visible work, beside compiled flex_attention, SDPA (cuDNN, flash) and a dense formula
-    backward      the same for the gradients alone
-    decode        one query over a cache: the share of the bandwidth at which the device copies memory
-    layout        documents that live on the device, planned there, any synchronization an error
-    first         the first call of a process, cold and with kernels on disk
-    tune          other tiles than those of runtime/backends/triton/tiles.py, best first
+    smoke    3 minutes: versions, the driver, and one kernel by every way to the device, each beside float64
+    right    every mask and score mod of the library with the tiles that users get, bfloat16 and float16, forward and
+             backward, beside float64
+    tune     other tiles than those of runtime/backends/triton/tiles.py, best first; causal masks first
+    speed    TFLOP/s of visible work, forward and backward, beside compiled flex_attention, SDPA (cuDNN, flash),
+             FlashAttention and Triton's tutorial where they are, and a dense formula; steps of decoding as a share of
+             the bandwidth at which the device copies memory
+    profile  counters of two kernels, by Nsight Compute where it is installed
 
-    jax-correctness  cases of the tests by JAX's two ways to the device, Mosaic GPU and Triton, beside float64
-    jax-forward      TFLOP/s of causal masks and windows, 2k to 32k tokens, both ways, beside cuDNN and tokamax
-    jax-backward     the same for the gradients alone
-    jax-window       the gradients of a window over the length: linear in it
+    cases    every case of the interpreter's tests, compiled and run on the device
+    layout   documents that live on the device, planned there, any synchronization an error
+    first    the first call of a process, cold and with kernels on disk
 
-A part takes --minutes at most and is resumed by the same command: rows measured on this GPU with these versions are
-kept. Each row runs in a process of its own. Those of a group compile side by side, flex_attention too; then each is
-timed alone, its contestants turn about in an order that changes. A figure is a median over rounds; ratios are
-peer / frisket (above 1: frisket is faster) with the 95 % interval of the median. Results go to gpu.json in --into.
+    jax-cases     cases of the tests by JAX's two ways to the device, Mosaic GPU and Triton, beside float64
+    jax-forward   TFLOP/s of causal masks and windows, 2k to 32k tokens, both ways, beside cuDNN and tokamax
+    jax-backward  the same for the gradients alone
+    jax-window    the gradients of a window over the length: linear in it
+
+It runs from a checkout, installed or not; docs/device.md says what to bring to a machine without a network. A part
+ends within 8 minutes and is resumed by the same command: rows measured on this GPU with these versions are kept, and
+written after every row. Each row runs in a process of its own, which a time limit ends if it hangs. Those of a group
+compile side by side, flex_attention too; then each is timed alone, its contestants turn about in an order that changes.
+A figure is a median over rounds; ratios are peer / frisket (above 1: frisket is faster) with the 95 % interval of the
+median. Results go to gpu.json in --into.
 
 `--dry` tries any part without a GPU, at a few dozen tokens in Triton's interpreter. Its times mean nothing.
 """
@@ -26,21 +33,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401 - finds frisket for all that is imported from here on
 from gpu_parts import PARTS
 from gpu_scale import DRY, FULL, Scale
 from store import RESULTS, keep, shown
 
+from frisket.runtime.bench import schema
 from frisket.runtime.bench.machine import described
 
 READY = "== ready =="
+GRACE = 20  # seconds that a last row may take beyond a part's minutes
 SAME = ("gpu", "torch", "jax", "triton")  # what rows that are kept have in common with this machine
 
 
@@ -69,14 +82,16 @@ def row(part: str, name: str, scale: Scale) -> None:
 
 
 class Child:
-    """A row in a process of its own, which nothing but its own failure can end."""
+    """A row in a process of its own, with those that it starts: they end at a time limit, for a kernel may hang."""
 
     def __init__(self, part: str, name: str, dry: bool) -> None:
         command = [sys.executable, __file__, part, "--row", name, *(["--dry"] if dry else [])]
         self.name, self.errors = name, tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self.late = 0.0
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True,
+            start_new_session=True,
+        )  # fmt: skip
 
     def ready(self) -> bool:
         assert self.process.stdout is not None
@@ -88,9 +103,27 @@ class Child:
         found = out.strip().split("\n")[-1]
         return json.loads(found) if self.process.returncode == 0 and found else None
 
+    @contextmanager
+    def limited(self, seconds: float) -> Iterator[None]:
+        """Around what waits for the process."""
+        timer = threading.Timer(seconds, self.stop, [seconds])
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def stop(self, seconds: float) -> None:
+        self.late = seconds
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
     def failure(self) -> str:
         self.errors.seek(0)
-        return "".join(self.errors.readlines()[-12:]).strip() or f"exit status {self.process.returncode}"
+        words = "".join(self.errors.readlines()[-12:]).strip()
+        if self.late:
+            return f"stopped: no answer in {self.late:.0f} s\n{words}".strip()
+        return words or f"exit status {self.process.returncode}"
 
 
 # -- a part ---------------------------------------------------------------------------------------------
@@ -105,24 +138,32 @@ def kept(part: str, folder: Path, machine: dict[str, Any]) -> dict[str, Any]:
 
 def measured(part: str, names: list[str], workers: int, end: float, dry: bool) -> Iterator[tuple[str, Any]]:
     """(row, result or the text of a failure), as long as there is time for another group."""
-    longest = 0.0
+    longest, limit = 0.0, PARTS[part].limit
+
+    def left() -> float:
+        return max(1.0, min(limit, end + GRACE - time.monotonic()))
+
     size = PARTS[part].together or workers
     for group in (names[i : i + size] for i in range(0, len(names), size)):
         start = time.monotonic()
         if start + longest > end:
             return
         children = [Child(part, name, dry) for name in group]
-        started = [c.ready() for c in children]
+        with ExitStack() as stack:
+            for child in children:
+                stack.enter_context(child.limited(left()))
+            started = [c.ready() for c in children]
         for child, good in zip(children, started, strict=True):
-            found = child.measure() if good else None
-            child.process.wait()
+            with child.limited(left()):
+                found = child.measure() if good else None
+                child.process.wait()
             yield child.name, child.failure() if found is None else found
         longest = max(longest, time.monotonic() - start)
 
 
 def failures(found: dict[str, Any]) -> bool:
-    """Whether a row of a correctness part has a case that failed."""
-    return bool(found.get("figures", {}).get("cases", {}).get("failed"))
+    """Whether a row has a case that failed."""
+    return any(row.get("figures", {}).get("cases", {}).get("failed") for _, row in schema.leaves({"": found}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     parser.add_argument("--again", action="store_true", help="measure rows anew that are there already")
-    parser.add_argument("--minutes", type=float, default=7.5)
+    parser.add_argument("--minutes", type=float, help="3 of smoke, 7.5 of every other part")
     parser.add_argument("--workers", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
     parser.add_argument("--into", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--dry", action="store_true", help="tiny, in Triton's interpreter, on the CPU")
@@ -142,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.row is not None:
         row(args.part, args.row, scale)
         return 0
-    end, here = time.monotonic() + 60 * args.minutes, device()
+    minutes = PARTS[args.part].minutes if args.minutes is None else args.minutes
+    end, here = time.monotonic() + 60 * minutes, device()
     if not args.dry and here["gpu"].startswith("none"):
         print("no GPU is visible to torch; --dry tries the program without one", file=sys.stderr)
         return 2

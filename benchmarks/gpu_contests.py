@@ -15,15 +15,27 @@ from frisket.runtime.bench.machine import rounds_of
 
 # -- forward and backward ---------------------------------------------------------------------------------
 
+DIRECTIONS = ("forward", "backward")
 GOALS = {  # TFLOP/s of visible work: (must, should), forward and backward
     ("causal", 128, 8192): ((430, 480), (300, 380)),
     ("window 128", 64, 8192): ((140, 180), (115, 150)),
 }
 
 
-def contest_rows(scale: Scale) -> list[str]:
-    names = contests(scale.lengths[0], 2, "cpu")
-    return [f"{name}, D {dim}" for dim in sorted(scale.dims, reverse=True) for name in names]
+def speed_rows(scale: Scale) -> list[str]:
+    """Causal attention first, then steps of decoding, then the other masks."""
+    names, dims = contests(scale.lengths[0], 2, "cpu"), sorted(scale.dims, reverse=True)
+    found = {
+        name: [f"{way}: {name}, D {dim}" for dim in dims for way in DIRECTIONS]
+        for name in sorted(names, key=lambda n: n != "causal")
+    }
+    first, *rest = found.values()
+    return [*first, *(f"decode: {r}" for r in decode_rows(scale)), *(r for each in rest for r in each)]
+
+
+def speed(row: str, scale: Scale) -> Measure:
+    way, _, rest = row.partition(": ")
+    return decode(rest, scale) if way == "decode" else contest(DIRECTIONS.index(way), rest, scale)
 
 
 def contest(direction: int, row: str, scale: Scale) -> Measure:
@@ -48,7 +60,7 @@ class Contestants:
             self.arrays = [x.requires_grad_() for x in self.arrays]
         self.calls: dict[str, Call] = {"frisket": self.timed(partial(ours(self.case), *self.arrays))}
         self.want, self.failed = self.calls["frisket"](), dict[str, str]()
-        self.peers = peers(self.case, self.arrays, scale.dry)
+        self.peers = peers(self.case, self.arrays, scale.dry, direction)
         for peer in self.peers:
             if peer != "dense":
                 self.enter(peer)
@@ -129,28 +141,31 @@ def decode(row: str, scale: Scale) -> Measure:
 
 TUNED = ("causal", "window 128", "window 1024", f"{DOCUMENTS} documents")
 BLOCKS = ((64, 32), (64, 64), (64, 128), (128, 32), (128, 64), (128, 128), (32, 64), (32, 128))
-LAUNCHES = tuple((warps, stages) for warps in (4, 8) for stages in (2, 3))
+WARPS, STAGES = (4, 8), (3, 4, 2)  # more stages are the first to be tried
 
 
 def tune_rows(scale: Scale) -> list[str]:
-    kernels = ("forward", "dq", "dkv")
-    return [f"{kernel}, {mask}, D {dim}" for dim in scale.dims for mask in TUNED for kernel in kernels]
+    """Causal attention first: a mask, a kernel and a number of stages a row, so that a hang costs few figures."""
+    kernels, dims, stages = ("forward", "dq", "dkv"), sorted(scale.dims, reverse=True), (2,) if scale.dry else STAGES
+    return [
+        f"{kernel}, {mask}, D {dim}, {n} stages" for mask in TUNED for dim in dims for kernel in kernels for n in stages
+    ]
 
 
 def tune(row: str, scale: Scale) -> Measure:
     """Every tile of one kernel, the others as chosen; of the backward all kernels are in the figure."""
     from frisket.runtime.calls.tuning import LaunchOptions, Tuning
 
-    kernel, mask, size = row.split(", ")
+    kernel, mask, size, stages = row.split(", ")
     dim, length = int(size.removeprefix("D ")), scale.lengths[len(scale.lengths) // 2]
     arrays = drawn(max(1, scale.tokens // length), scale.width // dim, length, length, dim, scale)
     learns = kernel != "forward"
     arrays = [x.requires_grad_(learns) for x in arrays]
     case = contests(length, arrays[0].shape[1], scale.device)[mask]
-    blocks, launches = (((16, 16),), ((4, 2),)) if scale.dry else (BLOCKS, LAUNCHES)
+    blocks, many = (((16, 16),), (4,)) if scale.dry else (BLOCKS, WARPS)
+    count = int(stages.removesuffix(" stages"))
     tried = {"as chosen": LaunchOptions()} | {
-        f"{q} x {k}, {warps} warps, {stages} stages": LaunchOptions(q, k, warps, stages)
-        for q, k in blocks for warps, stages in launches
+        f"{q} x {k}, {warps} warps, {stages}": LaunchOptions(q, k, warps, count) for q, k in blocks for warps in many
     }  # fmt: skip
     calls, failed = {}, {}
     for name, launch in tried.items():

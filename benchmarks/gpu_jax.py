@@ -53,15 +53,15 @@ def platform(scale: Scale) -> str:
     return platform_of(jax.numpy.zeros(()))
 
 
-# -- correctness ------------------------------------------------------------------------------------------
+# -- cases ------------------------------------------------------------------------------------------
 
 
-def correctness_rows(scale: Scale) -> list[str]:
+def cases_rows(scale: Scale) -> list[str]:
     kinds = [("forward", "float32"), ("backward", "float32"), ("forward", "bfloat16"), ("backward", "bfloat16")]
     return [f"{b}, {what}, {dtype}" for b in backends(scale) for what, dtype in kinds[: 1 if scale.dry else 4]]
 
 
-def correctness(row: str, scale: Scale) -> Measure:
+def cases(row: str, scale: Scale) -> Measure:
     """Cases of the tests on the device, each beside the interpreter in float64. What a backend does not take is named
     with its reason."""
     backend, what, dtype = row.split(", ")
@@ -79,8 +79,8 @@ def correctness(row: str, scale: Scale) -> Measure:
             else:
                 passed += 1
         took = time.perf_counter() - start
-        cases = {"passed": passed, "refused": len(refused), "failed": len(bad)}
-        return {"figures": {"cases": cases, "s": {"took": took}}, "notes": {**refused, **bad}}
+        count = {"passed": passed, "refused": len(refused), "failed": len(bad)}
+        return {"figures": {"cases": count, "s": {"took": took}}, "notes": {**refused, **bad}}
 
     return measure
 

@@ -1,10 +1,13 @@
-"""The masks of gpu.py as frisket, flex_attention, SDPA and plain torch take them."""
+"""The masks of gpu.py as frisket, flex_attention, SDPA, FlashAttention and plain torch take them."""
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from typing import Any
 
 import torch
@@ -17,6 +20,10 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import frisket as fk
 
 DOCUMENTS = 12
+FLASH = {  # module -> name; the first argument of each is [batch, length, heads, dim]
+    "flash_attn_interface": "FlashAttention 3", "flash_attn.cute": "FlashAttention 4", "flash_attn": "FlashAttention 2",
+}  # fmt: skip
+TUTORIAL = "TRITON_TUTORIAL"  # the path of 06-fused-attention.py of Triton's repository, which its wheel lacks
 SDPA = {"SDPA cudnn": SDPBackend.CUDNN_ATTENTION, "SDPA flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -42,7 +49,8 @@ def softcap(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 @dataclass(frozen=True)
 class Contest:
-    """A mask and a score mod in our words and in flex_attention's; `is_causal` is SDPA's, None where it has no word."""
+    """A mask and a score mod in our words and in flex_attention's; `is_causal` is SDPA's, `flash` the arguments of
+    FlashAttention: None where they have no word."""
 
     mask: str | None
     peer_mask: Any
@@ -50,6 +58,7 @@ class Contest:
     peer_score: Any = None
     params: dict[str, Any] = field(default_factory=dict)
     is_causal: bool | None = None
+    flash: dict[str, Any] | None = None
 
 
 def contests(length: int, heads: int, device: str) -> dict[str, Contest]:
@@ -59,10 +68,12 @@ def contests(length: int, heads: int, device: str) -> dict[str, Contest]:
     slope = torch.exp2(-8 * torch.arange(1, heads + 1) / heads).to(device)
     prefix = length // 8
     return {
-        "full": Contest(None, everything, is_causal=False),
-        "causal": Contest("causal", causal, is_causal=True),
-        "window 128": Contest("causal & window(128)", window(128)),
-        "window 1024": Contest("causal & window(1024)", window(1024)),
+        "full": Contest(None, everything, is_causal=False, flash={}),
+        "causal": Contest("causal", causal, is_causal=True, flash={"causal": True}),
+        "window 128": Contest("causal & window(128)", window(128), flash={"causal": True, "window_size": (127, 0)}),
+        "window 1024": Contest(
+            "causal & window(1024)", window(1024), flash={"causal": True, "window_size": (1023, 0)}
+        ),
         f"{DOCUMENTS} documents": Contest(
             "causal & same(doc)", lambda b, h, q, k: (q >= k) & (doc[q] == doc[k]), params={"doc": doc}
         ),
@@ -111,6 +122,26 @@ def by_sdpa(case: Contest, arrays: Any, backend: SDPBackend) -> Call:
     return run
 
 
+def by_flash(case: Contest, arrays: Any, module: str) -> Call:
+    run = partial(importlib.import_module(module).flash_attn_func, **(case.flash or {}))
+
+    def call() -> Any:
+        out = run(*[x.transpose(1, 2) for x in arrays])
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+def by_tutorial(case: Contest, arrays: Any) -> Call:
+    """The forward of Triton's tutorial, which is written for float16."""
+    spec = spec_from_file_location("tutorial", os.environ[TUTORIAL])
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(module := module_from_spec(spec))
+    half = [x.detach().half() for x in arrays]
+    return lambda: module.attention(*half, bool(case.is_causal), half[0].shape[3] ** -0.5, False)
+
+
 def dense(case: Contest, arrays: Any) -> Call:
     """Every score in memory, in float32."""
     q, k, v = arrays
@@ -127,11 +158,23 @@ def dense(case: Contest, arrays: Any) -> Call:
     return run
 
 
-def peers(case: Contest, arrays: Any, dry: bool) -> dict[str, Callable[[], Call]]:
+def peers(case: Contest, arrays: Any, dry: bool, direction: int) -> dict[str, Callable[[], Call]]:
     """All that can be asked; each is built when it is first called, and may fail then."""
     found: dict[str, Callable[[], Call]] = {"flex": lambda: flex(case, arrays, not dry)}
     if case.is_causal is not None and not dry:
         found |= {name: partial(by_sdpa, case, arrays, backend) for name, backend in SDPA.items()}
+    if case.flash is not None and not dry:
+        there = {module: name for module, name in FLASH.items() if installed(module)}
+        found |= {name: partial(by_flash, case, arrays, module) for module, name in there.items()}
+    if case.is_causal is not None and TUTORIAL in os.environ and not direction:
+        found["Triton's tutorial, float16"] = partial(by_tutorial, case, arrays)
     if arrays[0].shape[2] <= 2048:
         found["dense"] = lambda: dense(case, arrays)
     return found
+
+
+def installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that holds it
+        return False

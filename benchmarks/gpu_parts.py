@@ -15,8 +15,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import gpu_jax
+import gpu_profile
+import gpu_right
+import gpu_smoke
 import torch
-from gpu_contests import contest, contest_rows, decode, decode_rows, tune, tune_rows
+from gpu_contests import speed, speed_rows, tune, tune_rows
 from gpu_scale import Measure, Part, Scale, drawn, on_device, same
 
 import frisket as fk
@@ -142,17 +145,17 @@ def first(row: str, scale: Scale) -> Measure:
     return measure
 
 
-# -- correctness ------------------------------------------------------------------------------------------
+# -- cases of the tests ------------------------------------------------------------------------------------------
 
 
-def correctness_rows(scale: Scale) -> list[str]:
+def cases_rows(scale: Scale) -> list[str]:
     return [
         *(str(p.relative_to(TESTS)) for p in sorted((TESTS / "lowering").rglob("triton*interpreted*.py"))),
         "runtime/backends/triton_jax_interpreted.py",
     ]
 
 
-def correctness(row: str, scale: Scale) -> Measure:
+def cases(row: str, scale: Scale) -> Measure:
     """The interpreter's tests with their tensors on the GPU, and kernels compiled; in a dry run a few of them as they
     are."""
 
@@ -170,27 +173,29 @@ def correctness(row: str, scale: Scale) -> Measure:
             took = time.perf_counter() - start
             if not report.exists():
                 raise RuntimeError(done.stdout[-1000:] + done.stderr[-1000:])
-            cases = ElementTree.parse(report).getroot().iter("testcase")
-            outcomes = {str(c.get("name")): {x.tag for x in c} for c in cases}
+            outcomes = {
+                str(c.get("name")): {x.tag for x in c} for c in ElementTree.parse(report).getroot().iter("testcase")
+            }
         bad = sorted(n for n, tags in outcomes.items() if tags & {"failure", "error"})
         skipped = sum("skipped" in tags for tags in outcomes.values())
         passed = len(outcomes) - len(bad) - skipped
-        cases = {"passed": passed, "skipped": skipped, "failed": len(bad)}
-        return {"figures": {"cases": cases, "s": {"took": took}}, "notes": dict.fromkeys(bad, "failed")}
+        count = {"passed": passed, "skipped": skipped, "failed": len(bad)}
+        return {"figures": {"cases": count, "s": {"took": took}}, "notes": dict.fromkeys(bad, "failed")}
 
     return measure
 
 
 PARTS = {
-    "correctness": Part(correctness_rows, correctness, 1),
-    "forward": Part(contest_rows, partial(contest, 0)),
-    "backward": Part(contest_rows, partial(contest, 1)),
-    "decode": Part(decode_rows, decode),
+    "smoke": Part(gpu_smoke.rows, gpu_smoke.smoke, minutes=3, limit=60),
+    "right": Part(gpu_right.rows, gpu_right.right),
+    "tune": Part(tune_rows, tune),
+    "speed": Part(speed_rows, speed),
+    "profile": Part(gpu_profile.rows, gpu_profile.profile, 1, limit=220),
+    "cases": Part(cases_rows, cases, 1, limit=440),
     "layout": Part(layout_rows, layout, 1),
     "first": Part(first_rows, first, 1),
-    "tune": Part(tune_rows, tune),
-    "jax-correctness": Part(gpu_jax.correctness_rows, gpu_jax.correctness),
-    "jax-forward": Part(gpu_jax.contest_rows, partial(gpu_jax.contest, 0), 1),
-    "jax-backward": Part(gpu_jax.contest_rows, partial(gpu_jax.contest, 1), 1),
-    "jax-window": Part(gpu_jax.window_rows, gpu_jax.window, 1),
+    "jax-cases": Part(gpu_jax.cases_rows, gpu_jax.cases, limit=300),
+    "jax-forward": Part(gpu_jax.contest_rows, partial(gpu_jax.contest, 0), 1, limit=200),
+    "jax-backward": Part(gpu_jax.contest_rows, partial(gpu_jax.contest, 1), 1, limit=200),
+    "jax-window": Part(gpu_jax.window_rows, gpu_jax.window, 1, limit=200),
 }

@@ -1,11 +1,11 @@
 """Tables for Pallas TPU kernels, and the tiles that kernels visit, beside splash attention and others that run here:
-`python benchmarks/tpu_tables.py [tables] [visits]`.
+`python benchmarks/tpu_tables.py [tables] [visits] [v5e] [v5p] [v6e]`.
 
 `tables` is from the words of a mask to all that kernels read of it, forward and backward: here spans and walks of rows
 and of columns, there `process_mask` and `process_mask_dkv`, for tiles of the same size. Both are timed in this process,
 turn about, by the processor's time; nothing is remembered from one time to the next. `visits` are counted: ours by
 kernels that run in Pallas' interpreter and note every visit, those of peers in the tables and bounds of loops that
-their kernels are given.
+their kernels are given. A TPU's name is for the bundles of its kernels (`tpu_bundles.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tpu_bundles
 from cases import labels, offsets
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as splash_info
@@ -210,7 +212,133 @@ def visits() -> dict[str, Any]:
     return found
 
 
+# -- bundles ----------------------------------------------------------------------------------------
+
+SIZES = {8192: "8k", 32768: "32k"}  # tokens; kernels are compiled for the first
+HEADS, DIM = 8, 128
+SPARSE = np.random.default_rng(16).random((16, 16)) < 0.25
+
+
+class Compared(NamedTuple):
+    """A mask whose bundles are compared, in the tiles that both take in every kernel but our backward, whose default
+    tiles are 512 x 512."""
+
+    text: str
+    params: Callable[[int], Params]
+    splash: Callable[[int], Any]
+    segments: bool = False
+    lengths: tuple[int, ...] = tuple(SIZES)
+    block: tuple[int, int] = (512, 1024)
+
+
+COMPARED = {
+    "causal": Compared("causal", lambda n: {}, lambda n: splash.CausalMask((n, n))),
+    "window": Compared("causal & window(1024)", lambda n: {}, lambda n: splash.LocalMask((n, n), (1023, 0), 0)),
+    "documents": Compared("causal & same(doc)", documents, lambda n: splash.CausalMask((n, n)), segments=True),
+    "random blocks of 512": Compared(
+        "sees[q // 512, k // 512]", lambda n: {"sees": SPARSE},
+        lambda n: splash.NumpyMask(np.kron(SPARSE, np.ones((512, 512), bool))), lengths=(8192,), block=(512, 512),
+    ),
+}  # fmt: skip
+PARTS = ("a step", "a full tile", "a tile at a border", "a row")
+ENTRIES = {"forward": "attention_forward", "dq": "attention_dq", "dkv": "attention_dkv"}
+
+
+def our_schedules(tpu: str, mask: Compared, n: int) -> dict[str, tpu_bundles.Schedule]:
+    attend = fk.compile(mask.text, backend="pallas-tpu", tile=mask.block, **mask.params(n))
+
+    def gradients(*qkv: Any) -> Any:
+        return jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))(*qkv)
+
+    def shapes(where: Any) -> Any:
+        return [jax.ShapeDtypeStruct((1, n, HEADS, DIM), jnp.bfloat16, sharding=where)] * 3
+
+    found = tpu_bundles.schedules(tpu, gradients, shapes)
+    return {kernel: found[entry] for kernel, entry in ENTRIES.items()}
+
+
+def splash_schedules(tpu: str, mask: Compared, n: int) -> dict[str, tpu_bundles.Schedule]:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    bq, bk = mask.block
+    sizes = kernels.BlockSizes(
+        block_q=bq, block_kv=bk, block_kv_compute=bk, block_q_dkv=bq, block_kv_dkv=bk, block_kv_dkv_compute=bk,
+        block_q_dq=bq, block_kv_dq=bk,
+    )  # fmt: skip
+    heads = splash.MultiHeadMask([mask.splash(n)] * HEADS)
+    attend = kernels.make_splash_mha(heads, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+
+    def gradients(q: Any, k: Any, v: Any, *ids: Any) -> Any:
+        return jax.grad(lambda *x: attend(*x, *ids).astype(jnp.float32).sum(), argnums=(0, 1, 2))(q, k, v)
+
+    def shapes(where: Any) -> Any:
+        ids = jax.ShapeDtypeStruct((n,), jnp.int32, sharding=where)
+        qkv = [jax.ShapeDtypeStruct((HEADS, n, DIM), jnp.bfloat16, sharding=where)] * 3
+        return [*qkv, kernels.SegmentIds(ids, ids)] if mask.segments else qkv
+
+    found = tpu_bundles.schedules(tpu, gradients, shapes)
+    marks = {"forward": "fwd", "dq": "dq", "dkv": "dkv"}
+    return {kernel: next(s for name, s in found.items() if mark in name) for kernel, mark in marks.items()}
+
+
+def our_total(mask: Compared, n: int, kernel: str, schedule: tpu_bundles.Schedule) -> int:
+    """Bundles of a head: of visited tiles, full ones and those at a border, and of rows."""
+    block = mask.block if kernel == "forward" else tuple(min(side, 512) for side in mask.block)
+    kinds = fk.mask(mask.text, **mask.params(n)).layout(n, n, block=block).kinds()[0, 0]
+    kinds = kinds.T if kernel == "dkv" else kinds
+    full, border = int((kinds == 2).sum()), int((kinds == 1).sum())
+    steps = int(np.maximum((kinds > 0).sum(1), 1).sum())  # a row that sees nothing has a step
+    return schedule.total(steps, len(kinds), (full, border))
+
+
+def splash_total(mask: Compared, n: int, kernel: str, schedule: tpu_bundles.Schedule) -> int:
+    """The same of splash attention: every row has as many steps as the longest, and every tile has the mask."""
+    process = splash_info.process_mask_dkv if kernel == "dkv" else splash_info.process_mask
+    info, _ = process(splash.MultiHeadMask([mask.splash(n)]), mask.block)
+    rows = n // mask.block[kernel == "dkv"]
+    steps = info.block_mask if info.block_mask is not None else np.ones((n // mask.block[0], n // mask.block[1]))
+    return schedule.total(int(steps.size), rows, [int((np.asarray(steps) > 0).sum())])
+
+
+def bundles(tpu: str) -> dict[str, Any]:
+    """Bundles of a head, and of the parts of a kernel. A backward is dq, dk and dv."""
+    found: dict[str, Any] = {}
+    for name, mask in COMPARED.items():
+        sides = {
+            "frisket": (our_schedules(tpu, mask, mask.lengths[0]), our_total),
+            "splash": (splash_schedules(tpu, mask, mask.lengths[0]), splash_total),
+        }
+        rows: dict[str, Any] = {}
+        for n in mask.lengths:
+            totals = {who: {k: total(mask, n, k, s) for k, s in of.items()} for who, (of, total) in sides.items()}
+            both = {
+                "forward": {who: of["forward"] / 1e3 for who, of in totals.items()},
+                "backward": {who: (of["dq"] + of["dkv"]) / 1e3 for who, of in totals.items()},
+            }
+            for kernel, of in both.items():
+                ratios = {"frisket / splash": [of["frisket"] / of["splash"]]}
+                rows[f"{n:,} tokens, {kernel}"] = {"figures": {"thousands of bundles": of}, "ratios": ratios}
+        for kernel in ENTRIES:
+            for what in PARTS:
+                of = {who: _one(schedules[kernel], what) for who, (schedules, _) in sides.items()}
+                rows[f"{kernel}, {what}"] = {"figures": {"bundles": of}}
+        found[name] = {"rows": rows}
+        print(shown(name, found[name]), flush=True)
+    return found
+
+
+def _one(schedule: tpu_bundles.Schedule, what: str) -> int:
+    """Bundles of a part; a kernel with one kind of tile takes it for all."""
+    parts = (schedule.step, schedule.tiles[0], schedule.tiles[-1], schedule.row)
+    return dict(zip(PARTS, parts, strict=True))[what]
+
+
 if __name__ == "__main__":
     for part in sys.argv[1:] or ["tables", "visits"]:
         settings = {"tables": {"block": BLOCK, "rounds": None}, "visits": {"tokens": TOKENS, "tile": TILE, "rounds": 1}}
-        keep("tpu-tables", part, {"tables": tables, "visits": visits}[part](), settings[part])
+        settings |= {
+            tpu: {"head size": DIM, "heads": HEADS, "dtype": "bfloat16", "libtpu": version("libtpu"), "rounds": 1}
+            for tpu in tpu_bundles.TPUS if part == tpu
+        }  # fmt: skip
+        run = {"tables": tables, "visits": visits} | {tpu: partial(bundles, tpu) for tpu in tpu_bundles.TPUS}
+        keep("tpu-tables", part, run[part](), settings[part])

@@ -8,7 +8,7 @@ records come from a table (`Spans`) or, for a convex mask, from four formulas (`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.simplify.canonical import untied
+from frisket.lowering.simplify.ends import Ends, ends_of
 from frisket.lowering.simplify.facts import interval
 
 from .simplify import simplify
@@ -106,6 +107,8 @@ class LoopPlan:
     pages: str | None = None  # the table that says where pages of keys are, see `Pages`
     page: int = 0  # tokens of a page
     unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
+    by_query: Ends | None = None  # the mask as the keys that one query sees
+    by_key: Ends | None = None  # and as the queries that see one key
 
     @cached_property
     def _hash(self) -> int:
@@ -157,9 +160,10 @@ class LoopPlan:
 
 @dataclass(frozen=True)
 class Target:
-    """The numbers of a backend and machine that do not change the result. `dq` and `dkv` are the targets of the
-    backward kernels and `decode` of decoding, None: as the forward's; `splits` of the keys of a short query, 0: as many
-    as fill the machine."""
+    """The numbers of a backend and machine that change a result by rounding at most. `dq` and `dkv` are the targets
+    of the backward kernels and `decode` of decoding, None: as the forward's; `splits` of the keys of a short query, 0:
+    as many as fill the machine. With `descriptors` queries, keys and values come as tensor descriptors, where kernel
+    and strides allow them: the GPU copies a tile by itself, without addresses in registers."""
 
     backend: str
     block_q: int
@@ -168,10 +172,17 @@ class Target:
     num_stages: int = 2
     order: Literal["forward", "longest-first"] = "longest-first"
     precision: Literal["ieee", "tf32", "tf32x3"] = "ieee"  # of products of float32
+    tanh: Literal["exact", "approximate"] = "exact"  # of 16-bit inputs: as the GPU's own instruction has it
     splits: int = 0
+    descriptors: bool = False
     dq: Target | None = None
     dkv: Target | None = None
     decode: Target | None = None
+
+    def everywhere(self, **fields: Any) -> Target:
+        """The target with these fields, and with them in the targets of its other kernels."""
+        parts = {n: x and replace(x, **fields) for n in ("dq", "dkv", "decode") for x in [getattr(self, n)]}
+        return replace(self, **fields, **parts)
 
 
 @dataclass(frozen=True)
@@ -266,6 +277,7 @@ def make_plan(
     new_bounds = Bounds(*given) if bounds is not None else None
     kept = names.lift(renamed(survives(at), ours)) if dropout else None
     scaled = names.lift(renamed(weight, ours)) if weight is not None else None
+    by_query, by_key = (None if mask is None else names.ends(parts[0], axis, wide, limits or {}) for axis in "kq")
     place = lookup(pages.source, (var("b"), var("k") // pages.size), INT) if pages else None
     paged = names.lift(renamed(place, ours)) if place is not None else None
     return LoopPlan(
@@ -285,6 +297,8 @@ def make_plan(
         pages=None if paged is None else paged.name,
         page=pages.size if pages else 0,
         unwritten=unwritten or weight is not None or pages is not None,
+        by_query=by_query,
+        by_key=by_key,
     )
 
 
@@ -322,6 +336,18 @@ class _Names:
             else:
                 done[e] = e
         return done[root]
+
+    def ends(self, mask: Expr, axis: str, wide: bool, limits: Mapping[str, float]) -> Ends | None:
+        """The ends of a mask along an axis, lifted; None where there are none, or where they leave the mask's integers:
+        `q - k <= n` is `k >= q - n`, which is further from 0."""
+        found = ends_of(mask, axis)
+        if found is None:
+            return None
+        parts = [e for e in (found.first, found.last) if e is not None]
+        if not wide and needs_int64(parts, limits):
+            return None
+        first, last = (None if e is None else self.lift(e, units=False) for e in (found.first, found.last))
+        return Ends(first, last, self.lift(found.asks), self.lift(found.rest))
 
     def _slot(self, key: tuple[Any, ...], type: Type, **what: Any) -> Expr:
         if key not in self.slots:

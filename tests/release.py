@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 ARCHIVED = (
-    "tests docs examples benchmarks .ci .github constraints.txt mkdocs.yml "
+    "tests docs examples benchmarks .ci .github constraints.txt constraints-gpu.txt mkdocs.yml "
     "CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE"
 ).split()
 # what to try, and the extra that it needs

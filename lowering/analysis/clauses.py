@@ -25,9 +25,9 @@ from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import Linear, is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .intervals import depends
 from .questions import beyond
 
 PRODUCTS = 24  # conjunctions a mask may be a disjunction of

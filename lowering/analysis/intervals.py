@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, uses, var
+from frisket.dsl.ir import FALSE, TRUE, ZERO, Expr, build, disj, lit, make, var
 from frisket.dsl.sugar import eq, maximum, minimum, ne, where
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify.affine import Linear, linear, write
+from frisket.lowering.simplify.curves import depends
 
 Q0, Q1, K0, K1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
 
@@ -49,11 +50,6 @@ FAR = 2**62  # beyond every Int that fits
 
 def point(e: Expr) -> Range:
     return Range(e, e, attained=True, dense=True, nan=ne(e, e) if e.type is FLOAT else FALSE)
-
-
-def depends(e: Expr) -> frozenset[str]:
-    """The variables among q and k that a value varies with."""
-    return uses(e) & {"q", "k"}
 
 
 @memo(group="expressions")

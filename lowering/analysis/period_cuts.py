@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from frisket.dsl.ir import Expr, var, walk
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify.affine import linear, write
-
-from .intervals import depends
+from frisket.lowering.simplify.curves import depends
 
 Array = NDArray[Any]
 _MOST = 64  # pieces a tile may be cut into

@@ -29,9 +29,10 @@ from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .intervals import ASK, K0, K1, Q0, Q1, Range, depends, ends, table_box
+from .intervals import ASK, K0, K1, Q0, Q1, Range, ends, table_box
 
 SINGLE = var("single", BOOL)
 TK = var("tk", INT)

@@ -20,10 +20,10 @@ from frisket.dsl.sugar import maximum, minimum, where
 from frisket.grammar.memo import memo
 from frisket.lowering.plan import Bounds
 from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.curves import Curve, depends, solve, together
 from frisket.lowering.simplify.rules_boolean import negate
 
-from .curves import Curve, solve, together
-from .intervals import K0, K1, Q0, Q1, depends
+from .intervals import K0, K1, Q0, Q1
 from .questions import System, system, terms
 
 Array = NDArray[Any]

@@ -108,7 +108,7 @@ def printed(
         sooner |= node in inner and known[node] in (SCALAR, ROW)
         sooner |= node in early and known[node] != POSITION
         often = len(users[node]) > 1 or (bool(users[node]) and (node in roots or len(text.text) > LONG))
-        load = node.op == "lookup" and known[node] == POSITION
+        load = node.op in ("lookup", "gathered") and known[node] == POSITION
         if node.args and (sooner or often or load):
             page.lines.append(Line(node, name(node, known[node]), text.text, known[node]))
             text = Text(page.lines[-1].name)

@@ -79,9 +79,12 @@ class Names:
 
 
 def skeleton(package: str, name: str) -> str:
-    """The text of skeletons/`name`.tpl of a package, with that of others where it says `$include other`."""
+    """The text of skeletons/`name`.tpl of a package, with that of others where it says `$include other`, or of a
+    package beside it, `$include triton.other`."""
+    beside, _, name = name.rpartition(".")
+    package = f"{package.rpartition('.')[0]}.{beside}" if beside else package
     text = resources.files(package).joinpath("skeletons", f"{name}.tpl").read_text("utf-8")
-    return re.sub(r"(?m)^( *)\$include (\w+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)
+    return re.sub(r"(?m)^( *)\$include ([\w.]+)$", lambda m: indent(skeleton(package, m[2]), m[1]).rstrip(), text)
 
 
 def parts(package: str, name: str) -> dict[str, str]:

@@ -20,10 +20,11 @@ from frisket.dsl.ir import FALSE, ONE, ZERO, Expr, disj, extent, lit, lookup, ma
 from frisket.dsl.sugar import maximum, minimum, where
 from frisket.dsl.types import INT
 from frisket.lowering.analysis.intervals import FAR as UNKNOWN
-from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, depends, ends
+from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, ends
 from frisket.lowering.analysis.questions import System, never, system, terms
 from frisket.lowering.simplify import simplify
 from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
+from frisket.lowering.simplify.curves import depends
 from frisket.lowering.simplify.rules_boolean import negate
 
 Interval = tuple[Expr, Expr]  # first and last key, inclusive; empty where last < first

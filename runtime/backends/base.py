@@ -84,7 +84,6 @@ class Backend:
     text: Lazy | None = None  # None: library calls
     executors: Mapping[str, Executors] = field(default_factory=dict)  # by framework
     oracle: bool = False  # it has no kernels: the float64 interpreter runs calls, without gradients
-    later: str = ""  # what `frisket.backends()` says of a backend that is not there yet
     # the choice of a backend
     order: int = 80  # its place in lists
     tier: str = ""  # "library" and "native" are other names of backends

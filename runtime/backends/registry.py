@@ -41,7 +41,7 @@ def here(name: str) -> str:
 
 def reason(name: str, framework: str | None = None) -> str:
     """A reason why a backend does not run here, on arrays of `framework` where one is named; empty when it does."""
-    return RECORDS[name].later or RECORDS[name].reason(framework)
+    return RECORDS[name].reason(framework)
 
 
 def printed() -> list[str]:
@@ -55,14 +55,9 @@ def library(framework: str) -> str:
 
 
 def check_name(name: str | None) -> None:
-    """Refuse a backend nobody knows, or that is not there yet."""
-    if name is None:
-        return
-    if name not in names():
+    """Refuse a backend nobody knows."""
+    if name is not None and name not in names():
         raise BackendError(f"no backend {name!r}; there are {', '.join(names())}")
-    if name in RECORDS and (later := RECORDS[name].later):
-        there = ", ".join(b.name for b in backends_of() if not b.later)
-        raise BackendError(f"backend {name!r} is not there yet: {later}; take one of {there}")
 
 
 def choose(name: str | None, framework: str, device: str) -> str:

@@ -7,10 +7,8 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_dir
 from rich.console import Console
 from rich.text import Text
 
@@ -22,7 +20,7 @@ from frisket.runtime.bench.packed import installed
 from frisket.runtime.machine import cpp_build as native_build
 from frisket.runtime.machine import cpp_cpu as native_cpu
 from frisket.runtime.machine.extras import pip_install
-from frisket.runtime.machine.settings import VARIABLES, Settings
+from frisket.runtime.machine.settings import VARIABLES, Settings, cache_folder
 
 from .answer import GOOD, SOME, AnswerRow, CommandResult, Piece, row
 from .options import examples
@@ -101,8 +99,7 @@ def usual() -> dict[str, str]:
 
 def caches() -> dict[str, dict[str, int]]:
     """Folders of generated kernels, how many files and bytes they hold."""
-    root = Path(Settings.read().cache_dir or user_cache_dir("frisket"))
-    folders = [*sorted(root.glob("*/")), *native_build.directories()[1:]]
+    folders = [*sorted(cache_folder().glob("*/")), *native_build.directories()[1:]]
     found = {str(folder): [f.stat().st_size for f in folder.rglob("*") if f.is_file()] for folder in folders}
     return {folder: {"files": len(sizes), "bytes": sum(sizes)} for folder, sizes in found.items() if sizes}
 

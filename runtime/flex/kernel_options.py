@@ -31,6 +31,7 @@ COUNTS = ("SPLIT_KV", "PARTITION_SIZE", "kpack", "matrix_instr_nonkdim", "waves_
 WORDS = {
     "BACKEND": ("AUTO", "TRITON", "TRITON_DECODE", "FLASH"),
     "FLOAT32_PRECISION": ("ieee", "tf32", "tf32x3"),
+    "TANH": ("approximate", "exact"),  # ours: of 16-bit inputs
 }
 REFUSED = {
     "SKIP_MASK_SCORE": "a mask is applied wherever a tile is not proved to be full",
@@ -86,12 +87,14 @@ def _read(options: tuple[tuple[str, Any], ...]) -> Asked:
         if name in TILES:
             kernel, place = TILES[name]
             launches[kernel] = replace(launches[kernel], **{place: value})
+        elif name == "USE_TMA":
+            launches["forward"] = replace(launches["forward"], descriptors=value)
         elif name in LAUNCH:
             launches.update({k: replace(launches[k], **{name: value}) for k in OF_PREFIX[prefix]})
         else:
             given[name] = value
     return Asked(
-        Tuning(**launches, precision=given.get("FLOAT32_PRECISION"), splits=_splits(given)),
+        Tuning(**launches, precision=given.get("FLOAT32_PRECISION"), splits=_splits(given), tanh=given.get("TANH")),
         _backend(given), tuple(n for n in PROMISES if given.get(n) is True or given.get("BACKEND") == n),
     )  # fmt: skip
 

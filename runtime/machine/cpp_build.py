@@ -22,13 +22,15 @@ from frisket.grammar.memo import Memo, memo
 
 from .cpp_cpu import VARIANTS, identity, lacking
 from .once import warn_once
-from .settings import Settings
+from .settings import Settings, cache_folder
 
 # Not -ffast-math: it deletes the rounding trick of exp2 and every check for NaN. Loops are not unswitched: g++ 12.2
-# made wrong code of a loop with a condition on the tile in it, and nothing is faster for it.
+# made wrong code of a loop with a condition on the tile in it, and nothing is faster for it. Tuned for a Zen, g++ takes
+# some chains of fused multiply-adds apart: then products that are to have equal bits do not. clang ignores the flag.
 FLAGS = (
     "-std=c++17", "-O3", "-fno-unswitch-loops", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fno-exceptions", "-fno-rtti", "-w", "-pthread", "-shared", "-fPIC",
+    "--param=avoid-fma-max-bits=0",
 )  # fmt: skip
 COMPILERS = ("g++", "clang++", "c++")  # where CXX names none
 PROBE = 'extern "C" int frisket_probe() { return 1; }\n'
@@ -144,10 +146,7 @@ def _asked(command: tuple[str, ...], *_state: object) -> str:
 
 def directories() -> list[Path]:
     """The folders of libraries, in order: FRISKET_CACHE_DIR or the user's cache, then the temporary directory."""
-    from platformdirs import user_cache_dir
-
-    first = Path(Settings.read().cache_dir or user_cache_dir("frisket"))
-    return [first / "native", Path(tempfile.gettempdir()) / f"frisket-{os.getuid()}"]
+    return [cache_folder() / "native", Path(tempfile.gettempdir()) / f"frisket-{os.getuid()}"]
 
 
 def writable() -> Path | None:

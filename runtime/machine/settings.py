@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from frisket.dsl.errors import ParameterError
+from frisket.dsl.errors import MissingPackageError, ParameterError
 from frisket.grammar.memo import memo
 from frisket.lowering.stages import NAMES
 from frisket.runtime.backends.base import names
@@ -63,6 +64,24 @@ class Settings:
     def read(cls, environment: Mapping[str, str] | None = None) -> Settings:
         env = os.environ if environment is None else environment
         return _settings(tuple([env.get(n) for n in _NAMES]))
+
+
+def cache_folder() -> Path:
+    """The folder of generated kernels: that of FRISKET_CACHE_DIR, or the user's cache, which platformdirs knows.
+
+    Images for GPUs may lack that package: it is imported for the default folder alone.
+    """
+    if folder := Settings.read().cache_dir:
+        return Path(folder)
+    try:
+        from platformdirs import user_cache_dir
+    except ModuleNotFoundError:
+        raise MissingPackageError(
+            "platformdirs is not installed, and it says where the user's caches are: pip install platformdirs, "
+            "or set FRISKET_CACHE_DIR to a folder for generated kernels",
+            name="platformdirs",
+        ) from None
+    return Path(user_cache_dir("frisket"))
 
 
 _NAMES = tuple(v.name for v in VARIABLES)

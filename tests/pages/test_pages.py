@@ -13,6 +13,8 @@ LONG = {"caches.md", "flax.md", "guide.md", "operations.md"}  # seconds; for CI
 NOT_RUN = {
     ("quickstart.md", "installs"),
     ("device.md", "tables on a GPU"),
+    ("device.md", "a GPU"),
+    ("device.md", "installs"),
     ("explorer.md", "serves until Ctrl-C"),
     ("parallel.md", "several processes, as in examples/context_parallel.py"),
     ("parallel.md", "several devices"),

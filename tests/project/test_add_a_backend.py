@@ -77,7 +77,7 @@ def test_gradients_are_refused(toy):
     with pytest.raises(BackwardError) as caught:
         fk.compile("causal", backend="toy")(*arrays(gradients=True))
     assert str(caught.value) == (
-        "backend 'toy' has no gradients; aten, cpp, triton and xla have\n"
+        "backend 'toy' has no gradients; aten, cpp, gluon, triton and xla have\n"
         "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
     )
 

@@ -3,11 +3,17 @@ are measured in processes of their own, kept and resumed."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import cases
+import gpu
+import gpu_profile
+import gpu_right
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ROWS = """
@@ -33,9 +39,11 @@ def measured(*rows: tuple[str, str]) -> list[dict]:
 
 @pytest.mark.matrix
 def test_every_part_that_runs_in_its_own_process():
-    forward, backward, decode, layout, tune = measured(
-        ("forward", "sinks, window 1024, D 16"), ("backward", "ALiBi, causal, D 16"), ("decode", "causal, batch 1"),
-        ("layout", "documents, 512 tokens"), ("tune", "dkv, causal, D 16"),
+    forward, backward, decode, layout, tune, right, profile = measured(
+        ("speed", "forward: sinks, window 1024, D 16"), ("speed", "backward: ALiBi, causal, D 16"),
+        ("speed", "decode: causal, batch 1"), ("layout", "documents, 512 tokens"),
+        ("tune", "dkv, causal, D 16, 2 stages"), ("right", "triton, softcap(c), float32"),
+        ("profile", "backward: causal, D 16"),
     )  # fmt: skip
     found = forward["rows"]["48"]["figures"]
     assert set(found["tflops"]) == {"frisket", "flex", "dense"}
@@ -46,13 +54,73 @@ def test_every_part_that_runs_in_its_own_process():
     assert set(decode["figures"]["share of bandwidth"]) == {"frisket", "flex", "SDPA"}
     assert layout["notes"]["synchronizes"] is False
     assert set(tune["figures"]["ms"]) == {"as chosen", "16 x 16, 4 warps, 2 stages"}
+    assert set(right["rows"]["16"]["figures"]["error"]) == {"out", "dq", "dk", "dv"}
+    assert right["rows"]["count"]["figures"]["cases"] == {"passed": 4, "failed": 0}
+    assert profile["rows"]["Nsight Compute"]["notes"] or profile["rows"]
+
+
+@pytest.mark.matrix
+def test_smoke_tries_every_way_to_the_device_and_says_what_is_installed():
+    versions, *ways = measured(
+        ("smoke", "versions"), ("smoke", "torch, triton, backward"), ("smoke", "torch, triton, table on the device"),
+        ("smoke", "jax, triton, forward"),
+    )  # fmt: skip
+    assert {"python", "torch", "triton", "jax", "driver", "flash-attn-4"} <= set(versions["notes"])
+    assert all(way["figures"]["s"]["took"] > 0 for way in ways)
+
+
+def test_the_parts_of_the_first_hour_come_first_and_in_order():
+    from gpu_parts import PARTS
+    from gpu_scale import FULL
+
+    assert [*PARTS][:5] == ["smoke", "right", "tune", "speed", "profile"]
+    assert PARTS["smoke"].minutes == 3
+    assert all(part.minutes <= 7.5 and part.limit <= 60 * part.minutes for part in PARTS.values())
+    assert next(iter(PARTS["tune"].rows(FULL))).startswith("forward, causal, D 128, 3 stages")
+    assert any("4 stages" in row for row in PARTS["tune"].rows(FULL))
+    assert next(iter(PARTS["speed"].rows(FULL))) == "forward: causal, D 128"
+    entries = {*cases.masks(1000), *cases.mods(1000)}
+    dtypes = ("bfloat16", "float16")
+    wanted = {f"{backend}, {name}, {dtype}" for backend in ("triton", "gluon") for name in entries for dtype in dtypes}
+    assert {*PARTS["right"].rows(FULL)} == wanted
+
+
+def test_a_row_that_hangs_is_stopped():
+    child = gpu.Child("smoke", "versions", dry=True)  # it waits for a word that nobody says
+    with child.limited(0.2):
+        child.process.wait()
+    assert child.failure().startswith("stopped: no answer in 0 s")
+    assert child.process.returncode == -signal.SIGKILL
+
+
+def test_a_wrong_result_is_a_failure_of_its_part():
+    good = {"rows": {"64": {"figures": {"error": {"out": 0.1}}}, "count": {"figures": {"cases": {"failed": 0}}}}}
+    bad = {"rows": {**good["rows"], "count": {"figures": {"cases": {"failed": 1}}}}}
+    assert not gpu.failures(good)
+    assert gpu.failures(bad)
+    nan = torch.tensor([0.0, float("nan")])
+    assert gpu_right.error(nan, torch.ones(2)) == float("inf")
+    assert gpu_right.error(torch.tensor([1.0, 1.5]), torch.tensor([1.0, 2.0])) == 0.25
+
+
+def test_counters_are_read_from_what_ncu_writes():
+    text = """==PROF== Connected to process 1
+"ID","Kernel Name","gpu__time_duration.sum","dram__bytes.sum"
+"","","nsecond","byte"
+"0","attention_forward","12,345","1,000"
+"""
+    assert gpu_profile.read(text) == {
+        "attention_forward": {"figures": {"count": {"ns": 12345.0, "bytes of memory": 1000.0}}}
+    }
+    with pytest.raises(ValueError, match="ncu counted nothing: ==ERROR== no permission"):
+        gpu_profile.read("==ERROR== no permission")
 
 
 @pytest.mark.matrix
 def test_every_part_of_jax():
     forward, backward, window, correct = measured(
         ("jax-forward", "window 1024, D 16"), ("jax-backward", "causal, D 16"), ("jax-window", "window 1024, D 16"),
-        ("jax-correctness", "triton, forward, float32"),
+        ("jax-cases", "triton, forward, float32"),
     )  # fmt: skip
     assert set(forward["rows"]["48"]["figures"]["tflops"]) == {"triton", "xla"}
     found = backward["rows"]["48"]["figures"]
@@ -64,19 +132,20 @@ def test_every_part_of_jax():
 
 @pytest.mark.matrix
 def test_rows_are_kept_and_resumed(tmp_path):
-    command = ["forward", "--dry", "--only", "full", "--into", str(tmp_path)]
+    command = ["speed", "--dry", "--only", "forward: full", "--into", str(tmp_path)]
     twice = f"from gpu import main\nfor _ in range(2): print('status', main({command}))"
     first, again = python("-c", twice).split("status 0\n")[:2]
-    assert first.startswith("full, D 16\n    48\n")
+    assert first.startswith("forward: full, D 16\n    48\n")
     assert again == ""
-    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]["forward"]
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]["speed"]
     assert found["machine"]["gpu"] == "none: Triton's interpreter"
-    assert list(found["rows"]) == ["full, D 16"]
+    assert list(found["rows"]) == ["forward: full, D 16"]
 
 
 @pytest.mark.slow
 def test_parts_that_start_others():
-    first, correct = measured(("first", "frisket, with gradients"), ("correctness", "triton_interpreted.py"))
+    case = "lowering/kernels/triton/triton_interpreted.py"
+    first, correct = measured(("first", "frisket, with gradients"), ("cases", case))
     assert first["figures"]["s"]["cold"] > 0
     assert correct["figures"]["cases"]["passed"] > 0
     assert correct["figures"]["cases"]["failed"] == 0

@@ -1,7 +1,38 @@
 """benchmarks/tpu_tables.py at a few tokens: its parts run, and count what there is."""
 
 import pytest
+import tpu_bundles
 import tpu_tables
+
+
+def test_a_schedule_falls_into_steps_tiles_and_rows():
+    """Of a text as libtpu writes it: branches that skip what begins a row, two kinds of tiles, and what ends a row."""
+    lines, parts = ["LH: loop header", "   0 : { %0 = nop }", " 0x1 LB: > { %1 = nop }"], [70, 100, 120, 90]
+    for region, size in enumerate(parts):
+        bundle = "%3 = vmatmul.bf16.gmra.mxu0 ;; %4 = vpop" if region in (1, 2) else "%3 = vst [vmem:[%4]]"
+        lines += [
+            f" 0x2 : > {{ %2 = sbr.rel (%p{region}) target = $region{region} }}",
+            *[f" 0x3 : > {{ {bundle} }}"] * size,
+        ]
+        lines += [f" 0x4 PF: > {{ %5 = nop }} /* Start/End empty region {region} :: Start region 9{region} */"]
+    lines += [" 0x5 LB: >> { %6 = nop }", " 0x6 : > { %7 = nop }", " 0x7 : { %8 = nop }"]
+    schedule = tpu_bundles.read("\n".join(lines))
+    assert schedule == tpu_bundles.Schedule(step=1 + 2 * 4 + 2, tiles=(100, 120), row=70 + 90, loops=1)
+    assert schedule.total(steps=7, rows=2, tiles=(3, 4)) == 7 * 11 + 2 * 160 + 3 * 100 + 4 * 120
+
+
+@pytest.mark.parametrize("kernel", tpu_tables.ENTRIES)
+def test_steps_tiles_and_rows_are_counted(kernel):
+    """8,192 causal tokens in tiles of 512 x 1024: 72 of 128, 16 at the border; our backward has tiles of 512 x 512."""
+    causal = tpu_tables.COMPARED["causal"]
+
+    def counts(total, kinds):
+        units = [tpu_bundles.Schedule(1, (0,) * kinds, 0, 0), tpu_bundles.Schedule(0, (0,) * kinds, 1, 0)]
+        units += [tpu_bundles.Schedule(0, tuple(int(i == j) for j in range(kinds)), 0, 0) for i in range(kinds)]
+        return [total(causal, 8192, kernel, unit) for unit in units]
+
+    assert counts(tpu_tables.our_total, 2) == ([72, 16, 56, 16] if kernel == "forward" else [136, 16, 120, 16])
+    assert counts(tpu_tables.splash_total, 1) == [128, 8 if kernel == "dkv" else 16, 72]
 
 
 @pytest.mark.matrix

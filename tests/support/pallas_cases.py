@@ -12,7 +12,7 @@ from frisket.dsl.ir import build, lit, lookup, to_float
 from frisket.dsl.sugar import eq, function, h, k, q, score
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels.jnp_expr import JNP
-from frisket.lowering.kernels.pallas_tpu.walk import TpuWalk, walk
+from frisket.lowering.kernels.pallas_tpu.walk import TpuSearch, TpuWalk, walk
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, make_plan
 from support.attention_cases import Case, causal
 
@@ -41,14 +41,15 @@ def long_plan(case: Case, dropout: bool = False) -> LoopPlan:
     return make_plan(case.mask, case.score, "the text", limits=limits, dropout=dropout)
 
 
-def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1) -> TpuWalk:
-    """Of tiles on and below the diagonal; with `group` as in a grid of key heads."""
+def causal_walk(geometry: Geometry, block: tuple[int, int], group: int = 1, parts: int = 1) -> TpuWalk | TpuSearch:
+    """Of tiles on and below the diagonal; with `group` for programs of key heads, with `parts` of so many query
+    heads."""
     rows, columns = -(-geometry.q_len // block[0]), -(-geometry.kv_len // block[1])
     last = np.arange(rows)
     full = np.minimum(last * block[0] // block[1], columns)
     bounds = np.stack([0 * last, 0 * last, full, np.minimum(full + 1, columns)], 1)[None, :, None].astype(np.int32)
     slice_of = np.zeros((geometry.batch, geometry.heads), np.int32)
-    return walk(Spans(bounds, np.ones((1, rows), np.int32), slice_of), columns, group)
+    return walk(Spans(bounds, np.ones((1, rows), np.int32), slice_of), columns, group, parts)
 
 
 def shapes_of(tree: object, sharding: jax.sharding.Sharding | None = None) -> object:

@@ -30,14 +30,13 @@ from . import inputs as pallas_inputs
 from .forward import check, head
 from .inputs import Down, TableInputs, place
 from .skeletons.backward import BY_DIFFERENCE, BY_DISTANCE, FINITE, LAID, SKELETON
-from .skeletons.inputs import TURN
-from .walk import NAMES, locate
+from .skeletons.inputs import UPRIGHT, WIDE
+from .walk import TpuProgram, locate, names, passed, static_arguments
 
 LARGEST = 512  # a side of a tile that nobody asks for
 ONE = lit(1.0)
 ATOMS = r"[\w.]+(\[[\w., ]+\])?"
 LINES = "lines = (q_tiles * BLOCK_Q + k_tiles * BLOCK_K) // 128  # of sums by distance"
-KEY_ROWS = "heads=kv_heads, rows=k_tiles, fold=fold, parts=GROUP // fold"
 NONE: Mapping[int, Gradient] = MappingProxyType({})
 CAST = [
     "dtype = query.dtype  # TPUs compute no float16",
@@ -74,31 +73,56 @@ def with_tiles(target: Target) -> Target:
 
 
 def dq(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    wanted: Collection[str],
+    strided: bool = True,
+    together: int = 1,
+    search: bool = False,
 ) -> Source | None:
     """The kernel that owns rows of query tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over in ("head", "row", "diagonal")}
     arrays = {"q"} & set(wanted)
     if not mine and not arrays:
         return None
-    return _TpuQueryGradients(plan, target.dq or target, geometry, dtype, mine, arrays, strided=strided).source()
+    return _TpuQueryGradients(
+        plan, target.dq or target, geometry, dtype, mine, arrays, strided=strided, together=together, search=search
+    ).source()
 
 
 def dkv(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: Collection[str], strided: bool = True
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    wanted: Collection[str],
+    strided: bool = True,
+    search: bool = False,
 ) -> Source | None:
     """The kernel that owns rows of key tiles; None where no gradient of it is wanted."""
     mine = {i: g for i, g in captured(plan, wanted) if g.over == "column"}
     arrays = {"k", "v"} & set(wanted)
     if not mine and not arrays:
         return None
-    return _TpuKeyGradients(plan, target.dkv or target, geometry, dtype, mine, arrays, strided=strided).source()
+    return _TpuKeyGradients(
+        plan, target.dkv or target, geometry, dtype, mine, arrays, strided=strided, search=search
+    ).source()
 
 
-def terms(plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool = True) -> Source:
+def terms(
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    number: int,
+    strided: bool = True,
+    search: bool = False,
+) -> Source:
     """The kernel of the shares of all positions in the gradient of this number."""
     gradients = {number: backward_of(plan).gradients[number]}
-    return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided).source()
+    return _Terms(plan, target.dq or target, geometry, dtype, gradients, strided=strided, search=search).source()
 
 
 def captured(plan: LoopPlan, wanted: Collection[str]) -> list[tuple[int, Gradient]]:
@@ -115,20 +139,23 @@ class _TpuKernel:
 
     def __init__(
         self, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, gradients: Mapping[int, Gradient] = NONE,
-        arrays: Collection[str] = (), *, strided: bool = True,
+        arrays: Collection[str] = (), *, strided: bool = True, together: int = 1, search: bool = False,
     ) -> None:  # fmt: skip
-        """`strided` is as of `TableInputs`."""
+        """`strided` and `together` are as of `TableInputs`, `search` as of `forward.emit`."""
         check(plan, target, dtype)
         derived = backward_of(plan)
         self.plan, self.target, self.geometry, self.dtype = plan, target, geometry, dtype
         self.gradients, self.arrays = gradients, arrays
         self.slope = derived.slope if {"q", "k"} & set(arrays) else None
         self.inner = bool({"q", "k"} & set(arrays) or gradients)  # whether dm is wanted; for dv alone p suffices
-        self.careful = plan.guard or derived.guard
-        self.group = geometry.heads // geometry.kv_heads
+        # a full tile has no empty row: its scores are -inf only where a score mod makes them so
+        self.careful = derived.guard or (plan.guard and plan.score is not None)
+        self.group, self.search = geometry.heads // geometry.kv_heads, search
+        keys = self.down == "k"
+        self.program = TpuProgram(self.group if keys else together, self.group, keys)
         self.survivor = build("div", ONE, build("sub", ONE, param(plan.rate, FLOAT))) if plan.rate else None
         roots = [plan.mask, plan.score, self.slope, plan.kept, self.survivor, *(g.weight for g in gradients.values())]
-        self.inputs: TableInputs = place([e for e in roots if e is not None], self.down, strided)
+        self.inputs: TableInputs = place([e for e in roots if e is not None], self.down, strided, together)
         self.turned = "{}.swapaxes(1, 2)" + (".astype(dtype)" if dtype == "float16" else "")
         self.functions: list[str] = []
         self.scratch: list[str] = []
@@ -148,8 +175,10 @@ class _TpuKernel:
     def keeps(self, name: str, shape: str, value: str = "") -> None:
         """Declare a scratch array of a row of tiles, which starts as `value` or 0."""
         self.scratch.append(name)
-        self.scratch_shapes.append(f"pltpu.VMEM({shape}, Float),")
-        self.start.append(f"{name}[...] = {value or f'jnp.zeros({name}.shape, Float)'}")
+        holes = self.program.holes
+        self.scratch_shapes.append(f"pltpu.VMEM(({holes['shared']}{shape[1:]}, Float),")
+        zeros = f"jnp.zeros({name}.{holes['shape']}, Float)"
+        self.start.append(f"{name}[{holes['own']}] = {value or zeros}")
 
     def gives(self, result: str | int, name: str, spec: str, shape: str, shown: str, said: str) -> None:
         """Declare a result: an array `name` by `spec`, of `shape` and dtype, which a caller gets as `shown` with it for
@@ -173,27 +202,32 @@ class _TpuKernel:
 
     # -- a visit --
 
-    def tile(self) -> list[str]:
-        """The lines from two tiles to their p, and where they are wanted dm and ds."""
+    def tile(self, after_p: Collection[str] = ()) -> list[str]:
+        """The lines from two tiles to their p, what comes after it, and where they are wanted dm and ds."""
         down = self.down == "q"
         one, two = ("q", "k") if down else ("k", "q")
-        names = ("lse", "low", "delta")
-        lse, low, delta = (f"{n}[...]" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names))
+        names = ("lse", "delta")
+        own, part = (self.program.holes[n] for n in ("own", "part"))
+        lse, delta = (
+            f"wide({n}[{own}], BLOCK_K)" if down else f"of_rows_ref[0, 0, {i}:{i + 1}]" for i, n in enumerate(names)
+        )
+        refs = {n: f"{n}_ref[0, {part if n in ('q', 'dout') else 0}]" for n in ("q", "k", "v", "dout")}
         lines = [
             *pallas_inputs.here(self.plan, self.inputs),
-            f"s = rows_by_rows({one}_ref[0, 0], {two}_ref[0, 0]) * SCALE",
+            f"s = rows_by_rows({refs[one]}, {refs[two]}) * SCALE",
         ]
         lines += self._named("m", "s" if self.plan.score is None else self.plan.score, "y")
         lines += ["if partial:  # the mask", *_indented(self._hide())]
-        lines.append(f"p = jnp.exp(m - {lse} - {low})")
+        lines.append(f"p = jnp.exp(m - {lse})")
         select = "p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN"
         lines += [select] if self.careful else ["if partial:", f"    {select}"]
         if self.plan.kept is not None and self.survivor is not None:
             (made, kept), (_, survivor) = self._value(self.plan.kept, "w"), self._value(self.survivor, "u")
             lines += [*made, f"kept = jnp.where({kept}, {survivor}, 0.0)"]
+        lines += after_p
         if self.inner:
             one, two = ("dout", "v") if down else ("v", "dout")
-            lines.append(f"dp = rows_by_rows({one}_ref[0, 0], {two}_ref[0, 0])")
+            lines.append(f"dp = rows_by_rows({refs[one]}, {refs[two]})")
             lines += self._product("dm", "p", f"{'dp' if self.survivor is None else 'dp * kept'} - {delta}")
         return lines
 
@@ -240,7 +274,8 @@ class _TpuKernel:
     def source(self) -> Source:
         visit = self.build()
         plan, inputs, down = self.plan, self.inputs, self.down == "q"
-        numbers = [*NAMES, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan)]
+        walk, holes = names(self.search), self.program.holes
+        numbers = [*walk, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan)]
         arrays = {"q": "query", "k": "key"} | ({"v": "value"} if self.inner else {})
         arrays |= {"dout": "dout", "of_rows": "of_rows"}
         blocks = [*inputs.blocks, *self.zeros]
@@ -248,20 +283,22 @@ class _TpuKernel:
         prefetched = len(numbers) + len(inputs.scalars)
         static = {"at": "at", "q_len": "q_len", "kv_len": "kv_len"} | ({"q_tiles": "q_tiles"} if self.clear else {})
         static |= {f"{t}_shape": f"{t}.shape" for t in inputs.picked}
-        text = head(self.title, plan, self.target, self.geometry, self.dtype, inputs.needs_math) + filled(
+        constants, tiles = self.program.constants, ("q_tiles", "k_tiles")[:: 1 if down else -1]
+        opening = head(self.title, plan, self.target, self.geometry, self.dtype, inputs.needs_math, constants)
+        text = opening + filled(
             SKELETON,
+            **holes,
             definitions=[*pallas_inputs.definitions(inputs), *_functions(self.functions)],
-            locate=locate(grouped=not down).splitlines(),
+            locate=locate(self.search, self.program.heads, grouped=not down).splitlines(),
+            walk=", ".join(walk),
+            tables=len(walk),
             refs=wrap(f"{', '.join(refs)},", 112),
             outputs=", ".join(self.outputs),
             scratch=", ".join([*inputs.kept.values(), *self.scratch]),
             static=", ".join(static),
             given=", ".join(f"{n}={x}" for n, x in static.items()),
-            axis="head" if down else "kv_head",
-            axes="heads" if down else "kv_heads",
-            located="q_tile, k_tile" if down else "k_tile, part, q_tile",
-            sizes="heads=heads, rows=q_tiles" if down else KEY_ROWS,
-            head=[] if down else ["head = kv_head * GROUP + part"],
+            sizes=static_arguments(self.search, not down, holes["programs"], *tiles),
+            head=self.program.head,
             clear=["", "@pl.when(step == 0)", "def clear():", *_indented(self.clear)] if self.clear else [],
             start=self.start,
             visit=visit,
@@ -271,8 +308,9 @@ class _TpuKernel:
             said=self.said,
             cast=CAST if self.dtype == "float16" else [],
             before=[*pallas_inputs.before(plan, inputs), *[LINES] * bool(self.clear)],
-            passed=", ".join([*numbers, *(inputs.picked.get(n, n) for n in inputs.scalars)]),
-            placed="b, h, q_tile, k_tile" if down else "b, h * GROUP + part, q_tile, k_tile",
+            passed=", ".join(
+                [*passed(self.search), *numbers[len(walk) :], *(inputs.picked.get(n, n) for n in inputs.scalars)]
+            ),
             number=prefetched,
             of_values=["pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),"] if self.inner else [],
             specs=[*pallas_inputs.specs(inputs), *["pl.BlockSpec(memory_space=pl.ANY),"] * len(self.zeros)],
@@ -290,12 +328,11 @@ class _TpuQueryRows(_TpuKernel):
     """Kernels that own rows of query tiles."""
 
     def numbers(self) -> None:
-        """The lines of lse, low and delta, upright, and of values of the queries of a row of tiles."""
-        if not self.inputs.kept:
-            self.needs(TURN)
+        """The lines of lse and delta, upright, and of values of the queries of a row of tiles."""
+        self.needs(UPRIGHT, WIDE)
         self.start += pallas_inputs.turned(self.inputs)
-        for i, name in enumerate(("lse", "low", "delta")):
-            self.keeps(name, "(BLOCK_Q, 1)", f"turned(of_rows_ref[0, 0, {i}:{i + 1}])")
+        for i, name in enumerate(("lse", "delta")):
+            self.keeps(name, "(BLOCK_Q, 128)", f"upright(of_rows_ref[0, {self.program.holes['part']}, {i}:{i + 1}])")
 
     def present(self, added: str) -> list[str]:
         """The lines that set positions past the last query to 0."""
@@ -316,15 +353,19 @@ class _TpuQueryGradients(_TpuQueryRows):
     def build(self) -> list[str]:
         self.numbers()
         lines = self.tile()
+        own, part, together = (self.program.holes[n] for n in ("own", "part", "together"))
         if "q" in self.arrays:
             self.keeps("dq", "(BLOCK_Q, dim)")
-            spec, shape = "pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query)", "(batch, heads, q_len, dim), query.dtype"
+            spec, shape = (
+                f"pl.BlockSpec((1, {together}, BLOCK_Q, dim), at_query)",
+                "(batch, heads, q_len, dim), query.dtype",
+            )
             self.gives("q", "dq", spec, shape, self.turned, "dq [batch, q_len, heads, dim]")
-            self.finish.append("dq_ref[0, 0] = (dq[...] * SCALE).astype(dq_ref.dtype)")
+            self.finish.append(f"dq_ref[0, {part}] = (dq[{own}] * SCALE).astype(dq_ref.dtype)")
             self.needs(FINITE)
             made, ds = self.times("ds", self.slope)
             keys = "keys = finite(k_ref[0, 0]) if partial else k_ref[0, 0]"
-            lines += [*made, keys, f"dq[...] += rows_by_columns({ds}, keys)"]
+            lines += [*made, keys, f"dq[{own}] += rows_by_columns({ds}, keys)"]
         for i, g in self.gradients.items():
             made, added = self.times(f"d{i}", g.weight, f"g{i}_")
             lines += [*made, *(self._distance(i, added) if g.over == "diagonal" else self._sum(i, added))]
@@ -388,15 +429,13 @@ class _TpuKeyGradients(_TpuKernel):
         turned = pallas_inputs.turned(self.inputs)
         lines = turned if self.group > 1 else []  # the head may be another one
         self.start += [] if self.group > 1 else turned
-        lines = [*lines, *self.tile()]
         for name, width in (("k", "dim"), ("v", "v_dim")):
             if name in self.arrays:
                 self.keeps(f"d{name}", f"(BLOCK_K, {width})")
                 spec = f"pl.BlockSpec((1, 1, BLOCK_K, {width}), at_key)"
                 shape = f"(batch, kv_heads, kv_len, {width}), query.dtype"
                 self.gives(name, f"d{name}", spec, shape, self.turned, f"d{name} [batch, kv_len, kv_heads, {width}]")
-        if "v" in self.arrays:
-            lines += self._dv()
+        lines += self.tile(self._dv() if "v" in self.arrays else [])  # p is done with before dp is computed
         if "k" in self.arrays:
             self.needs(FINITE)
             made, ds = self.times("ds", self.slope)

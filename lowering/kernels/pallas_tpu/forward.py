@@ -5,6 +5,7 @@ The walk over the tiles is `walk.py`, what expressions read is `inputs.py`; both
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from textwrap import wrap
 
 from frisket.dsl.errors import LoweringError
@@ -16,6 +17,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, Target
 from . import inputs as pallas_inputs
 from . import walk as pallas_walk
 from .skeletons.forward import AT_KEY, AT_PAGE, HEAD, LOW, SINK, SKELETON, TOGETHER, UNWRITTEN
+from .skeletons.inputs import WIDE
 
 LANES = 128
 PARTS, LONGEST = 8, 1024  # pages and keys of a tile of pages, at most: each page is an operand
@@ -82,7 +84,10 @@ def check(plan: LoopPlan, target: Target, dtype: str) -> None:
         )
 
 
-def head(title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, needs_math: bool) -> str:
+def head(
+    title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, needs_math: bool,
+    constants: Collection[str] = (),
+) -> str:  # fmt: skip
     """The head of the module: a docstring of its computation, imports, constants."""
     return filled(
         HEAD,
@@ -92,6 +97,7 @@ def head(title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: 
         block_q=target.block_q,
         block_k=target.block_k,
         group=geometry.heads // geometry.kv_heads,
+        sharing=list(constants),
         scale=repr(float(geometry.scale)),
         exact="DEFAULT" if dtype == "bfloat16" else "HIGHEST",
     )
@@ -99,16 +105,20 @@ def head(title: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: 
 
 def emit(
     plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, sinks: bool = False, strided: bool = True,
-    narrow: bool = False, low: bool = False,
+    narrow: bool = False, low: bool = False, together: int = 1, search: bool = False,
 ) -> str:  # fmt: skip
     """The source of a module. Its `attention_forward(query, key, value, walk, origin, sizes, slots, tables, sinks)`
-    takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk`, and
-    numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks` it has them; `strided` is as of
-    `TableInputs`; `narrow` says that keys and values have 8 bits: they are converted tile by tile; `low` asks for what
-    rounding took from lse too, which a backward takes."""
+    takes JAX arrays [batch, length, heads, dim], of keys in pages [pages, tokens, heads, dim], a `walk.TpuWalk`, with
+    `search` a `walk.TpuSearch`, and numbers and tables in the order of the plan; it gives (out, lse, top). With `sinks`
+    it has them; `strided` is as of `TableInputs`; `narrow` says that keys and values have 8 bits: they are converted
+    tile by tile; `low` asks for what rounding took from lse too, which a backward takes; `together` query heads of a
+    group are one program."""
     check(plan, target, dtype)
-    inputs = pallas_inputs.place(roots(plan), strided=strided)
-    numbers = [*pallas_walk.NAMES, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *["sinks"] * sinks]
+    inputs = pallas_inputs.place(roots(plan), strided=strided, together=together)
+    program = pallas_walk.TpuProgram(together, geometry.heads // geometry.kv_heads)
+    words = program.holes
+    walk = pallas_walk.names(search)
+    numbers = [*walk, "ints", "q_origin", "k_origin", *pallas_inputs.floats(plan), *["sinks"] * sinks]
     if plan.pages:
         numbers.append("pages")
     parts = target.block_k // plan.page if plan.pages and target.block_k > plan.page else 1
@@ -119,10 +129,16 @@ def emit(
     lengths = ["q_len", "kv_len"] if unwritten else ["kv_len"]
     blocks = inputs.blocks
     shapes = [f"{n}_shape" for n in inputs.picked]
-    return head("Attention forward", plan, target, geometry, dtype, inputs.needs_math) + filled(
+    return head("Attention forward", plan, target, geometry, dtype, inputs.needs_math, program.constants) + filled(
         SKELETON,
+        **words,
+        wide=WIDE.strip().splitlines(),
         definitions=_paged(plan, target, parts) + pallas_inputs.definitions(inputs, turns=unwritten),
-        locate=pallas_walk.locate(grouped=False).splitlines(),
+        locate=pallas_walk.locate(search, together, grouped=False).splitlines(),
+        walk=", ".join(walk),
+        tables=len(walk),
+        sizes=pallas_walk.static_arguments(search, False, words["programs"], "q_tiles", "k_tiles"),
+        head=program.head,
         refs=wrap(f"{', '.join([*refs, *(f'{n}_ref' for n in blocks)])},", 116),
         kept="".join(f"{n}, " for n in inputs.kept.values()),
         static=", ".join(["at", *lengths, *shapes]),
@@ -136,10 +152,10 @@ def emit(
         weigh=_weighed(plan, inputs),
         sink=SINK if sinks else [],
         low_ref=" low_ref," * low,
-        low=LOW if low else [],
+        low=[line.format(words["part"]) for line in LOW] if low else [],
         named=", low" * low,
         rows=2 + low,
-        out=_out(plan, sinks),
+        out=_out(plan, sinks, words["own"]),
         lengths=_lengths(plan),
         cast=[] if dtype != "float16" else CAST_QUERY if narrow else CAST_ALL,
         narrowed=".astype(dtype)" if dtype == "float16" else "",
@@ -150,11 +166,14 @@ def emit(
             * bool(plan.pages),
         ],
         passed=", ".join(
-            ["pages.reshape(-1)" if n == "pages" else n for n in numbers]
+            pallas_walk.passed(search)
+            + ["pages.reshape(-1)" if n == "pages" else n for n in numbers[len(walk) :]]
             + [inputs.picked.get(n, n) for n in inputs.scalars]
         ),
         number=len(numbers) + len(inputs.scalars),
-        at_key=filled(AT_PAGE, pages=3 + len(numbers) - 1).splitlines() if plan.pages else AT_KEY,
+        at_key=filled(AT_PAGE, pages=3 + len(numbers) - 1 - 2, kv_head=words["kv_head"]).splitlines()
+        if plan.pages
+        else [line.format(words["kv_head"]) for line in AT_KEY],
         of_keys=_specs(plan, parts),
         given=", ".join([f"{n}={n}" for n in lengths] + [f"{n}_shape={n}.shape" for n in inputs.picked]),
         specs=pallas_inputs.specs(inputs),
@@ -219,8 +238,8 @@ def _assigned(root: Expr | None, inputs: pallas_inputs.TableInputs, temporary: s
     return [*lines, form.format(value)]
 
 
-def _out(plan: LoopPlan, sinks: bool) -> str:
-    out = "acc[...] * shrink" if sinks else "acc[...]"
+def _out(plan: LoopPlan, sinks: bool, own: str) -> str:
+    out = f"acc[{own}] * wide(shrink, acc.shape[-1])" if sinks else f"acc[{own}]"
     if plan.rate is None:
         return out
     return f"{out} / (1.0 - {_rate(plan)})"

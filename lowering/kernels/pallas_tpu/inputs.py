@@ -63,12 +63,18 @@ class TableInputs:
     roots: tuple[Expr, ...]
     down: Down
     strided: bool = True  # TPUs from v5 on roll each row by another number
+    together: int = 1  # query heads of a program, each with values of the positions down
     heads: dict[Expr, str] = field(default_factory=dict)
     queries: dict[Expr, str] = field(default_factory=dict)
     keys: dict[Expr, str] = field(default_factory=dict)
     distances: dict[Expr, str] = field(default_factory=dict)
     pairs: dict[Expr, str] = field(default_factory=dict)
     picked: dict[str, str] = field(default_factory=dict)  # table -> its entries, flat
+
+    @property
+    def own(self) -> str:
+        """The index of a head's share of scratch."""
+        return "..." if self.together == 1 else "part"
 
     def outside(self) -> dict[Expr, str]:
         """The nodes computed before the kernel."""
@@ -107,9 +113,9 @@ class TableInputs:
         return [*self.queries.values(), *self.keys.values(), *self.distances.values(), *self.pairs.values()]
 
 
-def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True) -> TableInputs:
+def place(roots: Iterable[Expr], down: Down = "q", strided: bool = True, together: int = 1) -> TableInputs:
     """Decide for every lookup of these expressions how its values reach the kernel."""
-    inputs = TableInputs(tuple(mosaic(e) for e in roots), down, strided)
+    inputs = TableInputs(tuple(mosaic(e) for e in roots), down, strided, together)
     for root in inputs.roots:
         _place(root, inputs)
     for node in inputs.left():
@@ -213,7 +219,7 @@ def in_kernel(root: Expr, inputs: TableInputs, temporary: str) -> tuple[list[str
     forms |= {
         "queries": "{}_ref[0, 0]",
         "keys": "{}_ref[0, 0]",
-        ("queries" if inputs.down == "q" else "keys"): "{}[...]",
+        ("queries" if inputs.down == "q" else "keys"): f"{{}}[{inputs.own}]",
     }
     if inputs.down == "k":
         forms["pairs"] += ".T"
@@ -288,12 +294,12 @@ def here(plan: LoopPlan, inputs: TableInputs) -> list[str]:
 
 def turned(inputs: TableInputs) -> list[str]:
     """The lines that fill the scratch of a row of tiles, at its start."""
-    return [f"{n}[...] = turned({n}_ref[0, 0])" for n in inputs.kept.values()]
+    return [f"{n}[{inputs.own}] = turned({n}_ref[0, 0])" for n in inputs.kept.values()]
 
 
 def scratch(inputs: TableInputs) -> list[str]:
     """The scratch arrays of a row of tiles."""
-    size = "BLOCK_Q" if inputs.down == "q" else "BLOCK_K"
+    size = ("" if inputs.together == 1 else "HEADS, ") + ("BLOCK_Q" if inputs.down == "q" else "BLOCK_K")
     return [f"pltpu.VMEM(({size}, 1), {memory(e.type)})," for e in inputs.kept]
 
 

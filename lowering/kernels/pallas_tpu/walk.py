@@ -1,9 +1,13 @@
 """The walk of Pallas TPU kernels over the spans of a mask: tables in scalar memory, and the text that reads them.
 
-The grid is (batch, heads, steps). The rows of tiles of a slice follow one another in one sequence of steps, each with
-as many steps as it visits tiles, so that the pipeline fetches the first tiles of a row while the last of the row before
-are computed. A row that sees nothing has one step, which visits nothing. `steps`, the longest sequence of any slice, is
-a number of run time, like all that depends on the spans' values: other values of one shape compile nothing.
+The grid is (batch, programs, steps), and a program is a query head, some heads of a group, or a key head. The rows of
+tiles of a slice follow one another in one sequence of steps, each with as many steps as it visits tiles, so that the
+pipeline fetches the first tiles of a row while the last of the row before are computed. A row that sees nothing has
+one step, which visits nothing. `steps`, the longest sequence of any slice, is a number of run time, like all that
+depends on the spans' values: other values of one shape compile nothing.
+
+`TpuWalk` has a word for each step: row, head and tile, and what is to be done there. Where a grid may have more steps
+than scalar memory has room for, `TpuSearch` has tables that grow with the rows alone, and every step looks its tile up:
 
     step       -> row        anchor[step >> shift] is the row of step >> shift << shift; `first` leads on from there
     step, row  -> position   step - first[row]: which of the row's visits this is
@@ -12,15 +16,17 @@ a number of run time, like all that depends on the spans' values: other values o
 A record is (begin, tile - position, full from, full to), in positions; begin is NONE where there is no record. Rows are
 tiles of queries and tiles are of keys (`spans.rows`: forward, dq), or the other way round (`spans.columns`: dk and dv).
 
-There the grid is (batch, key heads, steps), and the query heads of a group follow one another within a row. Where they
-share a slice the row's positions are gone through once for each of them (`fold` times); where they do not, their
-records stand one after another in one row: `parts` heads. Either `fold` or `parts` is the group, the other 1.
+A program of the forward or of dq has `parts` query heads of one slice: each visits a tile before any goes on to the
+next one, so that they share what is fetched of keys and values. A program of dk and dv is a key head, and the query
+heads of its group follow one another within a row of keys. Where they share a slice the row's positions are gone
+through once for each of them (`fold` times); where they do not, their records stand one after another in one row.
 
 Rows come in their order. A core runs its steps one after another, so nothing is gained by running long rows first.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,17 +37,28 @@ from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import Spans
 from frisket.lowering.planner.planner import DeviceSpans
 
-NAMES = ("slice_of", "shift", "anchor", "first", "records")
 ANCHORS = 16 * 1024  # entries of `anchor`, of all slices together
 NONE = np.iinfo(np.int32).max
 LONG = 4096  # entries of `slice_of`, from where on it is looked at whether they repeat
 SCALAR_BYTES = 512 * 1024  # scalar memory that a walk may take: half of what a core has
+VISITS, FULL, STARTS, ENDS = 1, 2, 4, 8  # what is to be done at a step, in the lowest FLAGS bits of its word
+FLAGS = 4
 
 
 class TpuWalk(NamedTuple):
-    """The tables of the walk, int32. `steps` is a number, the others vectors: `slice_of` [batch * heads], or where that
-    is long as few of its first entries as it repeats, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows
-    + 1)], `records` [slices * rows * records * 4]."""
+    """The table of the walk, int32. `steps` is a number; `slice_of` [batch * programs], or where that is long as few of
+    its first entries as it repeats; `words` [slices, room for steps] are row, part, tile and flags, from the highest
+    bits to the lowest."""
+
+    steps: Any
+    slice_of: Any
+    words: Any
+
+
+class TpuSearch(NamedTuple):
+    """The tables of a walk that has no room for its steps, int32. `steps` is a number, the others vectors: `slice_of`
+    as of `TpuWalk`, `shift` [1], `anchor` [slices * entries], `first` [slices * (rows + 1)], `records` [slices * rows *
+    records * 4]."""
 
     steps: Any
     slice_of: Any
@@ -51,43 +68,107 @@ class TpuWalk(NamedTuple):
     records: Any
 
 
+def names(search: bool) -> tuple[str, ...]:
+    """The vectors of a walk, as kernels call them."""
+    return (TpuSearch if search else TpuWalk)._fields[1:]
+
+
 def folded(slice_of: NDArray[np.int32], group: int) -> int:
     """The number of query heads of a key head that repeat one walk: all of the group, or one."""
     heads = slice_of.reshape(-1, group)
     return group if (heads == heads[:, :1]).all() else 1
 
 
-def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1) -> TpuWalk:
+def walk(spans: Spans | DeviceSpans, columns: int, group: int = 1, parts: int = 1) -> TpuWalk | TpuSearch:
     """The walk of `spans`, whose rows have `columns` tiles, in arrays of the same framework: numpy's or JAX's, traced
-    or not. With `group` for a grid of key heads.
+    or not. With `group` for programs of key heads, with `parts` for programs of so many query heads; raises where the
+    tables take more scalar memory than there is.
 
     >>> bounds = np.array([[[[0, 0, 1, 2]], [[0, 0, 0, 0]]]], np.int32)
     >>> made = walk(Spans(bounds, np.array([[1, 0]], np.int32), np.array([[0]], np.int32)), 2)
-    >>> int(made.steps), made.first.tolist(), made.records.tolist()
-    (3, [0, 2, 3], [0, 0, 0, 1, 2147483647, 0, 0, 0])
+    >>> int(made.steps), [f"{word:06b}" for word in made.words[0]]  # row, tile, ends, starts, full, visits
+    (3, ['000111', '011001', '101100', '100000'])
     """
-    host = isinstance(spans.bounds, np.ndarray)
     xp: Any = np
-    if not host:
+    if not isinstance(spans.bounds, np.ndarray):
         import jax.numpy as xp
     fold = folded(spans.slice_of, group)
     bounds, meant, slice_of = _of_groups(xp, spans, group // fold)
-    slice_of = _repeated(slice_of[:, ::fold] if fold > 1 else slice_of)
-    slices, rows, number, _ = bounds.shape
-    entries = min(1 << (rows * columns * fold - 1).bit_length(), max(1, ANCHORS // slices))
-    _check(slice_of.size + slices * (entries + rows + 1 + 4 * rows * number), rows * columns * fold)
-    lo, full_lo, full_hi, hi = (bounds[..., i] for i in range(4))
-    length = xp.where(meant, hi - lo, 0)
+    length = xp.where(meant, bounds[..., 3] - bounds[..., 0], 0)
+    programs = _repeated(slice_of[:, :: fold * parts])
+    slices, rows = length.shape[:2]
+    most, words = rows * columns * max(group, parts), SCALAR_BYTES // 4 - programs.size
+    room = most
+    if slices * room > words:
+        room = _steps_at_most(length, fold * parts)
+    bits = [(n - 1).bit_length() for n in (rows, max(group, parts), columns)]
+    if room and slices * room <= words and sum(bits) + FLAGS < 32:
+        return _listed(xp, bounds, length, programs, group, fold, parts, room, bits)
+    return _search(xp, bounds, length, _repeated(slice_of[:, ::fold]), most // parts, fold)
+
+
+def _steps_at_most(length: Any, times: int) -> int:
+    """A power of two from the steps of any slice on, so that other values seldom are another shape; 0 where they are
+    JAX's."""
+    if not isinstance(length, np.ndarray):
+        return 0
+    return 1 << (int(np.maximum(length.sum(-1), 1).sum(-1).max()) * times - 1).bit_length()
+
+
+def _listed(
+    xp: Any, bounds: Any, length: Any, slice_of: NDArray[np.int32], group: int, fold: int, parts: int, room: int,
+    bits: list[int],
+) -> TpuWalk:  # fmt: skip
+    bounds, length = xp.tile(bounds, (1, 1, fold, 1)), xp.tile(length, (1, 1, fold))
+    slices, _, number = length.shape
+    seen = length.sum(-1) > 0
+    length = xp.where(seen[..., None], length, xp.arange(number) == 0) * parts  # a row that sees nothing has a step
+    ends = xp.cumsum(length.reshape(slices, -1), -1)
+    begins, total = ends - length.reshape(slices, -1), ends[:, -1:]
+    here = xp.minimum(xp.arange(room), total - 1)  # a shorter sequence stays at its last tile
+
+    def of(values: Any, at: Any) -> Any:
+        return xp.take_along_axis(values, at, 1)
+
+    record = of(_counted(xp, begins, room).cumsum(-1) - 1, here)  # the last that begins at or before a step
+    row, lo = record // number, of(bounds[..., 0].reshape(slices, -1), record)
+    part = (here - of(begins, record)) % parts + record % number // (number // group)
+    sees = of(seen, row)
+    tile = xp.where(sees, lo + (here - of(begins, record)) // parts, 0)
+    full = sees & (tile >= of(bounds[..., 1].reshape(slices, -1), record))
+    full &= tile < of(bounds[..., 2].reshape(slices, -1), record)
+    starts = here - of(begins[:, ::number], row) < parts
+    finish = of(ends[:, number - 1 :: number], row) - here <= parts
+    flags = xp.where(xp.arange(room) < total, VISITS * sees + FULL * full + STARTS * starts + ENDS * finish, 0)
+    words = (((row << bits[1]) + part << bits[2]) + tile << FLAGS) + flags
+    return TpuWalk(*(xp.asarray(x, np.int32) for x in (total.max(), slice_of, words)))
+
+
+def _counted(xp: Any, places: Any, room: int) -> Any:
+    """The number of `places` [slices, ..] at each of the first `room`."""
+    slices = len(places)
+    at = (xp.minimum(places, room) + (room + 1) * xp.arange(slices)[:, None]).reshape(-1)
+    size = slices * (room + 1)
+    counts = np.bincount(at, minlength=size) if xp is np else xp.bincount(at, length=size)
+    return counts.reshape(slices, room + 1)[:, :room]
+
+
+def _search(xp: Any, bounds: Any, length: Any, slice_of: NDArray[np.int32], most: int, fold: int) -> TpuSearch:
+    slices, rows, number = length.shape
+    entries = min(1 << (most - 1).bit_length(), max(1, ANCHORS // slices))
+    _check(slice_of.size + slices * (entries + rows + 1 + 4 * rows * number), most)
+    lo, full_lo, full_hi = (bounds[..., i] for i in range(3))
     begin = xp.cumsum(length, -1) - length
     fields = xp.stack([xp.where(length > 0, begin, NONE), lo - begin, begin + full_lo - lo, begin + full_hi - lo], -1)
     records = xp.where((length > 0)[..., None], fields, xp.asarray([NONE, 0, 0, 0]))
     steps = xp.maximum(fold * length.sum(-1), 1)
     first = xp.concatenate([xp.zeros_like(steps[:, :1]), xp.cumsum(steps, -1)], -1)
-    most = first[:, -1].max()
-    shift = ((most - 1) >> xp.arange(31) >= entries).sum()  # the least that is enough
-    anchor = _anchors(xp, first[:, 1:], shift, entries)
+    longest = first[:, -1].max()
+    shift = ((longest - 1) >> xp.arange(31) >= entries).sum()  # the least that is enough
+    past = _counted(xp, -(-first[:, 1:] >> shift), entries).cumsum(-1)  # rows that end at or before an anchor
+    anchor = xp.minimum(past, rows - 1)
     flat = [xp.asarray(x.reshape(-1), np.int32) for x in (slice_of, shift, anchor, first, records)]
-    return TpuWalk(xp.asarray(most, np.int32), *flat)
+    return TpuSearch(xp.asarray(longest, np.int32), *flat)
 
 
 def _repeated(slice_of: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -114,17 +195,6 @@ def _of_groups(xp: Any, spans: Spans | DeviceSpans, parts: int) -> tuple[Any, An
     return bounds, meant, slice_of
 
 
-def _anchors(xp: Any, ends: Any, shift: Any, entries: int) -> Any:
-    """The number of rows that end at or before each 2**shift-th step: [slices, entries]."""
-    slices = len(ends)
-    at = -(-ends >> shift)  # the first anchor that is past the row
-    at = xp.minimum(at, entries) + (entries + 1) * xp.arange(slices)[:, None]
-    size = slices * (entries + 1)
-    past = np.bincount(at.reshape(-1), minlength=size) if xp is np else xp.bincount(at.reshape(-1), length=size)
-    rows = past.reshape(slices, entries + 1)[:, :entries].cumsum(-1)
-    return xp.minimum(rows, ends.shape[1] - 1)
-
-
 def _check(words: int, steps: int) -> None:
     if 4 * words > SCALAR_BYTES:
         raise LoweringError(
@@ -140,9 +210,20 @@ def _check(words: int, steps: int) -> None:
 # -- the text that reads them -----------------------------------------------------------------------
 
 _LOCATE = '''
+def locate(b, h, step, slice_of, words, $static):
+    """$what of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
+    places = slice_of.shape[0]
+    own = 0 if places == 1 else h if places == programs else b * programs + h
+    word = words[step] if words.shape[0] == room else words[slice_of[own] * room + step]
+    tile, row = word >> $flags & (1 << tile_bits) - 1, word >> tile_bits + $flags
+    $part
+    return ($result), $done
+'''
+
+_SEARCH = '''
 def locate(b, h, step, slice_of, shift, anchor, first, records, $static):
     """$what of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
-    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
+    at = slice_of[lax.rem(b * programs + h, Int(slice_of.shape[0]))]
     start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
     here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
 
@@ -177,12 +258,82 @@ position = position - turn * each
 """.strip().splitlines()
 
 
-def locate(grouped: bool) -> str:
-    """The text of the function `locate`. It gives ((row, tile), (visits, full, starts, ends)) of a step of (batch,
-    head), and with `grouped` ((row, head of the group, tile), ...) of a step of (batch, key head). The five vectors
-    come from scalar memory; `heads` of the grid, `rows`, `fold` and `parts` are static."""
-    if not grouped:
-        return filled(_LOCATE, static="heads, rows", what="(row, tile)", turn=[], part=[], result="row, tile")
-    part = ["part = turn + lax.div(found, Int(number // parts))  # the head of the group"]
-    static, what = "heads, rows, fold, parts", "(row, part, tile)"
-    return filled(_LOCATE, static=static, what=what, turn=_TURN, part=part, result="row, part, tile")
+def locate(search: bool, heads: int, grouped: bool) -> str:
+    """The text of the function `locate`: ((row, head of the program, tile), (visits, full, starts, ends)) of a step of
+    (batch, program), or without the head where a program has one of `heads`. The vectors come from scalar memory, the
+    arguments of `static` are static. `grouped` programs are key heads."""
+    result = "row, part, tile" if heads > 1 else "row, tile"
+    shared = {"what": f"({result})", "result": result, "static": ", ".join(_static(search, grouped))}
+    if search:
+        part = ["part = turn + lax.div(found, Int(number // parts))  # the head of the group"] if heads > 1 else []
+        return filled(_SEARCH, **shared, turn=_TURN if heads > 1 else [], part=part)
+    bits = (heads - 1).bit_length()
+    part = [f"part, row = row & {(1 << bits) - 1}, row >> {bits}"] if bits else []
+    done = ", ".join(f"word & {flag} != 0" for flag in (VISITS, FULL, STARTS, ENDS))
+    return filled(_LOCATE, **shared, flags=FLAGS, part=part, done=f"({done})")
+
+
+@dataclass(frozen=True)
+class TpuProgram:
+    """The text of a program: one of `heads` query heads of a group of so many, which owns rows of query tiles, or with
+    `keys` one of a key head and all of its group, which owns rows of key tiles."""
+
+    heads: int
+    group: int
+    keys: bool = False
+
+    @property
+    def holes(self) -> dict[str, str]:
+        """The holes of a skeleton."""
+        one, part = self.heads == 1, "part" if self.heads > 1 else ""
+        tiles = ["k_tile", "q_tile"] if self.keys else ["q_tile", "k_tile"]
+        size = "GROUP" if self.keys else "HEADS"
+        named = ("kv_head", "kv_heads") if self.keys else ("head", "heads") if one else ("program", "heads // HEADS")
+        divided = f"lax.div(h, Int({'GROUP' if one else 'GROUP // HEADS'}))"
+        side_by_side = not one and not self.keys  # a key head's queries come one after another
+        return {
+            "program": named[0],
+            "programs": named[1],
+            "located": ", ".join(filter(None, [tiles[0], part, tiles[1]])),
+            "placed": f"b, {'h' if one else f'h * {size} + part'}, q_tile, k_tile",
+            "kv_head": "h" if self.keys or self.heads == self.group else divided,
+            "query": "head" if self.keys else "_",
+            "of_query": "head" if self.keys else "h",
+            "together": "HEADS" if side_by_side else "1",
+            "own": "part" if side_by_side else "...",
+            "part": "part" if side_by_side else "0",
+            "shape": "shape[1:]" if side_by_side else "shape",
+            "shared": "HEADS, " if side_by_side else "",
+        }
+
+    @property
+    def constants(self) -> list[str]:
+        if self.keys or self.heads == 1:
+            return []
+        return [f"HEADS = {self.heads}  # query heads of a program, which share what is fetched of keys and values"]
+
+    @property
+    def head(self) -> list[str]:
+        """The line of the query head."""
+        program, size = ("kv_head", "GROUP") if self.keys else ("program", "HEADS")
+        if self.heads > 1:
+            return [f"head = {program} * {size} + part"]
+        return ["head = kv_head"] if self.keys else []
+
+
+def _static(search: bool, grouped: bool) -> list[str]:
+    if not search:
+        return ["programs", "room", "tile_bits"]
+    return ["programs", "rows", *["fold", "parts"] * grouped]
+
+
+def static_arguments(search: bool, grouped: bool, programs: str, rows: str, columns: str) -> str:
+    """The text of the static arguments of `locate`."""
+    values = {"programs": programs, "rows": rows, "fold": "fold", "parts": "GROUP // fold"}
+    values |= {"room": "words.shape[1]", "tile_bits": f"({columns} - 1).bit_length()"}
+    return ", ".join(f"{name}={values[name]}" for name in _static(search, grouped))
+
+
+def passed(search: bool) -> list[str]:
+    """The text of the vectors as a call passes them."""
+    return ["words.reshape(-1)" if name == "words" else name for name in names(search)]

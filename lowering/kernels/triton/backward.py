@@ -1,6 +1,6 @@
 """Writes the Triton backward kernels of a LoopPlan, by the formulas of `lowering.derive`.
 
-`attention_delta` works out two numbers per query; `attention_dq` owns a tile of queries and walks tiles of keys,
+`attention_delta` works out three numbers per query; `attention_dq` owns a tile of queries and walks tiles of keys,
 `attention_dkv` owns a tile of keys of one key head and walks tiles of queries. Both work the scores out anew: seven
 products where five would do, but no entry is added to by two programs, and results repeat bit for bit.
 """
@@ -49,7 +49,7 @@ def kernels(
 
 def bare(plan: LoopPlan) -> LoopPlan:
     """The plan of `attention_delta`: rows without mask, score mod or weights."""
-    return replace(plan, mask=None, score=None, bounds=None, kept=None, slots=(), tables=())
+    return replace(plan, slots=(), tables=(), mask=None, score=None, bounds=None, kept=None, by_query=None, by_key=None)
 
 
 def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> TritonKernel:

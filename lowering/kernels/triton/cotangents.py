@@ -10,11 +10,12 @@ from frisket.dsl.ir import Expr, lit, renamed
 from frisket.dsl.show import show
 from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import POSITION, ROW, SCALAR
+from frisket.lowering.kernels.expr import POSITION
 from frisket.lowering.plan import LoopPlan, Target
 
 from .parameters import arguments, taken
 from .rows import RowKernel
+from .units import machine
 from .writer import Dims, check_tile, masked
 
 
@@ -52,6 +53,8 @@ class GradientKernel(RowKernel):
     `slope` says that the kernel wants ds, `summed` are the sums it takes of dm; where it wants neither, p suffices.
     `asked` are other expressions that it uses per position."""
 
+    selects = True
+
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, summed: Iterable[Sum], *, slope: bool, swapped: bool = False,
         asked: Iterable[Expr] = (),
@@ -60,9 +63,9 @@ class GradientKernel(RowKernel):
         self.target = target
         derived = backward_of(plan)
         self.careful = derived.guard  # 0 * inf is NaN where nothing is seen
-        self.slope = expr.machine(derived.slope) if slope and derived.slope is not None else None
+        self.slope = machine(derived.slope, dims) if slope and derived.slope is not None else None
         self.kept = None if plan.kept is None else expr.machine(plan.kept)
-        self.sums = [(s, expr.machine(s.gradient.weight)) for s in summed]
+        self.sums = [(s, machine(s.gradient.weight, dims)) for s in summed]
         self.inner = slope or bool(self.sums)
         more = [e for e in (self.slope, self.kept, *(w for _, w in self.sums), *asked) if e is not None]
         super().__init__(plan, dims, target, more, swapped=swapped)
@@ -71,11 +74,11 @@ class GradientKernel(RowKernel):
     def holes(self) -> dict[str, Any]:
         own, index, block = ("k", "columns", "BLOCK_K") if self.swapped else ("q", "rows", "BLOCK_Q")
         ds = "ds" if self.slope is not None or not self.sums else "dm"
+        found = super().holes()
         return {
-            **super().holes(),
+            **found,
             "apart": self.e == "e",
             "e": self.e,
-            "plain": self.plan.score is None,
             "dropped": self.kept is not None,
             "rate": "" if self.kept is None else self.arguments[str(self.plan.rate)].name,
             "inner": self.inner,
@@ -84,8 +87,7 @@ class GradientKernel(RowKernel):
             "own_e": self.tile_mask("e", "present"),
             "store_d": self.tile_mask("d", "present", other=""),
             "store_e": self.tile_mask("e", "present", other=""),
-            "scale": " * scale" if self.score else "",
-            "exponent": "modified * LOG2E" if self.score else "score * unit",  # the forward's own product
+            "exponent": f"{'modified' if self.score else 'score'} * {found['unit']}",  # the forward's own product
             "ds": ds,
             "dm": "ds" if ds == "ds" and not self.sums and self.slope is None else "dm",
             "buffers": self.buffers(),
@@ -99,7 +101,7 @@ class GradientKernel(RowKernel):
         return {
             "own": self.coordinate(own, f"start + {index}") if own in self.used else [],
             **self.closed_form(),
-            "hoisted": [*self.lines(self.positions, SCALAR), *self.lines(self.positions, ROW)],
+            "hoisted": self.before_tiles(),
             "tiles": self.tiles(),
         }
 
@@ -116,7 +118,7 @@ class GradientKernel(RowKernel):
         return {
             "walked_d": self.tile_mask("d", inside),
             "walked_e": self.tile_mask("e", inside),
-            "inside": f", mask={inside}, other=0.0" if inside else "",
+            "stats": masked(inside and f"{inside}[:, None]"),
             "column": self.along_tile(*walked, self.positions if inside else self.full, written),
             "visible": self.visible(written) if inside else [],
             **self.modified(written, visible),

@@ -29,7 +29,8 @@ def emit(
     low: bool = False,
 ) -> str:  # fmt: skip
     """The text of a module with `attention_decode` and `attention_combine`, as `forward.emit`; without `packs` every
-    query head has tiles of its own."""
+    query head has tiles of its own. Where `target.splits` says 1, nothing is combined: `attention_decode` writes the
+    results."""
     given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low)
     return module("Attention of few queries", plan, dims, given)
 
@@ -39,6 +40,8 @@ def kernels(
     low: bool = False,
 ) -> list[TritonKernel]:  # fmt: skip
     check_tile(target)
+    if target.splits == 1:
+        return [DecodeKernel(plan, target, dims, packs, sinks, top, low).kernel()]
     return [DecodeKernel(plan, target, dims, packs).kernel(), combine(plan, dims, sinks=sinks, top=top, low=low)]
 
 
@@ -47,33 +50,40 @@ def packed(plan: LoopPlan, dims: Dims) -> int:
     many of them as divide them and leave a tile that registers carry."""
     if plan.uses_head:
         return 1
-    dim = padded(max(dims.head_dim, dims.v_dim))
-    most = rows_of_a_tile(dim)
+    dim, most = padded(max(dims.head_dim, dims.v_dim)), rows_of_a_tile(dims)
     if dims.group <= (128 if dim <= 128 else most):
         return dims.group
     return max(n for n in range(1, most + 1) if dims.group % n == 0)
 
 
-def rows_of_a_tile(dim: int) -> int:
-    """The most queries of all heads in a packed tile, unless more heads share a key head."""
-    return 64 if dim <= 256 else 16
+def rows_of_a_tile(dims: Dims) -> int:
+    """The most queries of all heads in a packed tile, unless more heads share a key head. 16 queries of each of 8 heads
+    read keys and values once."""
+    dim = padded(max(dims.head_dim, dims.v_dim))
+    return 128 if dim <= 128 and dims.dtype != "float32" else 64 if dim <= 256 else 16
 
 
 class DecodeKernel(ForwardKernel):
     skeleton, name = DECODE, "attention_decode"
+    bounded = False  # few queries wait for keys, not for a mask, and stored keys take the registers
 
-    def __init__(self, plan: LoopPlan, target: Target, dims: Dims, packs: bool) -> None:
+    def __init__(
+        self, plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool = False, top: bool = False,
+        low: bool = False,
+    ) -> None:  # fmt: skip
         self.group, self.pack = dims.group, packed(plan, dims) if packs else 1
-        self.packs = self.pack > 1
+        self.packs, self.parted = self.pack > 1, target.splits != 1
         levels = {**LEVELS, "h": ROW} if self.packs else LEVELS
-        super().__init__(plan, replace(target, order="forward"), dims, sinks=False, top=False, low=False, levels=levels)
-        self.numbers = ("heads", "q_len", "kv_len", "splits", *["pool"] * self.paged)
+        target = replace(target, order="forward", descriptors=False)
+        super().__init__(plan, target, dims, sinks, top, low, levels=levels)
+        self.numbers = ("heads", "q_len", "kv_len", *["splits"] * self.parted, *["pool"] * self.paged)
 
     def kernel(self) -> TritonKernel:
         t = self.target
         heads, queries = (f"heads / {self.pack}", "packed queries") if self.packs else ("heads", "queries")
+        rows = "q tiles * splits" if self.parted else "q tiles"
         launch = (
-            f"attention_decode: grid (q tiles * splits, {heads}, batch), tiles of {t.block_q} {queries} by {t.block_k} "
+            f"attention_decode: grid ({rows}, {heads}, batch), tiles of {t.block_q} {queries} by {t.block_k} "
             f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."
         )
         return TritonKernel(self.name, self.filled(self.skeleton), launch)
@@ -82,10 +92,13 @@ class DecodeKernel(ForwardKernel):
         found = super().holes()
         border, full = found["tiles"]
         first = "lo" if self.plan.mask is not None else "full_hi"
-        border["range"] = f"{first} + bounded(begin, border), {first} + bounded(end, border)"
-        full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
+        if self.parted:
+            border["range"] = f"{first} + bounded(begin, border), {first} + bounded(end, border)"
+            full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
         whole = self.pack == self.dims.group  # all query heads of a key head in one tile
         return found | {
+            "parted": self.parted,
+            "rows_of_tiles": "(tl.num_programs(0) // splits)" if self.parted else "tl.num_programs(0)",
             "queries": "QUERIES" if self.packs else "BLOCK_Q",
             "packs": self.packs,
             "partly": self.packs and not whole,
@@ -99,10 +112,10 @@ class DecodeKernel(ForwardKernel):
             "v_dim": self.v,
         }
 
-    def machine(self, e: Expr) -> Expr:
+    def rewritten(self, e: Expr) -> Expr:
         """A score mod without repeated reads: heads in one tile share a key head, so its values are read once, not by
         every row."""
-        return super().machine(transform(e, self._of_group) if self.packs else e)
+        return super().rewritten(transform(e, self._of_group) if self.packs else e)
 
     def _of_group(self, e: Expr) -> Expr:
         shared = e.op == "floordiv" and e.args[0] is H and e.args[1].op == "lit" and e.args[1].name > 0

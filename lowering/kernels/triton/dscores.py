@@ -13,6 +13,7 @@ from frisket.lowering.kernels.expr import SCALAR
 from frisket.lowering.plan import LoopPlan, Target
 
 from .cotangents import GradientKernel
+from .units import machine
 from .writer import Dims, TritonKernel, launched
 
 
@@ -29,12 +30,13 @@ class CapturedKernel(GradientKernel):
     skeleton: str
     grid: str
     shown = "present[:, None] & inside[None, :]"
+    bounded = False
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient], index: Sequence[Expr] = ()
     ) -> None:
         self.gradients = gradients
-        self.factors = [expr.machine(w) for w in weights(gradients)]
+        self.factors = [machine(w, dims) for w in weights(gradients)]
         self.index = [expr.machine(e) for e in index]
         asked = [*self.factors, *self.index]
         super().__init__(plan, replace(target, order="forward"), dims, (), slope=False, asked=asked)
@@ -75,7 +77,7 @@ class CapturedKernel(GradientKernel):
     def one_tile(self, roots: Sequence[Expr], levels: Sequence[int], written: set[str]) -> dict[str, Any]:
         """The holes of captured_cotangent.tpl, and the lines that `roots` need before it of these levels."""
         return {
-            "row_and_column": [line for level in levels for line in self.lines(roots, level, written)],
+            "row_and_column": [*self.line(roots), *(x for level in levels for x in self.lines(roots, level, written))],
             "visible": self.visible(written),
             **self.modified(written, "visible"),
         }

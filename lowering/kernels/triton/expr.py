@@ -83,10 +83,10 @@ def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
 
 
 def decisive(roots: Iterable[Expr]) -> set[Expr]:
-    """The Float divisions that decide an Int or a Bool. A GPU's own is off by some units in the last place, so the
+    """The Floats that decide an Int or a Bool. A GPU's own division is off by some units in the last place, so the
     floor of 41 / 41 may be 0, in tiles that were planned with 1; `tl.div_rn` rounds correctly."""
     crossed = [n for n in walk(*roots) if n.type is not FLOAT and any(a.type is FLOAT for a in n.args)]
-    return {n for n in walk(*crossed) if n.op == "div"}
+    return {n for n in walk(*crossed) if n.type is FLOAT}
 
 
 def literal(value: bool | int | float) -> Text:
@@ -106,6 +106,8 @@ def literal(value: bool | int | float) -> Text:
 def prelude(source: str, dtype: str, int64: bool) -> str:
     """The constants and functions that `source` uses, each under `@triton.jit`."""
     used = [name for name in PRELUDE if name in words(source)]
+    if "tanh_approximate" in used and "tanh" not in used:
+        used.insert(0, "tanh")
     if "seeded" in used:
         used.insert(0, "mix")
     bodies = {n: TANH_16 if n == "tanh" and dtype != "float32" else PRELUDE[n] for n in used}
@@ -114,6 +116,7 @@ def prelude(source: str, dtype: str, int64: bool) -> str:
         "INT": "tl.int64" if int64 else "tl.int32",
         "BITS": "64" if int64 else "32",
         "LARGEST": "4611686018427387904.0" if int64 else "2147483520.0",
+        "INTERPRETED": "triton.knobs.runtime.interpret",
     }
     lines = [f"{n} = tl.constexpr({v})\n" for n, v in constants.items() if n in words(text)]
     return "".join(lines) + "".join(f"\n\n@triton.jit{b}" for b in bodies.values())

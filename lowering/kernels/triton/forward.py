@@ -6,6 +6,9 @@ is 2: what turns them into these is one factor, and with the largest so far subt
 
 Keys and values of 8 bits are converted tile by tile. Where they are in pages, a tile within one page has its number as
 a scalar; where a tile has several pages each of its keys has one.
+
+Tensor descriptors stand for queries, keys and values where the target asks for them: the copy of a tile is one
+instruction, and what lies past the lengths is 0 whatever memory holds there.
 """
 
 from __future__ import annotations
@@ -14,16 +17,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from frisket.dsl.ir import Expr, lookup, make, transform, var
+from frisket.dsl.types import INT
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import LEVELS, ROW, SCALAR
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, Text
 from frisket.lowering.kernels.text import skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .parameters import parts
 from .rows import RowKernel
+from .units import machine
 from .writer import Dims, TritonKernel, check_tile, launched, masked, module
 
 FORWARD = skeleton(__package__, "forward")
+PAGE, TOKEN = var("page"), var("token")  # of a tile's keys: their page, and their places in it, which a kernel knows
 
 
 def emit(
@@ -46,6 +53,13 @@ def kernel(
     in pages on the number of pages of a tile."""
     check_tile(target)
     return ForwardKernel(plan, target, dims, sinks, top, low).kernel()
+
+
+def describable(plan: LoopPlan, dims: Dims) -> bool:
+    """Whether a kernel of `plan` can read its arrays through tensor descriptors: 16-bit numbers, in one part along the
+    head dimension, neither in pages nor such that keys which no query sees may hold anything."""
+    whole = len(parts(dims.head_dim)) == len(parts(dims.v_dim)) == 1
+    return whole and dims.dtype != "float32" and not dims.kv_dtype and plan.pages is None and not plan.unwritten
 
 
 @dataclass(frozen=True)
@@ -88,24 +102,59 @@ class ForwardKernel(RowKernel):
         self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool,
         levels: Mapping[str, int] = LEVELS,
     ) -> None:  # fmt: skip
-        self.target, self.sinks, self.top, self.low = target, sinks, top, low
+        self.plan, self.target, self.sinks, self.top, self.low = plan, target, sinks, top, low
+        self.paged = plan.pages is not None
+        self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
+        token = "at" if self.numbered else f"(tile * BLOCK_K % {plan.page} + columns)"
+        self.placed = {PAGE: Text("page[None, :]" if self.numbered else "page"), TOKEN: Text(f"{token}[None, :]")}
+        self.page_of = lookup(plan.pages, (var("b"), var("k") // plan.page), INT) if plan.pages else None
         self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
-        self.weight = [] if plan.weight is None else [self.machine(plan.weight)]
+        levels = {**levels, PAGE.name: COLUMN, TOKEN.name: COLUMN}
+        self.weight = [] if plan.weight is None else [machine(self.rewritten(plan.weight), dims, levels)]
         super().__init__(plan, dims, target, [*self.kept, *self.weight], when=levels)
         self.head = parts_of(dims.head_dim, "d", "DIM", "HEAD_DIM")
         same = dims.head_dim == dims.v_dim
         self.values = self.head if same else parts_of(dims.v_dim, "e", "DIM_V", "V_DIM")
-        self.paged = plan.pages is not None
-        self.numbered = self.paged and plan.page % target.block_k != 0  # each key of a tile by its own page
+        self.described = target.descriptors and describable(plan, dims)
         self.unwritten = plan.mask is not None and plan.unwritten  # keys in a border tile may be so
         if self.paged:
             self.numbers = (*self.numbers, "pool")
+
+    def rewritten(self, e: Expr) -> Expr:
+        """A score mod or weight whose scales are found by the page and the places in it that the tile has."""
+        return super().rewritten(e if self.page_of is None else transform(e, self._in_page))
+
+    def _in_page(self, e: Expr) -> Expr:
+        if e.op != "lookup" or self.page_of not in e.args:
+            return e
+        known = {self.page_of: PAGE, var("k") % self.plan.page: TOKEN}
+        return make("lookup", tuple(known.get(x, x) for x in e.args), e.name, e.type)
+
+    def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
+        return self.placed.get(node) or super()._leaf(node, args)
+
+    def step(self, index: Text, size: str, stride: str) -> str:
+        """A step of an address: a page is in the pool, and a place in its page, which has as many scales as keys."""
+        return f"{index.text} * {stride}" if self._known(index) else super().step(index, size, stride)
+
+    def clamped(self, index: Text, size: str) -> str:
+        return index.text if self._known(index) else super().clamped(index, size)
+
+    def _known(self, index: Text) -> bool:
+        return any(index is x for x in self.placed.values())
+
+    @property
+    def _cast(self) -> str:
+        """The conversion of keys of 8 bits for a product. GPUs convert float8 to float16, and from there to float32 by
+        an addition; a conversion to bfloat16 has a quarter of the rate of other instructions."""
+        wide = self.dims.kv_dtype.startswith("float8") and self.dims.dtype == "bfloat16"
+        return ".to(tl.float32)" * wide + ".to(Q.dtype.element_ty)" * bool(self.dims.kv_dtype)
 
     def kernel(self) -> TritonKernel:
         return launched(self.name, self.filled(self.skeleton), "(q tiles, heads, batch)", self.target)
 
     def holes(self) -> dict[str, Any]:
-        axes = [self.head] if self.values is self.head else [self.head, self.values]
+        axes = [self.values] if self.described or self.values is self.head else [self.head, self.values]
         pages = self.arguments[str(self.plan.pages)] if self.paged else None
         return {
             **super().holes(),
@@ -116,6 +165,7 @@ class ForwardKernel(RowKernel):
             "guard": self.plan.guard,
             "paged": self.paged,
             "numbered": self.numbered,
+            "described": self.described,
             "unwritten": self.unwritten,
             "pages": pages and pages.name,
             "pages_size": pages and pages.sizes[1],
@@ -125,7 +175,7 @@ class ForwardKernel(RowKernel):
             "key": "at" if self.numbered else "tile * BLOCK_K",
             "first_key": self._first("k", "[None, :]"),
             "first_value": self._first("v", "[:, None]"),
-            "cast": ".to(Q.dtype.element_ty)" if self.dims.kv_dtype else "",
+            "cast": self._cast,
             "head": [
                 {"mark": p.mark, "d": p.index, "present": masked("present[:, None]", p.pad("[None, :]"))}
                 for p in self.head
@@ -137,9 +187,7 @@ class ForwardKernel(RowKernel):
             ],
             "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
             **self.closed_form(),
-            "hoisted": [*self.lines(self.positions, SCALAR), *self.lines(self.positions, ROW)],
-            "plain": not self.score,
-            "unit": "LOG2E" if self.score else "unit",
+            "hoisted": self.before_tiles(),
             "weighed": bool(self.weight),
             "scaled": self.value(self.weight[0]) if self.weight else "",
             "tiles": self.tiles(),
@@ -163,10 +211,12 @@ class ForwardKernel(RowKernel):
         return {
             "head": [
                 {"mark": p.mark, "mask": masked(row, p.pad("[:, None]")), "sum": ", score" * (p is not first),
-                 "scale": " * scale" if self.score and p is last else ""}
+                 "scale": self.units()["scale"] if p is last else ""}
                 for p in self.head
             ],
-            "values": [{"mark": p.mark, "mask": masked(column, p.pad("[None, :]"))} for p in self.values],
+            "values": [
+                {"mark": p.mark, "width": p.width, "mask": masked(column, p.pad("[None, :]"))} for p in self.values
+            ],
             "column": self.along_tile("k", "tile * BLOCK_K + columns", roots, written),
             "visible": self.visible(written) if inside else [],
             "score_mod": self.quoted(self.plan.score, score, "score = {}", written, inside and "visible"),

@@ -19,7 +19,7 @@ NAMED = {SEED: "seed", RATE: "rate", K_SCALE: "k_scale", V_SCALE: "v_scale", PAG
 OWN = (
     """
 attention_forward attention_delta attention_dq attention_dkv attention_decode attention_combine
-Q K V Out Lse Low Top Sinks DOut DQ DK DV Delta Spans Count SliceOf Order records scale heads q_len kv_len
+Q K V Out Lse Low Top Sinks DOut DQ DK DV Spans Count SliceOf Order records scale heads q_len kv_len
 b_origin h_origin q_origin k_origin ORIGIN_PER_BATCH b h q k q_first q_last k_first k_last
 BLOCK_Q BLOCK_K HEAD_DIM V_DIM DIM DIM_V GROUP LOWEST program row batch head place kv_head distinct entry record
 query keys values d e rows columns start lo full_lo full_hi hi first full_first full_last last key_at value_at
@@ -29,7 +29,11 @@ attention_diagonal attention_plane attention_total attention_scatter Sums Total 
 dout_at dout dp dm modified survivor seen share shift diagonal diagonals turned moved ahead counted per parts to batches
 Acc Tops Totals splits part packed QUERIES PACK first_head PARTS row_at begin end tiles border full tops totals
 weight query_at pool page paged seen scaled h_first
-Lse2 Low2 DLse low near dq dk dv at_q at_k queries douts own delta ds derivative
+q_line k_line away here
+Stats stats stats_at pairs factor edge _ DLse low near dq dk dv at_q at_k queries douts own delta ds derivative
+gluon gl hopper mbarrier tma produce consume load_tile store_tile group_barrier sigmoid ALL STAGES half outs turns
+q_full k_full k_free v_full v_free slot phase before before_phase left borders n weights zero dtype
+SCORES SUMS ROWS COLUMNS
 """.split()
     + [f"stride_{tensor}{axis}" for tensor in "qkvog" for axis in "bhsd"]
     + [f"{name}{part}" for name in "d e query keys values key_at value_at acc".split() for part in "01"]
@@ -96,7 +100,7 @@ class Parameters:
 
     def origins(self) -> list[str]:
         """The origins that the expressions and bounds ask for."""
-        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1"], "k": ["k", "k0", "k1"]}
+        of = {"b": ["b"], "h": ["h", "h_first"], "q": ["q", "q0", "q1", "q_line"], "k": ["k", "k0", "k1", "k_line"]}
         if self.closed:
             return [n for n, names in of.items() if n in "qk" or self.used.intersection(names)]
         return [n for n, names in of.items() if self.used.intersection(names)]

@@ -7,16 +7,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from frisket.dsl.ir import Expr, uses
+from frisket.dsl.ir import TRUE, Expr, uses
 from frisket.dsl.types import BOOL
 from frisket.lowering.analysis.intervals import K0, K1
 from frisket.lowering.kernels import expr
-from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, SCALAR, levels
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, POSITION, ROW, SCALAR, levels
 from frisket.lowering.kernels.text import filled
 from frisket.lowering.plan import LoopPlan, Target
+from frisket.lowering.simplify.ends import Ends
 
+from .distance import ALONG, by_distance
 from .parameters import Parameters
+from .units import last_factor, machine
 from .writer import LINE, Dims, TritonWriter, bounds_of, conjuncts, wrapped
+
+QUERIES = frozenset(("q", "q0", "q1"))
 
 
 class RowKernel(TritonWriter):
@@ -25,6 +30,8 @@ class RowKernel(TritonWriter):
     """
 
     shown = "inside[None, :]"  # of a border tile: what may be visible at all
+    gathers = True  # a position may take its value out of a vector of the tile's distances
+    bounded = True  # rows are known before their tiles: what they see is worked out once
     longest = LINE
     numbers: tuple[str, ...] = ("heads", "q_len", "kv_len")
 
@@ -32,21 +39,43 @@ class RowKernel(TritonWriter):
         self, plan: LoopPlan, dims: Dims, target: Target, more: Iterable[Expr] = (), *, swapped: bool = False,
         when: Mapping[str, int] = LEVELS,
     ) -> None:  # fmt: skip
-        self.mask = conjuncts(plan.mask)
-        self.score = [] if plan.score is None else [self.machine(plan.score)]
+        self.ends = self._ends(plan, dims, swapped)
+        mask = conjuncts(plan.mask if self.ends is None else self.ends.rest)
+        self.mask = [by_distance(e, when) for e in mask] if self.gathers else mask
+        self.score, self.factor = [], 1.0
+        if plan.score is not None:
+            score, self.factor = last_factor(
+                machine(self.rewritten(plan.score), dims, when, gathers=self.gathers), dims
+            )
+            self.score = [score]
         self.bounds = {} if swapped else bounds_of(plan)
         self.tabled = plan.mask is not None and not self.bounds
-        known = levels(*self.mask, when=when)
+        self.rows = self._rows()
+        known = levels(*self.mask, when={**when, **ALONG})
         self.spread = any(n.type is BOOL and n.op != "const" and at == SCALAR for n, at in known.items())
         self.positions = [*self.mask, *self.score, *more]
-        roots = [*self.bounds.values(), *self.positions]
-        super().__init__(plan, dims, roots, self.positions, precision=target.precision, swapped=swapped, when=when)
-        ordered = target.order == "longest-first"
-        self.parameters = Parameters(plan, self.used, self.tabled, bool(self.bounds), ordered)
+        inner = [*self.positions, *self.rows.values()]
+        roots = [*self.bounds.values(), *inner]
+        super().__init__(
+            plan, dims, roots, inner, precision=target.precision, tanh=target.tanh, swapped=swapped, when=when
+        )  # fmt: skip
+        ordered = target.order == "longest-first" and not shrinking(self.bounds)
+        origins = {"q" if swapped else "k"} if self.rows else set()
+        self.parameters = Parameters(plan, self.used | origins, self.tabled, bool(self.bounds), ordered)
 
-    def machine(self, e: Expr) -> Expr:
-        """A score mod or weight written with the operators that machines have."""
-        return expr.machine(e)
+    def rewritten(self, e: Expr) -> Expr:
+        """A score mod or weight as this kernel reads it."""
+        return e
+
+    def units(self) -> dict[str, Any]:
+        """The holes that say what turns scores into exponents of 2, and products into scores."""
+        plain = self.plan.score is None
+        unit = "scale" if plain else "" if self.factor == 1.0 else f"{self.factor!r}"
+        return {
+            "in_unit": unit,
+            "unit": "unit" if unit else "LOG2E",
+            "scale": "" if plain or self.dims.half else " * scale",
+        }
 
     def filled(self, skeleton: str) -> str:
         return filled(skeleton, partial(wrapped, longest=self.longest), **self.holes())
@@ -63,6 +92,7 @@ class RowKernel(TritonWriter):
             "kv_head": "head" if self.dims.group == 1 else "kv_head",
             "masked": self.plan.mask is not None,
             "precision": self.precision,
+            **self.units(),
             "wide": self.wide,
             "open": "(" if self.wide else "",
             "close": f"){self.wide}" if self.wide else "",
@@ -104,12 +134,54 @@ class RowKernel(TritonWriter):
         """The holes of one loop; `inside` names the positions of a tile that exist, empty where all do."""
         raise NotImplementedError
 
+    def _ends(self, plan: LoopPlan, dims: Dims, swapped: bool) -> Ends | None:
+        """The ends of a row, where the kernel works them out. Beside accumulators of a swapped kernel, heads past 64
+        leave no registers for a row's second end: the compiler spills."""
+        ends = plan.by_key if swapped else plan.by_query
+        if ends is None or not self.bounded or (swapped and ends.last is not None and dims.head_dim > 64):
+            return None
+        return ends
+
+    def _rows(self) -> dict[str, Expr]:
+        """The parts of a row's ends that are worked out before the loops, by name."""
+        if self.ends is None:
+            return {}
+        asks = None if self.ends.asks is TRUE else self.ends.asks
+        made = {"least": self.ends.first, "most": self.ends.last, "asks": asks}
+        return {name: expr.machine(e) for name, e in made.items() if e is not None}
+
+    def before_tiles(self) -> list[str]:
+        """The lines before the loops: values of scalars and of rows, and the ends of what a row sees."""
+        roots = [*self.positions, *self.rows.values()]
+        found = [*self.lines(roots, SCALAR), *self.lines(roots, ROW)]
+        if not self.rows:
+            return found
+        axis, length = ("q", "q_len") if self.swapped else ("k", "kv_len")
+        row, others = ("key", "queries") if self.swapped else ("query", "keys")
+        least, most, asks = (self.value(self.rows[n]) if n in self.rows else "" for n in ("least", "most", "asks"))
+        most = f"placed({most}, {axis}_origin, -1, {length} - 1)" if most else f"{length} - 1"
+        most = f"tl.where({asks}, {most}, -1)" if asks else most
+        if not least:
+            return [*found, f"# The last of the call's {others} that a {row} may see.", f"most = {most}"]
+        return [
+            *found,
+            f"# The first of the call's {others} that a {row} may see, and the number of those up to the last.",
+            f"least = placed({least}, {axis}_origin, 0, {length})",
+            f"many = tl.maximum({most} + 1 - least, 0)",
+        ]
+
     def visible(self, written: set[str]) -> list[str]:
         """The condition that positions of a border tile are visible."""
         found = self.lines(self.mask, POSITION, written)
         if self.plan.mask is not None:
             found += self.quote(self.plan.mask)
-        found += [f"visible = {self.shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
+        along, start = ("rows", "tile * BLOCK_Q") if self.swapped else ("columns", "tile * BLOCK_K")
+        shown = self.shown
+        if self.rows:
+            shown = f"up_to({along}[None, :], most - {start})"
+        if "least" in self.rows:
+            shown = f"one_of({along}[None, :], least - {start}, many)"
+        found += [f"visible = {shown}", *(f"visible &= {self.value(term)}" for term in self.mask)]
         if self.spread:
             found.append("visible = visible != 0  # Triton's interpreter spreads a bool over a tile as bytes")
         return found
@@ -124,7 +196,13 @@ class RowKernel(TritonWriter):
     def along_tile(self, name: str, local: str, roots: Sequence[Expr], written: set[str]) -> list[str]:
         """The coordinate of a tile's walked axis, where `roots` read it, and the lines that depend on it."""
         known = self.coordinate(name, local) if any(name in uses(r) for r in roots) else []
-        return [*known, *self.lines(roots, COLUMN, written)]
+        return [*known, *self.line(roots), *self.lines(roots, COLUMN, written)]
+
+
+def shrinking(bounds: Mapping[str, Expr]) -> bool:
+    """Whether the rows of a closed form see fewer keys the later they come, as those of `k >= q` do: the first key
+    moves with the queries, and the last does not. Then the longest row is the first."""
+    return bool(bounds) and bool(uses(bounds["first"]) & QUERIES) and not uses(bounds["last"]) & QUERIES
 
 
 def operands(e: Expr, op: str) -> list[Expr]:

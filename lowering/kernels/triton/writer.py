@@ -21,7 +21,9 @@ from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from . import expr as expr_triton
+from .distance import ALONG, GATHERED, Q_LINE
 from .parameters import Argument, arguments, padded, taken
+from .units import START
 
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = ("int8", "float8_e4m3fn", "float8_e5m2")  # beside any queries, in the forward
@@ -57,6 +59,11 @@ class Dims:
                 f"{', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}; they are {self.kv_dtype} beside {self.dtype}"
             )
 
+    @property
+    def half(self) -> bool:
+        """Whether queries have 16 bits."""
+        return self.dtype != "float32"
+
     def __str__(self) -> str:
         size = str(self.head_dim) if self.head_dim == self.v_dim else f"{self.head_dim} (values {self.v_dim})"
         keys = f", keys and values {self.kv_dtype}" if self.kv_dtype else ""
@@ -87,20 +94,21 @@ def check_tile(target: Target) -> None:
             raise LoweringError(f"Triton tiles are powers of two from 16 on, {name} is {block}; take 64 or 128")
 
 
-def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKernel]) -> str:
-    """The text of a module: its head, the constants and functions that the kernels use, and the kernels."""
+def module(title: str, plan: LoopPlan, dims: Dims, kernels: Sequence[TritonKernel], head: str = MODULE) -> str:
+    """The text of a module: its head, by a skeleton, the constants and functions that the kernels use, and the
+    kernels."""
     texts = "\n\n".join(k.text for k in kernels)
     prelude = expr_triton.prelude(texts, dims.dtype, plan.int64)
     needed = expr_triton.words(prelude + texts)
-    head = filled(
-        MODULE,
+    filled_head = filled(
+        head,
         title=title,
         plan=[line.rstrip() for line in _shown(plan).split("\n")],
         dims=str(dims),
         launches=[k.launch for k in kernels],
         constants=[f"{name} = tl.constexpr({x})" for name, x in _constants(dims).items() if name in needed],
     )
-    return f"{head}{prelude}\n\n{texts}"
+    return f"{filled_head}{prelude}\n\n{texts}"
 
 
 def _constants(dims: Dims) -> dict[str, object]:
@@ -128,9 +136,11 @@ class TritonWriter:
     per position. `when` gives the levels of the coordinates; with `swapped` the program's own tile is one of keys: then
     tensors are [keys, queries], and values that depend on k are computed before the loop."""
 
+    selects = False  # values by distance are 0 where the mask hides the position
+
     def __init__(
         self, plan: LoopPlan, dims: Dims, roots: Iterable[Expr], inner: Collection[Expr], *,
-        precision: str = "ieee", swapped: bool = False, when: Mapping[str, int] = LEVELS,
+        precision: str = "ieee", tanh: str = "exact", swapped: bool = False, when: Mapping[str, int] = LEVELS,
     ) -> None:  # fmt: skip
         self.plan, self.dims, self.swapped = plan, dims, swapped
         self.wide = ".to(tl.int64)" if plan.int64 else ""
@@ -138,25 +148,33 @@ class TritonWriter:
         self.e, self.v = ("d", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "V_DIM")  # along the values' axis
         if swapped:
             when = {**when, "q": when["k"], "k": when["q"]}
+        when = {**when, **ALONG}
         self.arguments = arguments(plan)
         self.names = taken(plan)
         roots = tuple(roots)
         self.used = frozenset[str]().union(*map(uses, roots))
         self.decisive = expr_triton.decisive(roots)
+        self.approximate = dims.half and tanh == "approximate"
         self.printed = expr.printed(roots, expr_triton.TRITON, self._leaf, self._name, "Triton", inner=inner, when=when)
         self.hoisted: set[str] = set()  # lines that stand before the loops
 
     # -- expressions ------------------------------------------------------------------------------
 
     def _leaf(self, node: Expr, args: list[Text]) -> Text | None:
+        if node is START:
+            return Text(f"{'k' if self.swapped else 'q'}_origin + start", expr.PRECEDENCE["+"])
         if node.op == "var":
             return Text(EDGES.get(node.name, node.name))
         if node.op == "param":
             return Text(self._argument(node).name)
         if node.op == "lookup":
             return self._lookup(node, args)
-        if node in self.decisive:
+        if node.op == GATHERED:
+            return Text(f"along({args[0].text}, away{LOAD_MASK})")
+        if node.op == "div" and node in self.decisive:
             return Text(f"tl.div_rn({args[0].text}, {args[1].text})")
+        if node.op == "tanh" and self.approximate and node not in self.decisive:
+            return Text(f"tanh_approximate({args[0].text})")
         return expr_triton.operator(node, args, self.plan.int64)
 
     def _argument(self, node: Expr) -> Argument:
@@ -168,8 +186,16 @@ class TritonWriter:
         """The address of an entry of a table, indices clamped."""
         *outer, (index, size, stride) = zip(args, table.sizes, table.strides, strict=True)
         # The last axis counts in 32 bits: the launcher sees to it that it fits.
-        steps = [table.name, *(f"step({i.text}, {n}, {by})" for i, n, by in outer)]
-        return f"{' + '.join(steps)} + clamp({index.text}, {size}) * {stride}"
+        steps = [table.name, *(self.step(i, n, by) for i, n, by in outer)]
+        return f"{' + '.join(steps)} + {self.clamped(index, size)} * {stride}"
+
+    def step(self, index: Text, size: str, stride: str) -> str:
+        """The step of an address along an axis that is not the last."""
+        return f"step({index.text}, {size}, {stride})"
+
+    def clamped(self, index: Text, size: str) -> str:
+        """An index along the last axis, which counts in 32 bits."""
+        return f"clamp({index.text}, {size})"
 
     def _lookup(self, node: Expr, args: list[Text]) -> Text:
         load = f"tl.load({self.address(self._argument(node), args)}{LOAD_MASK})"
@@ -201,8 +227,10 @@ class TritonWriter:
         for line in self.printed.needed(roots, level):
             if line.name not in written:
                 written.add(line.name)
-                text = f"{line.name} = {line.text.replace(LOAD_MASK, f', mask={mask}' if mask else '')}"
-                found.append(wrapped(text) if line.node.op == "lookup" else text)
+                loads = line.node.op == "lookup"
+                only = f", mask={mask}" if mask and loads else f", {mask}" if mask and self.selects else ""
+                text = f"{line.name} = {line.text.replace(LOAD_MASK, only)}"
+                found.append(wrapped(text) if loads else text)
         return found
 
     def value(self, root: Expr) -> str:
@@ -229,6 +257,19 @@ class TritonWriter:
         """The line `q = ...` or `k = ...` of a tile, along its axis; `local` counts from the call's first."""
         along = "[:, None]" if (name == "q") != self.swapped else "[None, :]"
         return [f"{name} = ({name}_origin + {local}){along}{self.wide}"]
+
+    def line(self, roots: Iterable[Expr]) -> list[str]:
+        """The coordinates along the diagonals of a tile, where `roots` take values by distance."""
+        if not any(Q_LINE.name in uses(r) for r in roots):
+            return []
+        q, k = ("tile * BLOCK_Q", "start") if self.swapped else ("start", "tile * BLOCK_K")
+        rows, columns = ("[None, :]", "[:, None]") if self.swapped else ("[:, None]", "[None, :]")
+        return [
+            "# One vector of the tile's distances, of which every position takes its own.",
+            f"q_line = span(q_origin + {q} - (BLOCK_K - 1), BLOCK_Q, BLOCK_K){self.wide}",
+            f"k_line = (k_origin + {k}){self.wide}" if self.wide else f"k_line = k_origin + {k}",
+            f"away = rows{rows} - columns{columns} + (BLOCK_K - 1)",
+        ]
 
     def head_pad(self, index: str) -> str:
         return "" if padded(self.dims.head_dim) == self.dims.head_dim else f"{index} < HEAD_DIM"
@@ -262,11 +303,11 @@ def masked(*terms: str, other: str = ", other=0.0") -> str:
 
 def wrapped(load: str, longest: int = LINE) -> str:
     """A long load over several lines: the axes of its address, then its mask."""
-    found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:\.to\([\w.]+\)| != 0)?)", load)
+    found = re.fullmatch(r"(.*?tl\.load\()(.*?)(\)(?:(?:\.to\([\w.]+\))*| != 0))", load)
     if len(load) <= longest or found is None:
         return load
     head, inside, tail = found.groups()
     address, mask = inside.split(", mask=") if ", mask=" in inside else (inside, "")
     if len(address) > 100:
-        address = re.sub(r" \+ (?=step\(|clamp\()", "\n    + ", address)
+        address = re.sub(r" \+ (?=step\(|clamp\(|page\b|at\[|\(tile )", "\n    + ", address)
     return "\n".join([head, f"    {address},", *[f"    mask={mask},"] * bool(mask), tail])

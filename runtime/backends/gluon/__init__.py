@@ -1,5 +1,45 @@
-"""Kernels of Gluon for GPUs, which are not there yet."""
+"""Kernels of Gluon for Hopper, on tensors of torch: warp groups that load, and warp groups that compute. Their
+gradients are Triton's kernels."""
 
-from frisket.runtime.backends.base import Backend, register
+from __future__ import annotations
 
-register(Backend(name="gluon", kernels="kernels for GPUs", later="the Gluon kernels come in a later version", order=50))
+from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, register
+
+HERE, TRITON = "frisket.runtime.backends.gluon", "frisket.runtime.backends.triton"
+HOPPER = (9, 0)
+
+
+def reason(framework: str | None = None) -> str:
+    """A reason why the kernels do not run here."""
+    if lacking := absent("torch", "torch") or absent("triton", "triton"):
+        return lacking
+    import torch
+
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "no GPU of NVIDIA is visible to torch; its source can be printed all the same"
+    have = torch.cuda.get_device_capability()
+    why = f"written for Hopper, compute capability 9.0; this GPU has {have[0]}.{have[1]}"
+    return "" if have == HOPPER else f"{why}: take backend='triton'"
+
+
+register(Backend(
+    name="gluon",
+    kernels="kernels for Hopper, by name alone until a GPU has run them",
+    language="gluon",
+    reason=reason,
+    call_target=Lazy(f"{HERE}.tiles:target"),
+    text=Lazy(f"{HERE}.forward:text"),
+    executors={
+        "torch": Executors(Lazy(f"{HERE}.forward:forward"), Lazy(f"{TRITON}.backward:backward"), nondeterministic=True)
+    },
+    order=50,
+    platforms=("cuda",),
+    refuses={
+        "float32": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='triton'",
+        "float64": "the Gluon kernels take float16 and bfloat16; cast q, k and v, or take backend='aten'",
+    },
+    guarded=True,
+    loads=True,
+    rows="low",
+    reports=Lazy(f"{HERE}.report:compile_reports"),
+))  # fmt: skip

@@ -22,7 +22,7 @@ from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.lowering.xla.fold import folded
 from frisket.runtime.machine.generated import load
 
-from .forward import strided, walked
+from .forward import searches, strided, together, walked
 
 if TYPE_CHECKING:
     import jax
@@ -53,22 +53,27 @@ def backward(
     interpret, rolls = interpreter(platform), strided(platform)
     target = emitted.with_tiles(target)
     own, others = target.dq or target, target.dkv or target
-    walk = walked(spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k))
-    found: dict[Any, Array] = {}
-    if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted, rolls):
-        kernel, names = made
-        found |= zip(names, kernel(*arrays, walk, *numbers, interpret=interpret), strict=True)
-    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), wanted, rolls):
-        kernel, names = made
-        group, columns = geometry.heads // geometry.kv_heads, spans.columns((others.block_q, others.block_k))
-        turned = walked(columns, -(-geometry.q_len // others.block_q), group)
-        fold = pallas_walk.folded(columns.slice_of, group)
-        found |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
     captured = emitted.captured(plan, wanted)
+    rows, columns = spans.rows((own.block_q, own.block_k)), -(-geometry.kv_len // own.block_k)
+    walk = walked(rows, columns)
+    found: dict[Any, Array] = {}
+    heads = 1 if captured else together(geometry, str(q.dtype), own.block_q)
+    heads = heads if pallas_walk.folded(rows.slice_of, heads) == heads else 1
+    shared = walk if heads == 1 else walked(rows, columns, parts=heads)
+    heads = 1 if searches(shared) else heads
+    if made := _kernel("dq", plan, own, geometry, str(q.dtype), wanted, rolls, heads, searches(shared)):
+        kernel, names = made
+        found |= zip(names, kernel(*arrays, shared, *numbers, interpret=interpret), strict=True)
+    group, of_keys = geometry.heads // geometry.kv_heads, spans.columns((others.block_q, others.block_k))
+    turned = walked(of_keys, -(-geometry.q_len // others.block_q), group)
+    if made := _kernel("dkv", plan, others, geometry, str(q.dtype), wanted, rolls, 1, searches(turned)):
+        kernel, names = made
+        fold = pallas_walk.folded(of_keys.slice_of, group)
+        found |= zip(names, kernel(*arrays, turned, *numbers, fold=fold, interpret=interpret), strict=True)
     for i, gradient in captured:
         if gradient.over == "scatter":
             placeless = replace(geometry, origin=(0, 0, 0, 0), sizes=None)
-            run = _by_position(plan, own, placeless, str(q.dtype), i, rolls)
+            run = _by_position(plan, own, placeless, str(q.dtype), i, rolls, searches(walk))
             found[i] = run(*arrays, walk, *numbers, interpret=interpret)
     sums = [found.pop(i) for i, _ in captured]
     known = {name: jnp.asarray(x) for name, x in tables.items()}
@@ -106,21 +111,24 @@ def reason(
 
 @memo(group="kernels")
 def _prepared(guard: bool) -> Callable[..., Any]:
-    """(q, k, v, dout, lse, low, delta) as the kernels want them: where a row sees nothing lse is so large that
+    """(q, k, v, dout, lse, delta) as the kernels want them. Weights are exp(score - lse - low); the factor exp(-low) of
+    a row, 1 but for large scores, is one of its cotangents. Where a row sees nothing lse is so large that
     exp(score - lse) is 0, and its cotangents are 0, whatever comes."""
     import jax
     import jax.numpy as jnp
 
     def prepared(q: Array, k: Array, v: Array, out: Array, lse: Array, low: Any, dout: Array, dlse: Any) -> Any:
         Float = jnp.float32
-        low = jnp.zeros_like(lse) if low is None else low
         delta = (dout.astype(Float) * out.astype(Float)).sum(-1).transpose(0, 2, 1)
         delta, lse = (delta if dlse is None else delta - dlse).astype(Float), lse.astype(Float)
         if guard:
             empty = lse == -jnp.inf
             delta, lse = jnp.where(empty, 0, delta), jnp.where(empty, float(np.finfo(np.float32).max), lse)
             dout = jnp.where(empty.transpose(0, 2, 1)[..., None], 0, dout)
-        return q, k, v, dout.astype(q.dtype), lse, low.astype(Float), delta
+        if low is not None:
+            factor = jnp.exp(-low.astype(Float))
+            delta, dout = delta * factor, dout.astype(Float) * factor.transpose(0, 2, 1)[..., None]
+        return q, k, v, dout.astype(q.dtype), lse, delta
 
     return jax.jit(prepared)
 
@@ -130,23 +138,25 @@ Kernel: TypeAlias = tuple[Callable[..., Any], tuple[str | int, ...]]  # the entr
 
 def _kernel(
     which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
-    strided: bool = True,
+    strided: bool = True, heads: int = 1, search: bool = False,
 ) -> Kernel | None:  # fmt: skip
     """One kernel of the backward, or None where no gradient of it is wanted. Its text holds no lengths: one module
     serves all."""
     alike = Geometry(1, geometry.heads // geometry.kv_heads, 1, 1, 1, geometry.head_dim, geometry.v_dim, geometry.scale)
-    return _loaded(which, plan, target, alike, dtype, wanted, strided)
+    return _loaded(which, plan, target, alike, dtype, wanted, strided, heads, search)
 
 
 @memo(group="kernels")
 def _loaded(
     which: str, plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, wanted: frozenset[str],
-    strided: bool = True,
+    strided: bool = True, heads: int = 1, search: bool = False,
 ) -> Kernel | None:  # fmt: skip
     import jax
 
-    emit = emitted.dq if which == "dq" else emitted.dkv
-    source = emit(plan, target, geometry, dtype, wanted, strided)
+    if which == "dq":
+        source = emitted.dq(plan, target, geometry, dtype, wanted, strided, heads, search)
+    else:
+        source = emitted.dkv(plan, target, geometry, dtype, wanted, strided, search)
     if source is None:
         return None
     static = ("interpret",) if which == "dq" else ("fold", "interpret")
@@ -158,7 +168,13 @@ def _loaded(
 
 @memo(group="kernels")
 def _by_position(
-    plan: LoopPlan, target: Target, geometry: Geometry, dtype: str, number: int, strided: bool
+    plan: LoopPlan,
+    target: Target,
+    geometry: Geometry,
+    dtype: str,
+    number: int,
+    strided: bool,
+    search: bool,
 ) -> Callable[..., Array]:
     """The gradient of a table, head after head: what its positions add, [q_len, kv_len], then added to where they read,
     in that order, so that results repeat bit for bit."""
@@ -167,7 +183,7 @@ def _by_position(
     from jax import lax
 
     alone = replace(geometry, batch=1, heads=1, kv_heads=1)
-    source = emitted.terms(plan, target, alone, dtype, number, strided)
+    source = emitted.terms(plan, target, alone, dtype, number, strided, search)
     entry, gradient = load(source.text)[source.entry], backward_of(plan).gradients[number]
     group = geometry.heads // geometry.kv_heads
     padded = tuple(
@@ -175,7 +191,7 @@ def _by_position(
     )
 
     def run(
-        q: Array, k: Array, v: Array, dout: Array, lse: Array, low: Array, delta: Array, walk: Any, origin: Any,
+        q: Array, k: Array, v: Array, dout: Array, lse: Array, delta: Array, walk: Any, origin: Any,
         sizes: Any, slots: Any, tables: Any, *, interpret: Any,
     ) -> Array:  # fmt: skip
         vectors = [jnp.broadcast_to(jnp.asarray(x, jnp.int32), (geometry.batch,)) for x in origin[2:]]
@@ -195,7 +211,7 @@ def _by_position(
                 of(k, h // group),
                 of(v, h // group),
                 of(dout, h),
-                *(of(x, h, 1) for x in (lse, low, delta)),
+                *(of(x, h, 1) for x in (lse, delta)),
             ]
             place = walk._replace(slice_of=walk.slice_of[n % walk.slice_of.shape[0]][None])
             zeros = jnp.zeros((1, 1, *padded), jnp.float32)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 TILES = (512, 512)
 LONG = 8192  # keys from where on a step takes twice as many: fewer steps, and what is computed beside a row is little
 SCALAR_BYTES = 256 * 1024  # of scalar memory that a table of pages may take: a quarter of what a core has
+HEADS_BYTES = 6 * 1024 * 1024  # of vector memory that the heads of a program may take beside their tiles
+KEY_BYTES = 1024  # of vector memory that a key and its value may take in a step of twice as many
 NARROW = (256, 256)  # of masks whose rows see one short run of keys: less is computed beside it
 
 
@@ -32,7 +34,7 @@ def target(
     if tile:
         return Target("pallas-tpu", *tile)
     block_q, block_k = NARROW if narrow else TILES
-    if not narrow and geometry.kv_len >= LONG:
+    if not narrow and geometry.kv_len >= LONG and _numbers(geometry) * _wide(dtype) <= KEY_BYTES:
         block_k *= 2
     q_len, kv_len = (-(-n // pallas_tpu.LANES) * pallas_tpu.LANES for n in (geometry.q_len, geometry.kv_len))
     block_k = min(block_k, kv_len)
@@ -72,12 +74,16 @@ def forward(
     dtype = str(q.dtype)
     if why := reason(plan, geometry, dtype, {name: tuple(x.shape) for name, x in tables.items()}):
         raise LoweringError(why)
-    flags = sinks is not None, strided(platform), k.dtype != q.dtype, low
+    rows, heads = spans.rows((target.block_q, target.block_k)), together(geometry, dtype, target.block_q)
+    if pallas_walk.folded(rows.slice_of, heads) != heads:
+        heads = 1
+    walk = walked(rows, -(-geometry.kv_len // target.block_k), parts=heads)
+    search = searches(walk)
+    flags = sinks is not None, strided(platform), k.dtype != q.dtype, low, 1 if search else heads, search
     run = kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
     return run(  # type: ignore[no-any-return]
-        q, k, v, walked(spans.rows((target.block_q, target.block_k)), -(-geometry.kv_len // target.block_k)),
-        geometry.origin, geometry.full, [slots[s.name] for s in plan.slots], [tables[t.name] for t in plan.tables],
-        sinks, interpret=platform != "tpu",
+        q, k, v, walk, geometry.origin, geometry.full, [slots[s.name] for s in plan.slots],
+        [tables[t.name] for t in plan.tables], sinks, interpret=platform != "tpu",
     )  # fmt: skip
 
 
@@ -89,22 +95,51 @@ def strided(platform: str) -> bool:
     return not any(kind.startswith(("TPU v2", "TPU v3", "TPU v4")) and "lite" not in kind for kind in kinds)
 
 
-def walked(spans: Any, columns: int, group: int = 1) -> pallas_walk.TpuWalk:
+def together(geometry: Geometry, dtype: str, block_q: int) -> int:
+    """The number of query heads of a group that share what is fetched of keys and values: as many as vector memory has
+    room for."""
+    # in and out, twice, sums, and two numbers a lane wide
+    row = (2 * _wide(dtype) + 4) * _numbers(geometry) + 8 * pallas_tpu.LANES
+    group = geometry.heads // geometry.kv_heads
+    return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * block_q * row <= HEADS_BYTES))
+
+
+def _numbers(geometry: Geometry) -> int:
+    """The numbers of a key and its value, or of a query and its output, in whole vectors of lanes."""
+    return sum(-(-dim // pallas_tpu.LANES) * pallas_tpu.LANES for dim in (geometry.head_dim, geometry.v_dim))
+
+
+def _wide(dtype: str) -> int:
+    """The bytes of a number as kernels read it."""
+    return 2 if dtype == "bfloat16" else 4
+
+
+def searches(walk: pallas_walk.TpuWalk | pallas_walk.TpuSearch) -> bool:
+    """Whether each step of a walk is looked up: a kernel of its own."""
+    return isinstance(walk, pallas_walk.TpuSearch)
+
+
+def walked(spans: Any, columns: int, group: int = 1, parts: int = 1) -> pallas_walk.TpuWalk | pallas_walk.TpuSearch:
     """`pallas_walk.walk`, compiled where the spans are JAX's."""
     import numpy as np
 
     if isinstance(spans.bounds, np.ndarray):
-        return pallas_walk.walk(spans, columns, group)
-    return _walk(spans.slice_of.tobytes(), spans.slice_of.shape, columns, group)(spans.bounds, spans.count)
+        return pallas_walk.walk(spans, columns, group, parts)
+    run = _walk(spans.slice_of.tobytes(), spans.slice_of.shape, columns, group, parts)
+    return run(spans.bounds, spans.count)
 
 
 @memo(group="kernels")
-def _walk(slice_of: bytes, shape: tuple[int, ...], columns: int, group: int) -> Callable[..., pallas_walk.TpuWalk]:
+def _walk(
+    slice_of: bytes, shape: tuple[int, ...], columns: int, group: int, parts: int
+) -> Callable[..., pallas_walk.TpuWalk | pallas_walk.TpuSearch]:
     import jax
     import numpy as np
 
     places = np.frombuffer(slice_of, np.int32).reshape(shape)
-    return jax.jit(lambda bounds, count: pallas_walk.walk(DeviceSpans(bounds, count, None, places), columns, group))
+    return jax.jit(
+        lambda bounds, count: pallas_walk.walk(DeviceSpans(bounds, count, None, places), columns, group, parts)
+    )
 
 
 def kernel(

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from frisket.dsl.ir import uses
 from frisket.lowering.kernels.pallas_tpu import backward, forward
 from frisket.lowering.plan import Geometry, LoopPlan, Target
+
+from .forward import together
 
 
 def text(
@@ -15,7 +18,8 @@ def text(
     """The forward's text and, where there are gradients, the backward's, and their target."""
     known: list[Any] = [*plan.tables, *plan.slots]
     names = {*"qkv", *(x.name for x in known if x.source in learned)}
-    found = forward.emit(plan, target, g, dtype, sinks)
+    sharing = plan.mask is None or "h" not in uses(plan.mask)
+    found = forward.emit(plan, target, g, dtype, sinks, together=together(g, dtype, target.block_q) if sharing else 1)
     if g.kv_dtype or plan.weight is not None or plan.pages is not None:  # without gradients
         return found, target
     return f"{found}\n\n{backward.emit(plan, target, g, dtype, names)}", target

@@ -29,8 +29,11 @@ from .grids import span_arrays
 from .source import load
 
 Tensor = Any
+Block = tuple[int, int, int, int]  # of a tensor descriptor
+Access = str | Block  # a letter of strides, a block, or ""
 FAR = 1 << 20  # strides up to this keep the offsets of any tile in 32 bits
 GRID = 65_535  # the most programs that axes 1 and 2 of a grid have
+STEP = 16  # entries, a stride of a tensor descriptor
 KEPT = 64  # kinds of calls of one plan, and strides of one kernel
 _loaded = memo(group="kernels")(load)  # equal texts are one kernel: what Triton compiled for one serves all
 
@@ -80,6 +83,7 @@ class Bound:
         self.spans, self.launches = spans, {} if launches is None else launches
         self._held: Values | None = None
         self._moved: dict[Any, tuple[Tensor, ...]] = {}
+        self._described: dict[Any, bool] = {}
         self.planes: dict[Any, str | None] = {}  # of `captured.py`: which of "b" and "h" share a table's places
 
     @cached_property
@@ -93,6 +97,16 @@ class Bound:
         g, (dtype, keys) = self.geometry, self.dtypes
         return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, "" if keys == dtype else keys, live)
 
+    def describes(self, *tensors: Tensor) -> bool:
+        """Whether tensor descriptors can have the strides of these; worked out once for each."""
+        steps = tuple([x.stride() for x in tensors])
+        found = self._described.get(steps)
+        if found is None:
+            found = self._described[steps] = describable(*tensors)
+            while len(self._described) > KEPT:
+                self._described.pop(next(iter(self._described)), None)
+        return found
+
     def values(self, slots: Mapping[str, Any], tables: Mapping[str, Tensor]) -> Values:
         """The values that kernels read. Of read-only mappings, which are those of many calls, it is worked out once;
         what is one call's own is not held, for its tensors may hold the graph of a step."""
@@ -105,14 +119,15 @@ class Bound:
         return found
 
     def launch(
-        self, module: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, str], *,
+        self, module: Made, kernel: str, grid: tuple[int, ...], target: Target, tensors: Mapping[str, Access], *,
         records: Callable[[tuple[int, int]], Any] | None = None, block: tuple[int, int] | None = None,
-        live: tuple[str, ...] = (), **more: Any,
+        live: tuple[str, ...] = (), launcher: Callable[..., Launch] | None = None, **more: Any,
     ) -> Launch:  # fmt: skip
-        """A launch of `kernel`. `tensors` are the parameters whose tensors every call brings, in the order it brings
-        them, each with the letter of its strides, or "" where it has none; `records`, `rows` or `columns` of a
-        SpanSource, is asked if the kernel reads a table of spans, for tiles of `block` or of the target; `more` are
-        values of other parameters."""
+        """A launch of `kernel`, made by `launcher` where it is of a kind of its own. `tensors` are the parameters whose
+        tensors every call brings, in the order it brings them, each with the letter of its strides, with the block of
+        its tensor descriptor, or "" where it has neither; `records`, `rows` or `columns` of a SpanSource, is asked if
+        the kernel reads a table of spans, for tiles of `block` or of the target; `more` are values of other
+        parameters."""
         found = module.kernels[kernel]
         runs_here(found, self.device)
         fixed = {**shared(self.geometry, self.device), "BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, **more}
@@ -125,7 +140,8 @@ class Bound:
             fixed |= span_tables(laid_out, self.device)
             if self.spans is not None and isinstance(laid_out, DeviceSpans):
                 asked = records.__name__, block
-        return Launch(found, module.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked)
+        common = found, module.arguments, self.plan, grid, target, self.device, fixed, tensors, live, asked
+        return (launcher or Launch)(*common)
 
 
 def bound(plan: LoopPlan, spans: Any, geometry: Geometry, target: Target, q: Tensor, k: Tensor) -> Bound:
@@ -237,7 +253,7 @@ class Launch:
 
     def __init__(
         self, kernel: Any, arguments: Mapping[str, Argument], plan: LoopPlan, grid: tuple[int, ...], target: Target,
-        device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, str], live: Sequence[str],
+        device: Any, fixed: Mapping[str, Any], tensors: Mapping[str, Access], live: Sequence[str],
         asked: tuple[str, tuple[int, int]] | None = None,
     ) -> None:  # fmt: skip
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
@@ -247,7 +263,9 @@ class Launch:
         self.device: Any = device if device.type == "cuda" else None
         self.narrow = _narrow() if self.device else None
         at = {n: i for i, n in enumerate(kernel.arg_names)}
-        self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in tensors.values()]
+        letters = ["" if isinstance(x, tuple) else x for x in tensors.values()]
+        self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in letters]
+        self.blocks = [(i, at[n], x) for i, (n, x) in enumerate(tensors.items()) if isinstance(x, tuple)]
         tables = [arguments[t.name] for t in plan.tables]
         self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
         named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in live]]
@@ -260,7 +278,7 @@ class Launch:
         self.numbers = [at[arguments[s.name].name] for s in plan.slots if s.name not in live]
         filled = {*self.pointers, *self.numbers, *(self.pool or ())[:1]}.union(*self.strides, *self.extents)
         self.blank: list[Any] = [None if i in filled else fixed[n] for n, i in at.items()]
-        self.known: dict[Any, tuple[Any, list[Any]]] = {}
+        self.known: dict[Any, tuple[Any, list[Any], list[tuple[int, int, list[int], list[int]]]]] = {}
 
     def __call__(self, values: Values, *tensors: Tensor) -> None:
         if self.device is None:
@@ -295,10 +313,12 @@ class Launch:
         if found is None:
             self._first(key, values, given)
             return
-        run, arguments = found
+        run, arguments, described = found
         arguments = arguments.copy()
         for i, place in zip(self.pointers, places):
             arguments[i] = place
+        for i, at, shape, strides in described:
+            arguments[at] = WarmDescriptor(shape, strides, places[i])
         for i, x in zip(self.numbers, values.numbers):
             arguments[i] = x
         run(*arguments)
@@ -319,6 +339,8 @@ class Launch:
             arguments[i] = number
         for i, x in zip(self.pointers, given, strict=True):
             arguments[i] = x
+        for i, at, block in self.blocks:
+            arguments[at] = self.described(given[i], block)
         from triton import OutOfResources  # type: ignore[import-untyped]
 
         try:
@@ -327,9 +349,17 @@ class Launch:
             raise BackendError(self._too_large(error)) from error
         if compiled is None:
             return
-        self.known[key] = compiled[self.grid], [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
+        warm = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in arguments]
+        shapes = [(i, at, arguments[at].shape, arguments[at].strides) for i, at, _ in self.blocks]
+        for _, at, _ in self.blocks:
+            warm[at] = None  # the descriptor holds a tensor
+        self.known[key] = compiled[self.grid], warm, shapes
         while len(self.known) > KEPT:
             self.known.pop(next(iter(self.known)), None)
+
+    def described(self, x: Tensor, block: Block) -> Any:
+        """The tensor descriptor of an array, in the kernel's language."""
+        return descriptor(x, block)
 
     def _too_large(self, error: Any) -> str:
         (queries, keys), unit = self.tile, "bytes of " if error.name == "shared memory" else ""
@@ -339,6 +369,43 @@ class Launch:
             f"keys, {warps} warps and {stages} stages; this GPU has {error.limit}\n"
             "  leave out `tile` and `kernel_options`, or give smaller ones: tile=(64, 32)"
         )
+
+
+class WarmDescriptor:
+    """A tensor descriptor as Triton's launcher reads it, of a kernel that is known: shape, strides, and by the names of
+    a tensor the address. It holds no tensor."""
+
+    __slots__ = ("place", "shape", "strides")
+    padding, round_f32_to_tf32 = "zero", False
+
+    def __init__(self, shape: list[int], strides: list[int], place: int) -> None:
+        self.shape, self.strides, self.place = shape, strides, place
+
+    @property
+    def base(self) -> WarmDescriptor:
+        return self
+
+    def data_ptr(self) -> int:
+        return self.place
+
+
+def descriptor(x: Tensor, block: Block) -> Any:
+    """The tensor descriptor of an array [batch, heads, length, dim]. The stride of an axis of one entry may be
+    anything: there it is one that descriptors may have."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # type: ignore[import-untyped]
+
+    strides = [stride if size > 1 else STEP for size, stride in zip(x.shape[:3], x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Whether tensor descriptors can have the strides of these arrays [batch, heads, length, dim]: 1 along the head
+    dimension, else multiples of 16 bytes, where there is more than one entry."""
+    return all(
+        x.stride(3) == 1
+        and all(n == 1 or (s > 0 and s * x.itemsize % 16 == 0) for n, s in zip(x.shape[:3], x.stride()))
+        for x in tensors
+    )
 
 
 def _check_grid(grid: tuple[int, ...]) -> None:

@@ -20,7 +20,7 @@ from .grids import LaunchStep, backward_plan, of_backward
 
 Tensor = Any
 LETTERS = {"Q": "q", "K": "k", "V": "v", "Out": "o", "DOut": "g"}  # of strides
-TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Lse2", "Low2", "Delta", "DQ", "DK", "DV")
+TENSORS = (*LETTERS, "Lse", "Low", "DLse", "Stats", "DQ", "DK", "DV")
 
 
 def backward(
@@ -55,12 +55,11 @@ def backward(
     run = own.launches.get(kind)
     if run is None:
         run = own.launches[kind] = _Launches(own, spans, q, k, read.live, wanted, dlse is not None)
-    lse2, low2, delta = torch.empty((3, *lse.shape), dtype=torch.float32, device=q.device)
-    low = torch.zeros_like(lse2) if norm is None else low_of(norm)
+    stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
+    low = torch.zeros_like(lse) if norm is None else low_of(norm)
     given = {
         "Q": q, "K": k, "V": v, "Out": out, "DOut": dout, "Lse": lse.contiguous(), "Low": low.contiguous(),
-        "Lse2": lse2, "Low2": low2, "Delta": delta,
-        "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
+        "Stats": stats, "DLse": None if dlse is None else dlse.to(torch.float32).contiguous().resolve_neg(),
         **{f"D{n.upper()}": x for n, x in found.items()},
     }  # fmt: skip
     buffers = run(read, given)
@@ -68,7 +67,7 @@ def backward(
         return found
     more = [x for x in backward_of(plan).gradients if x.source in wanted and x.over in ("diagonal", "scatter")]
     if more:
-        common = plan, spans, g, q, k, v, lse2, low2, dout, delta, slots, tables, target
+        common = plan, spans, g, q, k, v, dout, stats, slots, tables, target
         buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
     folds = folded(list(buffers), list(buffers.values()), own.placed, slots, tables)
     return found | folds | _zeros(values - folds.keys(), tables, lse)
@@ -108,17 +107,17 @@ class _Launches:
                 self.steps.append(self._step(plain, step))
 
     def _step(self, own: Bound, step: LaunchStep, **more: Any) -> tuple[Launch, list[str]]:
-        """A launch, and which tensors it takes. What attention_delta calls Lse2 the others call Lse, and Low2 Low."""
+        """A launch, and the tensors it takes."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
         names = [n for n in self.made.kernels[step.name].arg_names if n in letters]
         run = own.launch(self.made, step.name, step.grid, step.tile, {n: letters[n] for n in names}, **more)
-        return run, [f"{n}2" if step.side and n in ("Lse", "Low") else n for n in names]
+        return run, names
 
     def __call__(self, read: Values, given: dict[str, Tensor]) -> dict[Gradient, Tensor]:
         """Run them all; the sums of captured gradients, shaped as `derive.Gradient` says."""
         import torch
 
-        g, like = self.geometry, given["Delta"]
+        g, like = self.geometry, given["Stats"]
         for s in self.sums:
             length = g.q_len if s.along == "q" else g.kv_len
             given[s.buffer] = torch.empty((g.batch, g.heads, length), dtype=torch.float32, device=like.device)

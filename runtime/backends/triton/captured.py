@@ -17,18 +17,18 @@ from . import grids as triton_grids
 from .arguments import KEPT, Bound, Launch, Made, Values, bound, loaded_kernels
 
 Tensor = Any
-ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Lse": "", "Low": "", "Delta": ""}
+ARRAYS = {"Q": "q", "K": "k", "V": "v", "DOut": "g", "Stats": ""}
 
 
 def captured(
-    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, lse: Tensor,
-    low: Tensor, dout: Tensor, delta: Tensor, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target,
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+    stats: Tensor, slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target,
     gradients: Sequence[Gradient], *, deterministic: bool = True,
 ) -> list[Tensor]:  # fmt: skip
     """One buffer for each of `gradients`, in their order, float32 and of the shape `derive.Gradient` describes.
 
-    `lse`, `low` and `delta` are float32 [batch, heads, q_len], contiguous, as `attention_delta` writes them: the first
-    two in log2 units, and all 0 where a row sees nothing. q, k, v and dout have any strides, and one dtype.
+    `stats` is float32 [batch, heads, q_len, 4], contiguous, as `attention_delta` writes it: of every row lse in log2
+    units, the factor of its weights, and delta. q, k, v and dout have any strides, and one dtype.
 
     Equal calls give equal bits, unless `deterministic` is False: then tables that are read at any places are added to
     with atomics in float32, in one pass instead of two in fixed point (`lowering/aten/sums.py` says how exact that is).
@@ -37,7 +37,7 @@ def captured(
 
     deterministic |= torch.are_deterministic_algorithms_enabled()
     own = bound(plan, spans, geometry, emit.square(target), q, k)
-    run = _Run(own, spans, own.values(slots, tables), (q, k, v, dout, lse, low, delta), slots, tables)
+    run = _Run(own, spans, own.values(slots, tables), (q, k, v, dout, stats), slots, tables)
     found: dict[int, Tensor] = {}
     if by_distance := [g for g in gradients if g.over == "diagonal"]:
         found |= {id(g): x for g, x in zip(by_distance, run.diagonals(tuple(by_distance)), strict=True)}

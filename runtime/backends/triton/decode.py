@@ -25,11 +25,17 @@ from .grids import of_host
 
 Tensor = Any
 PACK = 64  # queries of one head from which on a tile is full without those of other heads
-SHARED = 16  # queries up to which heads share a tile even where nothing is split: keys and values are read once
-FILLED = 0.8  # of the machine's processors: with so many programs nothing is split
+FILLED = 0.8  # of the machine's slots: with so many programs nothing is split
 LEAST = 4  # tiles of keys that are not worth splitting
-MOST = 128  # parts
+MOST = 256  # parts
+BLOCKS = (
+    2  # programs of four warps that share a processor: one waits for memory while the other converts and multiplies
+)
 DEEP = 98_304  # bytes of keys and values that three stages may hold, on any NVIDIA GPU
+FLOP = 180  # products for a byte: as many of 16 bits as an H100 makes while it reads one, at 60 % of its peak
+# Bytes that a program could have read in the time of its first and last instructions, and of the kernel that combines.
+START, COMBINE = 16_384, 32_768
+NEAR = 1.03  # of the least cost: fewer parts are as good
 INTERPRETED = 4  # processors of Triton's interpreter, which runs one program after another
 NOTHING = make_plan(None, None)  # the plan of the kernel that combines
 NO_VALUES = Values(({}, {}), (), (), (), ())
@@ -53,21 +59,29 @@ def shares(
     if target.splits == 1:
         return None
     pack = packed(plan, dims) if g.q_len < PACK and _whole_groups(g) else 1
-    most = rows_of_a_tile(padded(max(dims.head_dim, dims.v_dim))) if pack > 1 else target.block_q
+    most = rows_of_a_tile(dims) if pack > 1 else target.block_q
     rows = max(min(most, padded(g.q_len * pack)), padded(pack))
     queries = rows // pack
     programs = -(-g.q_len // queries) * g.batch * g.heads // pack
-    own = target.decode or target
+    own = _hurried(target.decode or target, dims, rows, plan.pages is not None)
     block = (target.block_q if g.q_len <= min(queries, target.block_q) else queries), own.block_k
-    splits, few = target.splits, pack > 1 and g.q_len <= SHARED
+    splits, slots = target.splits, processors * (BLOCKS if own.num_warps == 4 else 1)
     if not splits:
-        if programs >= FILLED * processors and not few:
+        if programs >= FILLED * slots and pack == 1:
             return None
         tiles = most_tiles(spans, g, block)
-        splits = parts(programs, processors, tiles)
-        if splits == 1 and (tiles <= LEAST or not few):
+        splits = parts(programs, slots, tiles, *_costs(g, dims, rows, own.block_k))
+        if splits == 1 and (tiles <= LEAST or pack == 1):
             return None
-    return Shares(replace(_hurried(own, dims, rows), block_q=rows, splits=splits), queries, pack, block)
+    return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block)
+
+
+def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int]:
+    """The cost of a tile of keys, and of the results of a part, which are written and read: in bytes, or in what is
+    read while as much is multiplied."""
+    width = g.head_dim + g.v_dim
+    of_key = 1 if dims.kv_dtype else 4 if dims.dtype == "float32" else 2
+    return keys * width * max(of_key, 2 * rows // FLOP), 8 * rows * (g.v_dim + 2)
 
 
 def _whole_groups(g: Geometry) -> bool:
@@ -77,10 +91,12 @@ def _whole_groups(g: Geometry) -> bool:
     return not of_host(first) or int(first) % (g.heads // g.kv_heads) == 0
 
 
-def _hurried(target: Target, dims: Dims, rows: int) -> Target:
-    """Few queries wait for memory: one more stage of loads, where it fits, and no more warps than rows need."""
+def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
+    """Few queries wait for memory: more stages of loads, where they fit, and no more warps than rows need. The number
+    of a page is loaded before its keys, so that five stages are in flight what three are without pages."""
     stage = 2 * padded(dims.head_dim) * target.block_k * (4 if dims.dtype == "float32" else 2)
-    stages = 3 if target.num_stages == 2 and 3 * stage <= DEEP else target.num_stages
+    fits = target.num_stages > 1 and 3 * stage <= DEEP
+    stages = max(target.num_stages, 5 if paged else 3) if fits else target.num_stages
     return replace(target, num_stages=stages, num_warps=4 if rows <= 64 else 8)
 
 
@@ -94,18 +110,18 @@ def most_tiles(spans: SpanSource | None, g: Geometry, block: tuple[int, int]) ->
 
 
 @memo(1024, weigh=100)
-def parts(programs: int, processors: int, tiles: int) -> int:
-    """The fewest parts that keep the processors nearly as busy as the best number would (J. Shah et al.,
-    FlashAttention-3, `num_splits_heuristic`).
+def parts(programs: int, slots: int, tiles: int, tile: int, results: int) -> int:
+    """The fewest parts whose predicted cost is next to the least: that of all waves of programs, each with its share
+    of the tiles, and of combining their results. `tile` and `results` are what a tile and a part cost, in bytes.
 
-    >>> parts(8, 132, 256), parts(132, 132, 256), parts(8, 132, 3)
-    (14, 1, 1)
+    >>> parts(8, 264, 256, 32768, 16640), parts(264, 264, 256, 32768, 16640), parts(8, 264, 3, 32768, 16640)
+    (32, 1, 1)
     """
-    if programs >= FILLED * processors or tiles <= LEAST:
+    if programs >= FILLED * slots or tiles <= LEAST:
         return 1
-    wanted = [n for n in range(1, min(MOST, processors, tiles) + 1) if n == 1 or -(-tiles // n) < -(-tiles // (n - 1))]
-    busy = {n: (waves := programs * n / processors) / -(-waves // 1) for n in wanted}
-    return next(n for n in wanted if busy[n] >= 0.85 * max(busy.values()))
+    cost = {n: -(-programs * n // slots) * (START + -(-tiles // n) * tile + results * (n > 1)) + COMBINE * (n > 1)
+            for n in range(1, min(MOST, tiles) + 1)}  # fmt: skip
+    return next(n for n, x in cost.items() if x <= NEAR * min(cost.values()))
 
 
 def processors(device: Any) -> int:
@@ -113,37 +129,44 @@ def processors(device: Any) -> int:
 
 
 class Parts:
-    """The two launches of such a call."""
+    """The launches of such a call: two, or one where nothing is divided."""
 
     def __init__(
         self, own: Bound, plan: LoopPlan, spans: SpanSource | None, chosen: Shares, live: tuple[str, ...], sinks: bool,
         top: bool, low: bool,
     ) -> None:  # fmt: skip
         g, target = own.geometry, chosen.target
-        alike = replace(target, splits=0)  # of any number of parts the kernels are the same
+        alike = replace(target, splits=int(target.splits == 1))  # of any number of parts the kernels are the same
         kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top, low)
         self.sizes = target.splits, g.batch, g.heads, g.q_len
         self.v_dim = g.v_dim
+        self.combine: Launch | None = None
         tiles = -(-g.q_len // chosen.queries)
+        results = {"Out": "o", "Lse": ""}
+        results |= {"Top": ""} if top else {}
+        results |= {"Low": ""} if low else {}
+        results |= {"Sinks": ""} if sinks else {}
+        own_results = results if target.splits == 1 else {"Acc": "", "Tops": "", "Totals": ""}
         self.decode = own.launch(
             kernels, "attention_decode", (tiles * target.splits, g.heads // chosen.pack, g.batch), target,
-            {"Q": "q", "K": "k", "V": "v", "Acc": "", "Tops": "", "Totals": ""},
+            {"Q": "q", "K": "k", "V": "v", **own_results},
             records=None if spans is None else spans.rows, block=chosen.block, live=live, splits=target.splits,
         )  # fmt: skip
-        tensors = {"Acc": "", "Tops": "", "Totals": "", "Out": "o", "Lse": ""}
-        tensors |= {"Top": ""} if top else {}
-        tensors |= {"Low": ""} if low else {}
-        tensors |= {"Sinks": ""} if sinks else {}
+        if target.splits == 1:
+            return
         four = replace(target, num_warps=4)
         fixed = {"heads": g.heads, "q_len": g.q_len, "splits": target.splits}
         grid = g.q_len, g.heads, g.batch
         self.combine = Launch(
-            kernels.kernels["attention_combine"], {}, NOTHING, grid, four, own.device, fixed, tensors, ()
+            kernels.kernels["attention_combine"], {}, NOTHING, grid, four, own.device, fixed, own_results | results, ()
         )
 
     def __call__(self, values: Values, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
         import torch
 
+        if self.combine is None:
+            self.decode(values, q, k, v, *results)
+            return
         acc = torch.empty((*self.sizes, self.v_dim), dtype=torch.float32, device=q.device)
         tops, totals = torch.empty((2, *self.sizes), dtype=torch.float32, device=q.device)
         self.decode(values, q, k, v, acc, tops, totals)

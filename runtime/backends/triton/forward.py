@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.errors import BackendError
 from frisket.grammar.memo import memo
+from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.forward import emit
+from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import decode as triton_decode
-from .arguments import Bound, Launch, Made, bound, far, loaded_kernels, near
+from .arguments import Access, Bound, Launch, Made, bound, far, loaded_kernels, near
 from .grids import forward_plan, of_forward
 
 Tensor = Any
@@ -38,7 +41,8 @@ def forward(
         q, k, v = (near(x, max(target.block_q, target.block_k)) for x in (q, k, v))
     own = bound(plan, spans, g, target, q, k)
     values = own.values(slots, tables)
-    kind = values.live, sinks is not None, top, norm
+    described = target.descriptors and (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0 and own.describes(q, k, v)
+    kind = values.live, sinks is not None, top, norm, described
     run = own.launches.get(kind)
     if run is None:
         run = own.launches[kind] = _launch(own, spans, *kind)
@@ -56,16 +60,22 @@ def forward(
 
 
 def _launch(
-    own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool
+    own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool, described: bool
 ) -> Launch | triton_decode.Parts:
-    g, target = own.geometry, own.target
+    g = own.geometry
     plan = forward_plan(own.plan, g)
     dims = own.dims(live)
+    described = described and triton_forward.describable(plan, dims)
+    target = replace(own.target, descriptors=described)
     check_keys(dims, own.device)
     chosen = triton_decode.shares(plan, spans, g, target, dims, triton_decode.processors(own.device))
     if chosen is not None:
         return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top, low)
-    tensors = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
+    tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
+    if described:
+        dim, dim_v = padded(g.head_dim), padded(g.v_dim)
+        queries, keys = target.block_q, target.block_k
+        tensors |= {"Q": (1, 1, queries, dim), "K": (1, 1, keys, dim), "V": (1, 1, keys, dim_v)}
     tensors |= {"Top": ""} if top else {}
     tensors |= {"Low": ""} if low else {}
     tensors |= {"Sinks": ""} if sinks else {}

@@ -72,14 +72,17 @@ def forward(
         )  # fmt: skip
         return tuple(found[n] for n in results)
     parts, own = few.target.splits, few.target
-    source = _decode(plan, replace(own, splits=0), dims, few.pack > 1, sinks is not None, low)
+    source = _decode(plan, replace(own, splits=int(parts == 1)), dims, few.pack > 1, sinks is not None, low)
     rows = (parts, *row[0])
     partial_sums = {"Acc": ((*rows, g.v_dim), np.float32), **dict.fromkeys(("Tops", "Totals"), (rows, np.float32))}
     grid = -(-g.q_len // few.queries) * parts, g.heads // few.pack, g.batch
+    alone = parts == 1
     found = call.run(
-        source, "attention_decode", grid, own, given, partial_sums,
+        source, "attention_decode", grid, own, given | last if alone else given, results if alone else partial_sums,
         None if spans is None else partial(spans.rows, few.block), splits=parts, pool=k.shape[0],
     )  # fmt: skip
+    if alone:
+        return tuple(found[n] for n in results)
     grid, four = (g.q_len, g.heads, g.batch), replace(own, num_warps=4)
     found = call.run(source, "attention_combine", grid, four, found | last, results, plan=NOTHING, splits=parts)
     return tuple(found[n] for n in results)
@@ -112,8 +115,6 @@ def backward(
         tile, plain = step.tile, None if step.side else triton_backward.bare(own)
         records = partial(getattr(spans, step.side), (tile.block_q, tile.block_k)) if step.side and spans else None
         given |= call.run(source, step.name, step.grid, tile, given, results[step.name], records, plan=plain)
-        if not step.side:  # what attention_delta calls Lse2 the others call Lse
-            given |= {"Lse": given["Lse2"], "Low": given["Low2"]}
     found = {n: given[f"D{n.upper()}"] for n in arrays if n in wanted}
     if not values:
         return found
@@ -158,18 +159,21 @@ def target(
             keys = min(keys, triton_tiles.MEDIUM)
     made = triton_tiles.default_target(
         geometry, dtype, keys=keys, curved=plan.score_class == "general",
-        per_position=triton_tiles.loads_per_position(plan.mask, plan.score), arch=architecture(),
+        reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
     )  # fmt: skip
-    return _precise(made, dtype)
+    return _precise(replace(made, descriptors=False), dtype)  # jax-triton passes none
 
 
 def _precise(target: Target, dtype: str) -> Target:
-    """Products of float32 exact, or in TF32 where `jax_default_matmul_precision` asks for no more than that."""
+    """Products of float32 exact, or in TF32 where `jax_default_matmul_precision` asks for no more than that; tanh of
+    16-bit inputs exact where it is "highest"."""
     import jax
 
     asked = str(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009 - mypy knows it not
-    return triton_tiles.in_tf32(target) if dtype == "float32" and asked in TF32 else target
+    if dtype != "float32":
+        return target if asked == "highest" else triton_tiles.with_tanh(target, architecture())
+    return triton_tiles.in_tf32(target) if asked in TF32 else target
 
 
 # -- what kernels take and give -----------------------------------------------------------------------
@@ -205,7 +209,7 @@ def _results(g: Geometry, dtypes: Mapping[str, Any], totals: Sequence[Sum]) -> d
     arrays = {n: {f"D{n.upper()}": (shapes[n], dtype)} for n, dtype in dtypes.items()}
     along = {n: {s.buffer: (rows if n == "q" else columns, np.float32) for s in totals if s.along == n} for n in "qk"}
     return {
-        "attention_delta": dict.fromkeys(("Lse2", "Low2", "Delta"), (rows, np.float32)),
+        "attention_delta": {"Stats": ((*rows, 4), np.float32)},
         "attention_dq": arrays.get("q", {}) | along["q"],
         "attention_dkv": arrays.get("k", {}) | arrays.get("v", {}) | along["k"],
     }

@@ -33,7 +33,7 @@ def captured(
     gradients: Sequence[Gradient],
 ) -> dict[Gradient, Array]:
     """The buffers of gradients over "diagonal" and "scatter", as `derive.Gradient` describes them; `inputs` are arrays
-    by the kernels' names, lse and delta as `attention_delta` writes them."""
+    by the kernels' names, `Stats` as `attention_delta` writes it."""
     tile = emit.square(target)
     records = None if spans is None else partial(spans.rows, (tile.block_q, tile.block_k))
     run = partial(call.run, tile=tile, inputs=inputs, spans=records)

@@ -14,7 +14,7 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels.triton.parameters import arguments
+from frisket.lowering.kernels.triton.parameters import arguments, padded
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.runtime.machine.extras import pip_install
@@ -74,7 +74,7 @@ def compile_reports(
             raise BackendError("TRITON_INTERPRET=1 is set: start Python without it to compile kernels")
         mine = of_kernel(name, target)
         compiled = compiled_for(arch, kernel, plan, mine, dims)
-        registers, spills, mma = (_amd if arch.startswith("gfx") else _nvidia)(compiled, ARCHITECTURES[arch][2])
+        registers, spills, mma = (_amd if arch.startswith("gfx") else resources)(compiled, ARCHITECTURES[arch][2])
         shared = int(compiled.metadata.shared)
         block = mine.block_q, mine.block_k, mine.num_warps, mine.num_stages
         yield KernelReport(name, arch, *block, registers, spills, shared, SHARED[arch], mma)
@@ -108,8 +108,11 @@ def compiled_for(arch: str, kernel: Any, plan: LoopPlan, target: Target, dims: D
     )
 
 
-def signature(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> tuple[dict[str, str], dict[str, Any]]:
-    """Types by parameter and values of constants, as the launcher would have them for contiguous arrays."""
+def signature(
+    kernel: Any, plan: LoopPlan, target: Target, dims: Dims, **more: int
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types by parameter and values of constants, `more` among them, as the launcher would have them for contiguous
+    arrays."""
     scalar, pointer = {INT: "i32", FLOAT: "fp32", BOOL: "i1"}, {INT: "*i32", FLOAT: "*fp32", BOOL: "*i8"}
     made = arguments(plan)
     known: dict[str, str] = dict.fromkeys(SIZES, "i32") | dict.fromkeys(INTEGERS, "*i32") | {"scale": "fp32"}
@@ -119,8 +122,10 @@ def signature(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> tuple[
     known |= {made[t.name].name: pointer[t.type] for t in plan.tables}
     values: dict[str, Any] = {n: 1 for n in kernel.arg_names if re.fullmatch(r"stride_\w+d", n)}
     values |= {made[t.name].strides[-1]: 1 for t in plan.tables}
-    values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False}
+    values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False} | more
     types: dict[str, str] = {}
+    described = {n for n in "QKV" if n in kernel.arg_names and f"stride_{n.lower()}s" not in kernel.arg_names}
+    known |= {n: _descriptor(known[n], n, target, dims) for n in described}
     for p in kernel.params:
         if p.is_constexpr or p.name in values:
             types[p.name] = "constexpr"
@@ -131,7 +136,12 @@ def signature(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> tuple[
     return types, {n: x for n, x in values.items() if n in types}
 
 
-def _nvidia(compiled: Any, mma: str) -> tuple[int, int, int]:
+def _descriptor(pointer: str, name: str, target: Target, dims: Dims) -> str:
+    length = target.block_q if name == "Q" else target.block_k
+    return f"tensordesc<{pointer[1:]}[1, 1, {length}, {padded(dims.v_dim if name == 'V' else dims.head_dim)}]>"
+
+
+def resources(compiled: Any, mma: str) -> tuple[int, int, int]:
     """(registers, bytes of stack, matrix instructions) by the cuobjdump that comes with Triton."""
     import triton
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 from frisket.runtime.machine.cpp_build import put, sweep
-from frisket.runtime.machine.settings import Settings
+from frisket.runtime.machine.settings import cache_folder
 
 
 def load(source: str) -> ModuleType:
@@ -23,9 +23,7 @@ def load(source: str) -> ModuleType:
 def write(source: str) -> Path:
     """The file that holds `source`, named by its hash; rewritten unless it holds just that. Triton and
     tracebacks read it."""
-    from platformdirs import user_cache_dir
-
-    folder = Path(Settings.read().cache_dir or user_cache_dir("frisket")) / "triton"
+    folder = cache_folder() / "triton"
     data = source.encode()
     path = folder / f"attention_{hashlib.sha256(data).hexdigest()[:20]}.py"
     if not (path.is_file() and path.read_bytes() == data):

@@ -23,18 +23,21 @@ alone, never on the lengths of a call or on what its tables hold: a change insid
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from frisket.dsl.errors import FrisketError
 from frisket.dsl.ir import Expr, build, uses, walk
 from frisket.grammar.memo import memo
-from frisket.lowering.kernels.expr import POSITION, levels
+from frisket.lowering.kernels.expr import LEVELS, POSITION, levels
 from frisket.lowering.kernels.triton.backward import DELTA
 from frisket.lowering.kernels.triton.captured import NAMES, square
+from frisket.lowering.kernels.triton.distance import ALONG, GATHERED, by_distance
 from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.plan import Geometry, Target, score_class
 from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
@@ -46,35 +49,31 @@ if TYPE_CHECKING:
     from frisket.runtime.plans.base import CallPlan
 
 Window = Literal["short", "medium", "long"]
+Reads = Literal["axis", "distance", "each"]
 SHORT, MEDIUM = 192, 768  # keys: the last of their class
 ROW, LENGTH = 128, 4096  # rows of tiles so long, in so many tokens, say how many keys a query sees
 
-OF_WARPS = ("sm_80", "sm_86", "sm_89", "sm_120")  # their matrix instructions read both operands from registers
-
-# kernel -> window -> padded head size -> block_q, block_k, warps, stages. 16-bit numbers on Hopper and Blackwell: as
-# large as registers carry without a spill (tests/golden/triton/report_*.txt).
-Tile = tuple[int, int, int, int]
+Tile = tuple[int, int, int, int]  # block_q, block_k, warps, stages
+# 16-bit numbers: architecture -> kernel -> window, or "curved" for long ones whose score mod has a derivative that is
+# not 1 -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the file: of the tiles that spill
+# nothing those of the least predicted time.
+TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
+    Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
+)
+LIKE = {  # whose tiles an architecture takes that is not in the table
+    "sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "sm_103": "sm_100", "gfx90a": "gfx942", "gfx950": "gfx942",
+}  # fmt: skip
 SHARED = {  # bytes of shared memory that a block may have, by the vendors' documents
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448,
     "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
-HALF: dict[str, dict[Window, dict[int, Tile]]] = {
-    "forward": {
-        "long": {64: (128, 128, 8, 2), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
-        "medium": {64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-        "short": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 32, 4, 2)},
-    },
-    "dq": {
-        "long": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "medium": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-        "short": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
-    },
-    "dkv": {
-        "long": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
-        "medium": {64: (64, 128, 8, 3), 128: (32, 128, 8, 2), 256: (32, 64, 8, 2)},
-        "short": {64: (64, 64, 4, 3), 128: (32, 64, 4, 2), 256: (32, 64, 8, 2)},
-    },
-}
+# Forwards that read through tensor descriptors where the architecture copies tiles by them, by window and head size: on
+# sm_90 those whose registers are short or whose tiles are border tiles for the most part, for by the model of
+# benchmarks/gpu_sim the full tiles of others are faster by pointers. Elsewhere all, which then spill nothing or less.
+DESCRIBED: frozenset[tuple[Window, int]] = frozenset(
+    [("short", 64), ("short", 128), ("short", 256), ("medium", 256), ("long", 256)]
+)
+OF_DESCRIPTORS = ("sm_90", "sm_100", "sm_103")
 # Few queries wait for keys, not for products: narrow tiles leave room for three stages, and spill nothing.
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
 # Of stored keys registers hold scales, pages and what is converted: with more keys the compiler spills.
@@ -93,62 +92,51 @@ def window_of(keys: float) -> Window:
 
 
 def default_target(
-    g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, per_position: bool = False,
+    g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, reads: Reads = "axis",
     stored: bool = False, arch: str = "sm_90",
 ) -> Target:  # fmt: skip
     """Tiles of the forward and the backward. `keys` are those a query sees, `curved` says that the derivative of the
-    score mod is not 1, `per_position` that a table is read for every position, `stored` that keys and values are as
-    caches store them; `arch` as in `triton_report.ARCHITECTURES`.
+    score mod is not 1, `stored` that keys and values are as caches store them; `reads` as `reads_of` has it, `arch` as
+    in `triton_report.ARCHITECTURES`.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
-    >>> t.block_q, t.block_k
-    (64, 64)
+    >>> [t.block_q, t.block_k, t.num_warps, t.num_stages] == TABLE["sm_90"]["forward"]["short"]["128"]
+    True
     """
     dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
     window = window_of(keys)
-    tiles = {
-        n: SINGLE[n][dim] if dtype == "float32" else _carried(HALF[n][window][dim], n, dim, curved, per_position, arch)
-        for n in HALF
-    }
+    tiles = {n: SINGLE[n][dim] if dtype == "float32" else _carried(n, window, dim, curved, reads, arch) for n in SINGLE}
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
-    forward, dq, dkv = (Target("triton", *made[n]) for n in HALF)
-    few = replace(forward, block_k=min(forward.block_k, (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim]))
+    forward, dq, dkv = (Target("triton", *made[n]) for n in SINGLE)
+    if arch in OF_DESCRIPTORS and dtype != "float32" and not stored:
+        forward = replace(forward, descriptors=arch != "sm_90" or (window, dim) in DESCRIBED)
+    keys_of_few = (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim]
+    stages = min(forward.num_stages, 3)
+    few = replace(forward, descriptors=False, block_k=min(forward.block_k, keys_of_few), num_stages=stages)
     if stored:
         forward = replace(forward, block_k=min(forward.block_k, STORED))
     return replace(forward, dq=dq, dkv=dkv, decode=few)
 
 
-def _carried(tile: Tile, kernel: str, dim: int, curved: bool, per_position: bool, arch: str) -> Tile:
-    """The largest part of a tile that an architecture carries: fewer stages first, then a narrower side that is
+def _carried(kernel: str, window: Window, dim: int, curved: bool, reads: Reads, arch: str) -> Tile:
+    """The tile of the table, or what the architecture carries of it: fewer stages first, then a narrower side that is
     walked."""
-    block_q, block_k, warps, stages = tile
+    if reads == "distance" and window == "long":  # addresses and values of a table beside those of keys
+        window = "medium"
+    rows = TABLE.get(LIKE.get(arch, arch), TABLE["sm_90"])[kernel]
+    block_q, block_k, warps, stages = rows["curved" if curved and window == "long" else window][str(dim)]
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
-    if curved and kernel == "dkv":  # a derivative for every score, in registers
+    if curved and window != "long" and kernel == "dkv":  # a derivative for every score, in registers
         walked = min(walked, 32)
-    if per_position:  # Triton stages such a table through shared memory too
+    if reads == "each":  # Triton stages such a table through shared memory too
         walked, stages = min(walked, 32), min(stages, 2)
-    if arch.startswith("gfx"):
-        return _of_amd(own, walked, warps, kernel, dim, SHARED.get(arch, SHARED["gfx942"]))
-    if arch in OF_WARPS and kernel == "dkv":
-        warps = 8  # two accumulators
-    if arch in OF_WARPS and dim > 64:
-        own, walked = (own, min(walked, 64)) if kernel == "forward" else (min(own, 64), walked)
-    limit = SHARED.get(arch, SHARED["sm_90"])
+    if reads == "distance" and kernel == "dkv" and arch != "sm_90":
+        walked = min(walked, 32)
+    limit = SHARED.get(arch, SHARED["gfx942" if arch.startswith("gfx") else "sm_90"])
     while shared(kernel, dim, own, walked, stages) > limit and walked > 16:
         walked, stages = (walked, stages - 1) if stages > 2 else (walked // 2, stages)
     return (walked, own, warps, stages) if kernel == "dkv" else (own, walked, warps, stages)
-
-
-def _of_amd(own: int, walked: int, warps: int, kernel: str, dim: int, limit: int) -> Tile:
-    """No stages: loads go to registers, and through shared memory one at a time. The backward spills sooner."""
-    if kernel == "forward":
-        walked = min(walked, 64)
-    else:
-        own, walked = min(own, 32 if dim > 128 else 128 if kernel == "dkv" else 64), min(walked, 32)
-    while shared(kernel, dim, own, walked, 1) > limit and max(own, walked) > 16:
-        own, walked = (own // 2, walked) if own >= walked else (own, walked // 2)
-    return (walked, own, warps, 1) if kernel == "dkv" else (own, walked, warps, 1)
 
 
 def shared(kernel: str, dim: int, own: int, walked: int, stages: int) -> int:
@@ -192,33 +180,40 @@ def target(
 ) -> Target:  # fmt: skip
     """The target of a call with `plan` on `device`, or for `arch`; without a plan that of a long window. `tile` is the
     user's, of every kernel, `tuning` what he says beyond it."""
+    arch = arch or architecture(device)
     if tile is not None:
-        return tuning.applied(with_precision(of_tile(tile, g, dtype), dtype))
+        return tuning.applied(with_precision(of_tile(tile, g, dtype), dtype, arch))
     mask, score = (None, None) if plan is None else plan.simplified
     keys, closed = math.inf, True
     if plan is not None and mask is not None:
         keys, closed = keys_seen(mask, tuple(sorted(plan.scalars.items())))
     keys = keys if closed else min(keys, MEDIUM)
-    loads = loads_per_position(mask, score)
-    arch, curved = arch or architecture(device), score_class(score) == "general"
+    curved = score_class(score) == "general"
     stored = bool(g.kv_dtype) or (plan is not None and plan.host_program.stored is not None)
-    made = default_target(g, dtype, keys=keys, curved=curved, per_position=loads, stored=stored, arch=arch)
-    return tuning.applied(with_precision(made, dtype))
+    made = default_target(g, dtype, keys=keys, curved=curved, reads=reads_of(mask, score), stored=stored, arch=arch)
+    return tuning.applied(with_precision(made, dtype, arch))
 
 
-def with_precision(target: Target, dtype: str) -> Target:
-    """Products of float32 as `torch.set_float32_matmul_precision` has them: exact where that is "highest", its default,
-    in TF32 where it is "high" or "medium"; what `Tuning.precision` says goes before. AMD's GPUs have no TF32."""
+def with_precision(target: Target, dtype: str, arch: str) -> Target:
+    """tanh of 16-bit inputs as `with_tanh` has it, and products of float32 as `torch.set_float32_matmul_precision`:
+    exact where that is "highest", its default, in TF32 where it is "high" or "medium". What a `Tuning` says goes
+    before. AMD's GPUs have no TF32."""
     torch = sys.modules.get("torch")
-    if dtype != "float32" or torch is None or torch.version.hip or torch.get_float32_matmul_precision() == "highest":
+    if dtype != "float32":
+        return with_tanh(target, arch)
+    if torch is None or torch.version.hip or torch.get_float32_matmul_precision() == "highest":
         return target
     return in_tf32(target)
 
 
 def in_tf32(target: Target) -> Target:
-    parts = (target.dq, target.dkv, target.decode)
-    dq, dkv, few = (None if x is None else replace(x, precision="tf32") for x in parts)
-    return replace(target, precision="tf32", dq=dq, dkv=dkv, decode=few)
+    return target.everywhere(precision="tf32")
+
+
+def with_tanh(target: Target, arch: str) -> Target:
+    """tanh of 16-bit inputs by the instruction that NVIDIA's GPUs have for it: 2**-11 of the value away at most, where
+    a product of float16 inputs is 2**-12 away, of bfloat16 2**-9. `Tuning.tanh` goes before."""
+    return target.everywhere(tanh="approximate") if arch.startswith("sm_") else target
 
 
 @memo(group="expressions")
@@ -250,10 +245,12 @@ def _of_positions(e: Expr) -> bool:
     return not uses(e) & {"b", "h"} and not any(n.op in ("lookup", "segment", "extent") for n in walk(e))
 
 
-def loads_per_position(*roots: Expr | None) -> bool:
-    """Whether a table is read with an index that hangs on the query and the key."""
-    found = levels(*(e for e in roots if e is not None))
-    return any(n.op == "lookup" and at == POSITION for n, at in found.items())
+def reads_of(*roots: Expr | None) -> Reads:
+    """The positions at which tables are read: with an index that hangs on the query and the key, on their distance
+    alone, or at most on one of them."""
+    taken = [by_distance(e, LEVELS) for e in roots if e is not None]
+    found = {n.op for n, at in levels(*taken, when={**LEVELS, **ALONG}).items() if at == POSITION}
+    return "each" if "lookup" in found else "distance" if GATHERED in found else "axis"
 
 
 def architecture(device: Any = None) -> str:

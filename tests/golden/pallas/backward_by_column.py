@@ -35,9 +35,14 @@ def per_key(x, place):
     return pl.BlockSpec((1, 1, 1, BLOCK_K), at)
 
 
-def turned(row):
-    """[1, n] as [n, 1]; n is a multiple of the 128 lanes."""
-    return jnp.broadcast_to(row, (128, row.shape[1])).T[:, :1]
+def upright(row):
+    """[1, n] as [n, 128], 128 times one column; n is a multiple of the 128 lanes."""
+    return jnp.broadcast_to(row, (128, row.shape[1])).T
+
+
+def wide(column, width):
+    """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
+    return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
 
 
 def finite(x):
@@ -46,32 +51,13 @@ def finite(x):
     return jnp.where(jnp.isfinite(wide), wide, 0).astype(x.dtype)
 
 
-def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows):
+def locate(b, h, step, slice_of, words, programs, room, tile_bits):
     """(row, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
-    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
-    start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
-    here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
-
-    def next_row(found):
-        row, _, end = found
-        return row + 1, end, first[start + row + 2]
-
-    row = anchor[at * (anchor.shape[0] // slices) + (here >> shift[0])]
-    begin, end = first[start + row], first[start + row + 1]
-    row, begin, end = lax.while_loop(lambda found: found[2] <= here, next_row, (row, begin, end))
-    position = here - begin
-    number = records.shape[0] // (4 * slices * rows)
-    base = 4 * number * (at * rows + row)
-
-    def later(i, found):
-        return jnp.where(records[base + 4 * i] <= position, i, found)
-
-    found = lax.fori_loop(Int(1), Int(number), later, Int(0)) if number > 1 else Int(0)
-    record = base + 4 * found
-    sees = records[record] <= position
-    full = (records[record + 2] <= position) & (position < records[record + 3])
-    tile = jnp.where(sees, position + records[record + 1], 0)
-    return (row, tile), (sees & (step < end), full, step == begin, step + 1 == end)
+    places = slice_of.shape[0]
+    own = 0 if places == 1 else h if places == programs else b * programs + h
+    word = words[step] if words.shape[0] == room else words[slice_of[own] * room + step]
+    tile, row = word >> 4 & (1 << tile_bits) - 1, word >> tile_bits + 4
+    return (row, tile), (word & 1 != 0, word & 2 != 0, word & 4 != 0, word & 8 != 0)
 
 
 def rows_by_rows(x, y):
@@ -86,19 +72,16 @@ def rows_by_columns(x, y):
 
 
 def kernel(
-    slice_of, shift, anchor, first, records, ints, q_origin, k_origin, q_ref, k_ref, v_ref, dout_ref, of_rows_ref,
-    of_key0_ref, of_key1_ref,
-    dq_ref, lse, low, delta, dq, *, at, q_len, kv_len
+    slice_of, words, ints, q_origin, k_origin, q_ref, k_ref, v_ref, dout_ref, of_rows_ref, of_key0_ref, of_key1_ref,
+    dq_ref, lse, delta, dq, *, at, q_len, kv_len
 ):
     batch, head, step = (pl.program_id(axis) for axis in range(3))
-    tiles, (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
-    q_tile, k_tile = tiles
+    (q_tile, k_tile), (visits, full, starts, ends) = at(batch, head, step, slice_of, words)
 
     @pl.when(starts)
     def start():
-        lse[...] = turned(of_rows_ref[0, 0, 0:1])
-        low[...] = turned(of_rows_ref[0, 0, 1:2])
-        delta[...] = turned(of_rows_ref[0, 0, 2:3])
+        lse[...] = upright(of_rows_ref[0, 0, 0:1])
+        delta[...] = upright(of_rows_ref[0, 0, 1:2])
         dq[...] = jnp.zeros(dq.shape, Float)
 
     def visit(partial):
@@ -111,10 +94,10 @@ def kernel(
             if kv_len % BLOCK_K:  # what lies behind the last key is nothing, not zero
                 inside = lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < kv_len - k_tile * BLOCK_K
                 m = jnp.where(inside, m, -jnp.inf)
-        p = jnp.exp(m - lse[...] - low[...])
+        p = jnp.exp(m - wide(lse[...], BLOCK_K))
         p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
         dp = rows_by_rows(dout_ref[0, 0], v_ref[0, 0])
-        dm = p * (dp - delta[...])
+        dm = p * (dp - wide(delta[...], BLOCK_K))
         dm = jnp.where(p == 0, 0, dm)
         ds = dm * of_key1_ref[0, 0]
         ds = jnp.where(p == 0, 0, ds)
@@ -135,18 +118,18 @@ def kernel(
 
 
 def attention_dq(
-    query, key, value, dout, lse, low, delta, walk, origin, sizes, slots=(), tables=(), interpret=False
+    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), interpret=False
 ):
-    """Of arrays [batch, length, heads, dim], and lse, low and delta [batch, heads, q_len] where no lse is
-    -inf; low is what rounding took from it:
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. What
+    rounding took from lse, `low`, stands in dout and delta, which are multiplied by exp(-low):
 
     dq [batch, q_len, heads, dim]
     """
     batch, q_len, heads, dim = query.shape
     kv_len, kv_heads, v_dim = value.shape[1:]
     query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
-    of_rows = jnp.stack([lse, low, delta], 2)
-    steps, slice_of, shift, anchor, first, records = walk
+    of_rows = jnp.stack([lse, delta], 2)
+    steps, slice_of, words = walk
     q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
     t0 = jnp.asarray(tables[0], Float)
@@ -155,20 +138,20 @@ def attention_dq(
     k = jnp.asarray(origin[3], Int).reshape(-1, 1, 1, 1) + jnp.arange(kv_len, dtype=Int)
     of_key0 = look(t0, h, k)
     of_key1 = look(t0, h, k) + 1.0
-    scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin)
-    at = functools.partial(locate, heads=heads, rows=q_tiles)
+    scalars = (slice_of, words.reshape(-1), ints, q_origin, k_origin)
+    at = functools.partial(locate, programs=heads, room=words.shape[1], tile_bits=(k_tiles - 1).bit_length())
 
     def place(b, h, step, *scalars):
         """(batch, query head, tile of queries, tile of keys) of a step."""
-        (q_tile, k_tile), _ = at(b, h, step, *scalars[:5])
+        (q_tile, k_tile), _ = at(b, h, step, *scalars[:2])
         return b, h, q_tile, k_tile
 
-    def at_query(*step):
-        b, h, q_tile, _ = place(*step)
+    def at_query(b, h, *step):
+        _, _, q_tile, _ = place(b, h, *step)
         return b, h, q_tile, 0
 
-    def at_key(*step):
-        b, h, _, k_tile = place(*step)
+    def at_key(b, h, *step):
+        _, _, _, k_tile = place(b, h, *step)
         return b, lax.div(h, Int(GROUP)), k_tile, 0
 
     def along(of):
@@ -183,14 +166,14 @@ def attention_dq(
     found = pl.pallas_call(
         functools.partial(kernel, at=at, q_len=q_len, kv_len=kv_len),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=8,
+            num_scalar_prefetch=5,
             grid=(batch, heads, steps),
             in_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
                 pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 3, BLOCK_Q), along(at_query)),
+                pl.BlockSpec((1, 1, 2, BLOCK_Q), along(at_query)),
                 per_key(of_key0, place),
                 per_key(of_key1, place),
             ],
@@ -198,9 +181,8 @@ def attention_dq(
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
             ],
             scratch_shapes=[
-                pltpu.VMEM((BLOCK_Q, 1), Float),
-                pltpu.VMEM((BLOCK_Q, 1), Float),
-                pltpu.VMEM((BLOCK_Q, 1), Float),
+                pltpu.VMEM((BLOCK_Q, 128), Float),
+                pltpu.VMEM((BLOCK_Q, 128), Float),
                 pltpu.VMEM((BLOCK_Q, dim), Float),
             ],
         ),
@@ -266,36 +248,14 @@ def laid(column):
     return jnp.broadcast_to(column, (column.shape[0], 128)).T[:1]
 
 
-def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows, fold, parts):
+def locate(b, h, step, slice_of, words, programs, room, tile_bits):
     """(row, part, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
-    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
-    start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
-    here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
-
-    def next_row(found):
-        row, _, end = found
-        return row + 1, end, first[start + row + 2]
-
-    row = anchor[at * (anchor.shape[0] // slices) + (here >> shift[0])]
-    begin, end = first[start + row], first[start + row + 1]
-    row, begin, end = lax.while_loop(lambda found: found[2] <= here, next_row, (row, begin, end))
-    position = here - begin
-    each = jnp.maximum(lax.div(end - begin, Int(fold)), 1)
-    turn = lax.div(position, each)
-    position = position - turn * each
-    number = records.shape[0] // (4 * slices * rows)
-    base = 4 * number * (at * rows + row)
-
-    def later(i, found):
-        return jnp.where(records[base + 4 * i] <= position, i, found)
-
-    found = lax.fori_loop(Int(1), Int(number), later, Int(0)) if number > 1 else Int(0)
-    record = base + 4 * found
-    sees = records[record] <= position
-    full = (records[record + 2] <= position) & (position < records[record + 3])
-    part = turn + lax.div(found, Int(number // parts))  # the head of the group
-    tile = jnp.where(sees, position + records[record + 1], 0)
-    return (row, part, tile), (sees & (step < end), full, step == begin, step + 1 == end)
+    places = slice_of.shape[0]
+    own = 0 if places == 1 else h if places == programs else b * programs + h
+    word = words[step] if words.shape[0] == room else words[slice_of[own] * room + step]
+    tile, row = word >> 4 & (1 << tile_bits) - 1, word >> tile_bits + 4
+    part, row = row & 1, row >> 1
+    return (row, part, tile), (word & 1 != 0, word & 2 != 0, word & 4 != 0, word & 8 != 0)
 
 
 def rows_by_rows(x, y):
@@ -310,13 +270,11 @@ def rows_by_columns(x, y):
 
 
 def kernel(
-    slice_of, shift, anchor, first, records, ints, q_origin, k_origin, q_ref, k_ref, v_ref, dout_ref, of_rows_ref,
-    of_key0_ref, of_key1_ref,
+    slice_of, words, ints, q_origin, k_origin, q_ref, k_ref, v_ref, dout_ref, of_rows_ref, of_key0_ref, of_key1_ref,
     dk_ref, dv_ref, sum0_ref, of_key0, of_key1, dk, dv, sum0, *, at, q_len, kv_len
 ):
     batch, kv_head, step = (pl.program_id(axis) for axis in range(3))
-    tiles, (visits, full, starts, ends) = at(batch, kv_head, step, slice_of, shift, anchor, first, records)
-    k_tile, part, q_tile = tiles
+    (k_tile, part, q_tile), (visits, full, starts, ends) = at(batch, kv_head, step, slice_of, words)
     head = kv_head * GROUP + part
 
     @pl.when(starts)
@@ -337,16 +295,16 @@ def kernel(
             if q_len % BLOCK_Q:  # what lies behind the last query is nothing, not zero
                 inside = lax.broadcasted_iota(Int, (1, BLOCK_Q), 1) < q_len - q_tile * BLOCK_Q
                 m = jnp.where(inside, m, -jnp.inf)
-        p = jnp.exp(m - of_rows_ref[0, 0, 0:1] - of_rows_ref[0, 0, 1:2])
+        p = jnp.exp(m - of_rows_ref[0, 0, 0:1])
         p = jnp.where(m == -jnp.inf, 0, p)  # even if lse is NaN
-        dp = rows_by_rows(v_ref[0, 0], dout_ref[0, 0])
-        dm = p * (dp - of_rows_ref[0, 0, 2:3])
-        dm = jnp.where(p == 0, 0, dm)
         douts = dout_ref[0, 0]
         if partial and q_len % BLOCK_Q:
             inside = lax.broadcasted_iota(Int, (BLOCK_Q, 1), 0) < q_len - q_tile * BLOCK_Q
             douts = jnp.where(inside, douts, jnp.zeros_like(douts))
         dv[...] += rows_by_columns(p, douts)
+        dp = rows_by_rows(v_ref[0, 0], dout_ref[0, 0])
+        dm = p * (dp - of_rows_ref[0, 0, 1:2])
+        dm = jnp.where(p == 0, 0, dm)
         ds = dm * of_key1[...]
         ds = jnp.where(p == 0, 0, ds)
         queries = finite(q_ref[0, 0]) if partial else q_ref[0, 0]
@@ -372,10 +330,10 @@ def kernel(
 
 
 def attention_dkv(
-    query, key, value, dout, lse, low, delta, walk, origin, sizes, slots=(), tables=(), fold=1, interpret=False
+    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), fold=1, interpret=False
 ):
-    """Of arrays [batch, length, heads, dim], and lse, low and delta [batch, heads, q_len] where no lse is
-    -inf; low is what rounding took from it:
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. What
+    rounding took from lse, `low`, stands in dout and delta, which are multiplied by exp(-low):
 
     dk [batch, kv_len, kv_heads, dim]
     dv [batch, kv_len, kv_heads, v_dim]
@@ -384,8 +342,8 @@ def attention_dkv(
     batch, q_len, heads, dim = query.shape
     kv_len, kv_heads, v_dim = value.shape[1:]
     query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
-    of_rows = jnp.stack([lse, low, delta], 2)
-    steps, slice_of, shift, anchor, first, records = walk
+    of_rows = jnp.stack([lse, delta], 2)
+    steps, slice_of, words = walk
     q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
     t0 = jnp.asarray(tables[0], Float)
@@ -394,21 +352,21 @@ def attention_dkv(
     k = jnp.asarray(origin[3], Int).reshape(-1, 1, 1, 1) + jnp.arange(kv_len, dtype=Int)
     of_key0 = look(t0, h, k)
     of_key1 = look(t0, h, k) + 1.0
-    scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin)
-    at = functools.partial(locate, heads=kv_heads, rows=k_tiles, fold=fold, parts=GROUP // fold)
+    scalars = (slice_of, words.reshape(-1), ints, q_origin, k_origin)
+    at = functools.partial(locate, programs=kv_heads, room=words.shape[1], tile_bits=(q_tiles - 1).bit_length())
 
     def place(b, h, step, *scalars):
         """(batch, query head, tile of queries, tile of keys) of a step."""
-        (k_tile, part, q_tile), _ = at(b, h, step, *scalars[:5])
+        (k_tile, part, q_tile), _ = at(b, h, step, *scalars[:2])
         return b, h * GROUP + part, q_tile, k_tile
 
-    def at_query(*step):
-        b, h, q_tile, _ = place(*step)
-        return b, h, q_tile, 0
+    def at_query(b, h, *step):
+        _, head, q_tile, _ = place(b, h, *step)
+        return b, head, q_tile, 0
 
-    def at_key(*step):
-        b, h, _, k_tile = place(*step)
-        return b, lax.div(h, Int(GROUP)), k_tile, 0
+    def at_key(b, h, *step):
+        _, _, _, k_tile = place(b, h, *step)
+        return b, h, k_tile, 0
 
     def along(of):
         """The same tile of an array with the positions along."""
@@ -422,14 +380,14 @@ def attention_dkv(
     found = pl.pallas_call(
         functools.partial(kernel, at=at, q_len=q_len, kv_len=kv_len),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=8,
+            num_scalar_prefetch=5,
             grid=(batch, kv_heads, steps),
             in_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
                 pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_K, v_dim), at_key),
                 pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 3, BLOCK_Q), along(at_query)),
+                pl.BlockSpec((1, 1, 2, BLOCK_Q), along(at_query)),
                 per_key(of_key0, place),
                 per_key(of_key1, place),
             ],

@@ -64,42 +64,23 @@ def per_key(x, place):
     return pl.BlockSpec((1, 1, 1, BLOCK_K), at)
 
 
-def locate(b, h, step, slice_of, shift, anchor, first, records, heads, rows):
+def locate(b, h, step, slice_of, words, programs, room, tile_bits):
     """(row, tile) of a step; whether it visits that tile, the tile is FULL, the row starts, the row ends."""
-    at = slice_of[lax.rem(b * heads + h, Int(slice_of.shape[0]))]
-    start, slices = at * (rows + 1), first.shape[0] // (rows + 1)
-    here = jnp.minimum(step, first[start + rows] - 1)  # a shorter sequence stays at its last tile
-
-    def next_row(found):
-        row, _, end = found
-        return row + 1, end, first[start + row + 2]
-
-    row = anchor[at * (anchor.shape[0] // slices) + (here >> shift[0])]
-    begin, end = first[start + row], first[start + row + 1]
-    row, begin, end = lax.while_loop(lambda found: found[2] <= here, next_row, (row, begin, end))
-    position = here - begin
-    number = records.shape[0] // (4 * slices * rows)
-    base = 4 * number * (at * rows + row)
-
-    def later(i, found):
-        return jnp.where(records[base + 4 * i] <= position, i, found)
-
-    found = lax.fori_loop(Int(1), Int(number), later, Int(0)) if number > 1 else Int(0)
-    record = base + 4 * found
-    sees = records[record] <= position
-    full = (records[record + 2] <= position) & (position < records[record + 3])
-    tile = jnp.where(sees, position + records[record + 1], 0)
-    return (row, tile), (sees & (step < end), full, step == begin, step + 1 == end)
+    places = slice_of.shape[0]
+    own = 0 if places == 1 else h if places == programs else b * programs + h
+    word = words[step] if words.shape[0] == room else words[slice_of[own] * room + step]
+    tile, row = word >> 4 & (1 << tile_bits) - 1, word >> tile_bits + 4
+    return (row, tile), (word & 1 != 0, word & 2 != 0, word & 4 != 0, word & 8 != 0)
 
 
 def kernel(
-    slice_of, shift, anchor, first, records, ints, q_origin, k_origin, pages, q_ref, k0_ref, k1_ref, k2_ref, k3_ref,
-    k4_ref, k5_ref, k6_ref, k7_ref, v0_ref, v1_ref, v2_ref, v3_ref, v4_ref, v5_ref, v6_ref, v7_ref, of_query0_ref,
-    of_key0_ref, of_key1_ref, of_key2_ref,
+    slice_of, words, ints, q_origin, k_origin, pages, q_ref, k0_ref, k1_ref, k2_ref, k3_ref, k4_ref, k5_ref, k6_ref,
+    k7_ref, v0_ref, v1_ref, v2_ref, v3_ref, v4_ref, v5_ref, v6_ref, v7_ref, of_query0_ref, of_key0_ref, of_key1_ref,
+    of_key2_ref,
     out_ref, lse_ref, top_ref, top, total, acc, of_query0, *, at, q_len, kv_len
 ):
     batch, head, step = (pl.program_id(axis) for axis in range(3))
-    (q_tile, k_tile), (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
+    (q_tile, k_tile), (visits, full, starts, ends) = at(batch, head, step, slice_of, words)
 
     @pl.when(starts)
     def start():
@@ -128,11 +109,11 @@ def kernel(
                 s = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, s, -jnp.inf)
                 v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
         new = jnp.maximum(top[...], s.max(axis=1, keepdims=True))
-        p = jnp.exp(s - new)
+        p = jnp.exp(s - wide(new, BLOCK_K))
         shrink = jnp.exp(top[...] - new)
         total[...] = total[...] * shrink + p.sum(axis=1, keepdims=True)
         p = p * of_key2_ref[0, 0] if not partial else jnp.where(p > 0, p * of_key2_ref[0, 0], 0.0)
-        acc[...] = acc[...] * shrink + lax.dot_general(
+        acc[...] = acc[...] * wide(shrink, acc.shape[-1]) + lax.dot_general(
             p.astype(v.dtype), v, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float
         )
         top[...] = new
@@ -150,14 +131,19 @@ def kernel(
         most, whole = top[...], total[...]
         top_ref[0, 0] = laid(jnp.where(whole == 0, -jnp.inf, most))
         nothing = whole == 0
-        out_ref[0, 0] = (acc[...] / jnp.where(nothing, 1, whole)).astype(out_ref.dtype)
+        out_ref[0, 0] = (acc[...] / wide(jnp.where(nothing, 1, whole), acc.shape[-1])).astype(out_ref.dtype)
         lse = most + jnp.log(whole)
         lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, lse))
 
 
 def laid(column):
-    """[BLOCK_Q, 1] as [1, BLOCK_Q]."""
-    return jnp.broadcast_to(column, (BLOCK_Q, 128)).T[:1]
+    """[BLOCK_Q, 128], 128 times one column, as [1, BLOCK_Q]."""
+    return column.T[:1]
+
+
+def wide(column, width):
+    """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
+    return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
 
 
 def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
@@ -166,7 +152,8 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     batch, q_len, heads, dim = query.shape
     kv_len, v_dim = tables[2].shape[1] * PAGE, value.shape[3]
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    steps, slice_of, shift, anchor, first, records = walk
+    steps, slice_of, words = walk
+    q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     q_origin, k_origin = (jnp.broadcast_to(jnp.asarray(x, Int), (batch,)) for x in origin[2:])
     t0 = jnp.asarray(tables[0], Int)
     t1 = jnp.asarray(tables[1], Int)
@@ -187,34 +174,37 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     of_key2_0 = shr(h, 1)
     of_key2 = look(t4, look(t2, b, shr(k, 4)), k & 15, of_key2_0)
     pages = jnp.clip(t2, 0, key.shape[0] - 1)  # entries that nobody reads may be anything
-    scalars = (slice_of, shift, anchor, first, records, ints, q_origin, k_origin, pages.reshape(-1))
-    at = functools.partial(locate, heads=heads, rows=pl.cdiv(q_len, BLOCK_Q))
+    scalars = (slice_of, words.reshape(-1), ints, q_origin, k_origin, pages.reshape(-1))
+    at = functools.partial(locate, programs=heads, room=words.shape[1], tile_bits=(k_tiles - 1).bit_length())
 
     def place(b, h, step, *scalars):
-        return b, h, *at(b, h, step, *scalars[:5])[0]
+        """(batch, query head, tile of queries, tile of keys) of a step."""
+        (q_tile, k_tile), _ = at(b, h, step, *scalars[:2])
+        return b, h, q_tile, k_tile
 
-    def at_query(*step):
-        b, h, q_tile, _ = place(*step)
+    def at_query(b, h, *step):
+        _, _, q_tile, _ = place(b, h, *step)
         return b, h, q_tile, 0
 
     def at_page(part):
         def at(*step):
-            b, h, _, k_tile = place(*step)
+            b, h, *step = step
+            _, _, _, k_tile = place(b, h, *step)
             token = k_tile * BLOCK_K + part * PAGE
             entry = jnp.minimum(lax.div(token, Int(PAGE)), pages.shape[1] - 1)
-            page = step[11][b * pages.shape[1] + entry]
+            page = step[6][b * pages.shape[1] + entry]
             return page, lax.div(h, Int(GROUP)), lax.div(lax.rem(token, Int(PAGE)), Int(ROWS)), 0
 
         return at
 
-    def at_row(*step):
-        b, h, q_tile, _ = place(*step)
+    def at_row(b, h, *step):
+        _, _, q_tile, _ = place(b, h, *step)
         return b, h, 0, q_tile
 
     out, *rows = pl.pallas_call(
         functools.partial(kernel, at=at, q_len=q_len, kv_len=kv_len),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=9,
+            num_scalar_prefetch=6,
             grid=(batch, heads, steps),
             in_specs=[
                 pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
@@ -230,8 +220,8 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
                 *[pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row)] * 2,
             ],
             scratch_shapes=[
-                pltpu.VMEM((BLOCK_Q, 1), Float),
-                pltpu.VMEM((BLOCK_Q, 1), Float),
+                pltpu.VMEM((BLOCK_Q, 128), Float),
+                pltpu.VMEM((BLOCK_Q, 128), Float),
                 pltpu.VMEM((BLOCK_Q, v_dim), Float),
                 pltpu.VMEM((BLOCK_Q, 1), Int),
             ],

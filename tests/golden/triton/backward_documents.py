@@ -19,6 +19,7 @@ V_DIM = tl.constexpr(64)
 DIM = tl.constexpr(128)
 DIM_V = tl.constexpr(64)
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
 
 
@@ -38,6 +39,26 @@ def step(i, size, stride):
 @triton.jit
 def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
+
+
+@triton.jit
+def placed(end, origin, first, last):
+    """The end of what a row sees, counted from the call's first position, as far as it is in first..last."""
+    return (tl.minimum(tl.maximum(end, origin + first), origin + last) - origin).to(tl.int32)
+
+
+@triton.jit
+def up_to(columns, most):
+    """Whether columns of a tile are at most `most`. Bits 1 and 2 of a column tell the threads of a warp apart where
+    products leave their results, and the others are constants of a thread's registers: apart, a comparison takes one
+    instruction."""
+    return (columns & ~6) <= most - (columns & 6)
+
+
+@triton.jit
+def one_of(columns, least, many):
+    """Whether columns of a tile are among `many` from `least` on, in two instructions."""
+    return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
 
 
 @triton.jit
@@ -65,7 +86,7 @@ def uniform(x):
 def attention_delta(
     Out, DOut,  # [batch, heads, q_len, dim], any strides
     Lse, Low, DLse,  # float32 [batch, heads, q_len], contiguous
-    Lse2, Low2, Delta,  # the same: lse and low in units of log2, and rowsum(dout * out) - dlse
+    Stats,  # float32 [batch, heads, q_len, 4]: lse in log2, a factor, rowsum(dout * out) - dlse, nothing
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
     heads, q_len,
@@ -94,9 +115,13 @@ def attention_delta(
     empty = lse == -INFINITY
     delta, lse = tl.where(empty, 0.0, delta), tl.where(empty, 0.0, lse)
     low = tl.load(Low + at, mask=present, other=0.0)
-    tl.store(Delta + at, delta, mask=present)
-    tl.store(Lse2 + at, lse * LOG2E, mask=present)
-    tl.store(Low2 + at, low * LOG2E, mask=present)
+    # A weight is exp2(score - lse) * factor: the factor is what rounding takes from lse.
+    near = tl.maximum(lse * LOG2E, LOWEST)  # the forward's product: a maximum is not joined to the sum
+    lse = near + low * LOG2E
+    factor = tl.exp2(lse - near - low * LOG2E)
+    tl.store(Stats + at * 4, lse, mask=present)
+    tl.store(Stats + at * 4 + 1, factor, mask=present)
+    tl.store(Stats + at * 4 + 2, delta, mask=present)
 
 
 @triton.jit(
@@ -108,7 +133,7 @@ def attention_delta(
 )
 def attention_dq(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     DQ,  # [batch, heads, q_len, dim], contiguous
     Dslope,  # float32 [batch, heads, q_len]: the gradient of slope[h], summed over keys
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -156,9 +181,10 @@ def attention_dq(
         DOut + rows[:, None] * stride_gs + e[None, :] * stride_gd,
         mask=present[:, None], other=0.0,
     )
-    lse = tl.load(Lse + at_q + rows, mask=present, other=0.0)[:, None]
-    low = tl.load(Low + at_q + rows, mask=present, other=0.0)[:, None]
-    delta = tl.load(Delta + at_q + rows, mask=present, other=0.0)[:, None]
+    lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
+    factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
+    delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
+    delta *= factor
 
     if ORIGIN_PER_BATCH:
         q_origin = tl.load(q_origin + batch)
@@ -167,8 +193,12 @@ def attention_dq(
     b = b_origin + batch
     h = h_origin + head
     q = (q_origin + start + rows)[:, None]
+    fixed0 = scale * 0.02
     slope_h = tl.load(slope + clamp(h, slope_size) * slope_stride).to(tl.float32)
     doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
+    row0 = (q - (q_origin + start)).to(tl.float32)
+    # The last of the call's keys that a query may see.
+    most = placed(q, k_origin, -1, kv_len - 1)
     survivor = 1.0 / (1.0 - rate)
     dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
     dslope = tl.zeros([BLOCK_Q], tl.float32)
@@ -177,32 +207,34 @@ def attention_dq(
         record = Spans + (entry.to(tl.int64) * records + i) * 4
         lo, full_lo = tl.load(record), tl.load(record + 1)
         full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+        edge = lo
         # Border tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo, hi - full_hi + full_lo):
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+            edge = tile
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(K + at * stride_ks + key_at, mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
             values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
-            score = tl.dot(query, tl.trans(keys)) * scale
+            score = tl.dot(query, tl.trans(keys))
             dp = tl.dot(dout, tl.trans(values))
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
+            column0 = (k - (q_origin + start)).to(tl.float32)
             gate_h_k = tl.load(
                 gate + step(h, gate_size0, gate_stride0) + clamp(k, gate_size1) * gate_stride1,
             ).to(tl.float32)
             # q >= k & doc[b, q] == doc[b, k]
-            visible = inside[None, :]
-            visible &= q >= k
+            visible = up_to(columns[None, :], most - tile * BLOCK_K)
             visible &= doc_b_q == doc_b_k
             # 50.0 * tanh(score / 50.0) + slope[h] * (k - q) + gate[h, k]
-            x0 = tanh(score / 50.0)
-            x1 = (k - q).to(tl.float32)
-            modified = 50.0 * x0 + slope_h * x1 + gate_h_k
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
+            x0 = tanh(score * fixed0)
+            x1 = column0 - row0
+            modified = x0 * 50.0 + x1 * slope_h + gate_h_k
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse), 0.0)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
-            dm = p * (dp * kept - delta)
+            dm = p * (dp * kept * factor - delta)
             # The gradient of slope[h].
             dslope += tl.sum(dm * x1, 1)
             # The derivative of the score mod.
@@ -210,24 +242,28 @@ def attention_dq(
             ds = dm * derivative
             dq = tl.dot(ds.to(keys.dtype), keys, dq)
         # Full tiles: every position is visible.
+        # `edge` is below `hi`: only after the border tiles does the compiler know where the full ones begin. Otherwise it
+        # works out their first addresses before, and holds them in tens of registers.
+        full_lo = tl.where(edge < hi, full_lo, hi)
         for tile in range(full_lo, full_hi):
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(K + at * stride_ks + key_at, mask=d[None, :] < HEAD_DIM, other=0.0)
             values = tl.load(V + at * stride_vs + value_at)
-            score = tl.dot(query, tl.trans(keys)) * scale
+            score = tl.dot(query, tl.trans(keys))
             dp = tl.dot(dout, tl.trans(values))
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
+            column0 = (k - (q_origin + start)).to(tl.float32)
             gate_h_k = tl.load(
                 gate + step(h, gate_size0, gate_stride0) + clamp(k, gate_size1) * gate_stride1,
             ).to(tl.float32)
             # 50.0 * tanh(score / 50.0) + slope[h] * (k - q) + gate[h, k]
-            x0 = tanh(score / 50.0)
-            x1 = (k - q).to(tl.float32)
-            modified = 50.0 * x0 + slope_h * x1 + gate_h_k
-            p = tl.exp2(modified * LOG2E - lse - low)
+            x0 = tanh(score * fixed0)
+            x1 = column0 - row0
+            modified = x0 * 50.0 + x1 * slope_h + gate_h_k
+            p = tl.exp2(modified * LOG2E - lse)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
-            dm = p * (dp * kept - delta)
+            dm = p * (dp * kept * factor - delta)
             # The gradient of slope[h].
             dslope += tl.sum(dm * x1, 1)
             # The derivative of the score mod.
@@ -250,7 +286,7 @@ def attention_dq(
 )
 def attention_dkv(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     DK, DV,  # [batch, key heads, kv_len, dim], contiguous
     Dgate,  # float32 [batch, heads, kv_len]: the gradient of gate[h, k], summed over queries
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -280,6 +316,7 @@ def attention_dkv(
     columns = tl.arange(0, BLOCK_K)
     d = tl.arange(0, DIM)
     e = tl.arange(0, DIM_V)
+    stats_at = rows[:, None] * 4 + tl.arange(0, 4)[None, :]
 
     # Offsets are 64 bits where they are scalars, 32 within a tile.
     Q += batch.to(tl.int64) * stride_qb
@@ -309,83 +346,99 @@ def attention_dkv(
     at_q = tl.cast(place, tl.int64) * q_len
     h = h_origin + head
     k = (k_origin + start + columns)[:, None]
+    fixed0 = scale * 0.02
     slope_h = tl.load(slope + clamp(h, slope_size) * slope_stride).to(tl.float32)
     doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
+    column0 = (k - (k_origin + start)).to(tl.float32)
     gate_h_k = tl.load(
         gate + step(h, gate_size0, gate_stride0) + clamp(k, gate_size1) * gate_stride1,
     ).to(tl.float32)
+    # The first of the call's queries that a key may see, and the number of those up to the last.
+    least = placed(k, q_origin, 0, q_len)
+    many = tl.maximum(q_len - 1 + 1 - least, 0)
     dgate = tl.zeros([BLOCK_K], tl.float32)
 
     for i in range(tl.load(Count + entry)):
         record = Spans + (entry.to(tl.int64) * records + i) * 4
         lo, full_lo = tl.load(record), tl.load(record + 1)
         full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+        edge = lo
         # Border tiles, before and behind the full ones: the mask is a predicate.
         for j in range(lo, hi - full_hi + full_lo):
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+            edge = tile
             inside = tile * BLOCK_Q + rows < q_len
             at = tl.cast(tile * BLOCK_Q, tl.int64)
             query = tl.load(
                 queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd,
                 mask=inside[:, None] & (d[None, :] < HEAD_DIM), other=0.0,
             )
-            score = tl.dot(keys, tl.trans(query)) * scale
+            score = tl.dot(keys, tl.trans(query))
             dout = tl.load(
                 douts + (at + rows)[:, None] * stride_gs + e[None, :] * stride_gd,
                 mask=inside[:, None], other=0.0,
             )
             dp = tl.dot(values, tl.trans(dout))
+            # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
+            stats = tl.load(Stats + (at_q + at) * 4 + stats_at, mask=inside[:, None], other=0.0)
+            pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+            lse, delta = tl.split(pairs[0])
+            factor, _ = tl.split(pairs[1])
             q = (q_origin + tile * BLOCK_Q + rows)[None, :]
             doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
+            row0 = (q - (k_origin + start)).to(tl.float32)
             # q >= k & doc[b, q] == doc[b, k]
-            visible = inside[None, :]
-            visible &= q >= k
+            visible = one_of(rows[None, :], least - tile * BLOCK_Q, many)
             visible &= doc_b_q == doc_b_k
             # 50.0 * tanh(score / 50.0) + slope[h] * (k - q) + gate[h, k]
-            x0 = tanh(score / 50.0)
-            modified = 50.0 * x0 + slope_h * (k - q).to(tl.float32) + gate_h_k
-            lse = tl.load(Lse + at_q + at + rows, mask=inside, other=0.0)[None, :]
-            low = tl.load(Low + at_q + at + rows, mask=inside, other=0.0)[None, :]
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
+            x0 = tanh(score * fixed0)
+            modified = x0 * 50.0 + (column0 - row0) * slope_h + gate_h_k
+            p = tl.exp2(modified * LOG2E - lse[None, :]) * factor[None, :]
+            p = tl.where(visible, p, 0.0)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
-            delta = tl.load(Delta + at_q + at + rows, mask=inside, other=0.0)[None, :]
-            dm = p * (dp * kept - delta)
+            dv = tl.dot((p * kept).to(dout.dtype), dout, dv)
+            dm = p * (dp * kept - delta[None, :])
             # The gradient of gate[h, k].
             dgate += tl.sum(dm, 1)
             # The derivative of the score mod.
             derivative = 1.0 - x0 * x0
             ds = dm * derivative
             dk = tl.dot(ds.to(query.dtype), query, dk)
-            dv = tl.dot((p * kept).to(dout.dtype), dout, dv)
         # Full tiles: every position is visible.
+        # `edge` is below `hi`: only after the border tiles does the compiler know where the full ones begin. Otherwise it
+        # works out their first addresses before, and holds them in tens of registers.
+        full_lo = tl.where(edge < hi, full_lo, hi)
         for tile in range(full_lo, full_hi):
             at = tl.cast(tile * BLOCK_Q, tl.int64)
             query = tl.load(
                 queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd,
                 mask=d[None, :] < HEAD_DIM, other=0.0,
             )
-            score = tl.dot(keys, tl.trans(query)) * scale
+            score = tl.dot(keys, tl.trans(query))
             dout = tl.load(douts + (at + rows)[:, None] * stride_gs + e[None, :] * stride_gd)
             dp = tl.dot(values, tl.trans(dout))
+            # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
+            stats = tl.load(Stats + (at_q + at) * 4 + stats_at)
+            pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+            lse, delta = tl.split(pairs[0])
+            factor, _ = tl.split(pairs[1])
             q = (q_origin + tile * BLOCK_Q + rows)[None, :]
+            row0 = (q - (k_origin + start)).to(tl.float32)
             # 50.0 * tanh(score / 50.0) + slope[h] * (k - q) + gate[h, k]
-            x0 = tanh(score / 50.0)
-            modified = 50.0 * x0 + slope_h * (k - q).to(tl.float32) + gate_h_k
-            lse = tl.load(Lse + at_q + at + rows)[None, :]
-            low = tl.load(Low + at_q + at + rows)[None, :]
-            p = tl.exp2(modified * LOG2E - lse - low)
+            x0 = tanh(score * fixed0)
+            modified = x0 * 50.0 + (column0 - row0) * slope_h + gate_h_k
+            p = tl.exp2(modified * LOG2E - lse[None, :]) * factor[None, :]
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
-            delta = tl.load(Delta + at_q + at + rows)[None, :]
-            dm = p * (dp * kept - delta)
+            dv = tl.dot((p * kept).to(dout.dtype), dout, dv)
+            dm = p * (dp * kept - delta[None, :])
             # The gradient of gate[h, k].
             dgate += tl.sum(dm, 1)
             # The derivative of the score mod.
             derivative = 1.0 - x0 * x0
             ds = dm * derivative
             dk = tl.dot(ds.to(query.dtype), query, dk)
-            dv = tl.dot((p * kept).to(dout.dtype), dout, dv)
 
     at_k = tl.cast(place, tl.int64) * kv_len + start
     tl.store(Dgate + at_k + columns, dgate, mask=present)

@@ -16,13 +16,26 @@ GROUP = tl.constexpr(8)
 HEAD_DIM = tl.constexpr(128)
 DIM = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def placed(end, origin, first, last):
+    """The end of what a row sees, counted from the call's first position, as far as it is in first..last."""
+    return (tl.minimum(tl.maximum(end, origin + first), origin + last) - origin).to(tl.int32)
+
+
+@triton.jit
+def one_of(columns, least, many):
+    """Whether columns of a tile are among `many` from `least` on, in two instructions."""
+    return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len"])
 def attention_delta(
     Out, DOut,  # [batch, heads, q_len, dim], any strides
     Lse, Low,  # float32 [batch, heads, q_len], contiguous
-    Lse2, Low2, Delta,  # the same: lse and low in units of log2, and rowsum(dout * out)
+    Stats,  # float32 [batch, heads, q_len, 4]: lse in log2, a factor, rowsum(dout * out), nothing
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
     heads, q_len,
@@ -47,15 +60,19 @@ def attention_delta(
     at = (batch * heads + head).to(tl.int64) * q_len + start + rows
     lse = tl.load(Lse + at, mask=present, other=0.0)
     low = tl.load(Low + at, mask=present, other=0.0)
-    tl.store(Delta + at, delta, mask=present)
-    tl.store(Lse2 + at, lse * LOG2E, mask=present)
-    tl.store(Low2 + at, low * LOG2E, mask=present)
+    # A weight is exp2(score - lse) * factor: the factor is what rounding takes from lse.
+    near = tl.maximum(lse * LOG2E, LOWEST)  # the forward's product: a maximum is not joined to the sum
+    lse = near + low * LOG2E
+    factor = tl.exp2(lse - near - low * LOG2E)
+    tl.store(Stats + at * 4, lse, mask=present)
+    tl.store(Stats + at * 4 + 1, factor, mask=present)
+    tl.store(Stats + at * 4 + 2, delta, mask=present)
 
 
 @triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "q_origin", "k_origin", "s0"])
 def attention_dq(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     DQ,  # [batch, heads, q_len, dim], contiguous
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -90,9 +107,10 @@ def attention_dq(
         DOut + rows[:, None] * stride_gs + d[None, :] * stride_gd,
         mask=present[:, None], other=0.0,
     )
-    lse = tl.load(Lse + at_q + rows, mask=present, other=0.0)[:, None]
-    low = tl.load(Low + at_q + rows, mask=present, other=0.0)[:, None]
-    delta = tl.load(Delta + at_q + rows, mask=present, other=0.0)[:, None]
+    lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
+    factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
+    delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
+    delta *= factor
 
     if ORIGIN_PER_BATCH:
         q_origin = tl.load(q_origin + batch)
@@ -115,35 +133,41 @@ def attention_dq(
     full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)
     full_hi = tl.maximum(full_hi, full_lo)
 
+    row0 = q - s0 + 1
+    # The first of the call's keys that a query may see, and the number of those up to the last.
+    least = placed(row0, k_origin, 0, kv_len)
+    many = tl.maximum(placed(q, k_origin, -1, kv_len - 1) + 1 - least, 0)
     unit = scale * LOG2E
     dq = tl.zeros([BLOCK_Q, DIM], tl.float32)
 
+    edge = lo
     # Border tiles, before and behind the full ones: the mask is a predicate.
     for j in range(lo, hi - full_hi + full_lo):
         tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+        edge = tile
         inside = tile * BLOCK_K + columns < kv_len
         at = tl.cast(tile * BLOCK_K, tl.int64)
         keys = tl.load(K + at * stride_ks + key_at, mask=inside[:, None], other=0.0)
         values = tl.load(V + at * stride_vs + value_at, mask=inside[:, None], other=0.0)
         score = tl.dot(query, tl.trans(keys))
         dp = tl.dot(dout, tl.trans(values))
-        k = (k_origin + tile * BLOCK_K + columns)[None, :]
         # q >= k & q - k < s0
-        visible = inside[None, :]
-        visible &= q >= k
-        visible &= q - k < s0
-        p = tl.where(visible, tl.exp2(score * unit - lse - low), 0.0)
-        ds = p * (dp - delta)
+        visible = one_of(columns[None, :], least - tile * BLOCK_K, many)
+        p = tl.where(visible, tl.exp2(score * unit - lse), 0.0)
+        ds = p * (dp * factor - delta)
         dq = tl.dot(ds.to(keys.dtype), keys, dq)
     # Full tiles: every position is visible.
+    # `edge` is below `hi`: only after the border tiles does the compiler know where the full ones begin. Otherwise it
+    # works out their first addresses before, and holds them in tens of registers.
+    full_lo = tl.where(edge < hi, full_lo, hi)
     for tile in range(full_lo, full_hi):
         at = tl.cast(tile * BLOCK_K, tl.int64)
         keys = tl.load(K + at * stride_ks + key_at)
         values = tl.load(V + at * stride_vs + value_at)
         score = tl.dot(query, tl.trans(keys))
         dp = tl.dot(dout, tl.trans(values))
-        p = tl.exp2(score * unit - lse - low)
-        ds = p * (dp - delta)
+        p = tl.exp2(score * unit - lse)
+        ds = p * (dp * factor - delta)
         dq = tl.dot(ds.to(keys.dtype), keys, dq)
 
     DQ += at_q * HEAD_DIM
@@ -154,7 +178,7 @@ def attention_dq(
 @triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "records", "q_origin", "k_origin", "s0"])
 def attention_dkv(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     DK, DV,  # [batch, key heads, kv_len, dim], contiguous
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -177,6 +201,7 @@ def attention_dkv(
     rows = tl.arange(0, BLOCK_Q)
     columns = tl.arange(0, BLOCK_K)
     d = tl.arange(0, DIM)
+    stats_at = rows[:, None] * 4 + tl.arange(0, 4)[None, :]
 
     # Offsets are 64 bits where they are scalars, 32 within a tile.
     Q += batch.to(tl.int64) * stride_qb
@@ -212,9 +237,11 @@ def attention_dkv(
             record = Spans + (entry.to(tl.int64) * records + i) * 4
             lo, full_lo = tl.load(record), tl.load(record + 1)
             full_hi, hi = tl.load(record + 2), tl.load(record + 3)
+            edge = lo
             # Border tiles, before and behind the full ones: the mask is a predicate.
             for j in range(lo, hi - full_hi + full_lo):
                 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
+                edge = tile
                 inside = tile * BLOCK_Q + rows < q_len
                 at = tl.cast(tile * BLOCK_Q, tl.int64)
                 query = tl.load(
@@ -226,33 +253,41 @@ def attention_dkv(
                     douts + (at + rows)[:, None] * stride_gs + d[None, :] * stride_gd,
                     mask=inside[:, None], other=0.0,
                 )
-                delta = tl.load(Delta + at_q + at + rows, mask=inside, other=0.0)[None, :]
-                dp = tl.dot(values, tl.trans(dout), tl.broadcast_to(-delta, [BLOCK_K, BLOCK_Q]))
+                dp = tl.dot(values, tl.trans(dout))
+                # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
+                stats = tl.load(Stats + (at_q + at) * 4 + stats_at, mask=inside[:, None], other=0.0)
+                pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                lse, delta = tl.split(pairs[0])
+                factor, _ = tl.split(pairs[1])
                 q = (q_origin + tile * BLOCK_Q + rows)[None, :]
                 # q >= k & q - k < s0
                 visible = inside[None, :]
                 visible &= q >= k
                 visible &= q - k < s0
-                lse = tl.load(Lse + at_q + at + rows, mask=inside, other=0.0)[None, :]
-                low = tl.load(Low + at_q + at + rows, mask=inside, other=0.0)[None, :]
-                p = tl.where(visible, tl.exp2(score * unit - lse - low), 0.0)
-                ds = p * dp
-                dk = tl.dot(ds.to(query.dtype), query, dk)
+                p = tl.exp2(score * unit - lse[None, :]) * factor[None, :]
+                p = tl.where(visible, p, 0.0)
                 dv = tl.dot(p.to(dout.dtype), dout, dv)
+                ds = p * (dp - delta[None, :])
+                dk = tl.dot(ds.to(query.dtype), query, dk)
             # Full tiles: every position is visible.
+            # `edge` is below `hi`: only after the border tiles does the compiler know where the full ones begin. Otherwise it
+            # works out their first addresses before, and holds them in tens of registers.
+            full_lo = tl.where(edge < hi, full_lo, hi)
             for tile in range(full_lo, full_hi):
                 at = tl.cast(tile * BLOCK_Q, tl.int64)
                 query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd)
                 score = tl.dot(keys, tl.trans(query))
                 dout = tl.load(douts + (at + rows)[:, None] * stride_gs + d[None, :] * stride_gd)
-                delta = tl.load(Delta + at_q + at + rows)[None, :]
-                dp = tl.dot(values, tl.trans(dout), tl.broadcast_to(-delta, [BLOCK_K, BLOCK_Q]))
-                lse = tl.load(Lse + at_q + at + rows)[None, :]
-                low = tl.load(Low + at_q + at + rows)[None, :]
-                p = tl.exp2(score * unit - lse - low)
-                ds = p * dp
-                dk = tl.dot(ds.to(query.dtype), query, dk)
+                dp = tl.dot(values, tl.trans(dout))
+                # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
+                stats = tl.load(Stats + (at_q + at) * 4 + stats_at)
+                pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                lse, delta = tl.split(pairs[0])
+                factor, _ = tl.split(pairs[1])
+                p = tl.exp2(score * unit - lse[None, :]) * factor[None, :]
                 dv = tl.dot(p.to(dout.dtype), dout, dv)
+                ds = p * (dp - delta[None, :])
+                dk = tl.dot(ds.to(query.dtype), query, dk)
 
     own = (batch * tl.num_programs(1) + kv_head).to(tl.int64) * kv_len + start
     DK += own * HEAD_DIM

@@ -48,7 +48,7 @@ def power(x, y):
 )
 def attention_total(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     Total,  # float32 [batch, heads, q tiles]: the sum of the magnitudes of all that is added
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -94,10 +94,10 @@ def attention_total(
         dout_at + at * stride_gs + (rows[:, None] * stride_gs + d[None, :] * stride_gd),
         mask=present[:, None], other=0.0,
     )
-    at += tl.cast(place, tl.int64) * q_len
-    lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
-    low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
-    delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
+    at_q = at + tl.cast(place, tl.int64) * q_len
+    lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
+    factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
+    delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
     q = (q_origin + start + rows)[:, None]
     total = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
 
@@ -112,7 +112,7 @@ def attention_total(
                 k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
                 mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, tl.trans(keys)) * scale
+            score = tl.dot(query, tl.trans(keys))
             values = tl.load(
                 v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
                 mask=inside[:, None], other=0.0,
@@ -131,8 +131,8 @@ def attention_total(
                 bias + step(bucket_q_k, bias_size0, bias_stride0) + clamp(h, bias_size1) * bias_stride1,
                 mask=visible,
             ).to(tl.float32)
-            modified = score + bias_bucket_q_k_h
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
+            modified = score * scale + bias_bucket_q_k_h
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             total += tl.abs(dm)
@@ -147,7 +147,7 @@ def attention_total(
 )
 def attention_scatter(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     Counted,  # int64, contiguous: the gradient of bias[bucket[q, k], h], in units
     PerUnit,  # float32: how many units make 1, a power of two
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -194,10 +194,10 @@ def attention_scatter(
         dout_at + at * stride_gs + (rows[:, None] * stride_gs + d[None, :] * stride_gd),
         mask=present[:, None], other=0.0,
     )
-    at += tl.cast(place, tl.int64) * q_len
-    lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
-    low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
-    delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
+    at_q = at + tl.cast(place, tl.int64) * q_len
+    lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
+    factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
+    delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
     q = (q_origin + start + rows)[:, None]
     per = tl.load(PerUnit)
 
@@ -212,7 +212,7 @@ def attention_scatter(
                 k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
                 mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, tl.trans(keys)) * scale
+            score = tl.dot(query, tl.trans(keys))
             values = tl.load(
                 v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
                 mask=inside[:, None], other=0.0,
@@ -231,8 +231,8 @@ def attention_scatter(
                 bias + step(bucket_q_k, bias_size0, bias_stride0) + clamp(h, bias_size1) * bias_stride1,
                 mask=visible,
             ).to(tl.float32)
-            modified = score + bias_bucket_q_k_h
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
+            modified = score * scale + bias_bucket_q_k_h
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             to = tl.cast(clamp(bucket_q_k, bias_size0), tl.int64)

@@ -27,6 +27,21 @@ def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
 
 
+@triton.jit
+def span(first, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`first` and what follows it: as many as a tile has diagonals, up to the next power of two."""
+    return first + tl.arange(0, 2 * BLOCK_Q if BLOCK_Q > BLOCK_K else 2 * BLOCK_K)
+
+
+@triton.jit
+def along(line, away, seen=None):
+    """For every position the entry of a vector that is `away` from its first; 0 where it is not `seen`."""
+    found = tl.reshape(tl.gather(line, tl.ravel(away), 0), away.shape)
+    if seen is not None:
+        found = tl.where(seen, found, 0)
+    return found
+
+
 @triton.jit(
     do_not_specialize=[
         "heads", "q_len", "kv_len", "share", "h_origin", "q_origin", "k_origin", "s0", "s1", "bias_size0",
@@ -35,7 +50,7 @@ def clamp(i, size):
 )
 def attention_diagonal(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     Sums,  # float32 [batch, heads, weights, parts, 2, block diagonals, BLOCK_K]: gradients of
     # bias[h, min(q - k, s1)], by distance
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -94,17 +109,17 @@ def attention_diagonal(
                 dout_at + at * stride_gs + (rows[:, None] * stride_gs + d[None, :] * stride_gd),
                 mask=present[:, None], other=0.0,
             )
-            at += tl.cast(place, tl.int64) * q_len
-            lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
-            low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
-            delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
+            at_q = at + tl.cast(place, tl.int64) * q_len
+            lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
+            factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
+            delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(
                 k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
                 mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, tl.trans(keys)) * scale
+            score = tl.dot(query, tl.trans(keys))
             values = tl.load(
                 v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
                 mask=inside[:, None], other=0.0,
@@ -112,18 +127,23 @@ def attention_diagonal(
             dp = tl.dot(dout, tl.trans(values))
             q = (q_origin + start + rows)[:, None]
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
-            x0 = q - k
+            # One vector of the tile's distances, of which every position takes its own.
+            q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K)
+            k_line = k_origin + tile * BLOCK_K
+            away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)
+            bias_h_at = tl.load(
+                bias
+                + step(h, bias_size0, bias_stride0)
+                + clamp(tl.minimum(q_line - k_line, s1), bias_size1) * bias_stride1,
+            ).to(tl.float32)
             # q >= k & q - k < s0
             visible = present[:, None] & inside[None, :]
             visible &= q >= k
-            visible &= x0 < s0
+            visible &= q - k < s0
             # score + bias[h, min(q - k, s1)]
-            bias_h_at = tl.load(
-                bias + step(h, bias_size0, bias_stride0) + clamp(tl.minimum(x0, s1), bias_size1) * bias_stride1,
-                mask=visible,
-            ).to(tl.float32)
-            modified = score + bias_h_at
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
+            x0 = along(bias_h_at, away, visible)
+            modified = score * scale + x0
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             sum0 += dm

@@ -35,6 +35,21 @@ def clamp(i, size):
 
 
 @triton.jit
+def span(first, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`first` and what follows it: as many as a tile has diagonals, up to the next power of two."""
+    return first + tl.arange(0, 2 * BLOCK_Q if BLOCK_Q > BLOCK_K else 2 * BLOCK_K)
+
+
+@triton.jit
+def along(line, away, seen=None):
+    """For every position the entry of a vector that is `away` from its first; 0 where it is not `seen`."""
+    found = tl.reshape(tl.gather(line, tl.ravel(away), 0), away.shape)
+    if seen is not None:
+        found = tl.where(seen, found, 0)
+    return found
+
+
+@triton.jit
 def tanh(x):
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
 
@@ -63,7 +78,7 @@ def uniform(x):
 )
 def attention_diagonal(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     Sums,  # float32 [batch, heads, weights, parts, 2, block diagonals, BLOCK_K]: gradients of
     # bias[k - q], by distance
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -107,6 +122,7 @@ def attention_diagonal(
     rate = tl.cast(rate, tl.float32)
     b = b_origin + batch
     h = h_origin + head
+    unit = 30.0 * LOG2E
     survivor = 1.0 / (1.0 - rate)
     sum0 = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
 
@@ -129,17 +145,17 @@ def attention_diagonal(
                 dout_at + at * stride_gs + (rows[:, None] * stride_gs + d[None, :] * stride_gd),
                 mask=present[:, None], other=0.0,
             )
-            at += tl.cast(place, tl.int64) * q_len
-            lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
-            low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
-            delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
+            at_q = at + tl.cast(place, tl.int64) * q_len
+            lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
+            factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
+            delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(
                 k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
                 mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, tl.trans(keys)) * scale
+            score = tl.dot(query, tl.trans(keys))
             values = tl.load(
                 v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
                 mask=inside[:, None], other=0.0,
@@ -147,22 +163,28 @@ def attention_diagonal(
             dp = tl.dot(dout, tl.trans(values))
             q = (q_origin + start + rows)[:, None]
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
+            # One vector of the tile's distances, of which every position takes its own.
+            q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K)
+            k_line = k_origin + tile * BLOCK_K
+            away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)
             doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
             doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
+            bias_at = tl.load(bias + clamp(k_line - q_line, bias_size) * bias_stride).to(tl.float32)
             # q >= k & doc[b, q] == doc[b, k]
             visible = present[:, None] & inside[None, :]
             visible &= q >= k
             visible &= doc_b_q == doc_b_k
             # 30 * tanh(score * bias[k - q] / 30)
-            bias_at = tl.load(bias + clamp(k - q, bias_size) * bias_stride, mask=visible).to(tl.float32)
-            x0 = tanh(score * bias_at / 30.0)
-            modified = 30.0 * x0
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
+            x0 = score * scale
+            x1 = along(bias_at, away, visible)
+            x2 = tanh(x0 * x1 * 0.03333333333333333)
+            modified = x2
+            p = tl.where(visible, tl.exp2(modified * unit - lse) * factor, 0.0)
             # random(seed, b, h, q, k) >= rate
             kept = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, survivor, 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp * kept - delta))
-            weight = score * (1.0 - x0 * x0)
+            weight = x0 * (1.0 - x2 * x2)
             sum0 += tl.where(p == 0.0, 0.0, dm * weight)
 
     # Row i turned by i places: column c has what is c below the main diagonal, in rows from c on, and what is

@@ -34,7 +34,7 @@ def clamp(i, size):
 )
 def attention_plane(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     Into,  # float32, contiguous: the gradient of bias[h, q, k + s0]
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
@@ -92,17 +92,17 @@ def attention_plane(
                 dout_at + at * stride_gs + (rows[:, None] * stride_gs + d[None, :] * stride_gd),
                 mask=present[:, None], other=0.0,
             )
-            at += tl.cast(place, tl.int64) * q_len
-            lse = tl.load(Lse + at + rows, mask=present, other=0.0)[:, None]
-            low = tl.load(Low + at + rows, mask=present, other=0.0)[:, None]
-            delta = tl.load(Delta + at + rows, mask=present, other=0.0)[:, None]
+            at_q = at + tl.cast(place, tl.int64) * q_len
+            lse = tl.load(Stats + (at_q + rows) * 4, mask=present, other=0.0)[:, None]
+            factor = tl.load(Stats + (at_q + rows) * 4 + 1, mask=present, other=0.0)[:, None]
+            delta = tl.load(Stats + (at_q + rows) * 4 + 2, mask=present, other=0.0)[:, None]
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(
                 k_at + at * stride_ks + (columns[:, None] * stride_ks + d[None, :] * stride_kd),
                 mask=inside[:, None], other=0.0,
             )
-            score = tl.dot(query, tl.trans(keys)) * scale
+            score = tl.dot(query, tl.trans(keys))
             values = tl.load(
                 v_at + at * stride_vs + (columns[:, None] * stride_vs + d[None, :] * stride_vd),
                 mask=inside[:, None], other=0.0,
@@ -122,8 +122,8 @@ def attention_plane(
                 + clamp(column0, bias_size2) * bias_stride2,
                 mask=visible,
             ).to(tl.float32)
-            modified = score + bias_h_q_at
-            p = tl.where(visible, tl.exp2(modified * LOG2E - lse - low), 0.0)
+            modified = score * scale + bias_h_q_at
+            p = tl.where(visible, tl.exp2(modified * LOG2E - lse) * factor, 0.0)
             # Where p is 0 so is dm, whatever else is there.
             dm = tl.where(p == 0.0, 0.0, p * (dp - delta))
             total += dm

@@ -125,8 +125,10 @@ def attention_decode(
     b = b_origin + batch
     h = (h_origin + head)[:, None]
     q = (q_origin + start + rows)[:, None]
+    fixed0 = scale * 0.02
     doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
     slope_h = tl.load(slope + clamp(h, slope_size) * slope_stride).to(tl.float32)
+    row0 = (q - (q_origin + start)).to(tl.float32)
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc0 = tl.zeros([BLOCK_Q, 64], tl.float32)
@@ -152,15 +154,16 @@ def attention_decode(
             keys0 = tl.load(K + at * stride_ks + key_at0, mask=inside[None, :], other=0.0)
             keys1 = tl.load(K + at * stride_ks + key_at1, mask=inside[None, :], other=0.0)
             score = tl.dot(query0, keys0)
-            score = tl.dot(query1, keys1, score) * scale
+            score = tl.dot(query1, keys1, score)
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
+            column0 = (k - (q_origin + start)).to(tl.float32)
             # q >= k & doc[b, q] == doc[b, k]
             visible = inside[None, :]
             visible &= q >= k
             visible &= doc_b_q == doc_b_k
             # 50 * tanh(score / 50) + slope[h] * (k - q)
-            score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
+            score = tanh(score * fixed0) * 50.0 + slope_h * (column0 - row0)
             score = tl.where(visible, score, -INFINITY)
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
@@ -180,10 +183,11 @@ def attention_decode(
             keys0 = tl.load(K + at * stride_ks + key_at0)
             keys1 = tl.load(K + at * stride_ks + key_at1)
             score = tl.dot(query0, keys0)
-            score = tl.dot(query1, keys1, score) * scale
+            score = tl.dot(query1, keys1, score)
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
+            column0 = (k - (q_origin + start)).to(tl.float32)
             # 50 * tanh(score / 50) + slope[h] * (k - q)
-            score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
+            score = tanh(score * fixed0) * 50.0 + slope_h * (column0 - row0)
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
             rescale = tl.exp2(top - peak)

@@ -125,24 +125,20 @@ def attention_decode(
                 K + page * stride_kb + at * stride_ks + key_at,
                 mask=inside[None, :], other=0.0,
             ).to(Q.dtype.element_ty)
-            score = tl.dot(query, keys) * scale
+            score = tl.dot(query, keys)
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
-            pages_b_at = tl.load(
-                pages + step(b, pages_size0, pages_stride0) + clamp(k >> 6, pages_size1) * pages_stride1,
-            )
-            column0 = k & 63
-            k_scale_pages_b_at_at_at = tl.load(
+            k_scale_page_at_token = tl.load(
                 k_scale
-                + step(pages_b_at, k_scale_size0, k_scale_stride0)
+                + page * k_scale_stride0
                 + step(fixed0, k_scale_size1, k_scale_stride1)
-                + clamp(column0, k_scale_size2) * k_scale_stride2,
+                + (tile * BLOCK_K % 64 + columns)[None, :] * k_scale_stride2,
             ).to(tl.float32)
             # k <= q + start_[b] & k < end_[b]
             visible = inside[None, :]
             visible &= k <= row0
             visible &= k < end__b
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * k_scale_pages_b_at_at_at
+            score = score * scale * k_scale_page_at_token
             score = tl.where(visible, score, -INFINITY)
             # What no query sees may never have been written: a NaN there is not to spread.
             seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
@@ -153,9 +149,9 @@ def attention_decode(
             # v_scale[pages[b, k // 64], h // 4, k % 64]
             scaled = tl.load(
                 v_scale
-                + step(pages_b_at, v_scale_size0, v_scale_stride0)
+                + page * v_scale_stride0
                 + step(fixed0, v_scale_size1, v_scale_stride1)
-                + clamp(column0, v_scale_size2) * v_scale_stride2,
+                + (tile * BLOCK_K % 64 + columns)[None, :] * v_scale_stride2,
             ).to(tl.float32)
             p = tl.where(visible, p * scaled, 0.0)
             values = tl.load(
@@ -167,24 +163,19 @@ def attention_decode(
         begin, end = begin - border, end - border
         # Full tiles: every position is visible.
         for tile in range(full_lo + bounded(begin, full), full_lo + bounded(end, full)):
-            page = tl.load(paged + clamp(tile * BLOCK_K // 64, pages_size1) * pages_stride1)
-            page = clamp(page, pool).to(tl.int64)
+            page = tl.load(paged + tile * BLOCK_K // 64 * pages_stride1)
+            page = page.to(tl.int64)
             at = tl.cast(tile * BLOCK_K % 64, tl.int64)
             keys = tl.load(K + page * stride_kb + at * stride_ks + key_at).to(Q.dtype.element_ty)
-            score = tl.dot(query, keys) * scale
-            k = (k_origin + tile * BLOCK_K + columns)[None, :]
-            pages_b_at = tl.load(
-                pages + step(b, pages_size0, pages_stride0) + clamp(k >> 6, pages_size1) * pages_stride1,
-            )
-            column0 = k & 63
-            k_scale_pages_b_at_at_at = tl.load(
+            score = tl.dot(query, keys)
+            k_scale_page_at_token = tl.load(
                 k_scale
-                + step(pages_b_at, k_scale_size0, k_scale_stride0)
+                + page * k_scale_stride0
                 + step(fixed0, k_scale_size1, k_scale_stride1)
-                + clamp(column0, k_scale_size2) * k_scale_stride2,
+                + (tile * BLOCK_K % 64 + columns)[None, :] * k_scale_stride2,
             ).to(tl.float32)
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * k_scale_pages_b_at_at_at
+            score = score * scale * k_scale_page_at_token
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
             rescale = tl.exp2(top - peak)
@@ -192,9 +183,9 @@ def attention_decode(
             # v_scale[pages[b, k // 64], h // 4, k % 64]
             scaled = tl.load(
                 v_scale
-                + step(pages_b_at, v_scale_size0, v_scale_stride0)
+                + page * v_scale_stride0
                 + step(fixed0, v_scale_size1, v_scale_stride1)
-                + clamp(column0, v_scale_size2) * v_scale_stride2,
+                + (tile * BLOCK_K % 64 + columns)[None, :] * v_scale_stride2,
             ).to(tl.float32)
             p *= scaled
             values = tl.load(V + page * stride_vb + at * stride_vs + value_at).to(Q.dtype.element_ty)

@@ -38,6 +38,20 @@ def clamp(i, size):
 
 
 @triton.jit
+def placed(end, origin, first, last):
+    """The end of what a row sees, counted from the call's first position, as far as it is in first..last."""
+    return (tl.minimum(tl.maximum(end, origin + first), origin + last) - origin).to(tl.int32)
+
+
+@triton.jit
+def up_to(columns, most):
+    """Whether columns of a tile are at most `most`. Bits 1 and 2 of a column tell the threads of a warp apart where
+    products leave their results, and the others are constants of a thread's registers: apart, a comparison takes one
+    instruction."""
+    return (columns & ~6) <= most - (columns & 6)
+
+
+@triton.jit
 def tanh(x):
     return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
 
@@ -123,8 +137,12 @@ def attention_forward(
     b = b_origin + batch
     h = h_origin + head
     q = (q_origin + start + rows)[:, None]
+    fixed0 = scale * 0.02
     slope_h = tl.load(slope + clamp(h, slope_size) * slope_stride).to(tl.float32)
     doc_b_q = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(q, doc_size1) * doc_stride1)
+    row0 = (q - (q_origin + start)).to(tl.float32)
+    # The last of the call's keys that a query may see.
+    most = placed(q, k_origin, -1, kv_len - 1)
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc0 = tl.zeros([BLOCK_Q, 64], tl.float32)
@@ -139,18 +157,24 @@ def attention_forward(
             tile = tl.where(j < full_lo, j, j - full_lo + full_hi)
             inside = tile * BLOCK_K + columns < kv_len
             at = tl.cast(tile * BLOCK_K, tl.int64)
-            keys0 = tl.load(K + at * stride_ks + key_at0, mask=inside[None, :], other=0.0).to(Q.dtype.element_ty)
-            keys1 = tl.load(K + at * stride_ks + key_at1, mask=inside[None, :], other=0.0).to(Q.dtype.element_ty)
+            keys0 = tl.load(
+                K + at * stride_ks + key_at0,
+                mask=inside[None, :], other=0.0,
+            ).to(tl.float32).to(Q.dtype.element_ty)
+            keys1 = tl.load(
+                K + at * stride_ks + key_at1,
+                mask=inside[None, :], other=0.0,
+            ).to(tl.float32).to(Q.dtype.element_ty)
             score = tl.dot(query0, keys0)
-            score = tl.dot(query1, keys1, score) * scale
+            score = tl.dot(query1, keys1, score)
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             doc_b_k = tl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
+            column0 = (k - (q_origin + start)).to(tl.float32)
             # q >= k & doc[b, q] == doc[b, k]
-            visible = inside[None, :]
-            visible &= q >= k
+            visible = up_to(columns[None, :], most - tile * BLOCK_K)
             visible &= doc_b_q == doc_b_k
             # 50 * tanh(score / 50) + slope[h] * (k - q)
-            score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
+            score = tanh(score * fixed0) * 50.0 + (column0 - row0) * slope_h
             score = tl.where(visible, score, -INFINITY)
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
@@ -158,29 +182,36 @@ def attention_forward(
             total = total * rescale + tl.sum(p, 1)
             # random(seed, b, h, q, k) >= rate
             p = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
-            values0 = tl.load(V + at * stride_vs + value_at0, mask=inside[:, None], other=0.0).to(Q.dtype.element_ty)
-            values1 = tl.load(V + at * stride_vs + value_at1, mask=inside[:, None], other=0.0).to(Q.dtype.element_ty)
+            values0 = tl.load(
+                V + at * stride_vs + value_at0,
+                mask=inside[:, None], other=0.0,
+            ).to(tl.float32).to(Q.dtype.element_ty)
+            values1 = tl.load(
+                V + at * stride_vs + value_at1,
+                mask=inside[:, None], other=0.0,
+            ).to(tl.float32).to(Q.dtype.element_ty)
             acc0 = tl.dot(p.to(values0.dtype), values0, acc0 * rescale[:, None])
             acc1 = tl.dot(p.to(values1.dtype), values1, acc1 * rescale[:, None])
             top = peak
         # Full tiles: every position is visible.
         for tile in range(full_lo, full_hi):
             at = tl.cast(tile * BLOCK_K, tl.int64)
-            keys0 = tl.load(K + at * stride_ks + key_at0).to(Q.dtype.element_ty)
-            keys1 = tl.load(K + at * stride_ks + key_at1).to(Q.dtype.element_ty)
+            keys0 = tl.load(K + at * stride_ks + key_at0).to(tl.float32).to(Q.dtype.element_ty)
+            keys1 = tl.load(K + at * stride_ks + key_at1).to(tl.float32).to(Q.dtype.element_ty)
             score = tl.dot(query0, keys0)
-            score = tl.dot(query1, keys1, score) * scale
+            score = tl.dot(query1, keys1, score)
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
+            column0 = (k - (q_origin + start)).to(tl.float32)
             # 50 * tanh(score / 50) + slope[h] * (k - q)
-            score = 50.0 * tanh(score / 50.0) + slope_h * (k - q).to(tl.float32)
+            score = tanh(score * fixed0) * 50.0 + (column0 - row0) * slope_h
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
             rescale = tl.exp2(top - peak)
             total = total * rescale + tl.sum(p, 1)
             # random(seed, b, h, q, k) >= rate
             p = tl.where(uniform(stirred(stirred(stirred(stirred(seeded(seed), b), h), q), k)) >= rate, p, 0.0)
-            values0 = tl.load(V + at * stride_vs + value_at0).to(Q.dtype.element_ty)
-            values1 = tl.load(V + at * stride_vs + value_at1).to(Q.dtype.element_ty)
+            values0 = tl.load(V + at * stride_vs + value_at0).to(tl.float32).to(Q.dtype.element_ty)
+            values1 = tl.load(V + at * stride_vs + value_at1).to(tl.float32).to(Q.dtype.element_ty)
             acc0 = tl.dot(p.to(values0.dtype), values0, acc0 * rescale[:, None])
             acc1 = tl.dot(p.to(values1.dtype), values1, acc1 * rescale[:, None])
             top = peak

@@ -30,6 +30,35 @@ def clamp(i, size):
 
 
 @triton.jit
+def span(first, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`first` and what follows it: as many as a tile has diagonals, up to the next power of two."""
+    return first + tl.arange(0, 2 * BLOCK_Q if BLOCK_Q > BLOCK_K else 2 * BLOCK_K)
+
+
+@triton.jit
+def along(line, away, seen=None):
+    """For every position the entry of a vector that is `away` from its first; 0 where it is not `seen`."""
+    found = tl.reshape(tl.gather(line, tl.ravel(away), 0), away.shape)
+    if seen is not None:
+        found = tl.where(seen, found, 0)
+    return found
+
+
+@triton.jit
+def placed(end, origin, first, last):
+    """The end of what a row sees, counted from the call's first position, as far as it is in first..last."""
+    return (tl.minimum(tl.maximum(end, origin + first), origin + last) - origin).to(tl.int32)
+
+
+@triton.jit
+def up_to(columns, most):
+    """Whether columns of a tile are at most `most`. Bits 1 and 2 of a column tell the threads of a warp apart where
+    products leave their results, and the others are constants of a thread's registers: apart, a comparison takes one
+    instruction."""
+    return (columns & ~6) <= most - (columns & 6)
+
+
+@triton.jit
 def floordiv(x, y):
     """Rounds to minus infinity; 0 where y is 0."""
     divisor = tl.where(y == 0, 1, y)
@@ -89,6 +118,8 @@ def attention_forward(
     h = (h_origin + head).to(tl.int64)
     q = (q_origin + start + rows)[:, None].to(tl.int64)
     row0 = floordiv(q, 3) & 7
+    # The last of the call's keys that a query may see.
+    most = placed(q, k_origin, -1, kv_len - 1)
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
@@ -105,17 +136,20 @@ def attention_forward(
             keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
             score = tl.dot(query, keys, input_precision="ieee") * scale
             k = (k_origin + tile * BLOCK_K + columns)[None, :].to(tl.int64)
+            # One vector of the tile's distances, of which every position takes its own.
+            q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K).to(tl.int64)
+            k_line = (k_origin + tile * BLOCK_K).to(tl.int64)
+            away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)
             column0 = floordiv(k, 3) & 7
+            bias_h_at = tl.load(
+                bias + step(h, bias_size0, bias_stride0) + clamp(k_line - q_line + s0, bias_size1) * bias_stride1,
+            ).to(tl.float32)
             # q >= k & q // 3 % 8 == k // 3 % 8
-            visible = inside[None, :]
-            visible &= q >= k
+            visible = up_to(columns[None, :], most - tile * BLOCK_K)
             visible &= row0 == column0
             # score + bias[h, k - q + s0]
-            bias_h_at = tl.load(
-                bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1,
-                mask=visible,
-            ).to(tl.float32)
-            score = score + bias_h_at
+            x0 = along(bias_h_at, away)
+            score = score + x0
             score = tl.where(visible, score, -INFINITY)
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
@@ -129,12 +163,16 @@ def attention_forward(
             at = tl.cast(tile * BLOCK_K, tl.int64)
             keys = tl.load(K + at * stride_ks + key_at)
             score = tl.dot(query, keys, input_precision="ieee") * scale
-            k = (k_origin + tile * BLOCK_K + columns)[None, :].to(tl.int64)
-            # score + bias[h, k - q + s0]
+            # One vector of the tile's distances, of which every position takes its own.
+            q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K).to(tl.int64)
+            k_line = (k_origin + tile * BLOCK_K).to(tl.int64)
+            away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)
             bias_h_at = tl.load(
-                bias + step(h, bias_size0, bias_stride0) + clamp(k - q + s0, bias_size1) * bias_stride1,
+                bias + step(h, bias_size0, bias_stride0) + clamp(k_line - q_line + s0, bias_size1) * bias_stride1,
             ).to(tl.float32)
-            score = score + bias_h_at
+            # score + bias[h, k - q + s0]
+            x0 = along(bias_h_at, away)
+            score = score + x0
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
             rescale = tl.exp2(top - peak)

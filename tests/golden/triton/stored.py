@@ -27,6 +27,20 @@ def clamp(i, size):
     return tl.minimum(tl.maximum(i, 0), size - 1)
 
 
+@triton.jit
+def placed(end, origin, first, last):
+    """The end of what a row sees, counted from the call's first position, as far as it is in first..last."""
+    return (tl.minimum(tl.maximum(end, origin + first), origin + last) - origin).to(tl.int32)
+
+
+@triton.jit
+def up_to(columns, most):
+    """Whether columns of a tile are at most `most`. Bits 1 and 2 of a column tell the threads of a warp apart where
+    products leave their results, and the others are constants of a thread's registers: apart, a comparison takes one
+    instruction."""
+    return (columns & ~6) <= most - (columns & 6)
+
+
 @triton.jit(
     do_not_specialize=[
         "heads", "q_len", "kv_len", "pool", "records", "b_origin", "h_origin", "q_origin", "k_origin",
@@ -84,10 +98,12 @@ def attention_forward(
     b = b_origin + batch
     h = h_origin + head
     q = (q_origin + start + rows)[:, None]
-    start__b = tl.load(start_ + clamp(b, start__size) * start__stride)
-    end__b = tl.load(end_ + clamp(b, end__size) * end__stride)
     fixed0 = h >> 2
-    row0 = q + start__b
+    start__b = tl.load(start_ + clamp(b, start__size) * start__stride)
+    fixed1 = tl.load(end_ + clamp(b, end__size) * end__stride) - 1
+    row0 = tl.minimum(q + start__b, fixed1)
+    # The last of the call's keys that a query may see.
+    most = placed(row0, k_origin, -1, kv_len - 1)
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, DIM], tl.float32)
@@ -108,7 +124,7 @@ def attention_forward(
                 K + (page * stride_kb + at * stride_ks)[None, :] + key_at,
                 mask=inside[None, :], other=0.0,
             ).to(Q.dtype.element_ty)
-            score = tl.dot(query, keys) * scale
+            score = tl.dot(query, keys)
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             pages_b_at = tl.load(
                 pages + step(b, pages_size0, pages_stride0) + clamp(k >> 6, pages_size1) * pages_stride1,
@@ -121,11 +137,9 @@ def attention_forward(
                 + clamp(column0, k_scale_size2) * k_scale_stride2,
             ).to(tl.float32)
             # k <= q + start_[b] & k < end_[b]
-            visible = inside[None, :]
-            visible &= k <= row0
-            visible &= k < end__b
+            visible = up_to(columns[None, :], most - tile * BLOCK_K)
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * k_scale_pages_b_at_at_at
+            score = score * scale * k_scale_pages_b_at_at_at
             score = tl.where(visible, score, -INFINITY)
             # What no query sees may never have been written: a NaN there is not to spread.
             seen = tl.max((visible & present[:, None]).to(tl.int32), 0) > 0
@@ -150,11 +164,11 @@ def attention_forward(
         # Full tiles: every position is visible.
         for tile in range(full_lo, full_hi):
             at = tile * BLOCK_K + columns
-            page = tl.load(paged + clamp(at // 16, pages_size1) * pages_stride1)
-            page = clamp(page, pool).to(tl.int64)
+            page = tl.load(paged + at // 16 * pages_stride1)
+            page = page.to(tl.int64)
             at = at % 16
             keys = tl.load(K + (page * stride_kb + at * stride_ks)[None, :] + key_at).to(Q.dtype.element_ty)
-            score = tl.dot(query, keys) * scale
+            score = tl.dot(query, keys)
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             pages_b_at = tl.load(
                 pages + step(b, pages_size0, pages_stride0) + clamp(k >> 6, pages_size1) * pages_stride1,
@@ -167,7 +181,7 @@ def attention_forward(
                 + clamp(column0, k_scale_size2) * k_scale_stride2,
             ).to(tl.float32)
             # score * k_scale[pages[b, k // 64], h // 4, k % 64]
-            score = score * k_scale_pages_b_at_at_at
+            score = score * scale * k_scale_pages_b_at_at_at
             peak = tl.maximum(top, tl.max(score, 1) * LOG2E)
             p = tl.exp2(score * LOG2E - peak[:, None])
             rescale = tl.exp2(top - peak)

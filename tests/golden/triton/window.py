@@ -18,6 +18,18 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 INFINITY = tl.constexpr(float("inf"))
 
 
+@triton.jit
+def placed(end, origin, first, last):
+    """The end of what a row sees, counted from the call's first position, as far as it is in first..last."""
+    return (tl.minimum(tl.maximum(end, origin + first), origin + last) - origin).to(tl.int32)
+
+
+@triton.jit
+def one_of(columns, least, many):
+    """Whether columns of a tile are among `many` from `least` on, in two instructions."""
+    return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
+
+
 @triton.jit(do_not_specialize=["heads", "q_len", "kv_len", "q_origin", "k_origin", "KV_LEN", "s0"])
 def attention_forward(
     Q, K, V, Out,  # [batch, heads, length, dim], any strides
@@ -72,6 +84,10 @@ def attention_forward(
     full_hi = tl.minimum(tl.maximum(full_last + 1, 0) // BLOCK_K, hi)
     full_hi = tl.maximum(full_hi, full_lo)
 
+    row0 = q - s0 + 1
+    # The first of the call's keys that a query may see, and the number of those up to the last.
+    least = placed(row0, k_origin, 0, kv_len)
+    many = tl.maximum(placed(q, k_origin, -1, kv_len - 1) + 1 - least, 0)
     unit = scale * LOG2E
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -84,11 +100,8 @@ def attention_forward(
         at = tl.cast(tile * BLOCK_K, tl.int64)
         keys = tl.load(K + at * stride_ks + key_at, mask=inside[None, :], other=0.0)
         score = tl.dot(query, keys)
-        k = (k_origin + tile * BLOCK_K + columns)[None, :]
         # q >= k & q - k < s0
-        visible = inside[None, :]
-        visible &= q >= k
-        visible &= q - k < s0
+        visible = one_of(columns[None, :], least - tile * BLOCK_K, many)
         score = tl.where(visible, score, -INFINITY)
         peak = tl.maximum(top, tl.max(score, 1) * unit)
         p = tl.exp2(score * unit - peak[:, None])

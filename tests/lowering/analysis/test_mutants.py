@@ -15,12 +15,12 @@ from frisket.dsl.ir import TRUE, build, conj, disj, make
 from frisket.dsl.sugar import eq, k, minimum, q
 from frisket.dsl.types import BOOL
 from frisket.lowering import spans
-from frisket.lowering.analysis import curves, questions, rows, tiles
 from frisket.lowering.analysis import intervals as abstract
 from frisket.lowering.analysis import layout as driver
+from frisket.lowering.analysis import questions, rows, tiles
 from frisket.lowering.analysis.intervals import K0, K1, Q0, Q1, Range, ends
 from frisket.lowering.analysis.table import Table
-from frisket.lowering.simplify import affine, engine, facts, rules_boolean, rules_compare
+from frisket.lowering.simplify import affine, curves, engine, facts, rules_boolean, rules_compare
 from frisket.lowering.simplify.affine import Linear
 from lowering.analysis import test_layout_exact, test_transfer
 from lowering.simplify import test_simplify

@@ -188,14 +188,15 @@ def test_sources_and_stages():
     assert stages.source == ""
     with pytest.raises(fk.LoweringError, match="'aten' runs library calls and has no kernel text"):
         att.source("aten", **shape)
-    with pytest.raises(fk.BackendError, match="'gluon' is not there yet"):
+    with pytest.raises(fk.LoweringError, match="the Gluon kernel takes float16 and bfloat16"):
         att.source("gluon", **shape)
+    assert "@gluon.jit" in att.source("gluon", **{**shape, "dtype": "bfloat16"})
 
 
 def test_backends_say_why():
     found = fk.backends()
     assert found["aten"] == found["xla"] == found["dense"] == ""
-    assert found["gluon"] == "the Gluon kernels come in a later version"
+    assert found["gluon"] == "no GPU of NVIDIA is visible to torch; its source can be printed all the same"
     assert "runs here" in str(found)
 
 
@@ -204,7 +205,9 @@ def test_backends_say_why():
 
 def test_the_keyword_beats_the_environment(monkeypatch):
     monkeypatch.setenv("FRISKET_BACKEND", "xla")
-    with pytest.raises(fk.BackendError, match="'xla' does not take torch arrays; they run on aten, cpp, triton, dense"):
+    with pytest.raises(
+        fk.BackendError, match="'xla' does not take torch arrays; they run on aten, cpp, triton, gluon, dense"
+    ):
         fk.attention(*qkv(), "causal")
     fk.attention(*qkv(), "causal", backend="aten")
     fk.attention(*qkv(), "causal", backend="library")

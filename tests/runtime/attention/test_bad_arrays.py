@@ -157,11 +157,6 @@ BAD = {
         "no backend 'cuda'; there are aten, xla, cpp, triton, gluon, pallas-tpu, pallas-mosaic-gpu, dense, library, "
         "native",
     ),
-    "later backend": (
-        lambda: fk.compile("causal", backend="gluon"), fk.BackendError,
-        "backend 'gluon' is not there yet: the Gluon kernels come in a later version; take one of aten, xla, cpp, "
-        "triton, pallas-tpu, pallas-mosaic-gpu, dense",
-    ),
     "unbound": (
         lambda: fk.attention(Q, K, K, "window(w)"), fk.ParameterError,
         "`w` has no value; give it: w=...",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 import frisket as fk
 from frisket.lowering.aten import backward as aten_backward
 from frisket.runtime.machine import cpp_build as native_build
+from frisket.runtime.machine import cpp_cpu
 
 SIZES = (1e-3, 1.0, 10.0, 1e3, 1e5, 1e9)
 NATIVE = pytest.mark.skipif(bool(native_build.reason()), reason=native_build.reason())
@@ -88,9 +94,9 @@ def gradients(attend, q, k, v, dout):
     return torch.autograd.grad(attend(*given), given, dout)
 
 
-def check(case, backend, flash=False):
+def check(case, backend, flash=False, share=1e-7):
     """Errors are at most twice those of dense attention in the same dtype; with `flash`, of its gradients as flash
-    attention has them."""
+    attention has them. Dense attention has some gradients without any error: `share` of the largest row is allowed."""
     att = fk.compile(case.mask, case.score, backend=backend)
     for size in SIZES:
         given = drawn(case, size)
@@ -108,7 +114,7 @@ def check(case, backend, flash=False):
         if case.length > 512 and size < 1e3:  # torch's own kernel runs
             theirs = map(max, theirs, errors(gradients(lambda *x: sdpa(*x, is_causal=True), *given)))
         for n, x, y, z in zip("qkv", ours, theirs, right, strict=True):
-            floor = 1e-7 * z.norm(dim=-1).max().item()  # dense attention has some of them without any error
+            floor = share * z.norm(dim=-1).max().item()
             assert x <= 2 * y + floor, f"d{n} at scores of {size}: {x:.1e}, torch {y:.1e}"
 
 
@@ -122,10 +128,11 @@ def test_gradients(name, backend):
 
 @pytest.mark.parametrize("name", ["itself", "causal", "two runs", "sinks"])
 def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
-    """Their sums are measured first, where scores are large."""
+    """Their sums are measured first, where scores are large. Where |lse| is up to LARGE a weight is off by what half a
+    unit in the last place of it is: products of other shapes may have other last bits."""
     monkeypatch.setattr(aten_backward, "WHOLE", 0)
     monkeypatch.setattr(aten_backward, "BUDGET", 0)
-    check(CASES[name], "aten", flash=True)
+    check(CASES[name], "aten", flash=True, share=aten_backward.LARGE * 2**-24)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,32 +142,55 @@ def test_rows_that_are_too_long_to_be_held(name, monkeypatch):
 )  # fmt: skip
 def test_gradients_of_sinks(case, backend):
     """Sinks are the largest scores of rows in the middle: halves of weights are theirs. At 1e5 the weight from a
-    float32 lse alone is off by percents."""
+    float32 lse alone is off by percents. Few rows near a tie make an error: it is that of several draws."""
     att = fk.compile(case.mask, case.score, backend=backend)
     for size in (10.0, 1e3, 1e5, 1e9):
-        g = torch.Generator().manual_seed(5)
-        q, k, v, dout = torch.randn(4, 1, 32, case.length, 32, generator=g)
-        q, k = q * size**0.5, k * size**0.5
-        peaks = (q.double() @ k.double().mT * 32**-0.5 + case.bias()).amax(-1)
-        near = peaks.median(-1).values[0].float()
+        found = [errors_of_sinks(case, att, size, seed) for seed in range(5, 11 if case.length < 512 else 6)]
+        ours, theirs, whole = (math.hypot(*x) for x in zip(*found, strict=True))
+        assert ours <= 2 * theirs + 1e-6 * whole, f"at {size}: {ours:.1e}, torch {theirs:.1e}"
 
-        def of_sinks(attend, *given, near=near):
-            sinks = near.to(given[0].dtype).requires_grad_()
-            return torch.autograd.grad(attend(*given[:3], sinks), sinks, given[3])[0]
 
-        def written(q, k, v, sinks):
-            scores = q @ k.mT * 32**-0.5 + case.bias().to(q.dtype)
-            sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+def errors_of_sinks(case, att, size, seed):
+    """(ours, those of dense attention, the gradient's norm)."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v, dout = torch.randn(4, 1, 32, case.length, 32, generator=g)
+    q, k = q * size**0.5, k * size**0.5
+    peaks = (q.double() @ k.double().mT * 32**-0.5 + case.bias()).amax(-1)
+    near = peaks.median(-1).values[0].float()
 
-        given = q, k, v, dout
-        right = of_sinks(written, *(x.double() for x in given))
-        theirs = (of_sinks(written, *given) - right).norm().item()
-        found = of_sinks(lambda q, k, v, sinks: att(q, k, v, sinks=sinks), *given)
-        ours = (found - right).norm().item()
-        assert ours <= 2 * theirs + 1e-6 * right.norm().item(), f"at {size}: {ours:.1e}, torch {theirs:.1e}"
-        graph = torch.func.grad(lambda s, given=given: (att(*given[:3], sinks=s) * given[3]).sum())
-        assert torch.equal(graph(near), found)
+    def of_sinks(attend, *given, near=near):
+        sinks = near.to(given[0].dtype).requires_grad_()
+        return torch.autograd.grad(attend(*given[:3], sinks), sinks, given[3])[0]
+
+    def written(q, k, v, sinks):
+        scores = q @ k.mT * 32**-0.5 + case.bias().to(q.dtype)
+        sinks = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+
+    given = q, k, v, dout
+    right = of_sinks(written, *(x.double() for x in given))
+    theirs = (of_sinks(written, *given) - right).norm().item()
+    found = of_sinks(lambda q, k, v, sinks: att(q, k, v, sinks=sinks), *given)
+    ours = (found - right).norm().item()
+    graph = torch.func.grad(lambda s, given=given: (att(*given[:3], sinks=s) * given[3]).sum())
+    assert torch.equal(graph(near), found)
+    return ours, theirs, right.norm().item()
+
+
+@NATIVE
+@pytest.mark.skipif(not shutil.which("g++") or cpp_cpu.lacking("avx2") != "", reason="g++ for x86 tunes so")
+@pytest.mark.parametrize("tuned", ["znver3", "skylake"])
+def test_it_does_so_whatever_processor_the_compiler_tunes_for(tuned, tmp_path):
+    """For a Zen, g++ takes chains of fused multiply-adds apart unless it is told not to."""
+    code = """
+import torch, frisket as fk
+q, k, v, dout = torch.randn(4, 1, 4, 40, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+dq, dk, dv = torch.autograd.grad(fk.compile("k == q", backend="cpp")(q, k, v), (q, k, v), dout)
+assert torch.equal(dv, dout) and not dq.any() and not dk.any()
+"""
+    env = os.environ | {"CXX": f"g++ -mtune={tuned}", "FRISKET_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,3 +16,13 @@ def test_interpreted():
 @pytest.mark.matrix
 def test_launched_into_nothing():
     run(HERE / "triton_binding_launched.py")
+
+
+@pytest.mark.matrix
+def test_serving_launched_into_nothing():
+    run(HERE / "triton_serving_launched.py")
+
+
+@pytest.mark.matrix
+def test_serving_compiled():
+    run(HERE / "triton_serving_compiled.py")

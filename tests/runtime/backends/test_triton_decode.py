@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from frisket.dsl import ir
-from frisket.dsl.sugar import h, k, q
+from frisket.dsl.ir import lookup
+from frisket.dsl.sugar import b, h, k, q, score
+from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import Bounds, Geometry, Spans, Target, make_plan
+from frisket.lowering.plan import Bounds, Geometry, Pages, Spans, Target, make_plan
 from frisket.lowering.planner.planner import DeviceSpans
 from frisket.runtime.backends.triton import tiles as triton_tiles
 from frisket.runtime.backends.triton.arguments import near
@@ -32,12 +34,13 @@ def chosen(plan=CAUSAL, *, batch=1, heads=8, kv_heads=8, q_len=1, kv_len=32768, 
 
 
 def test_one_token_of_a_group_fills_the_machine():
-    assert chosen(heads=64) == Shares(Target("triton", 16, 64, 4, 3, splits=14), 2, 8, (128, 64))
-    assert chosen(heads=8) == Shares(Target("triton", 16, 64, 4, 3, splits=14), 16, 1, (128, 64))
+    assert chosen(heads=64) == Shares(Target("triton", 16, 64, 4, 3, splits=32), 2, 8, (128, 64))
+    assert chosen(heads=8) == Shares(Target("triton", 16, 64, 4, 3, splits=32), 16, 1, (128, 64))
 
 
 @pytest.mark.parametrize(("heads", "q_len", "rows", "queries"), [
-    (8, 1, 16, 16), (24, 1, 16, 5), (64, 1, 16, 2), (64, 5, 64, 8), (64, 63, 64, 8), (320, 1, 64, 1), (800, 1, 128, 1),
+    (8, 1, 16, 16), (24, 1, 16, 5), (64, 1, 16, 2), (64, 5, 64, 8), (64, 9, 128, 16), (64, 63, 128, 16),
+    (320, 1, 64, 1), (800, 1, 128, 1),
 ])  # fmt: skip
 def test_rows_of_a_tile_are_the_queries_of_a_group(heads, q_len, rows, queries):
     found = chosen(heads=heads, q_len=q_len)
@@ -46,14 +49,14 @@ def test_rows_of_a_tile_are_the_queries_of_a_group(heads, q_len, rows, queries):
 
 
 def test_a_tile_takes_as_many_heads_of_a_large_group_as_divide_it():
-    assert [chosen(heads=n, kv_heads=1).pack for n in (128, 136, 192)] == [128, 34, 64]
-    assert chosen(heads=139, kv_heads=1) is None
+    assert [chosen(heads=n, kv_heads=1).pack for n in (128, 136, 192)] == [128, 68, 96]
+    assert chosen(heads=139, kv_heads=1).pack == 1
     assert [chosen(heads=128, kv_heads=1, dim=n).pack for n in (192, 576)] == [64, 16]
 
 
 def test_heads_that_the_mask_tells_apart_are_not_packed():
     found = chosen(BY_HEAD, heads=64)
-    assert (found.pack, found.queries, found.target.splits) == (1, 16, 2)
+    assert (found.pack, found.queries, found.target.splits) == (1, 16, 4)
 
 
 def test_full_machines_run_the_forward():
@@ -61,7 +64,7 @@ def test_full_machines_run_the_forward():
     assert chosen(q_len=1, heads=64, kv_heads=64, batch=8) is None
     packed = chosen(q_len=1, heads=64, kv_heads=8, batch=32)  # packing pays by itself
     assert (packed.pack, packed.target.splits) == (8, 1)
-    assert chosen(q_len=17, heads=64, kv_heads=8, batch=32) is None
+    assert chosen(q_len=17, heads=64, kv_heads=8, batch=32).pack == 8
     assert chosen(q_len=1, heads=64, kv_heads=8, batch=32, kv_len=256) is None
 
 
@@ -100,10 +103,13 @@ def test_parts_follow_the_tiles_that_are_visible():
 
 
 def test_parts_are_few_and_full():
-    assert parts(8, 132, 4) == 1  # too few tiles
-    assert parts(106, 132, 1000) == 1  # enough programs
-    assert parts(1, 132, 1000) == 112  # of 132: 85 % of the processors
-    assert all(parts(p, 132, n) <= n for p in (1, 3, 50) for n in range(1, 40))
+    tile, results = 32768, 16640  # bytes of 64 keys of 128 in bfloat16, and of the results of 16 queries
+    assert parts(8, 264, 4, tile, results) == 1  # too few tiles
+    assert parts(212, 264, 1000, tile, results) == 1  # enough programs
+    assert parts(1, 264, 1000, tile, results) == 250  # of 264: four tiles each
+    assert parts(8, 264, 128, tile, results) == 32  # and not 33, whose longest part is as long
+    assert parts(8, 264, 128, tile // 2, 32 * results) < 32  # large results of small tiles
+    assert all(parts(p, 264, n, tile, results) <= n for p in (1, 3, 50) for n in range(1, 40))
 
 
 def test_tensors_whose_tiles_span_more_than_32_bits_are_copied():
@@ -131,7 +137,7 @@ def test_products_of_float32_are_as_torch_has_them():
 def test_a_window_that_is_a_formula_asks_no_device():
     w, q0, q1 = ir.param("w"), ir.var("q0"), ir.var("q1")
     plan = make_plan((q >= k) & (q - k < w), None, bounds=Bounds(q0 - w + 1, q1 - w + 1, q0, q1))
-    assert chosen(plan, heads=64).target.splits == 14
+    assert chosen(plan, heads=64).target.splits == 32
 
 
 @pytest.mark.parametrize(("dim", "keys"), [(64, 64), (128, 64), (256, 32)])
@@ -153,6 +159,14 @@ def test_three_stages_only_where_they_fit():
     assert stages == {"float16": 3, "float32": 2}  # 64 keys: 96 and 192 KiB
     assert chosen(tile=replace(TILE, block_k=128)).target.num_stages == 2
     assert chosen(tile=replace(TILE, num_stages=1)).target.num_stages == 1
+
+
+def test_pages_take_two_more_stages():
+    """Their numbers are loaded first: with three stages one tile of keys is on its way, with five two."""
+    at = lookup("pages", (b, k // 16)), h // 8, k % 16
+    paged = make_plan(q >= k, score * lookup("k_scale", at, FLOAT), pages=Pages("pages", 16))
+    assert chosen(paged, heads=64).target.num_stages == 5
+    assert chosen(paged, heads=64, tile=replace(TILE, num_stages=1)).target.num_stages == 1  # as AMD's GPUs have it
 
 
 def test_processors_are_those_of_the_device():

@@ -24,6 +24,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import jax_device as triton_jax_device
+from frisket.runtime.backends.triton.tiles import TABLE
 
 HERE = Path(__file__).parent
 G = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
@@ -118,11 +119,14 @@ def block(made, **options):
 
 def test_tiles_are_those_of_the_mask():
     window = causal & (q - k < ir.param("w"))
-    assert block(closed(causal)) == (128, 128)
-    assert block(make_plan(causal, None)) == (128, 64)  # reads a table of spans
-    assert block(closed(causal & (q - k < 128))) == (64, 64)
-    assert block(closed(window)) == (128, 128)
-    assert block(closed(window), narrow=True) == (128, 64)
+    long, medium, short = (
+        tuple(TABLE["sm_90"]["forward"][w][str(G.head_dim)][:2]) for w in ("long", "medium", "short")
+    )
+    assert block(closed(causal)) == long
+    assert block(make_plan(causal, None)) == medium  # reads a table of spans
+    assert block(closed(causal & (q - k < 128))) == short
+    assert block(closed(window)) == long
+    assert block(closed(window), narrow=True) == medium
     assert block(closed(causal), tile=(64, 32)) == (64, 32)
 
 

@@ -53,7 +53,7 @@ def test_the_page_on_triton_has_the_tiles():
     page = (Path(__file__).parents[3] / "docs" / "triton.md").read_text(encoding="utf-8")
     rows = [
         f"| {kernel} | {window} | " + " | ".join("{} x {}, {}, {}".format(*t) for t in dims.values()) + " |"
-        for kernel, by_window in tiles.HALF.items() for window, dims in by_window.items()
+        for kernel, by_window in tiles.TABLE["sm_90"].items() for window, dims in by_window.items()
     ]  # fmt: skip
     assert re.findall(r"^\| (?:forward|dq|dkv) \|.*$", page, re.M) == rows
 
@@ -63,7 +63,9 @@ def test_classes_and_their_borders():
         "short", "short", "medium", "medium", "long", "long",
     ]  # fmt: skip
     short, medium, long = (target(f"causal & window({w})") for w in (128, 512, 2048))
-    assert [(t.block_q, t.block_k) for t in (short, medium, long)] == [(64, 64), (128, 64), (128, 128)]
+    rows = tiles.TABLE["sm_90"]["forward"]
+    for made, window in ((short, "short"), (medium, "medium"), (long, "long")):
+        assert [made.block_q, made.block_k, made.num_warps, made.num_stages] == rows[window]["128"]
     assert long == target("causal") == target(None)
     assert medium == target("causal & (window(2048) | sinks(4))") == target("prefix(700) | causal")  # no formulas
 
@@ -93,9 +95,33 @@ def test_tables_per_position_take_narrow_tiles():
     assert target("causal", "score + t[h]", t=np.zeros(8, np.float32)) == target("causal")
 
 
+def test_tables_by_distance_take_the_tiles_of_medium_windows():
+    near = target("causal", "score + t[clamp(q - k, 0, 99)]", t=np.zeros(100, np.float32))
+    assert near == target("causal & same(doc)", doc=np.zeros(4096, np.int32))
+    both = target("causal", "score + t[clamp(q - k, 0, 99)] + u[q, k]", t=np.zeros(100, np.float32),
+                  u=np.zeros((4096, 4096), np.float32))  # fmt: skip
+    assert both.block_k == 32
+
+
 def test_a_derivative_for_every_score_takes_a_narrower_tile():
-    assert target("causal", "softcap(50)", dim=64).dkv.block_q == 32
+    made = target("causal", "softcap(50)", dim=64).dkv
+    row = tiles.TABLE["sm_90"]["dkv"]["curved"]["64"]
+    assert [made.block_q, made.block_k, made.num_warps, made.num_stages] == row
+    assert target("causal & window(512)", "softcap(50)", dim=64).dkv.block_q <= 32
     assert target("causal", "alibi", dim=64) == target("causal", dim=64)
+
+
+def test_the_table_is_whole():
+    kernels = {"forward", "dq", "dkv"}
+    for arch, rows in tiles.TABLE.items():
+        assert arch in tiles.SHARED
+        assert set(rows) == kernels == set(tiles.SINGLE)
+        for by_window in rows.values():
+            assert list(by_window) == ["long", "medium", "short", "curved"]
+            assert all(list(dims) == ["64", "128", "256"] for dims in by_window.values())
+            assert all(len(t) == 4 and t[2] in (4, 8) for dims in by_window.values() for t in dims.values())
+    assert set(tiles.LIKE) == set(tiles.SHARED) - set(tiles.TABLE)
+    assert set(tiles.LIKE.values()) <= set(tiles.TABLE)
 
 
 @pytest.mark.parametrize("arch", tiles.SHARED)
@@ -118,19 +144,35 @@ def check_fits(dim, keys, arch):
 def test_few_queries_take_lower_tiles_and_few_keys_narrower_ones():
     g = Geometry(1, 8, 8, 20, 4096, 64, 64, 0.1)
     made = tiles.default_target(g, "float16")
-    assert (made.block_q, made.dq.block_q, made.dkv.block_k) == (32, 32, 128)
+    assert (made.block_q, made.dq.block_q, made.dkv.block_k) == (32, 32, tiles.TABLE["sm_90"]["dkv"]["long"]["64"][1])
     made = tiles.default_target(Geometry(1, 8, 8, 4096, 20, 64, 64, 0.1), "float16")
-    assert (made.block_q, made.dkv.block_k) == (128, 32)
+    assert (made.block_q, made.dkv.block_k) == (tiles.TABLE["sm_90"]["forward"]["long"]["64"][0], 32)
 
 
 def test_what_the_user_says_goes_first():
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     own = tiles.target(None, g, "float16", (64, 32))
-    assert own == Target("triton", 64, 32, 4)
+    assert own == Target("triton", 64, 32, 4, tanh="approximate")
     tuned = tiles.target(None, g, "float16", tuning=Tuning(dq=LaunchOptions(block_q=32), precision="tf32"))
     chosen = tiles.target(None, g, "float16")
     assert (tuned.dq.block_q, tuned.dq.block_k, tuned.precision) == (32, chosen.dq.block_k, "tf32")
     assert (tuned.block_q, tuned.dkv.block_q) == (chosen.block_q, chosen.dkv.block_q)
+
+
+def parts(target):
+    return target, target.dq, target.dkv, target.decode
+
+
+@pytest.mark.parametrize(("dtype", "arch", "tanh"), [
+    ("bfloat16", "sm_90", "approximate"), ("float16", "sm_80", "approximate"), ("float32", "sm_90", "exact"),
+    ("bfloat16", "gfx942", "exact"),
+])  # fmt: skip
+def test_tanh_is_approximate_where_the_inputs_are_and_there_is_an_instruction(dtype, arch, tanh):
+    g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    assert {t.tanh for t in parts(tiles.target(None, g, dtype, arch=arch))} == {tanh}
+    exact = tiles.target(None, g, dtype, arch=arch, tuning=Tuning(tanh="exact"))
+    assert {t.tanh for t in parts(exact)} == {"exact"}
+    assert tiles.target(None, g, dtype, (64, 64), arch=arch).tanh == tanh
 
 
 @pytest.mark.parametrize(

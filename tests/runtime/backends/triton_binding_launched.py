@@ -147,7 +147,51 @@ def _by_triton(self, values, tensors):
 
 
 def _place(x):
+    if hasattr(x, "base"):  # a tensor descriptor, as Triton's launcher reads it
+        return x.base.data_ptr(), [*x.shape], [*x.strides], x.padding, getattr(x, "round_f32_to_tf32", False)
     return x.data_ptr() if hasattr(x, "data_ptr") else x
+
+
+def test_tensor_descriptors_are_for_strides_that_they_may_have():
+    """16-bit arrays of strides that 16 bytes divide, from addresses that they divide; everything else by pointers."""
+    att = fk.compile("causal & window(99)", backend="triton")
+    given = [x.detach() for x in arrays(64)]
+    one = [torch.zeros(1, 1, 64, 64, dtype=torch.float16).as_strided((1, 1, 64, 64), (3, 5, 64, 1))] * 3
+    described = {"contiguous": True, "transposed": True, "odd": False, "padded": False, "dim first": False,
+                 "expanded": False}  # fmt: skip
+    for name, look in LOOKS.items():
+        assert _described(att, [look(x) for x in given]) is described[name]
+    assert _described(att, one)  # the stride of an axis of one entry is no stride
+    assert not _described(att, [x.float() for x in given])
+    assert not _described(fk.compile("causal", backend="triton"), [x.detach() for x in arrays(d=96)])  # in two parts
+
+
+def _described(att, given):
+    triton_null.launched.clear()
+    att(*given)
+    ((kernel, _, _, arguments),) = triton_null.launched
+    kinds = [type(x).__name__ == "TensorDescriptor" for x in arguments[:3]]
+    assert kinds == [kernel.src.signature[n].startswith("tensordesc") for n in "QKV"]
+    return all(kinds)
+
+
+def test_the_launcher_reads_a_warm_descriptor_as_its_own(monkeypatch):
+    """By the code of Triton's that fills the descriptors of a launch, of either version."""
+    from triton.backends.nvidia import driver
+
+    x = torch.zeros(2, 3, 40, 64, dtype=torch.float16)
+    filled = []
+    utils = SimpleNamespace()
+    for n in ("fill_tma_descriptor", "fill_tma_descriptor_tiled"):
+        setattr(utils, n, lambda *given: filled.append(given) or "a map")
+    monkeypatch.setattr(triton.runtime.driver.active, "utils", utils, raising=False)
+    own = triton_bind.descriptor(x, (1, 1, 32, 64))
+    warm = triton_bind.WarmDescriptor(own.shape, own.strides, x.data_ptr())
+    meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 1, 32, 64], "fp4_padded": False}
+    rest = () if triton.__version__ < "3.9" else (None,)
+    assert driver.make_tensordesc_arg(own, meta, *rest) == driver.make_tensordesc_arg(warm, meta, *rest)
+    assert filled[0] == filled[1]
+    assert filled[0][0] == x.data_ptr()
 
 
 def test_the_stream_is_the_current_one(monkeypatch):

@@ -125,11 +125,9 @@ def test_some_that_are_refused_are_counted(run, monkeypatch):
 
 
 def test_a_backend_that_does_not_run_here(run):
-    status, out, err = run("causal", "--backend", "gluon")
-    assert (status, out) == (2, "")
-    assert err.startswith("BackendError: backend 'gluon' is not there yet: ")
-    status, out, err = run("causal", "--backend", "triton")
-    assert (status, err) == (2, "BackendError: no backend among these runs here; `frisket doctor` says why\n")
+    for name in ("gluon", "triton"):
+        status, _, err = run("causal", "--backend", name)
+        assert (status, err) == (2, "BackendError: no backend among these runs here; `frisket doctor` says why\n")
 
 
 def test_what_an_interpreter_runs_is_checked_where_it_is_named(run):

@@ -22,6 +22,7 @@ from frisket.runtime.torch.spec import attention_of, spec_of  # noqa: E402
 UNDOCUMENTED = {
     "SPLIT_KV", "PARTITION_SIZE", "num_consumer_groups", "num_buffers_warp_spec", "FLOAT32_PRECISION",
     "SKIP_MASK_SCORE", "OUTPUT_LOGSUMEXP", "OUTPUT_MAX",
+    "TANH",  # frisket's own
 }  # fmt: skip
 
 
@@ -41,10 +42,12 @@ def test_every_key_of_torch_is_known():
         ({"num_warps": 4, "bwd_num_warps": 8}, "forward.num_warps=4,dq.num_warps=8,dkv.num_warps=8"),
         ({"fwd_num_stages": 3, "fwd_BLOCK_M": 64}, "forward.block_q=64,forward.num_stages=3"),
         ({"FLOAT32_PRECISION": "'tf32'"}, "precision=tf32"),
+        ({"TANH": "exact"}, "tanh=exact"),
         ({"SPLIT_KV": 8}, "splits=8"),
         ({"SPLIT_KV": 0}, "None"),
         ({"FORCE_USE_FLEX_ATTENTION": True}, "splits=1"),
-        ({"PRESCALE_QK": True, "WRITE_DQ": False, "USE_TMA": True, "kpack": 2, "waves_per_eu": 0}, "None"),
+        ({"USE_TMA": True}, "forward.descriptors=True"),
+        ({"PRESCALE_QK": True, "WRITE_DQ": False, "kpack": 2, "waves_per_eu": 0}, "None"),
     ],
 )
 def test_options_tune_the_kernels(options, tuning):

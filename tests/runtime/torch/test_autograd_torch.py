@@ -244,7 +244,7 @@ def test_the_interpreter_has_no_gradients():
     with pytest.raises(BackwardError) as error:
         fk.attention(q, k, v, "causal", backend="dense")
     assert str(error.value) == (
-        "backend 'dense' has no gradients; aten, cpp, triton and xla have\n"
+        "backend 'dense' has no gradients; aten, cpp, gluon, triton and xla have\n"
         "  for the forward alone write `with torch.no_grad():`, or detach the tensors"
     )
     with torch.no_grad():

@@ -24,9 +24,8 @@ def kernel(
     $refs
     $outputs, $scratch, *, $static
 ):
-    batch, $axis, step = (pl.program_id(axis) for axis in range(3))
-    tiles, (visits, full, starts, ends) = at(batch, $axis, step, slice_of, shift, anchor, first, records)
-    $located = tiles
+    batch, $program, step = (pl.program_id(axis) for axis in range(3))
+    ($located), (visits, full, starts, ends) = at(batch, $program, step, $walk)
     $head
     $clear
 
@@ -48,10 +47,10 @@ def kernel(
 
 
 def $entry(
-    query, key, value, dout, lse, low, delta, walk, origin, sizes, slots=(), tables=(), $arguments
+    query, key, value, dout, lse, delta, walk, origin, sizes, slots=(), tables=(), $arguments
 ):
-    """Of arrays [batch, length, heads, dim], and lse, low and delta [batch, heads, q_len] where no lse is
-    -inf; low is what rounding took from it:
+    """Of arrays [batch, length, heads, dim], and lse and delta [batch, heads, q_len] where no lse is -inf. What
+    rounding took from lse, `low`, stands in dout and delta, which are multiplied by exp(-low):
 
     $said
     """
@@ -59,8 +58,8 @@ def $entry(
     kv_len, kv_heads, v_dim = value.shape[1:]
     $cast
     query, key, value, dout = (x.swapaxes(1, 2) for x in (query, key, value, dout))
-    of_rows = jnp.stack([lse, low, delta], 2)
-    steps, slice_of, shift, anchor, first, records = walk
+    of_rows = jnp.stack([lse, delta], 2)
+    steps, $walk = walk
     q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     $before
     scalars = ($passed)
@@ -68,16 +67,16 @@ def $entry(
 
     def place(b, h, step, *scalars):
         """(batch, query head, tile of queries, tile of keys) of a step."""
-        ($located), _ = at(b, h, step, *scalars[:5])
+        ($located), _ = at(b, h, step, *scalars[:$tables])
         return $placed
 
-    def at_query(*step):
-        b, h, q_tile, _ = place(*step)
-        return b, h, q_tile, 0
+    def at_query(b, h, *step):
+        _, $query, q_tile, _ = place(b, h, *step)
+        return b, $of_query, q_tile, 0
 
-    def at_key(*step):
-        b, h, _, k_tile = place(*step)
-        return b, lax.div(h, Int(GROUP)), k_tile, 0
+    def at_key(b, h, *step):
+        _, _, _, k_tile = place(b, h, *step)
+        return b, $kv_head, k_tile, 0
 
     def along(of):
         """The same tile of an array with the positions along."""
@@ -92,13 +91,13 @@ def $entry(
         functools.partial(kernel, $given),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=$number,
-            grid=(batch, $axes, steps),
+            grid=(batch, $programs, steps),
             in_specs=[
-                pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
+                pl.BlockSpec((1, $together, BLOCK_Q, dim), at_query),
                 pl.BlockSpec((1, 1, BLOCK_K, dim), at_key),
                 $of_values
-                pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                pl.BlockSpec((1, 1, 3, BLOCK_Q), along(at_query)),
+                pl.BlockSpec((1, $together, BLOCK_Q, v_dim), at_query),
+                pl.BlockSpec((1, $together, 2, BLOCK_Q), along(at_query)),
                 $specs
             ],
             out_specs=[

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 BLOCK_Q, BLOCK_K = $block_q, $block_k
 GROUP = $group  # query heads to a key head
+$sharing
 SCALE = $scale
 EXACT = lax.Precision.$exact
 Int, Float = jnp.int32, jnp.float32
@@ -36,21 +37,22 @@ def kernel(
     $refs
     out_ref, lse_ref, top_ref,$low_ref top, total, acc, $kept*, $static
 ):
-    batch, head, step = (pl.program_id(axis) for axis in range(3))
-    (q_tile, k_tile), (visits, full, starts, ends) = at(batch, head, step, slice_of, shift, anchor, first, records)
+    batch, $program, step = (pl.program_id(axis) for axis in range(3))
+    ($located), (visits, full, starts, ends) = at(batch, $program, step, $walk)
+    $head
 
     @pl.when(starts)
     def start():
-        top[...] = jnp.full(top.shape, LEAST, Float)
-        total[...] = jnp.zeros(total.shape, Float)
-        acc[...] = jnp.zeros(acc.shape, Float)
+        top[$own] = jnp.full(top.$shape, LEAST, Float)
+        total[$own] = jnp.zeros(total.$shape, Float)
+        acc[$own] = jnp.zeros(acc.$shape, Float)
         $turned
 
     def visit(partial):
         $here
         $stored
         s = lax.dot_general(
-            q_ref[0, 0], $keys, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
+            q_ref[0, $part], $keys, (((1,), (1,)), ((), ())), precision=EXACT, preferred_element_type=Float
         )
         s = s * SCALE
         $score
@@ -60,16 +62,16 @@ def kernel(
                 behind = kv_len - k_tile * BLOCK_K
                 s = jnp.where(lax.broadcasted_iota(Int, (1, BLOCK_K), 1) < behind, s, -jnp.inf)
                 v = jnp.where(lax.broadcasted_iota(Int, (BLOCK_K, 1), 0) < behind, v, jnp.zeros_like(v))
-        new = jnp.maximum(top[...], s.max(axis=1, keepdims=True))
-        p = jnp.exp(s - new)
-        shrink = jnp.exp(top[...] - new)
-        total[...] = total[...] * shrink + p.sum(axis=1, keepdims=True)
+        new = jnp.maximum(top[$own], s.max(axis=1, keepdims=True))
+        p = jnp.exp(s - wide(new, BLOCK_K))
+        shrink = jnp.exp(top[$own] - new)
+        total[$own] = total[$own] * shrink + p.sum(axis=1, keepdims=True)
         $drop
         $weigh
-        acc[...] = acc[...] * shrink + lax.dot_general(
+        acc[$own] = acc[$own] * wide(shrink, acc.shape[-1]) + lax.dot_general(
             p.astype(v.dtype), v, (((1,), (0,)), ((), ())), precision=EXACT, preferred_element_type=Float
         )
-        top[...] = new
+        top[$own] = new
 
     @pl.when(visits & full)
     def visit_full():
@@ -81,19 +83,22 @@ def kernel(
 
     @pl.when(ends)
     def finish():
-        most, whole = top[...], total[...]
-        top_ref[0, 0] = laid(jnp.where(whole == 0, -jnp.inf, most))
+        most, whole = top[$own], total[$own]
+        top_ref[0, $part] = laid(jnp.where(whole == 0, -jnp.inf, most))
         $sink
         nothing = whole == 0
-        out_ref[0, 0] = ($out / jnp.where(nothing, 1, whole)).astype(out_ref.dtype)
+        out_ref[0, $part] = ($out / wide(jnp.where(nothing, 1, whole), acc.shape[-1])).astype(out_ref.dtype)
         lse = most + jnp.log(whole)
-        lse_ref[0, 0] = laid(jnp.where(nothing, -jnp.inf, lse))
+        lse_ref[0, $part] = laid(jnp.where(nothing, -jnp.inf, lse))
         $low
 
 
 def laid(column):
-    """[BLOCK_Q, 1] as [1, BLOCK_Q]."""
-    return jnp.broadcast_to(column, (BLOCK_Q, 128)).T[:1]
+    """[BLOCK_Q, 128], 128 times one column, as [1, BLOCK_Q]."""
+    return column.T[:1]
+
+
+$wide
 
 
 def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(), sinks=None, interpret=False):
@@ -103,42 +108,45 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
     $lengths
     $cast
     query, key, value = (x.swapaxes(1, 2) for x in (query, key, value))
-    steps, slice_of, shift, anchor, first, records = walk
+    steps, $walk = walk
+    q_tiles, k_tiles = pl.cdiv(q_len, BLOCK_Q), pl.cdiv(kv_len, BLOCK_K)
     $before
     scalars = ($passed)
-    at = functools.partial(locate, heads=heads, rows=pl.cdiv(q_len, BLOCK_Q))
+    at = functools.partial(locate, $sizes)
 
     def place(b, h, step, *scalars):
-        return b, h, *at(b, h, step, *scalars[:5])[0]
+        """(batch, query head, tile of queries, tile of keys) of a step."""
+        ($located), _ = at(b, h, step, *scalars[:$tables])
+        return $placed
 
-    def at_query(*step):
-        b, h, q_tile, _ = place(*step)
+    def at_query(b, h, *step):
+        _, _, q_tile, _ = place(b, h, *step)
         return b, h, q_tile, 0
 
     $at_key
 
-    def at_row(*step):
-        b, h, q_tile, _ = place(*step)
+    def at_row(b, h, *step):
+        _, _, q_tile, _ = place(b, h, *step)
         return b, h, 0, q_tile
 
     out, *rows = pl.pallas_call(
         functools.partial(kernel, at=at, $given),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=$number,
-            grid=(batch, heads, steps),
+            grid=(batch, $programs, steps),
             in_specs=[
-                pl.BlockSpec((1, 1, BLOCK_Q, dim), at_query),
+                pl.BlockSpec((1, $together, BLOCK_Q, dim), at_query),
                 $of_keys
                 $specs
             ],
             out_specs=[
-                pl.BlockSpec((1, 1, BLOCK_Q, v_dim), at_query),
-                *[pl.BlockSpec((1, 1, 1, BLOCK_Q), at_row)] * $rows,
+                pl.BlockSpec((1, $together, BLOCK_Q, v_dim), at_query),
+                *[pl.BlockSpec((1, $together, 1, BLOCK_Q), at_row)] * $rows,
             ],
             scratch_shapes=[
-                pltpu.VMEM((BLOCK_Q, 1), Float),
-                pltpu.VMEM((BLOCK_Q, 1), Float),
-                pltpu.VMEM((BLOCK_Q, v_dim), Float),
+                pltpu.VMEM((${shared}BLOCK_Q, 128), Float),
+                pltpu.VMEM((${shared}BLOCK_Q, 128), Float),
+                pltpu.VMEM((${shared}BLOCK_Q, v_dim), Float),
                 $scratch
             ],
         ),
@@ -153,9 +161,9 @@ def attention_forward(query, key, value, walk, origin, sizes, slots=(), tables=(
 '''
 
 AT_KEY = """
-def at_key(*step):
-    b, h, _, k_tile = place(*step)
-    return b, lax.div(h, Int(GROUP)), k_tile, 0
+def at_key(b, h, *step):
+    _, _, _, k_tile = place(b, h, *step)
+    return b, {}, k_tile, 0
 """.strip().splitlines()
 
 TOGETHER = '''
@@ -167,18 +175,19 @@ def together(dtype, *refs):
 AT_PAGE = """
 def at_page(part):
     def at(*step):
-        b, h, _, k_tile = place(*step)
+        b, h, *step = step
+        _, _, _, k_tile = place(b, h, *step)
         token = k_tile * BLOCK_K + part * PAGE
         entry = jnp.minimum(lax.div(token, Int(PAGE)), pages.shape[1] - 1)
         page = step[$pages][b * pages.shape[1] + entry]
-        return page, lax.div(h, Int(GROUP)), lax.div(lax.rem(token, Int(PAGE)), Int(ROWS)), 0
+        return page, $kv_head, lax.div(lax.rem(token, Int(PAGE)), Int(ROWS)), 0
 
     return at
 """
 
 LOW = """
 # What rounding took from lse: of large scores all that is beside the largest.
-low_ref[0, 0] = laid(jnp.where(nothing, 0, most - lse + jnp.log(whole)))
+low_ref[0, {}] = laid(jnp.where(nothing, 0, most - lse + jnp.log(whole)))
 """.strip().splitlines()
 
 UNWRITTEN = """

@@ -8,6 +8,18 @@ def turned(row):
     return jnp.broadcast_to(row, (128, row.shape[1])).T[:, :1]
 '''
 
+UPRIGHT = '''
+def upright(row):
+    """[1, n] as [n, 128], 128 times one column; n is a multiple of the 128 lanes."""
+    return jnp.broadcast_to(row, (128, row.shape[1])).T
+'''
+
+WIDE = '''
+def wide(column, width):
+    """[n, 128], 128 times one column, as [n, width]: what lies in all lanes is not broadcast at every use."""
+    return jnp.tile(column, (1, pl.cdiv(width, 128)))[:, :width]
+'''
+
 LOOK = """
 def look(table, *index):
     return table[tuple(jnp.clip(i, 0, n - 1) for i, n in zip(index, table.shape))]

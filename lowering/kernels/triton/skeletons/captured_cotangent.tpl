@@ -1,7 +1,7 @@
 $# dm, the cotangent of the modified score. The mask is a predicate on every tile, full ones too.
 $visible
 $score_mod
-p = tl.where(visible, tl.exp2($exponent - lse - low), 0.0)
+p = tl.where(visible, tl.exp2($exponent - lse) * factor, 0.0)
 $dropout
 # Where p is 0 so is dm, whatever else is there.
 dm = tl.where(p == 0.0, 0.0, p * (dp * kept - delta))  $if dropped

@@ -1,5 +1,5 @@
 Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
 $results
 stride_qb, stride_qh, stride_qs, stride_qd,
 stride_kb, stride_kh, stride_ks, stride_kd,

@@ -3,20 +3,29 @@ def attention_decode(
     Q, K, V,  # [batch, heads, length, dim], any strides  $if not paged
     Q,  # [batch, heads, length, dim], any strides  $if paged
     K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
-    Acc,  # float32 [splits, batch, heads, q_len, dim]: values of each part by their weights
-    Tops, Totals,  # float32 [splits, batch, heads, q_len]: largest scores, and sums of weights
+    $if parted:
+        Acc,  # float32 [splits, batch, heads, q_len, dim]: values of each part by their weights
+        Tops, Totals,  # float32 [splits, batch, heads, q_len]: largest scores, and sums of weights
+    $else:
+        Out,  # [batch, heads, length, dim], any strides
+        Lse,  # float32 [batch, heads, q_len], contiguous
+        Top,  # the largest scores, as Lse  $if largest
+        Low,  # what rounding took from Lse  $if low
+        Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     stride_qb, stride_qh, stride_qs, stride_qd,
     stride_kb, stride_kh, stride_ks, stride_kd,
     stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,  $if not parted
     scale, $numbers,
     $include parameters
 ):
-    row, part = tl.program_id(0) // splits, tl.program_id(0) % splits
+    row, part = tl.program_id(0) // splits, tl.program_id(0) % splits  $if parted
+    row = tl.program_id(0)  $if not parted
     PACK: tl.constexpr = $pack  $if partly
     first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)  $if partly
     kv_head = first_head // GROUP  $if partly
     $own_head, batch = tl.program_id(1), tl.program_id(2)  $if not partly
-    entry = tl.load(SliceOf + batch * heads + $first_head) * (tl.num_programs(0) // splits) + row  $if tabled
+    entry = tl.load(SliceOf + batch * heads + $first_head) * $rows_of_tiles + row  $if tabled
     $if packs:
         # A tile holds QUERIES queries of each of $of_heads heads that share a key head.
         QUERIES: tl.constexpr = BLOCK_Q // $packed_heads
@@ -43,7 +52,7 @@ def attention_decode(
     $include closed_form
     $hoisted
     $include forward_sums
-    $if tabled:
+    $if tabled and parted:
 
         tiles = 0
         for i in range(tl.load(Count + entry)):
@@ -56,21 +65,34 @@ def attention_decode(
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
     for i in range(tl.load(Count + entry)):  $if tabled
         $include record
-        $if not tabled:
+        $if parted and not tabled:
             tiles = hi - lo
             # This part's share of the tiles that the row sees.
             begin, end = part * tiles // splits, (part + 1) * tiles // splits
-        border, full = full_lo - lo + hi - full_hi, full_hi - full_lo
+        border, full = full_lo - lo + hi - full_hi, full_hi - full_lo  $if parted
         $for tiles:
             # $which
             for $tile in range($range):
                 $include forward_tile
-            begin, end = begin - border, end - border  $if border
-            begin, end = begin - full, end - full  $if tabled and not border
+            begin, end = begin - border, end - border  $if parted and border
+            begin, end = begin - full, end - full  $if parted and tabled and not border
 
-    row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows
-    tl.store(Tops + row_at, top, mask=present)
-    tl.store(Totals + row_at, total, mask=present)
-    $for values:
-        out_at = row_at[:, None] * $v_dim + $d[None, :]
-        tl.store(Acc + out_at, acc$mark$survived$present)
+    $if not parted:
+        $include lse
+        weight = $rescale / $whole
+        Out += batch.to(tl.int64) * stride_ob
+        out_at = head.to(tl.int64) * stride_oh + (start + rows).to(tl.int64) * stride_os
+        $for values:
+            out = (acc$mark * weight[:, None]).to(Out.dtype.element_ty)
+            tl.store(Out + out_at[:, None] + $d[None, :] * stride_od, out$present)
+        row_at = (batch.to(tl.int64) * heads + head) * q_len + start + rows
+        tl.store(Lse + row_at, lse, mask=present)
+        tl.store(Top + row_at, largest, mask=present)  $if largest
+        tl.store(Low + row_at, low, mask=present)  $if low
+    $else:
+        row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows
+        tl.store(Tops + row_at, top, mask=present)
+        tl.store(Totals + row_at, total, mask=present)
+        $for values:
+            out_at = row_at[:, None] * $v_dim + $d[None, :]
+            tl.store(Acc + out_at, acc$mark$survived$present)

@@ -3,8 +3,8 @@ def attention_delta(
     Out, DOut,  # [batch, heads, q_len, dim], any strides
     Lse, Low, DLse,  # float32 [batch, heads, q_len], contiguous  $if dlse
     Lse, Low,  # float32 [batch, heads, q_len], contiguous  $if not dlse
-    Lse2, Low2, Delta,  # the same: lse and low in units of log2, and rowsum(dout * out) - dlse  $if dlse
-    Lse2, Low2, Delta,  # the same: lse and low in units of log2, and rowsum(dout * out)  $if not dlse
+    Stats,  # float32 [batch, heads, q_len, 4]: lse in log2, a factor, rowsum(dout * out) - dlse, nothing  $if dlse
+    Stats,  # float32 [batch, heads, q_len, 4]: lse in log2, a factor, rowsum(dout * out), nothing  $if not dlse
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
     heads, q_len,
@@ -28,6 +28,10 @@ def attention_delta(
         empty = lse == -INFINITY
         delta, lse = tl.where(empty, 0.0, delta), tl.where(empty, 0.0, lse)
     low = tl.load(Low + at, mask=present, other=0.0)
-    tl.store(Delta + at, delta, mask=present)
-    tl.store(Lse2 + at, lse * LOG2E, mask=present)
-    tl.store(Low2 + at, low * LOG2E, mask=present)
+    # A weight is exp2(score - lse) * factor: the factor is what rounding takes from lse.
+    near = tl.maximum(lse * LOG2E, LOWEST)  # the forward's product: a maximum is not joined to the sum
+    lse = near + low * LOG2E
+    factor = tl.exp2(lse - near - low * LOG2E)
+    tl.store(Stats + at * 4, lse, mask=present)
+    tl.store(Stats + at * 4 + 1, factor, mask=present)
+    tl.store(Stats + at * 4 + 2, delta, mask=present)

@@ -4,8 +4,7 @@ $jit
 def attention_dkv(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides  $if inner
     Q, K, DOut,  # [batch, heads, length, dim], any strides  $if not inner
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta  $if inner
-    Lse, Low,  # float32 [batch, heads, q_len], contiguous: of attention_delta  $if not inner
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     $results,  # [batch, kv_len, key heads, dim], contiguous  $if results and by_length
     $results,  # [batch, key heads, kv_len, dim], contiguous  $if results and not by_length
     $buffers
@@ -27,6 +26,7 @@ def attention_dkv(
         $include row
     start = row * BLOCK_K
     $include backward_axes
+    stats_at = rows[:, None] * 4 + tl.arange(0, 4)[None, :]
 
     # Offsets are 64 bits where they are scalars, 32 within a tile.
     Q += batch.to(tl.int64) * stride_qb
@@ -58,36 +58,38 @@ def attention_dkv(
         full_hi, hi = q_len // BLOCK_Q, tl.cdiv(q_len, BLOCK_Q)  $if everything
         for i in range(tl.load(Count + entry)):  $if tabled
             $include record
+            edge = lo
             $for tiles:
                 # $which
+                $if not border:
+                    $include after_border
                 for $tile in range($range):
                     tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+                    edge = tile  $if border
                     inside = tile * BLOCK_Q + rows < q_len  $if border
                     at = tl.cast(tile * BLOCK_Q, tl.int64)
                     query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
                     score = tl.dot(keys, tl.trans(query)$precision)$scale
                     dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if dout
-                    $if inner and not dropped:
-                        delta = tl.load(Delta + at_q + at + rows$inside)[None, :]
-                        dp = tl.dot(values, tl.trans(dout), tl.broadcast_to(-delta, [BLOCK_K, BLOCK_Q])$precision)
-                    dp = tl.dot(values, tl.trans(dout)$precision)  $if inner and dropped
+                    dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
+                    # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
+                    stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
+                    pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                    lse, delta = tl.split(pairs[0])
+                    factor, _ = tl.split(pairs[1])
                     $column
                     $visible
                     $score_mod
-                    lse = tl.load(Lse + at_q + at + rows$inside)[None, :]
-                    low = tl.load(Low + at_q + at + rows$inside)[None, :]
-                    p = tl.where(visible, tl.exp2($exponent - lse - low), 0.0)  $if border
-                    p = tl.exp2($exponent - lse - low)  $if not border
+                    p = tl.exp2($exponent - lse[None, :]) * factor[None, :]
+                    p = tl.where(visible, p, 0.0)  $if border
                     $dropout
-                    $dm = p * dp  $if inner and not dropped
-                    $if inner and dropped:
-                        delta = tl.load(Delta + at_q + at + rows$inside)[None, :]
-                        $dm = p * (dp * kept - delta)
+                    dv = tl.dot((p * kept).to(dout.dtype), dout, dv$precision)  $if dv and dropped
+                    dv = tl.dot(p.to(dout.dtype), dout, dv$precision)  $if dv and not dropped
+                    $dm = p * (dp * kept - delta[None, :])  $if inner and dropped
+                    $dm = p * (dp - delta[None, :])  $if inner and not dropped
                     $sums
                     $derivative
                     dk = tl.dot($ds.to(query.dtype), query, dk$precision)  $if dk
-                    dv = tl.dot((p * kept).to(dout.dtype), dout, dv$precision)  $if dv and dropped
-                    dv = tl.dot(p.to(dout.dtype), dout, dv$precision)  $if dv and not dropped
         $if stores:
 
             at_k = tl.cast(place, tl.int64) * kv_len + start

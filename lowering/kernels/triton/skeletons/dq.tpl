@@ -2,7 +2,7 @@ $# dq, and sums of captured gradients over keys.
 $jit
 def attention_dq(
     Q, K, V, DOut,  # [batch, heads, length, dim], any strides
-    Lse, Low, Delta,  # float32 [batch, heads, q_len], contiguous: of attention_delta
+    Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     DQ,  # [batch, q_len, heads, dim], contiguous  $if dq and by_length
     DQ,  # [batch, heads, q_len, dim], contiguous  $if dq and not by_length
     $buffers
@@ -29,9 +29,8 @@ def attention_dq(
     present = start + rows < q_len
     query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
     dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
-    lse = tl.load(Lse + at_q + rows, mask=present, other=0.0)[:, None]
-    low = tl.load(Low + at_q + rows, mask=present, other=0.0)[:, None]
-    delta = tl.load(Delta + at_q + rows, mask=present, other=0.0)[:, None]
+    $include stats
+    delta *= factor
 
     $include scalars
     $own
@@ -45,10 +44,14 @@ def attention_dq(
     full_hi, hi = kv_len // BLOCK_K, tl.cdiv(kv_len, BLOCK_K)  $if everything
     for i in range(tl.load(Count + entry)):  $if tabled
         $include record
+        edge = lo
         $for tiles:
             # $which
+            $if not border:
+                $include after_border
             for $tile in range($range):
                 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
+                edge = tile  $if border
                 inside = tile * BLOCK_K + columns < kv_len  $if border
                 at = tl.cast(tile * BLOCK_K, tl.int64)
                 keys = tl.load(K + at * stride_ks + key_at$walked_d)
@@ -58,11 +61,11 @@ def attention_dq(
                 $column
                 $visible
                 $score_mod
-                p = tl.where(visible, tl.exp2($exponent - lse - low), 0.0)  $if border
-                p = tl.exp2($exponent - lse - low)  $if not border
+                p = tl.where(visible, tl.exp2($exponent - lse), 0.0)  $if border
+                p = tl.exp2($exponent - lse)  $if not border
                 $dropout
-                $dm = p * (dp * kept - delta)  $if dropped
-                $dm = p * (dp - delta)  $if not dropped
+                $dm = p * (dp * kept * factor - delta)  $if dropped
+                $dm = p * (dp * factor - delta)  $if not dropped
                 $sums
                 $derivative
                 dq = tl.dot($ds.to(keys.dtype), keys, dq$precision)  $if dq

@@ -1,15 +1,17 @@
 $jit
 def attention_forward(
-    Q, K, V, Out,  # [batch, heads, length, dim], any strides  $if not paged
+    Q, K, V,  # tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile  $if described
+    Out,  # [batch, heads, length, dim], any strides  $if described
+    Q, K, V, Out,  # [batch, heads, length, dim], any strides  $if not paged and not described
     Q, Out,  # [batch, heads, length, dim], any strides  $if paged
     K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse  $if largest
     Low,  # what rounding took from Lse  $if low
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
+    stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
+    stride_vb, stride_vh, stride_vs, stride_vd,  $if not described
     stride_ob, stride_oh, stride_os, stride_od,
     scale, $numbers,
     $include parameters
@@ -19,11 +21,13 @@ def attention_forward(
     rows = tl.arange(0, BLOCK_Q)
     kv_head = head // GROUP  $if grouped
     $include forward_arrays
-    Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
-    $include forward_keys
+    $if not described:
+        Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
+        $include forward_keys
     present = start + rows < q_len
+    query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths  $if described
     $for head:
-        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$present)
+        query$mark = tl.load(Q + rows[:, None] * stride_qs + $d[None, :] * stride_qd$present)  $if not described
 
     $include scalars
     $rows_of_q

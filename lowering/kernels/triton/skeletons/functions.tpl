@@ -8,6 +8,31 @@ def clamp(i, size):
 def bounded(i, n):
     return tl.minimum(tl.maximum(i, 0), n)
 
+def span(first, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
+    """`first` and what follows it: as many as a tile has diagonals, up to the next power of two."""
+    return first + tl.arange(0, 2 * BLOCK_Q if BLOCK_Q > BLOCK_K else 2 * BLOCK_K)
+
+def along(line, away, seen=None):
+    """For every position the entry of a vector that is `away` from its first; 0 where it is not `seen`."""
+    found = tl.reshape(tl.gather(line, tl.ravel(away), 0), away.shape)
+    if seen is not None:
+        found = tl.where(seen, found, 0)
+    return found
+
+def placed(end, origin, first, last):
+    """The end of what a row sees, counted from the call's first position, as far as it is in first..last."""
+    return (tl.minimum(tl.maximum(end, origin + first), origin + last) - origin).to(tl.int32)
+
+def up_to(columns, most):
+    """Whether columns of a tile are at most `most`. Bits 1 and 2 of a column tell the threads of a warp apart where
+    products leave their results, and the others are constants of a thread's registers: apart, a comparison takes one
+    instruction."""
+    return (columns & ~6) <= most - (columns & 6)
+
+def one_of(columns, least, many):
+    """Whether columns of a tile are among `many` from `least` on, in two instructions."""
+    return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
+
 def sign(x):
     return tl.where(x > 0, 1, tl.where(x < 0, -1, x))
 
@@ -53,6 +78,13 @@ def tanh(x):
     series = (((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1) * z
     near = (series - 3.33332819422e-1) * z * x + x
     return tl.where(tl.abs(x) < 0.625, near, 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x)))
+
+def tanh_approximate(x):
+    """The instruction of NVIDIA's GPUs from sm_75 on: 2**-11 of the value away at most, by the PTX manual."""
+    if INTERPRETED:
+        return tanh(x)  # Triton's interpreter knows no instructions
+    else:
+        return tl.inline_asm_elementwise("tanh.approx.f32 $$0, $$1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
 
 def tan(x):
     return tl.sin(x) / tl.cos(x)

@@ -123,7 +123,7 @@ CAREFUL = ("documents", "window", "empty-rows", "gqa", "distances", "other-heads
 
 
 @pytest.mark.parametrize("traced", some(["of the host", "traced"], "of the host", "traced"))
-@pytest.mark.parametrize("name", some(CAREFUL, "documents"))
+@pytest.mark.parametrize("name", some(CAREFUL, "documents", "gqa"))
 def test_no_races_and_no_read_outside(name, traced):
     """Scratch and what lies behind the edges of blocks are NaN there, and copies happen when they are waited for."""
     case = ALL[name].but(block=(128, 128), dim=16, v_dim=24)
@@ -132,7 +132,8 @@ def test_no_races_and_no_read_outside(name, traced):
     spans = cases.spans(case)
     if traced == "traced":
         spans = DeviceSpans(jnp.asarray(spans.bounds), jnp.asarray(spans.count), None, spans.slice_of)
-    module = load(pallas_tpu.emit(made, TARGET, g, "float32"))
+    heads = g.heads // g.kv_heads if name == "gqa" else 1  # of a program
+    module = load(pallas_tpu.emit(made, TARGET, g, "float32", together=heads))
     careful = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode="on_wait"
     )
@@ -141,7 +142,7 @@ def test_no_races_and_no_read_outside(name, traced):
     def call(q, k, v, bounds, count):
         given = spans if traced != "traced" else DeviceSpans(bounds, count, None, spans.slice_of)
         return module["attention_forward"](
-            q, k, v, pallas_walk.walk(given, -(-g.kv_len // 128)), g.origin, g.full,
+            q, k, v, pallas_walk.walk(given, -(-g.kv_len // 128), parts=heads), g.origin, g.full,
             list(cases.slots(case, made).values()), list(cases.tables(case, made).values()), interpret=careful,
         )  # fmt: skip
 
@@ -198,7 +199,7 @@ def test_other_values_compile_nothing():
     def compiled(case):
         made = cases.plan(case)
         found = runtime.kernel(
-            pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", False, True, False, False
+            pallas_tpu.emit, made, TARGET, cases.geometry(case), "float32", False, True, False, False, 1, False
         )
         return found._cache_size()
 
@@ -372,13 +373,15 @@ def test_numbers_beyond_32_bits_are_refused():
 
 
 def test_default_tiles():
-    def tiles(q_len, kv_len, **options):
-        g = Geometry(1, 1, 1, q_len, kv_len, 64, 64, 1.0)
-        target = runtime.target(cases.plan(CASES["causal"]), g, "bfloat16", **options)
+    def tiles(q_len, kv_len, dim=64, dtype="bfloat16", **options):
+        g = Geometry(1, 1, 1, q_len, kv_len, dim, dim, 1.0)
+        target = runtime.target(cases.plan(CASES["causal"]), g, dtype, **options)
         return target.block_q, target.block_k
 
     assert tiles(4096, 4096) == (512, 512)
     assert tiles(8192, 8192) == (512, 1024)
     assert tiles(1, 300) == (128, 384)
+    assert tiles(8192, 8192, 256) == tiles(8192, 8192, 128, "float32") == (512, 1024)
+    assert tiles(8192, 8192, 192, "float32") == tiles(8192, 8192, 256, "float16") == (512, 512)  # of vector memory
     assert tiles(8192, 8192, narrow=True) == (256, 256)
     assert tiles(4096, 4096, tile=(128, 256)) == (128, 256)

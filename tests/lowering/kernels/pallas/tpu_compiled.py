@@ -41,6 +41,7 @@ from frisket.runtime.backends.pallas_tpu import backward as runtime_backward
 from frisket.runtime.backends.pallas_tpu import forward as runtime
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "pallas" / f"tpu_compiled_{version('jax').rpartition('.')[0]}.txt"
+SMALL = (128, 128)  # tiles of which groups of 8 have more steps than scalar memory has room for
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 _VMEM = r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
 
@@ -57,23 +58,26 @@ class Kernel:
     shapes: Callable[[jax.sharding.Sharding], Any]
 
     def __str__(self) -> str:
-        return f"{self.name:22} {self.dim:3} {self.dtype:8} {self.block[0]:4} x {self.block[1]:4}"
+        return f"{self.name:36} {self.dim:3} {self.dtype:8} {self.block[0]:4} x {self.block[1]:4}"
 
 
 def forward(
     name: str, dim: int = 128, dtype: str = "bfloat16", block: tuple[int, int] | None = None, case: Any = None,
-    length: int = LENGTH, full: bool = False, strided: bool = True,
+    length: int = LENGTH, full: bool = False, strided: bool = True, group: int = 2,
 ) -> Kernel:  # fmt: skip
-    """The forward kernel of a case, at the tiles it has when nothing else is said; `full` with dropout and sinks."""
+    """The forward kernel of a case, at the tiles it has when nothing else is said; `full` with dropout and sinks,
+    `group` query heads for each of 4 key heads."""
     case = case or LONG[name]
     plan = long_plan(case, dropout=full)
-    geometry = Geometry(2, 8, 4, length, length, dim, dim, dim**-0.5)
+    geometry = Geometry(2, 4 * group, 4, length, length, dim, dim, dim**-0.5)
     target = runtime.target(plan, geometry, dtype, block)
     block = target.block_q, target.block_k
-    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, full, strided, False, full)
+    walk, heads = shared(geometry, dtype, block)
+    flags = full, strided, False, full, heads, runtime.searches(walk)
+    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
     numbers = (
-        causal_walk(geometry, block),
+        walk,
         geometry.origin,
         geometry.full,
         slots,
@@ -81,27 +85,41 @@ def forward(
     )
 
     def shapes(where: jax.sharding.Sharding) -> Any:
-        qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (8, 4, 4)]
-        sinks = jax.ShapeDtypeStruct((8,), "float32", sharding=where) if full else None
+        qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (4 * group, 4, 4)]
+        sinks = jax.ShapeDtypeStruct((4 * group,), "float32", sharding=where) if full else None
         return (*qkv, *shapes_of(numbers, where), sinks)
 
-    return Kernel(f"{name}{', all options' if full else ''}", dim, dtype, block, run, shapes)
+    return Kernel(f"{named(name, group, walk)}{', all options' if full else ''}", dim, dtype, block, run, shapes)
+
+
+def shared(geometry: Geometry, dtype: str, block: tuple[int, int]) -> tuple[Any, int]:
+    """The walk of causal attention, and the heads of a program."""
+    heads = runtime.together(geometry, dtype, block[0])
+    walk = causal_walk(geometry, block, parts=heads)
+    return walk, 1 if runtime.searches(walk) else heads
+
+
+def named(name: str, group: int, walk: Any) -> str:
+    return f"{name}{f', groups of {group}' if group != 2 else ''}{', searched' * runtime.searches(walk)}"
 
 
 def stored(
-    kv_dtype: str, page: int = 0, scales: bool = True, dim: int = 128, dtype: str = "bfloat16", queries: int = 1
-) -> Kernel:
+    kv_dtype: str, page: int = 0, scales: bool = True, dim: int = 128, dtype: str = "bfloat16", queries: int = 1,
+    group: int = 2,
+) -> Kernel:  # fmt: skip
     """The forward of few queries over keys and values as caches store them."""
-    places = (lookup("pages", (b, k // page)), k % page, h // 2) if page else (b, k, h // 2)
+    places = (lookup("pages", (b, k // page)), k % page, h // group) if page else (b, k, h // group)
     key, value = (lookup(n, places, FLOAT) for n in ("k_scale", "v_scale"))
     plan = make_plan(
         (k <= q + lookup("start", (b,))) & (k < lookup("end", (b,))), score * key if scales else None,
         weight=value if scales else None, pages=Pages("pages", page) if page else None,
     )  # fmt: skip
-    geometry = Geometry(2, 8, 4, queries, 4096, dim, dim, dim**-0.5)
+    geometry = Geometry(2, 4 * group, 4, queries, 4096, dim, dim, dim**-0.5)
     target = runtime.target(plan, geometry, dtype)
     block = target.block_q, target.block_k
-    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, False, True, kv_dtype != dtype)
+    walk, heads = shared(geometry, dtype, block)
+    flags = False, True, kv_dtype != dtype, False, heads, runtime.searches(walk)
+    run = runtime.kernel(pallas_tpu.emit, plan, target, geometry, dtype, *flags)
     pool = (100, page, 4) if page else (2, 4096, 4)
     tables = {"pages": ((2, 4096 // page) if page else (), "int32")} | dict.fromkeys(("start", "end"), ((2,), "int32"))
     tables |= dict.fromkeys(("k_scale", "v_scale"), (pool, "float32"))
@@ -110,38 +128,45 @@ def stored(
         def array(shape: tuple[int, ...], kind: str) -> Any:
             return jax.ShapeDtypeStruct(shape, kind, sharding=where)
 
-        arrays = array((2, queries, 8, dim), dtype), *[array((*pool, dim), kv_dtype)] * 2
-        walk = shapes_of((causal_walk(geometry, block), geometry.origin, geometry.full, []), where)
-        return (*arrays, *walk, [array(*tables[t.source]) for t in plan.tables], None)
+        arrays = array((2, queries, 4 * group, dim), dtype), *[array((*pool, dim), kv_dtype)] * 2
+        numbers = shapes_of((walk, geometry.origin, geometry.full, []), where)
+        return (*arrays, *numbers, [array(*tables[t.source]) for t in plan.tables], None)
 
     name = f"{kv_dtype.replace('float', 'f')}{f', pages of {page}' if page else ''}"
-    return Kernel(name, dim, dtype, block, run, shapes)
+    return Kernel(named(name, group, walk), dim, dtype, block, run, shapes)
 
 
 def backward(
-    which: str, name: str, dim: int = 128, dtype: str = "bfloat16", length: int = LENGTH, strided: bool = True
-) -> Kernel:
+    which: str, name: str, dim: int = 128, dtype: str = "bfloat16", length: int = LENGTH, strided: bool = True,
+    group: int = 2, block: tuple[int, int] | None = None,
+) -> Kernel:  # fmt: skip
     """A kernel of the backward, "dq" or "dkv", for all gradients of a case."""
     case = LONG[name]
     plan = long_plan(case)
-    geometry = Geometry(2, 8, 4, length, length, dim, dim, dim**-0.5)
-    target = pallas_tpu_backward.with_tiles(runtime.target(plan, geometry, dtype))
+    geometry = Geometry(2, 4 * group, 4, length, length, dim, dim, dim**-0.5)
+    target = pallas_tpu_backward.with_tiles(runtime.target(plan, geometry, dtype, block))
     own = target.dq if which == "dq" else target.dkv
     assert own is not None
     wanted = frozenset("qkv") | {g.source for g in backward_of(plan).gradients}
-    made = runtime_backward._kernel(which, plan, own, geometry, dtype, wanted, strided)
-    assert made is not None
     block = (own.block_q, own.block_k)
-    walk = causal_walk(geometry, block) if which == "dq" else causal_walk(geometry, block[::-1], 2)  # as many words
+    if which == "dkv":
+        walk, heads = causal_walk(geometry, block[::-1], group), 1  # as many words
+    elif pallas_tpu_backward.captured(plan, wanted):
+        walk, heads = causal_walk(geometry, block), 1
+    else:
+        walk, heads = shared(geometry, dtype, block)
+    flags = strided, heads, runtime.searches(walk)
+    made = runtime_backward._kernel(which, plan, own, geometry, dtype, wanted, *flags)
+    assert made is not None
     slots, tables = list(plan.slot_values({}).values()), list(plan.table_values(case.tables).values())
 
     def shapes(where: jax.sharding.Sharding) -> Any:
-        qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (8, 4, 4, 8)]
-        rows = [jax.ShapeDtypeStruct((2, 8, length), "float32", sharding=where)] * 3
+        qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (4 * group, 4, 4, 4 * group)]
+        rows = [jax.ShapeDtypeStruct((2, 4 * group, length), "float32", sharding=where)] * 2
         return (*qkv, *rows, *shapes_of((walk, geometry.origin, geometry.full, slots, tables), where))
 
-    call = jax.jit(partial(made[0], fold=2) if which == "dkv" else made[0])
-    return Kernel(f"{which} of {name}", dim, dtype, block, call, shapes)
+    call = jax.jit(partial(made[0], fold=group) if which == "dkv" else made[0])
+    return Kernel(f"{which} of {named(name, group, walk)}", dim, dtype, block, call, shapes)
 
 
 def kernels() -> Iterator[tuple[Kernel, tuple[str, ...]]]:
@@ -176,6 +201,28 @@ def kernels() -> Iterator[tuple[Kernel, tuple[str, ...]]]:
         for dim in (64, 256):
             yield backward(which, "causal", dim), one
         yield backward(which, "causal", dtype="float32"), one
+    for kernel in (forward("causal", group=1), backward("dq", "causal", group=1)):
+        yield kernel, one
+    for dim in (64, 128, 256):
+        for dtype in ("bfloat16", "float32"):
+            tpus = every if (dim, dtype) == (128, "bfloat16") else one
+            yield forward("causal", dim, dtype, group=8), tpus
+            for which in ("dq", "dkv"):
+                yield backward(which, "causal", dim, dtype, group=8), tpus
+    for name in ("documents", "relative bias"):
+        yield forward(name, group=8), one
+        yield forward(name, 256, "float32", group=8), one
+        yield backward("dq", name, group=8), one
+    for dim, dtype in ((128, "float32"), (256, "bfloat16"), (256, "float32")):
+        yield forward("relation", dim, dtype), one
+    yield forward("plane", 256, "float32", length=8192), one
+    yield forward("relation", group=8), one
+    yield forward("relative bias", strided=False, group=8), ("v4",)
+    yield forward("causal", 256, "float32", full=True, group=8), one
+    yield stored("int8", 64, queries=512, group=8), one
+    yield forward("causal", block=SMALL, group=8), one
+    for which in ("dq", "dkv"):
+        yield backward(which, "causal", block=SMALL, group=8), one
     for op in JNP:
         for i, case in enumerate(operator_cases(op)):
             yield forward(f"operator {op} {i or ''}".strip(), 64, "float32", (128, 128), case, 256), one

@@ -62,6 +62,26 @@ def test_golden_text(name, golden):
     golden(name, emit(made, TARGET, Dims(*rest)))
 
 
+def test_golden_text_with_tensor_descriptors(golden):
+    made, *rest = GOLDEN["triton/window.py"]
+    golden("triton/window_descriptors.py", emit(made, replace(TARGET, descriptors=True), Dims(*rest)))
+
+
+def test_tensor_descriptors_are_for_what_they_can_read():
+    """Float32, head sizes in two parts, 8 bits, pages and keys that may hold anything are read by pointers."""
+    target = replace(TARGET, descriptors=True)
+    for made, dims in (
+        (make_plan(causal, None), Dims(64, 64, "float32")),
+        (make_plan(causal, None), Dims(96, 64, "float16")),
+        (make_plan(causal, None), Dims(64, 64, "float16", 1, "int8")),
+        (make_plan(causal, None, unwritten=True), Dims(64, 64, "float16")),
+        (stored(64), Dims(64, 64, "float16")),
+    ):
+        assert emit(made, target, dims) == emit(made, TARGET, dims)
+    few = triton_decode.emit(make_plan(causal, None), target, Dims(64, 64, "float16"))
+    assert few == triton_decode.emit(make_plan(causal, None), TARGET, Dims(64, 64, "float16"))
+
+
 EVERYTHING = make_plan(causal & documents, softcap + alibi, "causal & same(doc)\nsoftcap(50) + alibi", dropout=True)
 WITH = {"sinks": True, "top": True, "low": True}
 
@@ -127,6 +147,19 @@ def test_same_input_same_text_and_it_parses(name):
     assert not [line for line in text.split("\n") if line != line.rstrip() or len(line) > 140]
 
 
+@pytest.mark.parametrize(
+    ("mask", "bounds", "turned"),
+    [(causal, Bounds(ir.lit(0), ir.lit(0), q0, last), True),
+     (k >= q, Bounds(q0, q1, ir.var("k1"), ir.var("k1")), False),
+     (window, Bounds(q0 - param("w"), q1 - param("w"), q0, last), True)],
+)  # fmt: skip
+def test_the_longest_rows_of_a_closed_form_come_first(mask, bounds, turned):
+    """The last rows of a causal mask, and the first of its transpose, in the forward and in dq."""
+    text = triton.emit(make_plan(mask, None, bounds=bounds), TARGET, Dims(64, 64, "float16"))
+    assert text.count("row = tl.num_programs(0) - 1 - tl.program_id(0)  # longest first") == 2 * turned
+    assert ("    row = tl.program_id(0)\n" in text) is not turned
+
+
 def test_windows_of_any_size_are_one_kernel():
     def kernel(n):
         text = emit(make_plan(causal & (q - k < n), None, f"window({n})"), TARGET, Dims(64, 64, "float16", 1))
@@ -151,7 +184,7 @@ def test_the_guard_is_left_out_when_proved_needless():
 
 
 def test_rows_are_worked_out_before_the_loops_and_columns_once_per_key():
-    made = make_plan(causal & documents & (q // 48 <= k // 48), None)
+    made = make_plan(causal & documents & (q // 48 <= k // 48 % 7), None)
     lines = emit(made, TARGET, Dims(64, 64, "float16", 1)).split("\n")
     loop = next(i for i, line in enumerate(lines) if line.lstrip().startswith("for j in"))
     assert [i < loop for i, line in enumerate(lines) if line.lstrip().startswith(("doc_b_q =", "row0 ="))] == [
@@ -223,7 +256,7 @@ def test_errors():
 
 
 def test_a_name_outside_the_plan():
-    made = replace(make_plan(causal, None), mask=k < param("w"))
+    made = replace(make_plan(causal, None), mask=k < param("w"), by_query=None)
     with pytest.raises(LoweringError) as caught:
         emit(made, TARGET, Dims(64, 64, "float16", 1))
     assert str(caught.value) == "`w` is neither a slot nor a table of the plan; make it one first"
@@ -241,7 +274,7 @@ def test_every_operator_has_a_row(op, table):
 @pytest.mark.parametrize("op", ["segment", "reduce", "extent", "bound"])
 def test_what_the_planner_rewrites_is_refused_by_name(op):
     node = ir.make(op, (), "n", INT)
-    made = replace(make_plan(causal, None), mask=build("lt", k, node))
+    made = replace(make_plan(causal, None), mask=build("lt", k, node), by_query=None)
     with pytest.raises(LoweringError) as caught:
         emit(made, TARGET, Dims(64, 64, "float16", 1))
     assert str(caught.value) == (

@@ -34,6 +34,16 @@ def test_interpreted_stored_keys_and_values():
 
 
 @pytest.mark.matrix
+def test_interpreted_bytes_of_few_queries():
+    run(HERE / "triton_interpreted_bytes.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.matrix
+def test_interpreted_score_mods():
+    run(HERE / "triton_scores_interpreted.py", TRITON_INTERPRET="1")
+
+
+@pytest.mark.matrix
 def test_interpreted_large_scores():
     run(HERE / "triton_large_interpreted.py", TRITON_INTERPRET="1")
 

@@ -25,10 +25,16 @@ INTERPRETED = {
     "lowering/kernels/triton/triton_captured_interpreted.py": (
         "every_table[plane, of a head]", "half_precision[scatter, crop-bfloat16]",
     ),
+    "lowering/kernels/triton/triton_scores_interpreted.py": (
+        "score_mods[softcap, alibi-bfloat16]", "score_mods[decides-float16]", "gradients[crop-bfloat16]",
+        "error_of_the_instruction[float16]", "float32_keeps_its_text", "tables_by_distance[gqa-bfloat16]",
+        "tables_by_distance[mask-float32]", "gradients_by_distance[factor, NaN where hidden]",
+    ),
     "runtime/backends/triton_jax_interpreted.py": (
         "every_case[documents-by-batch]", "every_gradient[learned by-diagonal]", "everything_at_once[empty-rows]",
         "few_queries_of_all_heads_in_parts_of_the_keys[3]", "traced_values_make_no_other_kernel",
     ),
+    "lowering/kernels/triton/triton_interpreted_bytes.py": ("keys_and_values_are_loaded_once[1-0-int8-16]",),
     "lowering/kernels/triton/triton_large_interpreted.py": (
         "weights_in_torch[one key-1e+30]", "weights_in_torch[affine-100000.0]", "weights_in_jax[distance-100000.0]",
     ),
@@ -41,7 +47,8 @@ INTERPRETED = {
 COMPILED = {
     "lowering/kernels/triton/triton_compiled.py": (
         "default_tiles_do_not_spill[softcap, alibi-64]", "backward_compiles[learned softcap-bfloat16-live1]",
-        "every_operator_compiles[False]",
+        "every_operator_compiles[False]", "a_soft_cap_is_one_product_and_one_tanh[sm_90]",
+        "a_table_by_distance_is_loaded_once_a_tile[sm_90]",
     ),
     "lowering/planner/triton_planner_compiled.py": ("planners_compile[documents-sm_90]",),
     "lowering/kernels/triton/triton_table.py": ("some[gfx942-64-causal-whole]",),
@@ -53,6 +60,9 @@ LAUNCHED = {
     "runtime/backends/triton_binding_launched.py": (
         "lengths_batches_and_heads_compile_nothing", "windows_inside_a_class_compile_nothing",
         "the_kernel_is_the_one_triton_would_choose", "a_warm_call_reads_nothing_back[documents]",
+    ),
+    "runtime/backends/triton_serving_launched.py": (
+        "a_step_is_two_launches_and_reads_nothing_back[int8-16-4]",
     ),
 }  # fmt: skip
 

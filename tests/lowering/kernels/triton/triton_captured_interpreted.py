@@ -137,10 +137,10 @@ class Tables(torch_gradients.Both):
         dlse = 0.0 if self.dlse is None else self.dlse
         delta = torch.where(seen, (self.out.float() * self.dout.float()).sum(-1) - dlse, 0.0)
         lse = torch.where(seen, self.lse * math.log2(math.e), 0.0)
-        low = torch.zeros_like(lse)
+        stats = torch.stack([lse, torch.ones_like(lse), delta, torch.full_like(lse, math.nan)], -1)
         gradients = [g for g in backward_of(self.plan).gradients if g.index]
         buffers = captured(
-            self.plan, self.source, self.g, *self.qkv, lse, low, self.dout, delta, self.slots, self.tables,
+            self.plan, self.source, self.g, *self.qkv, self.dout, stats, self.slots, self.tables,
             Target("triton", *self.case.block), gradients, deterministic=self.deterministic,
         )  # fmt: skip
         return folded(gradients, buffers, self.g, self.slots, self.tables)

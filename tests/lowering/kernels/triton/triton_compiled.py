@@ -26,7 +26,7 @@ from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.triton.forward import forward
 from frisket.runtime.backends.triton.report import ARCHITECTURES, compile_reports, compiled_for
 from frisket.runtime.backends.triton.source import load
-from frisket.runtime.backends.triton.tiles import MEDIUM, default_target, loads_per_position
+from frisket.runtime.backends.triton.tiles import MEDIUM, default_target, reads_of
 
 causal = q >= k
 softcap = 50 * function("tanh", score / 50)
@@ -38,14 +38,15 @@ PLANS = {
     "full": make_plan(None, None, rows_nonempty=True, score_finite=True),
     "softcap, alibi": make_plan(causal, softcap + ir.lookup("slope", (h,), FLOAT) * (k - q)),
     "bias": make_plan(causal, score + ir.lookup("bias", (b, h, q, k), FLOAT)),
+    "bias by distance": make_plan(causal, score + ir.lookup("bias", (h, q - k + 511), FLOAT)),
 }
 
 
 def report(name, dim, dtype, arch="sm_90"):
     plan = PLANS[name]
-    loads, keys = loads_per_position(plan.mask, plan.score), math.inf if plan.mask is None else MEDIUM
+    reads, keys = reads_of(plan.mask, plan.score), math.inf if plan.mask is None else MEDIUM
     geometry = Geometry(1, 8, 8, 4096, 4096, dim, dim, dim**-0.5)
-    target = default_target(geometry, dtype, keys=keys, per_position=loads, arch=arch)
+    target = default_target(geometry, dtype, keys=keys, reads=reads, arch=arch)
     dims = Dims(dim, dim, dtype)
     return next(compile_reports(emit(plan, target, dims), plan, target, dims, arch))
 
@@ -103,6 +104,36 @@ def test_divisions_that_decide_what_is_seen_are_rounded_correctly():
     assert (none, rough) == (0, own)
     assert exact > 0
     assert "div_rn" not in divisions(causal, score + ir.to_float(q - k) / 41.0)[2]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_table_by_distance_is_loaded_once_a_tile(arch):
+    """Loads, asynchronous or not, are those of the kernel without a table, and one vector more in each loop."""
+
+    def counted(plan):
+        target, dims = Target("triton", 64, 64, 4, 1), Dims(64, 64, "bfloat16")
+        return compiled_for(arch, load(emit(plan, target, dims)).attention_forward, plan, target, dims).asm["ttgir"]
+
+    plain, biased = (counted(PLANS[n] if n else make_plan(causal, None)) for n in ("", "bias by distance"))
+    assert biased.count("tt.gather") == 2
+    assert [biased.count(n) - plain.count(n) for n in ("tt.load", "async_copy_global")] == [2, 0]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])  # of sm_100 the first round of each loop is written out
+def test_a_soft_cap_is_one_product_and_one_tanh(arch):
+    """Beside what the kernel without it has: the product `scale * 0.02`, and a tanh for each of a thread's scores. The
+    product of a score is there without it too, with the scale."""
+    target, dims = Target("triton", 64, 64, 4, tanh="approximate"), Dims(64, 64, "bfloat16")
+    operators = ("mul.f32", "tanh.approx.f32", "ex2", "div", "rcp")
+
+    def counted(score):
+        made = make_plan(causal, score)
+        text = compiled_for(arch, load(emit(made, target, dims)).attention_forward, made, target, dims).asm["ptx"]
+        return [len(re.findall(rf"\t{op}(?:\.\w+)*[ \t]", text)) for op in operators]
+
+    plain, capped = counted(score), counted(softcap)
+    of_a_thread = 2 * 64 * 64 // 128  # in two loops
+    assert [b - a for a, b in zip(plain, capped, strict=True)] == [1, of_a_thread, 0, 0, 0]
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

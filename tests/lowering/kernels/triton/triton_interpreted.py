@@ -15,6 +15,7 @@ from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.runtime.backends.triton import arguments as triton_bind
 from frisket.runtime.backends.triton import forward as triton_launch
 from frisket.runtime.backends.triton import report as triton_report
 from frisket.runtime.backends.triton import source as triton_source
@@ -39,6 +40,44 @@ def test_every_case_with_everything(name):
 def test_every_case_in_half_precision(name, dtype):
     case = CASES[name].but(dtype=dtype)
     check(case, *run(case))
+
+
+DESCRIBED = ["full", "window", "gqa", "softcap", "empty-rows", "nothing", "crop", "documents-by-batch", "v-wider"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_tensor_descriptors(name, dtype, described):
+    """What lies past the lengths of a view is NaN, and is not read."""
+    case = CASES[name].but(dtype=dtype)
+    check(case, *run(case, by=16, descriptors=True))
+    assert len(described) == 3
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "layout", "count"),
+    [(32, 32, "bshd", 3), (40, 112, "bhsd", 3), (24, 24, "bhds", 0), (96, 64, "bhsd", 0), (256, 16, "sbhd", 3)],
+)
+def test_tensor_descriptors_of_any_head_size(dim, v_dim, layout, count, described):
+    """Strides that descriptors cannot have, and sizes in two parts, are read by pointers."""
+    case = Case(causal & (q - k < 70), q_len=100, kv_len=83, heads=4, kv_heads=2, dim=dim, v_dim=v_dim, dtype="float16")
+    check(case, *run(case, layout=layout, by=16, descriptors=True))
+    assert len(described) == count
+
+
+@pytest.mark.parametrize("name", ["gqa", "empty-rows", "softcap"])
+def test_tensor_descriptors_with_everything(name, described):
+    with_everything(CASES[name].but(dtype="float16"), by=16, descriptors=True)
+    assert len(described) == 3
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The blocks of the tensor descriptors that are made."""
+    made = []
+    real = triton_bind.descriptor
+    monkeypatch.setattr(triton_bind, "descriptor", lambda x, block: made.append(block) or real(x, block))
+    return made
 
 
 @pytest.mark.parametrize(

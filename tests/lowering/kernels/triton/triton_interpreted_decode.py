@@ -95,12 +95,44 @@ def test_parts_are_the_same_bits_at_every_call():
     assert torch.equal(first[1], again[1])
 
 
+@pytest.fixture
+def one_part(monkeypatch):
+    """Calls of a machine without processors, which nothing fills."""
+    launched = []
+    whole = triton_decode.Parts.__call__
+    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    monkeypatch.setattr(triton_decode, "INTERPRETED", 0)
+    monkeypatch.setattr(triton_decode, "LEAST", -1)
+    yield
+    assert launched
+    assert all(p.combine is None for p in launched)
+
+
+@pytest.mark.parametrize("name", ["gqa", "holes", "scaled"])
+def test_one_part_is_one_launch(one_part, name):
+    case = last(CASES[name], 4).but(heads=4, kv_heads=1)
+    check(case, *run(case))
+    with_everything(case)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 9, 40])
+def test_one_part_of_many_queries_and_any_head_size(one_part, queries):
+    mask = causal & (q - k < w) & (k % 7 > 0)
+    case = last(Case(mask, heads=24, kv_heads=3, slots={"w": 90}, dim=40, v_dim=72, dtype="float16"), queries)
+    check(case, *run(case, layout="bshd"))
+
+
+def test_one_part_of_rows_that_see_nothing(one_part):
+    case = last(Case(causal & (k > q), heads=4, kv_heads=1), 3)
+    check(case, *run(case))
+
+
 def test_parts_and_packing_are_chosen_where_they_pay(monkeypatch):
     launched = []
     whole = triton_decode.Parts.__call__
     monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
     long = last(Case(causal, q_len=600, kv_len=600, heads=1, kv_heads=1, dim=16, v_dim=16), 1)
-    for case, splits in ((long, triton_decode.INTERPRETED), (last(CASES["gqa"], 1), 1), (CASES["causal"], None)):
+    for case, splits in ((long, 7), (last(CASES["gqa"], 1), 1), (CASES["causal"], None)):
         check(case, *run(case))
         assert [p.sizes[0] for p in launched] == ([] if splits is None else [splits])
         launched.clear()

@@ -4,8 +4,11 @@ over keys, dv is dout times the sum of a row's weights, which is 1 however large
 import numpy as np
 import pytest
 import torch
+from support.triton import triton_dot
 
 import frisket as fk
+
+triton_dot.install()
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
 S, SIZES = 40, (1e-3, 1e5, 1e30)

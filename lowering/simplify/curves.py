@@ -16,14 +16,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, make, var
+from frisket.dsl.ir import FALSE, TRUE, Expr, conj, lit, make, uses, var
 from frisket.dsl.types import BOOL, INT
 from frisket.grammar.memo import memo
-from frisket.lowering.simplify.affine import FLIP, Linear, is_int_comparison, linear, relation, write
 
-from .intervals import depends
+from .affine import FLIP, Linear, is_int_comparison, linear, relation, write
 
 _Q, _K = var("q"), var("k")
+
+
+def depends(e: Expr) -> frozenset[str]:
+    """The variables among q and k that a value varies with."""
+    return uses(e) & {"q", "k"}
 
 
 @dataclass(frozen=True)
@@ -184,4 +188,4 @@ def rising(e: Expr) -> Expr:
     return FALSE
 
 
-__all__ = ["Curve", "rising", "solve", "together"]
+__all__ = ["Curve", "depends", "rising", "solve", "together"]

@@ -1,0 +1,88 @@
+"""The part of gpu.py that asks whether kernels with the tiles that users get are right: every mask and score mod of
+the library in 16 bits, forward and backward, beside float64 on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cases
+import torch
+from gpu_scale import Measure, Scale
+
+import frisket as fk
+
+TOKENS = 1000  # ragged: of no tile a multiple
+DTYPES = ("bfloat16", "float16")
+BOUNDS = {"bfloat16": 0.02, "float16": 0.004, "float32": 1e-4}  # of the largest number, what an error may be
+DRY = ("causal", "causal_document(off)", "softcap(c)")
+
+
+def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
+    """Signature -> "mask" or "score", and the case; of a dry run a few."""
+    n = scale.lengths[0] if scale.dry else TOKENS
+    found = {
+        **{s: ("mask", c) for s, c in cases.masks(n).items()},
+        **{s: ("score", c) for s, c in cases.mods(n).items()},
+    }
+    return {s: found[s] for s in (DRY if scale.dry else found)}
+
+
+def rows(scale: Scale) -> list[str]:
+    """Triton's kernels, then the forward of Gluon, whose gradients are Triton's."""
+    backends = {"triton": ("float32",)} if scale.dry else {"triton": DTYPES, "gluon": DTYPES}
+    return [
+        f"{backend}, {name}, {dtype}" for backend, dtypes in backends.items() for dtype in dtypes
+        for name in entries(scale)
+    ]  # fmt: skip
+
+
+def right(row: str, scale: Scale) -> Measure:
+    """Errors of one entry by head size, of the largest number: of the result and of each gradient. What a backend does
+    not do is named."""
+    backend, _, entry = row.partition(", ")
+    name, _, dtype = entry.rpartition(", ")
+    kind, case = entries(scale)[name]
+    found = {dim: errors(backend, kind, case, dim, dtype, scale) for dim in scale.dims}
+
+    def measure() -> dict[str, Any]:
+        bad = {
+            f"D {dim}, {what}": f"{error:.3g}" for dim, each in found.items() for what, error in each.items()
+            if not error <= BOUNDS[dtype]
+        }  # fmt: skip
+        sizes = {str(dim): {"figures": {"error": each}} for dim, each in found.items()}
+        count = {"passed": sum(map(len, found.values())) - len(bad), "failed": len(bad)}
+        return {"rows": {**sizes, "count": {"figures": {"cases": count}, "notes": bad}}}
+
+    return measure
+
+
+def errors(backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scale: Scale) -> dict[str, float]:
+    """{"out": error, "dq": error, ...}; of Gluon's kernels the first."""
+    torch.manual_seed(0)
+    heads = max(2, case.heads)
+    lengths = (case.q_len, case.kv_len, case.kv_len)
+    made = [torch.randn(case.batch, heads, n, dim).to(getattr(torch, dtype)) for n in lengths]
+    cotangent = torch.randn_like(made[0])
+    known = [x.double().requires_grad_() for x in made]
+    own = [x.to(scale.device).requires_grad_() for x in made]
+    got, want = ({}, {})
+    for found, name, arrays in ((want, "aten", known), (got, backend, own)):
+        out = attention(kind, case, name)(*arrays)
+        found["out"] = out.detach()
+        grads = torch.autograd.grad(out, arrays, cotangent.to(out))
+        found.update(zip(("dq", "dk", "dv"), grads, strict=True))
+    want["out"] = attention(kind, case, "dense")(*[x.detach() for x in known])  # by another program than the gradients
+    names = ["out"] if backend == "gluon" else list(want)
+    return {n: error(got[n].double().cpu(), want[n]) for n in names}
+
+
+def attention(kind: str, case: cases.Case, backend: str) -> fk.Attention:
+    return fk.compile(**{kind: case.text}, backend=backend, **case.params)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, of the largest number; NaN and infinities count as differences of their own."""
+    if not torch.isfinite(got).equal(torch.isfinite(want)):
+        return float("inf")
+    got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-3))

@@ -1,0 +1,133 @@
+"""Our Triton kernels as the model takes them: a mask, a head size, a dtype, a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+import frisket as fk
+from frisket.lowering.kernels.triton.module import emit
+from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.plan import LoopPlan, Target
+from frisket.runtime.backends.triton import report
+from frisket.runtime.backends.triton.source import load
+from frisket.runtime.backends.triton.tiles import of_kernel
+
+from .compiled import Compiled, kept
+
+LENGTH, HEADS = 8192, 16
+KERNELS = ("forward", "dq", "dkv")
+FLOPS = {"forward": 4, "dq": 6, "dkv": 8}  # of the products that a kernel makes, by head size, for a pair
+
+
+@dataclass(frozen=True, order=True)
+class Tile:
+    """A tile of queries and keys, with the warps and stages that walk it."""
+
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.block_q} x {self.block_k} w{self.warps} s{self.stages}"
+
+    @classmethod
+    def read(cls, text: str) -> Tile:
+        """A tile of `128,64,8,3`."""
+        return cls(*map(int, text.split(",")))
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask and a score mod by their texts, with tables for a length."""
+
+    text: str | None
+    score: str | None = None
+    tables: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False)
+
+
+def documents(length: int, mean: int = 512) -> dict[str, Any]:
+    return {"doc": (np.arange(length) // mean).astype(np.int32)}
+
+
+MASKS = {
+    "causal": Mask("causal"),
+    "full": Mask(None),
+    "window 128": Mask("causal & window(128)"),
+    "window 512": Mask("causal & window(512)"),
+    "documents": Mask("causal & same(doc)", None, documents(LENGTH)),
+    "softcap": Mask("causal", "softcap(50)"),
+    "alibi": Mask("causal", "score + slope[h] * (k - q)", {"slope": np.linspace(0.1, 1, HEADS).astype(np.float32)}),
+    "bias": Mask(
+        "causal", "score + bias[h, clamp(q - k, -511, 511) + 511]", {"bias": np.zeros((HEADS, 1023), np.float32)}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One of our kernels without its tile: the mask's name in MASKS or its text, and the shapes."""
+
+    kernel: str
+    mask: str = "causal"
+    dim: int = 128
+    dtype: str = "bfloat16"
+    group: int = 1
+    arch: str = "sm_90"
+
+    @property
+    def flops(self) -> int:
+        """FLOP for a pair of query and key."""
+        return FLOPS[self.kernel] * self.dim
+
+
+@cache
+def planned(ours: Ours) -> tuple[LoopPlan, Target]:
+    """The plan of the kernel and the tiles that frisket chooses."""
+    mask = MASKS.get(ours.mask) or Mask(ours.mask)
+    att = fk.compile(mask.text, mask.score, backend="triton", **mask.tables)
+    made = att.stages(
+        backend="triton", arch=ours.arch, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS // ours.group,
+        head_dim=ours.dim, dtype=ours.dtype,
+    )  # fmt: skip
+    return made.plan, made.target
+
+
+def chosen(ours: Ours) -> Tile:
+    """The tile that frisket takes by itself."""
+    target = of_kernel(f"attention_{ours.kernel}", planned(ours)[1])
+    return Tile(target.block_q, target.block_k, target.num_warps, target.num_stages)
+
+
+def compiled(ours: Ours, tile: Tile) -> Compiled:
+    """The kernel with this tile, compiled by the Triton that is installed."""
+    plan, target = planned(ours)
+    own = of_kernel(f"attention_{ours.kernel}", target)
+    mine = replace(
+        own, block_q=tile.block_q, block_k=tile.block_k, num_warps=tile.warps, num_stages=tile.stages
+    )  # fmt: skip
+    whole = replace(target, **{ours.kernel: mine}) if ours.kernel != "forward" else replace(
+        mine, dq=target.dq, dkv=target.dkv, decode=target.decode
+    )  # fmt: skip
+    dims = Dims(ours.dim, ours.dim, ours.dtype, ours.group)
+    source, name = _emitted(plan, whole, dims), f"attention_{ours.kernel}"
+    kernel = vars(load(source))[name]
+    key = (_one(source, name), report.signature(kernel, plan, mine, dims), mine, dims)
+    found = kept(name, ours.arch, tile.warps, key, lambda: report.compiled_for(ours.arch, kernel, plan, mine, dims))
+    return replace(found, stages=tile.stages)
+
+
+@cache
+def _emitted(plan: LoopPlan, target: Target, dims: Dims) -> str:
+    return emit(plan, target, dims)
+
+
+def _one(source: str, name: str) -> str:
+    """The text of a module without its other kernels: they change nothing of this one."""
+    parts = source.split("\n@triton.jit\n")
+    return "".join(p for p in parts if not p.startswith("def attention_") or p.startswith(f"def {name}("))

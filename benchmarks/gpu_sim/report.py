@@ -1,0 +1,152 @@
+"""Tables of the model as rows of benchmarks/results: validation, figures beside flex_attention, sensitivities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from . import flex as flex_kernels
+from . import full
+from . import ours as our_kernels
+from .full import Case
+from .loops import LoopFigures, figures
+from .machine import GPUS, Gpu
+from .ours import Ours
+from .published import ROWS, case, name
+
+Row = dict[str, Any]
+MODEL, PAIR = "TFLOP/s, full model", "frisket / flex"
+# direction, mask, head size, length: what the ratio of the full model is to be at least
+FIGURES = {
+    ("forward", "causal", 128, 8192): 1.10, ("forward", "causal", 64, 8192): 1.20,
+    ("backward", "causal", 128, 8192): 1.05, ("backward", "causal", 64, 8192): 1.25,
+    ("forward", "window 128", 128, 32768): 1.3, ("forward", "window 128", 64, 32768): 1.3,
+    ("forward", "documents", 128, 32768): 1.3, ("forward", "documents", 64, 32768): 1.3,
+}  # fmt: skip
+BORDERS = (("causal", 64), ("causal", 128), ("documents", 64), ("documents", 128))
+SOFTCAP, MASK_COST = 0.85, 3.0
+
+
+def validation() -> Iterator[tuple[str, Row]]:
+    """flex_attention by the full model, beside what was published of it."""
+    for direction, mask, dim, length, published, source in ROWS:
+        found = full.rate("flex", direction, case(mask, dim, length, source))
+        yield name(direction, mask, dim, length), {
+            "figures": {"TFLOP/s": {"model": round(found, 1), "published": published}},
+            "ratios": {"model / published": [round(found / published, 3)]},
+            "notes": {"source": source},
+        }  # fmt: skip
+
+
+def steady(which: str, direction: str, one: Case) -> float:
+    """TFLOP/s of the full tiles' loops alone, at the nominal clock."""
+    gpu, dim = GPUS[one.arch], one.dim
+    rates = [*_steady(which, direction, one)]
+    flops = [our_kernels.FLOPS[k] * dim for k in (["forward"] if direction == "forward" else ["dq", "dkv"])]
+    useful = (4 if direction == "forward" else 10) * dim
+    assert gpu is not None
+    return useful / sum(f / r for f, r in zip(flops, rates, strict=True))
+
+
+def _steady(which: str, direction: str, one: Case) -> Iterator[float]:
+    gpu = GPUS[one.arch]
+    programs = ["forward"] if direction == "forward" else ["dq", "dkv"]
+    for i, kernel in enumerate(programs):
+        if which == "ours":
+            x = Ours(kernel, one.mask, one.dim, one.dtype, one.group, one.arch)
+            tile = our_kernels.chosen(x)
+            made = our_kernels.compiled(x, tile)
+            loops = made.sass.products
+        else:
+            tile = flex_kernels.tiles(direction, one.dim, one.dtype, one.arch)[i]
+            made = flex_kernels.compiled(flex_kernels.Flex(direction, one.mask, one.dim, one.dtype, one.arch))
+            loops = made.sass.products[2 * i : 2 * i + 2]
+        _, number = full.loop_numbers(made, loops)
+        flops = our_kernels.FLOPS[kernel] * one.dim
+        yield figures(made)[number].rate(gpu, tile.block_q * tile.block_k, flops)
+
+
+def predicted() -> Iterator[tuple[str, Row]]:
+    """Our kernels with the tiles that frisket chooses, beside flex_attention's with torch's."""
+    for (direction, mask, dim, length), goal in FIGURES.items():
+        one = Case(mask, dim, length)
+        ours, flex = (full.rate(which, direction, one) for which in ("ours", "flex"))
+        quantities = {MODEL: {"frisket": round(ours, 1), "flex": round(flex, 1)}}
+        if mask == "causal":
+            alone = {"frisket": steady("ours", direction, one), "flex": steady("flex", direction, one)}
+            quantities["TFLOP/s, steady loop"] = {n: round(x, 1) for n, x in alone.items()}
+        yield name(direction, mask, dim, length), {
+            "figures": quantities, "ratios": {PAIR: [round(ours / flex, 3)]},
+            "goals": {"at least": {"ratios": {PAIR: goal}}}, "notes": {"tiles": tiles_of(direction, one)},
+        }  # fmt: skip
+    plain, capped = (full.rate("ours", "forward", Case(mask)) for mask in ("causal", "softcap"))
+    yield (
+        "forward softcap, 8k, D128",
+        {
+            "figures": {MODEL: {"softcap": round(capped, 1), "none": round(plain, 1)}},
+            "ratios": {"softcap / none": [round(capped / plain, 3)]},
+            "goals": {"at least": {"ratios": {"softcap / none": SOFTCAP}}},
+        },
+    )
+    for mask, dim in BORDERS:
+        costs = {"frisket": mask_cost("ours", mask, dim), "flex": mask_cost("flex", mask, dim)}
+        yield (
+            f"mask of a border tile, {mask}, D{dim}",
+            {
+                "figures": {"instructions an element": {n: round(x, 2) for n, x in costs.items()}},
+                "goals": {"at most": {"instructions an element": {"frisket": MASK_COST}}},
+            },
+        )
+
+
+def tiles_of(direction: str, one: Case) -> str:
+    kernels = ["forward"] if direction == "forward" else ["dq", "dkv"]
+    return ", ".join(
+        f"{k} {our_kernels.chosen(Ours(k, one.mask, one.dim, one.dtype, one.group, one.arch))}" for k in kernels
+    )
+
+
+def mask_cost(which: str, mask: str, dim: int) -> float:
+    """Instructions of a thread for a pair that a border tile of the forward has beyond those of a full one."""
+    if which == "ours":
+        x = Ours("forward", mask, dim)
+        tile = our_kernels.chosen(x)
+        made = our_kernels.compiled(x, tile)
+    else:
+        (tile,) = flex_kernels.tiles("forward", dim, "bfloat16", "sm_90")
+        made = flex_kernels.compiled(flex_kernels.Flex("forward", mask, dim))
+    border, rest = full.loop_numbers(made, made.sass.products)
+    pairs, found = tile.block_q * tile.block_k, figures(made)
+    return _an_element(found[border], pairs, made.warps) - _an_element(found[rest], pairs, made.warps)
+
+
+def _an_element(x: LoopFigures, pairs: int, warps: int) -> float:
+    return x.an_element(pairs, warps)
+
+
+# -- sensitivities ----------------------------------------------------------------------------------------
+
+LIMITS = ("name", "arch", "registers", "shared_bytes", "reserved", "warps", "l2_bytes", "matrix_queue")
+SENSITIVE = {"forward D128": ("forward", 128)}
+
+
+def sensitivity() -> Iterator[tuple[str, Row]]:
+    """What a fifth more and less of each constant changes: flex_attention's forward, causal, 8k, in percent."""
+    gpu = GPUS["sm_90"]
+    rates: dict[str, Callable[[Gpu], float]] = {
+        label: lambda g, d=direction, dim=dim: full.rate("flex", d, Case(dim=dim), g)  # type: ignore[misc]
+        for label, (direction, dim) in SENSITIVE.items()
+    }
+    plain = {label: rate(gpu) for label, rate in rates.items()}
+    for field in fields(gpu):
+        if field.name in LIMITS:
+            continue
+        row: dict[str, dict[str, float]] = {}
+        for sign, factor in (("+20 %", 1.2), ("-20 %", 0.8)):
+            value = getattr(gpu, field.name) * factor
+            other = replace(gpu, **{field.name: round(value) if field.name == "processors" else value})
+            for label, rate in rates.items():
+                change = 100 * (rate(other) / plain[label] - 1)
+                row.setdefault("change of TFLOP/s, %", {})[f"{label}, {sign}"] = round(change, 1)
+        yield field.name, {"figures": row}

@@ -1,0 +1,171 @@
+"""The search for tiles: what compiles without a spill on every Triton, fits, and takes the least time by the model.
+
+A cell of the table is an architecture, a kernel, a class of masks and a head size, for 16-bit numbers. Every candidate
+is compiled and played with the Triton at hand, the best of them with more and fewer stages, and the best of all with
+the other Triton, too; the tile is chosen whose worse time is the least. Where the model knows no machine (Blackwell's
+tensor memory, AMD), candidates are taken in the order of bytes loaded for a product, then of blocks that fit an SM, and
+the first is chosen that spills nothing. What was compiled and played is kept on disk, so that a search that was broken
+off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+from frisket.runtime.backends.triton import tiles as shipped
+
+from . import full, ours
+from .compiled import ROOT
+from .full import Case
+from .machine import GPUS
+from .ours import Ours, Tile
+
+TABLE = ROOT / "runtime" / "backends" / "triton" / "tiles.json"
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+CLASSES = {"long": "causal", "medium": "documents", "short": "window 128", "curved": "softcap"}
+DIMS = (64, 128, 256)
+BEST = 2  # that are compiled with other stages, and by the other Triton
+FEWEST, REGISTERS = 64, 216  # of a thread, for accumulators and scores: less is idle, more has not compiled unspilled
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the table."""
+
+    arch: str
+    kernel: str
+    mask: str  # of CLASSES
+    dim: int
+
+    @property
+    def modelled(self) -> bool:
+        return self.arch in GPUS
+
+    def __str__(self) -> str:
+        return f"{self.arch} {self.kernel} {self.mask} D{self.dim}"
+
+
+def cells(archs: Sequence[str], kernels: Sequence[str], masks: Sequence[str], dims: Sequence[int]) -> Iterator[Cell]:
+    yield from (Cell(a, k, m, d) for a in archs for k in kernels for m in masks for d in dims)
+
+
+def candidates(cell: Cell, long: Tile | None = None) -> list[Tile]:
+    """Tiles that fit shared memory, with three stages or as many as fit, and whose accumulators and scores leave
+    registers for the rest. A score mod's tiles have the warps and the own side of those without, `long`."""
+    found = []
+    amd = cell.arch.startswith("gfx")
+    arrays, scores = {"forward": (1, 1), "dq": (1, 2), "dkv": (2, 2)}[cell.kernel]
+    for own in (64, 128):
+        for walked in (16, 32, 64, 128):
+            for warps in (4, 8):
+                held = (arrays * own * cell.dim + scores * own * walked) / (warps * (64 if amd else 32))
+                if not FEWEST <= held <= REGISTERS or walked > own or (walked == 16 and cell.dim < 256):
+                    continue
+                sides = (walked, own) if cell.kernel == "dkv" else (own, walked)
+                staged = (Tile(*sides, warps, n) for n in ((1,) if amd else (3, 2)))
+                found += [t for t in staged if fits(cell, t)][:1]
+    if cell.mask == "curved" and long is not None:
+        side = 1 if cell.kernel == "dkv" else 0
+        like = (long.warps, (long.block_q, long.block_k)[side])
+        found = [t for t in found if (t.warps, (t.block_q, t.block_k)[side]) == like]
+    return found if cell.modelled else sorted(found, key=lambda t: ranked(cell, t))
+
+
+def staged(cell: Cell, tile: Tile) -> list[Tile]:
+    """The tile with a stage more, or fewer."""
+    if cell.arch.startswith("gfx"):
+        return []
+    others = (replace(tile, stages=n) for n in (4, 3, 2) if n != tile.stages)
+    return [t for t in others if fits(cell, t)]
+
+
+def fits(cell: Cell, tile: Tile) -> bool:
+    own, walked = (tile.block_k, tile.block_q) if cell.kernel == "dkv" else (tile.block_q, tile.block_k)
+    return shipped.shared(cell.kernel, cell.dim, own, walked, tile.stages) <= shipped.SHARED[cell.arch]
+
+
+def evaluate(cell: Cell, tile: Tile) -> dict[str, float]:
+    """Seconds by the model, and what the kernel takes; no seconds where it spills or does not fit. Where there is no
+    model, seconds are an order: bytes loaded for a product, over the blocks of an SM up to two."""
+    made = ours.compiled(Ours(cell.kernel, CLASSES[cell.mask], cell.dim, arch=cell.arch), tile)
+    found: dict[str, float] = {"registers": made.registers, "stack": made.stack, "shared": made.shared}
+    if made.stack or made.shared > shipped.SHARED[cell.arch]:
+        return found
+    if cell.modelled:
+        case = Case(CLASSES[cell.mask], cell.dim, arch=cell.arch)
+        return {**found, "seconds": full.ours_time(cell.kernel, case, tile).seconds}
+    return {**found, "seconds": ranked(cell, tile)}
+
+
+def ranked(cell: Cell, tile: Tile) -> float:
+    """The order of tiles without a model: bytes for a product first, then blocks that share an SM, then stages."""
+    own, walked = (tile.block_k, tile.block_q) if cell.kernel == "dkv" else (tile.block_q, tile.block_k)
+    if cell.mask == "short":  # keys that a window of 128 makes a row of tiles visit
+        own = own * 128 / (own + walked + 126)
+    fit = min(
+        2, shipped.SHARED[cell.arch] // max(1, shipped.shared(cell.kernel, cell.dim, int(own), walked, tile.stages))
+    )
+    return 1 / own + 1e-3 * (2 - fit) + 1e-4 * (128 / walked) + 1e-5 * abs(tile.stages - 3) + 1e-6 * tile.warps
+
+
+def _evaluated(job: tuple[Cell, Tile]) -> dict[str, Any]:
+    try:
+        return evaluate(*job)
+    except Exception as error:  # a tile that this Triton cannot compile is no candidate
+        return {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+
+
+def evaluated(jobs: Sequence[tuple[Cell, Tile]], processes: int = 2) -> Iterator[tuple[Cell, Tile, dict[str, Any]]]:
+    if processes < 2:
+        yield from ((*job, _evaluated(job)) for job in jobs)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for job, found in zip(jobs, pool.map(_evaluated, jobs), strict=True):
+            yield (*job, found)
+
+
+def table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def current(cell: Cell, known: dict[str, Any]) -> Tile:
+    return Tile(*known[cell.arch][cell.kernel][cell.mask][str(cell.dim)])
+
+
+def write(known: dict[str, Any]) -> None:
+    """The table, a line for each class of masks."""
+    lines = ["{"]
+    for a, (arch, kernels) in enumerate(known.items()):
+        lines.append(f' "{arch}": {{')
+        for k, (kernel, masks) in enumerate(kernels.items()):
+            lines.append(f'  "{kernel}": {{')
+            rows = [f'   "{mask}": {json.dumps(dims)}' for mask, dims in masks.items()]
+            lines += [",\n".join(rows), "  }" + ("," if k + 1 < len(kernels) else "")]
+        lines.append(" }" + ("," if a + 1 < len(known) else ""))
+    TABLE.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
+
+
+def show() -> None:
+    """Bring the table of docs/triton.md up to date."""
+    page = ROOT / "docs" / "triton.md"
+    rows = [
+        f"| {kernel} | {mask} | " + " | ".join("{} x {}, {}, {}".format(*t) for t in dims.values()) + " |"
+        for kernel, masks in table()["sm_90"].items() for mask, dims in masks.items()
+    ]  # fmt: skip
+    lines = page.read_text(encoding="utf-8").split("\n")
+    places = [i for i, line in enumerate(lines) if re.match(r"\| (forward|dq|dkv) \|", line)]
+    text = [*lines[: places[0]], *rows, *lines[places[-1] + 1 :]]
+    page.write_text("\n".join(text), encoding="utf-8")
+
+
+def best(here: dict[Tile, dict[str, Any]], there: dict[Tile, dict[str, Any]] | None) -> list[Tile]:
+    """Tiles without a spill on both, the least of the worse time first."""
+    sides = [here] if there is None else [here, there]
+    fine = [t for t in here if all("seconds" in side.get(t, {}) for side in sides)]
+    return sorted(fine, key=lambda t: (max(side[t]["seconds"] for side in sides), t))

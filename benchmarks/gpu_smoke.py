@@ -1,0 +1,143 @@
+"""The first part of gpu.py: what is installed, and one kernel by every way to the device, beside the interpreter."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_scale import Measure, Scale
+
+import frisket as fk
+
+PACKAGES = (
+    "frisket-attention", "torch", "triton", "jax", "jaxlib", "jax-triton", "tokamax", "flash-attn", "flash-attn-4",
+    "numpy", "lark", "platformdirs",
+)  # fmt: skip
+DIM = 64
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def versions(scale: Scale) -> dict[str, str]:
+    """What is installed, and the driver's own words."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    found["cpus"] = str(os.cpu_count())
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    try:
+        found["driver"] = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        found["driver"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+# -- one kernel each --------------------------------------------------------------------------------------
+
+
+def of_torch(backend: str, what: str, scale: Scale) -> None:
+    """`what` is "forward", "backward", "decode" or "table"."""
+    att, arrays, want = case(what, scale)
+    own = [torch.from_numpy(x).to(scale.device, scale.dtype) for x in arrays]
+    learns = what == "backward"
+    own = [x.requires_grad_(learns) for x in own]
+    with torch.set_grad_enabled(learns):
+        got = att(backend)(*own, **({} if what != "decode" else {"origin": (0, 0, own[1].shape[2] - 1, 0)}))
+        if learns:
+            got = torch.cat([x.flatten() for x in torch.autograd.grad(got.float().sum(), own)])
+    compared(got.detach().double().cpu().numpy(), want)
+
+
+def of_jax(backend: str, what: str, scale: Scale) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    if scale.dry:
+        jax.config.update("jax_platforms", "cpu")
+    att, arrays, want = case(what, scale)
+    own = [jnp.asarray(x.swapaxes(1, 2), jnp.float32 if scale.dry else jnp.bfloat16) for x in arrays]
+    run = att(backend)
+    if what == "backward":
+        got = jax.grad(lambda own: run(*own).astype(jnp.float32).sum())(own)
+        compared(np.concatenate([np.asarray(x, np.float64).swapaxes(1, 2).ravel() for x in got]), want)
+    else:
+        compared(np.asarray(jax.jit(run)(*own), np.float64).swapaxes(1, 2), want)
+
+
+def compiled(what: str, scale: Scale) -> None:
+    """torch.compile around a call."""
+    att, arrays, want = case(what, scale)
+    own = [torch.from_numpy(x).to(scale.device, scale.dtype) for x in arrays]
+    run = torch.compile(att("triton"), fullgraph=True, backend="eager" if scale.dry else "inductor")
+    compared(run(*own).double().cpu().numpy(), want)
+
+
+def planned(scale: Scale) -> None:
+    """Documents in a tensor on the device, planned there."""
+    _, arrays, want = case("table", scale)
+    own = [torch.from_numpy(x).to(scale.device, scale.dtype) for x in arrays]
+    doc = torch.arange(own[0].shape[2], device=scale.device, dtype=torch.int32) // 48
+    got = fk.compile("causal & same(doc)", backend="triton")(*own, doc=doc)
+    compared(got.double().cpu().numpy(), want)
+
+
+def case(what: str, scale: Scale) -> tuple[Callable[[str], fk.Attention], Arrays, np.ndarray]:
+    """A maker of the attention, inputs [batch, heads, length, dim], and what the float64 backend for the CPU gives."""
+    n = 80 if scale.dry else 1000
+    queries, heads = (1, 4) if what == "decode" else (n, 2)
+    draw = np.random.default_rng(0)
+    dim = scale.dims[0] if scale.dry else DIM
+    shapes = [(1, heads, queries, dim), (1, 2, n, dim), (1, 2, n, dim)]
+    arrays = [draw.standard_normal(s, np.float32) for s in shapes]
+    arrays = [torch.from_numpy(x).to(scale.dtype).float().numpy() for x in arrays]  # as the device reads them
+    tables = {"doc": (np.arange(n) // 48).astype(np.int32)} if what == "table" else {}
+    text = "causal & same(doc)" if tables else "causal"
+    where = {"origin": (0, 0, n - 1, 0)} if what == "decode" else {}
+    known = [torch.from_numpy(x).double().requires_grad_(what == "backward") for x in arrays]
+    want = fk.compile(text, backend="aten", **tables)(*known, **where)
+    if what == "backward":
+        want = torch.cat([x.flatten() for x in torch.autograd.grad(want.sum(), known)])
+    return lambda backend: fk.compile(text, backend=backend, **tables), tuple(arrays), want.detach().numpy()
+
+
+def compared(got: np.ndarray, want: np.ndarray) -> None:
+    error = np.abs(got - want).max() / np.abs(want).max()
+    if not error <= 0.02:
+        raise AssertionError(f"the largest error is {error:.3g} of the largest number")
+
+
+LEARNT = ("forward", "backward")
+WAYS: dict[str, Callable[[Scale], Any]] = {
+    "versions": versions,
+    **{f"torch, triton, {what}": partial(of_torch, "triton", what) for what in (*LEARNT, "decode", "table")},
+    "torch, triton, table on the device": planned,
+    "torch, triton, torch.compile": partial(compiled, "forward"),
+    "torch, gluon, forward": partial(of_torch, "gluon", "forward"),
+    "torch, aten, forward": partial(of_torch, "aten", "forward"),
+    **{f"jax, triton, {what}": partial(of_jax, "triton", what) for what in LEARNT},
+    **{f"jax, pallas-mosaic-gpu, {what}": partial(of_jax, "pallas-mosaic-gpu", what) for what in LEARNT},
+}  # fmt: skip
+FOR_GPUS = ("pallas-mosaic-gpu", "gluon")  # nothing here interprets whole calls of them
+
+
+def rows(scale: Scale) -> list[str]:
+    return [name for name in WAYS if not (scale.dry and any(backend in name for backend in FOR_GPUS))]
+
+
+def smoke(row: str, scale: Scale) -> Measure:
+    start = time.perf_counter()
+    found = WAYS[row](scale)
+    took = time.perf_counter() - start
+    print(row, f"{took:.1f} s", file=sys.stderr)
+    return lambda: {"figures": {"s": {"took": took}}, "notes": found or {}}

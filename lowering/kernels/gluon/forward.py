@@ -1,0 +1,167 @@
+"""Writes the Gluon forward kernel of a LoopPlan: warp groups that do different things, for Hopper.
+
+One program works on one tile of 128 queries of one head. A warp, `produce`, walks the records of the row and loads
+tiles of keys and of values by TMA into two rings in shared memory; two warp groups, `consume`, compute half of the
+queries each. They take turns at giving the tensor cores work: one's softmax runs beside the other's products, and
+beside its own product with the values of the tile before.
+
+Expressions are printed as Triton's are, and by its table: the languages differ in the name of their module.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import uses
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.text import skeleton
+from frisket.lowering.kernels.triton.parameters import arguments, padded
+from frisket.lowering.kernels.triton.rows import RowKernel
+from frisket.lowering.kernels.triton.writer import Dims, TritonKernel, module
+from frisket.lowering.plan import LoopPlan, Target
+
+FORWARD, MODULE = skeleton(__package__, "forward"), skeleton(__package__, "module")
+QUERIES = 128  # of a tile: 64 of each warp group, which is what one product takes
+WIDEST = 256  # head dim: the sums of 64 queries are 128 registers then
+BARRIERS = {"q_full": 2, "turns": 2, "k_full": "STAGES", "k_free": "STAGES", "v_full": "STAGES", "v_free": "STAGES"}
+SIGMOID = """
+
+@gluon.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + gl.exp(-x))
+"""
+
+
+def emit(
+    plan: LoopPlan, target: Target, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False
+) -> str:
+    """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
+    the same text. `sinks`, `top` and `low` as Triton's forward has them; LoweringError where `refusal` has words."""
+    if why := refusal(plan, dims):
+        raise LoweringError(f"the Gluon kernel {why}\n  take backend='triton'")
+    if target.block_q != QUERIES or target.block_k not in (32, 64, 128):
+        tile = f"{target.block_q} x {target.block_k}"
+        raise LoweringError(f"the Gluon kernel has tiles of {QUERIES} queries and 32, 64 or 128 keys, not {tile}")
+    found = module(
+        "Attention forward", plan, dims, [GluonForward(plan, target, dims, sinks, top, low).kernel()], MODULE
+    )
+    return translated(found)
+
+
+def refusal(plan: LoopPlan, dims: Dims) -> str:
+    """A reason why the kernel does not take a plan or such arrays; "" where it takes both."""
+    if dims.dtype == "float32":
+        return "takes float16 and bfloat16: warp groups have no exact products of float32"
+    if dims.kv_dtype or plan.weight is not None:
+        return "takes keys and values in the dtype of the queries"
+    if plan.pages is not None:
+        return "takes keys and values in arrays, not in pages"
+    if plan.unwritten:
+        return "takes keys that are all written: TMA loads what no query sees too"
+    if max(dims.head_dim, dims.v_dim) > WIDEST:
+        return f"takes head dims up to {WIDEST}, whose sums fit into registers"
+    if dims.head_dim % 8 or dims.v_dim % 8:
+        return "takes head dims that are multiples of 8: TMA loads rows that begin at multiples of 16 bytes"
+    return ""
+
+
+def translated(text: str) -> str:
+    """A text of Triton's operators in Gluon's names."""
+    found = re.sub(r"\btl\.(?!PropagateNan)", "gl.", text).replace("@triton.jit", "@gluon.jit")
+    if "gl.sigmoid(" in found:
+        head, gap, rest = found.replace("gl.sigmoid(", "sigmoid(").partition("\n\n\n@gluon.jit")
+        found = f"{head}{SIGMOID}{gap}{rest}"
+    for line, use in (("from triton import language as tl\n", "tl."), ("import triton\n", "triton.knobs")):
+        found = found if use in found.replace("gl.", "") else found.replace(line, "")
+    return found
+
+
+class GluonForward(RowKernel):
+    """The forward kernel's three functions."""
+
+    gathers = False  # a vector of a tile's distances would go through shared memory of both warp groups
+
+    def __init__(self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> None:
+        self.target, self.sinks, self.top, self.low = target, sinks, top, low
+        self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
+        super().__init__(plan, dims, target, self.kept)
+        self.spread = False  # a scalar Bool is one here
+
+    def kernel(self) -> TritonKernel:
+        launch = (
+            f"attention_forward: grid (q tiles, heads, batch), tiles of {self.target.block_q} queries by "
+            f"{self.target.block_k} keys in {self.target.num_stages} stages, num_warps=4 beside 5 of its own."
+        )
+        return TritonKernel("attention_forward", self.filled(FORWARD), launch)
+
+    def holes(self) -> dict[str, Any]:
+        common, closed = super().holes(), self.closed_form()
+        self.hoisted = set()  # what was before is the kernel's, what follows `consume`'s
+        rate = self.plan.rate
+        results = [("Top", self.top), ("Low", self.low), ("Sinks", self.sinks)]
+        return {
+            **common,
+            **closed,
+            "same": padded(self.dims.head_dim) == padded(self.dims.v_dim),
+            "barriers": [{"name": name, "count": count} for name, count in BARRIERS.items()],
+            "halves": [{"half": half} for half in (0, 1)],
+            "results": "".join(f" {n}," for n, use in results if use),
+            "sinks": self.sinks,
+            "largest": self.top,
+            "low": self.low,
+            "guard": self.plan.guard,
+            "walk": "Spans, Count, entry, records" if self.tabled else "lo, full_lo, full_hi, hi",
+            "passed": self._passed(common),
+            "rows_of_q": self.coordinate("q", "start + rows") if "q" in self.used else [],
+            "hoisted": self.before_tiles(),
+            "tiles": self.tiles(),
+            "rescale": "rescale" if self.sinks else "1.0",
+            "whole": "total" if rate is None else f"(total * (1.0 - {self.arguments[rate].name}))",
+        }  # fmt: skip
+
+    def _passed(self, common: dict[str, Any]) -> list[str]:
+        """The names that the kernel hands to `consume` for its expressions."""
+        made = arguments(self.plan)
+        origins = [n for n in self.parameters.origins() if n in "qk"]
+        names = ["b"] * common["by_batch"] + ["h"] * common["by_head"]
+        names += [f"{n}_origin" for n in origins] + self.parameters.sizes()
+        names += [made[s.name].name for s in self.plan.slots]
+        names += [n for t in self.plan.tables for n in made[t.name].all]
+        return textwrap.wrap(f"{', '.join(names)},", 100) if names else []
+
+    def tiles(self) -> list[dict[str, Any]]:
+        """The holes of a record's first tile and of its two loops."""
+        ahead = "gl.where(j < left, lo + j, j - left + full_hi)"
+        first = {
+            "which": "The first tile, with the mask even where it shows all.",
+            "tile": "gl.where(left > 0, lo, gl.where(borders > 0, full_hi, full_lo))", "range": "",
+        }  # fmt: skip
+        edge = {
+            "which": "Border tiles, before and behind the full ones: the mask is a predicate.",
+            "tile": ahead, "range": "1, borders",
+        }  # fmt: skip
+        full = {
+            "which": "Full tiles: every position is visible.",
+            "tile": "j - borders + full_lo", "range": "gl.maximum(borders, 1), hi - lo",
+        }  # fmt: skip
+        return [
+            {**first, "loop": False, "running": 0, "border": True, **self.tile("inside"), "positioned": True},
+            {**edge, "loop": True, "running": 1, "border": True, **self.tile("inside"), "positioned": True},
+            {**full, "loop": True, "running": 1, "border": False, **self.tile("")},
+        ]
+
+    def tile(self, inside: str) -> dict[str, Any]:
+        written = set(self.hoisted)
+        roots = self.positions if inside else [*self.score, *self.kept]
+        score, kept = (next(iter(roots), None) for roots in (self.score, self.kept))
+        column = self.along_tile("k", "tile * BLOCK_K + columns", roots, written)
+        return {
+            "positioned": any("k" in uses(r) for r in roots),
+            "column": column,
+            "visible": self.visible(written) if inside else [],
+            "score_mod": self.quoted(self.plan.score, score, "score = {}", written, inside and "visible"),
+            "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
+        }

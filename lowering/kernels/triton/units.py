@@ -1,0 +1,129 @@
+"""Score mods of 16-bit inputs in the units of the products: factors meet, and are multiplied before the loops.
+
+A kernel has `score`, the product of a query and a key, and `scale`. For float32 it works out `score * scale`, and what
+the score mod says of that, operator by operator. For 16 bits the text is free to round in other places, as long as each
+rounding is one of float32: 2**-24 of a value, where an input was rounded by 2**-12 (float16) or 2**-9 (bfloat16). So
+
+- `scale` is a factor like others, and factors that no position changes become one: `score / c` is `score * (scale *
+  (1 / c))`, whose factor is worked out once;
+- a quotient by a number that no position changes is a product with its reciprocal, at most 1.5 * 2**-23 of the quotient
+  away. A division at a position itself stays, and so does one by which an Int or a Bool is decided;
+- `exp(x)` is `exp2(x * LOG2E)`, which GPUs have;
+- `float(k - q)` is a difference of Floats that count from where the program's own tile begins: whole numbers, exact up
+  to distances of 2**24 tokens.
+
+A last factor, the literal of `50 * tanh(...)`, joins that of the softmax, whose base is 2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from frisket.dsl.ir import SCORE, Expr, build, lit, rebuild, substitute, var, walk
+from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels import expr
+from frisket.lowering.kernels.expr import COLUMN, LEVELS, ROW, SCALAR, levels
+
+from .distance import by_distance
+from .expr import decisive
+
+SCALE = var("scale", FLOAT)
+START = var("start")  # the position at which the program's own tile begins
+LOG2E = math.log2(math.e)
+COMMON = 2.0**-60, 2.0**60  # factors whose products and reciprocals neither overflow nor lose digits
+
+
+class Rounding(Protocol):
+    """The part of `Dims` that says how much rounding a score mod bears."""
+
+    @property
+    def half(self) -> bool: ...
+
+
+def machine(e: Expr, dims: Rounding, when: Mapping[str, int] = LEVELS, *, gathers: bool = True) -> Expr:
+    """A score mod, one of its derivatives or a weight, written with the operators that machines have, for inputs of
+    these dimensions; `gathers` says that a kernel takes values by distance out of vectors."""
+    e = expr.machine(e)
+    e = in_products(e, when) if dims.half else e
+    return by_distance(e, when) if gathers else e
+
+
+def in_products(root: Expr, when: Mapping[str, int]) -> Expr:
+    """An Expr of `score`, the scaled product, as one of `score`, the product, and of `scale`; `when` gives the levels
+    of coordinates.
+
+    >>> from frisket.dsl.sugar import function
+    >>> in_products(50.0 * function("tanh", SCORE / 50.0), {"score": 3})
+    tanh(score * (scale * 0.02)) * 50.0
+    """
+    scaled = substitute(root, {SCORE: SCORE * SCALE})
+    deciding = decisive([scaled])
+    done: dict[Expr, Expr] = {}
+    for node in walk(scaled):
+        made = rebuild(node, tuple(done[a] for a in node.args))
+        done[node] = made if node.type is not FLOAT or node in deciding else _moved(made, when)
+    return done[scaled]
+
+
+def _moved(e: Expr, when: Mapping[str, int]) -> Expr:
+    """An Expr whose arguments are done."""
+    if e.op == "exp":
+        return build("exp2", _times(e.args[0], lit(LOG2E), when))
+    if e.op == "float":
+        return _distance(e, when)
+    if e.op not in ("mul", "div"):
+        return e
+    x, y = e.args
+    if e.op == "mul" and _level(x, when) == SCALAR:
+        x, y = y, x
+    if _level(y, when) != SCALAR or _level(x, when) == SCALAR:
+        return e
+    return _times(x, _reciprocal(y) if e.op == "div" else y, when)
+
+
+def _times(x: Expr, factor: Expr, when: Mapping[str, int]) -> Expr:
+    """`x * factor`; where x ends in a product with a factor of its own, the two are one."""
+    if x.op == "mul":
+        for rest, own in (x.args, x.args[::-1]):
+            if _level(own, when) == SCALAR and _level(rest, when) != SCALAR:
+                return build("mul", rest, _joined(own, factor))
+    return build("mul", x, factor)
+
+
+def _joined(x: Expr, y: Expr) -> Expr:
+    return lit(x.name * y.name) if _common(x) and _common(y) else build("mul", x, y)
+
+
+def _reciprocal(x: Expr) -> Expr:
+    return lit(1.0 / x.name) if _common(x) else build("div", lit(1.0), x)
+
+
+def _common(x: Expr) -> bool:
+    return x.op == "lit" and COMMON[0] <= abs(x.name) <= COMMON[1]
+
+
+def _distance(e: Expr, when: Mapping[str, int]) -> Expr:
+    """`float(k - q)` with one conversion a key and one a query, instead of one a position."""
+    (inner,) = e.args
+    if inner.op == "abs":
+        return build("abs", moved) if (moved := _distance(build("float", inner.args[0]), when)).op == "sub" else e
+    if inner.op != "sub" or {x.name for x in inner.args if x.op == "var"} != {"q", "k"}:
+        return e
+    if {_level(x, when) for x in inner.args} != {ROW, COLUMN}:
+        return e
+    return build("sub", *(build("float", x - START) for x in inner.args))
+
+
+def _level(e: Expr, when: Mapping[str, int]) -> int:
+    return levels(e, when=when)[e]
+
+
+def last_factor(e: Expr, dims: Rounding) -> tuple[Expr, float]:
+    """A score mod without the positive literal that it is multiplied with in the end, and that literal, or 1."""
+    if dims.half and e.op == "mul":
+        for x, y in (e.args, e.args[::-1]):
+            if _common(y) and y.name > 0:
+                return x, y.name
+    return e, 1.0

@@ -1,0 +1,90 @@
+"""Runs the Gluon forward on torch tensors, by descriptors for TMA that are made on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from frisket.grammar.memo import memo
+from frisket.lowering.kernels.gluon.forward import emit
+from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
+from frisket.runtime.backends.triton.arguments import Block, Bound, Launch, Made, bound, loaded_kernels
+from frisket.runtime.backends.triton.grids import forward_plan, of_forward
+
+from .report import blocks_of, layout
+
+Tensor = Any
+
+
+def text(
+    plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
+) -> tuple[str, Target]:
+    """The forward's text and the target it runs with; gradients are Triton's kernels."""
+    values: list[Any] = [*plan.tables, *plan.slots]
+    live = tuple(s.name for s in plan.slots if s in values and s.source in learned)
+    dims = Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
+    return emit(forward_plan(plan, g), target, dims, sinks=sinks), target
+
+
+def forward(
+    plan: LoopPlan, spans: SpanSource | None, geometry: Geometry, q: Tensor, k: Tensor, v: Tensor,
+    slots: Mapping[str, Any], tables: Mapping[str, Tensor], target: Target, *, sinks: Tensor | None = None,
+    top: bool = False, norm: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None] | tuple[Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """(out, lse, largest scores or None), with `norm` also what rounding took from lse, as Triton's forward has them.
+    Tensors that TMA cannot address are copied."""
+    import torch
+
+    g = geometry
+    q, k, v = (addressable(x) for x in (q, k, v))
+    own = bound(plan, spans, g, target, q, k)
+    values = own.values(slots, tables)
+    kind = "gluon", values.live, sinks is not None, top, norm
+    run = own.launches.get(kind)
+    if run is None:
+        run = own.launches[kind] = _launch(own, spans, *kind[1:])
+    out = torch.empty((g.batch, g.heads, g.q_len, g.v_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((g.batch, g.heads, g.q_len), dtype=torch.float32, device=q.device)
+    largest, low = (torch.empty_like(lse) if use else None for use in (top, norm))
+    more = [x for x in (largest, low) if x is not None]
+    if sinks is not None:
+        more.append(sinks.contiguous().resolve_neg())
+    run(values, q, k, v, out, lse, *more)
+    return (out, lse, largest, low) if norm else (out, lse, largest)
+
+
+def addressable(x: Tensor) -> Tensor:
+    """A tensor whose rows begin at multiples of 16 bytes and are contiguous, and whose other axes step by multiples of
+    16 bytes: itself, or a copy."""
+    x = x.resolve_neg()
+    steps = [step for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+    fits = x.stride(-1) == 1 and all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
+    return x if fits and x.data_ptr() % 16 == 0 else x.reshape(-1).clone().reshape(x.shape)
+
+
+def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool) -> Launch:
+    g, target = own.geometry, own.target
+    plan, dims = forward_plan(own.plan, g), own.dims(live)
+    rows = ["Lse", *["Top"] * top, *["Low"] * low, *["Sinks"] * sinks]
+    return own.launch(
+        _made(plan, target, dims, sinks, top, low), "attention_forward", of_forward(g, target), target,
+        {**blocks_of(target, g.head_dim, g.v_dim), **dict.fromkeys(rows, "")},
+        records=None if spans is None else spans.rows, live=live, launcher=GluonLaunch, STAGES=target.num_stages,
+    )  # fmt: skip
+
+
+class GluonLaunch(Launch):
+    """A launch whose tensor descriptors say how blocks lie in shared memory."""
+
+    def described(self, x: Tensor, block: Block) -> Any:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
+
+        plain = super().described(x, block)
+        own = layout(block, str(x.dtype).removeprefix("torch."))
+        return TensorDescriptor(x, plain.shape, plain.strides, list(block), own)
+
+
+@memo(group="kernels")
+def _made(plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> Made:
+    return loaded_kernels(emit(plan, target, dims, sinks=sinks, top=top, low=low), plan)

@@ -1,0 +1,65 @@
+"""Resources that Gluon kernels take of a GPU, from compiling them ahead of time: no device is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from frisket.dsl.errors import BackendError
+from frisket.lowering.kernels.triton.parameters import padded
+from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.plan import LoopPlan, Target
+from frisket.runtime.backends.triton.arguments import Block
+from frisket.runtime.backends.triton.report import KernelReport, check_compiles, resources, signature
+from frisket.runtime.backends.triton.source import load
+from frisket.runtime.backends.triton.tiles import SHARED
+
+ARCHITECTURES = ("sm_90",)
+SHORT = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+def compile_reports(
+    source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
+) -> Iterator[KernelReport]:  # fmt: skip
+    """`compile_reports(emit(plan, target, dims), plan, target, dims)`: the forward kernel of a module. Registers are
+    those of a thread before warp groups give theirs to each other."""
+    check_compiles(arch)
+    if arch not in ARCHITECTURES:
+        raise BackendError(f"the Gluon kernels are written for {ARCHITECTURES[0]}, not {arch}; take backend='triton'")
+    compiled = compiled_for(vars(load(source))["attention_forward"], plan, target, dims)
+    registers, spills, mma = resources(compiled, r"\bHGMMA\.")
+    shared, warps = int(compiled.metadata.shared), int(compiled.metadata.num_warps)
+    block = target.block_q, target.block_k, warps, target.num_stages
+    yield KernelReport("attention_forward", arch, *block, registers, spills, shared, SHARED[arch], mma)
+
+
+def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any:
+    """Triton's compilation of the kernel for Hopper, called as on contiguous arrays."""
+    import triton  # type: ignore[import-untyped]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
+    from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
+
+    types, constants = signature(kernel, plan, target, dims, STAGES=target.num_stages)
+    blocks = blocks_of(target, dims.head_dim, dims.v_dim)
+    types |= {
+        n: f"tensordesc<{SHORT[dims.dtype]}{list(block)},{layout(block, dims.dtype)!r}>" for n, block in blocks.items()
+    }
+    hints = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
+    return triton.compile(
+        GluonASTSource(kernel, types, constants, hints), target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": target.num_warps, "enable_fp_fusion": True},
+    )  # fmt: skip
+
+
+def blocks_of(target: Target, head_dim: int, v_dim: int) -> dict[str, Block]:
+    """The blocks of the kernel's descriptors: a half of a tile's queries, or its keys, of one head."""
+    half, keys = target.block_q // 2, target.block_k
+    rows = {"Q": (half, head_dim), "K": (keys, head_dim), "V": (keys, v_dim), "Out": (half, v_dim)}
+    return {n: (1, 1, length, padded(dim)) for n, (length, dim) in rows.items()}
+
+
+def layout(block: Block, dtype: str) -> Any:
+    """The layout in shared memory of such blocks."""
+    from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
+
+    return gl.NVMMASharedLayout.get_default_for(list(block), getattr(gl, dtype))

@@ -1,0 +1,62 @@
+"""Choice of tiles and stages of the Gluon kernels: the one place that says so.
+
+A tile has 128 queries, 64 of each warp group. Of the 240 registers of a thread the sums of a head take 64 at head dim
+128, scores of 128 keys 64 more, and their weights, which the product with values still reads, 32: what is left carries
+formulas, but no rows of a table and no dice. So masks and score mods that read tables by key, dropout, and windows have
+tiles of 64 keys. Heads of 256 have 128 registers of sums: 64 keys, or 32 beside any mask or score mod.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from frisket.dsl.ir import Expr
+from frisket.lowering.kernels.expr import COLUMN, levels
+from frisket.lowering.kernels.gluon.forward import QUERIES
+from frisket.lowering.kernels.triton.parameters import padded
+from frisket.lowering.plan import Geometry, Target
+from frisket.runtime.backends.triton import tiles as triton_tiles
+from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
+
+if TYPE_CHECKING:
+    from frisket.runtime.plans.base import CallPlan
+
+SHARED = 232_448 - 1024  # bytes of a block, less barriers and what partitions hand to each other
+STAGES = 4  # at most: more of them wait for nothing
+
+
+def target(
+    plan: CallPlan | None, g: Geometry, dtype: str, tile: tuple[int, int] | None = None, tuning: Tuning = AS_CHOSEN,
+    device: Any = None, arch: str | None = None,
+) -> Target:  # fmt: skip
+    """The target of a call, whose backward is Triton's. `tile` is the user's, of the forward alone."""
+    theirs = triton_tiles.target(plan, g, dtype, None, tuning, device, arch)
+    block = tile or (QUERIES, keys_of(plan, g))
+    own = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block))
+    return replace(own, dq=theirs.dq, dkv=theirs.dkv, precision=theirs.precision, tanh=theirs.tanh)
+
+
+def keys_of(plan: CallPlan | None, g: Geometry) -> int:
+    """The keys of a tile."""
+    mask, score = (None, None) if plan is None else plan.simplified
+    more = reads_by_key(mask, score) or (plan is not None and plan.dropout)
+    if max(padded(g.head_dim), padded(g.v_dim)) > 128:
+        return 64 if mask is None and score is None and not more else 32
+    if more or mask is None or plan is None:
+        return 64 if more else 128
+    seen, _ = triton_tiles.keys_seen(mask, tuple(sorted(plan.scalars.items())))
+    return 64 if seen <= triton_tiles.SHORT else 128
+
+
+def reads_by_key(*roots: Expr | None) -> bool:
+    """Whether a table is read with an index that hangs on the key."""
+    found = levels(*(e for e in roots if e is not None))
+    return any(n.op in ("lookup", "segment") and at & COLUMN for n, at in found.items())
+
+
+def stages(g: Geometry, queries: int, keys: int) -> int:
+    """The tiles of keys and of values that shared memory holds beside the queries."""
+    head, v = padded(g.head_dim), padded(g.v_dim)
+    fixed = queries * (head if head == v else head + v) * 2
+    return max(1, min(STAGES, (SHARED - fixed) // (keys * (head + v) * 2)))

@@ -1,0 +1,147 @@
+"""The full model: counts of tiles, waves over SMs, power, and the published figures that it is held to."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_sim import full
+from gpu_sim.machine import H100
+from gpu_sim.ours import Tile
+from gpu_sim.published import BANDS, ROWS, band, case, name
+from gpu_sim.sass import parse
+from support.sass import listing
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu-model.json"
+TILE = Tile(128, 64, 8, 3)
+
+
+@pytest.mark.parametrize("version", ["3.6", "3.9"])
+def test_the_model_is_held_to_what_was_published(version):
+    rows = json.loads(RESULTS.read_text())["parts"][f"validation, Triton {version}"]["rows"]
+    assert set(rows) == {name(*row[:4]) for row in ROWS}
+    for direction, mask, dim, length, published, _ in ROWS:
+        row = rows[name(direction, mask, dim, length)]
+        assert row["figures"]["TFLOP/s"]["published"] == published
+        low, high = band(direction, mask, length)
+        assert low <= row["ratios"]["model / published"][0] <= high, name(direction, mask, dim, length)
+    forward = [rows[name(*row[:4])]["ratios"]["model / published"][0] for row in ROWS if row[0] == "forward"]
+    assert max(forward) / min(forward) < 1.2  # the same error for all: ratios can be trusted
+    assert set(BANDS) == {"forward", "backward", "short causal backward"}
+
+
+@pytest.mark.matrix
+def test_the_results_are_what_the_model_says():
+    import triton
+
+    if not triton.__version__.startswith("3.9"):
+        pytest.skip("the figures are those of Triton 3.9 and 3.6, with the torch beside each")
+    rows = json.loads(RESULTS.read_text())["parts"]["validation, Triton 3.9"]["rows"]
+    direction, mask, dim, length, _, source = ROWS[2]
+    found = full.rate("flex", direction, case(mask, dim, length, source))
+    assert found == pytest.approx(rows[name(direction, mask, dim, length)]["figures"]["TFLOP/s"]["model"], rel=0.01)
+
+
+def test_tiles_of_a_causal_mask():
+    """Of 64 rows of 128 queries row i has 2 i full tiles of 64 keys and two at the diagonal; rows of keys alike."""
+    work = full.ours_work("forward", "causal", 8192, TILE)
+    assert (work.border == 2).all()
+    assert list(work.full) == list(range(126, -1, -2))  # the longest first
+    own = full.ours_work("dkv", "causal", 8192, Tile(64, 128, 8, 3))
+    assert sorted(own.full) == list(range(0, 127, 2))
+    theirs = full.flex_work("forward", "causal", 8192, TILE)
+    assert list(theirs.full) == list(range(0, 127, 2))  # in the order of rows
+    assert (theirs.border == 2).all()
+
+
+def test_tiles_of_a_window_and_of_documents():
+    window = full.ours_work("forward", "window 128", 4096, Tile(64, 64, 4, 3))
+    assert (window.full[:-2] == 1).all()
+    assert (window.border[:-2] == 2).all()
+    documents = full.ours_work("forward", "documents", 4096, Tile(64, 64, 4, 3))
+    assert documents.full.sum() == 8 * sum(range(8))
+    assert documents.border.sum() == 64
+
+
+def test_groups_of_heads():
+    work = full.ours_work("dkv", "causal", 1024, Tile(64, 128, 8, 3))
+    one, all_ = work.grouped(4, walked=True), work.grouped(4, walked=False)
+    assert (one.full == 4 * work.full).all()
+    assert len(all_.full) == 4 * len(work.full)
+
+
+def test_waves():
+    assert full.makespan([2.0] * 132, 132) == (2, 0)
+    assert full.makespan([2.0] * 133, 132) == (4, 1 - 133 / 264)
+    assert full.makespan([1.0, 1.0, 4.0], 2)[0] == 5  # the longest last
+    assert full.makespan([4.0, 1.0, 1.0], 2)[0] == 4  # and first
+
+
+def test_power():
+    shares = np.linspace(0, 1, 11)
+    clocks = [H100.clock_under(x) for x in shares]
+    assert clocks[0] == H100.clock
+    assert clocks == sorted(clocks, reverse=True)
+    assert 0.7 < clocks[-1] / H100.clock < 0.8
+
+
+CODE = """
+stall=2 MOV R1, R2
+@!P0 BRA `(.L_x_1)
+write=0 LDG.E.128 R4, [R2]
+.L_x_0:
+WARPGROUP.ARRIVE
+HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0
+WARPGROUP.DEPBAR.LE gsb0, 0x0
+FSEL R1, R1, R2, P1
+@P0 BRA `(.L_x_0)
+.L_x_1:
+@!P2 BRA `(.L_x_3)
+.L_x_2:
+WARPGROUP.ARRIVE
+HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0
+WARPGROUP.DEPBAR.LE gsb0, 0x0
+@P0 BRA `(.L_x_2)
+.L_x_3:
+wait=1 STG.E.128 [R2], R4
+EXIT
+"""
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("FRISKET_GPU_MODEL_CACHE", str(tmp_path))
+    text = listing(CODE)
+    made = full.Compiled("kernel", "sm_90", "", 4, 128, 0, 65536, 0.0, text)
+    border, rest = full.loop_numbers(made, made.sass.products)
+    assert (border, rest) == (0, 1)
+    return full.Kernel(made, border, rest, 64 * 64, 256)
+
+
+def test_the_way_through_a_kernel(kernel):
+    (code,) = parse(kernel.compiled.text)
+    first, second = code.products
+    assert full.path(code, 0, [first.start]) == [0, 1, 2, 3]
+    assert full.path(code, first.stop, [second.start])[-1] == second.start
+    with pytest.raises(ValueError, match="no way"):
+        full.path(code, second.stop, [first.start])
+
+
+def test_more_tiles_and_slower_parts_take_longer(kernel):
+    def seconds(border, rest, gpu=H100, blocks=132):
+        work = full.Work(np.full(blocks, border), np.full(blocks, rest))
+        return full.kernel_time([(kernel, work)], 1, gpu, 0).seconds
+
+    assert seconds(2, 10) < seconds(2, 20) < seconds(12, 20) < seconds(12, 20, blocks=3 * 132 + 1)
+    assert seconds(2, 10) < seconds(2, 10, replace(H100, matrix_latency=64))
+    assert seconds(2, 10) < seconds(2, 10, replace(H100, launch=5000))
+    assert seconds(2, 10, replace(H100, clock=2e9)) < seconds(2, 10)
+    masked, plain = (seconds(*x) - seconds(0, 0) for x in ((40, 0), (0, 40)))
+    assert masked > plain  # a border tile has the mask's instructions, too
+
+
+def test_memory_bounds_a_kernel(kernel):
+    work = full.Work(np.ones(132, int), np.ones(132, int))
+    slow = full.kernel_time([(kernel, work)], 1, H100, 1e10)
+    assert slow.seconds == pytest.approx(1e10 / H100.hbm + full.SECONDS_A_LAUNCH)

@@ -1,0 +1,97 @@
+"""The search for tiles: candidates fit, what spills is out, and the worse of two Tritons decides."""
+
+import json
+import re
+
+import gpu_model
+import pytest
+from gpu_sim import search
+from gpu_sim.ours import Tile
+from gpu_sim.search import Cell
+
+from frisket.runtime.backends.triton import tiles
+
+
+@pytest.mark.parametrize("arch", search.ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("dim", search.DIMS)
+def test_candidates_fit(arch, kernel, dim):
+    found = search.candidates(Cell(arch, kernel, "long", dim))
+    assert found
+    assert len(set(found)) == len(found) < 14
+    for t in [x for one in found for x in search.staged(Cell(arch, kernel, "long", dim), one)]:
+        assert search.fits(Cell(arch, kernel, "long", dim), t)
+    for t in found:
+        own, walked = (t.block_k, t.block_q) if kernel == "dkv" else (t.block_q, t.block_k)
+        assert walked <= own
+        assert tiles.shared(kernel, dim, own, walked, t.stages) <= tiles.SHARED[arch]
+
+
+def test_the_published_best_tiles_are_candidates():
+    """tokamax's search on an H100, for a kernel of the same shape: 128 x 128 in 8 warps at head size 128, 128 x 64 in
+    4 at 64, 3 stages each."""
+    assert Tile(128, 128, 8, 3) in search.candidates(Cell("sm_90", "forward", "long", 128))
+    assert Tile(128, 64, 4, 3) in search.candidates(Cell("sm_90", "forward", "long", 64))
+
+
+def test_a_score_mod_keeps_the_warps_and_the_own_side():
+    cell = Cell("sm_90", "dkv", "curved", 128)
+    assert {(t.block_k, t.warps) for t in search.candidates(cell, Tile(64, 128, 8, 3))} == {(128, 8)}
+
+
+A, B, C = Tile(128, 64, 8, 3), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2)
+
+
+def test_the_worse_of_two_decides_and_spills_are_out():
+    here = {A: {"seconds": 1.0}, B: {"seconds": 2.0}, C: {"stack": 8}}
+    assert search.best(here, None) == [A, B]
+    assert search.best(here, {A: {"seconds": 3.0}, B: {"seconds": 2.5}, C: {"seconds": 0.1}}) == [B, A]
+    assert search.best(here, {A: {"stack": 16}, B: {"seconds": 2.0}}) == [B]
+    assert search.best(here, {}) == []
+
+
+def test_without_a_model_larger_own_sides_go_first():
+    cell = Cell("gfx942", "forward", "long", 64)
+    assert search.ranked(cell, Tile(128, 32, 8, 1)) < search.ranked(cell, Tile(64, 64, 8, 1))
+    assert search.ranked(cell, Tile(128, 64, 8, 1)) < search.ranked(cell, Tile(128, 32, 8, 1))
+    assert not cell.modelled
+    assert Cell("sm_80", "dq", "long", 64).modelled
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    path = tmp_path / "tiles.json"
+    path.write_text(search.TABLE.read_text())
+    monkeypatch.setattr(search, "TABLE", path)
+    return path
+
+
+def test_a_table_is_written_as_it_was_read(table):
+    text = table.read_text()
+    search.write(search.table())
+    assert table.read_text() == text
+
+
+def test_a_search_writes_what_is_best(table, monkeypatch, capsys):
+    times = {A: 2.0, B: 1.0}
+    monkeypatch.setattr(search, "candidates", lambda cell, long: [A, B, C])
+    monkeypatch.setattr(search, "show", lambda: None)
+    monkeypatch.setattr(search, "evaluate", lambda cell, t: {"seconds": times[t]} if t in times else {"stack": 8})
+    command = "tiles --arch sm_90 --kernels dq --classes long --dims 128 --jobs 1"
+    gpu_model.main(command.split())
+    assert json.loads(table.read_text()) == tiles.TABLE  # nothing is written unless it is asked for
+    gpu_model.main([*command.split(), "--write"])
+    assert json.loads(table.read_text())["sm_90"]["dq"]["long"]["128"] == [64, 64, 4, 3]
+    assert re.search(
+        r"sm_90 dq long D128: 64 x 64 w4 s3 1e\+06, 128 x 64 w8 s3 2e\+06; until now", capsys.readouterr().out
+    )
+
+
+def test_nothing_is_written_where_everything_spills(table, monkeypatch, capsys):
+    monkeypatch.setattr(search, "candidates", lambda cell, long: [A])
+    monkeypatch.setattr(search, "show", lambda: None)
+    monkeypatch.setattr(search, "evaluate", lambda cell, t: {"stack": 8})
+    before = table.read_text()
+    gpu_model.main("tiles --arch sm_90 --kernels dq --classes long --dims 128 --jobs 1 --write".split())
+    assert "nothing compiles without a spill" in capsys.readouterr().out
+    assert table.read_text() == before

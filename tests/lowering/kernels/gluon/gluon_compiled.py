@@ -1,0 +1,122 @@
+"""Run by test_gluon_compiled.py without TRITON_INTERPRET: what the Gluon kernels take of Hopper, beside
+tests/golden/gluon/report_<version of Triton>.txt. `--update-golden` writes the lines of the tests that run."""
+
+import re
+import subprocess
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import triton
+
+import frisket as fk
+from frisket.dsl.errors import BackendError
+from frisket.dsl.ir import var
+from frisket.dsl.sugar import k, q
+from frisket.lowering.kernels.gluon.forward import emit
+from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
+from frisket.runtime.backends.gluon.report import compile_reports, compiled_for
+from frisket.runtime.backends.gluon.tiles import stages
+from frisket.runtime.backends.triton.source import load
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "gluon" / f"report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
+LENGTH, HEADS = 8192, 8
+MASKS = {
+    "full": (None, None), "causal": ("causal", None), "window": ("causal & window(128)", None),
+    "documents": ("causal & same(doc)", None), "softcap": ("causal", "softcap(50)"),
+    "alibi": ("causal", "alibi"), "bias": ("causal", "score + bias[h, q - k]"),
+}  # fmt: skip
+TABLES = {"documents": {"doc": np.arange(LENGTH) // 700}, "bias": {"bias": np.zeros((HEADS, LENGTH), np.float32)}}
+ALL = list(product((64, 128, 256), (*MASKS, "dropout")))
+FEW = [(128, "causal"), (64, "documents"), (256, "alibi")]
+
+
+def made(dim, name):
+    """(text, plan, target) of a kernel, as training calls it."""
+    if name == "dropout":
+        plan = make_plan(q >= k, None, bounds=Bounds(var("k0"), var("k0"), var("q0"), var("q1")), dropout=True)
+        keys = 64 if dim <= 128 else 32
+        chosen = Target("gluon", 128, keys, 4, stages(Geometry(1, 1, 1, 1, 1, dim, dim, 1), 128, keys))
+        return emit(plan, chosen, Dims(dim, dim, "bfloat16")), plan, chosen
+    mask, mod = MASKS[name]
+    shown = fk.compile(mask, mod, **TABLES.get(name, {})).stages(
+        backend="gluon", arch="sm_90", q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, head_dim=dim,
+        dtype="bfloat16",
+    )  # fmt: skip
+    return shown.source, shown.plan, shown.target
+
+
+def known():
+    text = GOLDEN.read_text() if GOLDEN.exists() else ""
+    return {line[:17]: line for line in text.splitlines()}
+
+
+def check(dim, name, update):
+    (found,) = compile_reports(*made(dim, name), Dims(dim, dim, "bfloat16"))
+    place = f"D {dim:<3} {name:<9}  "
+    line = (
+        f"{place}{found.block_q:>3} x {found.block_k:<3} {found.warps} warps {found.stages} stages "
+        f"{found.registers:>3} registers {found.spills:>3} spilled {found.shared:>6} shared {found.mma:>3} mma"
+    )
+    assert found.fits, line
+    assert found.spills == 0, line
+    assert found.mma > 0, line
+    if update:
+        lines = known() | {place: line}
+        order = [f"D {d:<3} {n:<9}  " for d, n in ALL]
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text("".join(lines[p] + "\n" for p in order if p in lines))
+    else:
+        assert line == known().get(place, line), "if it should change, run pytest -m '' -n 0 --update-golden here"
+
+
+@pytest.mark.parametrize(("dim", "name"), FEW)
+def test_some(dim, name, request):
+    check(dim, name, request.config.getoption("--update-golden"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "name"), [x for x in ALL if x not in FEW])
+def test_rest(dim, name, request):
+    check(dim, name, request.config.getoption("--update-golden"))
+
+
+def sass(cubin):
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([str(tool), "-sass", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", shown, re.M)
+
+
+def test_warps_of_a_group_meet_before_they_arrive():
+    """The interpreter of tests/support/gluon takes a warp group for one: here is why it may."""
+    source, plan, chosen = made(128, "causal")
+    lines = sass(compiled_for(load(source).attention_forward, plan, chosen, Dims(128, 128, "bfloat16")).asm["cubin"])
+    assert sum("UTMALDG.4D" in x for x in lines) >= 4  # both halves of the queries, keys, values
+    assert any("USETMAXREG.DEALLOC" in x for x in lines)
+    waited = False  # for products, by this warp alone
+    for x in lines:
+        waited |= "WARPGROUP.DEPBAR" in x
+        if "BAR.SYNC" in x:
+            waited = False
+        assert not (waited and "SYNCS.ARRIVE" in x), "an arrival by a warp that waited for its own products alone"
+
+
+def test_products_run_beside_the_softmax():
+    """Of the loop over full tiles: both products begin before either is waited for."""
+    source, plan, chosen = made(128, "causal")
+    lines = sass(compiled_for(load(source).attention_forward, plan, chosen, Dims(128, 128, "bfloat16")).asm["cubin"])
+    marks = [m[0] for x in lines if (m := re.search(r"HGMMA|DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", x))]
+    shown = re.sub(r"(HGMMA |MUFU.EX2 )\1+", r"\1", " ".join(marks) + " ")
+    assert shown.count("HGMMA DEPBAR.LE gsb0, 0x1 MUFU.EX2 DEPBAR.LE gsb0, 0x0") >= 4  # two loops of two warp groups
+
+
+def test_other_machines_are_refused():
+    source, plan, chosen = made(64, "causal")
+    with pytest.raises(BackendError, match="written for sm_90, not sm_80"):
+        next(compile_reports(source, plan, chosen, Dims(64, 64, "bfloat16"), "sm_80"))

@@ -1,0 +1,75 @@
+"""The text of the Gluon kernels: golden files, operators, refusals. Nothing here imports triton."""
+
+import ast
+
+import pytest
+from support.attention_cases import CASES, plan
+
+from frisket.dsl import ir
+from frisket.dsl.errors import LoweringError
+from frisket.dsl.ir import param, var
+from frisket.dsl.sugar import b, eq, function, h, k, q, score
+from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels.gluon.forward import emit
+from frisket.lowering.kernels.triton.writer import Dims
+from frisket.lowering.plan import Bounds, Pages, Target, make_plan
+
+TARGET = Target("gluon", 128, 128, 4, 3)
+causal = q >= k
+documents = eq(ir.lookup("doc", (b, q)), ir.lookup("doc", (b, k)))
+closed = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1"))
+GOLDEN = {
+    "gluon/window.py": (
+        make_plan(causal & (q - k < param("w")), None, "causal & window(w)", bounds=closed, rows_nonempty=True),
+        Dims(128, 128, "bfloat16", 8), {},
+    ),
+    "gluon/everything.py": (
+        make_plan(
+            causal & documents, 50 * function("tanh", score / 50) + ir.lookup("slope", (h,), FLOAT) * (k - q),
+            "causal & same(doc)\nsoftcap(50) + slope[h] * (k - q)", dropout=True,
+        ),
+        Dims(80, 64, "float16"), {"sinks": True, "top": True, "low": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_text(name, golden):
+    made, dims, more = GOLDEN[name]
+    text = emit(made, TARGET, dims, **more)
+    golden(name, text)
+    assert text == emit(made, TARGET, dims, **more)
+    ast.parse(text)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case_has_a_text(name):
+    text = emit(plan(CASES[name]), TARGET, Dims(32, 32, "bfloat16", 2), low=True)
+    ast.parse(text)
+    assert "tl." not in text.replace("gl.", "").replace("tl.PropagateNan", "")
+    assert ("from triton import language as tl" in text) == ("tl.PropagateNan" in text)
+    assert max(map(len, text.splitlines())) <= 180
+
+
+def test_names_of_the_kernel_are_not_the_users():
+    mask = eq(ir.lookup("keys", (q,)), ir.lookup("turns", (k,))) & (q < param("slot") + ir.lookup("half", (h,)))
+    text = emit(make_plan(mask, None), TARGET, Dims(64, 64, "bfloat16"))
+    assert "gl.load(keys_ + " in text
+    assert "gl.load(turns_ + " in text
+    assert "gl.load(half_ + " in text
+
+
+def refused(words, made=None, dims=None, target=TARGET):
+    with pytest.raises(LoweringError, match=words):
+        emit(make_plan(causal, None) if made is None else made, target, dims or Dims(64, 64, "bfloat16"))
+
+
+def test_what_the_kernel_does_not_do_is_refused():
+    refused("^the Gluon kernel takes float16 and bfloat16: .*\n  take backend='triton'$", dims=Dims(64, 64, "float32"))
+    refused("takes keys and values in the dtype of the queries", dims=Dims(64, 64, "bfloat16", 1, "int8"))
+    refused("takes keys and values in the dtype", make_plan(causal, None, weight=ir.lookup("w", (k,), FLOAT)))
+    refused("takes keys and values in arrays, not in pages", make_plan(causal, None, pages=Pages("pages", 16)))
+    refused("takes keys that are all written", make_plan(causal, None, unwritten=True))
+    refused("takes head dims up to 256, whose sums fit", dims=Dims(320, 64, "bfloat16"))
+    refused("takes head dims that are multiples of 8", dims=Dims(64, 20, "bfloat16"))
+    refused("has tiles of 128 queries and 32, 64 or 128 keys, not 64 x 64", target=Target("gluon", 64, 64))

@@ -1,0 +1,111 @@
+"""The Gluon forward against dense attention, in the interpreter of tests/support/gluon: every mask and score mod, in
+any order of warps and copies that the scheduler draws."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support import attention_cases as cases
+from support.attention_cases import CASES, Case, causal
+from support.gluon.gluon_call import check, install, run, tensors, with_everything
+
+from frisket.dsl import ir
+from frisket.dsl.ir import lit, var
+from frisket.dsl.sugar import eq, h, k, q
+from frisket.lowering import dense
+from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.runtime.backends.gluon import forward as gluon_launch
+
+BLOCK = (128, 64)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    install(monkeypatch)
+
+
+def half(case, **changes):
+    return case.but(**{"dtype": "bfloat16", "block": BLOCK} | changes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_case(name):
+    case = half(CASES[name])
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize(
+    "name", ["gqa", "empty-rows", "nothing", "softcap", "visible-minus-inf", "documents-by-batch", "crop"]
+)
+def test_every_case_with_everything(name):
+    with_everything(half(CASES[name]))
+
+
+@pytest.mark.parametrize(
+    ("dim", "v_dim", "keys"), [(16, 16, 64), (24, 40, 32), (64, 64, 128), (96, 96, 64), (128, 64, 128), (256, 256, 32)]
+)
+def test_head_dims(dim, v_dim, keys):
+    case = Case(causal & (q - k < 150), q_len=200, kv_len=200, heads=1, kv_heads=1, dim=dim, v_dim=v_dim)
+    case = half(case, dtype="float16", block=(128, keys))
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "bhds"])
+def test_strides(layout):
+    case = half(Case(causal, dim=48, v_dim=80, heads=4, kv_heads=2, batch=2, q_len=140, kv_len=140))
+    check(case, *run(case, layout=layout))
+
+
+q0, q1, k0, k1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
+w = ir.param("w")
+CLOSED = {
+    "causal": (causal, Bounds(k0, k0, q0, q1)),
+    "anticausal": (k >= q, Bounds(q0, q1, k1, k1)),
+    "window": (causal & (q - k < w), Bounds(q0 - w + 1, q1 - w + 1, q0, q1)),
+    "by-head": (causal & (q - k < w + 20 * h), Bounds(q0 - w - 20 * h + 1, q1 - w - 20 * h + 1, q0, q1)),
+    "chunked": (causal & eq(q // 48, k // 48), Bounds(q0 // 48 * 48, q1 // 48 * 48, q0, q1)),
+    "nothing": (ir.FALSE, Bounds(lit(1), lit(1), lit(0), lit(0))),
+    "far away": (k > q + 10**6, Bounds(q0 + 10**6 + 1, q1 + 10**6 + 1, k1, k1)),
+}
+
+
+@pytest.mark.parametrize("origin", [(0, 0, 0, 0), (1, 1, 70, 20)])
+@pytest.mark.parametrize("name", CLOSED)
+def test_closed_forms(name, origin):
+    mask, bounds = CLOSED[name]
+    sizes = tuple(o + n for o, n in zip(origin, (1, 2, 300, 330), strict=True))
+    case = half(Case(mask, q_len=300, kv_len=330, slots={"w": 50}, origin=origin, sizes=sizes))
+    made = make_plan(case.mask, None, bounds=bounds, limits=dict.fromkeys((*ir.COORDINATES, "w"), 2.0**14))
+    assert made.bounds is not None
+    check(case, *run(case, made))
+
+
+LONG = half(Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 2, 700, 700), origin=(0, 0, 500, 0)))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule_and_number_of_stages(monkeypatch, seed, stages):
+    install(monkeypatch, seed=seed)
+    found = run(LONG, stages=stages)
+    check(LONG, *found)
+    install(monkeypatch)
+    assert all((a == b).all() for a, b in zip(found[:2], run(LONG)[:2], strict=True))  # bit for bit
+
+
+def test_names_of_triton_3_6(monkeypatch):
+    install(monkeypatch, late=False)
+    case = half(CASES["window"])
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_turn_the_order_of_scores(scale):
+    case = half(CASES["causal"])
+    g = replace(cases.geometry(case), scale=scale)
+    arrays = tensors(case)
+    out, *_ = gluon_launch.forward(
+        cases.plan(case), cases.Source(case), g, *arrays, {}, {}, Target("gluon", *BLOCK, 4, 2)
+    )  # fmt: skip
+    want, _ = dense.attention(*(x.double().numpy() for x in arrays), case.mask, None, scale=scale, params={}, tables={})
+    assert np.abs(out.double().numpy() - want).max() < cases.allowed(case)

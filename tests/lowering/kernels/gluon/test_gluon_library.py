@@ -1,0 +1,44 @@
+"""Calls with backend="gluon", in the interpreter of tests/support/gluon, against the float64 oracle: every mask and
+every score mod of the library through the whole of frisket, with the target that a call takes by itself."""
+
+from dataclasses import replace
+
+import cases
+import pytest
+import torch
+from support.gluon.gluon_call import install
+from support.matrix import some
+
+import frisket as fk
+from frisket.runtime.backends.base import RECORDS, register
+
+LENGTH = 150
+MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """The backend runs here."""
+    install(monkeypatch)
+    was = RECORDS["gluon"]
+    register(replace(was, reason=lambda framework=None: ""))
+    yield
+    register(was)
+
+
+def arrays(case, dtype, kv_heads):
+    draw = torch.Generator().manual_seed(5)
+    shapes = ((case.heads, case.q_len), (kv_heads, case.kv_len), (kv_heads, case.kv_len))
+    return [torch.randn(case.batch, n, length, 64, generator=draw).to(dtype) for n, length in shapes]
+
+
+@pytest.mark.parametrize("name", some(MASKS, "causal", "window(w)", "same(t)"))
+def test_every_mask(name):
+    case = MASKS[name]
+    fk.compile(case.mask, backend="gluon").check(*arrays(case, torch.bfloat16, 1), gradients=False).require()
+
+
+@pytest.mark.parametrize("name", some(MODS, "alibi", "softcap(c)", "relative_bias(table)"))
+def test_every_score_mod(name):
+    case = MODS[name]
+    fk.compile("causal", case.score, backend="gluon").check(*arrays(case, torch.float16, 2), gradients=False).require()

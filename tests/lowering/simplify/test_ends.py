@@ -1,0 +1,64 @@
+"""The interval of keys that a query sees, beside the mask asked of every pair."""
+
+import numpy as np
+import pytest
+
+from frisket.dsl.evaluate import evaluate
+from frisket.dsl.ir import TRUE, lookup, param
+from frisket.dsl.sugar import eq, h, k, q
+from frisket.lowering.plan import make_plan
+from frisket.lowering.simplify import simplify
+from frisket.lowering.simplify.ends import ends_of
+
+N = 40
+TABLES = {"end": np.random.default_rng(3).integers(-2, N + 2, N), "start": np.array([5])}
+MASKS = {
+    "causal": q >= k,
+    "window": (q >= k) & (q - k < 7),
+    "strict": (q > k) & (q - k <= param("w")),
+    "both sides": (q - k <= 3) & (k - q <= 5),
+    "chunks": (q >= k) & eq(q // 8, k // 8),
+    "steps": 3 * k <= 2 * q + 1,
+    "behind a constant": (k >= 4) & (k < param("n")) & (q >= 9),
+    "a query alone": (q % 3 > 0) & (k <= q),
+    "a head alone": (h > 0) & (k <= q),
+    "ends from a table": (k < lookup("end", (q,))) & (k >= q - 6),
+    "one key": eq(q, k),
+    "dilated": (q >= k) & (q - k < 12) & eq((q - k) % 4, 0),
+}
+
+
+def seen(e, at):
+    return np.broadcast_to(evaluate(e, at | {"w": 5, "n": 30}, TABLES), (N, N))
+
+
+@pytest.mark.parametrize("axis", "kq")
+@pytest.mark.parametrize("name", MASKS)
+def test_ends_are_the_mask(name, axis):
+    mask = simplify(MASKS[name])
+    found = ends_of(mask, axis)
+    assert found is not None
+    left = {("dilated", "k"), ("dilated", "q"), ("ends from a table", "q"), ("a query alone", "q")}
+    assert (found.rest is TRUE) == ((name, axis) not in left)
+    for head in (0, 1):
+        at = {"q": np.arange(N)[:, None], "k": np.arange(N)[None, :], "h": head}
+        other = at[axis]
+        made = seen(found.rest, at) & seen(found.asks, at)
+        if found.first is not None:
+            made = made & (other >= seen(found.first, at))
+        if found.last is not None:
+            made = made & (other <= seen(found.last, at))
+        assert (made == seen(mask, at)).all()
+
+
+def test_masks_without_bounds_have_no_ends():
+    assert ends_of(simplify(eq((q - k) % 4, 0))) is None
+    assert ends_of(eq(lookup("doc", (q,)), lookup("doc", (k,)))) is None
+
+
+def test_ends_that_leave_the_integers_of_the_mask_are_none():
+    """`k <= q + s0` may pass 2**31 where `q - k >= -s0` does not."""
+    made = make_plan(k - q <= param("w"), None, limits={"w": 2**31 - 1})
+    assert not made.int64
+    assert made.by_query is None
+    assert make_plan(k - q <= param("w"), None, limits={"w": 2**20}).by_query is not None

@@ -1,0 +1,78 @@
+"""Calls of the Gluon forward in the interpreter of this folder, and their oracle."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from support import attention_cases as cases
+from support.gluon import language
+
+from frisket.dsl.ir import COORDINATES, SIZES
+from frisket.lowering import dense
+from frisket.lowering.plan import RATE, SEED, Target, make_plan, survives
+from frisket.runtime.backends.gluon import forward as gluon_launch
+from frisket.runtime.backends.triton import arguments
+
+DROPPED = {SEED: 11, RATE: 0.3}
+MADE = gluon_launch._made.__wrapped__
+
+
+def install(monkeypatch, change=str, seed=0, late=True):
+    """Texts are executed by the interpreter from here on, `change`d before; their schedules are drawn from `seed`."""
+    monkeypatch.setattr(language, "SEED", seed)
+    monkeypatch.setattr(language, "LATE", late)
+    monkeypatch.setattr(gluon_launch, "_made", MADE)
+    monkeypatch.setattr(arguments, "_loaded", lambda text: SimpleNamespace(**language.kernels(change(text))))
+
+
+def tensors(case, layout="bhsd"):
+    """q, k and v with NaN behind every axis: copies that go too far are seen."""
+    made = []
+    for x in cases.arrays(case):
+        source = torch.as_tensor(np.array(x.astype("float32"))).to(getattr(torch, case.dtype))
+        axes = ["bshd".index(c) for c in layout]
+        source = source.permute(axes)
+        whole = torch.full([n + 8 for n in source.shape], float("nan"), dtype=source.dtype)
+        inner = whole[tuple(slice(0, n) for n in source.shape)]
+        inner.copy_(source)
+        made.append(inner.permute([layout.index(c) for c in "bhsd"]))
+    return made
+
+
+def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=False, stages=2):
+    made = made or cases.plan(case)
+    tables = {n: torch.as_tensor(np.array(a)) for n, a in made.table_values(case.tables).items()}
+    return gluon_launch.forward(
+        made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout),
+        made.slot_values({**case.slots, **DROPPED}), tables, Target("gluon", *case.block, 4, stages),
+        sinks=None if sinks is None else torch.as_tensor(sinks), top=top, norm=norm,
+    )  # fmt: skip
+
+
+def check(case, out, lse, *_):
+    want, want_lse = cases.oracle(case)
+    error = np.abs(out.double().numpy().transpose(0, 2, 1, 3) - want)
+    assert error.max() <= cases.allowed(case)  # and so no NaN
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-6, atol=3e-6)  # products are exact, sums are float32
+    assert out.dtype == getattr(torch, case.dtype)
+
+
+def with_everything(case):
+    """Sinks (one of them without weight), the largest scores and dropout, against the oracle in float64."""
+    sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
+    sinks[-1] = -np.inf
+    limits = dict.fromkeys((*COORDINATES, *SIZES, *case.slots, *case.tables), 2.0**14)
+    made = make_plan(case.mask, case.score, limits=limits, dropout=True)
+    out, lse, top, low = run(case, made, sinks=sinks, top=True, norm=True)
+    q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
+    options = {
+        "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,
+        "sizes": case.sizes, "sinks": sinks,
+    }  # fmt: skip
+    want, want_lse = dense.attention(q, k, v, case.mask, case.score, kept=survives(), rate=DROPPED[RATE], **options)
+    assert np.abs(out.double().numpy() - want).max() <= 2 * cases.allowed(case)  # weights are 1 / 0.7 of these
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=2e-6, atol=3e-6)
+    want_top = dense.top(q, k, case.mask, case.score, **options)
+    np.testing.assert_allclose(top.numpy(), want_top, rtol=2e-6, atol=3e-6)
+    exact = np.where(np.isfinite(want_lse), want_lse, 0.0)
+    assert np.abs(np.where(np.isfinite(lse.numpy()), lse.double().numpy(), 0.0) + low.numpy() - exact).max() < 3e-6

@@ -1,0 +1,288 @@
+"""An interpreter of the subset of Gluon that our kernels are written in: the text of a module is executed with these
+functions in the place of Triton's, a program at a time, each on a `Machine`.
+
+`kernels(source)` gives the functions of a text, `kernel[grid](*arguments)` runs one; `SEED` is what schedules are drawn
+from. Names are those of Triton 3.6 or of later versions, as `LATE` says.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .machine import Barrier, FaultError, Machine, Shared, View, matrix
+from .numbers import F32, I32, KINDS, Kind, Pointer, Tensor, common, pair, tensor
+
+SEED, LATE = 0, True
+
+
+class Block:
+    """The block of a tensor descriptor."""
+
+    def __init__(self, shape: list[int], kind: Kind) -> None:
+        self.shape, self.nbytes = list(shape), math.prod(shape) * kind.bits // 8
+
+
+class Descriptor:
+    """A tensor that TMA copies blocks of: what is outside reads as zero, and is not written."""
+
+    def __init__(self, host: Any) -> None:
+        self.base, self.dtype = host.base, KINDS[str(host.base.dtype).removeprefix("torch.")]
+        self.block_type, self.layout = Block(host.block_shape, self.dtype), host.layout
+        steps = [step for step, size in zip(host.strides, host.shape, strict=True) if size > 1]
+        if list(host.shape) != list(host.base.shape) or steps != [
+            step for step, size in zip(host.base.stride(), host.shape, strict=True) if size > 1
+        ]:
+            raise FaultError("a descriptor of another shape than its tensor")
+
+    def _part(self, at) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        outer, inner = [], []
+        for start, width, size in zip(map(int, at), self.block_type.shape, self.base.shape, strict=True):
+            lo, hi = min(max(start, 0), size), max(min(start + width, size), 0)
+            outer.append(slice(lo, max(hi, lo)))
+            inner.append(slice(lo - start, max(hi, lo) - start))
+        return tuple(outer), tuple(inner)
+
+    def load(self, at) -> np.ndarray:
+        found = np.zeros(self.block_type.shape, np.float32)
+        outer, inner = self._part(at)
+        found[inner] = self.base.detach()[outer].float().numpy()
+        return found
+
+    def store(self, at, values: np.ndarray) -> None:
+        outer, inner = self._part(at)
+        self.base[outer] = torch.as_tensor(np.ascontiguousarray(values[inner])).to(self.base.dtype)
+
+
+class InterpretedFunction:
+    """A function under `gluon.jit`: a kernel where it is launched, otherwise a function."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.arg_names = function, list(inspect.signature(function).parameters)
+        self.__name__ = function.__name__
+        self.runs = 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+    def __getitem__(self, grid):
+        def launch(*arguments: Any, num_warps: int = 4, **options: Any) -> None:
+            if num_warps != 4:
+                raise FaultError("the first partition is a warp group of 4 warps")
+            constants = {
+                n for n, p in inspect.signature(self.function).parameters.items() if "constexpr" in str(p.annotation)
+            }
+            given = [x if n in constants else argument(x) for n, x in zip(self.arg_names, arguments, strict=True)]
+            for z in range(grid[2]):
+                for y in range(grid[1]):
+                    for x in range(grid[0]):
+                        Machine.now = Machine(hash((SEED, x, y, z)))
+                        Machine.now.program = (x, y, z)
+                        Machine.now.grid = grid
+                        self.function(*given)
+                        self.runs += 1
+
+        return launch
+
+
+def argument(x: Any) -> Any:
+    """What a launcher makes of an argument."""
+    if isinstance(x, torch.Tensor):
+        return Pointer.to_tensor(x)
+    if hasattr(x, "block_shape"):
+        return Descriptor(x)
+    return tensor(x)
+
+
+# -- gluon.language -----------------------------------------------------------------------------------
+
+
+def allocate_shared_memory(kind: Kind, shape, layout) -> Shared:
+    return Shared(kind, shape)
+
+
+def warp_specialize(functions, warps, registers) -> None:
+    if len(functions) != len(warps) + 1 or len(warps) != len(registers):
+        raise FaultError("a partition without warps or registers")
+    for name, x in inspect.currentframe().f_back.f_locals.items():
+        if isinstance(x, Shared) and x.name == "?":
+            x.name = name
+            for i, item in enumerate(x.items):
+                if isinstance(item, Barrier):
+                    item.name = f"{name}[{i}]"
+    named = [f"{function.__name__}{i}" for i, (function, _) in enumerate(functions)]
+    work = [lambda f=function, a=arguments: f(*a) for function, arguments in functions]
+    Machine.now.run(list(zip(named, work, strict=True)))
+
+
+def extremum(work):
+    def found(a, b, propagate_nan=None):
+        x, y, kind = pair(a, b)
+        if propagate_nan and kind.floats:
+            return Tensor((np.minimum if work is np.fmin else np.maximum)(x, y), kind)
+        return Tensor(work(x, y), kind)
+
+    return found
+
+
+def elementwise(work):
+    def found(x):
+        x = tensor(x)
+        with np.errstate(all="ignore"):
+            return Tensor(work(x.data.astype(np.float32)), F32) if x.kind.floats else Tensor(work(x.data), x.kind)
+
+    return found
+
+
+def where(seen, a, b) -> Tensor:
+    seen = tensor(seen)
+    x, y = tensor(a, b if isinstance(b, Tensor) else None), tensor(b, a if isinstance(a, Tensor) else None)
+    kind = common(x, y)
+    return Tensor(np.where(seen.data, x.data.astype(kind.held), y.data.astype(kind.held)), kind)
+
+
+def cast(x, kind: Kind) -> Tensor:
+    return tensor(x).to(kind)
+
+
+def broadcast(a, b) -> tuple[Tensor, Tensor]:
+    x, y = tensor(a), tensor(b)
+    left, right = np.broadcast_arrays(x.data, y.data)
+    return Tensor(left, x.kind), Tensor(right, y.kind)
+
+
+def reduction(work):
+    def found(x: Tensor, axis: int) -> Tensor:
+        return Tensor(work(x.data, axis), x.kind)
+
+    return found
+
+
+def erf(x: np.ndarray) -> np.ndarray:
+    return torch.erf(torch.as_tensor(np.asarray(x))).numpy()
+
+
+def full(shape, value, kind: Kind, layout) -> Tensor:
+    return Tensor(np.full(shape, value), kind)
+
+
+def arange(start: int, end: int, layout) -> Tensor:
+    return Tensor(np.arange(start, end), I32)
+
+
+def plus(a, b, sanitize_overflow=True) -> Tensor:
+    return tensor(a, b) + b
+
+
+def times(a, b, sanitize_overflow=True) -> Tensor:
+    return tensor(a, b) * b
+
+
+def load(pointer: Pointer, mask=None, other=None) -> Tensor:
+    return pointer.load(mask, other)
+
+
+def store(pointer: Pointer, value, mask=None) -> None:
+    pointer.store(value, mask)
+
+
+def cdiv(a, b) -> Tensor:
+    return (tensor(a) + b - 1) // b
+
+
+gl = SimpleNamespace(
+    **{n: KINDS[n] for n in KINDS}, constexpr=lambda x: x,
+    allocate_shared_memory=allocate_shared_memory, warp_specialize=warp_specialize, load=load, store=store, cdiv=cdiv,
+    arange=arange, full=full, where=where, cast=cast, broadcast=broadcast, add=plus, mul=times,
+    maximum=extremum(np.fmax), minimum=extremum(np.fmin), max=reduction(np.fmax.reduce), min=reduction(np.fmin.reduce),
+    sum=reduction(lambda x, axis: x.sum(axis, dtype=x.dtype)), static_range=range,
+    convert_layout=lambda x, layout: x, program_id=lambda axis: Tensor(Machine.now.program[axis], I32),
+    num_programs=lambda axis: Tensor(Machine.now.grid[axis], I32),
+    NVMMADistributedLayout=lambda *a, **more: None, SliceLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
+    exp=elementwise(np.exp), exp2=elementwise(np.exp2), log=elementwise(np.log), log2=elementwise(np.log2),
+    sin=elementwise(np.sin), cos=elementwise(np.cos), sqrt_rn=elementwise(np.sqrt), erf=elementwise(erf),
+    rsqrt=elementwise(lambda x: 1 / np.sqrt(x)), floor=elementwise(np.floor), abs=elementwise(np.abs),
+    div_rn=lambda a, b: tensor(a, b) / b,
+)  # fmt: skip
+triton = SimpleNamespace(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)))
+tl = SimpleNamespace(PropagateNan=SimpleNamespace(ALL=True))
+gluon = SimpleNamespace(jit=lambda f=None, **more: InterpretedFunction(f) if f else InterpretedFunction)
+
+
+# -- nvidia.hopper ------------------------------------------------------------------------------------
+
+
+def init(place, count: int) -> None:
+    barriers, i = place
+    barriers.items[i] = Barrier(f"{barriers.name}[{i}]", count)
+
+
+def barrier_of(place) -> Barrier:
+    barriers, i = place
+    if barriers.items[i] is None:
+        raise FaultError(f"{barriers.name}[{i}] has no count yet")
+    return barriers.items[i]
+
+
+def async_load(descriptor: Descriptor, at, place, view: View) -> None:
+    values = matrix(descriptor.load(at), descriptor.dtype)
+    if list(view.shape) != descriptor.block_type.shape or view.slot.kind is not descriptor.dtype:
+        raise FaultError(f"a block of {descriptor.block_type.shape} does not fit into {view.slot.name}")
+    Machine.now.load(view.slot, barrier_of(place), values, descriptor.block_type.nbytes)
+
+
+def async_store(descriptor: Descriptor, at, view: View) -> None:
+    Machine.now.store(view.slot, lambda data: descriptor.store(at, data))
+
+
+def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
+    made = Machine.now.product(a, b, acc, use_acc)
+    return made if is_async else Machine.now.waited(0, [made])[0]
+
+
+def warpgroup_mma_wait(left: int, results):
+    found = Machine.now.waited(left, results)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def fence_async_shared() -> None:
+    Machine.now.running.fenced = True
+
+
+mbarrier = SimpleNamespace(
+    MBarrierLayout=lambda: None, init=init,
+    wait=lambda place, parity: Machine.now.wait(barrier_of(place), int(parity)),
+    arrive=lambda place, *, count=1: Machine.now.arrive(barrier_of(place), count),
+    expect=lambda place, size: Machine.now.expect(barrier_of(place), size),
+)  # fmt: skip
+hopper = SimpleNamespace(
+    warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait, fence_async_shared=fence_async_shared
+)
+
+
+def kernels(source: str) -> dict[str, Any]:
+    """The functions of a module's text."""
+    names = ("async_load", "async_store") if LATE else ("async_copy_global_to_shared", "async_copy_shared_to_global")
+    tma = SimpleNamespace(
+        **dict(zip(names, (async_load, async_store), strict=True)), store_wait=lambda left: Machine.now.stored(left)
+    )
+    language = SimpleNamespace(**vars(gl), **{"barrier" if LATE else "thread_barrier": lambda: Machine.now.switch()})
+    names = {
+        "triton": triton,
+        "gl": language,
+        "gluon": gluon,
+        "hopper": hopper,
+        "mbarrier": mbarrier,
+        "tma": tma,
+        "tl": tl,
+    }
+    text, count = re.subn(r"(?m)^(from|import) triton.*$", "", source)
+    assert count >= 4, "the text imports Gluon"
+    exec(compile(text, "<a Gluon module>", "exec"), names)
+    return {n: x for n, x in names.items() if isinstance(x, InterpretedFunction)}
