@@ -46,8 +46,8 @@ def contest(direction: int, row: str, scale: Scale) -> Measure:
 
 
 class Contestants:
-    """Those of one mask, length and head size. Each runs once before it is timed, and agrees with the others; why one
-    cannot is part of the result. The dense formula is the last to be built: it needs all of the memory."""
+    """The contestants of one mask, length and head size. Each runs once before it is timed, and agrees with the others;
+    why one cannot is part of the result. The dense formula is the last to be built: it needs all of the memory."""
 
     def __init__(self, name: str, length: int, dim: int, scale: Scale, direction: int) -> None:
         self.batch, self.heads = max(1, scale.tokens // length), scale.width // dim

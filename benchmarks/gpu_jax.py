@@ -139,7 +139,7 @@ def drawn(scale: Scale, batch: int, heads: int, length: int, dim: int) -> list[A
 
 
 def peers(mask: str, dry: bool) -> dict[str, Callable[..., Any]]:
-    """Those of JAX, by name."""
+    """JAX's own attention for a mask, and tokamax's where it is installed, by name."""
     import jax
 
     window = MASKS[mask][1]
@@ -156,8 +156,8 @@ def peers(mask: str, dry: bool) -> dict[str, Callable[..., Any]]:
 
 
 class Contestants:
-    """Those of one mask, length and head size. Each runs once before it is timed, and agrees with the first; why one
-    cannot is part of the result."""
+    """The contestants of one mask, length and head size. Each runs once before it is timed, and agrees with the first;
+    why one cannot is part of the result."""
 
     def __init__(self, mask: str, length: int, batch: int, dim: int, scale: Scale, direction: int) -> None:
         import jax

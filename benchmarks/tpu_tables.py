@@ -292,7 +292,7 @@ def our_total(mask: Compared, n: int, kernel: str, schedule: tpu_bundles.Schedul
 
 
 def splash_total(mask: Compared, n: int, kernel: str, schedule: tpu_bundles.Schedule) -> int:
-    """The same of splash attention: every row has as many steps as the longest, and every tile has the mask."""
+    """Bundles of a head of splash attention: every row has as many steps as the longest, every tile has the mask."""
     process = splash_info.process_mask_dkv if kernel == "dkv" else splash_info.process_mask
     info, _ = process(splash.MultiHeadMask([mask.splash(n)]), mask.block)
     rows = n // mask.block[kernel == "dkv"]

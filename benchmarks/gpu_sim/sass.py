@@ -68,7 +68,7 @@ class Instruction:
 
     @cached_property
     def kind(self) -> str:
-        """Its class; operations in no class are their own."""
+        """The class of the operation; one in no class is a class of its own."""
         return next((name for name, starts in COMPILED if starts.match(self.op)), self.op.split(".")[0])
 
 

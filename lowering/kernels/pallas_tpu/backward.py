@@ -465,7 +465,8 @@ class _TpuKeyGradients(_TpuKernel):
         self.finish += ["for i in range(GROUP):", f"    sum{i}_ref[0, 0, i : i + 1] = laid(sum{i}[i])"]
         self.needs(LAID)
         made, added = self.times(f"d{i}", gradient.weight, f"g{i}_")
-        return [*made, f"sum{i}[part] += {added}.sum(axis=1, keepdims=True)"]
+        head = self.program.holes["of_group"]
+        return [*made, f"sum{i}[{head}] += {added}.sum(axis=1, keepdims=True)"]
 
 
 def _indented(lines: list[str]) -> list[str]:

@@ -302,6 +302,7 @@ class TpuProgram:
             "together": "HEADS" if side_by_side else "1",
             "own": "part" if side_by_side else "...",
             "part": "part" if side_by_side else "0",
+            "of_group": part or "0",
             "shape": "shape[1:]" if side_by_side else "shape",
             "shared": "HEADS, " if side_by_side else "",
         }

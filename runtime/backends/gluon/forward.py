@@ -9,7 +9,7 @@ from frisket.grammar.memo import memo
 from frisket.lowering.kernels.gluon.forward import emit
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
-from frisket.runtime.backends.triton.arguments import Block, Bound, Launch, Made, bound, loaded_kernels
+from frisket.runtime.backends.triton.arguments import Block, Bound, Launch, Made, bound, describable, loaded_kernels
 from frisket.runtime.backends.triton.grids import forward_plan, of_forward
 
 from .report import blocks_of, layout
@@ -21,8 +21,7 @@ def text(
     plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
 ) -> tuple[str, Target]:
     """The forward's text and the target it runs with; gradients are Triton's kernels."""
-    values: list[Any] = [*plan.tables, *plan.slots]
-    live = tuple(s.name for s in plan.slots if s in values and s.source in learned)
+    live = tuple(s.name for s in plan.slots if s.source in learned)
     dims = Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
     return emit(forward_plan(plan, g), target, dims, sinks=sinks), target
 
@@ -58,9 +57,7 @@ def addressable(x: Tensor) -> Tensor:
     """A tensor whose rows begin at multiples of 16 bytes and are contiguous, and whose other axes step by multiples of
     16 bytes: itself, or a copy."""
     x = x.resolve_neg()
-    steps = [step for step, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-    fits = x.stride(-1) == 1 and all(step > 0 and step * x.element_size() % 16 == 0 for step in steps)
-    return x if fits and x.data_ptr() % 16 == 0 else x.reshape(-1).clone().reshape(x.shape)
+    return x if describable(x) and x.data_ptr() % 16 == 0 else x.reshape(-1).clone().reshape(x.shape)
 
 
 def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool) -> Launch:

@@ -20,9 +20,11 @@ SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 def compile_reports(
     source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
-) -> Iterator[KernelReport]:  # fmt: skip
-    """`compile_reports(emit(plan, target, dims), plan, target, dims)`: the forward kernel of a module. Registers are
-    those of a thread before warp groups give theirs to each other."""
+) -> Iterator[KernelReport]:
+    """What the forward kernel of a module takes of a GPU.
+
+    `compile_reports(emit(plan, target, dims), plan, target, dims)`. Registers are those of a thread before warp groups
+    give theirs to each other. Raises BackendError for an architecture other than sm_90."""
     check_compiles(arch)
     if arch not in ARCHITECTURES:
         raise BackendError(f"the Gluon kernels are written for {ARCHITECTURES[0]}, not {arch}; take backend='triton'")

@@ -164,7 +164,7 @@ def attention_decode(
         # Full tiles: every position is visible.
         for tile in range(full_lo + bounded(begin, full), full_lo + bounded(end, full)):
             page = tl.load(paged + tile * BLOCK_K // 64 * pages_stride1)
-            page = page.to(tl.int64)
+            page = clamp(page, pool).to(tl.int64)
             at = tl.cast(tile * BLOCK_K % 64, tl.int64)
             keys = tl.load(K + page * stride_kb + at * stride_ks + key_at).to(Q.dtype.element_ty)
             score = tl.dot(query, keys)

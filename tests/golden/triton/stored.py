@@ -165,7 +165,7 @@ def attention_forward(
         for tile in range(full_lo, full_hi):
             at = tile * BLOCK_K + columns
             page = tl.load(paged + at // 16 * pages_stride1)
-            page = page.to(tl.int64)
+            page = clamp(page, pool).to(tl.int64)
             at = at % 16
             keys = tl.load(K + (page * stride_kb + at * stride_ks)[None, :] + key_at).to(Q.dtype.element_ty)
             score = tl.dot(query, keys)

@@ -83,7 +83,7 @@ def added(totals, *pairs):
 
 
 def padded(x, block):
-    """Its length in eights, as swizzles have them; behind it, zeros are read."""
+    """The array with zeros behind its end: a length in eights, a width in 64s, as swizzles have them."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, -x.shape[3] % 64)))
 '''
 

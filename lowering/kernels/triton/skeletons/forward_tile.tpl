@@ -3,11 +3,10 @@ tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
 inside = tile * BLOCK_K + columns < kv_len  $if border
 at = tl.cast(tile * BLOCK_K, tl.int64)  $if not paged and not described
 at = tile * BLOCK_K + columns  $if numbered
-$# Pages of which no key is seen may be any number. A full tile has none of them.
+$# A page number is the user's: one that does not exist is read as one that does.
 page = tl.load(paged + clamp($key // $page_size, $pages_size) * $pages_stride)  $if paged and border
 page = tl.load(paged + $key // $page_size * $pages_stride)  $if paged and not border
-page = clamp(page, pool).to(tl.int64)  $if paged and border
-page = page.to(tl.int64)  $if paged and not border
+page = clamp(page, pool).to(tl.int64)  $if paged
 at = at % $page_size  $if numbered
 at = tl.cast(tile * BLOCK_K % $page_size, tl.int64)  $if paged and not numbered
 $for head:

@@ -13,6 +13,7 @@ from support.attention_cases import CASES, Case, Source, causal
 from support.jax import jax_gradients
 from support.jax.jax_gradients import LEARNED, compare, normal
 from support.matrix import some
+from support.unknown_names import unknown_names
 
 import frisket as fk
 from frisket.dsl import ir
@@ -56,6 +57,17 @@ ALONE = [pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in MASK
 @pytest.mark.parametrize("name", [*some([*MASKED, *LEARNED, *MORE], "nested"), *ALONE])
 def test_every_case(name):
     compare(*run(ALL[name]))
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_texts_know_every_name(group):
+    target = emitted.with_tiles(Target("pallas-tpu", 128, 128))
+    g = Geometry(1, 4 * group, 4, 256, 256, 16, 16, 0.25)
+    for name, case in {**LEARNED, **MORE}.items():
+        plan = cases.plan(case)
+        wanted = {"q", "k", "v", *(gradient.source for gradient in backward_of(plan).gradients)}
+        for source in (make(plan, target, g, "float32", wanted) for make in (emitted.dq, emitted.dkv)):
+            assert not unknown_names(source.text), name
 
 
 UNEQUAL = {"by-diagonal": (384, 128), "plane-by-head": (256, 128), "by-column": (128, 384)}
