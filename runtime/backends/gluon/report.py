@@ -21,7 +21,7 @@ SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 def compile_reports(
     source: str, plan: LoopPlan, target: Target, dims: Dims, arch: str = "sm_90"
 ) -> Iterator[KernelReport]:
-    """What the forward kernel of a module takes of a GPU.
+    """Compile the forward kernel of a module and say which resources of a GPU it takes.
 
     `compile_reports(emit(plan, target, dims), plan, target, dims)`. Registers are those of a thread before warp groups
     give theirs to each other. Raises BackendError for an architecture other than sm_90."""
