@@ -387,7 +387,8 @@ def page() -> str:
     heads = [x["machine"] for parts in every.values() for x in parts.values()]
     cpus = sorted({f"{m['cores']} cores of an {m['cpu']}" for m in heads})
     days = sorted(m["date"] for m in heads)
-    versions = ", ".join(f"{n} {' and '.join(sorted({m[n].split('+')[0] for m in heads}))}" for n in ("torch", "jax"))
+    found = {n: sorted({m[n].split("+")[0] for m in heads if n in m}) for n in ("torch", "jax")}
+    versions = ", ".join(f"{n} {' and '.join(x)}" for n, x in found.items())
     machine = f"{' and '.join(cpus)} without an accelerator, {days[0]} to {days[-1]}, with {versions}"
     lines = [INTRO.format(machine=machine)]
     measured = {file: parts for file, parts in every.items() if file != PREDICTED}
