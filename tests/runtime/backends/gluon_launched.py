@@ -1,0 +1,189 @@
+"""Run by test_gluon_launch.py without an interpreter: Gluon kernels compiled for Hopper and launched by Triton's own
+code, up to the functions of the CUDA driver."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+from support.triton import triton_driver
+from support.triton.triton_driver import SHARED, STREAM, Map, compiled, launched
+
+import frisket as fk
+from frisket.dsl.errors import BackendError
+from frisket.runtime.backends import triton as triton_backend
+from frisket.runtime.backends.base import RECORDS, register
+from frisket.runtime.backends.gluon.forward import addressable
+
+triton_driver.install()
+register(replace(RECORDS["gluon"], reason=lambda framework=None: ""))
+triton_backend._on_torch = lambda: ""
+ONE = {"s": 1, "h": 1, "hkv": 1}  # sizes that Triton would take for constants
+
+
+def arrays(s=512, h=4, hkv=2, d=64, v_dim=0, b=2, dtype=torch.bfloat16):
+    shapes = ((h, d), (hkv, d), (hkv, v_dim or d))
+    return [torch.zeros(b, heads, s, dim, dtype=dtype, requires_grad=True) for heads, dim in shapes]
+
+
+def launches(run, *given, **more):
+    """What the driver was given by a call."""
+    before = len(launched)
+    run(*given, **more)
+    return launched[before:]
+
+
+def causal(*arrays, **more):
+    with torch.no_grad():
+        return fk.compile("causal", backend="gluon")(*arrays, **more)
+
+
+def odd(x):
+    """The same, from an address that 16 does not divide."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def padded(x):
+    """The same, with strides that 16 does not divide."""
+    return torch.cat([x, x[..., :1]], 3)[..., :-1]
+
+
+# a look of an array, and whether the TMA reads it where it lies
+LOOKS = {
+    "contiguous": (lambda x: x, True),
+    "transposed": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), True),
+    "part": (lambda x: torch.cat([x, x], 3)[..., : x.shape[3]], True),
+    "odd": (odd, False),
+    "padded": (padded, False),
+    "dim first": (lambda x: x.mT.contiguous().mT, False),
+    "expanded": (lambda x: x[:, :1].expand(x.shape), False),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("turn", range(3))
+def test_descriptors_are_of_the_arrays(look, turn):
+    """Of the first call, which Triton's launcher binds, and of the second, whose arguments are laid out beforehand."""
+    make, stays = LOOKS[look]
+    given = [make(x.detach()) if i == turn else x.detach() for i, x in enumerate(arrays())]
+    for _ in range(2):
+        (one,) = launches(causal, *given)
+        assert (one.kernel, one.grid, one.stream) == ("attention_forward", (4, 4, 2), STREAM)
+        assert one.warps == 12  # two groups of four that compute, one warp that loads, and three that fill its group
+        for i, (x, made) in enumerate(zip(given, one.maps, strict=False)):
+            rows = 64 if i == 0 else 128  # half a tile of queries
+            assert made.shape == tuple(x.shape)
+            assert (made.swizzle, made.bytes, made.block, made.padding) == (3, 2, (1, 1, rows, 64), 0)
+            assert made.strides[-1] == 1
+            assert not any(n * x.itemsize % 16 for n in made.strides[:-1])
+            if stays or i != turn:
+                assert (made.place, made.strides) == (x.data_ptr(), x.stride())
+            else:
+                assert made.place != x.data_ptr()
+                assert made.place % 16 == 0
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_copies_have_the_numbers(look):
+    x = LOOKS[look][0](torch.randn(2, 3, 5, 16).to(torch.float16))
+    made = addressable(x)
+    assert made.equal(x)
+    assert (made.data_ptr() == x.data_ptr()) is LOOKS[look][1]
+
+
+@pytest.mark.parametrize(("dim", "v_dim", "boxes"), [(24, 40, (32, 64)), (80, 80, (64, 64)), (256, 64, (64, 64))])
+def test_blocks_of_other_head_dims(dim, v_dim, boxes):
+    """Blocks are powers of two, in boxes of at most 128 bytes: the rest of an array is read as zeros."""
+    q, k, v = (x.detach() for x in arrays(d=dim, v_dim=v_dim, dtype=torch.float16))
+    (one,) = launches(causal, q, k, v)
+    assert [x.shape[-1] for x in one.maps] == [dim, dim, v_dim, v_dim]
+    assert [x.block[-1] for x in one.maps] == [boxes[0], boxes[0], boxes[1], boxes[1]]
+    assert [x.block[-2] for x in one.maps] == [64, one.maps[1].block[-2], one.maps[1].block[-2], 64]
+
+
+def test_numbers_follow_the_descriptors():
+    """Each descriptor is a map, its shape and its strides; the other arguments stand behind them in their order."""
+    q, k, v = (x.detach() for x in arrays())
+    (one,) = launches(causal, q, k, v, origin=(0, 0, 30, 7), sizes=(2, 4, 600, 600))
+    at = [i for i, x in enumerate(one.arguments) if isinstance(x, Map)]
+    assert at == [0, 9, 18, 27]
+    assert all(one.arguments[i + 1 : i + 9] == (*one.arguments[i].shape, *one.arguments[i].strides) for i in at)
+    lse, *rest = one.arguments[36:]
+    assert hasattr(lse, "data_ptr")
+    assert rest == [64**-0.5, 4, 512, 512, 30, 7, False, 128, 128, 4]
+
+
+def test_lengths_heads_and_windows_compile_nothing():
+    att = fk.compile("causal & window(w)", w=100, backend="gluon")
+    assert compiled_by(att, *arrays())
+    for more in ({"s": 777}, {"s": 640, "h": 8, "hkv": 4}, {"b": 3}, {"s": 500, "h": 2, "hkv": 1}):
+        assert not compiled_by(att, *arrays(**more))
+    assert not compiled_by(fk.compile("causal & window(w)", w=99, backend="gluon"), *arrays())
+
+
+def compiled_by(att, *given):
+    before = len(compiled)
+    with torch.no_grad():
+        att(*given)
+    return compiled[before:]
+
+
+CALLS = {
+    "nothing hidden": (None, None, {}, {}),
+    "window of one": ("causal & window(w)", None, {"w": 1}, {}),
+    "documents": ("causal & same(doc)", None, {"doc": np.arange(512) // 100}, {}),
+    "residues": ("causal & (q - k) % w == 0", None, {"w": 1}, {}),
+    "table": ("causal", "score + bias[h, q - k]", {"bias": np.zeros((4, 512), np.float32)}, {}),
+    "softcap": ("causal", "softcap(50)", {}, {}),
+    "sinks": ("causal", None, {}, {"sinks": torch.zeros(4)}),
+    "dropout": ("causal", None, {"dropout": 0.1}, {"seed": 3}),
+    "origins": ("causal", None, {}, {"origin": (0, 0, np.array([3, 9]), 0), "sizes": (2, 4, 600, 600)}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_compiled_and_launched(name):
+    mask, score, bound, given = CALLS[name]
+    att = fk.compile(mask, score, backend="gluon", **bound)
+    q, k, v = (x.detach() for x in arrays())
+    with torch.no_grad():
+        first, again = (launches(att, q, k, v, **given) for _ in range(2))
+    assert [x.kernel for x in (*first, *again)] == ["attention_forward"] * 2
+    assert first[0].maps[:3] == again[0].maps[:3]
+    assert [_plain(x) for x in first[0].arguments[27:]] == [_plain(x) for x in again[0].arguments[27:]]
+
+
+def _plain(x):
+    """An argument but for addresses: those of results are new at every call, and a warm launch brings numbers."""
+    if isinstance(x, Map):
+        return replace(x, place=0)
+    return "pointer" if hasattr(x, "data_ptr") or (type(x) is int and x > 1 << 40) else x
+
+
+def test_one_query_one_key_one_head():
+    q, k, v = (x.detach() for x in arrays(b=1, **ONE))
+    (one,) = launches(causal, q, k, v)
+    assert one.grid == (1, 1, 1)
+    assert [x.shape for x in one.maps] == [(1, 1, 1, 64)] * 4
+
+
+def test_gradients_are_those_of_triton():
+    q, k, v = arrays()
+    made = launches(lambda: fk.compile("causal", backend="gluon")(q, k, v).sum().backward())
+    assert [x.kernel for x in made] == ["attention_forward", "attention_delta", "attention_dq", "attention_dkv"]
+    assert [len(x.maps) for x in made] == [4, 0, 0, 0]
+    assert q.grad is not None
+
+
+def test_tiles_too_large_for_the_machine(monkeypatch):
+    """Triton finds it out where it loads the kernel."""
+    monkeypatch.setattr(triton.compiler.compiler, "max_shared_mem", lambda device: SHARED // 4)
+    att = fk.compile("causal & window(1234)", backend="gluon")
+    given = [x.detach() for x in arrays(d=128)]
+    said = (
+        r"attention_forward takes \d+ bytes of shared memory in tiles of 128 queries x 128 keys, 4 warps and 3 stages"
+    )
+    for _ in range(2):
+        with pytest.raises(BackendError, match=f"{said}; this GPU has {SHARED // 4}\n  leave out `tile`"):
+            att(*given)
