@@ -69,7 +69,9 @@ class CppKernel:
         self.roots = self.source_roots()
         paged = [t.name for t in plan.tables if plan.pages is not None and t.source in SCALES]
         self.ready = {
-            n: expr_cpp.prepared(expr.machine(e), self.double, paged) for n, e in self.roots.items() if e is not None
+            n: expr_cpp.prepared(expr.machine(expr_cpp.parted(e)), self.double, paged)
+            for n, e in self.roots.items()
+            if e is not None
         }
         self.names = self._named()
         self.forms = expr_cpp.Forms(list(self.ready.values()), self.names, self.double, plan.int64)

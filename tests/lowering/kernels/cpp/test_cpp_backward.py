@@ -58,6 +58,8 @@ ALL_KINDS = Case(
 WINDOW = Case("causal & q - k < w", None, {"w": 100}, 1, 4, 2, 300, 300, tile=(64, 64))
 CASES = {
     "window": WINDOW,
+    "residues": WINDOW.but(mask="causal & (q - k) % d == r", params={"d": 3, "r": 2}, q_len=131, kv_len=203,
+                           origin=(0, 0, 72, 0)),
     "one-head": WINDOW.but(heads=1, kv_heads=1),
     "many-query-heads": WINDOW.but(heads=6, kv_heads=1, q_len=190, kv_len=301, with_dlse=False),
     "one-query": WINDOW.but(q_len=1, origin=(0, 0, 299, 0)),

@@ -60,9 +60,26 @@ EVERY_TABLE = Case(
 )  # fmt: skip
 TURNED = {"bias": normal(300, 4).T, "col": normal(290, 4).T}
 BLOCKS = Case("q // w == k // w & (q - k) % d == 0 | k >> 5 == q // 3 % 4", None, {"w": 17, "d": 3}, dim=16)
+RESIDUES = Case(
+    "causal & ((q - k) % d == r | (q - k) // 5 % 3 == 1 & (k - 3 * q) % n < 2)",
+    None,
+    {"d": 3, "r": 2, "n": -7},
+    heads=4,
+    kv_heads=2,
+    q_len=131,
+    kv_len=203,
+    dim=16,
+    origin=(0, 0, 72, 0),
+)
 WIDE = Case("(q * 5000000000 + k * 4999999999) % 7 < 4 & q >= k", "score - float((q - k) * 3000000000) * 1e-10")
 CASES = {
     "window": WINDOW,
+    "residues": RESIDUES,
+    "no-such-residue": RESIDUES.but(mask="(q - k) % d == r", params={"d": 3, "r": 3}, sinks=(0, 1, 2, 3)),
+    "residues-one-query": RESIDUES.but(q_len=1, origin=(0, 0, 202, 0)),
+    "residues-by-head": RESIDUES.but(mask="(q - k) % gap[h] == 0", params={"gap": np.array([1, 2, 5, 0])}),
+    "residues-far-away": RESIDUES.but(mask="window(90) & (q - k) % 7 == r", params={"r": 5},
+                                      origin=(0, 0, 3 * 2**33 + 60, 3 * 2**33)),
     "window-one-tile": WINDOW.but(q_len=40, kv_len=33),
     "crop": WINDOW.but(q_len=70, kv_len=131, origin=(1, 0, 90, 7)),
     "origin-by-batch": WINDOW.but(batch=2, q_len=70, origin=(0, 0, np.array([90, 210]), np.array([0, 5]))),
