@@ -21,9 +21,10 @@ from frisket.dsl.show import show
 from frisket.dsl.sugar import where
 from frisket.dsl.types import BOOL, FLOAT, INT, Type
 from frisket.lowering.simplify.canonical import untied
-from frisket.lowering.simplify.ends import Ends, ends_of
+from frisket.lowering.simplify.ends import ENDS_OF_RUNS, Ends, Fact, ends_of
 from frisket.lowering.simplify.facts import interval
 
+from .analysis.table import Table
 from .simplify import simplify
 
 Origin = tuple[Any, Any, Any, Any]  # b, h, q, k; q and k may be vectors with one entry per batch
@@ -31,6 +32,7 @@ Sizes = tuple[int, int, int, int]  # B, H, Q_LEN, KV_LEN of the whole problem, n
 SEED, RATE = "seed of dropout", "rate of dropout"  # sources of two slots, beside the user's names
 K_SCALE, V_SCALE, PAGES, FIRST = "scale of keys", "scale of values", "pages of keys", "first keys"  # of tables
 LIVE = frozenset((K_SCALE, V_SCALE, PAGES, FIRST))  # they come with every call
+FAR = 1 << 28  # past every position that is compared with the ends of runs
 
 
 def whole(origin: Origin, lengths: Sizes) -> Sizes:
@@ -54,7 +56,9 @@ class Slot:
 class TableUse:
     """A run-time table of the kernel; `source` is the user's name for it. `derived` names the table computed from the
     user's before the kernel: "segment" is the segment of every index from 0 to the start of the last segment, "segment
-    below" the segment of -1, -2 and on to the first."""
+    below" the segment of -1, -2 and on to the first; "run_first" and "run_last" are the ends of the run of equal
+    entries that holds an index, "segment_first" and "segment_last" those of its segment, -FAR and FAR where there is no
+    end."""
 
     name: str
     source: str = field(compare=False)
@@ -109,6 +113,7 @@ class LoopPlan:
     unwritten: bool = False  # keys that no query sees may hold anything, NaN too, as in a cache that is used again
     by_query: Ends | None = None  # the mask as the keys that one query sees
     by_key: Ends | None = None  # and as the queries that see one key
+    run_tables: tuple[TableUse, ...] = ()  # the ends of runs that both read beside `tables`
 
     @cached_property
     def _hash(self) -> int:
@@ -116,6 +121,11 @@ class LoopPlan:
 
     def __hash__(self) -> int:
         return self._hash  # plans are keys of several tables: their many fields are looked at once
+
+    @property
+    def every_table(self) -> tuple[TableUse, ...]:
+        """The tables of the kernel, and those of ends of runs."""
+        return self.tables + self.run_tables
 
     @property
     def rate(self) -> str | None:
@@ -142,11 +152,12 @@ class LoopPlan:
         for s in self.slots:
             lines.append(f"slot     {s.name} = {s.source if s.source is not None else s.value}")
         lines += [f"table    {t.name} = {t.source}{' by index' if t.derived else ''}" for t in self.tables]
+        lines += [f"table    {t.name} = {t.derived.replace('_', ' ')} of {t.source}" for t in self.run_tables]
         lines.append(f"integers {64 if self.int64 else 32} bits")
         return "\n".join(lines)
 
     def _names(self) -> list[str]:
-        return [s.name for s in self.slots] + [t.name for t in self.tables]
+        return [s.name for s in self.slots] + [t.name for t in self.every_table]
 
     def slot_values(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """A value for every slot, from the literals lifted and the user's parameters."""
@@ -154,8 +165,8 @@ class LoopPlan:
 
     def table_values(self, tables: Mapping[str, Any]) -> dict[str, Any]:
         """An array for every table of the kernel, from the user's tables; tables of single calls have none."""
-        known = [t for t in self.tables if t.source not in LIVE]
-        return {t.name: _segments(tables[t.source], t.derived) if t.derived else tables[t.source] for t in known}
+        known = [t for t in self.every_table if t.source not in LIVE]
+        return {t.name: derived_table(tables[t.source], t.derived) for t in known}
 
 
 @dataclass(frozen=True)
@@ -248,6 +259,7 @@ def make_plan(
     weight: Expr | None = None,
     pages: Pages | None = None,
     unwritten: bool = False,
+    facts: frozenset[Fact] = frozenset(),
 ) -> LoopPlan:
     """The plan of a simplified mask and score mod, reductions written out.
 
@@ -256,7 +268,8 @@ def make_plan(
     decide between 32- and 64-bit integers (unknown ones are taken to stay below 2**28). `dropout` adds a random
     draw for every position, from a seed and global coordinates: the same on any backend, tile and shard; `at` are those
     of (q, k), or of (b, h, q, k), where the arrays hold positions in another order. `weight` and `pages` are of stored
-    keys and values; those that no query sees may hold anything, and with `unwritten` plain ones may as well.
+    keys and values; those that no query sees may hold anything, and with `unwritten` plain ones may as well. `facts`
+    are those of `facts_of(mask)` that hold: they let a row's ends come from tables.
 
     >>> from frisket.dsl.sugar import q, k
     >>> make_plan((q >= k) & (q - k <= 255), None).mask
@@ -277,7 +290,10 @@ def make_plan(
     new_bounds = Bounds(*given) if bounds is not None else None
     kept = names.lift(renamed(survives(at), ours)) if dropout else None
     scaled = names.lift(renamed(weight, ours)) if weight is not None else None
-    by_query, by_key = (None if mask is None else names.ends(parts[0], axis, wide, limits or {}) for axis in "kq")
+    facts = frozenset((fact, ours.get(name, name)) for fact, name in facts)
+    by_query, by_key = (
+        None if mask is None else names.ends(parts[0], axis, wide, limits or {}, facts) for axis in "kq"
+    )
     place = lookup(pages.source, (var("b"), var("k") // pages.size), INT) if pages else None
     paged = names.lift(renamed(place, ours)) if place is not None else None
     return LoopPlan(
@@ -285,7 +301,7 @@ def make_plan(
         score=new_score,
         score_class=score_class(score),
         slots=tuple(names.slots.values()),
-        tables=tuple(names.tables.values()),
+        tables=tuple(t for t in names.tables.values() if t.derived not in ENDS_OF_RUNS),
         bounds=new_bounds,
         guard=not (rows_nonempty and (score is None or score_finite)),
         uses_batch="b" in held,
@@ -299,6 +315,7 @@ def make_plan(
         unwritten=unwritten or weight is not None or pages is not None,
         by_query=by_query,
         by_key=by_key,
+        run_tables=tuple(t for t in names.tables.values() if t.derived in ENDS_OF_RUNS),
     )
 
 
@@ -326,6 +343,8 @@ class _Names:
                 done[e] = self._slot(("param", e.name), e.type, source=self.users.get(e.name, e.name))
             elif e.op in ("lookup", "segment"):
                 done[e] = self._read(e, tuple(done[a] for a in e.args))
+            elif e.op in ENDS_OF_RUNS:
+                done[e] = self._table(e, tuple(done[a] for a in e.args), e.op)
             elif e.op in _LIFTED and e.args[0].type is INT:
                 args = (
                     self._slot(("lit", a.name), INT, value=a.name) if _liftable(a, units) else done[a] for a in e.args
@@ -337,10 +356,13 @@ class _Names:
                 done[e] = e
         return done[root]
 
-    def ends(self, mask: Expr, axis: str, wide: bool, limits: Mapping[str, float]) -> Ends | None:
+    def ends(
+        self, mask: Expr, axis: str, wide: bool, limits: Mapping[str, float], facts: frozenset[Fact]
+    ) -> Ends | None:
         """The ends of a mask along an axis, lifted; None where there are none, or where they leave the mask's integers:
         `q - k <= n` is `k >= q - n`, which is further from 0."""
-        found = ends_of(mask, axis)
+        reach = max(limits.get(n, 0) for n in "qk")
+        found = ends_of(mask, axis, facts if reach < FAR else frozenset())
         if found is None:
             return None
         parts = [e for e in (found.first, found.last) if e is not None]
@@ -376,6 +398,20 @@ _LIFTED = frozenset({"add", "sub", "lt", "le", "gt", "ge", "eq", "ne", "min", "m
 
 def _liftable(e: Expr, units: bool) -> bool:
     return e.op == "lit" and e.type is INT and e.name != 0 and (units or abs(e.name) != 1)
+
+
+def derived_table(table: Any, derived: str) -> Any:
+    """The table that a kernel reads, of the user's on the host."""
+    if not derived:
+        return table
+    if derived not in ENDS_OF_RUNS:
+        return _segments(table, derived)
+    made, (how, end) = Table(np.asarray(table)), derived.split("_")
+    if how == "run":
+        found = made.run(end, np.indices(made.array.shape, sparse=True))
+    else:  # from the last segment's first index on, lookups clamp
+        found = made.segment(end, np.arange(max(int(made.array[1:-1].max(initial=0)), 0) + 1))
+    return np.clip(found, -FAR, FAR).astype(np.int32)
 
 
 def _segments(offsets: Any, derived: str) -> NDArray[np.int32]:
@@ -422,6 +458,8 @@ def _magnitude(e: Expr, args: list[float], limits: Mapping[str, float]) -> float
         return abs(float(e.name))
     if e.op in ("var", "param", "lookup"):
         return limits.get(e.name, 2.0**28)
+    if e.op in ENDS_OF_RUNS:
+        return float(FAR)
     if e.op in ("add", "sub"):
         return args[0] + args[1]
     if e.op == "mul":

@@ -9,11 +9,20 @@ mask of every pair. With `axis="q"` it is the other way around: the queries that
 (q - 255, q, k % 4 == 1)
 >>> ends_of(q >= k, axis="q").first
 k
+
+Some ends take a fact of a table: `doc[q] == doc[k]` shows one interval where equal entries stand together.
+
+>>> from frisket.dsl.ir import lookup
+>>> same = eq(lookup("doc", (q,)), lookup("doc", (k,)))
+>>> sorted(facts_of(same)), ends_of(same)
+([('has_runs', 'doc'), ('is_sorted', 'doc')], None)
+>>> ends_of(same, facts=frozenset({("has_runs", "doc")})).last
+run_last(q)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from frisket.dsl.ir import TRUE, Expr, build, conj, substitute, uses, var, walk
@@ -21,9 +30,12 @@ from frisket.grammar.memo import memo
 
 from .affine import linear
 from .curves import Curve, solve, together
+from .facts import interval
 
+Fact = tuple[str, str]  # one of FACTS, or "segment" of offsets, and the name of a table
+FACTS = ("has_runs", "is_sorted")
 _Q, _K = var("q"), var("k")
-SEARCHED = ("run_first", "run_last", "segment_first", "segment_last", "rank_first", "rank_last")
+ENDS_OF_RUNS = ("run_first", "run_last", "segment_first", "segment_last")  # nodes that a table of positions answers
 _TURN = {_Q: _K, _K: _Q}
 
 
@@ -40,20 +52,18 @@ class Ends:
 
 
 @memo(group="expressions")
-def ends_of(mask: Expr, axis: str = "k", runs: Collection[str] = ()) -> Ends | None:
-    """The ends of a simplified mask along an axis, None where no term is a bound. `runs` are tables for which
-    `run_first` and its like, which some ends are made of, have a meaning: equal entries stand together, say."""
+def ends_of(mask: Expr, axis: str = "k", facts: frozenset[Fact] = frozenset()) -> Ends | None:
+    """The ends of a simplified mask along an axis, None where no term is a bound. `facts` are those of `facts_of` that
+    hold: without them a term that needs one stays in `rest`."""
     lows: list[Curve] = []
     highs: list[Curve] = []
     asks, rest = TRUE, TRUE
-    for term in mask.args if mask.op == "and" else (mask,):
+    for term in _terms(mask):
         e = term if axis == "k" else substitute(term, _TURN)
-        found = solve(e)
-        if found is None or not _known(found, runs):
-            found = together(e)
+        found = next((curves for curves in _solved(e) if _needs(curves) <= facts), None)
         if "k" not in uses(e):
             asks = conj(asks, term)
-        elif found is None or not _known(found, runs):
+        elif found is None:
             rest = conj(rest, term)
         else:
             lows += [c for c in found if c.side == "low"]
@@ -64,10 +74,39 @@ def ends_of(mask: Expr, axis: str = "k", runs: Collection[str] = ()) -> Ends | N
     return Ends(first, last, asks, rest)
 
 
-def _known(found: tuple[Curve, ...], runs: Collection[str]) -> bool:
-    facts = [c.needs for c in found if c.needs is not TRUE]
-    facts += [n for c in found for n in walk(c.value) if n.op in SEARCHED]
-    return all(n.name in runs and n.op in ("has_runs", *SEARCHED) for n in facts)
+@memo(group="expressions")
+def facts_of(mask: Expr) -> frozenset[Fact]:
+    """The facts of tables that would let more terms of a mask be ends, along one axis or the other."""
+    turned = substitute(mask, _TURN)
+    found = (_needs(curves) for e in (*_terms(mask), *_terms(turned)) if "k" in uses(e) for curves in _solved(e))
+    return frozenset(f for needs in found if _UNKNOWN not in needs for f in needs)
+
+
+_UNKNOWN: Fact = ("", "")  # a condition that is no fact of a table
+
+
+def _terms(mask: Expr) -> tuple[Expr, ...]:
+    return mask.args if mask.op == "and" else (mask,)
+
+
+def _solved(e: Expr) -> Iterator[tuple[Curve, ...]]:
+    """The ways to write a term as bounds on k."""
+    for way in (solve, together):
+        if (found := way(e)) is not None:
+            yield found
+
+
+def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:
+    """The facts that some bounds take."""
+    conditions = {n for c in curves for n in _terms(c.needs)} - {TRUE}
+    found = {(n.op, n.name) if n.op in FACTS and isinstance(n.name, str) else _UNKNOWN for n in conditions}
+    for n in walk(*(c.value for c in curves)):
+        if n.op.startswith("segment_"):  # a table of segments counts positions from 0
+            least, _ = interval(n.args[0])
+            found.add(("segment", n.name) if least is not None and least >= 0 else _UNKNOWN)
+        elif n.op.startswith("rank_"):
+            found.add(_UNKNOWN)
+    return frozenset(found)
 
 
 def _decisive(curves: list[Curve]) -> list[Curve]:

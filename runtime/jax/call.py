@@ -266,7 +266,7 @@ class _BackendRun:
         }
         self.slots = {**slots, **{s.name: drawn[s.source] for s in self.plan.slots if s.source in drawn}}
         wide = self.plan.int64
-        self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.tables}
+        self.tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], wide) for t in self.plan.every_table}
         placed = RepeatedSpans(source, call, at)
         tile = self.target.block_q, self.target.block_k
         self.spans: Any = placed if RECORDS[backend].accelerated else placed.rows(tile)

@@ -67,7 +67,7 @@ def forward(
     known = [b.name for b in backends_of("jax") if b.executors]
     if backend not in known:
         raise BackendError(f"no JAX backend {backend!r}; there are {', '.join(known)}")
-    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.tables}
+    tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], plan.int64) for t in plan.every_table}
     traced = (spans.bounds, spans.count) if isinstance(spans, DeviceSpans) else ()
     numbers = {"slots": dict(slots), "tables": tables, "spans": traced}
     source = TracedSpans(spans.slice_of) if isinstance(spans, DeviceSpans) else spans
@@ -123,7 +123,7 @@ def _divided_plan(call: Call, options: Options, named: str) -> tuple[JaxCall, Ar
         rows: Any = plan.rows(block)
         spans[block, False] = rows.bounds, rows.count, rows.overflow, rows.order
     tables = plan.tables()
-    known = [t for t in kernel.tables if t.source not in LIVE]
+    known = [t for t in kernel.every_table if t.source not in LIVE]
     tables = {t.name: narrowed(t.source, t.type is FLOAT, tables[t.name], kernel.int64) for t in known}
     numbers |= {"slots": plan.slots(), "tables": tables, "spans": spans}
     shapes = {n: tuple(x.shape) for n, x in tables.items()} | _shapes(kernel, call)

@@ -21,6 +21,7 @@ from frisket.lowering.analysis.table import Table
 from frisket.lowering.kernels.cpp.tiles import FEW
 from frisket.lowering.plan import RATE, SEED, Bounds, LoopPlan, Origin, Sizes, Spans, make_plan, whole
 from frisket.lowering.simplify import prepare, simplify
+from frisket.lowering.simplify.ends import Fact, facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.runtime.calls.program import CallProgram
 from frisket.runtime.layouts.checks import check_lengths, check_reach, place_of
@@ -59,6 +60,12 @@ class Fixed:
         return frozenset() if seen is None else frozenset(names_of(seen))
 
     @cached_property
+    def facts(self) -> frozenset[Fact]:
+        """The facts of tables that hold, among those that solve terms of the mask."""
+        seen = self.simplified[0]
+        return frozenset() if seen is None else frozenset(f for f in facts_of(seen) if holds(self.tables, *f))
+
+    @cached_property
     def decode(self) -> DecodeSpans | None:
         return decode_spans(self.laid, self.scalars, self.tables)
 
@@ -95,7 +102,8 @@ class Fixed:
         seen, mod = self.simplified
         plan = make_plan(
             seen, mod, self.text, bounds=bounds, score_finite=mod is None or finite(mod, self.sane),
-            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout, **self.program.beside(self.arrays),
+            rows_nonempty=rows_nonempty, limits=limits, dropout=dropout, facts=self.facts,
+            **self.program.beside(self.arrays),
         )  # fmt: skip
         arrays = {n: np.asarray(t) for n, t in plan.table_values(self.arrays).items()}
         return Inputs(plan, plan.slot_values({**self.scalars, **UNDRAWN}), arrays)
@@ -246,6 +254,14 @@ def _simplified(
     seen, mod = prepare(seen, mod, dict(sane), rules)
     laid = None if seen is None else prepare(seen, None)[0]
     return seen, mod, TRUE if laid is None else simplify(laid), rules
+
+
+def holds(tables: Mapping[str, Table], fact: str, name: str) -> bool:
+    """Whether a table has a fact, by its entries. NaN is not equal to itself: Floats have none."""
+    table = tables[name]
+    if table.array.dtype.kind == "f":
+        return False
+    return table.has_runs if fact == "has_runs" else table.sorted
 
 
 def limits_of(full: Sizes, scalars: Mapping[str, Any], tables: Mapping[str, Array]) -> dict[str, float]:

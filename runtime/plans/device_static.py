@@ -21,6 +21,7 @@ from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import LoopPlan, Origin, Sizes, make_plan, whole
 from frisket.lowering.planner.planner import Planner, planner
 from frisket.lowering.simplify import prepare, simplify
+from frisket.lowering.simplify.ends import facts_of
 from frisket.lowering.simplify.hoist import finite
 from frisket.lowering.xla.tiles import int64_enabled
 from frisket.runtime.calls.program import CallProgram
@@ -29,7 +30,7 @@ from frisket.runtime.machine.parameters import names_of
 from frisket.runtime.masks.layout import Layout, make_layout
 from frisket.runtime.masks.mask import Mask
 
-from .compiled import limits_of
+from .compiled import holds, limits_of
 
 Values = Mapping[str, Any]
 
@@ -92,18 +93,25 @@ def laid_of(key: Key) -> Laid:
     limits = limits_of(full, program.scalars, program.tables) | dict(key.most)
     q, k = (np.asarray(x) for x in origin[2:])
     own = bool(np.all(q >= k) and np.all(q + key.q_len <= k + key.kv_len))
+    given = {n for n, *_ in key.given}
+    tables = {n: Table(t) for n, t in program.tables.items()}
+    facts = frozenset(
+        (fact, name) for fact, name in facts_of(host.expr)
+        if (fact == "segment" or name in key.facts if name in given else holds(tables, fact, name))
+    )  # fmt: skip
     plan = make_plan(
         seen, mod, str(program), limits=limits, score_finite=mod is None or finite(mod, sane),
-        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, **program.beside(known),
+        rows_nonempty=seen is None or (own and sees_itself(seen)), dropout=key.dropout, facts=facts,
+        **program.beside(known),
     )  # fmt: skip
-    _check_segments((seen, mod), {n for n, *_ in key.given})
-    free = {n for n, *_ in key.given} & names_of(host.expr).keys()
+    _check_segments((seen, mod), given)
+    free = given & names_of(host.expr).keys()
     mine = {
         n: x for n, x in {**program.scalars, **program.tables}.items() if n in names_of(host.expr) and n not in free
     }
 
     def planned(mask: Expr) -> Planner:
-        sorted_ = key.facts | {n for n, t in program.tables.items() if Table(t).sorted}
+        sorted_ = key.facts | {n for n, t in tables.items() if t.sorted}
         beyond = {n: 2.0**31 - 1 for n, _, dtype in key.given if "int" in dtype}
         wide = key.framework == "torch" or int64_enabled()
         return planner(mask, frozenset(sorted_), {**beyond, **limits}, wide)

@@ -9,7 +9,7 @@ import numpy as np
 
 from frisket.dsl.errors import ParameterError
 from frisket.grammar.memo import memo
-from frisket.lowering.plan import LIVE, LoopPlan
+from frisket.lowering.plan import FAR, LIVE, LoopPlan, derived_table
 from frisket.lowering.planner import arrays as text
 from frisket.lowering.planner import triton as planner_triton
 from frisket.lowering.planner.planner import Planner
@@ -145,14 +145,53 @@ def kernel_tables(
 ) -> dict[str, Array]:  # fmt: skip
     """An array for every table of the kernel. `length` is how many positions there are."""
     found, copies = {}, {} if copies is None else copies
-    for use in plan.tables:
+    for use in plan.every_table:
         if use.source in LIVE:
             continue
-        table = values[use.source]
-        if use.derived or framework == "torch":
+        table, derived = values[use.source], use.derived
+        if isinstance(table, np.ndarray) and use in plan.run_tables:
+            ends = derived_table(table, derived)
+            found[use.name] = on_device(framework, ends, device, (use.source, derived), copies)
+            continue
+        if derived or framework == "torch":
             table = on_device(framework, table, device, use.source, copies)
-        found[use.name] = _segments(framework, table, length) if use.derived else table
+        if use in plan.run_tables:
+            table = _ends(framework, table, derived, length)
+        elif derived:
+            table = _segments(framework, table, length)
+        found[use.name] = table
     return found
+
+
+def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
+    """The ends of the runs of a sorted table, or of the segment of every position."""
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        table = placed(table)
+        with usual_promotion():
+            if table.dtype.itemsize < 4:
+                table = table.astype(jnp.int32)  # ends may go on where the table's dtype does not
+            return _searched(jnp, table, derived, jnp.arange(length)).astype(jnp.int32)
+    import torch
+
+    return _searched(torch, table.long(), derived, torch.arange(length, device=table.device)).to(torch.int32)
+
+
+def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
+    """As `derived_table` of the host, by binary search."""
+    how, end = derived.split("_")
+    if how == "segment":
+        inner, count = table[1:-1], max(table.shape[0] - 2, 0)
+        place = xp.searchsorted(inner, positions, side="right")
+        if end == "first":
+            return xp.where(place == 0, -FAR, table[xp.clip(place, 0, count)])
+        return xp.where(place == count, FAR, table[xp.clip(place + 1, 0, count)] - 1)
+    if end == "first":
+        found = xp.searchsorted(table, table, side="left")
+        return xp.where(found == 0, -FAR, found)
+    found = xp.searchsorted(table, table, side="right") - 1
+    return xp.where(found == table.shape[0] - 1, FAR, found)
 
 
 def _segments(framework: str, offsets: Array, length: int) -> Array:

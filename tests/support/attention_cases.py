@@ -9,11 +9,14 @@ import numpy as np
 
 from frisket.dsl import ir
 from frisket.dsl.evaluate import evaluate
-from frisket.dsl.ir import Expr, lookup
+from frisket.dsl.ir import Expr, lookup, segment
 from frisket.dsl.sugar import b, eq, function, h, k, q, score, where
 from frisket.dsl.types import BOOL, FLOAT
 from frisket.lowering import dense
+from frisket.lowering.analysis.table import Table
 from frisket.lowering.plan import Bounds, Geometry, Spans, make_plan
+from frisket.lowering.simplify.ends import Fact, facts_of
+from frisket.runtime.plans.compiled import holds
 from support.lowering import brute
 
 rng = np.random.default_rng(7)
@@ -98,6 +101,39 @@ CASES = {
     ),
     "random": Case(causal & (ir.random(ir.param("seed"), h, q, k) < 0.5), slots={"seed": 3}),
 }  # fmt: skip
+# Masks whose rows are runs of a table, and tables that do not have what that takes.
+OFFSETS = np.array([0, 30, 30, 71, 140, 150])
+FEW = Case(same_doc, q_len=90, kv_len=70, tables={"doc": DOC}, block=(32, 16), dim=16, v_dim=16)
+DOCUMENTS = {  # and whether the tables have what it takes
+    "both sides": (FEW, 1),
+    "causal": (FEW.but(mask=causal & same_doc, heads=4, kv_heads=2), 1),
+    "window": (FEW.but(mask=same_doc & (q - k < 9) & (k - q <= 4)), 1),
+    "in any order": (FEW.but(tables={"doc": np.random.default_rng(2).permutation(40)[DOC]}), 1),
+    "by batch": (
+        FEW.but(mask=causal & eq(lookup("doc", (b, q)), lookup("doc", (b, k))), batch=2,
+                tables={"doc": np.stack([DOC, DOC[::-1]])}), 1,
+    ),
+    "padding": (FEW.but(mask=same_doc & (lookup("doc", (q,)) > 1)), 1),  # rows of the first documents are empty
+    "halves": (FEW.but(mask=eq(lookup("doc", (q // 2,)), lookup("doc", (k // 2,)))), 1),
+    "past the table": (FEW.but(tables={"doc": DOC[:50]}), 1),
+    "crop": (FEW.but(mask=causal & same_doc, origin=(0, 0, 133, 121), sizes=(1, 2, 300, 300)), 1),
+    "segments": (FEW.but(mask=eq(segment("off", q), segment("off", k)), tables={"off": OFFSETS}), 1),
+    "segments, causal": (FEW.but(mask=causal & eq(segment("off", q), segment("off", k)), tables={"off": OFFSETS}), 1),
+    "never after": (FEW.but(mask=lookup("doc", (q,)) >= lookup("doc", (k,))), 1),
+    "scattered": (FEW.but(tables={"doc": np.random.default_rng(2).integers(0, 3, 100)}), 0),
+    "scattered, causal": (FEW.but(mask=causal & same_doc, tables={"doc": np.arange(100) % 7}), 0),
+    "scattered in one batch entry": (
+        FEW.but(mask=eq(lookup("doc", (b, q)), lookup("doc", (b, k))), batch=2,
+                tables={"doc": np.stack([DOC, np.arange(len(DOC)) % 5])}), 0,
+    ),
+    "never after, unsorted": (
+        FEW.but(mask=lookup("doc", (q,)) >= lookup("doc", (k,)), tables={"doc": DOC[::-1].copy()}), 0,
+    ),
+    "numbers": (
+        FEW.but(mask=eq(lookup("x", (q,), FLOAT), lookup("x", (k,), FLOAT)),
+                tables={"x": np.where(DOC == 1, np.nan, DOC).astype(np.float32)}), 0,
+    ),
+}  # fmt: skip
 
 
 def arrays(case: Case):
@@ -123,7 +159,13 @@ def geometry(case: Case) -> Geometry:
 
 def plan(case: Case):
     limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**14)
-    return make_plan(case.mask, case.score, "the text of the mask", limits=limits)
+    return make_plan(case.mask, case.score, "the text of the mask", limits=limits, facts=facts(case))
+
+
+def facts(case: Case) -> frozenset[Fact]:
+    """The facts of the case's tables that hold, as the plans of calls have them."""
+    tables = {n: Table(np.asarray(t)) for n, t in case.tables.items()}
+    return frozenset(f for f in facts_of(ir.TRUE if case.mask is None else case.mask) if holds(tables, *f))
 
 
 def slots(case: Case, made) -> dict:

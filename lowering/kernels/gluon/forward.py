@@ -129,7 +129,7 @@ class GluonForward(RowKernel):
         names = ["b"] * common["by_batch"] + ["h"] * common["by_head"]
         names += [f"{n}_origin" for n in origins] + self.parameters.sizes()
         names += [made[s.name].name for s in self.plan.slots]
-        names += [n for t in self.plan.tables for n in made[t.name].all]
+        names += [n for t in self.plan.every_table for n in made[t.name].all]
         return textwrap.wrap(f"{', '.join(names)},", 100) if names else []
 
     def tiles(self) -> list[dict[str, Any]]:

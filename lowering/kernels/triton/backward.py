@@ -49,7 +49,8 @@ def kernels(
 
 def bare(plan: LoopPlan) -> LoopPlan:
     """The plan of `attention_delta`: rows without mask, score mod or weights."""
-    return replace(plan, slots=(), tables=(), mask=None, score=None, bounds=None, kept=None, by_query=None, by_key=None)
+    none: dict[str, Any] = dict.fromkeys(("mask", "score", "bounds", "kept", "by_query", "by_key"))
+    return replace(plan, slots=(), tables=(), run_tables=(), **none)
 
 
 def delta_kernel(plan: LoopPlan, dims: Dims, dlse: bool) -> TritonKernel:

@@ -67,7 +67,7 @@ def entry(kernel: str, named: dict[str, bool], plan: LoopPlan, form: Form, resul
     """The entry to a kernel with these parameters; the kernel writes `results`."""
     known = arguments(plan)
     slots = {known[s.name].name: s.type for s in plan.slots}
-    tables = [known[t.name] for t in plan.tables]
+    tables = [known[t.name] for t in plan.every_table]
     sizes = [n for t in tables for n in t.sizes if n in named]
     steps = {n: t.sizes[i + 1 :] for t in tables for i, n in enumerate(t.strides)}
     vectors = {"q_origin", "k_origin"} if form.per_batch else set()

@@ -57,8 +57,9 @@ def arguments(plan: LoopPlan) -> dict[str, Argument]:
     """The names in the kernel by `Slot.name` and `TableUse.name`: the user's own where they are free."""
     names = Names({*OWN, *SIZES, *expr_triton.all_names()})
     found = {s.name: Argument(names.new(NAMED.get(str(s.source), s.name))) for s in plan.slots}
-    for t in plan.tables:
-        name = names.new(NAMED.get(t.source, t.source))
+    for t in plan.every_table:
+        wish = NAMED.get(t.source, t.source)
+        name = names.new(f"{wish}_{t.derived.split('_')[1]}" if t in plan.run_tables else wish)
         axes = [""] if t.rank == 1 else [str(i) for i in range(t.rank)]
         sizes = tuple(names.new(f"{name}_size{i}") for i in axes)
         found[t.name] = Argument(name, sizes, tuple(names.new(f"{name}_stride{i}") for i in axes))
@@ -108,7 +109,7 @@ class Parameters:
     def run_time(self, numbers: Sequence[str]) -> list[str]:
         """The scalars whose value must not make a new kernel."""
         slots = [arguments(self.plan)[s.name].name for s in self.plan.slots]
-        sizes = [n for t in self.plan.tables for n in arguments(self.plan)[t.name].sizes]
+        sizes = [n for t in self.plan.every_table for n in arguments(self.plan)[t.name].sizes]
         own = ["records"] if self.tabled else []
         return [*numbers, *own, *(f"{n}_origin" for n in self.origins()), *self.sizes(), *slots, *sizes, *self._steps()]
 
@@ -116,7 +117,7 @@ class Parameters:
         """The strides of tables where loads are no wider for being divisible: they depend on lengths."""
         roots = [e for e in (self.plan.mask, self.plan.score, self.plan.weight) if e is not None]
         wide = {n.name for n, at in levels(*roots).items() if n.op == "lookup" and at == POSITION}
-        tables = [arguments(self.plan)[t.name] for t in self.plan.tables if t.name not in wide]
+        tables = [arguments(self.plan)[t.name] for t in self.plan.every_table if t.name not in wide]
         return [n for t in tables for n in t.strides[:-1]]
 
     def sizes(self) -> list[str]:
@@ -142,5 +143,5 @@ class Parameters:
             "moved": [n for n in origins if n in "qk"],
             "sizes": "".join(f"{n}, " for n in self.sizes())[:-1],
             "slots": "".join(f"{named[s.name].name}, " for s in self.plan.slots)[:-1],
-            "tables": [f"{', '.join(named[t.name].all)}," for t in self.plan.tables],
+            "tables": [f"{', '.join(named[t.name].all)}," for t in self.plan.every_table],
         }

@@ -215,7 +215,7 @@ def _values(
 ) -> Values:
     live = tuple(s.name for s in plan.slots if hasattr(slots[s.name], "data_ptr"))
     numbers = tuple(_CONVERT[s.type](slots[s.name]) for s in plan.slots if s.name not in live)
-    arrays = [_readable(use, tables[use.name]) for use in plan.tables]
+    arrays = [_readable(use, tables[use.name]) for use in plan.every_table]
     wide = [not -(1 << 31) <= x < 1 << 31 for x in numbers if type(x) is int]  # Triton's type of such an argument
     key = (*wide, *[(x.dtype, x.shape, x.stride()) for x in arrays], *[slots[n].dtype for n in live])
     return Values((slots, tables), numbers, (*arrays, *[slots[n].resolve_neg() for n in live]), live, key, spans, moved)
@@ -266,7 +266,7 @@ class Launch:
         letters = ["" if isinstance(x, tuple) else x for x in tensors.values()]
         self.strides = [[at[f"stride_{x}{axis}"] for axis in "bhsd"] if x else [] for x in letters]
         self.blocks = [(i, at[n], x) for i, (n, x) in enumerate(tensors.items()) if isinstance(x, tuple)]
-        tables = [arguments[t.name] for t in plan.tables]
+        tables = [arguments[t.name] for t in plan.every_table]
         self.extents = [[at[n] for n in (*t.sizes, *t.strides)] for t in tables]
         named = [*tensors, *[t.name for t in tables], *[arguments[n].name for n in live]]
         moving = tuple(n for n in MOVING if n in at) if asked else ()

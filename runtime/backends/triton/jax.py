@@ -139,7 +139,7 @@ def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, 
                 f"  give it in parts of q, k and v along axis {axis}, with origin= and sizes= where the mask or score "
                 "mod reads b or h"
             )
-    for t in plan.tables:
+    for t in plan.every_table:
         if len(shape := shapes.get(t.name, (1,) * t.rank)) != t.rank or 0 in shape:
             return f"table `{t.source}` has {t.rank} axes of at least one entry, not shape {list(shape)}"
     return ""

@@ -44,7 +44,7 @@ class JaxTritonCall:
     ) -> None:  # fmt: skip
         check(platform, dims.dtype)
         self.plan, self.geometry, self.slots, self.dims, self.platform = plan, geometry, slots, dims, platform
-        self.tables = {t.name: _readable(t, tables[t.name], plan.int64) for t in plan.tables}
+        self.tables = {t.name: _readable(t, tables[t.name], plan.int64) for t in plan.every_table}
 
     @cached_property
     def per_batch(self) -> bool:
@@ -84,7 +84,7 @@ class JaxTritonCall:
     @cached_property
     def pairs(self) -> frozenset[str]:
         """Tables of 64 bits, by plan names."""
-        ranks = {t.name: t.rank for t in self.plan.tables}
+        ranks = {t.name: t.rank for t in self.plan.every_table}
         return frozenset(n for n, x in self.tables.items() if x.ndim > ranks[n])
 
     @cached_property

@@ -119,9 +119,9 @@ def signature(
     known["Counted"] = "*i64"
     known |= dict.fromkeys(QUERIES, POINTERS[dims.dtype]) | dict.fromkeys(KEYS, POINTERS[dims.kv_dtype or dims.dtype])
     known |= {made[s.name].name: "*fp32" if s.name in dims.live else scalar[s.type] for s in plan.slots}
-    known |= {made[t.name].name: pointer[t.type] for t in plan.tables}
+    known |= {made[t.name].name: pointer[t.type] for t in plan.every_table}
     values: dict[str, Any] = {n: 1 for n in kernel.arg_names if re.fullmatch(r"stride_\w+d", n)}
-    values |= {made[t.name].strides[-1]: 1 for t in plan.tables}
+    values |= {made[t.name].strides[-1]: 1 for t in plan.every_table}
     values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False} | more
     types: dict[str, str] = {}
     described = {n for n in "QKV" if n in kernel.arg_names and f"stride_{n.lower()}s" not in kernel.arg_names}

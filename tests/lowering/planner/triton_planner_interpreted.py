@@ -142,6 +142,41 @@ def test_steps_from_tables_to_gradients(mask, tables, monkeypatch):
             torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+SORTED = "param doc: sorted int[Q_LEN]\nmask = "
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("mask", [
+    SORTED + "causal & same(doc)", SORTED + "same(doc)", SORTED + "doc[q] >= doc[k]", "causal & same(doc)",
+    "document(doc)", "causal & document(doc)",
+])  # fmt: skip
+def test_documents_that_change_in_place(mask, on_device, monkeypatch):
+    """The ends of runs are those of the table as it is when it is called with, and the entries decide where a table has
+    no runs any more."""
+    if on_device:
+        pose(monkeypatch)
+    monkeypatch.setenv("FRISKET_BACKEND", "triton")
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (torch.from_numpy(rng.standard_normal((2, 2, 70, 16), np.float32)) for _ in range(4))
+    at = np.arange(70)
+    tables = [at // 13, at // 40, np.zeros(70), at // 13 % 3 if mask == "causal & same(doc)" else at]
+    if "document" in mask:
+        tables = [np.array(x) for x in ([0, 9, 40, 70], [0, 33, 33, 70], [0, 0, 70, 70], [0, 69, 70, 75])]
+    doc = torch.zeros(len(tables[0]), dtype=torch.int64)
+    att = fk.compile(mask, tile=(32, 32))
+    for table in tables:
+        doc.copy_(torch.from_numpy(table))
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = att(*given, doc=doc)
+        got = [out, *torch.autograd.grad(out, given, dout)]
+        seen = torch.from_numpy(fk.mask(mask, doc=table.astype(np.int64)).dense(70, 70))
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(*given, attn_mask=seen)
+        want = [out, *torch.autograd.grad(out, given, dout)]
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="records what the interpreter runs")
 def test_the_same_launches_plan_anew(monkeypatch):
     """As in a graph that was captured: kernels with the arguments they had, and no Python between them."""

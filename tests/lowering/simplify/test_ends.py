@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from support.attention_cases import DOCUMENTS, facts
+from support.attention_cases import same_doc as same
 
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import TRUE, lookup, param
@@ -49,6 +51,42 @@ def test_ends_are_the_mask(name, axis):
         if found.last is not None:
             made = made & (other <= seen(found.last, at))
         assert (made == seen(mask, at)).all()
+
+
+@pytest.mark.parametrize("axis", "kq")
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_ends_of_runs_are_the_mask(name, axis):
+    case, proven = DOCUMENTS[name]
+    mask = simplify(case.mask)
+    made = make_plan(mask, None, facts=facts(case.but(mask=mask)))
+    ends = made.by_query if axis == "k" else made.by_key
+    if not proven:
+        assert not made.run_tables
+        return
+    tables = {n: np.asarray(t) for n, t in made.table_values(case.tables).items()}
+    at = {"q": np.arange(N)[:, None], "k": np.arange(N)[None, :], "b": case.batch - 1}
+    slots = made.slot_values({})
+
+    def value(e):
+        return np.broadcast_to(evaluate(e, at | slots, tables), (N, N))
+
+    assert (ends.rest is TRUE) == ((name, axis) != ("padding", "q"))
+    shown = value(ends.asks) & value(ends.rest)
+    if ends.first is not None:
+        shown = shown & (at[axis] >= value(ends.first))
+    if ends.last is not None:
+        shown = shown & (at[axis] <= value(ends.last))
+    assert (shown == np.broadcast_to(evaluate(mask, at, case.tables), (N, N))).all()
+
+
+def test_ends_of_runs_stay_within_the_integers():
+    """Twice the end of a run without an end passes 32 bits where positions are far; then entries are compared."""
+    halves = eq(lookup("doc", (q // 16,)), lookup("doc", (k // 16,)))
+    near, far = ({"q": reach, "k": reach, "doc": 9} for reach in (2**20, 2**29))
+    held = frozenset({("has_runs", "doc")})
+    assert make_plan(same, None, limits=near, facts=held).run_tables
+    assert not make_plan(same, None, limits=far, facts=held).run_tables
+    assert make_plan(halves, None, limits=near, facts=held).by_query is None  # 16 * 2**28
 
 
 def test_masks_without_bounds_have_no_ends():

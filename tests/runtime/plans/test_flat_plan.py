@@ -11,6 +11,7 @@ from support.matrix import some
 
 import frisket as fk
 from frisket.dsl.errors import LoweringError, ParameterError, ShapeError
+from frisket.lowering.plan import derived_table
 from frisket.lowering.spans import from_records
 from frisket.runtime.attention import checking as module
 from frisket.runtime.plans import run as flat_run
@@ -288,7 +289,42 @@ def test_offsets_in_fewer_bits_than_positions_need(framework):
     given = jnp.asarray(off) if framework == "jax" else torch.from_numpy(off)
     plan = fk.compile("document(off)").plan(S, S, off=given, flat=True).work((64, 64)).plan
     found = flat_run.kernel_tables(plan, framework, {"off": given}, S, None)
-    np.testing.assert_array_equal(*found.values(), np.searchsorted(off[1:-1], np.arange(S), "right"))
+    np.testing.assert_array_equal(found["t0"], np.searchsorted(off[1:-1], np.arange(S), "right"))
+
+
+RUNS = {
+    "same(x)": np.repeat([0, 1, 2, 5, 9], [3, 40, 1, 100, 6]),
+    "causal & same(x)": np.zeros(150),
+    "x[q] >= x[k]": np.arange(150) // 2,
+    "document(x)": np.array([0, 9, 9, 70, 120]),
+    "document(x) & causal": np.array([5, 90, 120]),
+    "document(x) & window(4)": np.array([0, 7]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "uint32"])
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("mask", RUNS)
+def test_ends_of_runs_are_those_of_the_host(mask, framework, dtype):
+    """A table that is declared sorted has the ends of its runs made where it lives."""
+    table = RUNS[mask].astype(dtype)
+    given = jnp.asarray(table) if framework == "jax" else torch.from_numpy(table)
+    att = fk.compile(mask if "document" in mask else f"param x: sorted int[Q_LEN]\nmask = {mask}")
+    plan = att.plan(150, 150, x=given, flat=True).work((64, 64)).plan
+    assert plan.run_tables
+    found = flat_run.kernel_tables(plan, framework, {"x": given}, 150, None)
+    for use in plan.run_tables:
+        want = derived_table(table, use.derived)
+        at = np.minimum(np.arange(150), len(want) - 1)
+        np.testing.assert_array_equal(np.asarray(found[use.name]), want[at])
+    for use in att.plan(150, 150, x=table).work((64, 64)).plan.run_tables:
+        assert use in plan.run_tables
+
+
+def test_a_table_that_nobody_declares_sorted_is_compared_entry_by_entry():
+    plan = fk.compile("same(x)").plan(150, 150, x=torch.zeros(150, dtype=torch.int32), flat=True).work((64, 64)).plan
+    assert not plan.run_tables
+    assert plan.by_query is None
 
 
 @pytest.mark.parametrize("framework", [jnp.asarray, torch.from_numpy])

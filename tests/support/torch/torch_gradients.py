@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from support.attention_cases import Case
+from support.attention_cases import Case, facts
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup, param
@@ -84,7 +84,7 @@ class Both:
             case.origin, case.sizes,
         )  # fmt: skip
         limits = dict.fromkeys((*ir.COORDINATES, *ir.SIZES, *case.slots, *case.tables), 2.0**14)
-        self.plan = make_plan(case.mask, case.score, limits=limits, dropout=dropout > 0)
+        self.plan = make_plan(case.mask, case.score, limits=limits, dropout=dropout > 0, facts=facts(case))
         heads, kv = (case.batch, case.heads), (case.batch, case.kv_heads)
 
         def one(*shape):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support import attention_cases as cases
-from support.attention_cases import CASES, Case, causal
+from support.attention_cases import CASES, DOCUMENTS, Case, causal
 from support.gluon.gluon_call import check, install, run, tensors, with_everything
 
 from frisket.dsl import ir
@@ -26,6 +26,12 @@ def interpreted(monkeypatch):
 
 def half(case, **changes):
     return case.but(**{"dtype": "bfloat16", "block": BLOCK} | changes)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(name):
+    case = half(DOCUMENTS[name][0])
+    check(case, *run(case))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -92,7 +92,7 @@ def forward(
     target = runtime.target(plan, geometry, dtype, block, narrow)
     run = runtime.kernel(plan, target, geometry, dtype, full, on_device=True, low=full)
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
-    numbers = geometry.origin, geometry.full, slots, list(plan.table_values(case.tables).values())
+    numbers = geometry.origin, geometry.full, slots, [plan.table_values(case.tables)[t.name] for t in plan.tables]
 
     def shapes(where: jax.sharding.Sharding) -> Any:
         def one(dtype: str, *shape: int) -> Any:
@@ -120,7 +120,7 @@ def backward(
     source = pallas_gpu_backward.emit(plan, target, geometry, {*wanted} - {"t"} | captured)
     run = jax.jit(load(source)["attention_dq" if of_q else "attention_dkv"])
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if dropout else {}).values())
-    numbers = geometry.origin, geometry.full, slots, list(plan.table_values(case.tables).values())
+    numbers = geometry.origin, geometry.full, slots, [plan.table_values(case.tables)[t.name] for t in plan.tables]
     own, walked = (target.block_q, target.block_k) if of_q else (target.block_k, target.block_q)
 
     def shapes(where: jax.sharding.Sharding) -> Any:

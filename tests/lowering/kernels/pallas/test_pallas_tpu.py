@@ -239,7 +239,7 @@ def lowered(case, length, dim, dtype, block=(512, 512)):
     def call(walk, *qkv):
         return module["attention_forward"](
             *qkv, walk, geometry.origin, geometry.full, list(made.slot_values({}).values()),
-            list(made.table_values(case.tables).values()),
+            [made.table_values(case.tables)[t.name] for t in made.tables],
         )  # fmt: skip
 
     walk = causal_walk(geometry, block)

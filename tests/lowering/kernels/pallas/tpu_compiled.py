@@ -81,7 +81,7 @@ def forward(
         geometry.origin,
         geometry.full,
         slots,
-        list(plan.table_values(case.tables).values()),
+        [plan.table_values(case.tables)[t.name] for t in plan.tables],
     )
 
     def shapes(where: jax.sharding.Sharding) -> Any:
@@ -158,7 +158,7 @@ def backward(
     flags = strided, heads, runtime.searches(walk)
     made = runtime_backward._kernel(which, plan, own, geometry, dtype, wanted, *flags)
     assert made is not None
-    slots, tables = list(plan.slot_values({}).values()), list(plan.table_values(case.tables).values())
+    slots, tables = list(plan.slot_values({}).values()), [plan.table_values(case.tables)[t.name] for t in plan.tables]
 
     def shapes(where: jax.sharding.Sharding) -> Any:
         qkv = [jax.ShapeDtypeStruct((2, length, n, dim), dtype, sharding=where) for n in (4 * group, 4, 4, 4 * group)]

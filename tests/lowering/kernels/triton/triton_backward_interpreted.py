@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.attention_cases import CASES, STEEP, STEEP_BOUNDS, Case, Source, causal
+from support.attention_cases import CASES, DOCUMENTS, STEEP, STEEP_BOUNDS, Case, Source, causal
 from support.torch import torch_gradients
 from support.torch.torch_gradients import MODS, learned, window
 from support.triton import triton_bf16
@@ -48,6 +48,12 @@ GROUPS = Case(
 def test_every_case(name):
     case = CASES[name]
     Both(case.but(q_len=min(case.q_len, 110), kv_len=min(case.kv_len, 120)) if case.sizes is None else case).check()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(name):
+    case, _ = DOCUMENTS[name]
+    Both(case).check()
 
 
 ELSEWHERE = {"by distance", "by bucket", "by distance, full", "plane", "pairs"}  # triton_captured_interpreted.py

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support import attention_cases as cases
-from support.attention_cases import CASES, Case, causal
+from support.attention_cases import CASES, DOCUMENTS, Case, causal
 from support.triton import triton_operators
 from support.triton.triton_call import check, run, with_everything
 
@@ -33,6 +33,15 @@ def test_every_case(name):
 )
 def test_every_case_with_everything(name):
     with_everything(CASES[name])
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(name):
+    """Rows that are runs of a table, by the ends of the runs where the table has such; by its entries elsewhere."""
+    case, proven = DOCUMENTS[name]
+    made = cases.plan(case)
+    assert bool(made.run_tables) == bool(proven)
+    check(case, *run(case, made))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
