@@ -179,7 +179,7 @@ def _ends(framework: str, table: Array, derived: str, length: int) -> Array:
 
 
 def _searched(xp: Any, table: Array, derived: str, positions: Array) -> Array:
-    """As `derived_table` of the host, by binary search."""
+    """The ends by binary search, equal to those of `derived_table`."""
     how, end = derived.split("_")
     if how == "segment":
         inner, count = table[1:-1], max(table.shape[0] - 2, 0)

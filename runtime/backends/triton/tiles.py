@@ -68,10 +68,10 @@ SHARED = {  # bytes of shared memory that a block may have, by the vendors' docu
     "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
 # Forwards that read through tensor descriptors where the architecture copies tiles by them, by window and head size: on
-# sm_90 those whose registers are short or whose tiles are border tiles for the most part, for by the model of
-# benchmarks/gpu_sim the full tiles of others are faster by pointers. Elsewhere all, which then spill nothing or less.
+# sm_90 those whose registers are short or whose rows have few tiles, for by the model of benchmarks/gpu_sim long rows of
+# full tiles are faster by pointers. Elsewhere all, which then spill nothing or less.
 DESCRIBED: frozenset[tuple[Window, int]] = frozenset(
-    [("short", 64), ("short", 128), ("short", 256), ("medium", 256), ("long", 256)]
+    [(window, dim) for window in ("short", "medium") for dim in (64, 128, 256)] + [("long", 256)]
 )
 OF_DESCRIPTORS = ("sm_90", "sm_100", "sm_103")
 # Few queries wait for keys, not for products: narrow tiles leave room for three stages, and spill nothing.
@@ -112,7 +112,7 @@ def default_target(
     if arch in OF_DESCRIPTORS and dtype != "float32" and not stored:
         forward = replace(forward, descriptors=arch != "sm_90" or (window, dim) in DESCRIBED)
     keys_of_few = (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim]
-    stages = min(forward.num_stages, 3)
+    stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=min(forward.block_k, keys_of_few), num_stages=stages)
     if stored:
         forward = replace(forward, block_k=min(forward.block_k, STORED))
