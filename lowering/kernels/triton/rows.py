@@ -136,9 +136,12 @@ class RowKernel(TritonWriter):
 
     def _ends(self, plan: LoopPlan, dims: Dims, swapped: bool) -> Ends | None:
         """The ends of a row, where the kernel works them out. Beside accumulators of a swapped kernel, heads past 64
-        leave no registers for a row's second end: the compiler spills."""
+        leave no registers for a row's second end: the compiler spills. Entries of a table take more of them than ends
+        of its runs."""
         ends = plan.by_key if swapped else plan.by_query
-        if ends is None or not self.bounded or (swapped and ends.last is not None and dims.head_dim > 64):
+        if ends is None or not self.bounded:
+            return None
+        if swapped and ends.last is not None and dims.head_dim > 64 and not plan.run_tables:
             return None
         return ends
 

@@ -106,6 +106,8 @@ def default_target(
     """
     dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
     window = window_of(keys)
+    if reads == "distance" and window == "long":  # addresses and values of a table beside those of keys
+        window = "medium"
     tiles = {n: SINGLE[n][dim] if dtype == "float32" else _carried(n, window, dim, curved, reads, arch) for n in SINGLE}
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv = (Target("triton", *made[n]) for n in SINGLE)
@@ -122,8 +124,6 @@ def default_target(
 def _carried(kernel: str, window: Window, dim: int, curved: bool, reads: Reads, arch: str) -> Tile:
     """The tile of the table, or what the architecture carries of it: fewer stages first, then a narrower side that is
     walked."""
-    if reads == "distance" and window == "long":  # addresses and values of a table beside those of keys
-        window = "medium"
     rows = TABLE.get(LIKE.get(arch, arch), TABLE["sm_90"])[kernel]
     block_q, block_k, warps, stages = rows["curved" if curved and window == "long" else window][str(dim)]
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
