@@ -68,8 +68,8 @@ SHARED = {  # bytes of shared memory that a block may have, by the vendors' docu
     "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
 # Forwards that read through tensor descriptors where the architecture copies tiles by them, by window and head size: on
-# sm_90 those whose registers are short or whose rows have few tiles, for by the model of benchmarks/gpu_sim long rows of
-# full tiles are faster by pointers. Elsewhere all, which then spill nothing or less.
+# sm_90 those whose registers are short or whose rows have few tiles, for by the model of benchmarks/gpu_sim the full
+# tiles of long rows are faster by pointers. Elsewhere all, which then spill nothing or less.
 DESCRIBED: frozenset[tuple[Window, int]] = frozenset(
     [(window, dim) for window in ("short", "medium") for dim in (64, 128, 256)] + [("long", 256)]
 )
