@@ -4,12 +4,14 @@
     python benchmarks/gpu_model.py sass kernel.cubin --warps 8 --pairs 8192 --flops 512
     python benchmarks/gpu_model.py figures --python /usr/bin/python3.12
     python benchmarks/gpu_model.py tiles --write --python /usr/bin/python3.12
+    python benchmarks/gpu_model.py mosaic FOLDER
 
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
 tile that frisket chooses, and plays its loops in their steady state. `sass` does it for a cubin, or for the text of
 `nvdisasm -c -hex`. The others write parts of benchmarks/results/gpu-model.json: flex_attention beside what was
 published of it, our kernels beside flex_attention's, and what hangs on each constant. `--python` names another
 interpreter, with another Triton, that needs no frisket: the part is written for the Triton that compiled the kernels.
+`mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
 `tiles` searches the default tiles, with both Tritons, and writes what the kernels are launched with.
 How the model works, and what it leaves out, stands in `gpu_sim`.
 """
@@ -28,7 +30,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from gpu_sim import full, report, search, specialised
+from gpu_sim import full, mosaic, report, search, specialised
 from gpu_sim.compiled import ROOT, Compiled, disassembled, folder, resources, triton_version
 from gpu_sim.loops import LoopFigures, figures
 from gpu_sim.machine import GPUS, Gpu
@@ -103,10 +105,12 @@ def causal(whole: specialised.Cycles, gpu: Gpu, queries: int, keys: int, dim: in
 def parts(options: argparse.Namespace) -> None:
     """One part of the results, in this interpreter or another."""
     if options.python:
-        elsewhere(options.python, options.part)
+        folder = [str(Path(options.folder).resolve())] if options.part == "mosaic" else []
+        elsewhere(options.python, options.part, *folder)
         return
     rows = {}
-    for name, row in PARTS[options.part]():
+    found = mosaic.predicted(Path(options.folder)) if options.part == "mosaic" else PARTS[options.part]()
+    for name, row in found:
         rows[name] = row
         print(shown(name, row), flush=True)
     version = ".".join(triton_version().split(".")[:2])
@@ -214,8 +218,10 @@ def main(argv: list[str] | None = None) -> None:
     other.add_argument("--causal", help="queries,keys,head size: and what such a forward makes of a causal mask")
     other.add_argument("--tma-bytes", type=float, default=0, help="of one TMA copy")
     other.set_defaults(run=of_file)
-    for name in PARTS:
+    for name in (*PARTS, "mosaic"):
         part = commands.add_parser(name, help=f"write the {name} of the results")
+        if name == "mosaic":
+            part.add_argument("folder", help="of kernels that were kept")
         part.add_argument("--python", help="another interpreter")
         part.set_defaults(run=parts, part=name)
     table_of = commands.add_parser("tiles", help="search the table of default tiles")

@@ -52,13 +52,15 @@ class Work:
 @dataclass(frozen=True)
 class Kernel:
     """One program of a compiled kernel: the numbers of its border loop and its full loop among the loops with products,
-    pairs of a tile, and FLOP that it computes for a pair."""
+    pairs of a tile, FLOP that it computes for a pair, and bytes of a tile that a warp without products copies, whose
+    loop is not played: a tile takes no less than they take of L2."""
 
     compiled: Compiled
     border: int
     full: int
     pairs: int
     flops: float
+    copied: float = 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,8 @@ def kernel_time(parts: Sequence[tuple[Kernel, Work]], groups: int, gpu: Gpu, byt
         places = gpu.processors * fit
         each = figures(x.compiled, gpu, fit)
         fixed = gpu.launch + overhead(x, gpu)
-        durations += list(fixed + work.border * each[x.border].cycles + work.full * each[x.full].cycles)
+        border, rest = (max(each[n].cycles, x.copied * fit / gpu.l2_rate) for n in (x.border, x.full))
+        durations += list(fixed + work.border * border + work.full * rest)
         products += float((work.border + work.full).sum()) * x.pairs * x.flops * groups
     cycles, tail = makespan(groups * durations, places)
     memory = bytes / gpu.hbm

@@ -1,6 +1,7 @@
 """`python tests/lowering/kernels/pallas/gpu_compiled.py`: the Pallas kernels for Hopper compiled for GPUs that are not
 here, as far as machine code, with what ptxas says of them. Compared with tests/golden/pallas/gpu_compiled_*.txt, which
-`--update-golden` writes; words choose kernels (`python tests/lowering/kernels/pallas/gpu_compiled.py causal 256`).
+`--update-golden` writes; words choose kernels (`python tests/lowering/kernels/pallas/gpu_compiled.py causal 256`);
+`--keep=FOLDER` keeps their machine code and a list of them, which `benchmarks/gpu_model.py mosaic` reads.
 Needs JAX's CUDA plugin, nvcc and libdevice, and no GPU.
 
 A line of the table: kernel, head size, dtype, tile, tiles read ahead, registers, bytes spilled (stores and loads),
@@ -10,21 +11,25 @@ none of it is in a loop over tiles. Registers are those a thread starts with; wa
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["MOSAIC_GPU_DUMP_TO"] = tempfile.mkdtemp(prefix="frisket-gpu-")  # ptxas' report is read from there
 os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
 
 import jax
 from jax.experimental import topologies
@@ -37,6 +42,7 @@ from frisket.runtime.backends.pallas_gpu import forward as runtime
 from frisket.runtime.machine.generated import load
 
 DUMP = Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+KEEP = next((Path(a.removeprefix("--keep=")) for a in sys.argv if a.startswith("--keep=")), None)
 GOLDEN = Path(__file__).parents[3] / "golden" / "pallas" / f"gpu_compiled_{version('jax').rpartition('.')[0]}.txt"
 H100 = """
 gpu_device_info {
@@ -64,6 +70,8 @@ dnn_version_info { major: 9 minor: 8 }
 runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+
+PTXAS = [str(Path(find_spec("nvidia.cu13").submodule_search_locations[0]) / "bin" / "ptxas"), "-arch=sm_90a"]
 
 
 @dataclass(frozen=True)
@@ -184,16 +192,32 @@ def compiled(kernel: Kernel, device: Any) -> str:
     return f"{registers} registers, {spills} spilled, {shared} shared"
 
 
+def keep(kernel: Kernel, number: int, said: str) -> None:
+    """Keep the machine code of what was compiled last, and its line of the list."""
+    assert KEEP
+    (ptx,) = DUMP.glob("*.ptx")
+    file = f"{number}.cubin"
+    subprocess.run([*PTXAS, str(ptx), "-o", str(KEEP / file)], check=True)
+    with (KEEP / "kernels.jsonl").open("a") as lines:
+        line = {n: getattr(kernel, n) for n in ("name", "dim", "dtype", "tile")} | {"file": file, "said": said}
+        lines.write(json.dumps(line) + "\n")
+
+
 def main() -> int:
     words = [a for a in sys.argv[1:] if not a.startswith("-")]
     device = topologies.get_topology_desc(
         platform="cuda", topology_name="H100", target_config=H100, topology="1x1x1"
     ).devices[0]
     lines = []
+    if KEEP:
+        KEEP.mkdir(parents=True)
     for kernel in kernels():
         if all(w in str(kernel) for w in words):
             start = time.perf_counter()
-            lines.append(f"{kernel} {compiled(kernel, device)}")
+            said = compiled(kernel, device)
+            if KEEP and "registers" in said:
+                keep(kernel, len(lines), said)
+            lines.append(f"{kernel} {said}")
             print(f"{lines[-1]}  ({time.perf_counter() - start:.1f} s)", flush=True)
     lines.sort()
     if "--update-golden" in sys.argv and not words:
