@@ -2,8 +2,8 @@
 
 Two warp groups compute and one copies by TMA. The loops of those that compute are played in their steady state; what is
 copied is ahead of them, so that a tile takes no less than its bytes take of L2, and the turns that the two groups take
-are left out. The machine code is kept by `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER`, which needs JAX's
-CUDA plugin and no GPU.
+are left out. `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiles the kernels and keeps their machine
+code; it needs JAX's CUDA plugin and no GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Kept:
 
 
 def kept(folder: Path) -> dict[tuple[str, int], Kept]:
-    """The bfloat16 kernels in a folder by name and head size. A window is listed twice: with the tiles of a narrow one
-    last."""
+    """The bfloat16 kernels in a folder by name and head size."""
     found = {}
     for line in (folder / "kernels.jsonl").read_text().splitlines():
         x = json.loads(line)

@@ -141,6 +141,16 @@ def test_more_tiles_and_slower_parts_take_longer(kernel):
     assert masked > plain  # a border tile has the mask's instructions, too
 
 
+def test_copies_of_a_warp_that_is_not_played_bound_a_tile(kernel):
+    def cycles(copied):
+        work = full.Work(np.full(132, 1), np.full(132, 99))
+        return full.kernel_time([(replace(kernel, copied=copied), work)], 1, H100, 0).cycles
+
+    assert cycles(0) == cycles(1)
+    some, more = (cycles(n << 20) for n in (1, 2))
+    assert more - some == pytest.approx(100 * (1 << 20) / H100.l2_rate)
+
+
 def test_memory_bounds_a_kernel(kernel):
     work = full.Work(np.ones(132, int), np.ones(132, int))
     slow = full.kernel_time([(kernel, work)], 1, H100, 1e10)

@@ -113,8 +113,8 @@ class _GpuKernel:
         self.sums = sums(plan, wanted) if self.own == "q" else []
         asked = [plan.mask, plan.score, plan.kept, self.slope, *(s.gradient.weight for s in self.sums)]
         used = [e for e in asked if e is not None]
-        self.e = Expressions(used, down=self.own)
         self.exact = any(n.op in INEXACT for e in used for n in walk(e))  # the machine's own are too rough
+        self.e = Expressions(used, down=self.own, tanh="exact" if self.exact else target.tanh)
         self.inner = bool({"q", "k"} & wanted) or bool(self.sums)
         # Products with values start at -delta, which so takes no registers beside them, where nothing is between. Those
         # of scores do not start at -lse: the sum would round them otherwise than the forward's.

@@ -6,12 +6,14 @@ nothing but numbers by itself, so the text says it everywhere. Kernels for Hoppe
 `pallas_tpu/inputs.py`, one value per head, query, key or pair, read from global memory where they are needed.
 
 Operators that Mosaic GPU does not have (floor, pow, sqrt, erf, `not`, ...) are functions of `PRELUDE`. Its own tanh is
-good to eleven bits when exp2 is the machine's, so that too is written out.
+good to eleven bits when exp2 is the machine's: it is taken where the target says so, but not where its value decides an
+Int or a Bool.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable
 
 from frisket.dsl.ir import SIZES, Expr, make, substitute, walk
@@ -110,6 +112,10 @@ def log1p(x):
 def tanh(x):
     return 1.0 - 2.0 / (1.0 + jnp.exp(2.0 * x))  # off by 1e-7, far below the rounding of 16 bits
 """,
+    "tanh_approximate": """
+def tanh_approximate(x):
+    return jnp.tanh(x)  # one instruction, off by 2**-11 of the value at most
+""",
     "root": """
 def root(x):
     return choose((x == 0.0) | (x == jnp.inf), x, x * lax.rsqrt(x))
@@ -152,10 +158,10 @@ def uniform(x):
 def prelude(source: str) -> list[str]:
     """The lines that define the functions `source` calls."""
     needed: set[str] = set()
-    words = expr_triton.words(source)
+    words = _words(source)
     while found := {n for n in PRELUDE if n in words} - needed:
         needed |= found
-        words = expr_triton.words("".join(PRELUDE[n] for n in found))
+        words = _words("".join(PRELUDE[n] for n in found))
     constants = ["WIDTH = 32"] if needed & {"shl", "shr"} else []
     if needed & {"to_int", "whole"}:
         constants.append("LARGEST = 2147483520.0  # the greatest float32 below 2**31")
@@ -163,15 +169,20 @@ def prelude(source: str) -> list[str]:
     return [*constants, *definitions]
 
 
+def _words(source: str) -> set[str]:
+    return expr_triton.words(re.sub(r"\.\w+", "", source))  # without attributes: jnp.tanh is not our tanh
+
+
 class Expressions:
     """The expressions of one kernel, whose tiles have queries down and keys across (`down="q"`), or are transposed.
 
     The kernel has `batch`, `head`, `start` (the first position of the warpgroup's own axis), `line` (its positions),
     `tile` (the tile of the other axis), the scores as `s`, and the functions `down`, `across`, `tiled`, `of_line`,
-    `of_tile` and `steps_along` of `skeletons/forward.py`."""
+    `of_tile` and `steps_along` of `skeletons/forward.py`. `tanh` is as of `Target`."""
 
-    def __init__(self, roots: Iterable[Expr], down: pallas_inputs.Down = "q") -> None:
+    def __init__(self, roots: Iterable[Expr], down: pallas_inputs.Down = "q", tanh: str = "exact") -> None:
         self.inputs = pallas_inputs.place(roots, down)
+        self.tanh = tanh
         self.down = down
         own, other = (ROW, COLUMN) if down == "q" else (COLUMN, ROW)
         self.spread = {own: "down", other: "across"}
@@ -256,14 +267,16 @@ class Expressions:
         root = substitute(pallas_inputs.mosaic(root), self.names)
         known = levels(root, when=self.when)
         done: dict[Expr, Expr] = {}
+        exact = expr_triton.decisive([root]) if self.tanh == "approximate" else set(walk(root))
         for e in walk(root):
             args = tuple(self._over(done[a], known[a], known[e]) for a in e.args)
-            done[e] = make(e.op, args, e.name, e.type) if e.args else e
+            op = "tanh_approximate" if e.op == "tanh" and e not in exact else e.op
+            done[e] = make(op, args, e.name, e.type) if e.args else e
         whole = self._over(done[root], known[root], POSITION)
         if known[root] == 0:
             whole = make("tiled", (whole,), None, root.type)
         count = itertools.count()
-        rows = MOSAIC_GPU | {n: f"{n}({{}})" for n in ("down", "across", "tiled")}
+        rows = MOSAIC_GPU | {n: f"{n}({{}})" for n in ("down", "across", "tiled", "tanh_approximate")}
         page = printed([whole], rows, _leaf, lambda e, level: f"{temporary}{next(count)}", "pallas-gpu", when=self.when)
         return [f"{line.name} = {line.text}" for line in page.lines], page.values[whole]
 

@@ -144,12 +144,12 @@ def emit(
     check_tile(target, geometry)
     if why := refused(plan, geometry, dtype, {}):
         raise LoweringError(why)
-    e = Expressions(roots(plan))
+    rough = not {n.op for root in roots(plan) for n in walk(root)} & INEXACT
+    e = Expressions(roots(plan), tanh=target.tanh if rough else "exact")
     dim, v_dim = dims(geometry.head_dim), dims(geometry.v_dim)
     folded = plan.score is None and geometry.scale > 0
     operands = [*e.operands(plan), *["sinks"] * sinks]
     listed = ", ".join(["slice_of", "order", "count", "records", *operands])
-    rough = not {n.op for root in roots(plan) for n in walk(root)} & INEXACT
     return filled(
         parts.FORWARD,
         text=[f"#     {line}" for line in (plan.text or "every key").splitlines()],

@@ -64,7 +64,7 @@ def backward(
     found: dict[str, Array] = {}
     common = g.origin, g.full, numbers, [tables[t.name] for t in plan.tables]
     plain = Geometry(1, g.heads // g.kv_heads, 1, 1, 1, g.head_dim, g.v_dim, g.scale)  # what the text depends on
-    of_dq, of_dkv = (Target(target.backend, *tile) for tile in kernels.tiles(g))
+    of_dq, of_dkv = (Target(target.backend, *tile, tanh=target.tanh) for tile in kernels.tiles(g))
     dq, dkv = target.dq or of_dq, target.dkv or of_dkv
     buffers: dict[Gradient, Array] = {}
     rows = wanted - {"k", "v"}

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     import jax
 
 BACKEND = "pallas-mosaic-gpu"
-KEYS = {64: 256, 128: 128, 192: 64, 256: 64}  # of a tile, by dims
-NARROW = 64  # where rows see one short run of keys: less is computed beside it
+KEYS = {64: 128, 128: 128, 192: 64, 256: 64}  # of a tile, by dims: what benchmarks/gpu_model.py finds fastest
 
 
 def target(
     plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
 ) -> Target:
-    """The tiles a Hopper starts from: 64 queries for each warpgroup, and keys as far as registers go."""
+    """The tiles a Hopper starts from, 64 queries for each warpgroup. Where rows see few keys they are no smaller: what
+    a program takes beside its tiles is more than what smaller ones leave out. tanh is the machine's own, as it is in
+    Triton's kernels."""
     dim, v_dim = pallas_gpu.dims(geometry.head_dim), pallas_gpu.dims(geometry.v_dim)
-    block_q, block_k = tile or (128, NARROW if narrow else KEYS.get(max(dim, v_dim), NARROW))
-    return Target(BACKEND, block_q, block_k, 4, max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim)))
+    block_q, block_k = tile or (128, KEYS.get(max(dim, v_dim), 64))
+    ahead = max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim))
+    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="approximate")
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -91,13 +91,13 @@ class Kernel:
 
 def forward(
     name: str, dim: int = 128, dtype: str = "bfloat16", block: tuple[int, int] | None = None, v_dim: int = 0,
-    full: bool = False, narrow: bool = False, length: int = LENGTH,
+    full: bool = False, length: int = LENGTH,
 ) -> Kernel:  # fmt: skip
     """The forward kernel of a case, at the tiles it has when nothing else is said; `full` with all options."""
     case = LONG[name]
     plan = long_plan(case, dropout=full)
     geometry = Geometry(2, 8, 4, length, length, dim, v_dim or dim, dim**-0.5)
-    target = runtime.target(plan, geometry, dtype, block, narrow)
+    target = runtime.target(plan, geometry, dtype, block)
     run = runtime.kernel(plan, target, geometry, dtype, full, on_device=True, low=full)
     slots = list(plan.slot_values({SEED: 1, RATE: 0.1} if full else {}).values())
     numbers = geometry.origin, geometry.full, slots, [plan.table_values(case.tables)[t.name] for t in plan.tables]
@@ -123,7 +123,7 @@ def backward(
     plan = long_plan(case, dropout=dropout)
     geometry = Geometry(2, 8, 4, length, length, dim, dim, dim**-0.5)
     of_q = "q" in wanted
-    target = Target(runtime.BACKEND, *pallas_gpu_backward.tiles(geometry)[not of_q])
+    target = Target(runtime.BACKEND, *pallas_gpu_backward.tiles(geometry)[not of_q], tanh="approximate")
     captured = {g.source for g in backward_of(plan).gradients} if "t" in wanted else set()
     source = pallas_gpu_backward.emit(plan, target, geometry, {*wanted} - {"t"} | captured)
     run = jax.jit(load(source)["attention_dq" if of_q else "attention_dkv"])
@@ -155,8 +155,7 @@ def kernels() -> Iterator[Kernel]:
         yield forward("causal", dim)
         yield forward("documents", dim)
     yield forward("causal", 192, v_dim=128)
-    for dim in (64, 128):
-        yield forward("window", dim, narrow=True)
+    yield forward("window", 64)
     yield from backwards()
 
 

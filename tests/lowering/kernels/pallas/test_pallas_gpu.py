@@ -17,7 +17,7 @@ from frisket.dsl import ir
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.evaluate import evaluate
 from frisket.dsl.ir import lookup
-from frisket.dsl.sugar import h, k, q, score
+from frisket.dsl.sugar import function, h, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.kernels.jnp_expr import JNP
@@ -143,6 +143,24 @@ def check_operator(op):
 @pytest.mark.parametrize("op", ["floor", "floordiv", "not", "tanh"])
 def test_operators_that_mosaic_lacks(op):
     check_operator(op)
+
+
+@pytest.mark.parametrize(
+    ("mask", "capped", "approximate"),
+    [
+        (causal, 5.0 * function("tanh", score / 5.0), True),
+        (causal, 5.0 * function("tanh", function("sin", score)), False),  # beside sin, nothing is approximate
+        (function("tanh", ir.param("c", FLOAT) * (q - k)) > 0.5, score, False),  # it decides what is seen
+    ],
+)
+def test_tanh_is_the_machines_where_that_is_near_enough(mask, capped, approximate):
+    case = Case(mask, capped, slots={"c": 0.1})
+    made, g = cases.plan(case), Geometry(1, 1, 1, 9, 9, 64, 64, 1.0)
+    target = runtime.target(made, g, "bfloat16")
+    text = pallas_gpu.emit(made, target, g, "bfloat16")
+    assert ("tanh_approximate" in text) == approximate
+    assert ("def tanh(x)" in text) != approximate
+    assert "tanh_approximate" not in pallas_gpu.emit(made, replace(target, tanh="exact"), g, "bfloat16")
 
 
 @pytest.mark.matrix
