@@ -25,12 +25,15 @@ def target(
     plan: LoopPlan, geometry: Geometry, dtype: str, tile: tuple[int, int] | None = None, narrow: bool = False
 ) -> Target:
     """The tiles a Hopper starts from, 64 queries for each warpgroup. Where rows see few keys they are no smaller: what
-    a program takes beside its tiles is more than what smaller ones leave out. tanh is the machine's own, as it is in
-    Triton's kernels."""
+    a program takes beside its tiles is more than what smaller ones leave out. tanh is the machine's own unless
+    `jax_default_matmul_precision` is "highest", as in Triton's kernels."""
+    import jax
+
     dim, v_dim = pallas_gpu.dims(geometry.head_dim), pallas_gpu.dims(geometry.v_dim)
     block_q, block_k = tile or (128, KEYS.get(max(dim, v_dim), 64))
     ahead = max(2, pallas_gpu.stages(block_q, block_k, dim, v_dim))
-    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="approximate")
+    asked = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009 - mypy knows it not
+    return Target(BACKEND, block_q, block_k, 4, ahead, tanh="exact" if asked == "highest" else "approximate")
 
 
 def reason(plan: LoopPlan, geometry: Geometry, dtype: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
