@@ -173,8 +173,8 @@ class LoopPlan:
 class Target:
     """The numbers of a backend and machine that change a result by rounding at most. `dq` and `dkv` are the targets
     of the backward kernels and `decode` of decoding, None: as the forward's; `splits` of the keys of a short query, 0:
-    as many as fill the machine. With `descriptors` queries, keys and values come as tensor descriptors, where kernel
-    and strides allow them: the GPU copies a tile by itself, without addresses in registers."""
+    as many as fill the machine. With `descriptors` the arrays that a kernel reads come as tensor descriptors, where
+    kernel and strides allow them: the GPU copies a tile by itself, without addresses in registers."""
 
     backend: str
     block_q: int

@@ -88,7 +88,7 @@ def kept(kernel: str, arch: str, warps: int, key: Any, compile: Callable[[], Any
     def make() -> dict[str, Any]:
         return asdict(_read(kernel, arch, warps, compile()))
 
-    return Compiled(**remembered(("compiled 1", kernel, arch, warps, triton_version(), key), make))
+    return Compiled(**remembered(("compiled 2", kernel, arch, warps, triton_version(), key), make))
 
 
 def _read(kernel: str, arch: str, warps: int, found: Any) -> Compiled:
@@ -127,7 +127,8 @@ def resources(cubin: Path) -> tuple[int, int]:
 
 
 def tma_bytes(ptx: str) -> float:
-    """The bytes of a TMA load in a loop: the most that a barrier expects, over the loads that bring it."""
-    copies = len(re.findall(r"cp\.async\.bulk\.tensor\.\w+\.shared", ptx))
-    expected = [int(x) for x in re.findall(r"expect_tx\S*\s+(?:_, )?\[[^\]]+\], (\d+);", ptx)]
-    return max(expected) * len(expected) / copies if copies else 0.0
+    """The bytes of a TMA load in a loop: those that the last barrier of the text expects, over the loads that bring
+    them. Loads of the program's own tile, of another size, stand before the loops."""
+    found = re.split(r"expect_tx\S*\s+(?:_, )?\[[^\]]+\], (\d+);", ptx)
+    copies = len(re.findall(r"cp\.async\.bulk\.tensor\.\w+\.shared", found[-1]))
+    return int(found[-2]) / copies if len(found) > 1 and copies else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,19 +27,20 @@ FLOPS = {"forward": 4, "dq": 6, "dkv": 8}  # of the products that a kernel makes
 
 @dataclass(frozen=True, order=True)
 class Tile:
-    """A tile of queries and keys, with the warps and stages that walk it."""
+    """A tile of queries and keys, with the warps and stages that walk it, and whether tensor descriptors read it."""
 
     block_q: int
     block_k: int
     warps: int
     stages: int
+    descriptors: int = 0
 
     def __str__(self) -> str:
-        return f"{self.block_q} x {self.block_k} w{self.warps} s{self.stages}"
+        return f"{self.block_q} x {self.block_k} w{self.warps} s{self.stages}{' TMA' * self.descriptors}"
 
     @classmethod
     def read(cls, text: str) -> Tile:
-        """A tile of `128,64,8,3`."""
+        """A tile of `128,64,8,3`, or of `128,64,8,3,1` with tensor descriptors."""
         return cls(*map(int, text.split(",")))
 
 
@@ -101,7 +103,7 @@ def planned(ours: Ours) -> tuple[LoopPlan, Target]:
 def chosen(ours: Ours) -> Tile:
     """The tile that frisket takes by itself."""
     target = of_kernel(f"attention_{ours.kernel}", planned(ours)[1])
-    return Tile(target.block_q, target.block_k, target.num_warps, target.num_stages)
+    return Tile(target.block_q, target.block_k, target.num_warps, target.num_stages, int(target.descriptors))
 
 
 def compiled(ours: Ours, tile: Tile) -> Compiled:
@@ -109,7 +111,8 @@ def compiled(ours: Ours, tile: Tile) -> Compiled:
     plan, target = planned(ours)
     own = of_kernel(f"attention_{ours.kernel}", target)
     mine = replace(
-        own, block_q=tile.block_q, block_k=tile.block_k, num_warps=tile.warps, num_stages=tile.stages
+        own, block_q=tile.block_q, block_k=tile.block_k, num_warps=tile.warps, num_stages=tile.stages,
+        descriptors=bool(tile.descriptors),
     )  # fmt: skip
     whole = replace(target, **{ours.kernel: mine}) if ours.kernel != "forward" else replace(
         mine, dq=target.dq, dkv=target.dkv, decode=target.decode
@@ -128,6 +131,6 @@ def _emitted(plan: LoopPlan, target: Target, dims: Dims) -> str:
 
 
 def _one(source: str, name: str) -> str:
-    """The text of a module without its other kernels: they change nothing of this one."""
-    parts = source.split("\n@triton.jit\n")
-    return "".join(p for p in parts if not p.startswith("def attention_") or p.startswith(f"def {name}("))
+    """The text of a module without its docstring and its other kernels: they change nothing of this one."""
+    parts = re.split(r"\n(?=@triton\.jit)", re.sub(r'\A""".*?"""', "", source, flags=re.DOTALL))
+    return "\n".join(p for p in parts if "\ndef attention_" not in p or f"\ndef {name}(" in p)

@@ -28,6 +28,8 @@ from .ours import Ours, Tile
 
 TABLE = ROOT / "runtime" / "backends" / "triton" / "tiles.json"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+POINTERS = " by pointers"  # ends the name of the table for callers who have no tensor descriptors
+DESCRIBES = ("sm_90", "sm_100")  # architectures that copy tiles by tensor descriptors
 CLASSES = {"long": "causal", "medium": "documents", "short": "window 128", "curved": "softcap"}
 DIMS = (64, 128, 256)
 BEST = 2  # that are compiled with other stages, and by the other Triton
@@ -44,8 +46,17 @@ class Cell:
     dim: int
 
     @property
+    def gpu(self) -> str:
+        return self.arch.removesuffix(POINTERS)
+
+    @property
     def modelled(self) -> bool:
-        return self.arch in GPUS
+        return self.gpu in GPUS
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The ways to read arrays: 0 by pointers, 1 by tensor descriptors."""
+        return (1, 0) if self.arch in DESCRIBES else (0,)
 
     def __str__(self) -> str:
         return f"{self.arch} {self.kernel} {self.mask} D{self.dim}"
@@ -68,8 +79,9 @@ def candidates(cell: Cell, long: Tile | None = None) -> list[Tile]:
                 if not FEWEST <= held <= REGISTERS or walked > own or (walked == 16 and cell.dim < 256):
                     continue
                 sides = (walked, own) if cell.kernel == "dkv" else (own, walked)
-                staged = (Tile(*sides, warps, n) for n in ((1,) if amd else (3, 2)))
-                found += [t for t in staged if fits(cell, t)][:1]
+                for described in cell.reads:
+                    staged = (Tile(*sides, warps, n, described) for n in ((1,) if amd else (3, 2)))
+                    found += [t for t in staged if fits(cell, t)][:1]
     if cell.mask == "curved" and long is not None:
         side = 1 if cell.kernel == "dkv" else 0
         like = (long.warps, (long.block_q, long.block_k)[side])
@@ -87,18 +99,18 @@ def staged(cell: Cell, tile: Tile) -> list[Tile]:
 
 def fits(cell: Cell, tile: Tile) -> bool:
     own, walked = (tile.block_k, tile.block_q) if cell.kernel == "dkv" else (tile.block_q, tile.block_k)
-    return shipped.shared(cell.kernel, cell.dim, own, walked, tile.stages) <= shipped.SHARED[cell.arch]
+    return shipped.shared(cell.kernel, cell.dim, own, walked, tile.stages) <= shipped.SHARED[cell.gpu]
 
 
 def evaluate(cell: Cell, tile: Tile) -> dict[str, float]:
     """Seconds by the model, and what the kernel takes; no seconds where it spills or does not fit. Where there is no
     model, seconds are an order: bytes loaded for a product, over the blocks of an SM up to two."""
-    made = ours.compiled(Ours(cell.kernel, CLASSES[cell.mask], cell.dim, arch=cell.arch), tile)
+    made = ours.compiled(Ours(cell.kernel, CLASSES[cell.mask], cell.dim, arch=cell.gpu), tile)
     found: dict[str, float] = {"registers": made.registers, "stack": made.stack, "shared": made.shared}
-    if made.stack or made.shared > shipped.SHARED[cell.arch]:
+    if made.stack or made.shared > shipped.SHARED[cell.gpu]:
         return found
     if cell.modelled:
-        case = Case(CLASSES[cell.mask], cell.dim, arch=cell.arch)
+        case = Case(CLASSES[cell.mask], cell.dim, arch=cell.gpu)
         return {**found, "seconds": full.ours_time(cell.kernel, case, tile).seconds}
     return {**found, "seconds": ranked(cell, tile)}
 
@@ -109,7 +121,7 @@ def ranked(cell: Cell, tile: Tile) -> float:
     if cell.mask == "short":  # keys that a window of 128 makes a row of tiles visit
         own = own * 128 / (own + walked + 126)
     fit = min(
-        2, shipped.SHARED[cell.arch] // max(1, shipped.shared(cell.kernel, cell.dim, int(own), walked, tile.stages))
+        2, shipped.SHARED[cell.gpu] // max(1, shipped.shared(cell.kernel, cell.dim, int(own), walked, tile.stages))
     )
     return 1 / own + 1e-3 * (2 - fit) + 1e-4 * (128 / walked) + 1e-5 * abs(tile.stages - 3) + 1e-6 * tile.warps
 
@@ -155,13 +167,18 @@ def show() -> None:
     """Bring the table of docs/triton.md up to date."""
     page = ROOT / "docs" / "triton.md"
     rows = [
-        f"| {kernel} | {mask} | " + " | ".join("{} x {}, {}, {}".format(*t) for t in dims.values()) + " |"
+        f"| {kernel} | {mask} | " + " | ".join(_shown(t) for t in dims.values()) + " |"
         for kernel, masks in table()["sm_90"].items() for mask, dims in masks.items()
     ]  # fmt: skip
     lines = page.read_text(encoding="utf-8").split("\n")
     places = [i for i, line in enumerate(lines) if re.match(r"\| (forward|dq|dkv) \|", line)]
     text = [*lines[: places[0]], *rows, *lines[places[-1] + 1 :]]
     page.write_text("\n".join(text), encoding="utf-8")
+
+
+def _shown(tile: Sequence[int]) -> str:
+    block_q, block_k, warps, stages, described = tile
+    return f"{block_q} x {block_k}, {warps}, {stages}{', TMA' * described}"
 
 
 def best(here: dict[Tile, dict[str, Any]], there: dict[Tile, dict[str, Any]] | None) -> list[Tile]:

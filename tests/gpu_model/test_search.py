@@ -18,7 +18,7 @@ from frisket.runtime.backends.triton import tiles
 def test_candidates_fit(arch, kernel, dim):
     found = search.candidates(Cell(arch, kernel, "long", dim))
     assert found
-    assert len(set(found)) == len(found) < 14
+    assert len(set(found)) == len(found) < 14 * len(Cell(arch, kernel, "long", dim).reads)
     for t in [x for one in found for x in search.staged(Cell(arch, kernel, "long", dim), one)]:
         assert search.fits(Cell(arch, kernel, "long", dim), t)
     for t in found:
@@ -32,6 +32,18 @@ def test_the_published_best_tiles_are_candidates():
     4 at 64, 3 stages each."""
     assert Tile(128, 128, 8, 3) in search.candidates(Cell("sm_90", "forward", "long", 128))
     assert Tile(128, 64, 4, 3) in search.candidates(Cell("sm_90", "forward", "long", 64))
+
+
+def test_descriptors_are_candidates_where_there_are_some():
+    for arch, ways in (
+        ("sm_90", {0, 1}),
+        ("sm_100", {0, 1}),
+        ("sm_90 by pointers", {0}),
+        ("sm_80", {0}),
+        ("gfx942", {0}),
+    ):
+        assert {t.descriptors for t in search.candidates(Cell(arch, "dkv", "long", 64))} == ways
+    assert Cell("sm_90 by pointers", "dkv", "long", 64).modelled
 
 
 def test_a_score_mod_keeps_the_warps_and_the_own_side():
@@ -81,7 +93,7 @@ def test_a_search_writes_what_is_best(table, monkeypatch, capsys):
     gpu_model.main(command.split())
     assert json.loads(table.read_text()) == tiles.TABLE  # nothing is written unless it is asked for
     gpu_model.main([*command.split(), "--write"])
-    assert json.loads(table.read_text())["sm_90"]["dq"]["long"]["128"] == [64, 64, 4, 3]
+    assert json.loads(table.read_text())["sm_90"]["dq"]["long"]["128"] == [64, 64, 4, 3, 0]
     assert re.search(
         r"sm_90 dq long D128: 64 x 64 w4 s3 1e\+06, 128 x 64 w8 s3 2e\+06; until now", capsys.readouterr().out
     )

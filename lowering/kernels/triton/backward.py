@@ -16,10 +16,12 @@ from frisket.lowering.kernels.text import filled, skeleton
 from frisket.lowering.plan import LoopPlan, Target
 
 from .cotangents import GradientKernel, sums
+from .forward import describable
 from .parameters import padded
 from .writer import LINE, Dims, TritonKernel, launched, masked, module, wrapped
 
 DELTA_KERNEL, DQ, DKV = (skeleton(__package__, name) for name in ("delta", "dq", "dkv"))
+WARP = 32  # threads
 DELTA = Target("triton", 32, 32, 4, 1)  # of attention_delta, which reads whole rows and waits for memory
 
 
@@ -33,7 +35,8 @@ def emit(plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *,
 def kernels(
     plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str], *, dlse: bool = True
 ) -> list[TritonKernel]:
-    """The kernels that these gradients take. Of `target` their text depends on the order of rows and the precision."""
+    """The kernels that these gradients take. Of `target` their text depends on the order of rows, the precision, tensor
+    descriptors and on whether each thread of dkv has a load of two numbers of a query."""
     if dims.kv_dtype:
         raise LoweringError(
             f"gradients need q, k and v of one dtype, not {dims.dtype} and {dims.kv_dtype}; convert k and v before"
@@ -74,12 +77,19 @@ class _DqKernel(GradientKernel):
         self.dq = "q" in wanted
         summed = [s for s in sums(plan, wanted) if s.along == "q"]
         super().__init__(plan, target, dims, summed, slope=self.dq)
+        self.described = target.descriptors and describable(plan, dims)
 
     def kernel(self) -> TritonKernel:
         return launched("attention_dq", self.filled(DQ), "(query tiles, heads, batch)", self.target)
 
     def holes(self) -> dict[str, Any]:
-        return {**super().holes(), "dq": self.dq, **self.before_loops()}
+        return {
+            **super().holes(),
+            "dq": self.dq,
+            "described": self.described,
+            "dim_e": "DIM" if self.e == "d" else "DIM_V",
+            **self.before_loops(),
+        }
 
 
 class _DkvKernel(GradientKernel):
@@ -87,8 +97,10 @@ class _DkvKernel(GradientKernel):
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, wanted: Collection[str]) -> None:
         self.dk, self.dv = "k" in wanted, "v" in wanted
+        self.by_pairs = 2 * target.block_q >= WARP * target.num_warps
         summed = [s for s in sums(plan, wanted) if s.along == "k"]
         super().__init__(plan, target, dims, summed, slope=self.dk, swapped=True)
+        self.described = target.descriptors and describable(plan, dims)
 
     def kernel(self) -> TritonKernel:
         text = self.filled(DKV)
@@ -100,6 +112,11 @@ class _DkvKernel(GradientKernel):
             "dk": self.dk,
             "dv": self.dv,
             "dout": self.dv or self.inner,
+            "described": self.described,
+            "arrays": "Q, K, V, DOut" if self.inner else "Q, K, DOut",
+            # With fewer entries than threads the compiler loads what each thread uses, past shared memory.
+            "by_pairs": self.by_pairs,
+            "numbers_a_load": 2 if self.by_pairs else 4,
             "results": ", ".join(n for n, use in (("DK", self.dk), ("DV", self.dv)) if use),
             "dim_e": "DIM" if self.e == "d" else "DIM_V",
             "v_dim": self.v,

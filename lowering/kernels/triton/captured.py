@@ -33,7 +33,7 @@ def square(target: Target) -> Target:
     of dq, 64 x 64 at most, which 8 warps carry without a spill up to heads of 128."""
     own = target.dq or target
     side = min(64, 1 << ((own.block_q * own.block_k).bit_length() - 1) // 2)
-    return replace(own, block_q=side, block_k=side, num_warps=8, num_stages=1, dq=None, dkv=None)
+    return replace(own, block_q=side, block_k=side, num_warps=8, num_stages=1, descriptors=False, dq=None, dkv=None)
 
 
 def diagonal(plan: LoopPlan, target: Target, dims: Dims, gradients: Sequence[Gradient]) -> str:

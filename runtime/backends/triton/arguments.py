@@ -19,7 +19,7 @@ from frisket.dsl.errors import BackendError, ParameterError, ShapeError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.grammar.memo import beside, memo
-from frisket.lowering.kernels.triton.parameters import Argument, arguments
+from frisket.lowering.kernels.triton.parameters import Argument, arguments, padded
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, Spans, TableUse, Target
 from frisket.lowering.planner.planner import DeviceSpans
@@ -396,6 +396,13 @@ def descriptor(x: Tensor, block: Block) -> Any:
 
     strides = [stride if size > 1 else STEP for size, stride in zip(x.shape[:3], x.stride())]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
+
+
+def blocks(g: Geometry, target: Target) -> dict[str, Block]:
+    """The blocks of the tensor descriptors of a target's kernel, by the parameters' names."""
+    dim, dim_v = padded(g.head_dim), padded(g.v_dim)
+    queries, keys = target.block_q, target.block_k
+    return {"Q": (1, 1, queries, dim), "K": (1, 1, keys, dim), "V": (1, 1, keys, dim_v), "DOut": (1, 1, queries, dim_v)}
 
 
 def describable(*tensors: Tensor) -> bool:

@@ -11,10 +11,11 @@ from frisket.lowering.derive import Gradient, backward_of
 from frisket.lowering.kernels.triton.backward import DELTA, bare, emit
 from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.kernels.triton.cotangents import Sum, sums
+from frisket.lowering.kernels.triton.forward import describable
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
-from .arguments import Bound, Launch, Made, Values, bound, far, loaded_kernels, near
+from .arguments import Access, Bound, Launch, Made, Values, blocks, bound, far, loaded_kernels, near
 from .captured import captured
 from .grids import LaunchStep, backward_plan, of_backward
 
@@ -51,10 +52,11 @@ def backward(
         q, k, v, out, dout = (near(x, rows) for x in (q, k, v, out, dout))
     own = bound(plan, spans, g, target, q, k)
     read = own.values(slots, tables)
-    kind = "backward", read.live, wanted, dlse is not None
+    described = _described(own, q, k, v, dout)
+    kind = "backward", read.live, wanted, dlse is not None, described
     run = own.launches.get(kind)
     if run is None:
-        run = own.launches[kind] = _Launches(own, spans, q, k, read.live, wanted, dlse is not None)
+        run = own.launches[kind] = _Launches(own, spans, q, k, *kind[1:])
     stats = torch.empty((*lse.shape, 4), dtype=torch.float32, device=q.device)
     low = torch.zeros_like(lse) if norm is None else low_of(norm)
     given = {
@@ -71,6 +73,13 @@ def backward(
         buffers |= dict(zip(more, captured(*common, more, deterministic=deterministic), strict=True))
     folds = folded(list(buffers), list(buffers.values()), own.placed, slots, tables)
     return found | folds | _zeros(values - folds.keys(), tables, lse)
+
+
+def _described(own: Bound, *arrays: Tensor) -> bool:
+    """Whether some kernel wants q, k, v and dout as tensor descriptors, and they can be read so."""
+    target = own.target
+    wanted = any((t or target).descriptors for t in (target.dq, target.dkv))
+    return wanted and all(x.data_ptr() & 15 == 0 for x in arrays) and own.describes(*arrays)
 
 
 def low_of(norm: Tensor) -> Tensor:
@@ -91,12 +100,13 @@ class _Launches:
 
     def __init__(
         self, own: Bound, spans: SpanSource | None, q: Tensor, k: Tensor, live: tuple[str, ...],
-        wanted: frozenset[str], dlse: bool,
+        wanted: frozenset[str], dlse: bool, described: bool,
     ) -> None:  # fmt: skip
-        g, target = own.geometry, own.target
+        g, target, dims = own.geometry, own.target, own.dims(live)
         plan = backward_plan(own.plan, g)
+        target = target if described and describable(plan, dims) else target.everywhere(descriptors=False)
         self.geometry = g
-        self.made, self.sums = _made(plan, target, own.dims(live), wanted, dlse)
+        self.made, self.sums = _made(plan, target, dims, wanted, dlse)
         plain = Bound(bare(plan), g, target, q, k)  # attention_delta reads no slots and no tables
         self.nothing = plain.values({}, {})
         self.steps = []
@@ -110,7 +120,10 @@ class _Launches:
         """A launch, and the tensors it takes."""
         letters = {**dict.fromkeys((*TENSORS, *(s.buffer for s in self.sums)), ""), **LETTERS}
         names = [n for n in self.made.kernels[step.name].arg_names if n in letters]
-        run = own.launch(self.made, step.name, step.grid, step.tile, {n: letters[n] for n in names}, **more)
+        tensors: dict[str, Access] = {n: letters[n] for n in names}
+        if step.tile.descriptors:
+            tensors |= {n: block for n, block in blocks(self.geometry, step.tile).items() if n in names}
+        run = own.launch(self.made, step.name, step.grid, step.tile, tensors, **more)
         return run, names
 
     def __call__(self, read: Values, given: dict[str, Tensor]) -> dict[Gradient, Tensor]:

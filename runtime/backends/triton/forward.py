@@ -10,12 +10,11 @@ from frisket.dsl.errors import BackendError
 from frisket.grammar.memo import memo
 from frisket.lowering.kernels.triton import forward as triton_forward
 from frisket.lowering.kernels.triton.forward import emit
-from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 
 from . import decode as triton_decode
-from .arguments import Access, Bound, Launch, Made, bound, far, loaded_kernels, near
+from .arguments import Access, Bound, Launch, Made, blocks, bound, far, loaded_kernels, near
 from .grids import forward_plan, of_forward
 
 Tensor = Any
@@ -73,9 +72,7 @@ def _launch(
         return triton_decode.Parts(own, plan, spans, chosen, live, sinks, top, low)
     tensors: dict[str, Access] = {"Q": "q", "K": "k", "V": "v", "Out": "o", "Lse": ""}
     if described:
-        dim, dim_v = padded(g.head_dim), padded(g.v_dim)
-        queries, keys = target.block_q, target.block_k
-        tensors |= {"Q": (1, 1, queries, dim), "K": (1, 1, keys, dim), "V": (1, 1, keys, dim_v)}
+        tensors |= {n: block for n, block in blocks(g, target).items() if n in tensors}
     tensors |= {"Top": ""} if top else {}
     tensors |= {"Low": ""} if low else {}
     tensors |= {"Sinks": ""} if sinks else {}

@@ -161,8 +161,9 @@ def target(
         geometry, dtype, keys=keys, curved=plan.score_class == "general",
         reads=triton_tiles.reads_of(plan.mask, plan.score), arch=architecture(),
         stored=geometry.kv_dtype != "" or plan.weight is not None or plan.pages is not None,
+        descriptors=False,  # jax-triton passes none
     )  # fmt: skip
-    return _precise(replace(made, descriptors=False), dtype)  # jax-triton passes none
+    return _precise(made, dtype)
 
 
 def _precise(target: Target, dtype: str) -> Target:

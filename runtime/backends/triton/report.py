@@ -31,6 +31,8 @@ POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8
 INTEGERS = ("Spans", "Count", "Order", "SliceOf")  # int32; of what else begins with a capital and is no array: float32
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
 
+DESCRIBED = ("Q", "K", "V", "DOut")  # that a kernel without strides of keys takes as tensor descriptors
+
 
 @dataclass(frozen=True)
 class KernelReport:
@@ -124,8 +126,8 @@ def signature(
     values |= {made[t.name].strides[-1]: 1 for t in plan.every_table}
     values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False} | more
     types: dict[str, str] = {}
-    described = {n for n in "QKV" if n in kernel.arg_names and f"stride_{n.lower()}s" not in kernel.arg_names}
-    known |= {n: _descriptor(known[n], n, target, dims) for n in described}
+    if "K" in kernel.arg_names and "stride_ks" not in kernel.arg_names:
+        known |= {n: _descriptor(known[n], n, target, dims) for n in DESCRIBED if n in kernel.arg_names}
     for p in kernel.params:
         if p.is_constexpr or p.name in values:
             types[p.name] = "constexpr"
@@ -137,8 +139,9 @@ def signature(
 
 
 def _descriptor(pointer: str, name: str, target: Target, dims: Dims) -> str:
-    length = target.block_q if name == "Q" else target.block_k
-    return f"tensordesc<{pointer[1:]}[1, 1, {length}, {padded(dims.v_dim if name == 'V' else dims.head_dim)}]>"
+    length = target.block_q if name in ("Q", "DOut") else target.block_k
+    dim = dims.v_dim if name in ("V", "DOut") else dims.head_dim
+    return f"tensordesc<{pointer[1:]}[1, 1, {length}, {padded(dim)}]>"
 
 
 def resources(compiled: Any, mma: str) -> tuple[int, int, int]:

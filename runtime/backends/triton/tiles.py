@@ -53,10 +53,11 @@ Reads = Literal["axis", "distance", "each"]
 SHORT, MEDIUM = 192, 768  # keys: the last of their class
 ROW, LENGTH = 128, 4096  # rows of tiles so long, in so many tokens, say how many keys a query sees
 
-Tile = tuple[int, int, int, int]  # block_q, block_k, warps, stages
+Tile = tuple[int, int, int, int, int]  # block_q, block_k, warps, stages, 1 where arrays are read by tensor descriptors
 # 16-bit numbers: architecture -> kernel -> window, or "curved" for long ones whose score mod has a derivative that is
 # not 1 -> padded head size -> tile. `python benchmarks/gpu_model.py tiles` writes the file: of the tiles that spill
-# nothing those of the least predicted time.
+# nothing those of the least predicted time. Where there is a table for pointers alone, it is that of callers who have
+# no descriptors.
 TABLE: dict[str, dict[str, dict[str, dict[str, list[int]]]]] = json.loads(
     Path(__file__).with_name("tiles.json").read_text(encoding="utf-8")
 )
@@ -67,22 +68,15 @@ SHARED = {  # bytes of shared memory that a block may have, by the vendors' docu
     "sm_80": 166_912, "sm_86": 101_376, "sm_89": 101_376, "sm_90": 232_448, "sm_100": 232_448, "sm_103": 232_448,
     "sm_120": 101_376, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840,
 }  # fmt: skip
-# Forwards that read through tensor descriptors where the architecture copies tiles by them, by window and head size: on
-# sm_90 those whose registers are short or whose rows have few tiles, for by the model of benchmarks/gpu_sim the full
-# tiles of long rows are faster by pointers. Elsewhere all, which then spill nothing or less.
-DESCRIBED: frozenset[tuple[Window, int]] = frozenset(
-    [(window, dim) for window in ("short", "medium") for dim in (64, 128, 256)] + [("long", 256)]
-)
-OF_DESCRIPTORS = ("sm_90", "sm_100", "sm_103")
 # Few queries wait for keys, not for products: narrow tiles leave room for three stages, and spill nothing.
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
 # Of stored keys registers hold scales, pages and what is converted: with more keys the compiler spills.
 STORED, STORED_OF_FEW = 32, {64: 32, 128: 64, 256: 32}
 # float32 has no warp-group products, and takes twice the registers.
 SINGLE: dict[str, dict[int, Tile]] = {
-    "forward": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 4, 2)},
-    "dq": {64: (32, 32, 8, 2), 128: (32, 16, 8, 2), 256: (16, 16, 4, 2)},
-    "dkv": {64: (32, 32, 8, 2), 128: (16, 32, 8, 2), 256: (16, 16, 4, 2)},
+    "forward": {64: (32, 32, 8, 2, 0), 128: (32, 16, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
+    "dq": {64: (32, 32, 8, 2, 0), 128: (32, 16, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
+    "dkv": {64: (32, 32, 8, 2, 0), 128: (16, 32, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
 }
 
 
@@ -93,26 +87,33 @@ def window_of(keys: float) -> Window:
 
 def default_target(
     g: Geometry, dtype: str, *, keys: float = math.inf, curved: bool = False, reads: Reads = "axis",
-    stored: bool = False, arch: str = "sm_90",
+    stored: bool = False, arch: str = "sm_90", descriptors: bool = True,
 ) -> Target:  # fmt: skip
     """Tiles of the forward and the backward. `keys` are those a query sees, `curved` says that the derivative of the
     score mod is not 1, `stored` that keys and values are as caches store them; `reads` as `reads_of` has it, `arch` as
-    in `triton_report.ARCHITECTURES`.
+    in `triton_report.ARCHITECTURES`. Without `descriptors` arrays are read by pointers.
 
     >>> g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     >>> t = default_target(g, "bfloat16", keys=128)
-    >>> [t.block_q, t.block_k, t.num_warps, t.num_stages] == TABLE["sm_90"]["forward"]["short"]["128"]
+    >>> [t.block_q, t.block_k, t.num_warps, t.num_stages] == TABLE["sm_90"]["forward"]["short"]["128"][:4]
     True
     """
     dim = max(64, min(256, max(padded(g.head_dim), padded(g.v_dim))))
     window = window_of(keys)
     if reads == "distance" and window == "long":  # addresses and values of a table beside those of keys
         window = "medium"
-    tiles = {n: SINGLE[n][dim] if dtype == "float32" else _carried(n, window, dim, curved, reads, arch) for n in SINGLE}
+    table = TABLE.get(LIKE.get(arch, arch), TABLE["sm_90"])
+    if not descriptors:
+        table = TABLE.get(f"{LIKE.get(arch, arch)} by pointers", table)
+    tiles = {
+        n: SINGLE[n][dim] if dtype == "float32" else _carried(n, table[n], window, dim, curved, reads, arch)
+        for n in SINGLE
+    }
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
-    forward, dq, dkv = (Target("triton", *made[n]) for n in SINGLE)
-    if arch in OF_DESCRIPTORS and dtype != "float32" and not stored:
-        forward = replace(forward, descriptors=arch != "sm_90" or (window, dim) in DESCRIBED)
+    forward, dq, dkv = (
+        Target("triton", *t, descriptors=bool(described) and descriptors and not stored)
+        for *t, described in (made[n] for n in SINGLE)
+    )
     keys_of_few = (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim]
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
     few = replace(forward, descriptors=False, block_k=min(forward.block_k, keys_of_few), num_stages=stages)
@@ -121,11 +122,12 @@ def default_target(
     return replace(forward, dq=dq, dkv=dkv, decode=few)
 
 
-def _carried(kernel: str, window: Window, dim: int, curved: bool, reads: Reads, arch: str) -> Tile:
-    """The tile of the table, or what the architecture carries of it: fewer stages first, then a narrower side that is
-    walked."""
-    rows = TABLE.get(LIKE.get(arch, arch), TABLE["sm_90"])[kernel]
-    block_q, block_k, warps, stages = rows["curved" if curved and window == "long" else window][str(dim)]
+def _carried(
+    kernel: str, rows: dict[str, dict[str, list[int]]], window: Window, dim: int, curved: bool, reads: Reads, arch: str
+) -> Tile:
+    """The tile of a kernel, from its `rows` of the table, or what the architecture carries of it: fewer stages first,
+    then a narrower side that is walked."""
+    block_q, block_k, warps, stages, described = rows["curved" if curved and window == "long" else window][str(dim)]
     own, walked = (block_k, block_q) if kernel == "dkv" else (block_q, block_k)
     if curved and window != "long" and kernel == "dkv":  # a derivative for every score, in registers
         walked = min(walked, 32)
@@ -136,7 +138,7 @@ def _carried(kernel: str, window: Window, dim: int, curved: bool, reads: Reads, 
     limit = SHARED.get(arch, SHARED["gfx942" if arch.startswith("gfx") else "sm_90"])
     while shared(kernel, dim, own, walked, stages) > limit and walked > 16:
         walked, stages = (walked, stages - 1) if stages > 2 else (walked // 2, stages)
-    return (walked, own, warps, stages) if kernel == "dkv" else (own, walked, warps, stages)
+    return (walked, own, warps, stages, described) if kernel == "dkv" else (own, walked, warps, stages, described)
 
 
 def shared(kernel: str, dim: int, own: int, walked: int, stages: int) -> int:
@@ -149,11 +151,11 @@ def shared(kernel: str, dim: int, own: int, walked: int, stages: int) -> int:
 
 def _shortened(tile: Tile, g: Geometry, kernel: str) -> Tile:
     """The tile of a call with fewer queries, or keys, than its program's own side."""
-    block_q, block_k, warps, stages = tile
+    block_q, block_k, warps, stages, described = tile
     side, length = (block_k, g.kv_len) if kernel == "dkv" else (block_q, g.q_len)
     while side > 16 and side >= 2 * length:
         side, warps = side // 2, max(4, warps // 2)
-    return (block_q, side, warps, stages) if kernel == "dkv" else (side, block_k, warps, stages)
+    return (block_q, side, warps, stages, described) if kernel == "dkv" else (side, block_k, warps, stages, described)
 
 
 def of_kernel(name: str, target: Target) -> Target:

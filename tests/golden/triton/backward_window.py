@@ -254,7 +254,7 @@ def attention_dkv(
                     mask=inside[:, None], other=0.0,
                 )
                 dp = tl.dot(values, tl.trans(dout))
-                # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
+                # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
                 stats = tl.load(Stats + (at_q + at) * 4 + stats_at, mask=inside[:, None], other=0.0)
                 pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
                 lse, delta = tl.split(pairs[0])
@@ -279,7 +279,7 @@ def attention_dkv(
                 score = tl.dot(keys, tl.trans(query))
                 dout = tl.load(douts + (at + rows)[:, None] * stride_gs + d[None, :] * stride_gd)
                 dp = tl.dot(values, tl.trans(dout))
-                # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
+                # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
                 stats = tl.load(Stats + (at_q + at) * 4 + stats_at)
                 pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
                 lse, delta = tl.split(pairs[0])

@@ -120,7 +120,7 @@ def block(made, **options):
 def test_tiles_are_those_of_the_mask():
     window = causal & (q - k < ir.param("w"))
     long, medium, short = (
-        tuple(TABLE["sm_90"]["forward"][w][str(G.head_dim)][:2]) for w in ("long", "medium", "short")
+        tuple(TABLE["sm_90 by pointers"]["forward"][w][str(G.head_dim)][:2]) for w in ("long", "medium", "short")
     )
     assert block(closed(causal)) == long
     assert block(make_plan(causal, None)) == medium  # reads a table of spans

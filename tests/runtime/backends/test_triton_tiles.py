@@ -52,7 +52,9 @@ def test_keys_that_a_query_sees(mask):
 def test_the_page_on_triton_has_the_tiles():
     page = (Path(__file__).parents[3] / "docs" / "triton.md").read_text(encoding="utf-8")
     rows = [
-        f"| {kernel} | {window} | " + " | ".join("{} x {}, {}, {}".format(*t) for t in dims.values()) + " |"
+        f"| {kernel} | {window} | "
+        + " | ".join("{} x {}, {}, {}".format(*t) + ", TMA" * t[4] for t in dims.values())
+        + " |"
         for kernel, by_window in tiles.TABLE["sm_90"].items() for window, dims in by_window.items()
     ]  # fmt: skip
     assert re.findall(r"^\| (?:forward|dq|dkv) \|.*$", page, re.M) == rows
@@ -65,9 +67,13 @@ def test_classes_and_their_borders():
     short, medium, long = (target(f"causal & window({w})") for w in (128, 512, 2048))
     rows = tiles.TABLE["sm_90"]["forward"]
     for made, window in ((short, "short"), (medium, "medium"), (long, "long")):
-        assert [made.block_q, made.block_k, made.num_warps, made.num_stages] == rows[window]["128"]
+        assert row_of(made) == rows[window]["128"]
     assert long == target("causal") == target(None)
     assert medium == target("causal & (window(2048) | sinks(4))") == target("prefix(700) | causal")  # no formulas
+
+
+def row_of(t):
+    return [t.block_q, t.block_k, t.num_warps, t.num_stages, int(t.descriptors)]
 
 
 def test_what_changes_inside_a_class_changes_no_tile():
@@ -106,20 +112,24 @@ def test_tables_by_distance_take_the_tiles_of_medium_windows():
 def test_a_derivative_for_every_score_takes_a_narrower_tile():
     made = target("causal", "softcap(50)", dim=64).dkv
     row = tiles.TABLE["sm_90"]["dkv"]["curved"]["64"]
-    assert [made.block_q, made.block_k, made.num_warps, made.num_stages] == row
+    assert row_of(made) == row
     assert target("causal & window(512)", "softcap(50)", dim=64).dkv.block_q <= 32
     assert target("causal", "alibi", dim=64) == target("causal", dim=64)
 
 
 def test_the_table_is_whole():
     kernels = {"forward", "dq", "dkv"}
-    for arch, rows in tiles.TABLE.items():
+    for name, rows in tiles.TABLE.items():
+        arch, pointers, _ = name.partition(" by pointers")
         assert arch in tiles.SHARED
         assert set(rows) == kernels == set(tiles.SINGLE)
         for by_window in rows.values():
             assert list(by_window) == ["long", "medium", "short", "curved"]
             assert all(list(dims) == ["64", "128", "256"] for dims in by_window.values())
-            assert all(len(t) == 4 and t[2] in (4, 8) for dims in by_window.values() for t in dims.values())
+            for t in (t for dims in by_window.values() for t in dims.values()):
+                assert len(t) == 5
+                assert t[2] in (4, 8)
+                assert t[4] in ((0,) if pointers or arch not in ("sm_90", "sm_100") else (0, 1))
     assert set(tiles.LIKE) == set(tiles.SHARED) - set(tiles.TABLE)
     assert set(tiles.LIKE.values()) <= set(tiles.TABLE)
 
@@ -157,6 +167,18 @@ def test_what_the_user_says_goes_first():
     chosen = tiles.target(None, g, "float16")
     assert (tuned.dq.block_q, tuned.dq.block_k, tuned.precision) == (32, chosen.dq.block_k, "tf32")
     assert (tuned.block_q, tuned.dkv.block_q) == (chosen.block_q, chosen.dkv.block_q)
+
+
+def test_callers_without_descriptors_have_tiles_of_their_own():
+    g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
+    own = tiles.default_target(g, "float16", descriptors=False)
+    rows = tiles.TABLE["sm_90 by pointers"]
+    assert [row_of(t) for t in (own, own.dq, own.dkv)] == [rows[n]["long"]["128"] for n in tiles.SINGLE]
+    for arch in tiles.SHARED:
+        made = tiles.default_target(g, "float16", keys=128, descriptors=False, arch=arch)
+        assert not any(t.descriptors for t in (made, made.dq, made.dkv, made.decode))
+    stored = tiles.default_target(g, "float16", keys=128, stored=True)
+    assert not any(t.descriptors for t in (stored, stored.dq, stored.dkv, stored.decode))
 
 
 def parts(target):

@@ -2,16 +2,16 @@ $# dk, dv, and sums of captured gradients over queries. Tensors are [keys, queri
 $# transposed before it is multiplied.
 $jit
 def attention_dkv(
-    Q, K, V, DOut,  # [batch, heads, length, dim], any strides  $if inner
-    Q, K, DOut,  # [batch, heads, length, dim], any strides  $if not inner
+    $arrays,  # tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile  $if described
+    $arrays,  # [batch, heads, length, dim], any strides  $if not described
     Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     $results,  # [batch, kv_len, key heads, dim], contiguous  $if results and by_length
     $results,  # [batch, key heads, kv_len, dim], contiguous  $if results and not by_length
     $buffers
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,  $if inner
-    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
+    stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
+    stride_vb, stride_vh, stride_vs, stride_vd,  $if inner and not described
+    stride_gb, stride_gh, stride_gs, stride_gd,  $if not described
     scale, $numbers,
     $include parameters
 ):
@@ -26,16 +26,22 @@ def attention_dkv(
         $include row
     start = row * BLOCK_K
     $include backward_axes
-    stats_at = rows[:, None] * 4 + tl.arange(0, 4)[None, :]
+    stats_at = rows[:, None] * 4 + tl.arange(0, $numbers_a_load)[None, :]
 
-    # Offsets are 64 bits where they are scalars, 32 within a tile.
-    Q += batch.to(tl.int64) * stride_qb
-    DOut += batch.to(tl.int64) * stride_gb
-    K += batch.to(tl.int64) * stride_kb + $kv_head.to(tl.int64) * stride_kh + start.to(tl.int64) * stride_ks
-    V += batch.to(tl.int64) * stride_vb + $kv_head.to(tl.int64) * stride_vh + start.to(tl.int64) * stride_vs  $if inner
+    $if not described:
+        # Offsets are 64 bits where they are scalars, 32 within a tile.
+        Q += batch.to(tl.int64) * stride_qb
+        DOut += batch.to(tl.int64) * stride_gb
+        K += batch.to(tl.int64) * stride_kb + $kv_head.to(tl.int64) * stride_kh + start.to(tl.int64) * stride_ks
+        $if inner:
+            V += batch.to(tl.int64) * stride_vb + $kv_head.to(tl.int64) * stride_vh + start.to(tl.int64) * stride_vs
     present = start + columns < kv_len
-    keys = tl.load(K + columns[:, None] * stride_ks + d[None, :] * stride_kd$own_d)
-    values = tl.load(V + columns[:, None] * stride_vs + $e[None, :] * stride_vd$own_e)  $if inner
+    $if described:
+        keys = K.load([batch, $kv_head, start, 0]).reshape([BLOCK_K, DIM])  # 0 past the lengths
+        values = V.load([batch, $kv_head, start, 0]).reshape([BLOCK_K, $dim_e])  $if inner
+    $else:
+        keys = tl.load(K + columns[:, None] * stride_ks + d[None, :] * stride_kd$own_d)
+        values = tl.load(V + columns[:, None] * stride_vs + $e[None, :] * stride_vd$own_e)  $if inner
 
     $include values
     b = ${open}b_origin + batch$close  $if by_batch
@@ -46,8 +52,8 @@ def attention_dkv(
     for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):  $if grouped
         place = batch * heads + head  $if grouped
         entry = tl.load(SliceOf + place) * tl.num_programs(0) + row  $if grouped and tabled
-        queries = Q + tl.cast(head, tl.int64) * stride_qh
-        douts = DOut + tl.cast(head, tl.int64) * stride_gh
+        queries = Q + tl.cast(head, tl.int64) * stride_qh  $if not described
+        douts = DOut + tl.cast(head, tl.int64) * stride_gh  $if not described
         at_q = tl.cast(place, tl.int64) * q_len
         h = ${open}h_origin + head$close  $if by_head
         $own
@@ -68,15 +74,24 @@ def attention_dkv(
                     edge = tile  $if border
                     inside = tile * BLOCK_Q + rows < q_len  $if border
                     at = tl.cast(tile * BLOCK_Q, tl.int64)
-                    query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
+                    $if described:
+                        query = Q.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, DIM])
+                    $else:
+                        query = tl.load(queries + (at + rows)[:, None] * stride_qs + d[None, :] * stride_qd$walked_d)
                     score = tl.dot(keys, tl.trans(query)$precision)$scale
-                    dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)  $if dout
+                    $if dout and described:
+                        dout = DOut.load([batch, head, tile * BLOCK_Q, 0]).reshape([BLOCK_Q, $dim_e])
+                    $if dout and not described:
+                        dout = tl.load(douts + (at + rows)[:, None] * stride_gs + $e[None, :] * stride_gd$walked_e)
                     dp = tl.dot(values, tl.trans(dout)$precision)  $if inner
-                    # One load of 16 bytes a query: vectors in a product's layout take 16 loads a thread each.
-                    stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
-                    pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
-                    lse, delta = tl.split(pairs[0])
-                    factor, _ = tl.split(pairs[1])
+                    # Several numbers a query in one load: vectors in a product's layout take 16 loads a thread each.
+                    $if by_pairs:
+                        lse, factor = tl.split(tl.load(Stats + (at_q + at) * 4 + stats_at$stats))
+                    $else:
+                        stats = tl.load(Stats + (at_q + at) * 4 + stats_at$stats)
+                        pairs = tl.split(tl.reshape(stats, [BLOCK_Q, 2, 2]))
+                        lse, delta = tl.split(pairs[0])
+                        factor, _ = tl.split(pairs[1])
                     $column
                     $visible
                     $score_mod
@@ -85,6 +100,8 @@ def attention_dkv(
                     $dropout
                     dv = tl.dot((p * kept).to(dout.dtype), dout, dv$precision)  $if dv and dropped
                     dv = tl.dot(p.to(dout.dtype), dout, dv$precision)  $if dv and not dropped
+                    $if inner and by_pairs:
+                        delta, _ = tl.split(tl.load(Stats + (at_q + at) * 4 + 2 + stats_at$stats))
                     $dm = p * (dp * kept - delta[None, :])  $if inner and dropped
                     $dm = p * (dp - delta[None, :])  $if inner and not dropped
                     $sums

@@ -1,15 +1,16 @@
 $# dq, and sums of captured gradients over keys.
 $jit
 def attention_dq(
-    Q, K, V, DOut,  # [batch, heads, length, dim], any strides
+    Q, K, V, DOut,  # tensor descriptors of [batch, heads, length, dim], in blocks of a head's tile  $if described
+    Q, K, V, DOut,  # [batch, heads, length, dim], any strides  $if not described
     Stats,  # float32 [batch, heads, q_len, 4], contiguous: lse, factor and delta, of attention_delta
     DQ,  # [batch, q_len, heads, dim], contiguous  $if dq and by_length
     DQ,  # [batch, heads, q_len, dim], contiguous  $if dq and not by_length
     $buffers
-    stride_qb, stride_qh, stride_qs, stride_qd,
-    stride_kb, stride_kh, stride_ks, stride_kd,
-    stride_vb, stride_vh, stride_vs, stride_vd,
-    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_qb, stride_qh, stride_qs, stride_qd,  $if not described
+    stride_kb, stride_kh, stride_ks, stride_kd,  $if not described
+    stride_vb, stride_vh, stride_vs, stride_vd,  $if not described
+    stride_gb, stride_gh, stride_gs, stride_gd,  $if not described
     scale, $numbers,
     $include parameters
 ):
@@ -18,17 +19,23 @@ def attention_dq(
     $include backward_axes
     kv_head = head // GROUP  $if grouped
 
-    # Offsets are 64 bits where they are scalars, 32 within a tile.
-    Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
-    K += batch.to(tl.int64) * stride_kb + $kv_head.to(tl.int64) * stride_kh
-    V += batch.to(tl.int64) * stride_vb + $kv_head.to(tl.int64) * stride_vh
-    DOut += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh + start.to(tl.int64) * stride_gs
+    $if not described:
+        # Offsets are 64 bits where they are scalars, 32 within a tile.
+        Q += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh + start.to(tl.int64) * stride_qs
+        K += batch.to(tl.int64) * stride_kb + $kv_head.to(tl.int64) * stride_kh
+        V += batch.to(tl.int64) * stride_vb + $kv_head.to(tl.int64) * stride_vh
+        DOut += batch.to(tl.int64) * stride_gb + head.to(tl.int64) * stride_gh + start.to(tl.int64) * stride_gs
     at_q = place.to(tl.int64) * q_len + start
-    key_at = columns[:, None] * stride_ks + d[None, :] * stride_kd
-    value_at = columns[:, None] * stride_vs + $e[None, :] * stride_vd
+    $if not described:
+        key_at = columns[:, None] * stride_ks + d[None, :] * stride_kd
+        value_at = columns[:, None] * stride_vs + $e[None, :] * stride_vd
     present = start + rows < q_len
-    query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
-    dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
+    $if described:
+        query = Q.load([batch, head, start, 0]).reshape([BLOCK_Q, DIM])  # 0 past the lengths
+        dout = DOut.load([batch, head, start, 0]).reshape([BLOCK_Q, $dim_e])
+    $else:
+        query = tl.load(Q + rows[:, None] * stride_qs + d[None, :] * stride_qd$own_d)
+        dout = tl.load(DOut + rows[:, None] * stride_gs + $e[None, :] * stride_gd$own_e)
     $include stats
     delta *= factor
 
@@ -53,9 +60,13 @@ def attention_dq(
                 tile = tl.where(j < full_lo, j, j - full_lo + full_hi)  $if border and masked
                 edge = tile  $if border
                 inside = tile * BLOCK_K + columns < kv_len  $if border
-                at = tl.cast(tile * BLOCK_K, tl.int64)
-                keys = tl.load(K + at * stride_ks + key_at$walked_d)
-                values = tl.load(V + at * stride_vs + value_at$walked_e)
+                $if described:
+                    keys = K.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, DIM])
+                    values = V.load([batch, $kv_head, tile * BLOCK_K, 0]).reshape([BLOCK_K, $dim_e])
+                $else:
+                    at = tl.cast(tile * BLOCK_K, tl.int64)
+                    keys = tl.load(K + at * stride_ks + key_at$walked_d)
+                    values = tl.load(V + at * stride_vs + value_at$walked_e)
                 score = tl.dot(query, tl.trans(keys)$precision)$scale
                 dp = tl.dot(dout, tl.trans(values)$precision)
                 $column

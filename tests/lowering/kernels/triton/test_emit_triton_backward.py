@@ -15,6 +15,7 @@ from frisket.dsl.types import FLOAT
 from frisket.lowering.derive import backward_of
 from frisket.lowering.kernels.triton import expr as expr_triton
 from frisket.lowering.kernels.triton.backward import emit
+from frisket.lowering.kernels.triton.captured import square
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.kernels.triton.parameters import OWN, SIZES, arguments
 from frisket.lowering.kernels.triton.writer import Dims
@@ -45,6 +46,19 @@ def names(text):
 def test_golden_text(golden):
     golden("triton/backward_window.py", emit(WINDOW, TARGET, Dims(128, 128, "bfloat16", 8), ARRAYS, dlse=False))
     golden("triton/backward_documents.py", emit(DOCUMENTS, TARGET, Dims(80, 64, "float16"), everything(DOCUMENTS)))
+
+
+def test_golden_text_with_tensor_descriptors(golden):
+    target = replace(TARGET, dkv=Target("triton", 64, 64, 4, 2)).everywhere(descriptors=True)
+    golden("triton/backward_descriptors.py", emit(WINDOW, target, Dims(128, 64, "bfloat16", 8), ARRAYS, dlse=False))
+
+
+def test_tensor_descriptors_are_for_what_they_can_read():
+    """Float32 and head sizes in two parts are read by pointers, as everything is by captured gradients."""
+    target = TARGET.everywhere(descriptors=True)
+    for dims in (Dims(64, 64, "float32"), Dims(96, 64, "float16")):
+        assert emit(WINDOW, target, dims, ARRAYS) == emit(WINDOW, TARGET, dims, ARRAYS)
+    assert not square(target).descriptors
 
 
 @pytest.mark.parametrize("name", [*CASES, *MODS])

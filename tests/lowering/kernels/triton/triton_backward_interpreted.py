@@ -9,6 +9,7 @@ from support.attention_cases import CASES, DOCUMENTS, STEEP, STEEP_BOUNDS, Case,
 from support.torch import torch_gradients
 from support.torch.torch_gradients import MODS, learned, window
 from support.triton import triton_bf16
+from support.triton.triton_call import poisoned
 
 import frisket as fk
 from frisket.dsl import ir
@@ -16,7 +17,9 @@ from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import lookup
 from frisket.dsl.sugar import k, score
 from frisket.dsl.types import FLOAT
+from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.runtime.backends.triton import arguments as triton_bind
 from frisket.runtime.backends.triton import backward as triton_backward
 from frisket.runtime.backends.triton import forward as triton_launch
 
@@ -29,12 +32,12 @@ class Both(torch_gradients.Both):
 
     forward, backward = staticmethod(triton_launch.forward), staticmethod(triton_backward.backward)
 
-    def __init__(self, case, *, tiles=None, **options):
+    def __init__(self, case, *, tiles=None, descriptors=False, **options):
         super().__init__(case, **options)
         self.spans = Source(case)
         self.sinks = None if self.sinks is None else self.sinks.float()
         dq, dkv = (Target("triton", *t) for t in tiles) if tiles else (None, None)
-        self.target = Target("triton", *case.block, dq=dq, dkv=dkv)
+        self.target = Target("triton", *case.block, dq=dq, dkv=dkv).everywhere(descriptors=descriptors)
 
 
 small = Case(window, q_len=90, kv_len=90, block=(32, 32))
@@ -105,6 +108,58 @@ def test_shapes_of_any_strides():
     both.dout = both.dout[:1, :1, :1, :1].expand_as(both.dout)
     both.dlse = both.dlse[:1, :1, :1].expand_as(both.dlse)
     both.check()
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """The blocks of the tensor descriptors that are made."""
+    made = []
+    real = triton_bind.descriptor
+    monkeypatch.setattr(triton_bind, "descriptor", lambda x, block: made.append(block) or real(x, block))
+    return made
+
+
+def views(*arrays):
+    """The arrays as views with NaN all around, of strides that tensor descriptors have."""
+    return [poisoned(x.float().numpy(), x.dtype, by=16) for x in arrays]
+
+
+DESCRIBED = {
+    **{n: CASES[n] for n in ("full", "window", "softcap", "nothing", "crop", "documents-by-batch", "v-wider")},
+    "gqa": GROUPS, "empty rows": EMPTY, "alibi": MODS["alibi"].but(q_len=70, kv_len=60),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_descriptors(name, dtype, described):
+    """What lies past the lengths of a view is NaN, and is not read; tiles of both kernels are their own."""
+    both = Both(DESCRIBED[name].but(dtype=dtype), tiles=((16, 32), (32, 16)), descriptors=True, change=views)
+    (both.dout,) = views(both.dout)
+    both.check_half()
+    assert len(described) == 3 + 4 + 4
+    dims = (both.g.head_dim, both.g.head_dim, both.g.v_dim, both.g.v_dim)
+    for (queries, keys), made in zip(((16, 32), (32, 16)), (described[3:7], described[7:]), strict=True):
+        rows = (queries, keys, keys, queries)
+        assert made == [(1, 1, n, max(16, padded(d))) for n, d in zip(rows, dims, strict=True)]
+
+
+def test_descriptors_of_what_is_wanted(described):
+    """A kernel of dv alone reads no values."""
+    Both(GROUPS.but(dtype="float16"), descriptors=True, wanted=frozenset({"v"})).check_half()
+    assert len(described) == 3 + 3
+
+
+@pytest.mark.parametrize("change", [
+    lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), lambda x: x[:1, :1, :1, :1].expand_as(x),
+    lambda x: torch.cat([x, x[..., :1]], -1)[..., :-1],
+    lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+], ids="dim-first expanded odd unaligned".split())  # fmt: skip
+def test_descriptors_are_not_for_these_strides(change, described):
+    both = Both(GROUPS.but(dtype="float16"), descriptors=True)
+    both.dout = change(both.dout)
+    both.check_half()
+    assert len(described) == 3  # the forward's, which does not read dout
 
 
 def test_shapes_of_strides_whose_tiles_span_more_than_32_bits(tmp_path):
