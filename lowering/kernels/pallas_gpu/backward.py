@@ -195,6 +195,7 @@ class _GpuKernel:
         )  # fmt: skip
         products = text.PRODUCTS_INTERPRETED if self.interpretable else text.PRODUCTS
         before = [*pallas_inputs.before(plan, e.inputs), *e.lined()]
+        holes["walk"] = "GpuWalk.in_order" if own == "q" else "pallas_gpu.walked"
         body = filled(skeleton + text.CALL, once=e.once(plan), before=before, fast=str(not self.exact), **holes)
         found = [head, products, "\n".join(e.definitions(plan)), body]
         return "\n\n".join(part.strip("\n") + "\n" for part in found if part)

@@ -41,6 +41,17 @@ class GpuWalk(NamedTuple):
     count: Any
     records: Any
 
+    def in_order(self) -> GpuWalk:
+        """The walk with `count` and `records` in the order of `order` too: a program that walks its own row alone reads
+        them without waiting for the row's number."""
+        order = self.order[..., None]
+        xp: Any = np
+        if not isinstance(order, np.ndarray):
+            import jax.numpy as xp
+
+        count = xp.take_along_axis(self.count, order, 1)
+        return self._replace(count=count, records=xp.take_along_axis(self.records, order[..., None], 1))
+
 
 def walked(spans: Spans | DeviceSpans) -> GpuWalk:
     """The walk of `spans`, in arrays of the same framework: numpy's or JAX's, traced or not."""

@@ -9,7 +9,7 @@ from frisket.dsl.errors import LoweringError
 from frisket.grammar.memo import memo
 from frisket.lowering.derive import Gradient
 from frisket.lowering.kernels.pallas_gpu import backward as kernels
-from frisket.lowering.kernels.pallas_gpu.forward import walked
+from frisket.lowering.kernels.pallas_gpu.forward import GpuWalk, walked
 from frisket.lowering.kernels.triton.cotangents import sums
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.backends.triton.jax_captured import (
@@ -70,7 +70,8 @@ def backward(
     rows = wanted - {"k", "v"}
     if rows:
         run = _loaded(plan, dq, plain, rows, interpret is not None)["attention_dq"]
-        results = list(run(*given, *_walk(spans.rows((dq.block_q, dq.block_k))), *common, interpret=interpret))
+        walk = _walked(walked(spans.rows((dq.block_q, dq.block_k))).in_order())
+        results = list(run(*given, *walk, *common, interpret=interpret))
         if "q" in wanted:
             found["q"] = results.pop(0)
         for s, x in zip(sums(plan, rows), results, strict=True):
@@ -78,7 +79,8 @@ def backward(
             buffers[s.gradient] = x.sum(-1) if s.gradient.over == "head" else x
     for part in kernels.parts(g, wanted):
         run = _loaded(plan, dkv, plain, part, interpret is not None)["attention_dkv"]
-        results = run(*given, *_walk(spans.columns((dkv.block_q, dkv.block_k))), *common, interpret=interpret)
+        walk = _walked(walked(spans.columns((dkv.block_q, dkv.block_k))))
+        results = run(*given, *walk, *common, interpret=interpret)
         found |= dict(zip(sorted(part, reverse=True), results, strict=True))
     found |= folded(buffers, g, slots, tables, plan.int64)
     without = wanted - found.keys()  # influence
@@ -92,7 +94,7 @@ def _loaded(
     return load(kernels.emit(plan, target, geometry, wanted, interpretable=interpretable))
 
 
-def _walk(spans: Any) -> list[Array]:
+def _walked(walk: GpuWalk) -> list[Array]:
     import jax.numpy as jnp
 
-    return [jnp.asarray(x, jnp.int32) for x in walked(spans)]
+    return [jnp.asarray(x, jnp.int32) for x in walk]

@@ -60,7 +60,7 @@ def forward(
     given = {} if sinks is None else {"sinks": sinks}
     if not on_device:
         given["interpret"] = simulator()
-    walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k)))
+    walk = pallas_gpu.walked(spans.rows((target.block_q, target.block_k))).in_order()
     return run(q, k, v, *walk, geometry.origin, geometry.full, *numbers, **given)  # type: ignore[no-any-return]
 
 

@@ -26,8 +26,8 @@ $narrow
 
 
 def walk(slice_, row, count, records, border, full, carry):
-    """`carry` through the tiles of a row: of each record those that are not full, then those that are. The warpgroup
-    that reads goes the same way as those that compute."""
+    """`carry` through the tiles of a row, which is the number of it in `count` and `records`: of each record those that
+    are not full, then those that are. The warpgroup that reads goes the same way as those that compute."""
 
     def record(i, carry):
         lo, full_lo, full_hi, hi = (records[slice_, row, i, end] for end in range(4))
@@ -123,9 +123,9 @@ def of_pair(values, batch, head, start, tile):
 
 QUERIES = """
 def kernel($refs):
-    batch, head, tile, wg = (lax.axis_index(name) for name in ("batch", "head", "tile", "wg"))
+    batch, head, place, wg = (lax.axis_index(name) for name in ("batch", "head", "tile", "wg"))
     slice_ = slice_of[batch, head]
-    row = order[slice_, tile]
+    row = order[slice_, place]
 
     @pl.when(wg < 2)
     def compute():
@@ -157,7 +157,7 @@ def kernel($refs):
             return step + 1, $sums
 
         border, full = (functools.partial(visit, border=border) for border in (True, False))
-        _, $sums = walk(slice_, row, count, records, border, full, (Int(0), $zeros))
+        _, $sums = walk(slice_, place, count, records, border, full, (Int(0), $zeros))
         $results
         plgpu.commit_smem()
         $stored
@@ -175,7 +175,7 @@ def kernel($refs):
             plgpu.copy_gmem_to_smem(v_ref.at[there], value.at[slot], ready.at[slot])
             return step + 1
 
-        finish(walk(slice_, row, count, records, fetch, fetch, Int(0)), free)
+        finish(walk(slice_, place, count, records, fetch, fetch, Int(0)), free)
 """
 
 KEYS = '''
@@ -258,7 +258,7 @@ def $name(
     took from it, both to base 2, and `delta` [batch, heads, q_len].
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
-    rows, runs, 4] are those of `pallas_gpu.walked`; `origin` and `sizes` place the call in the whole problem.
+    rows, runs, 4] are those of `$walk`; `origin` and `sizes` place the call in the whole problem.
     """
     batch, q_len, heads, dim = query.shape
     _, kv_len, kv_heads, v_dim = value.shape

@@ -160,13 +160,13 @@ def kernel(
     query, keys, values, ends,$room q_ready, k_ready, v_ready, k_free, v_free, turn, *, kv_len
 ):
     batch, head, wg = lax.axis_index("batch"), lax.axis_index("head"), lax.axis_index("wg")
-    distinct = slice_of[batch, head]
-    row = order[distinct, lax.axis_index("row")]
-    runs, steps = (count[distinct, row, i] for i in range(2))
+    distinct, place = slice_of[batch, head], lax.axis_index("row")
+    row = order[distinct, place]
+    runs, steps = (count[distinct, place, i] for i in range(2))
 
     def run(i):
         """lo <= full_lo <= full_hi <= hi: the tiles of a run, of which full_lo to full_hi need no mask."""
-        return (records[distinct, row, i, end] for end in range(4))
+        return (records[distinct, place, i, end] for end in range(4))
 
     @pl.when(wg < 2)
     def compute():
@@ -294,7 +294,7 @@ def attention_forward(
     """(out, lse, largest score$named) of query, key and value [batch, length, heads, dim].
 
     `slice_of` [batch, heads], `order` [slices, rows], `count` [slices, rows, 2] (runs, tiles) and `records` [slices,
-    rows, runs, 4] are those of `pallas_gpu.walk`; `origin` and `sizes` place the call in the whole problem.
+    rows, runs, 4] are those of `GpuWalk.in_order`; `origin` and `sizes` place the call in the whole problem.
     """
     batch, q_len, heads, _ = query.shape
     kv_len, v_dim, dtype, rows = key.shape[1], value.shape[3], query.dtype, order.shape[1]

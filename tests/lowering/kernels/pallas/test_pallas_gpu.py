@@ -300,9 +300,16 @@ def test_the_walk_has_every_visible_tile_and_no_other(name):
     steps = np.take_along_axis(walk.count[..., 1], walk.order, -1)
     assert (np.diff(steps, axis=-1) <= 0).all()
     np.testing.assert_array_equal(np.sort(walk.order, -1), np.arange(walk.order.shape[-1]) + 0 * walk.order)
-    traced = jax.jit(lambda bounds, count: pallas_gpu.walked(DeviceSpans(bounds, count, None, spans.slice_of))[1:])
-    for mine, theirs in zip(traced(spans.bounds, spans.count), walk[1:], strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    for ordered in (pallas_gpu.GpuWalk._replace, pallas_gpu.GpuWalk.in_order):  # as it is, too
+        traced = jax.jit(
+            lambda bounds, count, o=ordered: o(pallas_gpu.walked(DeviceSpans(bounds, count, None, spans.slice_of)))[1:]
+        )
+        for mine, theirs in zip(traced(spans.bounds, spans.count), ordered(walk)[1:], strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    for place, row in np.ndenumerate(walk.order):
+        placed = walk.in_order()
+        np.testing.assert_array_equal(placed.count[place], walk.count[place[0], row])
+        np.testing.assert_array_equal(placed.records[place], walk.records[place[0], row])
 
 
 # -- what is refused, and tiles -----------------------------------------------------------------------
