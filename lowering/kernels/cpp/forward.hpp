@@ -142,17 +142,20 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
     for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
         if (PARTIAL) {
-            Bits some[VECTORS] = {};
-            for (int i = 0; i < M; i++) {
-                const int place = BY_HEAD ? w.place[g + i] : 0;
-                for (int j = 0; j < VECTORS; j++) {
+            const int here = rows - g < M ? rows - g : M;
+            Bits some[VECTORS];
+            for (int j = 0; j < VECTORS; j++) {  // outside: the values of a column stay in registers
+                some[j] = Bits{};
+                for (int i = 0; i < here; i++) {
+                    const int place = BY_HEAD ? w.place[g + i] : 0;
                     const Column &column = w.columns[place * VECTORS + j];
-                    Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
+                    const Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
                     w.seen[i * VECTORS + j] = seen;
                     some[j] |= seen;
-                    if (g + i < rows) store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | seen);
                 }
+                store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | some[j]);
             }
+            for (int j = here * VECTORS; j < M * VECTORS; j++) w.seen[j] = Bits{};
             while (lo < hi && !any(some[lo])) lo++;
             while (lo < hi && !any(some[hi - 1])) hi--;
         }
@@ -230,11 +233,16 @@ static void hide(Worker &w, Tile &tile, int rows) {
     }
     const int64_t end = hi * LANES < tile.present ? hi * LANES : tile.present;
     Bits odd = {};
-    for (int64_t i = lo * LANES; i < end; i++)
+    for (int64_t i = lo * LANES; i < end; i++) {
+        if (i % LANES == 0 && !any(~load<Bits>(w.some + i))) {  // all of a vector are seen
+            i += LANES - 1;
+            continue;
+        }
         for (int d = 0; d < V_DIM && !w.some[i]; d += LANES) {
             const Vec x = load_reals(tile.v.row(i) + d, V_DIM - d);
             odd |= x - x != 0;
         }
+    }
     if (!any(odd)) return;
     for (int64_t i = lo * LANES / PAIR; i * PAIR < end; i++) {
         Raw mask = (Raw)bits(w.some[i * PAIR] != 0);
