@@ -54,6 +54,9 @@ class BackwardKernel(CppKernel):
                 roots |= {f"index{n}_{axis}": e for axis, e in enumerate(g.index)}
         return roots
 
+    def interval_roots(self) -> dict[str, Expr | None]:
+        return {}  # the backward asks every pair: ends made it no faster
+
     def source(self) -> str:
         walk = ("scores", "backward", "backward_walk", "backward_work")
         parts = [self.head(), *map(part, ARITHMETIC), self.expressions(), *map(part, walk), self.entries()]

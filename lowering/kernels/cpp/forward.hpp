@@ -35,6 +35,8 @@ struct Worker {
     Real scores[TOGETHER * BLOCK_K];
     Bits seen[TOGETHER * VECTORS];
     Lane some[BLOCK_K];        // whether any row of the item sees a key
+    Lane begin[GROUP], end[GROUP];  // the interval of keys that a row of a group sees
+    Lane edges[BLOCK_K + 1];        // how many more of the item's intervals begin at a key than end before it
     Vec total[ROWS];
     Real top[ROWS], shrink[ROWS];
     int from[ROWS], to[ROWS];  // vectors of keys that a group of rows sees
@@ -135,30 +137,52 @@ template <bool PARTIAL> static void add_few_values(Worker &w, const Tile &tile, 
 
 // -- a tile of keys -----------------------------------------------------------------------------------------------
 
+// The keys that M rows from g on see, pair by pair, and the vectors from lo to hi that have such keys.
+INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
+    const int here = rows - g < M ? rows - g : M;
+    Bits some[VECTORS];
+    for (int j = 0; j < VECTORS; j++) {  // outside: the values of a column stay in registers
+        some[j] = Bits{};
+        for (int i = 0; i < here; i++) {
+            const int place = BY_HEAD ? w.place[g + i] : 0;
+            const Column &column = w.columns[place * VECTORS + j];
+            const Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
+            w.seen[i * VECTORS + j] = seen;
+            some[j] |= seen;
+        }
+        store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | some[j]);
+    }
+    for (int j = here * VECTORS; j < M * VECTORS; j++) w.seen[j] = Bits{};
+    while (lo < hi && !any(some[lo])) lo++;
+    while (lo < hi && !any(some[hi - 1])) hi--;
+}
+
+// The same of GROUP rows that see one interval of keys each.
+INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi) {
+    const int64_t all = tile.present < BLOCK_K ? tile.present : BLOCK_K;
+    int64_t first = BLOCK_K, last = 0;
+    for (int i = 0; i < GROUP; i++) {
+        int64_t begin = 0, end = 0;
+        const int place = BY_HEAD ? w.place[g + i] : 0;
+        if (g + i < rows) interval(w.fixed[place], w.rows[g + i], w.columns[0].first, all, begin, end);
+        w.begin[i] = (Lane)begin, w.end[i] = (Lane)end;
+        if (begin == end) continue;
+        first = begin < first ? begin : first, last = end > last ? end : last;
+        w.edges[begin]++, w.edges[end]--;
+    }
+    lo = (int)(first / LANES), hi = (int)((last + LANES - 1) / LANES);
+    if (lo > hi) lo = hi = 0;
+}
+
 // Scores and weights of one tile of keys, GROUP rows at a time or all of the few. PARTIAL: not every position is
 // visible.
 template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &tile, int rows, Real unit) {
     const int M = SMALL ? rows : GROUP;
+    const bool CLIPPED = PARTIAL && INTERVAL && !SMALL;
     for (int g = 0; g < rows; g += M) {
         int lo = 0, hi = VECTORS;
-        if (PARTIAL) {
-            const int here = rows - g < M ? rows - g : M;
-            Bits some[VECTORS];
-            for (int j = 0; j < VECTORS; j++) {  // outside: the values of a column stay in registers
-                some[j] = Bits{};
-                for (int i = 0; i < here; i++) {
-                    const int place = BY_HEAD ? w.place[g + i] : 0;
-                    const Column &column = w.columns[place * VECTORS + j];
-                    const Bits seen = column.inside & visible(w.fixed[place], w.rows[g + i], column);
-                    w.seen[i * VECTORS + j] = seen;
-                    some[j] |= seen;
-                }
-                store(w.some + j * LANES, load<Bits>(w.some + j * LANES) | some[j]);
-            }
-            for (int j = here * VECTORS; j < M * VECTORS; j++) w.seen[j] = Bits{};
-            while (lo < hi && !any(some[lo])) lo++;
-            while (lo < hi && !any(some[hi - 1])) hi--;
-        }
+        if (CLIPPED) clip(w, tile, g, rows, lo, hi);
+        else if (PARTIAL) look(w, g, M, rows, lo, hi);
         if (PAIR == 2 && !SMALL) lo &= ~1;
         w.from[g] = lo, w.to[g] = hi;
         if (lo == hi) continue;
@@ -176,11 +200,14 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
         for (int i = 0; i < M; i++) {
             const int place = BY_HEAD ? w.place[g + i] : 0;
             Vec peak = reals(LOWEST);
+            const Bits begin = Bits{} + w.begin[CLIPPED ? i : 0], end = Bits{} + w.end[CLIPPED ? i : 0];
+            Bits key = cast<Bits>(counting()) + (Lane)(lo * LANES);
             for (int j = lo; j < hi; j++) {
                 Real *at = w.scores + i * BLOCK_K + j * LANES;
                 Vec score = scaled(load<Vec>(at), unit);
                 score = score_of(w.fixed[place], w.rows[g + i], w.columns[place * VECTORS + j], score);
-                if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
+                if (CLIPPED) score = select((key >= begin) & (key < end), score, reals(-INF)), key += LANES;
+                else if (PARTIAL) score = select(w.seen[i * VECTORS + j], score, reals(-INF));
                 if (PAIR == 2 || SCORED || PARTIAL) store(at, score);
                 peak = larger(score, peak);
             }
@@ -226,6 +253,7 @@ template <bool PARTIAL, bool SMALL> static void weigh(Worker &w, const Tile &til
 // where they are not finite a copy of the tile has zeros for them.
 static void hide(Worker &w, Tile &tile, int rows) {
     if (EIGHT == 1) return;  // whole numbers are finite
+    for (int i = 0, n = 0; i < BLOCK_K && INTERVAL; i++) n += (int)w.edges[i], w.some[i] = n ? -1 : 0;
     int lo = VECTORS, hi = 0;
     for (int g = 0; g < rows; g += GROUP) {
         if (w.from[g] == w.to[g]) continue;

@@ -88,7 +88,17 @@ class CppKernel:
         """The Exprs that become functions of positions, by the function's name; None: a trivial function."""
         mask = None if self.plan.mask in (None, TRUE) else self.plan.mask
         plan = self.plan
-        return {"visible": mask, "modified": plan.score, "kept": plan.kept, "scale_of_value": plan.weight}
+        roots = {"visible": mask, "modified": plan.score, "kept": plan.kept, "scale_of_value": plan.weight}
+        return roots | self.interval_roots()
+
+    def interval_roots(self) -> dict[str, Expr | None]:
+        """The ends of the keys that a query sees, where these are one interval and nothing else is asked of a key."""
+        ends, known = self.plan.by_query, {t.name for t in self.plan.tables}
+        if ends is None or ends.rest is not TRUE or self.plan.weight is not None:
+            return {}
+        roots = {"first_key": ends.first, "last_key": ends.last, "asked": None if ends.asks is TRUE else ends.asks}
+        read = {n.name for e in roots.values() if e is not None for n in walk(e) if n.op == "lookup"}
+        return roots if read <= known else {}
 
     def _named(self) -> dict[str, str]:
         """The C++ names of slots and tables: the user's names where C++ allows them."""
@@ -207,7 +217,21 @@ class CppKernel:
         line("// Whether the query heads of a key head differ in nothing that depends on the head.")
         with page.block("INLINE bool alike_in_group(const Call *call) {", "}"):
             line("const int64_t group = call->heads / call->kv_heads;", f"return {alike};")
+        self._interval(page)
         return str(page)
+
+    def _interval(self, page: Page) -> None:
+        """Write the keys of a tile that a row sees, where they are one interval."""
+        line, told = page.line, {name: self.printed.values[e] for name, e in self.ready.items()}
+        asked, first, last = map(told.get, ("asked", "first_key", "last_key"))
+        line("// Whether the keys that a query sees are one interval, and its part of a tile: from begin, before end.")
+        line(f"const bool INTERVAL = {'false' if first is last is None else 'true'};")
+        arguments = "const Fixed &fixed, const Row &row, int64_t tile, int64_t keys, int64_t &begin, int64_t &end"
+        with page.block(f"INLINE void interval({arguments}) {{", "}"):
+            if asked is not None:
+                line(f"if (!{asked}) return;")
+            line("end = keys;" if last is None else f"end = between(0, (int64_t){last} + 1 - tile, keys);")
+            line("begin = 0;" if first is None else f"begin = between(0, (int64_t){first} - tile, end);")
 
     def _sharing(self) -> int:
         """The number n where the head is read as h // n and in no other way, otherwise 0."""

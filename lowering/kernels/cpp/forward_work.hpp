@@ -95,7 +95,7 @@ template <bool PARTIAL> static void visit(Worker &w, const Item &item, int64_t n
             for (int j = 0; j < VECTORS; j++)
                 w.columns[n * VECTORS + j] = column_of(w.fixed[n], (Int)(first + j * LANES), tile.present - j * LANES);
     if (PARTIAL)
-        for (int i = 0; i < BLOCK_K; i++) w.some[i] = 0;
+        for (int i = 0; i < BLOCK_K; i++) w.some[i] = w.edges[i] = 0;
     const Real unit = unit_of(call);
     if (item.rows() <= FEW) {
         weigh<PARTIAL, true>(w, tile, item.rows(), unit);

@@ -25,6 +25,8 @@ APART Ints floordiv(Ints x, Ints y) {
 }
 INLINE Ints modulo(Ints x, Ints y) { return y == 0 ? Ints{} : x - floordiv(x, y) * y; }
 
+INLINE int64_t between(int64_t least, int64_t x, int64_t most) { return x < least ? least : x < most ? x : most; }
+
 // Shifts by 64 and more, or by less than 0, give 0; `>>` by the width of Int and more leaves the sign.
 const Int WIDTH = 8 * INT_BYTES;
 INLINE Int shift_left(Int x, Int n) { return n < 0 || n >= WIDTH ? 0 : (Int)((uint64_t)x << n); }

@@ -71,6 +71,8 @@ RESIDUES = Case(
     dim=16,
     origin=(0, 0, 72, 0),
 )
+# every query sees one interval of keys: those of another block for each 8 queries, of 8 keys with 8 nobody sees between
+BLOCKS_APART = Case("q // 8 * 16 <= k & k < q // 8 * 16 + 8", heads=4, kv_heads=2, q_len=131, kv_len=250, dim=24)
 WIDE = Case("(q * 5000000000 + k * 4999999999) % 7 < 4 & q >= k", "score - float((q - k) * 3000000000) * 1e-10")
 CASES = {
     "window": WINDOW,
@@ -80,6 +82,13 @@ CASES = {
     "residues-by-head": RESIDUES.but(mask="(q - k) % gap[h] == 0", params={"gap": np.array([1, 2, 5, 0])}),
     "residues-far-away": RESIDUES.but(mask="window(90) & (q - k) % 7 == r", params={"r": 5},
                                       origin=(0, 0, 3 * 2**33 + 60, 3 * 2**33)),
+    "intervals": BLOCKS_APART,
+    "intervals-float64": BLOCKS_APART.but(dtype="float64"),
+    "intervals-by-head": BLOCKS_APART.but(mask="k >= q + 3 * h & k < q + 50 * h"),
+    "intervals-of-some-queries": BLOCKS_APART.but(mask="q % 3 > 0 & k >= q"),
+    "intervals-by-batch": BLOCKS_APART.but(mask="causal & q < n[b] & k < n[b]", params={"n": np.array([97, 0])},
+                                           batch=2),
+    "intervals-far-away": BLOCKS_APART.but(mask="window(40)", origin=(0, 0, 3 * 2**33 + 9, 3 * 2**33)),
     "window-one-tile": WINDOW.but(q_len=40, kv_len=33),
     "crop": WINDOW.but(q_len=70, kv_len=131, origin=(1, 0, 90, 7)),
     "origin-by-batch": WINDOW.but(batch=2, q_len=70, origin=(0, 0, np.array([90, 210]), np.array([0, 5]))),
@@ -249,6 +258,19 @@ def test_masked_scores_do_not_matter(score, q_len):
     check(made, made.run())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_keys_between_intervals_do_not_matter(dtype):
+    def change(q, k, v):
+        for x in (k, v):
+            x.reshape(-1, x.shape[-2], x.shape[-1])[:, np.arange(x.shape[-2]) % 16 >= 8] = np.nan
+        return q, k, v
+
+    case = BLOCKS_APART.but(dtype=dtype)
+    made = problem(case, change)
+    made.want = problem(case).want
+    check(made, made.run())
+
+
 @pytest.mark.parametrize("q_len", [150, 1])
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_visible_special_numbers(number, q_len):
@@ -271,7 +293,9 @@ VARIANTS = [v for v in native_cpu.VARIANTS if v != "native"]
 
 
 @pytest.mark.parametrize(("name", "variant"), [("every-table", "scalar"), ("bfloat16", "avx2"), ("float64", "scalar"),
-                                               ("bfloat16-one-query", "avx2"), ("softcap", "avx512")])  # fmt: skip
+                                               ("bfloat16-one-query", "avx2"), ("softcap", "avx512"),
+                                               ("intervals", "avx2"), ("intervals-far-away", "avx512"),
+                                               ("intervals-float64", "scalar"), ("residues", "avx2")])  # fmt: skip
 def test_variants(name, variant):
     if why := native_cpu.lacking(variant):
         pytest.skip(why)

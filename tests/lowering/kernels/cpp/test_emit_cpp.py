@@ -74,6 +74,26 @@ def test_names_of_users_do_not_meet_those_of_the_language():
     assert "Int row_;" in text
 
 
+def test_intervals_of_keys():
+    """Where nothing else is asked of a key than that it lies between two ends, the forward has them."""
+
+    def ends(mask, **options):
+        return cpp.CppKernel(make_plan(mask, None, "x", **options), TARGET, 64, 64, "float32").storage()
+
+    window = causal & (q - k < param("w")) & (q < 40)
+    assert "if (!row.x0) return;\n    end = between(0, (int64_t)row.q + 1 - tile, keys);" in ends(window)
+    assert "begin = between(0, (int64_t)row.x1 - tile, end);" in ends(window)
+    assert "const bool INTERVAL = true;" in ends(causal)
+    assert "begin = 0;" in ends(causal)
+    assert "end = keys;" in ends(k >= q)
+    assert "const bool INTERVAL = false;" in ends(causal & documents)
+    assert "const bool INTERVAL = false;" in ends(None)
+    scaled = make_plan(causal, None, "x", weight=lookup(K_SCALE, (k,), FLOAT))
+    assert "const bool INTERVAL = false;" in cpp.CppKernel(scaled, TARGET, 64, 64, "float32").storage()
+    backward = cpp_backward.BackwardKernel(make_plan(window, None, "x"), TARGET, 64, 64, "float32")
+    assert not backward.interval_roots()
+
+
 def test_lookups_along_the_keys_are_loads():
     def text(index):
         made = make_plan(None, score + lookup("t", (h, index), FLOAT), "x")
