@@ -304,14 +304,25 @@ INLINE Real half(const Operand *x, int64_t which) {
 #endif
 }
 static void add_exactly(Worker &w, int groups, const Operand *rows, int64_t stride, int64_t present, int64_t tile) {
-    for (int i = 0; i < w.present && i < groups * GROUP; i++)
+    const int64_t queries = w.present < groups * GROUP ? w.present : groups * GROUP;
+    for (int64_t i = 0; i < queries && w.with_dq; i++) {
+        Real sum[Q_WIDE] = {};
         for (int64_t j = 0; j < present; j++) {
-            const Real p = half(w.weights + i / PAIR * BLOCK_K + j, i % PAIR), ds = half(w.slopes + i / PAIR * BLOCK_K + j, i % PAIR);
-            const Operand *q = w.q_lines + i / PAIR * Q_WIDE, *dout = w.dout_lines + i / PAIR * V_WIDE, *key = rows + j / PAIR * stride;
-            Real *dk = w.with_dk ? w.dk.tile(tile) + j * w.dk.row_of(tile, Q_WIDE) : nullptr;
-            Real *dv = w.with_dv ? w.dv.tile(tile) + j * w.dv.row_of(tile, V_WIDE) : nullptr;
-            for (int d = 0; d < V_WIDE && dv && p != 0; d++) dv[d] += p * half(dout + d, i % PAIR);
-            for (int d = 0; d < Q_WIDE && dk && ds != 0; d++) dk[d] += ds * half(q + d, i % PAIR);
-            for (int d = 0; d < Q_WIDE && w.with_dq && ds != 0; d++) w.dq[i * Q_WIDE + d] += ds * half(key + d, j % PAIR);
+            const Real ds = half(w.slopes + i / PAIR * BLOCK_K + j, i % PAIR);
+            for (int d = 0; d < Q_WIDE && ds != 0; d++) sum[d] += ds * half(rows + j / PAIR * stride + d, j % PAIR);
         }
+        for (int d = 0; d < Q_WIDE; d++) w.dq[i * Q_WIDE + d] += sum[d];
+    }
+    for (int64_t j = 0; j < present; j++) {
+        Real dk[Q_WIDE] = {}, dv[V_WIDE] = {};
+        Real *k = w.with_dk ? w.dk.tile(tile) + j * w.dk.row_of(tile, Q_WIDE) : nullptr;
+        Real *v = w.with_dv ? w.dv.tile(tile) + j * w.dv.row_of(tile, V_WIDE) : nullptr;
+        for (int64_t i = 0; i < queries; i++) {
+            const Real p = half(w.weights + i / PAIR * BLOCK_K + j, i % PAIR), ds = half(w.slopes + i / PAIR * BLOCK_K + j, i % PAIR);
+            for (int d = 0; d < Q_WIDE && k && ds != 0; d++) dk[d] += ds * half(w.q_lines + i / PAIR * Q_WIDE + d, i % PAIR);
+            for (int d = 0; d < V_WIDE && v && p != 0; d++) dv[d] += p * half(w.dout_lines + i / PAIR * V_WIDE + d, i % PAIR);
+        }
+        for (int d = 0; d < Q_WIDE && k; d++) k[d] += dk[d];
+        for (int d = 0; d < V_WIDE && v; d++) v[d] += dv[d];
+    }
 }

@@ -644,16 +644,13 @@ INLINE Vec plus_product(Vec sum, Vec a, Vec b) { return sum + a * b; }
 
 enum Start { ZERO, ADD, RESCALE };  // C = A B, C + A B, or factor of the row * C + A B
 
+// C is added last: what is summed over many tiles is rounded by its own size once a tile, not at every step.
 template <int M, int N, Start START>
 static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Operand *b, int64_t b_step, int64_t steps,
                      Real *c, int64_t c_row, const Real *factor = nullptr) {
     Vec sum[M][N];
     for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) {
-            if (START == ZERO) sum[i][j] = settled(Vec{});  // equal products have equal bits wherever this is inlined
-            else sum[i][j] = load<Vec>(c + i * c_row + j * LANES);
-            if (START == RESCALE) sum[i][j] *= factor[i];
-        }
+        for (int j = 0; j < N; j++) sum[i][j] = settled(Vec{});  // equal bits wherever this is inlined
     for (; steps > 0; steps--, a += a_step, b += b_step) {
         Operands right[N];
         for (int j = 0; j < N; j++) right[j] = load<Operands>(b + j * LANES);
@@ -661,7 +658,11 @@ static void multiply(const Operand *a, int64_t a_row, int64_t a_step, const Oper
             for (int j = 0; j < N; j++) sum[i][j] = plus_product(sum[i][j], a[i * a_row], right[j]);
     }
     for (int i = 0; i < M; i++)
-        for (int j = 0; j < N; j++) store(c + i * c_row + j * LANES, sum[i][j]);
+        for (int j = 0; j < N; j++) {
+            if (START == ADD) sum[i][j] += load<Vec>(c + i * c_row + j * LANES);
+            if (START == RESCALE) sum[i][j] += load<Vec>(c + i * c_row + j * LANES) * factor[i];
+            store(c + i * c_row + j * LANES, sum[i][j]);
+        }
 }
 
 // The same for `vectors` of them, a number known at run time from 1 to MOST.
