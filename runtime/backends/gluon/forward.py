@@ -1,4 +1,4 @@
-"""Runs the Gluon forward on torch tensors, by descriptors for TMA that are made on the host."""
+"""Runs the Gluon forward on torch tensors. Their TMA descriptors are made on the host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Geometry, LoopPlan, SpanSource, Target
 from frisket.runtime.backends.triton.arguments import Block, Bound, Launch, Made, bound, describable, loaded_kernels
 from frisket.runtime.backends.triton.grids import forward_plan, of_forward
+from frisket.runtime.backends.triton.text import dims_of
 
 from .report import blocks_of, layout
 
@@ -21,9 +22,7 @@ def text(
     plan: LoopPlan, target: Target, g: Geometry, dtype: str, sinks: bool = False, learned: Collection[str] = ()
 ) -> tuple[str, Target]:
     """The forward's text and the target it runs with; gradients are Triton's kernels."""
-    live = tuple(s.name for s in plan.slots if s.source in learned)
-    dims = Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
-    return emit(forward_plan(plan, g), target, dims, sinks=sinks), target
+    return emit(forward_plan(plan, g), target, dims_of(plan, g, dtype, learned), sinks=sinks), target
 
 
 def forward(
@@ -56,8 +55,11 @@ def forward(
 def addressable(x: Tensor) -> Tensor:
     """A tensor whose rows begin at multiples of 16 bytes and are contiguous, and whose other axes step by multiples of
     16 bytes: itself, or a copy."""
+    import torch
+
     x = x.resolve_neg()
-    return x if describable(x) and x.data_ptr() % 16 == 0 else x.reshape(-1).clone().reshape(x.shape)
+    fine = describable(x) and x.data_ptr() % 16 == 0
+    return x if fine else x.clone(memory_format=torch.contiguous_format)
 
 
 def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: bool, top: bool, low: bool) -> Launch:
@@ -66,7 +68,7 @@ def _launch(own: Bound, spans: SpanSource | None, live: tuple[str, ...], sinks: 
     rows = ["Lse", *["Top"] * top, *["Low"] * low, *["Sinks"] * sinks]
     return own.launch(
         _made(plan, target, dims, sinks, top, low), "attention_forward", of_forward(g, target), target,
-        {**blocks_of(target, g.head_dim, g.v_dim), **dict.fromkeys(rows, "")},
+        {**blocks_of(target, g), **dict.fromkeys(rows, "")},
         records=None if spans is None else spans.rows, live=live, launcher=GluonLaunch, STAGES=target.num_stages,
     )  # fmt: skip
 
@@ -78,8 +80,8 @@ class GluonLaunch(Launch):
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped]
 
         plain = super().described(x, block)
-        own = layout(block, str(x.dtype).removeprefix("torch."))
-        return TensorDescriptor(x, plain.shape, plain.strides, list(block), own)
+        in_shared = layout(block, str(x.dtype).removeprefix("torch."))
+        return TensorDescriptor(x, plain.shape, plain.strides, list(block), in_shared)
 
 
 @memo(group="kernels")

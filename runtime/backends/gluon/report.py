@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from frisket.dsl.errors import BackendError
-from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.kernels.triton.writer import Dims
-from frisket.lowering.plan import LoopPlan, Target
-from frisket.runtime.backends.triton.arguments import Block
+from frisket.lowering.plan import Geometry, LoopPlan, Target
+from frisket.runtime.backends.triton.arguments import Block, blocks
 from frisket.runtime.backends.triton.report import KernelReport, check_compiles, resources, signature
 from frisket.runtime.backends.triton.source import load
 from frisket.runtime.backends.triton.tiles import SHARED
@@ -42,9 +42,9 @@ def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any
     from triton.experimental.gluon._runtime import GluonASTSource  # type: ignore[import-untyped]
 
     types, constants = signature(kernel, plan, target, dims, STAGES=target.num_stages)
-    blocks = blocks_of(target, dims.head_dim, dims.v_dim)
     types |= {
-        n: f"tensordesc<{SHORT[dims.dtype]}{list(block)},{layout(block, dims.dtype)!r}>" for n, block in blocks.items()
+        n: f"tensordesc<{SHORT[dims.dtype]}{list(block)},{layout(block, dims.dtype)!r}>"
+        for n, block in blocks_of(target, dims).items()
     }
     hints = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(types.values()) if type[0] == "*"}
     return triton.compile(
@@ -53,11 +53,10 @@ def compiled_for(kernel: Any, plan: LoopPlan, target: Target, dims: Dims) -> Any
     )  # fmt: skip
 
 
-def blocks_of(target: Target, head_dim: int, v_dim: int) -> dict[str, Block]:
-    """The blocks of the kernel's descriptors: a half of a tile's queries, or its keys, of one head."""
-    half, keys = target.block_q // 2, target.block_k
-    rows = {"Q": (half, head_dim), "K": (keys, head_dim), "V": (keys, v_dim), "Out": (half, v_dim)}
-    return {n: (1, 1, length, padded(dim)) for n, (length, dim) in rows.items()}
+def blocks_of(target: Target, dims: Dims | Geometry) -> dict[str, Block]:
+    """The blocks of the kernel's descriptors: a warp group reads and writes half of a tile's queries."""
+    found = blocks(dims, replace(target, block_q=target.block_q // 2))
+    return {**{n: found[n] for n in "QKV"}, "Out": found["DOut"]}
 
 
 def layout(block: Block, dtype: str) -> Any:

@@ -398,9 +398,9 @@ def descriptor(x: Tensor, block: Block) -> Any:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block))
 
 
-def blocks(g: Geometry, target: Target) -> dict[str, Block]:
+def blocks(dims: Geometry | Dims, target: Target) -> dict[str, Block]:
     """The blocks of the tensor descriptors of a target's kernel, by the parameters' names."""
-    dim, dim_v = padded(g.head_dim), padded(g.v_dim)
+    dim, dim_v = padded(dims.head_dim), padded(dims.v_dim)
     queries, keys = target.block_q, target.block_k
     return {"Q": (1, 1, queries, dim), "K": (1, 1, keys, dim), "V": (1, 1, keys, dim_v), "DOut": (1, 1, queries, dim_v)}
 

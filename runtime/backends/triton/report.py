@@ -14,11 +14,12 @@ from typing import Any
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import SIZES
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels.triton.parameters import arguments, padded
+from frisket.lowering.kernels.triton.parameters import arguments
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import LoopPlan, Target
 from frisket.runtime.machine.extras import pip_install
 
+from .arguments import blocks
 from .source import load
 from .tiles import SHARED, of_kernel
 
@@ -30,8 +31,6 @@ POINTERS = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "float8
             "float8_e5m2": "*fp8e5", "int8": "*i8"}  # fmt: skip
 INTEGERS = ("Spans", "Count", "Order", "SliceOf")  # int32; of what else begins with a capital and is no array: float32
 QUERIES, KEYS = ("Q", "Out", "DOut", "DQ"), ("K", "V", "DK", "DV")  # of the dtype of q; of that of k and v
-
-DESCRIBED = ("Q", "K", "V", "DOut")  # that a kernel without strides of keys takes as tensor descriptors
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,8 @@ def signature(
     values |= {"BLOCK_Q": target.block_q, "BLOCK_K": target.block_k, "ORIGIN_PER_BATCH": False} | more
     types: dict[str, str] = {}
     if "K" in kernel.arg_names and "stride_ks" not in kernel.arg_names:
-        known |= {n: _descriptor(known[n], n, target, dims) for n in DESCRIBED if n in kernel.arg_names}
+        described = {n: block for n, block in blocks(dims, target).items() if n in kernel.arg_names}
+        known |= {n: f"tensordesc<{known[n][1:]}{list(block)}>" for n, block in described.items()}
     for p in kernel.params:
         if p.is_constexpr or p.name in values:
             types[p.name] = "constexpr"
@@ -136,12 +136,6 @@ def signature(
     if missing := [n for n, type in types.items() if type == "constexpr" and n not in values]:
         raise BackendError(f"no value for the constant {missing[0]} of {kernel.__name__}")
     return types, {n: x for n, x in values.items() if n in types}
-
-
-def _descriptor(pointer: str, name: str, target: Target, dims: Dims) -> str:
-    length = target.block_q if name in ("Q", "DOut") else target.block_k
-    dim = dims.v_dim if name in ("V", "DOut") else dims.head_dim
-    return f"tensordesc<{pointer[1:]}[1, 1, {length}, {padded(dim)}]>"
 
 
 def resources(compiled: Any, mma: str) -> tuple[int, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from frisket.lowering.kernels.triton import decode, module
 from frisket.lowering.kernels.triton.writer import Dims
@@ -18,18 +17,20 @@ def text(
 ) -> tuple[str, Target]:
     """The module's text and the target it runs with. `learned` are the user's names of what gradients flow to beside
     the arrays."""
-    values: list[Any] = [*plan.tables, *plan.slots]
-    read = [x for x in values if x.source in learned]
-    live = tuple(s.name for s in plan.slots if s in read)  # slots whose values the kernels load
-    dims = Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
+    dims = dims_of(plan, g, dtype, learned)
     if (few := _few_queries(plan, target, g, dtype)) is not None:
         return decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks), few.target
-    wanted = module.ARRAYS.union(x.name for x in read)
+    wanted = module.ARRAYS.union(dims.live, (t.name for t in plan.tables if t.source in learned))
     return module.emit(plan, target, dims, wanted=wanted, sinks=sinks), target
+
+
+def dims_of(plan: LoopPlan, g: Geometry, dtype: str, learned: Collection[str] = ()) -> Dims:
+    """The part of a call that kernels' texts depend on. They load the values of slots that gradients flow to."""
+    live = tuple(s.name for s in plan.slots if s.source in learned)
+    return Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype, live)
 
 
 def _few_queries(plan: LoopPlan, target: Target, g: Geometry, dtype: str) -> Shares | None:
     """How Triton divides a call of few queries, on the GPU at hand or an H100; None where there are many, though
     such a call is divided too where its grid leaves much of the GPU idle."""
-    dims = Dims(g.head_dim, g.v_dim, dtype, g.heads // g.kv_heads, g.kv_dtype)
-    return None if g.q_len >= PACK else shares(plan, None, g, target, dims, processors())
+    return None if g.q_len >= PACK else shares(plan, None, g, target, dims_of(plan, g, dtype), processors())
