@@ -1,5 +1,5 @@
-"""Imported before frisket: where that is not installed, this checkout is what `import frisket` finds, here and in the
-processes that are started from here."""
+"""To be imported before frisket: where frisket is not installed, `import frisket` then finds this checkout, in this
+process and in those that it starts."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a GPU would do with our Triton kernels, predicted and never measured.
+"""Predicts how fast our kernels run on a GPU, without one: nothing here is measured.
 
     python benchmarks/gpu_model.py loops causal 128 forward --tiles "128,64,8,3;64,64,4,3"
     python benchmarks/gpu_model.py sass kernel.cubin --warps 8 --pairs 8192 --flops 512
@@ -7,13 +7,14 @@
     python benchmarks/gpu_model.py mosaic FOLDER
 
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
-tile that frisket chooses, and plays its loops in their steady state. `sass` does it for a cubin, or for the text of
-`nvdisasm -c -hex`. The others write parts of benchmarks/results/gpu-model.json: flex_attention beside what was
-published of it, our kernels beside flex_attention's, and what hangs on each constant. `--python` names another
-interpreter, with another Triton, that needs no frisket: the part is written for the Triton that compiled the kernels.
-`mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
-`tiles` searches the default tiles, with both Tritons, and writes what the kernels are launched with.
-How the model works, and what it leaves out, stands in `gpu_sim`.
+tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
+`nvdisasm -c -hex`. `validation`, `figures` and `sensitivity` write parts of benchmarks/results/gpu-model.json:
+flex_attention beside its published figures, our kernels beside flex_attention's, and how much each constant of the
+model matters. `mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER`
+compiled. `tiles` searches the default tiles, with both Tritons, and writes the table that launches read.
+`--python` names another interpreter, which has another Triton and needs no frisket: results are kept by the Triton that
+compiled the kernels. The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it
+leaves out.
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ PARTS = {"validation": report.validation, "figures": report.predicted, "sensitiv
 
 
 def loops(options: argparse.Namespace) -> None:
+    """Print the loops of one of our kernels, for each tile."""
     ours = Ours(options.kernel, options.mask, options.dim, options.dtype, options.group, options.arch)
     tiles = [Tile.read(x) for x in options.tiles.split(";")] if options.tiles else [chosen(ours)]
     print(f"Triton {triton_version()}, {ours}")
     for tile in tiles:
         found = compiled(ours, tile)
         print(f"{tile}: {found.registers} registers, {found.stack} bytes spilled, {found.shared} shared")
-        table(found, options.blocks, tile.block_q * tile.block_k, ours.flops, options.counts)
+        report_loops(found, options.blocks, tile.block_q * tile.block_k, ours.flops, options.counts)
 
 
-def table(found: Compiled, blocks: int, pairs: int, flops: float, counts: bool) -> None:
+def report_loops(found: Compiled, blocks: int, pairs: int, flops: float, counts: bool) -> None:
+    """Print a line and the longest waits of each loop with products, and its instructions by class where asked."""
     gpu = GPUS.get(found.arch)
     if gpu is None:
-        print(f"  no machine for {found.arch}")
+        print(f"  the model knows {', '.join(GPUS)}, not {found.arch}")
         return
     for x in figures(found, gpu, blocks):
         print("  " + line(x, gpu, pairs, flops, found.warps))
@@ -66,15 +69,17 @@ def table(found: Compiled, blocks: int, pairs: int, flops: float, counts: bool) 
             print("      " + ", ".join(f"{n} {c}" for n, c in x.counts.items()))
 
 
-def line(x: LoopFigures, gpu: object, pairs: int, flops: float, warps: int) -> str:
+def line(x: LoopFigures, gpu: Gpu, pairs: int, flops: float, warps: int) -> str:
+    """A loop's figures; those of an element only where the tile's `pairs` are known, a rate where their `flops` are."""
     text = f"loop at {x.start}: {x.instructions} instructions, {x.blocks} blocks, {x.cycles:.0f} cycles (products"
     text += f" {x.matrix:.0f}, issue {x.issue:.0f}), {x.bytes * x.blocks / x.cycles:.1f} bytes a cycle"
     if pairs:
         text += f", {x.an_element(pairs, warps):.2f} instructions an element"
-    return text + (f", {x.rate(gpu, pairs, flops):.0f} TFLOP/s" if pairs and flops else "")  # type: ignore[arg-type]
+    return text + (f", {x.rate(gpu, pairs, flops):.0f} TFLOP/s" if pairs and flops else "")
 
 
 def of_file(options: argparse.Namespace) -> None:
+    """Print the loops of a cubin's kernels, or the tiles' cycles where warp groups have programs of their own."""
     path, shared = Path(options.file), options.shared
     registers, stack = resources(path) if path.suffix == ".cubin" else (options.registers, 0)
     text = disassembled(path) if path.suffix == ".cubin" else path.read_text()
@@ -91,11 +96,11 @@ def of_file(options: argparse.Namespace) -> None:
             if options.causal:
                 causal(whole, GPUS[options.arch], *map(int, options.causal.split(",")))
             continue
-        table(found, options.blocks or 1, options.pairs, options.flops, options.counts)
+        report_loops(found, options.blocks or 1, options.pairs, options.flops, options.counts)
 
 
 def causal(whole: specialised.Cycles, gpu: Gpu, queries: int, keys: int, dim: int) -> None:
-    """What a warp-specialised forward of such tiles makes of a causal mask, 8k, 16 heads."""
+    """Print the rate of a warp-specialised forward with such tiles: causal, 8k, 16 heads."""
     work = full.ours_work("forward", "causal", 8192, Tile(queries, keys, 4, 3))
     seconds, share = specialised.share(whole, work, 16, gpu, queries * keys, 4 * dim)
     rate = 4 * dim * full.Case(dim=dim).pairs / seconds / 1e12
@@ -140,6 +145,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def evaluated_by(python: str, jobs: list[tuple[Cell, Tile]], processes: int) -> Iterator[tuple[Cell, Tile, Found]]:
+    """The jobs of a search with the Triton of another interpreter."""
     with tempfile.TemporaryDirectory() as place:
         to, back = Path(place) / "jobs.json", Path(place) / "answers.json"
         to.write_text(json.dumps([(astuple(cell), astuple(tile)) for cell, tile in jobs]))
@@ -149,7 +155,7 @@ def evaluated_by(python: str, jobs: list[tuple[Cell, Tile]], processes: int) -> 
 
 
 def tiles(options: argparse.Namespace) -> None:
-    """Search the cells that are asked for, print what is best in each, and write those that are better."""
+    """Search the cells that are asked for, print the best tiles of each, and with --write make the best the default."""
     known = search.table()
     asked = [x.split(",") for x in (options.arch, options.kernels, options.classes)]
     for cell in search.cells(*asked, [int(x) for x in options.dims.split(",")]):
@@ -172,7 +178,7 @@ def tiles(options: argparse.Namespace) -> None:
 def of_modelled(cell: Cell, found: list[Tile], options: argparse.Namespace) -> dict[Tile, float]:
     """Tiles without a spill and their worse microseconds, best first."""
 
-    def here(some: Iterable[Tile]) -> dict[Tile, Found]:
+    def here(some: Iterable[Tile]) -> dict[Tile, Found]:  # with this interpreter's Triton
         jobs = [(cell, tile) for tile in dict.fromkeys(some)]
         return {tile: x for _, tile, x in search.evaluated(jobs, options.jobs)}
 

@@ -1,4 +1,4 @@
-"""The parts of gpu.py: for each its rows, and how a row is prepared, compiled that is, and then measured."""
+"""The parts of gpu.py: the rows of each, and how a row is compiled and then measured."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The part of gpu.py that looks into two kernels: by Nsight Compute where it is installed and may count, else by
-torch's profiler and by what Triton knows of them."""
+"""The part of gpu.py that counts inside the kernels of a forward and a backward, by Nsight Compute; where that is
+missing or may not count, their times by torch's profiler."""
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from gpu_contests import DIRECTIONS
 from gpu_masks import contests, ours
 from gpu_scale import Measure, Scale
 
-COUNTED = {  # of Nsight Compute
+COUNTED = {  # metrics of Nsight Compute
     "gpu__time_duration.sum": "ns", "sm__inst_executed_pipe_tensor.sum": "tensor instructions",
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": "% of tensor peak",
     "smsp__inst_executed.sum": "instructions", "dram__bytes.sum": "bytes of memory",
@@ -33,11 +34,12 @@ gpu_profile.run(*json.loads(sys.argv[1]))
 
 
 def rows(scale: Scale) -> list[str]:
+    """A forward and a backward, of the largest head size."""
     return [f"{way}: causal, D {scale.dims[-1]}" for way in DIRECTIONS]
 
 
 def run(way: str, length: int, dim: int, heads: int, batch: int, dtype: str, device: str) -> None:
-    """A call as gpu.py's other parts make it."""
+    """One causal call, forward or with gradients, in this process or in the one that Nsight Compute watches."""
     torch.manual_seed(0)
     made = [torch.randn(batch, heads, length, dim, device=device).to(getattr(torch, dtype)) for _ in range(3)]
     arrays = [x.requires_grad_(way == "backward") for x in made]
@@ -47,6 +49,7 @@ def run(way: str, length: int, dim: int, heads: int, batch: int, dtype: str, dev
 
 
 def profile(row: str, scale: Scale) -> Measure:
+    """The counters of a row's kernels, or their times and a note why there are no counters."""
     way, _, rest = row.partition(": ")
     dim = int(rest.rpartition(" ")[2])
     length = scale.lengths[len(scale.lengths) // 2]
@@ -70,9 +73,7 @@ def profile(row: str, scale: Scale) -> Measure:
 
 
 def counted(tool: str, call: tuple[Any, ...]) -> dict[str, Any]:
-    """Kernel -> its counters."""
-    import json
-
+    """Kernel -> its counters, of the call in a process under Nsight Compute."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "counted.csv")
         command = [
@@ -108,8 +109,8 @@ def timed(call: tuple[Any, ...], scale: Scale) -> dict[str, Any]:
         run(*call)
         if not scale.dry:
             torch.cuda.synchronize()
-    last = sorted(found.key_averages(), key=lambda e: -time_of(e, scale))[:8]
-    return {e.key: {"figures": {"us": {"took": time_of(e, scale)}}} for e in last}
+    longest = sorted(found.key_averages(), key=lambda e: -time_of(e, scale))[:8]
+    return {e.key: {"figures": {"us": {"took": time_of(e, scale)}}} for e in longest}
 
 
 def time_of(event: Any, scale: Scale) -> float:

@@ -11,14 +11,14 @@ from gpu_scale import Measure, Scale
 
 import frisket as fk
 
-TOKENS = 1000  # ragged: of no tile a multiple
+TOKENS = 1000  # no multiple of any tile
 DTYPES = ("bfloat16", "float16")
-BOUNDS = {"bfloat16": 0.02, "float16": 0.004, "float32": 1e-4}  # of the largest number, what an error may be
+BOUNDS = {"bfloat16": 0.02, "float16": 0.004, "float32": 1e-4}  # of errors, as parts of the largest number
 DRY = ("causal", "causal_document(off)", "softcap(c)")
 
 
 def entries(scale: Scale) -> dict[str, tuple[str, cases.Case]]:
-    """Signature -> "mask" or "score", and the case; of a dry run a few."""
+    """Signature -> "mask" or "score", and the case; a dry run has a few."""
     n = scale.lengths[0] if scale.dry else TOKENS
     found = {
         **{s: ("mask", c) for s, c in cases.masks(n).items()},
@@ -37,8 +37,7 @@ def rows(scale: Scale) -> list[str]:
 
 
 def right(row: str, scale: Scale) -> Measure:
-    """Errors of one entry by head size, of the largest number: of the result and of each gradient. What a backend does
-    not do is named."""
+    """Errors of one mask or score mod by head size, as parts of the largest number: of the result and each gradient."""
     backend, _, entry = row.partition(", ")
     name, _, dtype = entry.rpartition(", ")
     kind, case = entries(scale)[name]
@@ -57,7 +56,7 @@ def right(row: str, scale: Scale) -> Measure:
 
 
 def errors(backend: str, kind: str, case: cases.Case, dim: int, dtype: str, scale: Scale) -> dict[str, float]:
-    """{"out": error, "dq": error, ...}; of Gluon's kernels the first."""
+    """{"out": error, "dq": error, ...}; for Gluon's kernels "out" alone."""
     torch.manual_seed(0)
     heads = max(2, case.heads)
     lengths = (case.q_len, case.kv_len, case.kv_len)
@@ -81,7 +80,7 @@ def attention(kind: str, case: cases.Case, backend: str) -> fk.Attention:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference, of the largest number; NaN and infinities count as differences of their own."""
+    """The largest difference as a part of the largest number; infinite where NaN or infinity is in one alone."""
     if not torch.isfinite(got).equal(torch.isfinite(want)):
         return float("inf")
     got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)

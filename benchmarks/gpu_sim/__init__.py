@@ -1,2 +1,2 @@
-"""A static model of GPU kernels that no GPU has run: what is compiled ahead of time is disassembled and played through
-streaming multiprocessors that issue in order."""
+"""A static model of GPU kernels: they are compiled ahead of time, disassembled, and simulated on streaming
+multiprocessors that issue in order. No GPU is needed."""

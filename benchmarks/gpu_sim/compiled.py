@@ -57,13 +57,14 @@ class Compiled:
 
 
 def folder() -> Path:
+    """Where entries are kept."""
     found = Path(os.environ.get("FRISKET_GPU_MODEL_CACHE") or ROOT / "build" / "gpu-model")
     found.mkdir(parents=True, exist_ok=True)
     return found
 
 
 def remembered(key: Any, make: Callable[[], Any]) -> Any:
-    """What `make()` gives, in JSON, from the disk where it was made before."""
+    """The result of `make()`, which JSON can hold: read from the disk where an entry has this key."""
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     path = folder() / name[:2] / f"{name}.json.z"
     if path.exists():
@@ -83,7 +84,7 @@ def triton_version() -> str:
 
 
 def kept(kernel: str, arch: str, warps: int, key: Any, compile: Callable[[], Any]) -> Compiled:
-    """The kernel that `compile()`, a call of `triton.compile`, gives; `key` is all that its result hangs on."""
+    """The kernel that `compile()` makes, a call of `triton.compile`; `key` is all that its result depends on."""
 
     def make() -> dict[str, Any]:
         return asdict(_read(kernel, arch, warps, compile()))

@@ -31,7 +31,7 @@ MASKS = {
 }
 SCORES = {"softcap": ("50.0 * libdevice.tanh(({score}) * 0.02)", "({grad}) * (1.0 - libdevice.tanh(({score}) * 0.02) * "
                       "libdevice.tanh(({score}) * 0.02))")}  # fmt: skip
-BLOCK = 128  # of its sparse mask
+BLOCK = 128  # queries, and keys, of a tile of flex_attention's BlockMask
 ARRAYS = ("Q", "K", "V", "DO", "DQ", "DV", "out_ptr0")
 
 
@@ -44,7 +44,6 @@ class Flex:
     dim: int = 128
     dtype: str = "bfloat16"
     arch: str = "sm_90"
-    tma: bool = False
     group: int = 1  # query heads of a key head
 
 
@@ -93,7 +92,7 @@ def constants(flex: Flex, chosen: tuple[Tile, ...]) -> dict[str, Any]:
         "WRITE_DQ": True, "OUTPUT_LOGSUMEXP": True, "OUTPUT_MAX": False, "FLOAT32_PRECISION": "'ieee'",
         "IS_DIVISIBLE": True, "SM_SCALE": dim**-0.5, "GQA_SHARED_HEADS": flex.group, "HAS_FULL_BLOCKS": True,
         "QK_HEAD_DIM": dim, "QK_HEAD_DIM_ROUNDED": dim, "V_HEAD_DIM": dim, "V_HEAD_DIM_ROUNDED": dim,
-        "SAFE_HEAD_DIM": True, "USE_TMA": flex.tma, "SPARSE_Q_BLOCK_SIZE": BLOCK, "SPARSE_KV_BLOCK_SIZE": BLOCK,
+        "SAFE_HEAD_DIM": True, "USE_TMA": False, "SPARSE_Q_BLOCK_SIZE": BLOCK, "SPARSE_KV_BLOCK_SIZE": BLOCK,
         "INDEX_DTYPE": "tl.int32",
     }  # fmt: skip
     if flex.kernel == "forward":

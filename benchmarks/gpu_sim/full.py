@@ -80,6 +80,7 @@ class Time:
 
 @cache
 def layout(mask: str, length: int, block: tuple[int, int]) -> Any:
+    """The layout of a mask, by its name or its text, of as many queries as keys."""
     text = MASKS[mask].text if mask in MASKS else mask
     tables = documents(length) if text and "doc" in text else {}
     return fk.mask(text or "True", **tables).layout(length, length, block=block)

@@ -9,11 +9,11 @@ from typing import Any
 from .compiled import Compiled, remembered
 from .machine import GPUS, Gpu, resident
 from .sass import Loop, Sass, counted
-from .simulate import Role, Run, simulate
+from .simulate import Role, simulate
 from .steps import steps, wired
 
-WARM, TURNS = 4, 10  # repetitions before and of what is measured
-VERSION = 3  # of the model: what was simulated by another one is simulated anew
+WARM, TURNS = 4, 10  # repetitions that are played first, and then those that are measured
+VERSION = 3  # of the model: what another version simulated is simulated anew
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,6 @@ class LoopFigures:
         return (self.instructions - self.counts.get("matrix", 0)) * warps * 32 / pairs
 
 
-def blocks_of(compiled: Compiled) -> int:
-    """Blocks that share an SM, by registers, shared memory and warps."""
-    return resident(GPUS[compiled.arch], compiled.warps, compiled.registers, compiled.shared)
-
-
 def figures(compiled: Compiled, gpu: Gpu | None = None, blocks: int = 0) -> list[LoopFigures]:
     """The loops of a kernel with products, in the order of its text, each played by itself."""
     gpu = gpu or GPUS[compiled.arch]
@@ -65,6 +60,8 @@ def figures(compiled: Compiled, gpu: Gpu | None = None, blocks: int = 0) -> list
 def played(
     kernel: Sass, loop: Loop, gpu: Gpu, warps: int, blocks: int, tma_bytes: float, ahead: int = 1
 ) -> LoopFigures:  # fmt: skip
+    """One loop played by itself, `blocks` blocks of so many warps at a time. A TMA copy brings `tma_bytes`, `ahead`
+    repetitions before they are waited for."""
     body = kernel.body(loop)
     each = looped(steps(body, gpu, tma_bytes), ahead)
     run = simulate(gpu, [Role(warps, ((each, WARM + TURNS),))], blocks)
@@ -79,8 +76,8 @@ def played(
 
 
 def looped(body: list[Any], ahead: int = 1) -> list[Any]:
-    """A loop in which one warp copies by TMA for a later repetition and all wait: copies are dealt to the waits in
-    order, `ahead` repetitions before they are asked for."""
+    """A loop's steps with the barriers of its TMA copies: one warp copies, `ahead` repetitions before all warps wait.
+    The copies belong to the waits in the order of the text, each wait to as many."""
     waits, copies = (sum(x.kind == kind for x in body) for kind in ("await", "tma"))
     if not waits or not copies:
         return body
@@ -93,8 +90,3 @@ def looped(body: list[Any], ahead: int = 1) -> list[Any]:
         if x.kind == "post" and x.first:
             x.keys = (next(rest),)
     return body
-
-
-def play(gpu: Gpu, roles: list[Role], blocks: int = 1) -> Run:
-    """A kernel whose warps have programs of their own."""
-    return simulate(gpu, roles, blocks)

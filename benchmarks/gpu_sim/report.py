@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -10,8 +10,8 @@ from . import flex as flex_kernels
 from . import full
 from . import ours as our_kernels
 from .full import Case
-from .loops import LoopFigures, figures
-from .machine import GPUS, Gpu
+from .loops import figures
+from .machine import GPUS
 from .ours import Ours
 from .published import ROWS, case, name
 
@@ -24,6 +24,7 @@ FIGURES = {
     ("forward", "window 128", 128, 32768): 1.3, ("forward", "window 128", 64, 32768): 1.3,
     ("forward", "documents", 128, 32768): 1.3, ("forward", "documents", 64, 32768): 1.3,
 }  # fmt: skip
+KERNELS = {"forward": ("forward",), "backward": ("dq", "dkv")}
 BORDERS = (("causal", 64), ("causal", 128), ("documents", 64), ("documents", 128))
 SOFTCAP, MASK_COST = 0.85, 3.0
 
@@ -41,18 +42,15 @@ def validation() -> Iterator[tuple[str, Row]]:
 
 def steady(which: str, direction: str, one: Case) -> float:
     """TFLOP/s of the full tiles' loops alone, at the nominal clock."""
-    gpu, dim = GPUS[one.arch], one.dim
-    rates = [*_steady(which, direction, one)]
-    flops = [our_kernels.FLOPS[k] * dim for k in (["forward"] if direction == "forward" else ["dq", "dkv"])]
-    useful = (4 if direction == "forward" else 10) * dim
-    assert gpu is not None
-    return useful / sum(f / r for f, r in zip(flops, rates, strict=True))
+    useful = 4 if direction == "forward" else 10
+    rates = zip(KERNELS[direction], _steady(which, direction, one), strict=True)
+    return useful / sum(our_kernels.FLOPS[kernel] / rate for kernel, rate in rates)
 
 
 def _steady(which: str, direction: str, one: Case) -> Iterator[float]:
+    """TFLOP/s of each kernel's loop over full tiles."""
     gpu = GPUS[one.arch]
-    programs = ["forward"] if direction == "forward" else ["dq", "dkv"]
-    for i, kernel in enumerate(programs):
+    for i, kernel in enumerate(KERNELS[direction]):
         if which == "ours":
             x = Ours(kernel, one.mask, one.dim, one.dtype, one.group, one.arch)
             tile = our_kernels.chosen(x)
@@ -101,9 +99,10 @@ def predicted() -> Iterator[tuple[str, Row]]:
 
 
 def tiles_of(direction: str, one: Case) -> str:
-    kernels = ["forward"] if direction == "forward" else ["dq", "dkv"]
+    """The tiles that frisket chooses, by kernel."""
     return ", ".join(
-        f"{k} {our_kernels.chosen(Ours(k, one.mask, one.dim, one.dtype, one.group, one.arch))}" for k in kernels
+        f"{k} {our_kernels.chosen(Ours(k, one.mask, one.dim, one.dtype, one.group, one.arch))}"
+        for k in KERNELS[direction]
     )
 
 
@@ -118,35 +117,25 @@ def mask_cost(which: str, mask: str, dim: int) -> float:
         made = flex_kernels.compiled(flex_kernels.Flex("forward", mask, dim))
     border, rest = full.loop_numbers(made, made.sass.products)
     pairs, found = tile.block_q * tile.block_k, figures(made)
-    return _an_element(found[border], pairs, made.warps) - _an_element(found[rest], pairs, made.warps)
-
-
-def _an_element(x: LoopFigures, pairs: int, warps: int) -> float:
-    return x.an_element(pairs, warps)
+    return found[border].an_element(pairs, made.warps) - found[rest].an_element(pairs, made.warps)
 
 
 # -- sensitivities ----------------------------------------------------------------------------------------
 
 LIMITS = ("name", "arch", "registers", "shared_bytes", "reserved", "warps", "l2_bytes", "matrix_queue")
-SENSITIVE = {"forward D128": ("forward", 128)}
 
 
 def sensitivity() -> Iterator[tuple[str, Row]]:
-    """What a fifth more and less of each constant changes: flex_attention's forward, causal, 8k, in percent."""
+    """What a fifth more and less of each constant changes: flex_attention's forward, causal, 8k, D128, in percent."""
     gpu = GPUS["sm_90"]
-    rates: dict[str, Callable[[Gpu], float]] = {
-        label: lambda g, d=direction, dim=dim: full.rate("flex", d, Case(dim=dim), g)  # type: ignore[misc]
-        for label, (direction, dim) in SENSITIVE.items()
-    }
-    plain = {label: rate(gpu) for label, rate in rates.items()}
+    plain = full.rate("flex", "forward", Case(), gpu)
     for field in fields(gpu):
         if field.name in LIMITS:
             continue
-        row: dict[str, dict[str, float]] = {}
+        row: dict[str, float] = {}
         for sign, factor in (("+20 %", 1.2), ("-20 %", 0.8)):
             value = getattr(gpu, field.name) * factor
             other = replace(gpu, **{field.name: round(value) if field.name == "processors" else value})
-            for label, rate in rates.items():
-                change = 100 * (rate(other) / plain[label] - 1)
-                row.setdefault("change of TFLOP/s, %", {})[f"{label}, {sign}"] = round(change, 1)
-        yield field.name, {"figures": row}
+            change = 100 * (full.rate("flex", "forward", Case(), other) / plain - 1)
+            row[f"forward D128, {sign}"] = round(change, 1)
+        yield field.name, {"figures": {"change of TFLOP/s, %": row}}

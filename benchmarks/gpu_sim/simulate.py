@@ -27,7 +27,7 @@ MOST = 3_000_000  # events, beyond which a run is taken for one that never ends
 
 @dataclass(frozen=True)
 class Role:
-    """The warps of a block that run the same program: `parts` are steps and how often they are repeated."""
+    """The warps of a block that run the same program: `parts` are steps, each with how often they are repeated."""
 
     warps: int
     parts: tuple[tuple[Sequence[Step], int], ...]
@@ -70,9 +70,9 @@ class DeadlockError(RuntimeError):
 class Warp:
     """The state of one warp."""
 
-    def __init__(self, number: int, block: int, inside: int, role: Role, role_number: int, place: int) -> None:
-        self.number, self.block, self.inside = number, block, inside
-        self.leads = place == 0  # its role, and does what one warp does for all
+    def __init__(self, number: int, block: int, role: Role, role_number: int, place: int) -> None:
+        self.number, self.block = number, block
+        self.leads = place == 0  # the warp that does what one warp of a role does for all
         self.group, self.mates = (role_number, place // 4), min(4, role.warps - place // 4 * 4)
         self.parts = [p for p in role.parts if p[1] and p[0]]
         self.scheduler = number % SCHEDULERS
@@ -83,7 +83,6 @@ class Warp:
         self.groups: list[list[float]] = [[] for _ in range(8)]  # of copies, by scoreboard
         self.newest = 0.0  # of copies not yet in a group
         self.starts: list[float] = []  # of the newest products
-        self.product_end = 0.0
         self.pending: list[float] = []  # groups of products
         self.passed: Counter[Any] = Counter()  # phases of barriers asked or posted
         self.marks: list[float] = []
@@ -95,15 +94,16 @@ def simulate(gpu: Gpu, roles: Sequence[Role], blocks: int = 1) -> Run:
 
 
 class _Sm:
+    """The state of the SM. Each kind of step has a method `_kind(t, w, s)`, which issues step `s` of warp `w` at cycle
+    `t` and gives the cycle at which the warp may go on, or None where another warp wakes it."""
+
     def __init__(self, gpu: Gpu, roles: Sequence[Role], blocks: int) -> None:
         self.gpu, self.warps = gpu, []
         for block in range(blocks):
-            inside = 0
             for number, role in enumerate(roles):
                 for place in range(role.warps):
-                    self.warps.append(Warp(len(self.warps), block, inside, role, number, place))
-                    inside += 1
-            self.width = inside
+                    self.warps.append(Warp(len(self.warps), block, role, number, place))
+        self.width = sum(role.warps for role in roles)  # warps of a block
         # the warps that post to a barrier, in phases of one each
         self.posters = _posters(roles)
         self.copiers = _copiers(roles)
@@ -167,6 +167,7 @@ class _Sm:
         return self.advance(t + s.stall, w)
 
     def advance(self, t: float, w: Warp) -> float | None:
+        """Set a warp to its next step, from `t` on; None at its end."""
         w.at += 1
         if w.at == len(w.steps):
             w.at = 0
@@ -182,6 +183,7 @@ class _Sm:
         return t
 
     def busy(self, reason: str, t: float, until: float) -> float:
+        """Note a wait, whose end is when to ask again."""
         self.waits[reason] += until - t
         return until
 
@@ -253,9 +255,8 @@ class _Sm:
         self.port = max(self.port, start) + s.amount / self.gpu.shared_rate
         pipes["matrix"] = max(start + s.occupied, self.port)
         w.starts = [*w.starts[-queue:], start]
-        w.product_end = pipes["matrix"] + s.latency
         if s.first:
-            w.pending.append(w.product_end)
+            w.pending.append(pipes["matrix"] + s.latency)
         return self.go(t, w, s)
 
     def _products(self, t: float, w: Warp, s: Step) -> float | None:
@@ -284,6 +285,7 @@ class _Sm:
         return self.released(key, max(t, *(x for x, _ in here)) + latency, reason, w)
 
     def released(self, key: Any, at: float, reason: str, own: Warp | None = None) -> float | None:
+        """Let the warps at a meeting point go on at `at`: the answer for `own`, the others are woken."""
         here = self.meet.pop(key, [])
         self.signals.pop(key, None)
         mine = None

@@ -14,15 +14,16 @@ FMA = ("FFMA", "FADD", "FMUL", "HFMA2", "HADD2", "HMUL2")
 HEAVY = ("IMAD", "IMUL", "IDP")
 SLOW = ("MUFU", "I2F", "F2I", "FRND", "POPC", "FLO", "BREV", "F2F")
 CONSTANT = ("LDC", "LDCU", "ULDC")
-SPECIAL = ("S2R", "S2UR", "R2UR", "S2UR", "CS2UR")
+SPECIAL = ("S2R", "S2UR", "R2UR", "CS2UR")
 SHARED_STORES = ("STS", "STSM")
 GLOBAL_LOADS, GLOBAL_STORES = ("LDG", "LD"), ("STG", "ST", "RED", "ATOMG", "ATOM")
 
 
 @dataclass(slots=True)
 class Step:
-    """One instruction as the model plays it: `kind` is how, `pipe` where, for `occupied` cycles, with `latency` to what
-    its scoreboard guards. `amount` is bytes of memory, of shared memory of a product, or what a wait leaves pending."""
+    """One instruction as the model plays it: `kind` names the method that does, `pipe` is taken for `occupied` cycles,
+    and the scoreboard is free after `latency`. `amount` is bytes: of memory, or of shared memory that a product reads;
+    for a wait it is the number of groups that may be pending."""
 
     kind: str
     name: str
@@ -94,6 +95,7 @@ def _warp_group_product(made: Step, x: Instruction, gpu: Gpu) -> None:
 
 
 def _mma(op: str) -> tuple[int, int, int]:
+    """(m, n, k) of a product of one warp, of an operation such as HMMA.16816.F32."""
     found = re.search(r"\.(16|8)(8|16|32)(4|8|16|32|64)?", op)
     digits = "".join(x or "" for x in found.groups()) if found else "16816"
     return {"1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32), "884": (8, 8, 4)}.get(digits, (16, 8, 16))
@@ -130,12 +132,14 @@ def _usual(made: Step, x: Instruction, op: str, gpu: Gpu) -> None:
 
 
 def _bytes(text: str, op: str) -> int:
+    """The bytes that an instruction moves for a warp: 8 x 8 matrices of 16-bit numbers, or a word of each thread."""
     if op in ("LDSM", "STSM"):
         return 128 * int(re.search(r"\.(\d)$|\.M88\.(\d)|\.MT88\.(\d)|x(\d)", text + ".1")[0][-1])  # type: ignore[index]
     return 32 * next((n // 8 for n in (128, 64, 16, 8) if re.search(rf"\.[US]?{n}\b", text)), 4)
 
 
 def _last(x: Instruction) -> int:
+    """The last number in an instruction's text: how many groups a wait leaves pending."""
     found = re.findall(r"0x([0-9a-f]+)", x.text)
     return int(found[-1], 16) if found else 0
 

@@ -1,5 +1,5 @@
-"""The package of this checkout, for a machine where it is not installed: `benchmarks/checkout.py` puts the folder of
-this one on the path. What `package-dir` of pyproject.toml says of folders holds here too."""
+"""frisket from this checkout, for machines where it is not installed: `benchmarks/checkout.py` puts this package on the
+path, and this module stands in for `runtime/facade`. Folders are those of `package-dir` in pyproject.toml."""
 
 import sys
 from importlib.util import spec_from_file_location
