@@ -3,20 +3,23 @@
 Arrays are laid out [batch, heads, length, dim]; query head h reads key head `h // (heads // kv_heads)`. `kept` is an
 Expr that says which weights survive dropout (their names' values are among `params`), at `rate`, taken as a float32;
 `sinks` [heads] are logits without a value. `rounded` goes over every array of a product: with one that rounds to
-bfloat16, this is what dense attention in bfloat16 gives, and how wrong that is.
+bfloat16, this is what dense attention in bfloat16 gives, and how wrong that is. The steps of a score mod are then
+rounded to float32, as kernels and frameworks compute them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from frisket.dsl.evaluate import evaluate, unrolled
+from frisket.dsl.evaluate import OPERATORS, evaluate, unrolled
 from frisket.dsl.ir import Expr
+from frisket.dsl.types import FLOAT
 
 from .derive import derivatives
 from .plan import Origin, Sizes, whole
@@ -85,7 +88,7 @@ def _rows(
     sink = rounded(np.full(shape[1], -np.inf) if sinks is None else sinks)[:, None]
     env["score"] = m = rounded(q @ k.swapaxes(-1, -2) * q.dtype.type(scale))
     if score is not None:
-        m = rounded(np.broadcast_to(evaluate(score, env, tables), shape))
+        m = rounded(np.broadcast_to(evaluate(score, env, tables, _steps(rounded)), shape))
     m = np.where(seen, m, m.dtype.type(-np.inf))
     top = m.max(axis=-1, initial=-np.inf)
     shift = _finite(np.maximum(top, sink))
@@ -96,6 +99,19 @@ def _rows(
         survives = np.broadcast_to(evaluate(kept, env, tables), shape)
         drop = np.where(survives, 1 / (1 - p.dtype.type(np.float32(rate))), p.dtype.type(0))
     return _DenseRows(env, p, drop, top, lse)
+
+
+def _steps(rounded: Rounded) -> dict[str, Callable[..., Array]]:
+    """Operators whose Floats are rounded to the dtype in which `rounded` leaves its numbers; none for float64."""
+    dtype = rounded(np.zeros(())).dtype
+    if dtype == np.float64:
+        return {}
+
+    def step(op: Callable[..., Array], node: Expr, *args: Array) -> Array:
+        found = op(*args)
+        return found.astype(dtype) if node.type is FLOAT else found
+
+    return {name: partial(step, op) for name, op in OPERATORS.items()}
 
 
 def _finite(x: Array) -> Array:
@@ -150,7 +166,7 @@ def gradients(
         dm = rows.p * (rows.drop * rounded(dout @ v.swapaxes(-1, -2)) - delta[..., None])
 
         def times(x: Expr | None) -> Array:
-            factor = 1.0 if x is None else evaluate(x, rows.env, tables)
+            factor = 1.0 if x is None else evaluate(x, rows.env, tables, _steps(rounded))
             return rounded(np.where(rows.p == 0, 0.0, dm * factor))
 
         found = None if score is None else derivatives(unrolled(score, rows.env, tables))
