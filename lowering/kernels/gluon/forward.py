@@ -1,4 +1,4 @@
-"""Writes the Gluon forward kernel of a LoopPlan: warp groups that do different things, for Hopper.
+"""Writes the Gluon forward kernel of a LoopPlan, warp-specialised for Hopper.
 
 One program works on one tile of 128 queries of one head. A warp, `produce`, walks the records of the row and loads
 tiles of keys and of values by TMA into two rings in shared memory; two warp groups, `consume`, compute half of the
@@ -69,7 +69,7 @@ def refusal(plan: LoopPlan, dims: Dims) -> str:
 
 
 def translated(text: str) -> str:
-    """A text of Triton's operators in Gluon's names."""
+    """A kernel's text with Triton's names turned into Gluon's."""
     found = re.sub(r"\btl\.(?!PropagateNan)", "gl.", text).replace("@triton.jit", "@gluon.jit")
     if "gl.sigmoid(" in found:
         head, gap, rest = found.replace("gl.sigmoid(", "sigmoid(").partition("\n\n\n@gluon.jit")
@@ -80,7 +80,7 @@ def translated(text: str) -> str:
 
 
 class GluonForward(RowKernel):
-    """The forward kernel's three functions."""
+    """Writes the three functions of the forward: `produce`, `consume`, and the kernel that starts them."""
 
     gathers = False  # a vector of a tile's distances would go through shared memory of both warp groups
 
@@ -158,10 +158,12 @@ class GluonForward(RowKernel):
         roots = self.positions if inside else [*self.score, *self.kept]
         score, kept = (next(iter(roots), None) for roots in (self.score, self.kept))
         column = self.along_tile("k", "tile * BLOCK_K + columns", roots, written)
+        visible = self.visible(written) if inside else []
         return {
             "positioned": any("k" in uses(r) for r in roots),
             "column": column,
-            "visible": self.visible(written) if inside else [],
+            "bounded": any("inside" in line for line in visible),  # bounds of rows end with the keys
+            "visible": visible,
             "score_mod": self.quoted(self.plan.score, score, "score = {}", written, inside and "visible"),
             "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
         }

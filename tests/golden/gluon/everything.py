@@ -160,7 +160,6 @@ def consume(
             mbarrier.arrive(turns.index(1 - half), count=1)
             score = hopper.warpgroup_mma_wait(0, [score])
             mbarrier.arrive(k_free.index(slot), count=1)
-            inside = tile * BLOCK_K + columns < kv_len
             k = (k_origin + tile * BLOCK_K + columns)[None, :]
             doc_b_k = gl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
             column0 = (k - (q_origin + start)).to(gl.float32)
@@ -194,7 +193,6 @@ def consume(
                 mbarrier.arrive(turns.index(1 - half), count=1)
                 score = hopper.warpgroup_mma_wait(1, [score])
                 mbarrier.arrive(k_free.index(slot), count=1)
-                inside = tile * BLOCK_K + columns < kv_len
                 k = (k_origin + tile * BLOCK_K + columns)[None, :]
                 doc_b_k = gl.load(doc + step(b, doc_size0, doc_stride0) + clamp(k, doc_size1) * doc_stride1)
                 column0 = (k - (q_origin + start)).to(gl.float32)

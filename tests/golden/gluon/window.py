@@ -107,7 +107,6 @@ def consume(
         mbarrier.arrive(turns.index(1 - half), count=1)
         score = hopper.warpgroup_mma_wait(0, [score])
         mbarrier.arrive(k_free.index(slot), count=1)
-        inside = tile * BLOCK_K + columns < kv_len
         # q >= k & q - k < s0
         visible = one_of(columns[None, :], least - tile * BLOCK_K, many)
         score = gl.where(visible, score, -INFINITY)
@@ -133,7 +132,6 @@ def consume(
             mbarrier.arrive(turns.index(1 - half), count=1)
             score = hopper.warpgroup_mma_wait(1, [score])
             mbarrier.arrive(k_free.index(slot), count=1)
-            inside = tile * BLOCK_K + columns < kv_len
             # q >= k & q - k < s0
             visible = one_of(columns[None, :], least - tile * BLOCK_K, many)
             score = gl.where(visible, score, -INFINITY)

@@ -10,7 +10,7 @@ $if loop:
 mbarrier.arrive(turns.index(1 - half), count=1)
 score = hopper.warpgroup_mma_wait($running, [score])
 mbarrier.arrive(k_free.index(slot), count=1)
-inside = tile * BLOCK_K + columns < kv_len  $if border
+inside = tile * BLOCK_K + columns < kv_len  $if bounded
 $column
 $visible
 $score_mod
