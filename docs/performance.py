@@ -186,6 +186,7 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
     for part, title in (
         ("figures", "Our kernels and flex_attention's"),
         ("mosaic", "Our kernels for Mosaic GPU and flex_attention's"),
+        ("masks", "The mask of a border tile"),
         ("validation", "flex_attention, as published"),
     ):
         for name in (n for n in parts if n.startswith(part)):

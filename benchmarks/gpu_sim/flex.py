@@ -27,6 +27,13 @@ MASKS = {
     "window 128": "tmp = ({m} >= {n}) & (({m} - {n}) < 128)",
     "window 512": "tmp = ({m} >= {n}) & (({m} - {n}) < 512)",
     "documents": "tmp = ({m} >= {n}) & (tl.load(arg_DOC + {m}) == tl.load(arg_DOC + {n}))",
+    "documents, any order": "tmp = ({m} >= {n}) & (tl.load(arg_DOC + {m}) == tl.load(arg_DOC + {n}))",
+    "documents, both sides": "tmp = tl.load(arg_DOC + {m}) == tl.load(arg_DOC + {n})",
+    "prefix": "tmp = ({m} >= {n}) | ({n} < 1024)",
+    "residue": "tmp = ({m} >= {n}) & ({n} % 4 == 1)",
+    "dilation by 4": "tmp = ({m} >= {n}) & (({m} - {n}) % 4 == 0)",
+    "dilation by 5": "tmp = ({m} >= {n}) & (({m} - {n}) % 5 == 0)",
+    "product": "tmp = ({m} >= {n}) & ({m} * {n} % 7 < 3)",
     "softcap": "tmp = {m} >= {n}",
 }
 SCORES = {"softcap": ("50.0 * libdevice.tanh(({score}) * 0.02)", "({grad}) * (1.0 - libdevice.tanh(({score}) * 0.02) * "
@@ -124,7 +131,7 @@ def rendered(flex: Flex, chosen: tuple[Tile, ...]) -> str:
         return found
 
     def def_kernel(*arrays: str) -> str:
-        names.extend([*arrays, *(["DOC"] if flex.mask == "documents" else [])])
+        names.extend([*arrays, *(["DOC"] if "arg_DOC" in MASKS[flex.mask] else [])])
         head = [f"arg_{n}" for n in names]
         lines = ["import triton", "import triton.language as tl", "from triton.language.extra import libdevice", "", ""]
         lines += ["@triton.jit", f"def flex_kernel({', '.join(head)}, out_ptr0):"]

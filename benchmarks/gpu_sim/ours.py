@@ -63,6 +63,13 @@ MASKS = {
     "window 128": Mask("causal & window(128)"),
     "window 512": Mask("causal & window(512)"),
     "documents": Mask("causal & same(doc)", None, documents(LENGTH)),
+    "documents, any order": Mask("causal & same(doc)", None, {"doc": (np.arange(LENGTH) % 16).astype(np.int32)}),
+    "documents, both sides": Mask("same(doc)", None, documents(LENGTH)),
+    "prefix": Mask("causal | k < 1024"),
+    "residue": Mask("causal & k % 4 == 1"),
+    "dilation by 4": Mask("causal & (q - k) % 4 == 0"),
+    "dilation by 5": Mask("causal & (q - k) % 5 == 0"),
+    "product": Mask("causal & q * k % 7 < 3"),
     "softcap": Mask("causal", "softcap(50)"),
     "alibi": Mask("causal", "score + slope[h] * (k - q)", {"slope": np.linspace(0.1, 1, HEADS).astype(np.float32)}),
     "bias": Mask(

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 
 from frisket.dsl.errors import EvaluationError, LoweringError
 from frisket.dsl.evaluate import OPERATORS, evaluate
-from frisket.dsl.ir import Expr, build, lit, transform, walk
+from frisket.dsl.ir import Expr, build, lit, transform, uses, walk
 from frisket.dsl.types import BOOL, INT
+from frisket.lowering.simplify.affine import Linear, linear, write
 
 # When a value is known: once (SCALAR), per query row, per key column, or per position. A union is a bit-or.
 SCALAR, ROW, COLUMN, POSITION = 0, 1, 2, 3
 LEVELS = {"q": ROW, "k": COLUMN, "score": POSITION}
+MOVING = frozenset(LEVELS)
 
 ATOM = 10
 PRECEDENCE = {
@@ -171,6 +173,33 @@ def _cheaper(e: Expr) -> Expr:
         if n in range(1, 65):
             return _power(e.args[0], int(n))
     return e
+
+
+def same_remainder(e: Expr) -> Expr:
+    """`(q - k) % n == 0` as `q % n == k % n`: each side is known once per row or per column."""
+    for rest, other in (e.args, e.args[::-1]) if e.op in ("eq", "ne") else ():
+        sides = None if uses(other) & MOVING else sides_of(rest, "mod")
+        if sides is None:
+            continue
+        n = rest.args[1]
+        row, column = (build("mod", side, n) for side in sides)
+        if other is lit(0):
+            return build(e.op, row, column)
+        possible = build("mod", other, n)  # is `other`, or no remainder is
+        same = build(e.op, build("mod", row - possible, n), column)
+        return build("and" if e.op == "eq" else "or", build(e.op, other, possible), same)
+    return e
+
+
+def sides_of(e: Expr, *ops: str) -> tuple[Expr, Expr] | None:
+    """The dividend of a remainder or quotient as two terms: one varies with the query, the one to be taken off with the
+    key."""
+    if e.op not in ops or uses(e.args[1]) & MOVING:
+        return None
+    form = linear(e.args[0])
+    by_key = Linear(tuple(t for t in form.terms if uses(t[0]) & {"k", "score"}), 0)
+    row, column = write(form - by_key), write(-by_key)
+    return None if "q" not in uses(row) or uses(column) & MOVING != {"k"} else (row, column)
 
 
 def _power(x: Expr, n: int) -> Expr:

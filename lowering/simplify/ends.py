@@ -24,8 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial, reduce
 
-from frisket.dsl.ir import TRUE, Expr, build, conj, substitute, uses, var, walk
+from frisket.dsl.ir import FALSE, TRUE, Expr, build, conj, disj, substitute, uses, var, walk
+from frisket.dsl.sugar import where
 from frisket.grammar.memo import memo
 
 from .affine import linear
@@ -91,9 +93,24 @@ def _terms(mask: Expr) -> tuple[Expr, ...]:
 
 def _solved(e: Expr) -> Iterator[tuple[Curve, ...]]:
     """The ways to write a term as bounds on k."""
-    for way in (solve, together):
+    for way in (solve, together, _either):
         if (found := way(e)) is not None:
             yield found
+
+
+def _either(e: Expr) -> tuple[Curve, ...] | None:
+    """The bound of a disjunction of bounds on one side: `q >= k | k < n` is `k <= max(q, n - 1)`, and for one key the
+    queries `q >= where(k < n, 0, k)`."""
+    found = [solve(a) for a in e.args if "k" in uses(a)] if e.op == "or" else []
+    curves = [c for x in found for c in x or ()]
+    if not found or None in found or len(curves) != len(found) or len({c.side for c in curves}) != 1:
+        return None
+    side, alone = curves[0].side, [a for a in e.args if "k" not in uses(a)]
+    if alone and side == "high":  # no number is known to be past every position
+        return None
+    value = reduce(partial(build, "max" if side == "high" else "min"), (c.value for c in curves))
+    value = where(disj(*alone), 0, value) if alone else value
+    return (Curve(side, value, None, FALSE, conj(*(c.needs for c in curves))),)
 
 
 def _needs(curves: tuple[Curve, ...]) -> frozenset[Fact]:

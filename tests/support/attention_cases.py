@@ -60,6 +60,7 @@ CASES = {
         causal & eq(lookup("doc", (b, q)), lookup("doc", (b, k))), batch=2,
         tables={"doc": np.stack([DOC, DOC[::-1].copy()])}, q_len=200, kv_len=200,
     ),
+    "prefix": Case(causal | (k < ir.param("n")), slots={"n": 37}, heads=4),
     "heads-and-batches": Case(causal & (q - k < 20 * (h + 1) + 7 * b), heads=4, batch=2, kv_heads=2),
     "gqa": Case(causal, heads=6, kv_heads=2, batch=2),
     "mqa": Case(causal & (q - k < 50), heads=4, kv_heads=1),

@@ -16,8 +16,19 @@ import numpy as np
 from frisket.dsl.errors import LoweringError
 from frisket.dsl.ir import Expr, build, lit, make, substitute, transform, uses, var, walk
 from frisket.dsl.types import BOOL, FLOAT, INT
-from frisket.lowering.kernels.expr import ASSOCIATIVE, ATOM, COLUMN, LEVELS, PREFIX, SHARED, Text, levels, unknown
-from frisket.lowering.simplify.affine import Linear, linear, write
+from frisket.lowering.kernels.expr import (
+    ASSOCIATIVE,
+    ATOM,
+    COLUMN,
+    LEVELS,
+    PREFIX,
+    SHARED,
+    Text,
+    levels,
+    same_remainder,
+    sides_of,
+    unknown,
+)
 
 CPP: dict[str, str] = SHARED | {
     "abs": "magnitude({})", "sign": "sign({})",
@@ -37,7 +48,6 @@ BINDS = {"|": 1, "^": 2, "&": 3, "==": 4, "!=": 4, "<": 5, "<=": 5, ">": 5, ">="
          "+": 7, "-": 7, "*": 8, "/": 8}  # fmt: skip
 COMPARES = {"==", "!=", "<", "<=", ">", ">="}
 WORD = ("seeded", "stirred")  # operators with a 32-bit word for a value
-MOVING = frozenset(("q", "k", "score"))
 FIRST = var("first")  # the first key of a vector
 WHEN = {**LEVELS, "first": COLUMN}
 SPREAD = {INT: "ints({})", FLOAT: "reals({})", BOOL: "bits({})"}
@@ -54,26 +64,11 @@ def prepared(root: Expr, double: bool, paged: Collection[str] = ()) -> Expr:
 def parted(root: Expr) -> Expr:
     """An equal Expr whose remainders and quotients are of the query or of the key alone, known once per row or once per
     vector of keys: `(q - k) % n == 0` is `q % n == k % n`."""
-    return transform(transform(root, _same_remainder), _joined)
-
-
-def _same_remainder(e: Expr) -> Expr:
-    for rest, other in (e.args, e.args[::-1]) if e.op in ("eq", "ne") else ():
-        sides = None if uses(other) & MOVING else _sides(rest, "mod")
-        if sides is None:
-            continue
-        n = rest.args[1]
-        row, column = (build("mod", side, n) for side in sides)
-        if other is lit(0):
-            return build(e.op, row, column)
-        possible = build("mod", other, n)  # is `other`, or no remainder is
-        same = build(e.op, build("mod", row - possible, n), column)
-        return build("and" if e.op == "eq" else "or", build(e.op, other, possible), same)
-    return e
+    return transform(transform(root, same_remainder), _joined)
 
 
 def _joined(e: Expr) -> Expr:
-    sides = _sides(e, "mod", "floordiv")
+    sides = sides_of(e, "mod", "floordiv")
     if sides is None:
         return e
     n = e.args[1]
@@ -87,17 +82,6 @@ def _joined(e: Expr) -> Expr:
         return build("where", below, gap + n, gap)
     quotients = [build("floordiv", side, n) for side in sides]
     return quotients[0] - quotients[1] - build("int", below)
-
-
-def _sides(e: Expr, *ops: str) -> tuple[Expr, Expr] | None:
-    """The dividend of a remainder or quotient as two terms: one varies with the query, the one to be taken off with the
-    key."""
-    if e.op not in ops or uses(e.args[1]) & MOVING:
-        return None
-    form = linear(e.args[0])
-    by_key = Linear(tuple(t for t in form.terms if uses(t[0]) & {"k", "score"}), 0)
-    row, column = write(form - by_key), write(-by_key)
-    return None if "q" not in uses(row) or uses(column) & MOVING != {"k"} else (row, column)
 
 
 def _product(e: Expr) -> Expr:

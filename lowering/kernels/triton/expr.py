@@ -17,6 +17,7 @@ from frisket.dsl.ir import Expr, walk
 from frisket.dsl.types import FLOAT
 from frisket.lowering.kernels.expr import PREFIX, SHARED, Text
 from frisket.lowering.kernels.text import filled, skeleton
+from frisket.lowering.simplify.facts import interval
 
 TRITON: dict[str, str] = SHARED | {
     "abs": "tl.abs({})", "sign": "sign({})",
@@ -65,6 +66,11 @@ def operator(node: Expr, args: list[Text], int64: bool) -> Text | None:
         return literal(node.name)
     if node.op in ("min", "max") and node.type is FLOAT:
         return Text(TRITON[node.op].format(*(a.text for a in args))[:-1] + NAN_AWARE)
+    if node.op in ("floordiv", "mod") and node.args[1].op == "lit" and node.args[1].name > 0:
+        least, _ = interval(node.args[0])
+        if least is not None and least >= 0:  # then Triton rounds as the language does
+            sign = "//" if node.op == "floordiv" else "%"
+            return Text(f"{args[0].inside(7)} {sign} {args[1].text}", 7)
     if node.op in ("shl", "shr") and node.args[1].op == "lit":
         n, bits = node.args[1].name, 64 if int64 else 32
         if node.op == "shr" and bits <= n < 64:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from frisket.dsl.errors import LoweringError
-from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, uses
+from frisket.dsl.ir import SIZES, TRUE, Expr, renamed, transform, uses
 from frisket.dsl.show import show
 from frisket.dsl.types import BOOL, FLOAT, INT
 from frisket.lowering.kernels import expr
@@ -282,7 +282,7 @@ def conjuncts(mask: Expr | None) -> list[Expr]:
     """The terms of a mask, written with the operators that machines have."""
     if mask is None:
         return []
-    mask = expr.machine(mask)
+    mask = expr.machine(transform(mask, expr.same_remainder))
     return list(mask.args) if mask.op == "and" else [] if mask is TRUE else [mask]
 
 

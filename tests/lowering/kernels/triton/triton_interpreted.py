@@ -51,6 +51,24 @@ def test_every_case_in_half_precision(name, dtype):
     check(case, *run(case))
 
 
+REMAINDERS = {
+    "dilated": causal & eq((q - k) % 5, 0),
+    "not alike": ir.build("ne", (q - 2 * k + 3) % 7, ir.param("w")),
+    "by a slot": eq((k - q) % ir.param("n"), 2),
+    "along the other diagonal": eq((q + k) % 6, 4) | (q >= k),
+    "no remainder": causal & ir.build("ne", (q - k) % 3, lit(5)),
+    "of keys": causal & eq(k % 5, 1) & (k // 12 <= q // 10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["whole", "crop"])
+@pytest.mark.parametrize("name", REMAINDERS)
+def test_remainders(name, place):
+    """Remainders of q - k are those of the query and of the key."""
+    case = Case(REMAINDERS[name], slots={"w": 4, "n": -4}, q_len=70, kv_len=80, block=(32, 32)).but(**PLACES[place])
+    check(case, *run(case))
+
+
 DESCRIBED = ["full", "window", "gqa", "softcap", "empty-rows", "nothing", "crop", "documents-by-batch", "v-wider"]
 
 
