@@ -58,15 +58,6 @@ def up_to(columns, most):
     return (columns & ~6) <= most - (columns & 6)
 
 
-@triton.jit
-def floordiv(x, y):
-    """Rounds to minus infinity; 0 where y is 0."""
-    divisor = tl.where(y == 0, 1, y)
-    quotient = x // divisor
-    down = (quotient * divisor != x) & ((x < 0) != (divisor < 0))
-    return tl.where(y == 0, 0, tl.where(down, quotient - 1, quotient))
-
-
 @triton.jit(
     do_not_specialize=[
         "heads", "q_len", "kv_len", "records", "h_origin", "q_origin", "k_origin", "s0", "bias_size0",
@@ -117,7 +108,7 @@ def attention_forward(
     s0 = tl.cast(s0, tl.int64)
     h = (h_origin + head).to(tl.int64)
     q = (q_origin + start + rows)[:, None].to(tl.int64)
-    row0 = floordiv(q, 3) & 7
+    row0 = q // 3 & 7
     # The last of the call's keys that a query may see.
     most = placed(q, k_origin, -1, kv_len - 1)
     top = tl.full([BLOCK_Q], LOWEST, tl.float32)
@@ -140,7 +131,7 @@ def attention_forward(
             q_line = span(q_origin + start - (BLOCK_K - 1), BLOCK_Q, BLOCK_K).to(tl.int64)
             k_line = (k_origin + tile * BLOCK_K).to(tl.int64)
             away = rows[:, None] - columns[None, :] + (BLOCK_K - 1)
-            column0 = floordiv(k, 3) & 7
+            column0 = k // 3 & 7
             bias_h_at = tl.load(
                 bias + step(h, bias_size0, bias_stride0) + clamp(k_line - q_line + s0, bias_size1) * bias_stride1,
             ).to(tl.float32)
