@@ -111,8 +111,8 @@ def default_target(
     }
     made = {n: _shortened(tile, g, n) for n, tile in tiles.items()}
     forward, dq, dkv = (
-        Target("triton", *t, descriptors=bool(described) and descriptors and not stored)
-        for *t, described in (made[n] for n in SINGLE)
+        Target("triton", block_q, block_k, warps, stages, descriptors=bool(described) and descriptors and not stored)
+        for block_q, block_k, warps, stages, described in (made[n] for n in SINGLE)
     )
     keys_of_few = (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim]
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
