@@ -3,19 +3,19 @@
     python benchmarks/gpu_model.py loops causal 128 forward --tiles "128,64,8,3;64,64,4,3"
     python benchmarks/gpu_model.py sass kernel.cubin --warps 8 --pairs 8192 --flops 512
     python benchmarks/gpu_model.py figures --python /usr/bin/python3.12
+    python benchmarks/gpu_model.py serving
     python benchmarks/gpu_model.py tiles --write --python /usr/bin/python3.12
     python benchmarks/gpu_model.py mosaic FOLDER
 
 `loops` compiles one of our kernels ahead of time, with each of the tiles (queries, keys, warps, stages), or with the
 tile that frisket chooses, and simulates its loops in their steady state. `sass` does so for a cubin, or for the text of
-`nvdisasm -c -hex`. `validation`, `figures`, `masks` and `sensitivity` write parts of benchmarks/results/gpu-model.json:
-flex_attention beside its published figures, our kernels beside flex_attention's, the instructions of masks, and how
-much each constant of the model matters. `mosaic` writes a part for the kernels that
-`tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled. `tiles` searches the default tiles, with both
-Tritons, and writes the table that launches read.
-`--python` names another interpreter, which has another Triton and needs no frisket: results are kept by the Triton that
-compiled the kernels. The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it
-leaves out.
+`nvdisasm -c -hex`. `validation`, `figures`, `masks`, `serving` and `sensitivity` write parts of
+benchmarks/results/gpu-model.json: flex_attention beside its published figures, our kernels beside flex_attention's, the
+instructions of masks, steps of serving as shares of the memory rate, and how much each constant of the model matters.
+`mosaic` writes a part for the kernels that `tests/lowering/kernels/pallas/gpu_compiled.py --keep=FOLDER` compiled.
+`tiles` searches the default tiles, with both Tritons, and writes the table that launches read. `--python` names another
+interpreter, which has another Triton and needs no frisket: results are kept by the Triton that compiled the kernels.
+The docstring of `gpu_sim/full.py` says how the model works, that of `gpu_sim/simulate.py` what it leaves out.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from store import keep, shown
 Found = dict[str, Any]
 PARTS = {
     "validation": report.validation, "figures": report.predicted, "masks": report.masks,
+    "serving": report.serving,
     "sensitivity": report.sensitivity,
 }  # fmt: skip
 

@@ -180,6 +180,14 @@ def of_cpu(parts: dict[str, Part]) -> Iterator[str]:
 
 SHARE = "share of the product's rate"
 PREDICTED = "gpu-model"  # its figures are no measurements
+SERVING = """\
+Rows are how keys and values are stored, and queries a sequence x sequences; columns are tokens of each sequence. 64
+heads, 8 key heads, head size 128. The share is the time in which the memory, at 90 % of its data sheet's rate, brings
+all visible keys and values, over the time of the kernels; launches, 3 us each, count in the second table alone. Lengths
+live on the device, so the host knows no more than the capacity. flex is flex_attention's decoding with the tile that
+torch 2.13 takes by default: 64 keys, one stage and two warps, which spill 13 KB a thread at 16 queries of 8 heads. Its
+parts are taken to be combined as fast as ours.
+"""
 
 
 def of_model(parts: dict[str, Part]) -> Iterator[str]:
@@ -193,6 +201,11 @@ def of_model(parts: dict[str, Part]) -> Iterator[str]:
             yield f"### {title}, {name.partition(', ')[2]}\n"
             for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):
                 yield from figures(parts, name, quantity)
+    for name in (n for n in parts if n.startswith("serving")):
+        yield f"### Steps of serving, {name.partition(', ')[2]}\n"
+        yield SERVING
+        for quantity in dict.fromkeys(q for _, r in schema.leaves(parts[name]["rows"]) for q in r["figures"]):
+            yield from figures(parts, name, quantity)
     for name in (n for n in parts if n.startswith("sensitivity")):
         yield f"### A fifth more or less of one constant, {name.partition(', ')[2]}\n"
         yield from figures(parts, name, "change of TFLOP/s, %")

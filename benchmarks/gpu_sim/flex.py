@@ -39,19 +39,27 @@ MASKS = {
 SCORES = {"softcap": ("50.0 * libdevice.tanh(({score}) * 0.02)", "({grad}) * (1.0 - libdevice.tanh(({score}) * 0.02) * "
                       "libdevice.tanh(({score}) * 0.02))")}  # fmt: skip
 BLOCK = 128  # queries, and keys, of a tile of flex_attention's BlockMask
+TEMPLATES = {
+    "forward": ("flex_attention", "utilities", "common"), "backward": ("flex_backwards", "utilities"),
+    "decode": ("flex_decode", "utilities", "common"),
+}  # fmt: skip
+FLOATS = ("LSE", "MAX", "DELTA", "M", "L")
 ARRAYS = ("Q", "K", "V", "DO", "DQ", "DV", "out_ptr0")
 
 
 @dataclass(frozen=True)
 class Flex:
-    """One of flex_attention's kernels: `backward` has both gradients, told apart by the number of a program."""
+    """One of flex_attention's kernels: `backward` has both gradients, told apart by the number of a program; `decode`
+    has `queries` a sequence, in `splits` of the keys."""
 
-    kernel: str  # forward or backward
+    kernel: str  # forward, backward or decode
     mask: str = "causal"
     dim: int = 128
     dtype: str = "bfloat16"
     arch: str = "sm_90"
     group: int = 1  # query heads of a key head
+    queries: int = LENGTH
+    splits: int = 1
 
 
 def templates() -> Path | None:
@@ -82,6 +90,9 @@ def tiles(kernel: str, dim: int, dtype: str, arch: str) -> tuple[Tile, ...]:
 
     with capability(arch):
         heuristic = CUDAConfigHeuristic()
+        if kernel == "decode":
+            (x,) = heuristic.get_flex_decode_configs(dim, getattr(torch, dtype))
+            return (Tile(0, x.block_n, x.num_warps, x.num_stages),)
         if kernel == "forward":
             (x,) = heuristic.get_flex_attn_fwd_configs(dim, getattr(torch, dtype))
             return (Tile(x.block_m, x.block_n, x.num_warps, x.num_stages),)
@@ -102,6 +113,10 @@ def constants(flex: Flex, chosen: tuple[Tile, ...]) -> dict[str, Any]:
         "SAFE_HEAD_DIM": True, "USE_TMA": False, "SPARSE_Q_BLOCK_SIZE": BLOCK, "SPARSE_KV_BLOCK_SIZE": BLOCK,
         "INDEX_DTYPE": "tl.int32",
     }  # fmt: skip
+    if flex.kernel == "decode":
+        rows = max(16, 1 << (flex.queries * flex.group - 1).bit_length())
+        known |= {"SPLIT_KV": flex.splits, "SAFE_M_BOUNDARY": flex.queries * flex.group == rows}
+        return {**known, "IS_DIVISIBLE": False, "SAFE_N_BOUNDARY": True, "BLOCK_M": rows, "BLOCK_N": chosen[0].block_k}
     if flex.kernel == "forward":
         return {**known, "BLOCK_M": chosen[0].block_q, "BLOCK_N": chosen[0].block_k}
     dq, dkv = chosen
@@ -119,16 +134,24 @@ def rendered(flex: Flex, chosen: tuple[Tile, ...]) -> str:
     blocks = LENGTH // BLOCK
     array, row, one = (1, HEADS, LENGTH, flex.dim), (1, HEADS, LENGTH), (1, 1, blocks)
     keys = (1, HEADS // flex.group, LENGTH, flex.dim)
+    stored = array
     shapes = dict.fromkeys(("Q", "DO", "DQ"), array) | dict.fromkeys(("K", "V", "DV"), keys)
     shapes |= dict.fromkeys(("LSE", "MAX", "DELTA"), row)
+    if flex.kernel == "decode":
+        part = (1, flex.splits, HEADS, flex.queries)
+        stored = (*part, flex.dim)
+        shapes |= {"Q": (1, HEADS // flex.group, flex.group, flex.queries, flex.dim), "M": part, "L": part}
     for side in ("KV", "Q", "FULL_KV", "FULL_Q"):
         shapes |= {f"{side}_NUM_BLKS": one, f"{side}_IDX": (*one, blocks)}
 
-    def strides(name: str) -> list[int]:
+    def steps(shape: tuple[int, ...]) -> list[int]:
         found = [1]
-        for x in reversed(shapes[name][1:]):
+        for x in reversed(shape[1:]):
             found.insert(0, found[0] * x)
         return found
+
+    def strides(name: str) -> list[int]:
+        return steps(shapes[name])
 
     def def_kernel(*arrays: str) -> str:
         names.extend([*arrays, *(["DOC"] if "arg_DOC" in MASKS[flex.mask] else [])])
@@ -140,7 +163,7 @@ def rendered(flex: Flex, chosen: tuple[Tile, ...]) -> str:
 
     def modification(subgraph_number: int, output_name: str, **given: str) -> str:
         score, grad = SCORES.get(flex.mask, ("({score})", "({grad})"))
-        backward = flex.kernel != "forward"
+        backward = flex.kernel == "backward"
         if subgraph_number == 0:
             return f"{output_name} = {score.format(score=given['score'])}"
         if backward and subgraph_number == 1:
@@ -151,7 +174,7 @@ def rendered(flex: Flex, chosen: tuple[Tile, ...]) -> str:
         return "pass"
 
     def store_output(index: tuple[str, ...], value: str, mask: str, **_: Any) -> str:
-        place = " + ".join(f"({i}) * {s}" for i, s in zip(index, strides("Q"), strict=True))
+        place = " + ".join(f"({i}) * {s}" for i, s in zip(index, steps(stored), strict=True))
         return f"tl.store(out_ptr0 + {place}, {value}, {mask})"
 
     def later_lines(text: str, levels: int = 1) -> str:
@@ -159,9 +182,8 @@ def rendered(flex: Flex, chosen: tuple[Tile, ...]) -> str:
 
     environment = Environment()
     environment.filters["indent_except_first"] = later_lines
-    parts = ("flex_attention", "utilities", "common") if flex.kernel == "forward" else ("flex_backwards", "utilities")
-    text = "".join((folder / f"{p}.py.jinja").read_text() + "\n" for p in parts)
-    return environment.from_string(text).render(
+    text = "".join((folder / f"{p}.py.jinja").read_text() + "\n" for p in TEMPLATES[flex.kernel])
+    return environment.from_string(text.lstrip()).render(
         def_kernel=def_kernel, modification=modification, store_output=store_output,
         gen_argdefs=lambda: ", ".join(f"arg_{n}" for n in names),
         gen_defines=lambda: "\n".join(f"{n}: tl.constexpr = {x}" for n, x in defs.items()),
@@ -197,7 +219,7 @@ def _compile(source: str, flex: Flex, tile: Tile) -> Any:
         types = {}
         for name in module.flex_kernel.arg_names:
             bare = name.removeprefix("arg_")
-            types[name] = pointer if bare in ARRAYS else "*fp32" if bare in ("LSE", "MAX", "DELTA") else "*i32"
+            types[name] = pointer if bare in ARRAYS else "*fp32" if bare in FLOATS else "*i32"
         hints = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
         return triton.compile(
             ASTSource(module.flex_kernel, types, {}, hints),

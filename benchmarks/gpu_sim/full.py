@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -138,26 +138,33 @@ def path(kernel: Sass, begin: int, ends: Iterable[int]) -> list[int]:
 
 def overhead(x: Kernel, gpu: Gpu) -> float:
     """Cycles of a block beside its tiles: a run of the whole program, less its steady loops."""
-    kernel, warps = x.compiled.sass, x.compiled.warps
     turns = {x.border: FEW[0], x.full: FEW[1]}  # of loops by number, in the order of the text
     alone = figures(x.compiled, gpu, 1)
+    key = ("overhead", VERSION, x.compiled.digest, x.compiled.warps, x.border, x.full, FEW, gpu)
+    taken: float = remembered(key, lambda: whole(x, gpu, turns))
+    return max(0.0, taken - sum(n * alone[number].cycles for number, n in turns.items()))
 
-    def make() -> float:
-        parts: list[tuple[Sequence[Any], int]] = []
-        at = 0
-        for number, count in sorted(turns.items()):
-            loop = kernel.products[number]
-            way = path(kernel, at, [loop.start])[:-1]
-            parts.append((_plain(kernel, way, x, gpu), 1))
-            parts.append((looped(steps(kernel.body(loop), gpu, x.compiled.tma_bytes), x.compiled.ahead), count))
-            at = loop.stop
-        way = path(kernel, at, [i for i, one in enumerate(kernel.instructions) if one.op == "EXIT"])
-        parts.append((_plain(kernel, way, x, gpu), 1))
-        return simulate(gpu, [Role(warps, tuple(p for p in parts if p[0]))]).cycles
 
-    key = ("overhead", VERSION, x.compiled.digest, warps, x.border, x.full, FEW, gpu)
-    whole: float = remembered(key, make)
-    return max(0.0, whole - sum(n * alone[number].cycles for number, n in turns.items()))
+def whole(x: Kernel, gpu: Gpu, turns: Mapping[int, int], blocks: int = 1, idle: int = 0) -> float:
+    """Cycles of the whole program, of `blocks` that share an SM, with so many turns of its loops with products. The
+    copies ahead of a loop without turns are predicated off, and those of its last `idle` turns."""
+    kernel = x.compiled.sass
+    parts: list[tuple[Sequence[Any], int]] = []
+    at = 0
+    for number, count in sorted(turns.items()):
+        loop = kernel.products[number]
+        ahead = _plain(kernel, path(kernel, at, [loop.start])[:-1], x, gpu)
+        parts.append((ahead if count else _uncopied(ahead), 1))
+        body, last = looped(steps(kernel.body(loop), gpu, x.compiled.tma_bytes), x.compiled.ahead), min(idle, count)
+        parts += [(body, count - last), (_uncopied(body), last)]
+        at = loop.stop
+    way = path(kernel, at, [i for i, one in enumerate(kernel.instructions) if one.op == "EXIT"])
+    parts.append((_plain(kernel, way, x, gpu), 1))
+    return simulate(gpu, [Role(x.compiled.warps, tuple(p for p in parts if p[0] and p[1]))], blocks).cycles
+
+
+def _uncopied(made: Sequence[Any]) -> list[Any]:
+    return [s for s in made if s.kind != "copy"]
 
 
 def _plain(kernel: Sass, way: Sequence[int], x: Kernel, gpu: Gpu) -> list[Any]:

@@ -15,6 +15,7 @@ from .machine import GPUS
 from .ours import Ours
 from .published import ROWS, case, name
 from .sass import counted
+from .serving import Step, flex_timed, timed
 
 Row = dict[str, Any]
 MODEL, PAIR = "TFLOP/s, full model", "frisket / flex"
@@ -135,6 +136,34 @@ def mask_cost(which: str, mask: str, dim: int) -> float:
     border, rest = (counted(made.sass.body(loops[n])) for n in full.loop_numbers(made, loops))
     more = border.total() - border["matrix"] - rest.total() + rest["matrix"]
     return more * made.warps * 32 / (tile.block_q * tile.block_k)
+
+
+# -- serving ----------------------------------------------------------------------------------------------
+
+STORES = {
+    "bf16": ("", 0), "bf16, pages of 16": ("", 16), "int8": ("int8", 0), "int8, pages of 16": ("int8", 16),
+    "fp8": ("float8_e4m3fn", 0), "fp8, pages of 16": ("float8_e4m3fn", 16),
+}  # fmt: skip
+QUERIES, SEQUENCES, LENGTHS = (1, 4, 16), (1, 8, 32), {"8k": 8192, "32k": 32768, "128k": 131072}
+RATE, WAITED, OF_RATE = "share of the memory rate, %", "us, launches included", 85
+
+
+def serving() -> Iterator[tuple[str, Row]]:
+    """Steps of decoding and of a tree of drafts, beside flex_attention's decoding where it takes such keys."""
+    for store, (kv_dtype, page) in STORES.items():
+        for queries in QUERIES:
+            for batch in SEQUENCES:
+                rows: dict[str, dict[str, float]] = {RATE: {}, WAITED: {}}
+                for tokens, length in LENGTHS.items():
+                    step = Step(queries, (length,) * batch, kv_dtype, page)
+                    found = {tokens: timed(step)}
+                    if store == "bf16":
+                        found[f"flex, {tokens}"] = flex_timed(step)
+                    rows[RATE] |= {n: round(100 * x.share, 1) for n, x in found.items()}
+                    rows[WAITED] |= {n: round(1e6 * x.seconds, 1) for n, x in found.items()}
+                yield f"{store}, {queries} x {batch}", {
+                    "figures": rows, "goals": {"at least": {RATE: dict.fromkeys(LENGTHS, OF_RATE)}},
+                }  # fmt: skip
 
 
 # -- sensitivities ----------------------------------------------------------------------------------------

@@ -26,23 +26,25 @@ H, FIRST = var("h"), var("h_first")  # the head, and the first of those in a til
 
 def emit(
     plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
-    low: bool = False,
+    low: bool = False, balanced: bool = False,
 ) -> str:  # fmt: skip
     """The text of a module with `attention_decode` and `attention_combine`, as `forward.emit`; without `packs` every
     query head has tiles of its own. Where `target.splits` says 1, nothing is combined: `attention_decode` writes the
-    results."""
-    given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low)
+    results. With `balanced`, rows of a table of spans have parts in proportion to the tiles that they see, which the
+    kernel reads there: the host need not know them."""
+    given = kernels(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low, balanced=balanced)
     return module("Attention of few queries", plan, dims, given)
 
 
 def kernels(
     plan: LoopPlan, target: Target, dims: Dims, *, packs: bool = True, sinks: bool = False, top: bool = False,
-    low: bool = False,
+    low: bool = False, balanced: bool = False,
 ) -> list[TritonKernel]:  # fmt: skip
     check_tile(target)
     if target.splits == 1:
         return [DecodeKernel(plan, target, dims, packs, sinks, top, low).kernel()]
-    return [DecodeKernel(plan, target, dims, packs).kernel(), combine(plan, dims, sinks=sinks, top=top, low=low)]
+    first = DecodeKernel(plan, target, dims, packs, balanced=balanced).kernel()
+    return [first, combine(plan, dims, sinks=sinks, top=top, low=low, balanced=balanced)]
 
 
 def packed(plan: LoopPlan, dims: Dims) -> int:
@@ -69,21 +71,23 @@ class DecodeKernel(ForwardKernel):
 
     def __init__(
         self, plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool = False, top: bool = False,
-        low: bool = False,
+        low: bool = False, balanced: bool = False,
     ) -> None:  # fmt: skip
         self.group, self.pack = dims.group, packed(plan, dims) if packs else 1
-        self.packs, self.parted = self.pack > 1, target.splits != 1
+        self.packs, self.parted, self.balanced = self.pack > 1, target.splits != 1, balanced
         levels = {**LEVELS, "h": ROW} if self.packs else LEVELS
         target = replace(target, order="forward", descriptors=False)
         super().__init__(plan, target, dims, sinks, top, low, levels=levels)
-        self.numbers = ("heads", "q_len", "kv_len", *["splits"] * self.parted, *["pool"] * self.paged)
+        self.numbers = ("heads", "q_len", "kv_len", *["splits"] * self.parted, *["batches"] * balanced)
+        self.numbers += ("pool",) * self.paged
 
     def kernel(self) -> TritonKernel:
         t = self.target
         heads, queries = (f"heads / {self.pack}", "packed queries") if self.packs else ("heads", "queries")
-        rows = "q tiles * splits" if self.parted else "q tiles"
+        rows = "q tiles * splits, {}, batch" if self.parted else "q tiles, {}, batch"
+        rows = "batch * q tiles * (splits + 1), {}" if self.balanced else rows
         launch = (
-            f"attention_decode: grid ({rows}, {heads}, batch), tiles of {t.block_q} {queries} by {t.block_k} "
+            f"attention_decode: grid ({rows.format(heads)}), tiles of {t.block_q} {queries} by {t.block_k} "
             f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."
         )
         return TritonKernel(self.name, self.filled(self.skeleton), launch)
@@ -96,8 +100,15 @@ class DecodeKernel(ForwardKernel):
             border["range"] = f"{first} + bounded(begin, border), {first} + bounded(end, border)"
             full["range"] = "full_lo + bounded(begin, full), full_lo + bounded(end, full)"
         whole = self.pack == self.dims.group  # all query heads of a key head in one tile
+        first_head = "head" if not self.packs else "kv_head * GROUP" if whole else "first_head"
         return found | {
             "parted": self.parted,
+            "balanced": self.balanced,
+            "tiles_seen": [
+                "of_rows = tiles_seen(",
+                f"    first + lanes, rows_of_tiles, length, heads, {first_head}, Spans, Count, SliceOf, records",
+                ")",
+            ],
             "rows_of_tiles": "(tl.num_programs(0) // splits)" if self.parted else "tl.num_programs(0)",
             "queries": "QUERIES" if self.packs else "BLOCK_Q",
             "packs": self.packs,
@@ -106,7 +117,7 @@ class DecodeKernel(ForwardKernel):
             "packed_heads": "GROUP" if whole else "PACK",
             "of_heads": "the GROUP" if whole else "PACK",
             "own_head": "head" if not self.packs else "kv_head" if whole else "first_head",
-            "first_head": "head" if not self.packs else "kv_head * GROUP" if whole else "first_head",
+            "first_head": first_head,
             "by_group": FIRST.name in self.used,
             "survived": f" * (1.0 / {self.survival})" if self.survival else "",
             "v_dim": self.v,
@@ -122,7 +133,9 @@ class DecodeKernel(ForwardKernel):
         return build("floordiv", FIRST, e.args[1]) if shared and e.args[1].name % self.group == 0 else e
 
 
-def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False) -> TritonKernel:
+def combine(
+    plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = False, low: bool = False, balanced: bool = False
+) -> TritonKernel:  # fmt: skip
     """The kernel that combines the parts; it depends on whether a row of the plan may be empty."""
     e, dim, length = ("d", "DIM", "HEAD_DIM") if dims.v_dim == dims.head_dim else ("e", "DIM_V", "V_DIM")
     ragged = padded(dims.v_dim) != dims.v_dim
@@ -139,5 +152,7 @@ def combine(plan: LoopPlan, dims: Dims, *, sinks: bool = False, top: bool = Fals
         low=low,
         guard=plan.guard,
         rescale="rescale" if sinks else "1.0",
+        balanced=balanced,
+        part_at="first_at" if balanced else "row_at",
     )
     return TritonKernel("attention_combine", text, "attention_combine: grid (q_len, heads, batch).")

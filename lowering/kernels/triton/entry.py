@@ -21,7 +21,7 @@ from frisket.lowering.plan import LoopPlan
 from .parameters import arguments
 from .writer import Dims
 
-LENGTHS = ("heads", "q_len", "kv_len", "records", "splits", "pool", "share", "batches")
+LENGTHS = ("heads", "q_len", "kv_len", "records", "splits", "pool", "share", "batches", "queries", "pack")
 ORIGINS = ("b_origin", "h_origin", "q_origin", "k_origin")
 STRIDE = re.compile(r"stride_([qkvog])([bhsd])")
 PAIRS = "tl.cast({}, tl.pointer_type(tl.int64), bitcast=True)"  # 64 bits in two int32, as JAX has them

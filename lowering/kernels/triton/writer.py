@@ -116,7 +116,7 @@ def _constants(dims: Dims) -> dict[str, object]:
         "GROUP": dims.group, "HEAD_DIM": dims.head_dim, "V_DIM": dims.v_dim,
         "DIM": padded(dims.head_dim), "DIM_V": padded(dims.v_dim),
         "LOG2E": 1.4426950408889634, "LN2": 0.6931471805599453,
-        "PARTS": 16, "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
+        "PARTS": 16, "LANES": 128, "LOWEST": "-3.4028234663852886e38", "INFINITY": 'float("inf")',
     }  # fmt: skip
 
 

@@ -26,8 +26,13 @@ from .grids import of_host
 Tensor = Any
 PACK = 64  # queries of one head from which on a tile is full without those of other heads
 FILLED = 0.8  # of the machine's slots: with so many programs nothing is split
-LEAST = 4  # tiles of keys that are not worth splitting
+LEAST = 4  # tiles of 64 keys, or fewer, that are not worth splitting
 MOST = 256  # parts
+# Rows have parts in proportion to what they see where reading one costs so many times what the results of a part do,
+# there are no more of one head, and one sees so many times what they see in the mean. By the model of
+# benchmarks/gpu_sim that costs equal sequences 1 to 6 %; one of 128k tokens among 31 of 1k takes 10 times as long
+# without.
+RAGGED, ROWS, EVEN = 64, 256, 1.25
 BLOCKS = (
     2  # programs of four warps that share a processor: one waits for memory while the other converts and multiplies
 )
@@ -49,6 +54,35 @@ class Shares:
     queries: int  # of a tile, for each head in it
     pack: int  # heads in a tile
     block: tuple[int, int]  # tiles whose spans say what a row sees
+    balanced: bool = False  # rows have parts in proportion to what they see: `splits` are those of a row in the mean
+
+    @property
+    def alone(self) -> bool:
+        """Whether every row is read by one program, which writes the results."""
+        return self.target.splits == 1 and not self.balanced
+
+    def grid(self, g: Geometry) -> tuple[int, int, int]:
+        rows, heads = -(-g.q_len // self.queries), g.heads // self.pack
+        if self.balanced:  # what rows have beyond their share is rounded up
+            return g.batch * rows * (self.target.splits + 1), heads, 1
+        return rows * self.target.splits, heads, g.batch
+
+    def results(self, g: Geometry) -> dict[str, tuple[tuple[int, ...], type]]:
+        """Shapes and dtypes of what programs leave to be combined."""
+        programs, heads, _ = self.grid(g)
+        rows = (programs, g.heads, min(g.q_len, self.queries)) if self.balanced else (
+            self.target.splits, g.batch, g.heads, g.q_len
+        )  # fmt: skip
+        found: dict[str, tuple[tuple[int, ...], type]] = {"Acc": ((*rows, g.v_dim), np.float32)}
+        found |= dict.fromkeys(("Tops", "Totals"), (rows, np.float32))
+        if self.balanced:
+            found["Parts"] = (heads, programs // (self.target.splits + 1), 2), np.int32
+        return found
+
+    def numbers(self, g: Geometry) -> dict[str, int]:
+        """Numbers that the kernel which combines parts is launched with."""
+        own = {"queries": self.queries, "pack": self.pack} if self.balanced else {"splits": self.target.splits}
+        return {"heads": g.heads, "q_len": g.q_len, **own}
 
 
 def shares(
@@ -70,10 +104,29 @@ def shares(
         if programs >= FILLED * slots and pack == 1:
             return None
         tiles = most_tiles(spans, g, block)
-        splits = parts(programs, slots, tiles, *_costs(g, dims, rows, own.block_k))
-        if splits == 1 and (tiles <= LEAST or pack == 1):
+        tile, results = _costs(g, dims, rows, own.block_k)
+        splits = parts(programs, slots, tiles, tile, results)
+        if tiles * tile >= RAGGED * results and ragged(plan, spans, g, queries, block):
+            return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block, balanced=True)
+        if splits == 1 and (tiles * max(1, own.block_k // 64) <= LEAST or pack == 1):
             return None
     return Shares(replace(own, block_q=rows, splits=splits), queries, pack, block)
+
+
+def ragged(plan: LoopPlan, spans: SpanSource | None, g: Geometry, queries: int, block: tuple[int, int]) -> bool:
+    """Whether some rows of tiles may see many more tiles of keys than others.
+
+    Sequences of a batch do where their lengths differ. Where the host does not know, they may."""
+    rows = g.batch * -(-g.q_len // queries)
+    if plan.mask is None or plan.bounds is not None or not 1 < rows <= ROWS:
+        return False
+    if spans is None or isinstance(spans, FlatPlan):
+        return True
+    found = spans.rows(block)
+    if not isinstance(found, Spans):
+        return True
+    seen = (found.bounds[..., 3] - found.bounds[..., 0]).sum(-1)[found.slice_of]
+    return bool(seen.max(initial=0) > EVEN * seen.mean())
 
 
 def _costs(g: Geometry, dims: Dims, rows: int, keys: int) -> tuple[int, int]:
@@ -94,7 +147,8 @@ def _whole_groups(g: Geometry) -> bool:
 def _hurried(target: Target, dims: Dims, rows: int, paged: bool) -> Target:
     """Few queries wait for memory: more stages of loads, where they fit, and no more warps than rows need. The number
     of a page is loaded before its keys, so that five stages are in flight what three are without pages."""
-    stage = 2 * padded(dims.head_dim) * target.block_k * (4 if dims.dtype == "float32" else 2)
+    of_entry = 4 if dims.dtype == "float32" else 1 if dims.kv_dtype else 2
+    stage = 2 * padded(dims.head_dim) * target.block_k * of_entry
     fits = target.num_stages > 1 and 3 * stage <= DEEP
     stages = max(target.num_stages, 5 if paged else 3) if fits else target.num_stages
     return replace(target, num_stages=stages, num_warps=4 if rows <= 64 else 8)
@@ -136,30 +190,29 @@ class Parts:
         top: bool, low: bool,
     ) -> None:  # fmt: skip
         g, target = own.geometry, chosen.target
-        alike = replace(target, splits=int(target.splits == 1))  # of any number of parts the kernels are the same
-        kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top, low)
-        self.sizes = target.splits, g.batch, g.heads, g.q_len
-        self.v_dim = g.v_dim
+        alike = replace(target, splits=int(chosen.alone))  # of any number of parts the kernels are the same
+        kernels = _made(plan, alike, own.dims(live), chosen.pack > 1, sinks, top, low, chosen.balanced)
         self.combine: Launch | None = None
-        tiles = -(-g.q_len // chosen.queries)
         results = {"Out": "o", "Lse": ""}
         results |= {"Top": ""} if top else {}
         results |= {"Low": ""} if low else {}
         results |= {"Sinks": ""} if sinks else {}
-        own_results = results if target.splits == 1 else {"Acc": "", "Tops": "", "Totals": ""}
+        self.splits, self.given = target.splits, chosen.results(g)
+        partial = dict.fromkeys(self.given, "")
         self.decode = own.launch(
-            kernels, "attention_decode", (tiles * target.splits, g.heads // chosen.pack, g.batch), target,
-            {"Q": "q", "K": "k", "V": "v", **own_results},
+            kernels, "attention_decode", chosen.grid(g), target,
+            {"Q": "q", "K": "k", "V": "v", **(results if chosen.alone else partial)},
             records=None if spans is None else spans.rows, block=chosen.block, live=live, splits=target.splits,
+            batches=g.batch,
         )  # fmt: skip
-        if target.splits == 1:
+        if chosen.alone:
             return
-        four = replace(target, num_warps=4)
-        fixed = {"heads": g.heads, "q_len": g.q_len, "splits": target.splits}
+        two = replace(target, num_warps=2)
         grid = g.q_len, g.heads, g.batch
         self.combine = Launch(
-            kernels.kernels["attention_combine"], {}, NOTHING, grid, four, own.device, fixed, own_results | results, ()
-        )
+            kernels.kernels["attention_combine"], {}, NOTHING, grid, two, own.device, chosen.numbers(g),
+            partial | results, (),
+        )  # fmt: skip
 
     def __call__(self, values: Values, q: Tensor, k: Tensor, v: Tensor, *results: Tensor) -> None:
         import torch
@@ -167,12 +220,16 @@ class Parts:
         if self.combine is None:
             self.decode(values, q, k, v, *results)
             return
-        acc = torch.empty((*self.sizes, self.v_dim), dtype=torch.float32, device=q.device)
-        tops, totals = torch.empty((2, *self.sizes), dtype=torch.float32, device=q.device)
-        self.decode(values, q, k, v, acc, tops, totals)
-        self.combine(NO_VALUES, acc, tops, totals, *results)
+        kinds = {np.float32: torch.float32, np.int32: torch.int32}
+        made = [torch.empty(shape, dtype=kinds[dtype], device=q.device) for shape, dtype in self.given.values()]
+        self.decode(values, q, k, v, *made)
+        self.combine(NO_VALUES, *made, *results)
 
 
 @memo(group="kernels")
-def _made(plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool, low: bool) -> Made:
-    return loaded_kernels(emit(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low), plan)
+def _made(
+    plan: LoopPlan, target: Target, dims: Dims, packs: bool, sinks: bool, top: bool, low: bool, balanced: bool
+) -> Made:
+    return loaded_kernels(
+        emit(plan, target, dims, packs=packs, sinks=sinks, top=top, low=low, balanced=balanced), plan
+    )  # fmt: skip

@@ -71,20 +71,18 @@ def forward(
             None if spans is None else partial(spans.rows, (target.block_q, target.block_k)), pool=k.shape[0],
         )  # fmt: skip
         return tuple(found[n] for n in results)
-    parts, own = few.target.splits, few.target
-    source = _decode(plan, replace(own, splits=int(parts == 1)), dims, few.pack > 1, sinks is not None, low)
-    rows = (parts, *row[0])
-    partial_sums = {"Acc": ((*rows, g.v_dim), np.float32), **dict.fromkeys(("Tops", "Totals"), (rows, np.float32))}
-    grid = -(-g.q_len // few.queries) * parts, g.heads // few.pack, g.batch
-    alone = parts == 1
+    alone, own = few.alone, few.target
+    alike = replace(own, splits=int(alone))
+    source = _decode(plan, alike, dims, few.pack > 1, sinks is not None, low, few.balanced)
+    records = None if spans is None else partial(spans.rows, few.block)
     found = call.run(
-        source, "attention_decode", grid, own, given | last if alone else given, results if alone else partial_sums,
-        None if spans is None else partial(spans.rows, few.block), splits=parts, pool=k.shape[0],
+        source, "attention_decode", few.grid(g), own, given | last if alone else given,
+        results if alone else few.results(g), records, splits=own.splits, batches=g.batch, pool=k.shape[0],
     )  # fmt: skip
     if alone:
         return tuple(found[n] for n in results)
-    grid, four = (g.q_len, g.heads, g.batch), replace(own, num_warps=4)
-    found = call.run(source, "attention_combine", grid, four, found | last, results, plan=NOTHING, splits=parts)
+    grid, two = (g.q_len, g.heads, g.batch), replace(own, num_warps=2)
+    found = call.run(source, "attention_combine", grid, two, found | last, results, plan=NOTHING, **few.numbers(g))
     return tuple(found[n] for n in results)
 
 
@@ -191,8 +189,8 @@ _forward = memo(group="sources")(
     lambda plan, target, dims, sinks, low: triton_forward.emit(plan, target, dims, sinks=sinks, top=True, low=low)
 )
 _decode = memo(group="sources")(
-    lambda plan, target, dims, packs, sinks, low: triton_decode.emit(
-        plan, target, dims, packs=packs, sinks=sinks, top=True, low=low
+    lambda plan, target, dims, packs, sinks, low, balanced: triton_decode.emit(
+        plan, target, dims, packs=packs, sinks=sinks, top=True, low=low, balanced=balanced
     )
 )
 

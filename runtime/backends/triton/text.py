@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from frisket.lowering.kernels.triton import decode, module
 from frisket.lowering.kernels.triton.writer import Dims
@@ -19,7 +20,8 @@ def text(
     the arrays."""
     dims = dims_of(plan, g, dtype, learned)
     if (few := _few_queries(plan, target, g, dtype)) is not None:
-        return decode.emit(plan, few.target, dims, packs=few.pack > 1, sinks=sinks), few.target
+        own = replace(few.target, splits=0) if few.balanced else few.target
+        return decode.emit(plan, own, dims, packs=few.pack > 1, sinks=sinks, balanced=few.balanced), few.target
     wanted = module.ARRAYS.union(dims.live, (t.name for t in plan.tables if t.source in learned))
     return module.emit(plan, target, dims, wanted=wanted, sinks=sinks), target
 

@@ -72,6 +72,9 @@ SHARED = {  # bytes of shared memory that a block may have, by the vendors' docu
 KEYS_OF_FEW = {64: 64, 128: 64, 256: 32}
 # Of stored keys registers hold scales, pages and what is converted: with more keys the compiler spills.
 STORED, STORED_OF_FEW = 32, {64: 32, 128: 64, 256: 32}
+# Two warps convert each key of 8 bits for 17 to 32 rows: by the model of benchmarks/gpu_sim a loop over 128 of them
+# keeps the memory busy, one over 64 does not. Less shared memory than this has no room for three stages.
+WIDE_OF_FEW, WIDE_SHARED = 128, 131_072
 # float32 has no warp-group products, and takes twice the registers.
 SINGLE: dict[str, dict[int, Tile]] = {
     "forward": {64: (32, 32, 8, 2, 0), 128: (32, 16, 8, 2, 0), 256: (16, 16, 4, 2, 0)},
@@ -114,9 +117,12 @@ def default_target(
         Target("triton", block_q, block_k, warps, stages, descriptors=bool(described) and descriptors and not stored)
         for block_q, block_k, warps, stages, described in (made[n] for n in SINGLE)
     )
-    keys_of_few = (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim]
+    keys_of_few = min(forward.block_k, (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim])
+    wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
+    if wide and 16 < g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
+        keys_of_few = WIDE_OF_FEW
     stages = 3 if forward.descriptors and arch == "sm_90" and dim < 256 else min(forward.num_stages, 3)
-    few = replace(forward, descriptors=False, block_k=min(forward.block_k, keys_of_few), num_stages=stages)
+    few = replace(forward, descriptors=False, block_k=keys_of_few, num_stages=stages)
     if stored:
         forward = replace(forward, block_k=min(forward.block_k, STORED))
     return replace(forward, dq=dq, dkv=dkv, decode=few)
@@ -162,7 +168,7 @@ def of_kernel(name: str, target: Target) -> Target:
     """The part of a target that a kernel of this name is launched with."""
     own = {
         "attention_delta": DELTA, "attention_dq": target.dq, "attention_dkv": target.dkv,
-        "attention_combine": replace(target, num_warps=4), **dict.fromkeys(NAMES, square(target)),
+        "attention_combine": replace(target, num_warps=2), **dict.fromkeys(NAMES, square(target)),
     }  # fmt: skip
     return own.get(name) or target
 

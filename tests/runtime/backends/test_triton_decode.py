@@ -112,6 +112,37 @@ def test_parts_are_few_and_full():
     assert all(parts(p, 264, n, tile, results) <= n for p in (1, 3, 50) for n in range(1, 40))
 
 
+class Rows:
+    """A SpanSource of the host, whose sequences see so many tiles."""
+
+    def __init__(self, *tiles):
+        bounds = np.zeros((len(tiles), 1, 1, 4), np.int32)
+        bounds[:, 0, 0, 2:] = np.array(tiles)[:, None]
+        slices = np.repeat(np.arange(len(tiles), dtype=np.int32)[:, None], 8, 1)
+        self.found = Spans(bounds, np.ones((len(tiles), 1), np.int32), slices)
+
+    def rows(self, block):
+        return self.found
+
+
+def test_sequences_have_parts_in_proportion_where_they_may_be_uneven():
+    def found(spans, plan=CAUSAL, batch=32, **more):
+        g = Geometry(batch, 64, 8, 1, 131072, 128, 128, 0.1)
+        return shares(plan, spans, g, TILE, Dims(128, 128, "bfloat16", 8), H200)
+
+    unknown = found(None)  # on the device alone
+    assert (unknown.balanced, unknown.target.splits, unknown.alone) == (True, 1, False)
+    assert unknown.grid(Geometry(32, 64, 8, 1, 131072, 128, 128, 0.1)) == (64, 8, 1)
+    assert found(Rows(2048, *[16] * 31)).balanced
+    assert found(Rows(*[2048] * 32)).alone
+    assert not found(None, batch=1).balanced  # nothing to weigh it against
+    assert not found(None, batch=300).balanced
+    q0, q1, k0 = (ir.var(n) for n in ("q0", "q1", "k0"))
+    assert found(None, make_plan(q >= k, None, bounds=Bounds(k0, k0, q0, q1))).alone  # all see alike
+    g = Geometry(32, 64, 8, 1, 1024, 128, 128, 0.1)  # too short to be worth another kernel
+    assert shares(CAUSAL, None, g, TILE, Dims(128, 128, "bfloat16", 8), H200).alone
+
+
 def test_tensors_whose_tiles_span_more_than_32_bits_are_copied():
     whole = torch.empty(1, device="meta")
     far = whole.as_strided((1, 2, 8, 64), (0, 64, 1 << 25, 1))

@@ -16,11 +16,12 @@ from support.triton import triton_bf16
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lookup
-from frisket.dsl.sugar import eq, k, q, score
+from frisket.dsl.sugar import b, eq, k, q, score
 from frisket.dsl.types import FLOAT
 from frisket.lowering import dense
 from frisket.lowering.plan import RATE, SEED, Bounds, Target, make_plan, survives
 from frisket.lowering.planner.planner import DeviceSpans
+from frisket.runtime.backends.triton import decode as triton_decode
 from frisket.runtime.backends.triton import jax as triton_jax
 from frisket.runtime.backends.triton import jax_call as triton_jax_call
 from frisket.runtime.backends.triton import tiles as triton_tiles
@@ -111,6 +112,22 @@ def test_few_queries_of_all_heads_in_parts_of_the_keys(splits):
     )  # fmt: skip
     out, lse, _ = forward(case, splits=splits)
     cases.check(case, out, lse)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_sequences_have_parts_in_proportion_to_what_they_see(monkeypatch, queries):
+    monkeypatch.setattr(triton_decode, "RAGGED", 0)
+    end = lookup("end", (b,))
+    case = Case(
+        (k <= q + end - queries) & (k < end), q_len=queries, kv_len=300, batch=3, heads=4, kv_heads=2,
+        tables={"end": np.array([300, 17, 0])}, block=(16, 32),
+    )  # fmt: skip
+    asked = []
+    whole = triton_jax.shares
+    monkeypatch.setattr(triton_jax, "shares", lambda *a: asked.append(whole(*a)) or asked[-1])
+    out, lse, _ = forward(case)
+    cases.check(case, out, lse)
+    assert [x.balanced for x in asked] == [True]
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -1,17 +1,27 @@
-@triton.jit(do_not_specialize=["heads", "q_len", "splits"])
+@triton.jit(do_not_specialize=["heads", "q_len", "splits"])  $if not balanced
+@triton.jit(do_not_specialize=["heads", "q_len", "queries", "pack"])  $if balanced
 def attention_combine(
     Acc, Tops, Totals,  # the parts, of attention_decode
+    Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's parts, and how many it has  $if balanced
     Out,  # [batch, heads, q_len, dim], any strides
     Lse,  # float32 [batch, heads, q_len], contiguous
     Top,  # the largest scores, as Lse  $if largest
     Low,  # what rounding took from Lse  $if low
     Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
     stride_ob, stride_oh, stride_os, stride_od,
-    heads, q_len, splits,
+    heads, q_len, splits,  $if not balanced
+    heads, q_len,  $if balanced
+    queries, pack,  # of a tile, and the heads in it  $if balanced
 ):
     row, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row_at = (batch.to(tl.int64) * heads + head) * q_len + row
-    rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part
+    rows = tl.num_programs(2).to(tl.int64) * heads * q_len  # of one part  $if not balanced
+    $if balanced:
+        rows_of_tiles = tl.cdiv(q_len, queries)
+        at_row = Parts + ((head // pack * tl.num_programs(2) + batch) * rows_of_tiles + row // queries) * 2
+        begin, splits = tl.load(at_row), tl.load(at_row + 1)
+        rows = heads.to(tl.int64) * tl.minimum(q_len, queries)  # of one part
+        first_at = begin * rows + head * tl.minimum(q_len, queries) + row % queries
     $d = tl.arange(0, $dim)
     top = tl.cast(LOWEST, tl.float32)
     total = tl.cast(0.0, tl.float32)
@@ -19,7 +29,7 @@ def attention_combine(
 
     for first in range(0, splits, PARTS):
         part = first + tl.arange(0, PARTS)
-        at = part * rows + row_at
+        at = part * rows + $part_at
         tops = tl.load(Tops + at, mask=part < splits, other=LOWEST)
         totals = tl.load(Totals + at, mask=part < splits, other=0.0)
         values = tl.load(Acc + at[:, None] * $v_dim + $d[None, :]$load)

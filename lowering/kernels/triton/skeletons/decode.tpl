@@ -3,10 +3,14 @@ def attention_decode(
     Q, K, V,  # [batch, heads, length, dim], any strides  $if not paged
     Q,  # [batch, heads, length, dim], any strides  $if paged
     K, V,  # [pages, heads, tokens of a page, dim], any strides  $if paged
-    $if parted:
+    $if balanced:
+        Acc,  # float32 [programs, heads, queries, dim]: values of each part by their weights
+        Tops, Totals,  # float32 [programs, heads, queries]: largest scores, and sums of weights
+        Parts,  # int32 [tiles of heads, rows of tiles, 2]: the first of a row's programs, and how many it has
+    $if parted and not balanced:
         Acc,  # float32 [splits, batch, heads, q_len, dim]: values of each part by their weights
         Tops, Totals,  # float32 [splits, batch, heads, q_len]: largest scores, and sums of weights
-    $else:
+    $if not parted:
         Out,  # [batch, heads, length, dim], any strides
         Lse,  # float32 [batch, heads, q_len], contiguous
         Top,  # the largest scores, as Lse  $if largest
@@ -19,16 +23,52 @@ def attention_decode(
     scale, $numbers,
     $include parameters
 ):
-    row, part = tl.program_id(0) // splits, tl.program_id(0) % splits  $if parted
+    row, part = tl.program_id(0) // splits, tl.program_id(0) % splits  $if parted and not balanced
     row = tl.program_id(0)  $if not parted
     PACK: tl.constexpr = $pack  $if partly
-    first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)  $if partly
+    first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)  $if partly and not balanced
+    first_head = tl.program_id(1) * PACK  $if partly and balanced
     kv_head = first_head // GROUP  $if partly
-    $own_head, batch = tl.program_id(1), tl.program_id(2)  $if not partly
-    entry = tl.load(SliceOf + batch * heads + $first_head) * $rows_of_tiles + row  $if tabled
+    $own_head, batch = tl.program_id(1), tl.program_id(2)  $if not partly and not balanced
+    $own_head = tl.program_id(1)  $if not partly and balanced
+    entry = tl.load(SliceOf + batch * heads + $first_head) * $rows_of_tiles + row  $if tabled and not balanced
     $if packs:
         # A tile holds QUERIES queries of each of $of_heads heads that share a key head.
         QUERIES: tl.constexpr = BLOCK_Q // $packed_heads
+    $if balanced:
+
+        # A row of tiles has one program for each share of tiles that it sees, the long ones many and every one at least
+        # one. What follows finds this program's row, and its part of the row.
+        QUERIES: tl.constexpr = BLOCK_Q  $if not packs
+        rows_of_tiles = tl.cdiv(q_len, QUERIES)
+        length = batches * rows_of_tiles
+        lanes = tl.arange(0, LANES)
+        every = 0
+        for first in range(0, length, LANES):
+            $tiles_seen
+            every += tl.sum(of_rows, 0)
+        share = tl.maximum(tl.cdiv(every, length * splits), 1)
+        found, part, parts, tiles, begun = 0, 0, 0, 0, 0
+        for first in range(0, length, LANES):
+            $tiles_seen
+            needed = tl.where(first + lanes < length, tl.maximum(tl.cdiv(of_rows, share), 1), 0)
+            before = begun + tl.cumsum(needed, 0) - needed
+            own = (before <= tl.program_id(0)) & (tl.program_id(0) < before + needed)
+            found += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
+            part += tl.sum(tl.where(own, tl.program_id(0) - before, 0), 0)
+            parts += tl.sum(tl.where(own, needed, 0), 0)
+            tiles += tl.sum(tl.where(own, of_rows, 0), 0)
+            begun += tl.sum(needed, 0)
+        if found == 0:
+            return  # all rows have their programs
+        at_row = Parts + (tl.program_id(1) * length + found - 1) * 2
+        if part == 0:
+            tl.store(at_row, tl.program_id(0))
+            tl.store(at_row + 1, parts)
+        begin, end = part * tiles // parts, (part + 1) * tiles // parts
+        row, batch = (found - 1) % rows_of_tiles, (found - 1) // rows_of_tiles
+        entry = tl.load(SliceOf + batch * heads + $first_head) * rows_of_tiles + row
+    $if packs:
         start = row * QUERIES
         packed = tl.arange(0, BLOCK_Q)
         rows, head = packed // $packed_heads, $first_head + packed % $packed_heads
@@ -52,7 +92,7 @@ def attention_decode(
     $include closed_form
     $hoisted
     $include forward_sums
-    $if tabled and parted:
+    $if tabled and parted and not balanced:
 
         tiles = 0
         for i in range(tl.load(Count + entry)):
@@ -90,7 +130,10 @@ def attention_decode(
         tl.store(Top + row_at, largest, mask=present)  $if largest
         tl.store(Low + row_at, low, mask=present)  $if low
     $else:
-        row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows
+        $if balanced:
+            queries = tl.minimum(q_len, QUERIES)
+            row_at = (tl.program_id(0).to(tl.int64) * heads + head) * queries + rows
+        row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows  $if not balanced
         tl.store(Tops + row_at, top, mask=present)
         tl.store(Totals + row_at, total, mask=present)
         $for values:

@@ -8,6 +8,17 @@ def clamp(i, size):
 def bounded(i, n):
     return tl.minimum(tl.maximum(i, 0), n)
 
+def tiles_seen(row, rows, length, heads, head, Spans, Count, SliceOf, records):
+    """The tiles of keys that a head's rows of tiles see, `rows` of every sequence; 0 from row `length` on."""
+    known = row < length
+    entry = tl.load(SliceOf + row // rows * heads + head, mask=known, other=0) * rows + row % rows
+    used = tl.load(Count + entry, mask=known, other=0)
+    tiles = tl.zeros_like(row)
+    for i in range(records):
+        record = Spans + (entry.to(tl.int64) * records + i) * 4
+        tiles += tl.load(record + 3, mask=i < used, other=0) - tl.load(record, mask=i < used, other=0)
+    return tiles
+
 def span(first, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
     """`first` and what follows it: as many as a tile has diagonals, up to the next power of two."""
     return first + tl.arange(0, 2 * BLOCK_Q if BLOCK_Q > BLOCK_K else 2 * BLOCK_K)

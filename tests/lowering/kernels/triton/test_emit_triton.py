@@ -113,6 +113,7 @@ def test_golden_text_of_stored_keys_and_values(golden):
     """Few queries over pages that hold a tile, and a forward whose tiles hold pages."""
     few, dims = replace(TARGET, block_q=16, num_warps=4), Dims(128, 128, "bfloat16", 4, "int8")
     golden("triton/decode_stored.py", triton_decode.emit(stored(64), few, dims))
+    golden("triton/decode_balanced.py", triton_decode.emit(stored(64), few, dims, balanced=True))
     golden("triton/stored.py", emit(stored(16), TARGET, dims))
 
 

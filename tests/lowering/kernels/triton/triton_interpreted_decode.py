@@ -10,7 +10,7 @@ from support.triton.triton_call import check, run, tensors, with_everything
 import frisket as fk
 from frisket.dsl import ir
 from frisket.dsl.errors import BackwardError
-from frisket.dsl.sugar import h, k, q, score
+from frisket.dsl.sugar import b, h, k, q, score
 from frisket.lowering import dense
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, make_plan
@@ -96,6 +96,62 @@ def test_parts_are_the_same_bits_at_every_call():
 
 
 @pytest.fixture
+def balanced(monkeypatch):
+    """Rows have parts in proportion to what they see, however short and alike."""
+    launched = []
+    whole = triton_decode.Parts.__call__
+    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    monkeypatch.setattr(triton_decode, "RAGGED", 0)
+    monkeypatch.setattr(triton_decode, "EVEN", 0)
+    yield launched
+    assert launched
+    assert all("Parts" in p.given for p in launched)
+
+
+def uneven(*ends, **more):
+    """Sequences of these lengths, each with its last queries."""
+    mask = (k <= q + ir.lookup("end", (b,)) - w) & (k < ir.lookup("end", (b,)))
+    queries = more.get("q_len", 1)
+    given = {"q_len": 1, "kv_len": max(ends), "heads": 4, "kv_heads": 1, "dim": 16, "v_dim": 16} | more
+    return Case(
+        mask, batch=len(ends), slots={"w": queries}, tables={"end": np.array(ends)}, block=(16, 32), **given
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", [(700, 40, 3, 90), (5, 0, 333, 64), (0, 0, 90), (300, 300), (31, 800)])
+@pytest.mark.parametrize("queries", [1, 3, 40])
+def test_parts_in_proportion_to_what_sequences_see(balanced, ends, queries):
+    case = uneven(*ends, q_len=queries)
+    check(case, *run(case))
+    again, once = run(case), run(case)
+    assert torch.equal(again[0], once[0])
+    assert torch.equal(again[1], once[1])
+
+
+def test_more_sequences_than_a_program_looks_at_at_a_time(balanced):
+    case = uneven(*np.random.default_rng(0).integers(0, 90, 140).tolist(), 400, heads=2)
+    check(case, *run(case))
+
+
+@pytest.mark.parametrize("name", ["gqa", "heads-and-batches"])
+def test_parts_in_proportion_with_everything(balanced, monkeypatch, name):
+    monkeypatch.setattr(triton_decode, "INTERPRETED", 100)
+    case = last(CASES[name], 4)
+    with_everything(case.but(batch=max(2, case.batch)) if case.sizes is None else case)
+
+
+def test_a_long_sequence_has_parts_of_its_own(balanced):
+    """Of three rows of 3 tiles one sees 25 and has more than a half of the parts; programs beyond those do nothing."""
+    case = uneven(800, 96, 96)
+    check(case, *run(case))
+    (parts,) = {id(p): p for p in balanced}.values()
+    rows, splits = 3, parts.splits
+    share = -(-31 // (rows * splits))
+    assert parts.decode.grid == (rows * (splits + 1), 1, 1)
+    assert sum(-(-n // share) for n in (25, 3, 3)) <= rows * (splits + 1)
+
+
+@pytest.fixture
 def one_part(monkeypatch):
     """Calls of a machine without processors, which nothing fills."""
     launched = []
@@ -134,7 +190,7 @@ def test_parts_and_packing_are_chosen_where_they_pay(monkeypatch):
     long = last(Case(causal, q_len=600, kv_len=600, heads=1, kv_heads=1, dim=16, v_dim=16), 1)
     for case, splits in ((long, 7), (last(CASES["gqa"], 1), 1), (CASES["causal"], None)):
         check(case, *run(case))
-        assert [p.sizes[0] for p in launched] == ([] if splits is None else [splits])
+        assert [p.splits for p in launched] == ([] if splits is None else [splits])
         launched.clear()
 
 
