@@ -43,8 +43,7 @@ from store import keep, shown
 
 Found = dict[str, Any]
 PARTS = {
-    "validation": report.validation, "figures": report.predicted, "masks": report.masks,
-    "serving": report.serving,
+    "validation": report.validation, "figures": report.predicted, "masks": report.masks, "serving": report.serving,
     "sensitivity": report.sensitivity,
 }  # fmt: skip
 
