@@ -220,7 +220,7 @@ class Parts:
         if self.combine is None:
             self.decode(values, q, k, v, *results)
             return
-        kinds = {np.float32: torch.float32, np.int32: torch.int32}
+        kinds: dict[Any, Any] = {np.float32: torch.float32, np.int32: torch.int32}
         made = [torch.empty(shape, dtype=kinds[dtype], device=q.device) for shape, dtype in self.given.values()]
         self.decode(values, q, k, v, *made)
         self.combine(NO_VALUES, *made, *results)

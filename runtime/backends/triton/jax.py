@@ -81,8 +81,9 @@ def forward(
     )  # fmt: skip
     if alone:
         return tuple(found[n] for n in results)
+    numbers: dict[str, Any] = {**few.numbers(g)}
     grid, two = (g.q_len, g.heads, g.batch), replace(own, num_warps=2)
-    found = call.run(source, "attention_combine", grid, two, found | last, results, plan=NOTHING, **few.numbers(g))
+    found = call.run(source, "attention_combine", grid, two, found | last, results, None, plan=NOTHING, **numbers)
     return tuple(found[n] for n in results)
 
 
