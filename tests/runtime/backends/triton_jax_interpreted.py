@@ -11,7 +11,7 @@ from support import stored_cases
 from support.attention_cases import CASES, Case, causal
 from support.jax import jax_gradients
 from support.jax.jax_gradients import LEARNED, compare
-from support.stored_cases import STORED
+from support.stored_cases import STORED, Stored, decode
 from support.triton import triton_bf16
 
 from frisket.dsl import ir
@@ -144,6 +144,24 @@ def test_stored_keys_and_values(name, splits):
     stored_cases.check(stored, made, out.transpose(0, 2, 1, 3), lse)
     chosen = triton_jax.target(made.plan, cases.geometry(stored.case), "bfloat16")
     assert chosen.block_k == triton_tiles.STORED
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_stored_keys_in_parts_in_proportion(monkeypatch, queries):
+    asked = []
+    whole = triton_jax.shares
+    monkeypatch.setattr(triton_jax, "shares", lambda *a: asked.append(whole(*a)) or asked[-1])
+    monkeypatch.setattr(triton_decode, "RAGGED", 0)
+    stored = Stored(decode((300, 0, 1), queries, kv_len=304), "int8", page=16)
+    made = stored_cases.problem(stored, "bshd")
+    tables = {n: jnp.asarray(x) for n, x in made.plan.table_values(made.tables).items()}
+    first, again = (triton_jax.forward(
+        made.plan, cases.Source(stored.case), cases.geometry(stored.case), *map(jnp.asarray, (made.q, made.k, made.v)),
+        {}, tables, Target("triton", *stored.case.block),
+    ) for _ in range(2))  # fmt: skip
+    stored_cases.check(stored, made, first[0].transpose(0, 2, 1, 3), first[1])
+    assert all(map(np.array_equal, first, again))
+    assert [x.balanced for x in asked] == [True, True]
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 1, 30, 13)])

@@ -16,7 +16,10 @@ INTERPRETED = {
         "parts_of_packed_heads[4-17-2]", "parts_with_everything[gqa]",
         "keys_and_values_of_8_bits[bfloat16-70-float8_e5m2]",
     ),
-    "lowering/kernels/triton/triton_interpreted_stored.py": ("parts[no end]", "forward[as they are]"),
+    "lowering/kernels/triton/triton_interpreted_stored.py": (
+        "parts[no end]", "forward[as they are]",
+        "parts_in_proportion_to_what_sequences_see[int8 in pages of 16]",
+    ),
     "lowering/kernels/triton/triton_backward_interpreted.py": (
         "every_case[softcap]", "captured[by row]", "captured_in_half_precision[by column, gqa bfloat16]",
         "sums_with_sinks_and_dropout[gqa-True-0.6]",
@@ -32,7 +35,8 @@ INTERPRETED = {
     ),
     "runtime/backends/triton_jax_interpreted.py": (
         "every_case[documents-by-batch]", "every_gradient[learned by-diagonal]", "everything_at_once[empty-rows]",
-        "few_queries_of_all_heads_in_parts_of_the_keys[3]", "traced_values_make_no_other_kernel",
+        "few_queries_of_all_heads_in_parts_of_the_keys[3]",
+        "stored_keys_in_parts_in_proportion[1]", "traced_values_make_no_other_kernel",
     ),
     "lowering/kernels/triton/triton_interpreted_bytes.py": ("keys_and_values_are_loaded_once[1-0-int8-16]",),
     "lowering/kernels/triton/triton_large_interpreted.py": (

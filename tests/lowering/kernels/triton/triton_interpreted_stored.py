@@ -6,10 +6,11 @@ import pytest
 import torch
 from support import attention_cases as cases
 from support import stored_cases
-from support.stored_cases import STORED
+from support.stored_cases import SOFTCAP, STORED, Stored, decode
 from support.triton.triton_call import poisoned
 
 from frisket.lowering.plan import Target
+from frisket.runtime.backends.triton import decode as triton_decode
 from frisket.runtime.backends.triton import forward as triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid|divide)")
@@ -21,8 +22,7 @@ def tensor(array, like=None):
     return poisoned(array.astype(np.float32) if dtype.is_floating_point else array, dtype, "bhsd"[: array.ndim])
 
 
-def run(name, **target):
-    stored = STORED[name]
+def run(stored, **target):
     made = stored_cases.problem(stored)
     tables = {n: tensor(x) for n, x in made.plan.table_values(made.tables).items()}
     arrays = [tensor(x) for x in (made.q.transpose(0, 2, 1, 3), made.k, made.v)]
@@ -32,13 +32,47 @@ def run(name, **target):
     )  # fmt: skip
     assert out.dtype == arrays[0].dtype
     stored_cases.check(stored, made, out.double(), lse)
+    return out, lse
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_forward(name):
-    run(name, splits=1)
+    run(STORED[name], splits=1)
 
 
 @pytest.mark.parametrize("name", [n for n, s in STORED.items() if s.case.q_len < 16])
 def test_parts(name):
-    run(name, splits=3)
+    run(STORED[name], splits=3)
+
+
+RAGGED = 300, 0, 1, 37
+UNEVEN = {
+    "int8": Stored(decode(RAGGED, kv_len=304), "int8"),
+    "e4m3": Stored(decode(RAGGED, kv_len=304, dtype="bfloat16"), "float8_e4m3fn"),
+    "e5m2": Stored(decode(RAGGED, 4, kv_len=304, dtype="float16"), "float8_e5m2"),
+    "pages of 16": Stored(decode(RAGGED, kv_len=304), scales=False, page=16),
+    "pages of 64": Stored(decode(RAGGED, 4, kv_len=320, dtype="bfloat16"), scales=False, page=64),
+    "int8 in pages of 16": Stored(decode(RAGGED, kv_len=304, score=SOFTCAP), "int8", page=16),
+    "int8 in pages of 16, 4 queries": Stored(decode(RAGGED, 4, kv_len=304), "int8", page=16),
+    "int8 in pages of 64": Stored(decode(RAGGED, kv_len=320, dtype="float16", dim=40, v_dim=72), "int8", page=64),
+    "int8 in odd pages": Stored(decode(RAGGED, 4, kv_len=336), "int8", page=48),
+    "e4m3 in pages of 16": Stored(decode(RAGGED, kv_len=304, dtype="bfloat16"), "float8_e4m3fn", page=16),
+    "e4m3 in pages of 16, 4 queries": Stored(decode(RAGGED, 4, kv_len=304, dtype="float16"), "float8_e4m3fn", page=16),
+    "heads of 8": Stored(decode(RAGGED, kv_len=304, heads=16), "int8", page=16),
+    "a head each": Stored(decode(RAGGED, 4, kv_len=304, heads=2), "int8", page=16),
+    "no sequence": Stored(decode((0, 0), 4, kv_len=32), "int8", page=16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_parts_in_proportion_to_what_sequences_see(monkeypatch, name):
+    """Sequences of which one is empty and one a single token."""
+    launched = []
+    whole = triton_decode.Parts.__call__
+    monkeypatch.setattr(triton_decode.Parts, "__call__", lambda self, *a: launched.append(self) or whole(self, *a))
+    monkeypatch.setattr(triton_decode, "INTERPRETED", 16)
+    monkeypatch.setattr(triton_decode, "RAGGED", 0)
+    monkeypatch.setattr(triton_decode, "ragged", lambda *_: True)
+    first, again = run(UNEVEN[name]), run(UNEVEN[name])
+    assert all(map(torch.equal, first, again))
+    assert ["Parts" in p.given for p in launched] == [True, True]
