@@ -91,6 +91,8 @@ def test_the_plan_is_what_the_kernel_was_written_for():
         slot     s1 = c
         table    t0 = doc
         table    t1 = bias
+        table    t2 = run first of doc
+        table    t3 = run last of doc
         integers 32 bits"""
     )
 
