@@ -202,7 +202,7 @@ def blocks_of(step: Step, chosen: Shares) -> Iterator[tuple[int, int]]:
             yield edge, end - begin - edge
         count += parts
     if chosen.balanced:
-        yield from [(0, 0)] * (chosen.grid(step.geometry)[0] - count)
+        yield from [(0, 0)] * (chosen.grid(step.geometry)[1] - count)
 
 
 # -- times ------------------------------------------------------------------------------------------------
@@ -214,7 +214,10 @@ def timed(step: Step, chosen: Shares | None = None) -> StepTime:
     target = chosen.target
     one = made("attention_decode", step, chosen)
     more = combine_cycles(step, chosen, GPUS[step.arch]) if not chosen.alone else 0
-    return _timed(step, one, [*blocks_of(step, chosen)] * KEY_HEADS, target.block_k, target.block_q, more)
+    blocks = [*blocks_of(step, chosen)]
+    # Where rows have parts in proportion, the key heads of a program start one after another.
+    blocks = [x for x in blocks for _ in range(KEY_HEADS)] if chosen.balanced else blocks * KEY_HEADS
+    return _timed(step, one, blocks, target.block_k, target.block_q, more)
 
 
 def flex_timed(step: Step) -> StepTime:
@@ -245,7 +248,8 @@ def _timed(
     near = GPUS[step.arch]
     far = replace(near, copy_latency=near.copy_latency + FAR, global_latency=near.global_latency + FAR)
     fit = resident(near, one.warps, one.registers, one.shared)
-    fit = max(1, min(fit, -(-len(programs) // near.processors)))
+    busy = 1 + max(i for i, n in enumerate(programs) if sum(n))  # programs behind those leave at once
+    fit = max(1, min(fit, -(-busy // near.processors)))
     border, full = loop_numbers(one, one.sass.products)
     x = Kernel(one, border, full, rows * keys, 4 * DIM)
     each = figures(one, far, fit)

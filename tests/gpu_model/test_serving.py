@@ -37,7 +37,8 @@ def test_programs_read_every_tile_once(lengths, queries):
     chosen = divided(step)
     programs = [*blocks_of(step, chosen)]
     assert sum(map(sum, programs)) == sum(-(-n // chosen.target.block_k) for n in lengths)
-    assert len(programs) == chosen.grid(step.geometry)[0]
+    assert len(programs) == chosen.grid(step.geometry)[chosen.balanced]
+    assert all(map(sum, programs[: -len(lengths)]))  # those without tiles start last
 
 
 def test_a_long_sequence_is_read_by_many_programs():

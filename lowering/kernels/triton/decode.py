@@ -85,7 +85,7 @@ class DecodeKernel(ForwardKernel):
         t = self.target
         heads, queries = (f"heads / {self.pack}", "packed queries") if self.packs else ("heads", "queries")
         rows = "q tiles * splits, {}, batch" if self.parted else "q tiles, {}, batch"
-        rows = "batch * q tiles * (splits + 1), {}" if self.balanced else rows
+        rows = "{}, batch * q tiles * (splits + 1)" if self.balanced else rows
         launch = (
             f"attention_decode: grid ({rows.format(heads)}), tiles of {t.block_q} {queries} by {t.block_k} "
             f"keys,\n    num_warps={t.num_warps}, num_stages={t.num_stages}."

@@ -30,9 +30,10 @@ LEAST = 4  # tiles of 64 keys, or fewer, that are not worth splitting
 MOST = 256  # parts
 # Rows have parts in proportion to what they see where reading one costs so many times what the results of a part do,
 # there are no more of one head, and one sees so many times what they see in the mean. By the model of
-# benchmarks/gpu_sim that costs equal sequences 1 to 6 %; one of 128k tokens among 31 of 1k takes 10 times as long
-# without.
-RAGGED, ROWS, EVEN = 64, 256, 1.25
+# benchmarks/gpu_sim that costs equal sequences 1 to 6 %, and 9 % with int8 in pages of 16, where ptxas takes 168
+# registers for 255; one of 128k tokens among 31 of 1k takes 10 times as long without. Rows and MOST parts are few
+# enough for an axis of a grid, which has 65,535 programs.
+RAGGED, ROWS, EVEN = 64, 255, 1.25
 BLOCKS = (
     2  # programs of four warps that share a processor: one waits for memory while the other converts and multiplies
 )
@@ -64,12 +65,12 @@ class Shares:
     def grid(self, g: Geometry) -> tuple[int, int, int]:
         rows, heads = -(-g.q_len // self.queries), g.heads // self.pack
         if self.balanced:  # what rows have beyond their share is rounded up
-            return g.batch * rows * (self.target.splits + 1), heads, 1
+            return heads, g.batch * rows * (self.target.splits + 1), 1
         return rows * self.target.splits, heads, g.batch
 
     def results(self, g: Geometry) -> dict[str, tuple[tuple[int, ...], type]]:
         """Shapes and dtypes of what programs leave to be combined."""
-        programs, heads, _ = self.grid(g)
+        heads, programs, _ = self.grid(g)
         rows = (programs, g.heads, min(g.q_len, self.queries)) if self.balanced else (
             self.target.splits, g.batch, g.heads, g.q_len
         )  # fmt: skip

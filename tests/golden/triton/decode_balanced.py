@@ -3,7 +3,7 @@
     stored
 
 Head size 128, bfloat16, keys and values int8, 4 query heads to a key head.
-attention_decode: grid (batch * q tiles * (splits + 1), heads / 4), tiles of 16 packed queries by 64 keys,
+attention_decode: grid (heads / 4, batch * q tiles * (splits + 1)), tiles of 16 packed queries by 64 keys,
     num_warps=4, num_stages=3.
 attention_combine: grid (q_len, heads, batch).
 """
@@ -81,12 +81,14 @@ def attention_decode(
     ORIGIN_PER_BATCH: tl.constexpr,  # q_origin and k_origin are int32 [batch]
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # powers of two
 ):
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
     # A tile holds QUERIES queries of each of the GROUP heads that share a key head.
     QUERIES: tl.constexpr = BLOCK_Q // GROUP
 
     # A row of tiles has one program for each share of tiles that it sees, the long ones many and every one at least
-    # one. What follows finds this program's row, and its part of the row.
+    # one. What follows finds this program's row, and its part of the row. Programs of all heads come before the
+    # next one of a head: those without a row start last, where they take no place from others.
+    program = tl.program_id(1)
     rows_of_tiles = tl.cdiv(q_len, QUERIES)
     length = batches * rows_of_tiles
     lanes = tl.arange(0, LANES)
@@ -104,17 +106,17 @@ def attention_decode(
         )
         needed = tl.where(first + lanes < length, tl.maximum(tl.cdiv(of_rows, share), 1), 0)
         before = begun + tl.cumsum(needed, 0) - needed
-        own = (before <= tl.program_id(0)) & (tl.program_id(0) < before + needed)
+        own = (before <= program) & (program < before + needed)
         found += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
-        part += tl.sum(tl.where(own, tl.program_id(0) - before, 0), 0)
+        part += tl.sum(tl.where(own, program - before, 0), 0)
         parts += tl.sum(tl.where(own, needed, 0), 0)
         tiles += tl.sum(tl.where(own, of_rows, 0), 0)
         begun += tl.sum(needed, 0)
     if found == 0:
         return  # all rows have their programs
-    at_row = Parts + (tl.program_id(1) * length + found - 1) * 2
+    at_row = Parts + (tl.program_id(0) * length + found - 1) * 2
     if part == 0:
-        tl.store(at_row, tl.program_id(0))
+        tl.store(at_row, program)
         tl.store(at_row + 1, parts)
     begin, end = part * tiles // parts, (part + 1) * tiles // parts
     row, batch = (found - 1) % rows_of_tiles, (found - 1) // rows_of_tiles
@@ -235,7 +237,7 @@ def attention_decode(
         begin, end = begin - full, end - full
 
     queries = tl.minimum(q_len, QUERIES)
-    row_at = (tl.program_id(0).to(tl.int64) * heads + head) * queries + rows
+    row_at = (program.to(tl.int64) * heads + head) * queries + rows
     tl.store(Tops + row_at, top, mask=present)
     tl.store(Totals + row_at, total, mask=present)
     out_at = row_at[:, None] * HEAD_DIM + d[None, :]

@@ -132,7 +132,7 @@ def test_sequences_have_parts_in_proportion_where_they_may_be_uneven():
 
     unknown = found(None)  # on the device alone
     assert (unknown.balanced, unknown.target.splits, unknown.alone) == (True, 1, False)
-    assert unknown.grid(Geometry(32, 64, 8, 1, 131072, 128, 128, 0.1)) == (64, 8, 1)
+    assert unknown.grid(Geometry(32, 64, 8, 1, 131072, 128, 128, 0.1)) == (8, 64, 1)
     assert found(Rows(2048, *[16] * 31)).balanced
     assert found(Rows(*[2048] * 32)).alone
     assert not found(None, batch=1).balanced  # nothing to weigh it against

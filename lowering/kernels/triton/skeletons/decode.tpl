@@ -27,10 +27,10 @@ def attention_decode(
     row = tl.program_id(0)  $if not parted
     PACK: tl.constexpr = $pack  $if partly
     first_head, batch = tl.program_id(1) * PACK, tl.program_id(2)  $if partly and not balanced
-    first_head = tl.program_id(1) * PACK  $if partly and balanced
+    first_head = tl.program_id(0) * PACK  $if partly and balanced
     kv_head = first_head // GROUP  $if partly
     $own_head, batch = tl.program_id(1), tl.program_id(2)  $if not partly and not balanced
-    $own_head = tl.program_id(1)  $if not partly and balanced
+    $own_head = tl.program_id(0)  $if not partly and balanced
     entry = tl.load(SliceOf + batch * heads + $first_head) * $rows_of_tiles + row  $if tabled and not balanced
     $if packs:
         # A tile holds QUERIES queries of each of $of_heads heads that share a key head.
@@ -38,7 +38,9 @@ def attention_decode(
     $if balanced:
 
         # A row of tiles has one program for each share of tiles that it sees, the long ones many and every one at least
-        # one. What follows finds this program's row, and its part of the row.
+        # one. What follows finds this program's row, and its part of the row. Programs of all heads come before the
+        # next one of a head: those without a row start last, where they take no place from others.
+        program = tl.program_id(1)
         QUERIES: tl.constexpr = BLOCK_Q  $if not packs
         rows_of_tiles = tl.cdiv(q_len, QUERIES)
         length = batches * rows_of_tiles
@@ -53,17 +55,17 @@ def attention_decode(
             $tiles_seen
             needed = tl.where(first + lanes < length, tl.maximum(tl.cdiv(of_rows, share), 1), 0)
             before = begun + tl.cumsum(needed, 0) - needed
-            own = (before <= tl.program_id(0)) & (tl.program_id(0) < before + needed)
+            own = (before <= program) & (program < before + needed)
             found += tl.sum(tl.where(own, first + lanes + 1, 0), 0)
-            part += tl.sum(tl.where(own, tl.program_id(0) - before, 0), 0)
+            part += tl.sum(tl.where(own, program - before, 0), 0)
             parts += tl.sum(tl.where(own, needed, 0), 0)
             tiles += tl.sum(tl.where(own, of_rows, 0), 0)
             begun += tl.sum(needed, 0)
         if found == 0:
             return  # all rows have their programs
-        at_row = Parts + (tl.program_id(1) * length + found - 1) * 2
+        at_row = Parts + (tl.program_id(0) * length + found - 1) * 2
         if part == 0:
-            tl.store(at_row, tl.program_id(0))
+            tl.store(at_row, program)
             tl.store(at_row + 1, parts)
         begin, end = part * tiles // parts, (part + 1) * tiles // parts
         row, batch = (found - 1) % rows_of_tiles, (found - 1) // rows_of_tiles
@@ -132,7 +134,7 @@ def attention_decode(
     $else:
         $if balanced:
             queries = tl.minimum(q_len, QUERIES)
-            row_at = (tl.program_id(0).to(tl.int64) * heads + head) * queries + rows
+            row_at = (program.to(tl.int64) * heads + head) * queries + rows
         row_at = ((part.to(tl.int64) * tl.num_programs(2) + batch) * heads + head) * q_len + start + rows  $if not balanced
         tl.store(Tops + row_at, top, mask=present)
         tl.store(Totals + row_at, total, mask=present)

@@ -147,7 +147,7 @@ def test_a_long_sequence_has_parts_of_its_own(balanced):
     (parts,) = {id(p): p for p in balanced}.values()
     rows, splits = 3, parts.splits
     share = -(-31 // (rows * splits))
-    assert parts.decode.grid == (rows * (splits + 1), 1, 1)
+    assert parts.decode.grid == (1, rows * (splits + 1), 1)
     assert sum(-(-n // share) for n in (25, 3, 3)) <= rows * (splits + 1)
 
 
