@@ -186,6 +186,7 @@ class Target:
     tanh: Literal["exact", "approximate"] = "exact"  # of 16-bit inputs: as the GPU's own instruction has it
     splits: int = 0
     descriptors: bool = False
+    arch: str = "sm_90"  # of a backend that has a text for each architecture
     dq: Target | None = None
     dkv: Target | None = None
     decode: Target | None = None

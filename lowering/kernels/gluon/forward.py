@@ -1,9 +1,12 @@
-"""Writes the Gluon forward kernel of a LoopPlan, warp-specialised for Hopper.
+"""Writes the Gluon forward kernel of a LoopPlan, warp-specialised for Hopper and for Blackwell.
 
-One program works on one tile of 128 queries of one head. A warp, `produce`, walks the records of the row and loads
-tiles of keys and of values by TMA into two rings in shared memory; two warp groups, `consume`, compute half of the
-queries each. They take turns at giving the tensor cores work: one's softmax runs beside the other's products, and
-beside its own product with the values of the tile before.
+One program works on one tile of queries of one head. A warp, `produce`, walks the records of the row and loads tiles
+of keys and of values by TMA into two rings in shared memory; two warp groups, `consume`, compute half of the queries
+each, so that one's softmax runs beside the other's products.
+
+On Hopper a tile has 128 queries. The groups begin their own products and take turns at it; a product with values runs
+beside the softmax of the next tile. On Blackwell it has 256, and another warp, `multiply`, begins the products, whose
+results are in tensor memory; heads past 128 fill it with 128 queries, which one group computes.
 
 Expressions are printed as Triton's are, and by its table: the languages differ in the name of their module.
 """
@@ -23,10 +26,21 @@ from frisket.lowering.kernels.triton.rows import RowKernel
 from frisket.lowering.kernels.triton.writer import Dims, TritonKernel, module
 from frisket.lowering.plan import LoopPlan, Target
 
-FORWARD, MODULE = skeleton(__package__, "forward"), skeleton(__package__, "module")
-QUERIES = 128  # of a tile: 64 of each warp group, which is what one product takes
+FORWARD, BLACKWELL, MODULE = (skeleton(__package__, name) for name in ("forward", "blackwell", "module"))
+ARCHITECTURES = ("sm_90", "sm_100")
+INSTEAD = "take backend='triton'"
 WIDEST = 256  # head dim: the sums of 64 queries are 128 registers then
-BARRIERS = {"q_full": 2, "turns": 2, "k_full": "STAGES", "k_free": "STAGES", "v_full": "STAGES", "v_free": "STAGES"}
+OF_SLOT = ("k_full", "k_free", "v_full", "v_free")  # barriers of a slot of the rings
+PART = 64  # columns of the sums in tensor memory that a warp group has in registers at once
+SLACK = 8  # how much larger than its reference a score may be, in powers of two
+OF_USE = {  # lines of the head that not every kernel needs, and what says that it does
+    "import triton": "triton.knobs",
+    "from triton import language as tl": "tl.",
+    "from triton.experimental.gluon.language.nvidia import blackwell": "seen_as(",
+    "columns_of = blackwell.tensor_memory_descriptor": "seen_as(",
+    'seen_as = columns_of.reinterpret if hasattr(columns_of, "reinterpret") else columns_of._reinterpret': "seen_as(",
+    'group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier': "group_barrier()",
+}
 SIGMOID = """
 
 @gluon.jit
@@ -41,14 +55,22 @@ def emit(
     """The text of the forward's module: `emit(plan, target, Dims(128, 128, "bfloat16", group=4))`; the same input gives
     the same text. `sinks`, `top` and `low` as Triton's forward has them; LoweringError where `refusal` has words."""
     if why := refusal(plan, dims):
-        raise LoweringError(f"the Gluon kernel {why}\n  take backend='triton'")
-    if target.block_q != QUERIES or target.block_k not in (32, 64, 128):
+        raise LoweringError(f"the Gluon kernel {why}\n  {INSTEAD}")
+    groups, rows = groups_of(target.arch, dims.head_dim, dims.v_dim)
+    if target.block_q != groups * rows or target.block_k not in (32, 64, 128):
         tile = f"{target.block_q} x {target.block_k}"
-        raise LoweringError(f"the Gluon kernel has tiles of {QUERIES} queries and 32, 64 or 128 keys, not {tile}")
-    found = module(
-        "Attention forward", plan, dims, [GluonForward(plan, target, dims, sinks, top, low).kernel()], MODULE
-    )
-    return translated(found)
+        raise LoweringError(f"the Gluon kernel has tiles of {groups * rows} queries and 32, 64 or 128 keys, not {tile}")
+    kernel = BlackwellForward if target.arch == "sm_100" else GluonForward
+    made = kernel(plan, target, dims, sinks, top, low)
+    return translated(module("Attention forward", plan, dims, [made.kernel()], MODULE))
+
+
+def groups_of(arch: str, head_dim: int, v_dim: int) -> tuple[int, int]:
+    """(warp groups that compute, queries of each). Of the 512 columns of tensor memory the sums of 128 queries take as
+    many as their head has dims, and scores as many as a tile has keys."""
+    if arch == "sm_90":
+        return 2, 64
+    return (2 if max(head_dim, v_dim) <= 128 else 1), 128
 
 
 def refusal(plan: LoopPlan, dims: Dims) -> str:
@@ -62,7 +84,7 @@ def refusal(plan: LoopPlan, dims: Dims) -> str:
     if plan.unwritten:
         return "takes keys that are all written: TMA loads what no query sees too"
     if max(dims.head_dim, dims.v_dim) > WIDEST:
-        return f"takes head dims up to {WIDEST}, whose sums fit into registers"
+        return f"takes head dims up to {WIDEST}, whose sums fit into registers or tensor memory"
     if dims.head_dim % 8 or dims.v_dim % 8:
         return "takes head dims that are multiples of 8: TMA loads rows that begin at multiples of 16 bytes"
     return ""
@@ -74,28 +96,33 @@ def translated(text: str) -> str:
     if "gl.sigmoid(" in found:
         head, gap, rest = found.replace("gl.sigmoid(", "sigmoid(").partition("\n\n\n@gluon.jit")
         found = f"{head}{SIGMOID}{gap}{rest}"
-    for line, use in (("from triton import language as tl\n", "tl."), ("import triton\n", "triton.knobs")):
-        found = found if use in found.replace("gl.", "") else found.replace(line, "")
+    for line, use in OF_USE.items():
+        found = found if use in found.replace("gl.", "") else found.replace(f"{line}\n", "")
     return found
 
 
 class GluonForward(RowKernel):
-    """Writes the three functions of the forward: `produce`, `consume`, and the kernel that starts them."""
+    """Writes the three functions of Hopper's forward: `produce`, `consume`, and the kernel that starts them."""
 
+    skeleton = FORWARD
+    of_group = ("q_full", "turns")  # barriers
+    beside = 5  # warps beside those of the first group
     gathers = False  # a vector of a tile's distances would go through shared memory of both warp groups
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> None:
         self.target, self.sinks, self.top, self.low = target, sinks, top, low
         self.kept = [] if plan.kept is None else [expr.machine(plan.kept)]
+        self.groups, self.queries = groups_of(target.arch, dims.head_dim, dims.v_dim)
         super().__init__(plan, dims, target, self.kept)
         self.spread = False  # a scalar Bool is one here
 
     def kernel(self) -> TritonKernel:
         launch = (
             f"attention_forward: grid (q tiles, heads, batch), tiles of {self.target.block_q} queries by "
-            f"{self.target.block_k} keys in {self.target.num_stages} stages, num_warps=4 beside 5 of its own."
+            f"{self.target.block_k} keys in {self.target.num_stages} stages, "
+            f"num_warps=4 beside {self.beside} of its own."
         )
-        return TritonKernel("attention_forward", self.filled(FORWARD), launch)
+        return TritonKernel("attention_forward", self.filled(self.skeleton), launch)
 
     def holes(self) -> dict[str, Any]:
         common, closed = super().holes(), self.closed_form()
@@ -106,8 +133,13 @@ class GluonForward(RowKernel):
             **common,
             **closed,
             "same": padded(self.dims.head_dim) == padded(self.dims.v_dim),
-            "barriers": [{"name": name, "count": count} for name, count in BARRIERS.items()],
-            "halves": [{"half": half} for half in (0, 1)],
+            "barriers": [
+                *({"name": name, "count": self.groups} for name in self.of_group),
+                *({"name": name, "count": "STAGES"} for name in OF_SLOT),
+            ],
+            "groups": self.groups,
+            "rows": self.queries,
+            "halves": [{"half": half} for half in range(self.groups)],
             "results": "".join(f" {n}," for n, use in results if use),
             "sinks": self.sinks,
             "largest": self.top,
@@ -167,3 +199,32 @@ class GluonForward(RowKernel):
             "score_mod": self.quoted(self.plan.score, score, "score = {}", written, inside and "visible"),
             "dropout": self.quoted(self.plan.kept, kept, "p = tl.where({}, p, 0.0)", written),
         }
+
+
+class BlackwellForward(GluonForward):
+    """Writes the four functions of Blackwell's forward: another one, `multiply`, begins the products."""
+
+    skeleton = BLACKWELL
+    of_group = ("q_full", "s_full", "p_full", "o_full")
+
+    @property
+    def beside(self) -> int:
+        return 4 * self.groups - 2
+
+    def holes(self) -> dict[str, Any]:
+        common = super().holes()
+        width = min(PART, padded(self.dims.v_dim))
+        return {
+            **common,
+            "last": self.groups - 1,
+            "width": width,
+            "parts": padded(self.dims.v_dim) // width,
+            "slack": "" if self.top else f" + {SLACK}",
+            "warps": str([4] * (self.groups - 1) + [1, 1]),
+            "registers": str([240] * (self.groups - 1) + [24, 24]),
+        }
+
+    def tiles(self) -> list[dict[str, Any]]:
+        """The holes of a record's two loops."""
+        _, edge, full = super().tiles()
+        return [{**edge, "range": "borders"}, {**full, "range": "borders, hi - lo"}]

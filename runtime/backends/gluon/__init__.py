@@ -1,12 +1,12 @@
-"""Kernels of Gluon for Hopper, on tensors of torch: warp groups that load, and warp groups that compute. Their
-gradients are Triton's kernels."""
+"""Kernels of Gluon for Hopper and Blackwell, on tensors of torch: warp groups that load, and warp groups that compute.
+Their gradients are Triton's kernels."""
 
 from __future__ import annotations
 
 from frisket.runtime.backends.base import Backend, Executors, Lazy, absent, register
 
 HERE, TRITON = "frisket.runtime.backends.gluon", "frisket.runtime.backends.triton"
-HOPPER = (9, 0)
+WRITTEN = {(9, 0), (10, 0)}
 
 
 def reason(framework: str | None = None) -> str:
@@ -18,13 +18,13 @@ def reason(framework: str | None = None) -> str:
     if not torch.cuda.is_available() or torch.version.hip:
         return "no GPU of NVIDIA is visible to torch; its source can be printed all the same"
     have = torch.cuda.get_device_capability()
-    why = f"written for Hopper, compute capability 9.0; this GPU has {have[0]}.{have[1]}"
-    return "" if have == HOPPER else f"{why}: take backend='triton'"
+    why = f"written for Hopper and Blackwell, compute capabilities 9.0 and 10.0; this GPU has {have[0]}.{have[1]}"
+    return "" if have in WRITTEN else f"{why}: take backend='triton'"
 
 
 register(Backend(
     name="gluon",
-    kernels="kernels for Hopper, by name alone until a GPU has run them",
+    kernels="kernels for Hopper and Blackwell, by name alone until a GPU has run them",
     language="gluon",
     reason=reason,
     call_target=Lazy(f"{HERE}.tiles:target"),

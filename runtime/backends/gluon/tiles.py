@@ -1,9 +1,13 @@
 """Choice of tiles and stages of the Gluon kernels: the one place that says so.
 
-A tile has 128 queries, 64 of each warp group. Of the 240 registers of a thread the sums of a head take 64 at head dim
-128, scores of 128 keys 64 more, and their weights, which the product with values still reads, 32: what is left carries
-formulas, but no rows of a table and no dice. So masks and score mods that read tables by key, dropout, and windows have
-tiles of 64 keys. Heads of 256 have 128 registers of sums: 64 keys, or 32 beside any mask or score mod.
+On Hopper a tile has 128 queries, 64 of each warp group. Of the 240 registers of a thread the sums of a head take 64 at
+head dim 128, scores of 128 keys 64 more, and their weights, which the product with values still reads, 32: what is left
+carries formulas, but no rows of a table and no dice. So masks and score mods that read tables by key, dropout, and
+windows have tiles of 64 keys. Heads of 256 have 128 registers of sums: 64 keys, or 32 beside any mask or score mod.
+
+On Blackwell a warp group has 128 queries, a row of scores in each thread: 128 registers for 128 keys, and none for the
+sums, which are in tensor memory. Tiles have 64 keys beside any score mod too, and heads of 256 have 64, or 32 beside
+tables by key and dropout.
 """
 
 from __future__ import annotations
@@ -11,9 +15,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import Expr
 from frisket.lowering.kernels.expr import COLUMN, levels
-from frisket.lowering.kernels.gluon.forward import QUERIES
+from frisket.lowering.kernels.gluon.forward import ARCHITECTURES, INSTEAD, groups_of
 from frisket.lowering.kernels.triton.parameters import padded
 from frisket.lowering.plan import Geometry, Target
 from frisket.runtime.backends.triton import tiles as triton_tiles
@@ -22,7 +27,7 @@ from frisket.runtime.calls.tuning import AS_CHOSEN, Tuning
 if TYPE_CHECKING:
     from frisket.runtime.plans.base import CallPlan
 
-SHARED = 232_448 - 1024  # bytes of a block, less barriers and what partitions hand to each other
+SHARED = 232_448 - 2048  # bytes of a block, less barriers and what partitions hand to each other
 STAGES = 4  # at most: more of them wait for nothing
 
 
@@ -32,17 +37,25 @@ def target(
 ) -> Target:  # fmt: skip
     """The target of a call, whose backward is Triton's. `tile` is the user's, of the forward alone."""
     theirs = triton_tiles.target(plan, g, dtype, None, tuning, device, arch)
-    block = tile or (QUERIES, keys_of(plan, g))
-    own = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block))
+    if arch and arch not in ARCHITECTURES:
+        raise BackendError(f"the Gluon kernels are written for {' and '.join(ARCHITECTURES)}, not {arch}; {INSTEAD}")
+    found = arch or triton_tiles.architecture(device)
+    found = found if found in ARCHITECTURES else ARCHITECTURES[0]  # whose source can be printed anywhere
+    groups, rows = groups_of(found, g.head_dim, g.v_dim)
+    block = tile or (groups * rows, keys_of(plan, g, found))
+    own = Target("gluon", *block, num_warps=4, num_stages=stages(g, *block), arch=found)
     return replace(own, dq=theirs.dq, dkv=theirs.dkv, precision=theirs.precision, tanh=theirs.tanh)
 
 
-def keys_of(plan: CallPlan | None, g: Geometry) -> int:
+def keys_of(plan: CallPlan | None, g: Geometry, arch: str) -> int:
     """The keys of a tile."""
     mask, score = (None, None) if plan is None else plan.simplified
     more = reads_by_key(mask, score) or (plan is not None and plan.dropout)
     if max(padded(g.head_dim), padded(g.v_dim)) > 128:
+        if arch == "sm_100":
+            return 32 if more else 64
         return 64 if mask is None and score is None and not more else 32
+    more = more or (arch == "sm_100" and score is not None)
     if more or mask is None or plan is None:
         return 64 if more else 128
     seen, _ = triton_tiles.keys_seen(mask, tuple(sorted(plan.scalars.items())))

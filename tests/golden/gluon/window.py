@@ -44,7 +44,7 @@ def produce(
     lo, full_lo, full_hi, hi,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Loads both halves of the queries, then every tile of keys and of values into the rings, by TMA."""
+    """Loads the queries of every warp group, then every tile of keys and of values into the rings, by TMA."""
     for half in gl.static_range(2):
         mbarrier.expect(q_full.index(half), Q.block_type.nbytes)
         load_tile(Q, [batch, head, start + half * (BLOCK_Q // 2), 0], q_full.index(half), queries.index(half))

@@ -39,12 +39,12 @@ def tensors(case, layout="bhsd"):
     return made
 
 
-def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=False, stages=2):
+def run(case, made=None, layout="bhsd", sinks=None, top=False, spans=None, norm=False, stages=2, arch="sm_90"):
     made = made or cases.plan(case)
     tables = {n: torch.as_tensor(np.array(a)) for n, a in made.table_values(case.tables).items()}
     return gluon_launch.forward(
         made, spans or cases.Source(case), cases.geometry(case), *tensors(case, layout),
-        made.slot_values({**case.slots, **DROPPED}), tables, Target("gluon", *case.block, 4, stages),
+        made.slot_values({**case.slots, **DROPPED}), tables, Target("gluon", *case.block, 4, stages, arch=arch),
         sinks=None if sinks is None else torch.as_tensor(sinks), top=top, norm=norm,
     )  # fmt: skip
 
@@ -57,13 +57,13 @@ def check(case, out, lse, *_):
     assert out.dtype == getattr(torch, case.dtype)
 
 
-def with_everything(case):
+def with_everything(case, **more):
     """Sinks (one of them without weight), the largest scores and dropout, against the oracle in float64."""
     sinks = np.linspace(-1, 2, case.heads).astype(np.float32)
     sinks[-1] = -np.inf
     limits = dict.fromkeys((*COORDINATES, *SIZES, *case.slots, *case.tables), 2.0**14)
     made = make_plan(case.mask, case.score, limits=limits, dropout=True)
-    out, lse, top, low = run(case, made, sinks=sinks, top=True, norm=True)
+    out, lse, top, low = run(case, made, sinks=sinks, top=True, norm=True, **more)
     q, k, v = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in cases.arrays(case))
     options = {
         "scale": case.dim**-0.5, "params": {**case.slots, **DROPPED}, "tables": case.tables, "origin": case.origin,

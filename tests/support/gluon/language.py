@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .machine import Barrier, FaultError, Machine, Shared, View, matrix
+from .machine import Barrier, Columns, FaultError, Machine, Shared, TensorMemory, View, matrix
 from .numbers import F32, I32, KINDS, Kind, Pointer, Tensor, common, pair, tensor
 
 SEED, LATE = 0, True
@@ -204,7 +204,8 @@ gl = SimpleNamespace(
     sum=reduction(lambda x, axis: x.sum(axis, dtype=x.dtype)), static_range=range,
     convert_layout=lambda x, layout: x, program_id=lambda axis: Tensor(Machine.now.program[axis], I32),
     num_programs=lambda axis: Tensor(Machine.now.grid[axis], I32),
-    NVMMADistributedLayout=lambda *a, **more: None, SliceLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
+    NVMMADistributedLayout=lambda *a, **more: None, BlockedLayout=lambda *a: None,
+    SliceLayout=lambda *a: None, DotOperandLayout=lambda *a: None,
     exp=elementwise(np.exp), exp2=elementwise(np.exp2), log=elementwise(np.log), log2=elementwise(np.log2),
     sin=elementwise(np.sin), cos=elementwise(np.cos), sqrt_rn=elementwise(np.sqrt), erf=elementwise(erf),
     rsqrt=elementwise(lambda x: 1 / np.sqrt(x)), floor=elementwise(np.floor), abs=elementwise(np.abs),
@@ -266,6 +267,31 @@ hopper = SimpleNamespace(
 )
 
 
+# -- nvidia.blackwell ---------------------------------------------------------------------------------
+
+
+def allocate_tensor_memory(kind: Kind, shape, layout) -> TensorMemory:
+    made = TensorMemory(kind, shape)
+    Machine.now.columns += math.prod(shape) // 128 * kind.bits // 32
+    if Machine.now.columns > 512:
+        raise FaultError(f"{Machine.now.columns} columns of tensor memory, which has 512")
+    return made
+
+
+def tcgen05_mma(a, b, acc, *, use_acc=True) -> None:
+    Machine.now.begin(a, b, acc, use_acc)
+
+
+def tcgen05_commit(place) -> None:
+    Machine.now.commit(barrier_of(place))
+
+
+blackwell = SimpleNamespace(
+    allocate_tensor_memory=allocate_tensor_memory, tcgen05_mma=tcgen05_mma, tcgen05_commit=tcgen05_commit,
+    TensorMemoryLayout=lambda *a, **more: None,
+)  # fmt: skip
+
+
 def kernels(source: str) -> dict[str, Any]:
     """The functions of a module's text."""
     names = ("async_load", "async_store") if LATE else ("async_copy_global_to_shared", "async_copy_shared_to_global")
@@ -273,11 +299,14 @@ def kernels(source: str) -> dict[str, Any]:
         **dict(zip(names, (async_load, async_store), strict=True)), store_wait=lambda left: Machine.now.stored(left)
     )
     language = SimpleNamespace(**vars(gl), **{"barrier" if LATE else "thread_barrier": lambda: Machine.now.switch()})
+    seen_as = "reinterpret" if LATE else "_reinterpret"
+    blackwell.tensor_memory_descriptor = SimpleNamespace(**{seen_as: Columns.seen_as})
     names = {
         "triton": triton,
         "gl": language,
         "gluon": gluon,
         "hopper": hopper,
+        "blackwell": blackwell,
         "mbarrier": mbarrier,
         "tma": tma,
         "tl": tl,

@@ -1,5 +1,6 @@
 """One block of a GPU's threads as far as warp-specialised kernels see it: partitions that run by themselves, mbarriers
-with phases, counts and bytes, copies by TMA, products of warp groups, and shared memory that holds NaN until written.
+with phases, counts and bytes, copies by TMA, products of warp groups and into tensor memory, and memory that holds NaN
+until written.
 
 Partitions are threads of which one runs at a time. Wherever they synchronise, a scheduler draws who goes on, a copy
 that arrives among them, by a seed: equal seeds give equal runs. What goes wrong is told from the order that barriers
@@ -11,8 +12,10 @@ compiler puts a barrier of theirs before every arrival, which `test_gluon_compil
 
 from __future__ import annotations
 
+import math
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +117,12 @@ class Slot:
         if late:
             raise FaultError(f"{self.name}: {what} before it is known that {late[0]} has read it")
 
+    def check_written(self, clock: Clock, what: str) -> None:
+        """As `check_free`, where what is there may be a product that still runs."""
+        self.check_free(clock, what)
+        if self.wrote is not None and not clock.knows(self.wrote):
+            raise FaultError(f"{self.name}: {what} before it is known that {self.wrote[0]} has written")
+
     def check_full(self, clock: Clock, who: str) -> None:
         """Whoever reads must know that what is there has arrived."""
         if self.copy is None and self.wrote is None:
@@ -131,6 +140,13 @@ class View:
     slot: Slot
     shape: tuple[int, ...]
     order: tuple[int, ...] | None = None
+    part: slice = field(default_factory=lambda: slice(None))
+
+    def slice(self, start: int, length: int, axis: int) -> View:
+        """Columns of a matrix, to be written."""
+        if axis != 1 or self.order is not None or not 0 <= start <= start + length <= self.shape[1]:
+            raise FaultError(f"{self.slot.name} has no columns {start} to {start + length}")
+        return View(self.slot, (self.shape[0], length), None, slice(start, start + length))
 
     def reshape(self, shape) -> View:
         return View(self.slot, tuple(shape))
@@ -152,9 +168,55 @@ class View:
         self.slot.check_free(me.clock, f"{me.name} writes")
         if value.kind is not self.slot.kind or value.shape != self.shape:
             raise FaultError(f"{self.slot.name} holds {self.shape} of {self.slot.kind.name}, not {value.shape}")
-        self.slot.data[...] = value.data.reshape(self.slot.data.shape)
+        self.slot.data.reshape(-1, self.slot.data.shape[-1])[:, self.part] = value.data.reshape(-1, self.shape[-1])
         self.slot.copy, self.slot.wrote, self.slot.reads = None, me.tick(), []
         me.fenced = False
+
+
+@dataclass
+class Columns:
+    """A tile of tensor memory, or columns of it, of the numbers that were written there last."""
+
+    slot: Slot
+    shape: tuple[int, ...]
+    kind: Kind
+    part: slice = field(default_factory=lambda: slice(None))
+
+    def slice(self, start: int, length: int) -> Columns:
+        if not 0 <= start <= start + length <= self.shape[1]:
+            raise FaultError(f"{self.slot.name} has {self.shape[1]} columns, no {start} to {start + length}")
+        return Columns(self.slot, (self.shape[0], length), self.kind, slice(start, start + length))
+
+    def seen_as(self, kind: Kind, shape, layout) -> Columns:
+        if math.prod(shape) * kind.bits != math.prod(self.shape) * self.kind.bits:
+            raise FaultError(f"{self.slot.name} has another size than {shape} of {kind.name}")
+        return Columns(self.slot, tuple(shape), kind, slice(self.part.start or 0, (self.part.start or 0) + shape[1]))
+
+    @property
+    def data(self) -> np.ndarray:
+        if self.slot.kind is not self.kind:
+            raise FaultError(f"{self.slot.name} holds {self.slot.kind.name}, read as {self.kind.name}")
+        return self.slot.data[:, self.part]
+
+    def put(self, values: np.ndarray) -> None:
+        if self.slot.kind is not self.kind:
+            self.slot.kind, self.slot.data = self.kind, np.full_like(self.slot.data, np.nan)
+        self.slot.data[:, self.part] = values
+
+    def load(self, layout) -> Tensor:
+        machine = Machine.now
+        me = machine.running
+        self.slot.check_full(me.clock, me.name)
+        self.slot.reads.append(me.tick())
+        return Tensor(self.data.copy(), self.kind)
+
+    def store(self, value: Tensor) -> None:
+        me = Machine.now.running
+        self.slot.check_written(me.clock, f"{me.name} writes")
+        if value.kind is not self.kind or value.shape != self.shape:
+            raise FaultError(f"{self.slot.name} takes {self.shape} of {self.kind.name}, not {value.shape}")
+        self.put(value.data)
+        self.slot.wrote, self.slot.reads = me.tick(), []
 
 
 class Shared:
@@ -163,6 +225,10 @@ class Shared:
     def __init__(self, kind: Kind, shape: Sequence[int]) -> None:
         self.name, self.shape, self.kind = "?", tuple(shape), kind
         self.items: list[Any] = [None] * shape[0]
+
+    @property
+    def dtype(self) -> Kind:
+        return self.kind
 
     def index(self, i) -> Any:
         at = int(i)
@@ -173,7 +239,17 @@ class Shared:
         if self.items[at] is None:
             self.items[at] = Slot(f"{self.name}[{at}]", self.shape[1:], self.kind)
         self.items[at].name = f"{self.name}[{at}]"
-        return View(self.items[at], self.shape[1:])
+        return self.view(self.items[at])
+
+    def view(self, slot: Slot) -> Any:
+        return View(slot, self.shape[1:])
+
+
+class TensorMemory(Shared):
+    """An allocation of tensor memory."""
+
+    def view(self, slot: Slot) -> Columns:
+        return Columns(slot, self.shape[1:], self.kind)
 
 
 @dataclass(eq=False)
@@ -193,6 +269,8 @@ class Partition:
         self.clock, self.count = Clock({name: 0}), 0
         self.products: list[Product] = []
         self.stores: list[Slot] = []
+        self.begun: deque[Callable[[], None]] = deque()  # products into tensor memory and what tells of them, in order
+        self.unit = Clock({f"{name}'s products": 0})
         self.fenced = True
         self.wanted: tuple[Barrier, int] | None = None
         self.ended, self.error = False, None
@@ -242,7 +320,7 @@ class Machine:
         self.partitions: list[Partition] = []
         self.running: Any = Partition(self, "kernel", lambda: None)
         self.coming: list[Callable[[], None]] = []
-        self.copies, self.stopping = 0, False
+        self.copies, self.columns, self.stopping = 0, 0, False
         self.program, self.grid = (0, 0, 0), (1, 1, 1)
 
     # -- what partitions do ---------------------------------------------------------------------------
@@ -266,14 +344,20 @@ class Machine:
                 p.thread.join()
         if self.coming:
             raise FaultError("the kernel ends while copies are still to arrive")
+        if any(p.begun for p in self.partitions):
+            raise FaultError("the kernel ends while products are under way")
         self.running = kernel
 
     def _go_on(self) -> None:
         ready = [p for p in self.partitions if p.ready]
-        if not ready and not self.coming:
+        products = [p for p in self.partitions if p.begun]
+        if not ready and not self.coming and not products:
             waits = [f"{p.name} waits for {p.wanted[0]}" for p in self.partitions if not p.ended and p.wanted]
             raise DeadlockError("\n  ".join(["all partitions wait", *waits]))
-        who = self.draw.randrange(len(ready) + len(self.coming))
+        who = self.draw.randrange(len(ready) + len(self.coming) + len(products))
+        if who >= len(ready) + len(self.coming):
+            products[who - len(ready) - len(self.coming)].begun.popleft()()
+            return
         if who >= len(ready):
             self.coming.pop(who - len(ready))()
             return
@@ -365,6 +449,43 @@ class Machine:
         me.products.append(made)
         self.switch()
         return made
+
+    def begin(self, a: Any, b: View, acc: Columns, use_acc: bool) -> None:
+        """Begin a product into tensor memory. Those of a partition run one after the other, as the tensor cores take
+        them; others know that one has run from a barrier that is told by `commit`."""
+        me = self.running
+        name = f"{me.name}'s products"
+        known = me.clock.copy()
+        known.join(me.unit)
+        for x in (a, b):
+            x.slot.check_full(known, name)
+            _ = x.data  # of the kind that is read
+        if a.slot.kind is not b.slot.kind:
+            raise FaultError(f"a product of {a.slot.kind.name} and {b.slot.kind.name}")
+        if use_acc:
+            acc.slot.check_full(known, name)
+        acc.slot.check_written(known, f"{name} write")
+        if a.shape[1] != b.shape[0] or acc.shape != (a.shape[0], b.shape[1]):
+            raise FaultError(f"a product of {a.shape} and {b.shape} into {acc.shape}")
+        me.unit.ticks[name] += 1
+        event = name, me.unit.ticks[name]
+        for x in (a, b):
+            x.slot.reads.append(event)
+        acc.slot.wrote, acc.slot.reads = event, []
+
+        def runs() -> None:
+            found = np.asarray(a.data, np.float32) @ np.asarray(b.data, np.float32)
+            acc.put(acc.data + found if use_acc else found)
+
+        me.begun.append(runs)
+        self.switch()
+
+    def commit(self, barrier: Barrier) -> None:
+        """Arrive at a barrier when all products that this partition has begun have run."""
+        me = self.running
+        clock = me.unit.copy()
+        me.begun.append(lambda: barrier.arrive(clock))
+        self.switch()
 
     def waited(self, left: int, results: Sequence[Any]) -> list[Tensor]:
         """Wait until no more than `left` products run; the results that are ready then."""

@@ -1,29 +1,4 @@
-@gluon.jit
-def produce(
-    Q, K, V, queries, keys, values, q_full, k_full, k_free, v_full, v_free, batch, head, kv_head, start,
-    $walk,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-):
-    """Loads both halves of the queries, then every tile of keys and of values into the rings, by TMA."""
-    for half in gl.static_range(2):
-        mbarrier.expect(q_full.index(half), Q.block_type.nbytes)
-        load_tile(Q, [batch, head, start + half * (BLOCK_Q // 2), 0], q_full.index(half), queries.index(half))
-    n = 0  # tiles so far
-    for i in range(gl.load(Count + entry)):  $if tabled
-        $include triton.record
-        left = full_lo - lo
-        borders = left + hi - full_hi
-        for j in range(hi - lo):
-            $include walked
-            slot = n % STAGES
-            phase = n // STAGES & 1 ^ 1
-            mbarrier.wait(k_free.index(slot), phase)
-            mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
-            load_tile(K, [batch, kv_head, tile * BLOCK_K, 0], k_full.index(slot), keys.index(slot))
-            mbarrier.wait(v_free.index(slot), phase)
-            mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
-            load_tile(V, [batch, kv_head, tile * BLOCK_K, 0], v_full.index(slot), values.index(slot))
-            n += 1
+$include produce
 
 
 @gluon.jit
@@ -76,28 +51,9 @@ def consume(
 $jit
 def attention_forward(
     Q, K, V, Out,  # descriptors of [batch, heads, length, dim], in blocks of BLOCK_Q / 2 queries or BLOCK_K keys
-    Lse,  # float32 [batch, heads, q_len], contiguous
-    Top,  # the largest scores, as Lse  $if largest
-    Low,  # what rounding took from Lse  $if low
-    Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
-    scale, $numbers,
-    $include triton.parameters
-    STAGES: gl.constexpr,  # tiles of keys, and of values, that are in shared memory at once
+    $include signature
 ):
-    $include triton.row
-    start = row * BLOCK_Q
-    kv_head = head // GROUP
-    $include triton.scalars
-    $include triton.closed_form
-    lo, full_lo = 0, 0  $if everything
-    full_hi, hi = kv_len // BLOCK_K, gl.cdiv(kv_len, BLOCK_K)  $if everything
-    queries = gl.allocate_shared_memory(Q.dtype, [2] + Q.block_type.shape, Q.layout)
-    outs = queries  # the queries have been read by then  $if same
-    outs = gl.allocate_shared_memory(Out.dtype, [2] + Out.block_type.shape, Out.layout)  $if not same
-    keys = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
-    values = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
-    $for barriers:
-        $name = gl.allocate_shared_memory(gl.int64, [$count, 1], mbarrier.MBarrierLayout())
+    $include begin
     for half in gl.static_range(2):
         mbarrier.init(q_full.index(half), count=1)
         mbarrier.init(turns.index(half), count=1)

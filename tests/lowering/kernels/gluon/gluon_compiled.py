@@ -1,5 +1,6 @@
-"""Run by test_gluon_compiled.py without TRITON_INTERPRET: what the Gluon kernels take of Hopper, beside
-tests/golden/gluon/report_<version of Triton>.txt. `--update-golden` writes the lines of the tests that run."""
+"""Run by test_gluon_compiled.py without TRITON_INTERPRET: what the Gluon kernels take of Hopper and Blackwell, beside
+tests/golden/gluon/report_<version of Triton>.txt and report_sm_100_<version>.txt. `--update-golden` writes the lines of
+the tests that run."""
 
 import re
 import subprocess
@@ -15,14 +16,15 @@ import frisket as fk
 from frisket.dsl.errors import BackendError
 from frisket.dsl.ir import var
 from frisket.dsl.sugar import k, q
-from frisket.lowering.kernels.gluon.forward import emit
+from frisket.lowering.kernels.gluon.forward import emit, groups_of
 from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Geometry, Target, make_plan
 from frisket.runtime.backends.gluon.report import compile_reports, compiled_for
 from frisket.runtime.backends.gluon.tiles import stages
 from frisket.runtime.backends.triton.source import load
 
-GOLDEN = Path(__file__).parents[3] / "golden" / "gluon" / f"report_{'.'.join(triton.__version__.split('.')[:2])}.txt"
+GOLDEN = Path(__file__).parents[3] / "golden" / "gluon"
+VERSION = ".".join(triton.__version__.split(".")[:2])
 LENGTH, HEADS = 8192, 8
 MASKS = {
     "full": (None, None), "causal": ("causal", None), "window": ("causal & window(128)", None),
@@ -32,30 +34,33 @@ MASKS = {
 TABLES = {"documents": {"doc": np.arange(LENGTH) // 700}, "bias": {"bias": np.zeros((HEADS, LENGTH), np.float32)}}
 ALL = list(product((64, 128, 256), (*MASKS, "dropout")))
 FEW = [(128, "causal"), (64, "documents"), (256, "alibi")]
+ARCHITECTURES = ("sm_90", "sm_100")
 
 
-def made(dim, name):
+def made(dim, name, arch="sm_90"):
     """(text, plan, target) of a kernel, as training calls it."""
     if name == "dropout":
         plan = make_plan(q >= k, None, bounds=Bounds(var("k0"), var("k0"), var("q0"), var("q1")), dropout=True)
-        keys = 64 if dim <= 128 else 32
-        chosen = Target("gluon", 128, keys, 4, stages(Geometry(1, 1, 1, 1, 1, dim, dim, 1), 128, keys))
+        groups, rows = groups_of(arch, dim, dim)
+        block = groups * rows, 64 if dim <= 128 else 32
+        chosen = Target("gluon", *block, 4, stages(Geometry(1, 1, 1, 1, 1, dim, dim, 1), *block), arch=arch)
         return emit(plan, chosen, Dims(dim, dim, "bfloat16")), plan, chosen
     mask, mod = MASKS[name]
     shown = fk.compile(mask, mod, **TABLES.get(name, {})).stages(
-        backend="gluon", arch="sm_90", q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, head_dim=dim,
+        backend="gluon", arch=arch, q_len=LENGTH, kv_len=LENGTH, heads=HEADS, kv_heads=HEADS, head_dim=dim,
         dtype="bfloat16",
     )  # fmt: skip
     return shown.source, shown.plan, shown.target
 
 
-def known():
-    text = GOLDEN.read_text() if GOLDEN.exists() else ""
+def known(golden):
+    text = golden.read_text() if golden.exists() else ""
     return {line[:17]: line for line in text.splitlines()}
 
 
-def check(dim, name, update):
-    (found,) = compile_reports(*made(dim, name), Dims(dim, dim, "bfloat16"))
+def check(dim, name, arch, update):
+    golden = GOLDEN / f"report_{'' if arch == 'sm_90' else f'{arch}_'}{VERSION}.txt"
+    (found,) = compile_reports(*made(dim, name, arch), Dims(dim, dim, "bfloat16"), arch)
     place = f"D {dim:<3} {name:<9}  "
     line = (
         f"{place}{found.block_q:>3} x {found.block_k:<3} {found.warps} warps {found.stages} stages "
@@ -65,23 +70,40 @@ def check(dim, name, update):
     assert found.spills == 0, line
     assert found.mma > 0, line
     if update:
-        lines = known() | {place: line}
+        lines = known(golden) | {place: line}
         order = [f"D {d:<3} {n:<9}  " for d, n in ALL]
-        GOLDEN.parent.mkdir(exist_ok=True)
-        GOLDEN.write_text("".join(lines[p] + "\n" for p in order if p in lines))
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text("".join(lines[p] + "\n" for p in order if p in lines))
     else:
-        assert line == known().get(place, line), "if it should change, run pytest -m '' -n 0 --update-golden here"
+        assert line == known(golden).get(place, line), "if it should change, run pytest -m '' -n 0 --update-golden here"
 
 
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dim", "name"), FEW)
-def test_some(dim, name, request):
-    check(dim, name, request.config.getoption("--update-golden"))
+def test_some(dim, name, arch, request):
+    check(dim, name, arch, request.config.getoption("--update-golden"))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("dim", "name"), [x for x in ALL if x not in FEW])
-def test_rest(dim, name, request):
-    check(dim, name, request.config.getoption("--update-golden"))
+def test_rest(dim, name, arch, request):
+    check(dim, name, arch, request.config.getoption("--update-golden"))
+
+
+def test_warps_of_a_group_meet_before_they_arrive_on_blackwell():
+    """Weights are in tensor memory before the barrier that tells of them."""
+    source, plan, chosen = made(128, "causal", "sm_100")
+    compiled = compiled_for(load(source).attention_forward, plan, chosen, Dims(128, 128, "bfloat16"))
+    assert compiled.metadata.tmem_size == 512
+    lines = sass(compiled.asm["cubin"])
+    assert sum("UTCBAR" in x for x in lines) >= 3  # of free values, free keys, and scores or sums
+    stored = False  # by this warp alone
+    for x in lines:
+        stored |= "STTM" in x
+        if "BAR.SYNC" in x:
+            stored = False
+        assert not (stored and "SYNCS.ARRIVE" in x), "an arrival by a warp that waited for its own weights alone"
 
 
 def sass(cubin):
@@ -118,5 +140,7 @@ def test_products_run_beside_the_softmax():
 
 def test_other_machines_are_refused():
     source, plan, chosen = made(64, "causal")
-    with pytest.raises(BackendError, match="written for sm_90, not sm_80"):
+    with pytest.raises(BackendError, match="the text is written for sm_90, not sm_80"):
         next(compile_reports(source, plan, chosen, Dims(64, 64, "bfloat16"), "sm_80"))
+    with pytest.raises(BackendError, match="are written for sm_90 and sm_100, not sm_80"):
+        made(64, "causal", "sm_80")

@@ -15,6 +15,7 @@ from frisket.lowering.kernels.triton.writer import Dims
 from frisket.lowering.plan import Bounds, Pages, Target, make_plan
 
 TARGET = Target("gluon", 128, 128, 4, 3)
+BLACKWELL = Target("gluon", 256, 128, 4, 2, arch="sm_100")
 causal = q >= k
 documents = eq(ir.lookup("doc", (b, q)), ir.lookup("doc", (b, k)))
 closed = Bounds(var("q0") - param("w") + 1, var("q1") - param("w") + 1, var("q0"), var("q1"))
@@ -33,18 +34,23 @@ GOLDEN = {
 }  # fmt: skip
 
 
+GOLDEN |= {f"gluon/blackwell_{name.removeprefix('gluon/')}": of for name, of in GOLDEN.items()}
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_text(name, golden):
     made, dims, more = GOLDEN[name]
-    text = emit(made, TARGET, dims, **more)
+    target = BLACKWELL if "blackwell" in name else TARGET
+    text = emit(made, target, dims, **more)
     golden(name, text)
-    assert text == emit(made, TARGET, dims, **more)
+    assert text == emit(made, target, dims, **more)
     ast.parse(text)
 
 
+@pytest.mark.parametrize("target", [TARGET, BLACKWELL], ids=lambda target: target.arch)
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_has_a_text(name):
-    text = emit(plan(CASES[name]), TARGET, Dims(32, 32, "bfloat16", 2), low=True)
+def test_every_case_has_a_text(name, target):
+    text = emit(plan(CASES[name]), target, Dims(32, 32, "bfloat16", 2), low=True)
     ast.parse(text)
     assert "tl." not in text.replace("gl.", "").replace("tl.PropagateNan", "")
     assert ("from triton import language as tl" in text) == ("tl.PropagateNan" in text)
@@ -73,3 +79,6 @@ def test_what_the_kernel_does_not_do_is_refused():
     refused("takes head dims up to 256, whose sums fit", dims=Dims(320, 64, "bfloat16"))
     refused("takes head dims that are multiples of 8", dims=Dims(64, 20, "bfloat16"))
     refused("has tiles of 128 queries and 32, 64 or 128 keys, not 64 x 64", target=Target("gluon", 64, 64))
+    refused(
+        "has tiles of 256 queries and 32, 64 or 128 keys, not 128 x", target=Target("gluon", 128, 64, arch="sm_100")
+    )

@@ -105,6 +105,81 @@ FAULTS = {
     "no fence": (r"hopper.fence_async_shared\(\)", 1, "pass", "without a fence"),
     "result not awaited": (r"tma.store_wait\(0\)", 1, "pass", "ends while a copy is under way"),
 }
+BLACKWELL = {
+    "scores not awaited": (r"mbarrier.wait\(s_full.index\(half\), n & 1\)", 2, "pass", "scores.*(nobody|before it is)"),
+    "weights not awaited": (
+        r"mbarrier.wait\(p_full.index\(half\), \(n - 1\) & 1\)",
+        1,
+        "pass",
+        "holds float32, read as bfloat16|before it is known",
+    ),
+    "wrong phase of weights": (
+        r"p_full.index\(half\), \(n - 1\) & 1",
+        1,
+        "p_full.index(half), n & 1",
+        "before|holds|wait",
+    ),
+    "sums not awaited": (r"mbarrier.wait\(o_full.index\(half\), 0\)", 1, "pass", "sums.*before it is known"),
+    "keys not awaited": (r"mbarrier.wait\(k_full.index\(slot\), n // STAGES & 1\)", 1, "pass", "keys.*(nobody|before)"),
+    "values not awaited": (
+        r"mbarrier.wait\(v_full.index\(before\), \(n - 1\) // STAGES & 1\)",
+        1,
+        "pass",
+        "values.*(nobody|before)",
+    ),
+    "queries not awaited": (r"mbarrier.wait\(q_full.index\(half\), 0\)", 1, "pass", "queries.*(nobody|before)"),
+    "weights that no product waits for": (
+        r"mbarrier.arrive\(p_full.index\(half\), count=1\)",
+        2,
+        "pass",
+        "multiply2 waits for p_full",
+    ),
+    "two arrivals where one counts": (
+        r"mbarrier.arrive\(p_full.index\(half\), count=1\)",
+        2,
+        "mbarrier.arrive(p_full.index(half), count=2)",
+        "an arrival too many",
+    ),
+    "a barrier of two arrivals": (
+        r"mbarrier.init\(p_full.index\(half\), count=1\)",
+        1,
+        "mbarrier.init(p_full.index(half), count=2)",
+        "multiply2 waits for p_full",
+    ),
+    "scores without a commit": (r"blackwell.tcgen05_commit\(s_full.index\(half\)\)", 1, "pass", "waits for s_full"),
+    "keys that are never free": (r"blackwell.tcgen05_commit\(k_free.index\(slot\)\)", 1, "pass", "waits for k_free"),
+    "keys that are free after one half": (
+        r"if half == 1:(\n +blackwell.tcgen05_commit\(k_free)",
+        1,
+        r"if half == 0:\1",
+        "keys.*before it is known",
+    ),
+    "keys that are free before their product": (
+        r"( +)(blackwell.tcgen05_mma\(query, key, score, use_acc=False\)\n)( +if half == 1:\n"
+        r" +blackwell.tcgen05_commit\(k_free.index\(slot\)\)\n)",
+        1,
+        r"\3\1\2",
+        "keys.*before it is known that multiply2's products has read it",
+    ),
+    "sums before they are zero": (
+        r"acc.slice\(part \* 64, 64\).store\(.*\)\n",
+        1,
+        "pass\n",
+        "sums.*nobody has written",
+    ),
+    "more tensor memory than there is": (
+        r"gl.float32, \[2, 128, DIM_V\]",
+        1,
+        "gl.float32, [4, 128, DIM_V]",
+        "which has 512",
+    ),
+    "a product that nobody waits for": (
+        r"blackwell.tcgen05_commit\(o_full.index\(half\)\)",
+        1,
+        "mbarrier.arrive(o_full.index(half), count=1)",
+        "sums.*before it is known",
+    ),
+}
 
 
 def test_without_a_fault(monkeypatch):
@@ -115,8 +190,16 @@ def test_without_a_fault(monkeypatch):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_seen(monkeypatch, name, seed):
-    was, count, now, words = FAULTS[name]
+    check_seen(monkeypatch, CASE, seed, *FAULTS[name])
 
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", BLACKWELL)
+def test_faults_on_blackwell_are_seen(monkeypatch, name, seed):
+    check_seen(monkeypatch, CASE.but(block=(256, 64), dim=128, v_dim=128), seed, *BLACKWELL[name], arch="sm_100")
+
+
+def check_seen(monkeypatch, case, seed, was, count, now, words, **more):
     def change(text):
         changed, times = re.subn(was, now, text)
         assert times == count
@@ -124,7 +207,7 @@ def test_faults_are_seen(monkeypatch, name, seed):
 
     install(monkeypatch, change, seed)
     with pytest.raises((FaultError, TypeError, AttributeError), match=words):
-        run(CASE)
+        run(case, **more)
 
 
 def test_a_deadlock_says_who_waits_for_what(monkeypatch):

@@ -1,22 +1,24 @@
 """The Gluon forward against dense attention, in the interpreter of tests/support/gluon: every mask and score mod, in
-any order of warps and copies that the scheduler draws."""
+any order of warps, copies and products that the scheduler draws; `on` is the architecture that a text is for."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from support import attention_cases as cases
 from support.attention_cases import CASES, DOCUMENTS, Case, causal
 from support.gluon.gluon_call import check, install, run, tensors, with_everything
 
 from frisket.dsl import ir
 from frisket.dsl.ir import lit, var
-from frisket.dsl.sugar import eq, h, k, q
+from frisket.dsl.sugar import eq, h, k, q, score
 from frisket.lowering import dense
 from frisket.lowering.plan import Bounds, Target, make_plan
+from frisket.runtime.backends import gluon
 from frisket.runtime.backends.gluon import forward as gluon_launch
 
-BLOCK = (128, 64)
+BLOCKS = {"sm_90": (128, 64), "sm_100": (256, 64)}
 
 
 @pytest.fixture(autouse=True)
@@ -24,42 +26,48 @@ def interpreted(monkeypatch):
     install(monkeypatch)
 
 
-def half(case, **changes):
-    return case.but(**{"dtype": "bfloat16", "block": BLOCK} | changes)
+@pytest.fixture(params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+def on(request):
+    return request.param
+
+
+def half(case, on, **changes):
+    return case.but(**{"dtype": "bfloat16", "block": BLOCKS[on]} | changes)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(name):
-    case = half(DOCUMENTS[name][0])
-    check(case, *run(case))
+def test_documents(name, on):
+    case = half(DOCUMENTS[name][0], on)
+    check(case, *run(case, arch=on))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_case(name):
-    case = half(CASES[name])
-    check(case, *run(case))
+def test_every_case(name, on):
+    case = half(CASES[name], on)
+    check(case, *run(case, arch=on))
 
 
 @pytest.mark.parametrize(
     "name", ["gqa", "empty-rows", "nothing", "softcap", "visible-minus-inf", "documents-by-batch", "crop"]
 )
-def test_every_case_with_everything(name):
-    with_everything(half(CASES[name]))
+def test_every_case_with_everything(name, on):
+    with_everything(half(CASES[name], on), arch=on)
 
 
 @pytest.mark.parametrize(
     ("dim", "v_dim", "keys"), [(16, 16, 64), (24, 40, 32), (64, 64, 128), (96, 96, 64), (128, 64, 128), (256, 256, 32)]
 )
-def test_head_dims(dim, v_dim, keys):
+def test_head_dims(dim, v_dim, keys, on):
     case = Case(causal & (q - k < 150), q_len=200, kv_len=200, heads=1, kv_heads=1, dim=dim, v_dim=v_dim)
-    case = half(case, dtype="float16", block=(128, keys))
-    check(case, *run(case))
+    queries = 256 if on == "sm_100" and dim <= 128 else 128
+    case = half(case, on, dtype="float16", block=(queries, keys))
+    check(case, *run(case, arch=on))
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "sbhd", "bhds"])
-def test_strides(layout):
-    case = half(Case(causal, dim=48, v_dim=80, heads=4, kv_heads=2, batch=2, q_len=140, kv_len=140))
-    check(case, *run(case, layout=layout))
+def test_strides(layout, on):
+    case = half(Case(causal, dim=48, v_dim=80, heads=4, kv_heads=2, batch=2, q_len=140, kv_len=140), on)
+    check(case, *run(case, layout=layout, arch=on))
 
 
 q0, q1, k0, k1 = (var(n) for n in ("q0", "q1", "k0", "k1"))
@@ -77,41 +85,66 @@ CLOSED = {
 
 @pytest.mark.parametrize("origin", [(0, 0, 0, 0), (1, 1, 70, 20)])
 @pytest.mark.parametrize("name", CLOSED)
-def test_closed_forms(name, origin):
+def test_closed_forms(name, origin, on):
     mask, bounds = CLOSED[name]
     sizes = tuple(o + n for o, n in zip(origin, (1, 2, 300, 330), strict=True))
-    case = half(Case(mask, q_len=300, kv_len=330, slots={"w": 50}, origin=origin, sizes=sizes))
+    case = half(Case(mask, q_len=300, kv_len=330, slots={"w": 50}, origin=origin, sizes=sizes), on)
     made = make_plan(case.mask, None, bounds=bounds, limits=dict.fromkeys((*ir.COORDINATES, "w"), 2.0**14))
     assert made.bounds is not None
-    check(case, *run(case, made))
+    check(case, *run(case, made, arch=on))
 
 
-LONG = half(Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 2, 700, 700), origin=(0, 0, 500, 0)))
+LONG = Case(causal & (k % 7 > 0), q_len=200, kv_len=700, sizes=(1, 2, 700, 700), origin=(0, 0, 500, 0))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", range(4))
-def test_any_schedule_and_number_of_stages(monkeypatch, seed, stages):
+def test_any_schedule_and_number_of_stages(monkeypatch, seed, stages, on):
+    case = half(LONG, on)
     install(monkeypatch, seed=seed)
-    found = run(LONG, stages=stages)
-    check(LONG, *found)
+    found = run(case, stages=stages, arch=on)
+    check(case, *found)
     install(monkeypatch)
-    assert all((a == b).all() for a, b in zip(found[:2], run(LONG)[:2], strict=True))  # bit for bit
+    assert all((a == b).all() for a, b in zip(found[:2], run(case, arch=on)[:2], strict=True))  # bit for bit
 
 
-def test_names_of_triton_3_6(monkeypatch):
+def test_names_of_triton_3_6(monkeypatch, on):
     install(monkeypatch, late=False)
-    case = half(CASES["window"])
-    check(case, *run(case))
+    case = half(CASES["window"], on)
+    check(case, *run(case, arch=on))
+
+
+@pytest.mark.parametrize("name", ["gqa", "empty-rows", "nothing", "softcap"])
+def test_some_cases_on_blackwell(name):
+    case = half(CASES[name], "sm_100")
+    check(case, *run(case, arch="sm_100"))
+    with_everything(case, arch="sm_100")
+
+
+@pytest.mark.parametrize("rise", [0.02, 0.2, 40.0])
+def test_scores_that_rise_along_the_row(rise):
+    """By less than what weights may grow, so that sums are not rescaled, by more, and by more than float32 holds."""
+    case = half(Case(causal, rise * k + score, q_len=300, kv_len=300, heads=1, kv_heads=1), "sm_100")
+    check(case, *run(case, arch="sm_100"))
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_scales_that_turn_the_order_of_scores(scale):
-    case = half(CASES["causal"])
+def test_scales_that_turn_the_order_of_scores(scale, on):
+    case = half(CASES["causal"], on)
     g = replace(cases.geometry(case), scale=scale)
     arrays = tensors(case)
     out, *_ = gluon_launch.forward(
-        cases.plan(case), cases.Source(case), g, *arrays, {}, {}, Target("gluon", *BLOCK, 4, 2)
+        cases.plan(case), cases.Source(case), g, *arrays, {}, {}, Target("gluon", *BLOCKS[on], 4, 2, arch=on)
     )  # fmt: skip
     want, _ = dense.attention(*(x.double().numpy() for x in arrays), case.mask, None, scale=scale, params={}, tables={})
     assert np.abs(out.double().numpy() - want).max() < cases.allowed(case)
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((9, 0), True), ((10, 0), True), ((8, 0), False), ((12, 0), False)])
+def test_gpus_that_run_the_kernels(monkeypatch, capability, runs):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    said = (
+        "written for Hopper and Blackwell, compute capabilities 9.0 and 10.0; this GPU has {}.{}: take backend='triton'"
+    )
+    assert gluon.reason() == ("" if runs else said.format(*capability))

@@ -11,15 +11,17 @@ from support.matrix import some
 
 import frisket as fk
 from frisket.runtime.backends.base import RECORDS, register
+from frisket.runtime.backends.triton import tiles
 
 LENGTH = 150
 MASKS, MODS = cases.masks(LENGTH), cases.mods(LENGTH)
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch):
-    """The backend runs here."""
+@pytest.fixture(autouse=True, params=["sm_90", pytest.param("sm_100", marks=pytest.mark.matrix)])
+def here(monkeypatch, request):
+    """The backend runs here, on such a GPU."""
     install(monkeypatch)
+    monkeypatch.setattr(tiles, "architecture", lambda device=None: request.param)
     was = RECORDS["gluon"]
     register(replace(was, reason=lambda framework=None: ""))
     yield

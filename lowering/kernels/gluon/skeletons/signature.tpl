@@ -1,0 +1,7 @@
+Lse,  # float32 [batch, heads, q_len], contiguous
+Top,  # the largest scores, as Lse  $if largest
+Low,  # what rounding took from Lse  $if low
+Sinks,  # float32 [heads]: one more logit in the denominator  $if sinks
+scale, $numbers,
+$include triton.parameters
+STAGES: gl.constexpr,  # tiles of keys, and of values, that are in shared memory at once
