@@ -1,4 +1,4 @@
-"""`frisket emit EXPR --backend triton --report`: what the kernels take of GPUs, by compiling them ahead of time."""
+"""`frisket emit EXPR --backend triton --report`: what kernels take of GPUs, by compiling them ahead of time."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def check_reports(option: str, backend: str) -> None:
 def report(args: argparse.Namespace, console: Console) -> CommandResult:
     """A line for each kernel and architecture; status 1 where one needs more shared memory than there is."""
     check_reports("--report", args.backend)
+    reports = RECORDS[args.backend].reports
+    assert reports is not None  # checked above
     architectures = args.arch or ["sm_90"]
     for arch in architectures:
         triton_report.check_compiles(arch)
@@ -41,7 +43,7 @@ def report(args: argparse.Namespace, console: Console) -> CommandResult:
     dims = Dims(args.head_dim, args.v_dim or args.head_dim, args.dtype, args.heads // sizes["kv_heads"])
     with progress(sum(len(re.findall(r"^def attention_", s.source, re.M)) for s in stages.values())) as step:
         for arch, s in stages.items():
-            for one in triton_report.compile_reports(s.source, s.plan, s.target, dims, arch):
+            for one in reports(s.source, s.plan, s.target, dims, arch):
                 found.append(one)
                 step("compiling")
     data = {"head_dim": args.head_dim, "dtype": args.dtype, "kernels": [r.as_dict() for r in found]}

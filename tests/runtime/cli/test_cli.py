@@ -318,6 +318,16 @@ def test_emit_reports_what_kernels_take(run):
     assert f"{decode['shared']:,} of 232,448" in line
 
 
+def test_emit_reports_the_kernels_of_the_backend(run):
+    argv = "emit causal --backend gluon --report --q-len 1024 --head-dim 64 --dtype bfloat16 --arch sm_90 sm_100"
+    status, out, err = run(*argv.split(), "--json")
+    assert (status, err) == (0, "")
+    hopper, blackwell = json.loads(out)["kernels"]
+    assert (hopper["arch"], blackwell["arch"]) == ("sm_90", "sm_100")
+    assert (hopper["warps"], blackwell["block_q"]) == (12, 256)
+    assert hopper["spills"] == blackwell["spills"] == 0
+
+
 def test_emit_reports_need_triton(run, monkeypatch):
     monkeypatch.setattr("frisket.runtime.backends.triton.report.find_spec", lambda name: None)
     status, out, err = run("emit", "causal", "--backend", "triton", "--report")
