@@ -105,8 +105,7 @@ class GluonForward(RowKernel):
     """Writes the three functions of Hopper's forward: `produce`, `consume`, and the kernel that starts them."""
 
     skeleton = FORWARD
-    of_group = ("q_full", "turns")  # barriers
-    beside = 5  # warps beside those of the first group
+    of_group: tuple[str, ...] = ("q_full", "turns")  # barriers
     gathers = False  # a vector of a tile's distances would go through shared memory of both warp groups
 
     def __init__(self, plan: LoopPlan, target: Target, dims: Dims, sinks: bool, top: bool, low: bool) -> None:
@@ -120,9 +119,13 @@ class GluonForward(RowKernel):
         launch = (
             f"attention_forward: grid (q tiles, heads, batch), tiles of {self.target.block_q} queries by "
             f"{self.target.block_k} keys in {self.target.num_stages} stages, "
-            f"num_warps=4 beside {self.beside} of its own."
+            f"num_warps=4 beside {self.beside()} of its own."
         )
         return TritonKernel("attention_forward", self.filled(self.skeleton), launch)
+
+    def beside(self) -> int:
+        """The warps beside those of the first group that computes: the second's, and one that loads."""
+        return 5
 
     def holes(self) -> dict[str, Any]:
         common, closed = super().holes(), self.closed_form()
@@ -207,8 +210,8 @@ class BlackwellForward(GluonForward):
     skeleton = BLACKWELL
     of_group = ("q_full", "s_full", "p_full", "o_full")
 
-    @property
     def beside(self) -> int:
+        """The warps of the other groups that compute, one that multiplies and one that loads."""
         return 4 * self.groups - 2
 
     def holes(self) -> dict[str, Any]:
