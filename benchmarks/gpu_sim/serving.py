@@ -221,7 +221,7 @@ def timed(step: Step, chosen: Shares | None = None) -> StepTime:
 
 
 def flex_timed(step: Step) -> StepTime:
-    """The same of flex_attention's decoding with torch's tile and splits, where it exists: for keys in bfloat16 without
+    """The time of flex_attention's decoding with torch's tile and splits, where it exists: for keys in bfloat16 without
     pages. What combines its parts, a few reductions of torch, is taken to be as fast as our kernel."""
     gpu, (tile,) = GPUS[step.arch], flex_kernels.tiles("decode", DIM, "bfloat16", step.arch)
     splits = max(1, gpu.processors // (len(step.lengths) * KEY_HEADS) * 2)  # as torch has it

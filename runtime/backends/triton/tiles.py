@@ -117,7 +117,10 @@ def default_target(
         Target("triton", block_q, block_k, warps, stages, descriptors=bool(described) and descriptors and not stored)
         for block_q, block_k, warps, stages, described in (made[n] for n in SINGLE)
     )
-    keys_of_few = min(forward.block_k, (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim])
+    plain = tiles["forward"]
+    if curved and dtype != "float32":  # a score mod costs few queries little: their tiles are those of no score mod
+        plain = _carried("forward", table["forward"], window, dim, False, reads, arch)
+    keys_of_few = min(plain[1], (STORED_OF_FEW if stored else KEYS_OF_FEW)[dim])
     wide = g.kv_dtype and dtype != "float32" and dim == 128 and arch.startswith("sm_")
     if wide and 16 < g.q_len * g.heads // g.kv_heads <= 32 and SHARED.get(arch, 0) >= WIDE_SHARED:
         keys_of_few = WIDE_OF_FEW

@@ -1234,7 +1234,8 @@ INLINE void look(Worker &w, int g, int M, int rows, int &lo, int &hi) {
     while (lo < hi && !any(some[hi - 1])) hi--;
 }
 
-// The same of GROUP rows that see one interval of keys each.
+// Fills in the part of the tile that each of GROUP rows from g on sees, where that is one interval, and finds the
+// vectors from lo to hi that have such keys.
 INLINE void clip(Worker &w, const Tile &tile, int g, int rows, int &lo, int &hi) {
     const int64_t all = tile.present < BLOCK_K ? tile.present : BLOCK_K;
     int64_t first = BLOCK_K, last = 0;

@@ -34,7 +34,8 @@ def placed(end, origin, first, last):
 
 @gluon.jit
 def one_of(columns, least, many):
-    """Whether columns of a tile are among `many` from `least` on, in two instructions."""
+    """Whether columns of a tile are among `many` from `least` on, in two instructions: bits 1 and 2 stand apart, as
+    in `up_to`."""
     return ((columns & ~6) - (least - (columns & 6))).to(gl.uint32) < many.to(gl.uint32)
 
 

@@ -29,7 +29,8 @@ def placed(end, origin, first, last):
 
 @triton.jit
 def one_of(columns, least, many):
-    """Whether columns of a tile are among `many` from `least` on, in two instructions."""
+    """Whether columns of a tile are among `many` from `least` on, in two instructions: bits 1 and 2 stand apart, as
+    in `up_to`."""
     return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
 
 

@@ -159,6 +159,13 @@ def test_few_queries_take_lower_tiles_and_few_keys_narrower_ones():
     assert (made.block_q, made.dkv.block_k) == (tiles.TABLE["sm_90"]["forward"]["long"]["64"][0], 32)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_a_score_mod_leaves_few_queries_their_tiles(arch, dim):
+    plain, curved = (target("causal", score, dim=dim, arch=arch).decode for score in (None, "softcap(50)"))
+    assert (curved.block_q, curved.block_k) == (plain.block_q, plain.block_k)
+
+
 def test_what_the_user_says_goes_first():
     g = Geometry(1, 8, 8, 4096, 4096, 128, 128, 0.1)
     own = tiles.target(None, g, "float16", (64, 32))

@@ -41,7 +41,8 @@ def up_to(columns, most):
     return (columns & ~6) <= most - (columns & 6)
 
 def one_of(columns, least, many):
-    """Whether columns of a tile are among `many` from `least` on, in two instructions."""
+    """Whether columns of a tile are among `many` from `least` on, in two instructions: bits 1 and 2 stand apart, as
+    in `up_to`."""
     return ((columns & ~6) - (least - (columns & 6))).to(tl.uint32) < many.to(tl.uint32)
 
 def sign(x):

@@ -46,7 +46,7 @@ def expected(spans, b, group_heads, parts=1):
 
 
 def steps_of(made, spans, group=1, parts=1):
-    """The same as the text finds them, for every program of every batch entry."""
+    """The steps that the text finds, for every program of every batch entry, as `expected` has them."""
     names = {"jnp": jnp, "lax": lax, "Int": jnp.int32}
     search, grouped = isinstance(made, TpuSearch), group > 1
     exec(locate(search, max(group, parts), grouped), names)

@@ -30,6 +30,8 @@ MASKS = {  # the three classes of windows, spans from a table, and a score mod
     "documents": ("causal & same(doc)", None),
     "softcap": ("causal", "softcap(50)"),
 }
+# The ptxas 12.8 of Triton 3.6 keeps on the stack what these kernels read behind their loops, 12.9 nothing: bytes.
+SPILLED = {("3.6", 64, "stored", "decode"): 24, ("3.6", 128, "stored", "decode"): 16}
 ALL = list(product(ARCHITECTURES, (64, 128, 256), (*MASKS, "stored"), KINDS))
 FEW = [
     ("sm_90", 64, "documents", "whole"), ("sm_90", 128, "softcap", "whole"), ("sm_90", 128, "window", "whole"),
@@ -87,9 +89,7 @@ def check(arch, dim, name, kind, update):
         made[place] = line
         assert found.fits, line
         if arch == "sm_90" and dim <= 128:
-            # The ptxas 12.8 of Triton 3.6 keeps what this kernel reads behind its loops on the stack, 12.9 nothing.
-            old = triton.__version__ < "3.9" and (dim, name, kind) == (128, "stored", "decode")
-            assert found.spills <= (16 if old else 0), line
+            assert found.spills == SPILLED.get((triton.__version__[:3], dim, name, kind), 0), line
         assert found.mma > 0 or "delta" in place, line
         if not update:
             assert line == golden.get(place, line), "if it should change, run pytest -m '' -n 0 --update-golden here"
