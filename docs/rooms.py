@@ -35,7 +35,7 @@ ROWS = [
     [("machine", "settings, parameters, builds")],
     [("aten", "calls of torch"), ("xla", "calls of JAX")],
     [("planner", "layouts on devices")],
-    [("kernels", "text, a folder a target")],
+    [("kernels", "text, a folder a target"), ("engines", "masks as their flags")],
     [("analysis", "tiles, counts, facts")],
     [("lowering", "plan, pipeline, derivatives")],
     [("simplify", "rules to one form")],

@@ -1,0 +1,315 @@
+"""EngineForm: a mask and a score mod as the parts that engines have flags for, read off the simplified Exprs.
+
+An engine is a kernel of somebody else (FlashAttention, cuDNN, splash) that knows a few masks: causal, a window,
+documents, a prefix of valid keys. `form_of` proves that a mask is made of these and of nothing else:
+
+>>> from frisket.dsl.ir import lookup, param
+>>> from frisket.dsl.sugar import eq, k, q
+>>> found = form_of((q >= k) & (q - k < param("w")) & eq(lookup("doc", (q,)), lookup("doc", (k,))))
+>>> found.low, found.high, found.document
+((0,), (w - 1,), (doc[q],))
+>>> found.proofs
+('causal', 'window', 'documents')
+>>> print(form_of((q >= k) | (k < 64)))
+`q >= k | k < 64` bounds neither q - k nor k, and compares no documents
+
+The proof is by CLAUSES: every term of the conjunction has to be one of them, and each says the same as the part that
+it becomes, for all positions, lengths and values of parameters. Whatever no clause takes is a reason to say no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from frisket.dsl.ir import KV_LEN, Q_LEN, SCORE, TRUE, Expr, build, clauses, conj, lit, substitute, uses, var, walk
+from frisket.dsl.show import show
+from frisket.dsl.sugar import eq
+from frisket.dsl.types import FLOAT
+from frisket.grammar.memo import memo
+from frisket.lowering.simplify.affine import Linear, is_int_comparison, relation, write
+
+Q, K = var("q"), var("k")
+Exprs = tuple[Expr, ...]
+
+
+@dataclass(frozen=True)
+class EngineForm:
+    """A mask and a score mod in parts. A query q sees a key k where all of it holds:
+
+    - `q - k >= x` for x in `low`, `q - k <= x` for x in `high`: Exprs of scalars and lengths, perhaps of b;
+    - `first <= k <= last` for the Exprs in `first` and `last`, and the same of q in `first_query` and `last_query`:
+      these read scalars, lengths, b, and for keys tables at the query, of packed sequences (`koff[segment(qoff, q)]`);
+    - equal values of each Expr in `document` at q and at k.
+
+    The score is `factor * score`, capped to `softcap * tanh(score / softcap)`, plus `slope * distance`, in this order;
+    None where there is none. `distance` is "k - q" or "-|q - k|".
+    """
+
+    low: Exprs = ()
+    high: Exprs = ()
+    first: Exprs = ()
+    last: Exprs = ()
+    first_query: Exprs = ()
+    last_query: Exprs = ()
+    document: Exprs = ()
+    factor: Expr | None = None
+    softcap: Expr | None = None
+    slope: Expr | None = None
+    distance: str = ""
+    proofs: tuple[str, ...] = field(default=(), compare=False)  # the names of the clauses that took a term
+
+    @property
+    def mask(self) -> Expr:
+        """The mask that the parts say."""
+        terms = [build("ge", Q - K, x) for x in self.low] + [build("le", Q - K, x) for x in self.high]
+        terms += [build("ge", K, x) for x in self.first] + [build("le", K, x) for x in self.last]
+        terms += [build("ge", Q, x) for x in self.first_query] + [build("le", Q, x) for x in self.last_query]
+        return conj(*terms, *(eq(x, at_key(x)) for x in self.document)) if terms or self.document else TRUE
+
+    @property
+    def score(self) -> Expr | None:
+        """The score mod that the parts say."""
+        made = SCORE if self.factor is None else build("mul", self.factor, SCORE)
+        if self.softcap is not None:
+            made = build("mul", self.softcap, build("tanh", build("div", made, self.softcap)))
+        if self.slope is not None:
+            away = K - Q if self.distance == "k - q" else -abs(Q - K)
+            made = build("add", made, build("mul", build("float", away), self.slope))
+        return None if made is SCORE else made
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether the keys that a query sees are read from tables at the query."""
+        return any("q" in uses(x) for x in (*self.first, *self.last))
+
+    @property
+    def scored(self) -> bool:
+        """Whether there is a score mod beside a constant factor."""
+        return self.softcap is not None or self.slope is not None
+
+
+@dataclass(frozen=True)
+class NoForm:
+    """A part of a mask, or a score mod, that engines do not know, and why."""
+
+    part: Expr
+    why: str
+
+    def __str__(self) -> str:
+        text = " ".join(show(self.part).splitlines()[-1].split())
+        return f"`{text if len(text) <= LONG else text[:LONG] + '…'}` {self.why}"
+
+
+LONG = 80  # letters of a term that a reason quotes
+
+
+def at_key(e: Expr) -> Expr:
+    """An Expr of the query's position, of the key's."""
+    return substitute(e, {Q: K})
+
+
+# -- masks ------------------------------------------------------------------------------------------
+
+Parts = tuple[tuple[str, Expr], ...]  # names of fields of EngineForm, and what each gains
+
+
+_FIXED = frozenset({"b", "B", "H", "Q_LEN", "KV_LEN"})  # what a bound may read beside parameters and tables
+_BY_QUERY = _FIXED | {"q"}
+
+
+class SolvedTerm:
+    """A term of a mask, solved where a clause asks for it: for k, for q and for q - k, each as (relation, bound)."""
+
+    def __init__(self, expr: Expr) -> None:
+        self.expr = expr
+
+    @cached_property
+    def key(self) -> tuple[str, Linear] | None:
+        return _solved(self.expr, K)
+
+    @cached_property
+    def query(self) -> tuple[str, Linear] | None:
+        return _solved(self.expr, Q)
+
+    @cached_property
+    def apart(self) -> tuple[str, Linear] | None:
+        """A bound on q - k that reads neither: k <= q + x is q - k >= -x."""
+        if self.key is None or self.key[1].coefficient(Q) != 1:
+            return None
+        rel, bound = self.key
+        rest = -bound.without(Q)
+        return (_TURNED[rel], rest) if _reads(rest) <= _FIXED else None
+
+
+_TURNED = {"ge": "le", "le": "ge", "eq": "eq"}
+
+
+def _solved(term: Expr, atom: Expr) -> tuple[str, Linear] | None:
+    """A comparison of Ints as `atom >= bound` or `atom <= bound`, where the bound does not read the atom."""
+    if not is_int_comparison(term) or term.op == "ne":
+        return None
+    rel, form = relation(term.op, *term.args)
+    factor, rest = form.coefficient(atom), form.without(atom)
+    if abs(factor) != 1 or any(atom.name in uses(a) for a, _ in rest.terms):
+        return None
+    return (_TURNED[rel], rest) if factor < 0 else (rel, -rest)
+
+
+Match = Callable[[SolvedTerm], Parts | None]
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One row of the proof: a term that `match` takes says the same as the parts that it gives, at every position.
+    `example` is such a term, which tests compare with its parts."""
+
+    name: str
+    match: Match
+    example: str
+
+
+def _reads(form: Linear) -> frozenset[str]:
+    return frozenset(n for a, _ in form.terms for n in uses(a))
+
+
+def _distance(rel: str, wanted: Callable[[Linear], bool]) -> Match:
+    """Takes bounds on q - k of one direction; an equation is a bound of both."""
+    fields = {"ge": ("low",), "le": ("high",), "eq": ("low", "high")}[rel]
+
+    def match(term: SolvedTerm) -> Parts | None:
+        if term.apart is None or term.apart[0] != rel or not wanted(term.apart[1]):
+            return None
+        return tuple((name, write(term.apart[1])) for name in fields)
+
+    return match
+
+
+def _ends(solved: str, first: str, last: str, reads: frozenset[str]) -> Match:
+    """Takes bounds on one coordinate that read no more than `reads`."""
+    fields = {"ge": (first,), "le": (last,), "eq": (first, last)}
+
+    def match(term: SolvedTerm) -> Parts | None:
+        found: tuple[str, Linear] | None = getattr(term, solved)
+        if found is None or not _reads(found[1]) <= reads:
+            return None
+        return tuple((name, write(found[1])) for name in fields[found[0]])
+
+    return match
+
+
+def _documents(term: SolvedTerm) -> Parts | None:
+    """Takes `x(q) == x(k)`; of Floats it does not, where NaN is not equal to itself."""
+    if term.expr.op != "eq" or term.expr.args[0].type is FLOAT:
+        return None
+    for one, other in (term.expr.args, term.expr.args[::-1]):
+        if "k" not in uses(one) and uses(one) <= _BY_QUERY and "q" in uses(one) and at_key(one) is other:
+            return (("document", one),)
+    return None
+
+
+def _always(bound: Linear) -> bool:
+    return True
+
+
+_CORNER = Linear(((Q_LEN, 1), (KV_LEN, -1)), 0)
+
+CLAUSES = (
+    Clause("causal", _distance("ge", lambda bound: bound == Linear((), 0)), "q >= k"),
+    Clause("causal, bottom right", _distance("ge", lambda bound: bound == _CORNER), "q + KV_LEN >= k + Q_LEN"),
+    Clause("window ahead", _distance("ge", _always), "k - q <= r"),
+    Clause("window", _distance("le", _always), "q - k < w"),
+    Clause("one diagonal", _distance("eq", _always), "q - k == w"),
+    Clause("documents", _documents, "doc[q] == doc[k]"),
+    Clause("prefix of keys", _ends("key", "first", "last", _FIXED), "k < n[b]"),
+    Clause("prefix of queries", _ends("query", "first_query", "last_query", _FIXED), "q < n[b]"),
+    Clause("keys of sequences", _ends("key", "first", "last", _BY_QUERY), "k < at[segment(at, q) + 1]"),
+)
+
+
+# -- scores -----------------------------------------------------------------------------------------
+
+PART_OF = {"scale": "factor", "softcap": "softcap", "alibi": "slope"}
+_PLACES = frozenset({"b", "h", "q", "k", "score"})
+
+
+def scored(score: Expr | None) -> dict[str, Any] | NoForm:
+    """The fields of EngineForm that a score mod makes: a bias by distance around a soft cap around a factor."""
+    found: dict[str, Any] = {**dict.fromkeys(PART_OF.values()), "distance": ""}
+    left = SCORE if score is None else score
+    if left.op in ("add", "sub"):
+        left, found["slope"], found["distance"] = _bias(left) or (left, None, "")
+    if left.op == "mul" and (capped := _capped(left)) is not None:
+        left, found["softcap"] = capped
+    if left is not SCORE:
+        left, found["factor"] = _factor(left) or (left, None)
+    if left is not SCORE and score is not None:
+        return NoForm(score, "as a score mod is no factor, soft cap or penalty by distance")
+    return found
+
+
+def _bias(e: Expr) -> tuple[Expr, Expr, str] | None:
+    """(score, slope, distance) of `score + slope * distance`."""
+    pairs = [e.args] if e.op == "sub" else [e.args, e.args[::-1]]
+    for rest, bias in pairs:
+        if bias.op != "mul" or "score" in uses(bias):
+            continue
+        for away, slope in (bias.args, bias.args[::-1]):
+            if away.op != "float" or uses(slope) & {"q", "k"}:
+                continue
+            for kind, expr, sign in (("k - q", K - Q, 1), ("k - q", Q - K, -1), ("-|q - k|", abs(Q - K), -1)):
+                if away.args[0] is expr:
+                    minus = (sign < 0) != (e.op == "sub")
+                    return rest, build("neg", slope) if minus else slope, kind
+    return None
+
+
+def _capped(e: Expr) -> tuple[Expr, Expr] | None:
+    """(x, c) of `c * tanh(x / c)`."""
+    for cap, curve in (e.args, e.args[::-1]):
+        if curve.op == "tanh" and curve.args[0].op == "div" and curve.args[0].args[1] is cap and _constant(cap):
+            return curve.args[0].args[0], cap
+    return None
+
+
+def _factor(e: Expr) -> tuple[Expr, Expr] | None:
+    """(score, c) of `c * score` and `score / c`."""
+    if e.op == "mul":
+        for by, rest in (e.args, e.args[::-1]):
+            if _constant(by):
+                return rest, by
+    if e.op == "div" and _constant(e.args[1]):
+        return e.args[0], build("div", lit(1.0), e.args[1])
+    return None
+
+
+def _constant(e: Expr) -> bool:
+    """Whether a number is one for the whole call."""
+    return not uses(e) & _PLACES and all(n.op not in ("lookup", "segment", "random") for n in walk(e))
+
+
+# -- both -------------------------------------------------------------------------------------------
+
+
+@memo(group="expressions")
+def form_of(mask: Expr | None, score: Expr | None = None) -> EngineForm | NoForm:
+    """The parts of a simplified mask and score mod, or the term that is none. None: everything visible, no mod."""
+    parts: dict[str, Exprs] = {}
+    proofs: list[str] = []
+    for term in () if mask is None else clauses(mask):
+        solved = SolvedTerm(term)
+        for clause in CLAUSES:
+            if (found := clause.match(solved)) is not None:
+                break
+        else:
+            return NoForm(term, "bounds neither q - k nor k, and compares no documents")
+        proofs.append(clause.name)
+        for name, value in found:
+            parts[name] = (*parts.get(name, ()), value)
+    made = scored(score)
+    if isinstance(made, NoForm):
+        return made
+    proofs = (proofs or ["full"]) + [name for name, part in PART_OF.items() if made[part] is not None]
+    return EngineForm(**parts, **made, proofs=tuple(dict.fromkeys(proofs)))  # type: ignore[arg-type]
