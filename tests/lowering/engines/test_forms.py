@@ -87,9 +87,12 @@ def test_how_many_entries_are_forms() -> None:
 def test_masks_that_are_nearly_a_form(text: str, said: str | None) -> None:
     found = form_of(simplify(fk.mask(text).expr))
     if said is None:  # a bound by row: true of every query, and no window
-        assert isinstance(found, EngineForm) and found.by_rows and not found.low
+        assert isinstance(found, EngineForm)
+        assert found.by_rows
+        assert not found.low
     else:
-        assert isinstance(found, NoForm) and said in str(found)
+        assert isinstance(found, NoForm)
+        assert said in str(found)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,8 @@ def test_masks_that_are_nearly_a_form(text: str, said: str | None) -> None:
 def test_score_mods_in_parts(text: str, proofs: tuple[str, ...]) -> None:
     expr = simplify(fk.score(text).expr)
     found = form_of(None, expr)
-    assert isinstance(found, EngineForm) and found.proofs == ("full", *proofs), found
+    assert isinstance(found, EngineForm), found
+    assert found.proofs == ("full", *proofs)
     env = coordinates(2, 2, 4, 5) | {"B": 2, "H": 2, "Q_LEN": 4, "KV_LEN": 5, "c": 0.7}
     env["score"] = np.random.default_rng(0).standard_normal((2, 2, 4, 5))
     tables = {"slopes": np.array([0.5, 0.25])}
