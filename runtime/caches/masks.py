@@ -32,7 +32,9 @@ from frisket.runtime.masks.mask import Mask, mask
 START, END, NEW = "cache_start", "cache_end", "cache_new"
 DEPTH, ANCESTORS = "cache_depth", "cache_ancestors"
 BATCH, HEAD, FIRST = "cache_batch", "cache_head", "cache_first"  # numbers: where the part of a device begins
-POSITIONS = (START, END, DEPTH, FIRST)
+# requests of a serving engine, one behind another: where a query's request is among the keys, and its own position
+LOW, HIGH, SHIFT, AT = "request_low", "request_high", "request_shift", "request_at"
+POSITIONS = (START, END, DEPTH, FIRST, LOW, HIGH, SHIFT, AT)
 LONGEST = 1 << 28  # tokens of a sequence: planners that count in 32 bits take their differences for what they are
 HORIZON = 1 << 20  # positions that are looked at to find how far back a mask sees
 
@@ -70,6 +72,12 @@ TREE = Places(
 # the same where every sequence has a tree of its own
 _HERE = f"k < {END}[b] & (k < {START}[b] | {ANCESTORS}[b, q, k - {START}[b]])"
 TREES = Places(f"{_DRAFT}[b, q]", f"k if k < {START}[b] else {_DRAFT}[b, k - {START}[b]]", _HERE)
+
+# requests of any lengths in one row of queries and one of keys: query q is at position request_at[q] of its request,
+# whose keys are at places request_low[q] to request_high[q], the one of position p at p + request_shift[q]
+REQUESTS = Places(f"{AT}[q]", f"k - {SHIFT}[q]", f"k >= {LOW}[q] & k < {HIGH}[q]")
+# the same with one query of every request, which are the batch: no query's tile reaches over keys of two requests
+STEPS = Places(f"{AT}[b]", f"k - {SHIFT}[b]", f"k >= {LOW}[b] & k < {HIGH}[b]")
 
 
 def ring(slots: int) -> Places:

@@ -34,6 +34,7 @@ from frisket.runtime.calls.options import Options, rate_of
 from .transformers_config import program
 from .transformers_loading import eager_only, watch
 from .transformers_masks import SymbolicMask, chosen, dense, symbolic
+from .transformers_paged import allow, paged, refuse_tables
 
 NAME = "frisket"
 
@@ -46,6 +47,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, symbolic)
     watch(NAME)
+    allow(NAME)
 
 
 def attention(
@@ -66,7 +68,15 @@ def attention(
     `indices` [batch, q_len, n] are the keys that a model has chosen for each query, `block_indices` [batch, groups of
     heads, q_len, n] blocks of keys, as long as `module.indexer.block_size`; of the mask, they alone are seen.
     """
-    given = _given(module, query, key, attention_mask, is_causal)
+    given, found = _given(module, query, key, attention_mask, is_causal), None
+    if rest.get("cache") is not None:  # continuous batching
+        refuse_tables(given, position_bias, indices, block_indices)
+        options = Options(scaling, dropout=rate_of(dropout))
+        found = paged(
+            module, query, key, value, given, rest, options, softcap, s_aux, frisket_params, sinks is not None
+        )
+        out = found if sinks is None else _beside(found[0], found[1], sinks)
+        return out.transpose(1, 2).contiguous(), None
     _refuse(rest, given)
     if indices is not None:
         given = chosen(given, indices[:, None], 1, query.shape[1])
@@ -74,7 +84,6 @@ def attention(
         size: Any = module.indexer.block_size  # type: ignore[union-attr]
         given = chosen(given, block_indices, size, query.shape[1])
     text, score, values = program(module, given, query.shape[1], softcap, position_bias, frisket_params)
-    found: Any
     if in_graph(query):
         found = called(
             query, key, value, text, score, scaling, dropout=dropout, sinks=s_aux, origin=given.origin,
@@ -139,7 +148,6 @@ def _dense(given: Tensor, q: Tensor, k: Tensor) -> SymbolicMask:
 REFUSED = {
     "head_mask": "prune heads with the model's own means, or leave out head_mask",
     "layer_head_mask": "prune heads with the model's own means, or leave out head_mask",
-    "cache": "continuous batching keeps pages of its own: use `generate`",
 }
 
 

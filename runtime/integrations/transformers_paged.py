@@ -1,0 +1,154 @@
+"""Attention of transformers' continuous batching: `model.generate_batch` and its managers.
+
+Every step packs the new tokens of all requests in one row, prompts, chunks of prompts and steps of decoding alike. Keys
+and values lie in pages that transformers owns; its cache writes the new ones and reads those of every request, one
+request behind another. The mask of the model is read at the positions that tokens have in their requests. transformers
+makes no mask here: where requests begin and end are four small tables, computed on the device of the tokens.
+
+>>> import frisket.integrations.transformers
+>>> from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+>>> frisket.integrations.transformers.register()
+>>> sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+>>> config = LlamaConfig(vocab_size=64, eos_token_id=None, pad_token_id=0, **sizes)
+>>> model = LlamaForCausalLM._from_config(config, attn_implementation="frisket")
+>>> how = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+>>> found = model.generate_batch([[5, 7, 9, 11], [6, 8]], generation_config=how)
+>>> [len(x.generated_tokens) for x in found.values()]
+[3, 3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from frisket.dsl.errors import ParameterError
+from frisket.dsl.ir import uses
+from frisket.runtime.attention.attention import Attention
+from frisket.runtime.attention.entry import attention_for
+from frisket.runtime.caches.masks import AT, HIGH, LOW, REQUESTS, SHIFT, STEPS, no_room, placed
+from frisket.runtime.calls.options import Options
+
+from .transformers_config import SLIDING, program
+from .transformers_masks import SymbolicMask
+
+ELSEWHERE = "use `generate`, or attn_implementation='sdpa' for `generate_batch`"
+
+
+def allow(name: str) -> None:
+    """Let transformers' continuous batching run the implementation `name`, which it refuses unless it knows it. A
+    second call changes nothing."""
+    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager as Manager
+
+    plain = Manager.switch_to_cb_friendly_attn
+    if hasattr(plain, "frisket"):
+        return
+
+    @wraps(plain)
+    def switch(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
+        if model.config._attn_implementation != name:
+            plain(self, model, auto_switch_to_flash)
+
+    switch.frisket = True  # type: ignore[attr-defined]
+    Manager.switch_to_cb_friendly_attn = switch  # type: ignore[method-assign]
+
+
+# transformers' cache is written in place, through views that a graph would copy
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def paged(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: SymbolicMask, rest: dict[str, Any],
+    options: Options, softcap: float | None, sinks: Tensor | None, params: Mapping[str, Any] | None, lse: bool,
+) -> Any:  # fmt: skip
+    """Attention of one layer: query [1, heads, tokens, head_dim] of all requests, key and value [1, kv_heads, tokens,
+    head_dim], which are written to the pages that `rest["cache"]` has. The result is that of a call of attention, in
+    the order of the queries; with `lse` that of the scores, too.
+
+    `rest` has what transformers prepares at every step: where keys are written and read, and where requests end among
+    queries and keys, `cu_seq_lens_q` and `cu_seq_lens_k`."""
+    cache, tokens = rest.pop("cache"), query.shape[2]
+    kind = cache.layer_to_allocator[module.layer_idx].layer_type
+    key, value = cache.update(key, value, module.layer_idx, rest)
+    steps = tokens == rest["cu_seq_lens_q"].shape[0] - 1 and rest["max_length_q"] == 1
+    batch, q_len = (tokens, 1) if steps else (1, tokens)
+    asked = SymbolicMask(mask.structure, batch, q_len, key.shape[2])
+    text, score, values = program(module, asked, query.shape[1], softcap, None, params)
+    att = attention_for(text, score, options, values)
+    _check(att, module, kind, rest, values)
+    known = "requests", kind, key.shape[2]
+    if known not in mask.kept:
+        mask.kept[known] = where(rest["cu_seq_lens_q"], rest["cu_seq_lens_k"], tokens, _positions(rest))
+    tables = {**values, **mask.kept[known]}
+    here = placed(att, STEPS if steps else REQUESTS)
+    tables = {n: x for n, x in tables.items() if n in here.program.names}
+    if steps:  # every request is an entry of the batch, and reads its part of the one row of keys
+        query = query.transpose(0, 2)
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    planned = here, query.shape[1]
+    if planned not in mask.kept:  # once for the layers that are alike
+        mask.kept[planned] = here.plan(q_len, key.shape[2], batch, query.shape[1], **tables)
+    found: Any = here(query, key, value, plan=mask.kept[planned], sinks=sinks, return_lse=lse)
+    if not steps:
+        return found
+    return tuple(x.transpose(0, 2) for x in found) if lse else found.transpose(0, 2)
+
+
+def where(ends_q: Tensor, ends_k: Tensor, tokens: int, positions: Tensor | None) -> dict[str, Tensor]:
+    """The place of every query's request, int32 [tokens] each, on the device of the ends; nothing waits for it.
+
+    `ends_q` and `ends_k` int32 [requests + 1] are where requests begin and end among queries and keys, `positions` int
+    [tokens] what place queries have in their requests; without them all keys of a request are there. Queries behind the
+    last request are padding and see nothing."""
+    n, place = ends_q.shape[0] - 1, torch.arange(tokens, dtype=torch.int32, device=ends_q.device)
+    request = torch.searchsorted(ends_q[1:], place, right=True)
+    behind = (request + 1).clamp_max(n)  # of padding: the last end, and so no keys
+    low, high = ends_k[request.clamp_max(n)], ends_k[behind]
+    last = ends_q[behind] - 1  # the last query of the request stands where its last key does
+    stop = high - low if positions is None else positions.to(torch.int32)[last.clamp_min(0)] + 1
+    found = {LOW: low, HIGH: high, SHIFT: high - stop, AT: stop - 1 - (last - place)}
+    return {n: x.to(torch.int32) for n, x in found.items()}
+
+
+def _positions(rest: Mapping[str, Any]) -> Tensor | None:
+    found = rest.get("position_ids")
+    return found[0] if isinstance(found, Tensor) and found.ndim == 2 else None
+
+
+def refuse_tables(mask: SymbolicMask, *beside: Tensor | None) -> None:
+    """Refuse a mask that says more than positions do, and what a call brings `beside` it: later steps do not have the
+    tables of earlier tokens."""
+    tables = sorted({*mask.read_by(mask.structure), *(mask.tables if mask.bias else ())})
+    if tables or any(x is not None for x in beside):
+        of = f"the table {tables[0]!r} of the tokens of a call" if tables else "a bias, or keys chosen by the model"
+        raise ParameterError(f"attention of this model reads {of}, and continuous batching keeps none\n  {ELSEWHERE}")
+
+
+def _check(att: Attention, module: Any, kind: str, rest: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuse texts of the config that have no meaning for requests in a row, or look behind a sliding cache."""
+    config, told = module.config, _positions(rest) is not None
+    window = getattr(config, "sliding_window", None)
+    own = any(getattr(config, n, None) is not None for n in ("frisket_mask", "frisket_score"))
+    key = "requests", kind, window, own, told
+    if key in att.ready:
+        return
+    for part in att.program.parts:
+        if names := sorted({"b", "B", "Q_LEN", "KV_LEN"} & uses(part.expr)):
+            raise ParameterError(
+                f"the {part.what} reads {names[0]}, which changes with every step of continuous batching\n  {part}\n  "
+                "write it with positions q and k in a request, heads, and numbers"
+            )
+    if kind == SLIDING and own:
+        if why := no_room(att, window or 0, 1, values):
+            raise ParameterError(
+                f"config.frisket_mask looks behind the cache of a sliding-window layer: {why.splitlines()[0]}\n  raise "
+                f"config.sliding_window, or add `& window({window})` to the mask"
+            )
+        if not told:
+            raise ParameterError(
+                "this model does not tell its attention the positions of tokens, and a sliding-window cache has no "
+                f"first ones: a mask or score mod of the config cannot be placed\n  {ELSEWHERE}"
+            )
+    att.ready[key] = True

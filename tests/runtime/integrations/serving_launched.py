@@ -1,0 +1,70 @@
+"""Run by test_transformers_paged.py without an interpreter: steps of serving engines as on an H200, launched into
+nothing, so no value is there to look at."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.lowering.device_tables import NoLook, NoWait, pose
+from support.triton import triton_null
+
+import frisket.integrations.transformers as plugin
+from frisket.runtime.backends import triton as backend
+from frisket.runtime.backends.triton import decode
+
+triton_null.install(watch=True)
+backend._on_torch = lambda: ""
+HEADS, KEY_HEADS, DIM = 8, 2, 64
+STEPS = 50
+
+
+@pytest.fixture(autouse=True)
+def posed(monkeypatch):
+    pose(monkeypatch)
+    monkeypatch.setattr(decode, "INTERPRETED", 132)
+
+
+def ends(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def batched(new, past):
+    """What transformers hands to a layer: requests of `new` tokens behind `past` ones."""
+    tokens, keys = sum(new), sum(new) + sum(past)
+
+    def update(key, value, layer, rest):
+        rest["cu_seq_lens_k"] = rest["cu_seq_lens_k"]["full_attention"]
+        return (torch.zeros(1, KEY_HEADS, keys, DIM, dtype=key.dtype) for _ in "kv")
+
+    return torch.zeros(1, HEADS, tokens, DIM, dtype=torch.bfloat16), {
+        "cache": SimpleNamespace(layer_to_allocator=[SimpleNamespace(layer_type="full_attention")], update=update),
+        "cu_seq_lens_q": ends(new),
+        "cu_seq_lens_k": {"full_attention": ends([a + b for a, b in zip(new, past)])},
+        "max_length_q": max(new),
+        "position_ids": torch.zeros(1, tokens, dtype=torch.int32),
+    }  # fmt: skip
+
+
+def attend(module, new, past):
+    q, rest = batched(new, past)
+    k = torch.zeros(1, KEY_HEADS, sum(new), DIM, dtype=q.dtype)
+    with torch.no_grad(), NoLook(), NoWait():
+        out, _ = plugin.attention(module, q, k, k, None, is_causal=True, **rest)
+    assert out.shape == (1, sum(new), HEADS, DIM)
+
+
+def test_continuous_batching():
+    """Steps, and steps beside chunks of a prompt."""
+    module = SimpleNamespace(layer_idx=0, config=SimpleNamespace(), is_causal=True)
+    kinds = [lambda n: ([1, 1, 1], [100 + n, 37 + n, 900 + n]), lambda n: ([1, 48 + n, 1], [100 + n, 64, 900 + n])]
+    for kind in kinds:
+        for n in range(17):  # a length that a tile divides has a kernel of its own
+            attend(module, *kind(n))
+    triton_null.compiled.clear()
+    for n in range(17, 17 + STEPS):
+        for kind in kinds:
+            attend(module, *kind(n))
+    assert triton_null.compiled == []
+    assert len(triton_null.launched) > 4 * STEPS
